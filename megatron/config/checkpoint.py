@@ -1,0 +1,27 @@
+"""What is saved, where, and what is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.flag import flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Checkpoints."""
+
+    save: str | None = flag(None, "Folder to write checkpoints to. Unset: none are written.")
+    save_interval: int | None = flag(None, "Iterations between checkpoints.", unit="iterations")
+    no_save_optim: bool = flag(False, "Leave the optimizer out of checkpoints.")
+    no_save_rng: bool = flag(False, "Leave random states out of checkpoints.")
+    load: str | None = flag(None, "Folder to load the newest checkpoint from.")
+    no_load_optim: bool = flag(False, "Start with a fresh optimizer.")
+    no_load_rng: bool = flag(False, "Start with fresh random states.")
+    finetune: bool = flag(
+        False, "Load weights only and start at iteration 0 with a fresh optimizer."
+    )
+    use_checkpoint_args: bool = flag(False, "Take the network's shape from the checkpoint.")
+    exit_on_missing_checkpoint: bool = flag(
+        False, "Leave with an error where --load holds no checkpoint, instead of starting fresh."
+    )

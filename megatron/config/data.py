@@ -1,0 +1,79 @@
+"""Text in, samples out: tokenizer, corpus, splits, sampler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.flag import flag
+
+TOKENIZER_TYPES = (
+    "BertWordPieceLowerCase",
+    "BertWordPieceCase",
+    "GPT2BPETokenizer",
+    "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer",
+    "Llama2Tokenizer",
+    "HuggingFaceTokenizer",
+    "PretrainedFromHF",
+    "TikTokenizer",
+    "NullTokenizer",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerConfig:
+    """Tokenizer."""
+
+    tokenizer_type: str | None = flag(None, "Kind of tokenizer.", choices=TOKENIZER_TYPES)
+    tokenizer_model: str | None = flag(
+        None, "Model file: SentencePiece .model, tokenizer.json (or its folder), tiktoken ranks."
+    )
+    vocab_file: str | None = flag(None, "Vocabulary file (GPT-2 json or WordPiece text).")
+    merge_file: str | None = flag(None, "GPT-2 BPE merges file.")
+    vocab_size: int | None = flag(None, "Vocabulary size of NullTokenizer.", unit="entries")
+    vocab_extra_ids: int = flag(
+        0, "Additional sentinel entries at the end of the vocabulary.", unit="entries"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Data."""
+
+    data_path: tuple[str, ...] | None = flag(
+        None, "Indexed dataset prefix, or WEIGHT PREFIX WEIGHT PREFIX ...", many=True
+    )
+    split: str = flag(
+        "969, 30, 1", "Shares of documents for training, validation and test with --data-path."
+    )
+    train_data_path: tuple[str, ...] | None = flag(
+        None, "As --data-path, training only.", many=True
+    )
+    valid_data_path: tuple[str, ...] | None = flag(
+        None, "As --data-path, validation only.", many=True
+    )
+    test_data_path: tuple[str, ...] | None = flag(None, "As --data-path, test only.", many=True)
+    data_cache_path: str | None = flag(
+        None, "Folder for index caches. Unset: index-cache beside the dataset."
+    )
+    mock_data: bool = flag(False, "Train on generated tokens instead of a corpus.")
+    seq_length: int | None = flag(None, "Sequence length.", unit="tokens")
+    mmap_warmup: bool = flag(False, "Read the data files once at the start.")
+    num_workers: int = flag(
+        2, "Loader processes of each rank. 0: load in the training process.", unit="processes"
+    )
+    data_impl: str = flag("infer", "Format of the dataset.", choices=("mmap", "infer"))
+    dataloader_type: str | None = flag(
+        None,
+        "Sample order: one global stream, or reshuffled every epoch. Unset: single.",
+        choices=("single", "cyclic"),
+    )
+    data_sharding: bool = flag(
+        True, "With cyclic: each process shuffles its own share.", off="--no-data-sharding"
+    )
+    reset_position_ids: bool = flag(False, "Restart positions after each end of document.")
+    reset_attention_mask: bool = flag(False, "No attention across an end of document.")
+    eod_mask_loss: bool = flag(False, "No loss on end-of-document tokens.")
+    log_sample_ids: bool = flag(
+        False, "Append each iteration's sample ids to samples.jsonl in the --save folder."
+    )

@@ -1,0 +1,54 @@
+"""How a dataclass field becomes a command-line flag: `flag()` holds what the type cannot say."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class FlagInfo:
+    """What the parser, `--help`, YAML and the documentation need beyond name, type and default.
+
+    Attributes:
+        help: one sentence; names the off value where there is one.
+        unit: what the number counts, for example "tokens" or "minutes".
+        names: flag spellings, first the preferred one. Empty: `--` and the field's name.
+        off: the spelling that turns a field with default True off, for example `--no-x`.
+        choices: the accepted values.
+        many: takes any number of values (the field is a tuple).
+        convert: text to value where the annotation's own type would not do.
+    """
+
+    help: str
+    unit: str | None = None
+    names: tuple[str, ...] = ()
+    off: str | None = None
+    choices: tuple[Any, ...] | None = None
+    many: bool = False
+    convert: Callable[[str], Any] | None = None
+
+
+def flag(
+    default: Any,
+    help: str,
+    *,
+    unit: str | None = None,
+    names: str | Sequence[str] = (),
+    off: str | None = None,
+    choices: Sequence[Any] | None = None,
+    many: bool = False,
+    convert: Callable[[str], Any] | None = None,
+) -> Any:
+    """A dataclass field with `default` that is also a command-line flag."""
+    info = FlagInfo(
+        help=help,
+        unit=unit,
+        names=(names,) if isinstance(names, str) else tuple(names),
+        off=off,
+        choices=None if choices is None else tuple(choices),
+        many=many,
+        convert=convert,
+    )
+    return dataclasses.field(default=default, metadata={"flag": info})

@@ -1,0 +1,59 @@
+"""What a run tells: log line, TensorBoard, Weights & Biases, timers, profiles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.flag import flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    """Logging."""
+
+    log_interval: int = flag(100, "Iterations between log lines.", unit="iterations")
+    log_params_norm: bool = flag(False, "Log the norm of all parameters.")
+    log_num_zeros_in_grad: bool = flag(False, "Log how many gradient entries are zero.")
+    timing_log_level: int = flag(
+        0, "0: iteration time, 1: parts of an iteration, 2: parts of those.", choices=(0, 1, 2)
+    )
+    barrier_with_l1_time: bool = flag(
+        True, "Synchronize ranks around level-1 timers.", off="--no-barrier-with-level-1-timing"
+    )
+    timing_log_option: str = flag("minmax", "Timers over ranks.", choices=("max", "minmax", "all"))
+    tensorboard_dir: str | None = flag(None, "Folder for TensorBoard. Unset: none.")
+    tensorboard_log_interval: int = flag(
+        1, "Iterations between TensorBoard points.", unit="iterations"
+    )
+    tensorboard_queue_size: int = flag(1000, "Points held before a write.", unit="points")
+    log_timers_to_tensorboard: bool = flag(False, "Timers to TensorBoard.")
+    log_batch_size_to_tensorboard: bool = flag(False, "Batch size to TensorBoard.")
+    log_learning_rate_to_tensorboard: bool = flag(
+        True, "Learning rate to TensorBoard.", off="--no-log-learnig-rate-to-tensorboard"
+    )
+    log_loss_scale_to_tensorboard: bool = flag(
+        True, "Loss scale to TensorBoard.", off="--no-log-loss-scale-to-tensorboard"
+    )
+    log_validation_ppl_to_tensorboard: bool = flag(False, "Validation perplexity to TensorBoard.")
+    log_memory_to_tensorboard: bool = flag(False, "Memory to TensorBoard.")
+    log_world_size_to_tensorboard: bool = flag(False, "World size to TensorBoard.")
+    wandb_project: str | None = flag(None, "Weights & Biases project. Unset: none.")
+    wandb_entity: str | None = flag(None, "Weights & Biases entity.")
+    wandb_name: str | None = flag(None, "Weights & Biases run name.")
+    wandb_id: str | None = flag(None, "Weights & Biases run id, to go on with a run.")
+    metrics_jsonl: str | None = flag(
+        None, "File to append one JSON object an iteration to (full float precision)."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfilingConfig:
+    """Profiling."""
+
+    profile: bool = flag(False, "Record a PyTorch profile.")
+    profile_step_start: int = flag(10, "First profiled iteration.", unit="iteration")
+    profile_step_end: int = flag(12, "Iteration before which the profile ends.", unit="iteration")
+    profile_ranks: tuple[int, ...] = flag((0,), "Ranks to profile.", many=True)
+    profile_dir: str | None = flag(
+        None, "Folder for traces. Unset: profile in --tensorboard-dir, --save or here."
+    )

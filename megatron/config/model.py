@@ -1,0 +1,90 @@
+"""The network: sizes, shapes of its blocks, dropout and initialization."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.flag import flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Network."""
+
+    num_layers: int | None = flag(None, "Transformer layers.", unit="layers")
+    hidden_size: int | None = flag(None, "Width of the residual stream.")
+    ffn_hidden_size: int | None = flag(
+        None, "Inner width of the MLP. Unset: 4 x hidden, or 8/3 x hidden rounded with --swiglu."
+    )
+    num_attention_heads: int | None = flag(None, "Query heads.", unit="heads")
+    kv_channels: int | None = flag(None, "Size of one head. Unset: hidden / heads.")
+    group_query_attention: bool = flag(False, "Share keys and values among groups of query heads.")
+    num_query_groups: int = flag(1, "Key-value heads with --group-query-attention.", unit="groups")
+    max_position_embeddings: int | None = flag(
+        None, "Longest sequence the position embedding covers.", unit="tokens"
+    )
+    position_embedding_type: str = flag(
+        "learned_absolute",
+        "How positions enter the network.",
+        choices=("learned_absolute", "rope", "none"),
+    )
+    rotary_percent: float = flag(1.0, "Share of each head that rotates with rope.", unit="0 to 1")
+    rotary_base: float = flag(10000.0, "Base of the rotary frequencies.")
+    rotary_seq_len_interpolation_factor: int | None = flag(
+        None, "Divide positions by this factor before rotating. Unset: 1."
+    )
+    make_vocab_size_divisible_by: int = flag(
+        128,
+        "Pad the vocabulary to a multiple of this times the tensor-parallel size.",
+        unit="entries",
+    )
+    normalization: str = flag(
+        "LayerNorm", "Normalization before each block.", choices=("LayerNorm", "RMSNorm")
+    )
+    norm_epsilon: float = flag(
+        1e-5, "Added to the variance.", names=("--norm-epsilon", "--layernorm-epsilon")
+    )
+    apply_layernorm_1p: bool = flag(False, "Store LayerNorm weights as offset from one.")
+    apply_residual_connection_post_layernorm: bool = flag(
+        False, "Take the residual after the normalization (original BERT order)."
+    )
+    openai_gelu: bool = flag(False, "OpenAI's tanh form of GeLU.")
+    squared_relu: bool = flag(False, "Squared ReLU instead of GeLU.")
+    swiglu: bool = flag(False, "Gated SiLU (SwiGLU) instead of GeLU.")
+    onnx_safe: bool | None = flag(None, "Exact (erf) GeLU, the form that ONNX exports.")
+    bias_gelu_fusion: bool = flag(
+        True,
+        "tanh GeLU as Megatron's fused kernel computes it; off: exact (erf) GeLU.",
+        off="--no-bias-gelu-fusion",
+    )
+    untie_embeddings_and_output_weights: bool = flag(
+        False, "Give the output layer its own weights instead of the word embeddings."
+    )
+    add_bias_linear: bool = flag(True, "Biases in the linear layers.", off="--disable-bias-linear")
+    attention_dropout: float = flag(0.1, "Dropout on attention probabilities.", unit="0 to 1")
+    hidden_dropout: float = flag(0.1, "Dropout on block outputs and embeddings.", unit="0 to 1")
+    init_method_std: float = flag(0.02, "Standard deviation of the initial weights.")
+    init_method_xavier_uniform: bool = flag(False, "Xavier uniform initial weights.")
+    perform_initialization: bool = flag(
+        True, "Initialize weights (off: when a checkpoint is loaded).", off="--no-initialization"
+    )
+    use_flash_attn: bool = flag(False, "Insist on a flash attention kernel (GPU, fp16 or bf16).")
+    masked_softmax_fusion: bool = flag(
+        True,
+        "Allow a fused attention kernel; off: plain scores, mask and softmax.",
+        off="--no-masked-softmax-fusion",
+    )
+    bias_dropout_fusion: bool = flag(
+        True, "Allow fusing bias, dropout and residual.", off="--no-bias-dropout-fusion"
+    )
+    no_persist_layer_norm: bool = flag(
+        False, "Do not use the persistent LayerNorm kernel (we have one form: no effect on math)."
+    )
+
+    @property
+    def kv_heads(self) -> int:
+        """Key-value heads: the query groups, or all heads without grouping."""
+        if self.group_query_attention:
+            return self.num_query_groups
+        assert self.num_attention_heads is not None
+        return self.num_attention_heads

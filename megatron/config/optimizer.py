@@ -1,0 +1,60 @@
+"""The update: optimizer, weight decay, clipping, and the learning-rate schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.flag import flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """Optimizer."""
+
+    optimizer: str = flag("adam", "Update rule (adam is AdamW).", choices=("adam", "sgd"))
+    weight_decay: float = flag(0.01, "Decoupled weight decay.")
+    start_weight_decay: float | None = flag(None, "First weight decay of a ramp.")
+    end_weight_decay: float | None = flag(None, "Last weight decay of a ramp.")
+    weight_decay_incr_style: str = flag(
+        "constant", "Shape of the weight-decay ramp.", choices=("constant", "linear", "cosine")
+    )
+    clip_grad: float = flag(1.0, "Largest global gradient norm. 0: no clipping.")
+    adam_beta1: float = flag(0.9, "Decay of the first moment.")
+    adam_beta2: float = flag(0.999, "Decay of the second moment.")
+    adam_eps: float = flag(1e-8, "Added to the denominator.")
+    sgd_momentum: float = flag(0.9, "Momentum of sgd.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """Learning rate."""
+
+    lr: float | None = flag(None, "Peak learning rate.")
+    lr_decay_style: str = flag(
+        "linear",
+        "Shape of the decay.",
+        choices=("constant", "linear", "cosine", "inverse-square-root"),
+    )
+    lr_decay_iters: int | None = flag(
+        None, "Length of the decay. Unset: the whole run.", unit="iterations"
+    )
+    lr_decay_samples: int | None = flag(
+        None, "Length of the decay. Unset: the whole run.", unit="samples"
+    )
+    lr_warmup_fraction: float | None = flag(
+        None, "Linear warm-up as a share of the decay length.", unit="0 to 1"
+    )
+    lr_warmup_iters: int = flag(0, "Linear warm-up.", unit="iterations")
+    lr_warmup_samples: int = flag(0, "Linear warm-up.", unit="samples")
+    lr_warmup_init: float = flag(0.0, "Learning rate at the start of the warm-up.")
+    min_lr: float = flag(0.0, "Smallest learning rate of the decay.")
+    override_opt_param_scheduler: bool = flag(
+        False,
+        "On resuming, take the schedule from the flags.",
+        names="--override-opt_param-scheduler",
+    )
+    use_checkpoint_opt_param_scheduler: bool = flag(
+        False,
+        "On resuming, take the schedule from the checkpoint.",
+        names="--use-checkpoint-opt_param-scheduler",
+    )

@@ -1,0 +1,39 @@
+"""Number formats of weights, activations, gradients and the loss scale."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.flag import flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    """Precision."""
+
+    fp16: bool = flag(False, "Half precision weights with a loss scale.")
+    bf16: bool = flag(False, "bfloat16 weights, gradients accumulated in fp32.")
+    loss_scale: float | None = flag(None, "Fixed loss scale for fp16. Unset: dynamic.")
+    initial_loss_scale: float = flag(2.0**32, "First dynamic loss scale.")
+    min_loss_scale: float = flag(1.0, "Smallest dynamic loss scale.")
+    loss_scale_window: float = flag(
+        1000, "Good iterations before the scale doubles.", unit="iterations"
+    )
+    hysteresis: int = flag(2, "Overflows before the scale halves.", unit="iterations")
+    fp32_residual_connection: bool = flag(False, "Keep the residual stream in fp32.")
+    apply_query_key_layer_scaling: bool = flag(
+        True,
+        "Divide scores by the layer number and multiply back in fp32 (guards fp16 from overflow).",
+        off="--no-query-key-layer-scaling",
+    )
+    attention_softmax_in_fp32: bool = flag(False, "Compute the attention softmax in fp32.")
+    accumulate_allreduce_grads_in_fp32: bool = flag(
+        False, "Accumulate and reduce gradients in fp32 (always so with bf16)."
+    )
+    fp16_lm_cross_entropy: bool = flag(False, "Compute the loss in the model's 16-bit format.")
+    embedding_weights_in_fp32: bool = flag(False, "Keep the word embeddings in fp32.")
+    gradient_accumulation_fusion: bool = flag(
+        True,
+        "Allow adding weight gradients into the fp32 buffer in the matrix product.",
+        off="--no-gradient-accumulation-fusion",
+    )

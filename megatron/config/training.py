@@ -1,0 +1,92 @@
+"""What one run does: batches, length, recomputation, leaving, and how it treats bad numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.flag import flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """Training."""
+
+    micro_batch_size: int | None = flag(
+        None, "Samples of one forward pass of one process.", unit="samples"
+    )
+    global_batch_size: int | None = flag(
+        None,
+        "Samples of one update over all processes. Unset: micro batch x data-parallel size.",
+        unit="samples",
+    )
+    rampup_batch_size: tuple[int, ...] | None = flag(
+        None, "Grow the global batch: START INCREMENT SAMPLES.", many=True
+    )
+    train_iters: int | None = flag(None, "Length of the run.", unit="iterations")
+    train_samples: int | None = flag(None, "Length of the run.", unit="samples")
+    skip_train: bool = flag(False, "Only evaluate.")
+    seed: int = flag(1234, "Seed of weights, sample order and dropout.")
+    deterministic_mode: bool = flag(
+        False, "Only algorithms that give the same bits on every run of the same layout."
+    )
+    recompute_activations: bool = flag(
+        False,
+        "Recompute the attention core in backward (same as --recompute-granularity selective).",
+    )
+    recompute_granularity: str | None = flag(
+        None,
+        "What to recompute in backward: whole layers or the attention core. Unset: nothing.",
+        choices=("full", "selective"),
+    )
+    recompute_method: str | None = flag(
+        None,
+        "With full: every group of --recompute-num-layers, or only the first so many layers.",
+        choices=("uniform", "block"),
+    )
+    recompute_num_layers: int | None = flag(
+        None, "Layers a group (uniform) or layers recomputed (block).", unit="layers"
+    )
+    exit_interval: int | None = flag(
+        None, "Save and leave when the iteration is a multiple of this.", unit="iterations"
+    )
+    exit_duration_in_mins: int | None = flag(
+        None, "Save and leave after this time.", unit="minutes"
+    )
+    exit_signal_handler: bool = flag(
+        True,
+        "Save and leave on SIGTERM or SIGINT (on by default).",
+        names="--exit-signal-handler",
+        off="--no-exit-signal-handler",
+    )
+    on_nonfinite: str = flag(
+        "stop",
+        "What to do when loss or gradients are not finite: stop with the sample ids, or skip the "
+        "update and go on.",
+        choices=("stop", "skip"),
+    )
+    max_nonfinite_skips: int = flag(
+        10, "With --on-nonfinite skip: stop after so many in a row.", unit="iterations"
+    )
+    check_for_nan_in_loss_and_grad: bool = flag(
+        True,
+        "Check loss and gradients every iteration.",
+        off="--no-check-for-nan-in-loss-and-grad",
+    )
+    manual_gc: bool = flag(
+        True,
+        "Collect Python garbage at fixed iterations on all ranks together.",
+        names="--manual-gc",
+        off="--no-manual-gc",
+    )
+    manual_gc_interval: int = flag(100, "Iterations between collections.", unit="iterations")
+    empty_unused_memory_level: int = flag(
+        0,
+        "Return unused GPU memory: 0 never, 1 after each iteration, 2 also after evaluation.",
+        choices=(0, 1, 2),
+    )
+    dry_run: bool = flag(
+        False, "Check everything, print parameters, layout, memory and tokens a step, and leave."
+    )
+    dry_run_world_size: int | None = flag(
+        None, "Pretend this many processes with --dry-run. Unset: as launched.", unit="processes"
+    )

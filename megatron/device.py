@@ -1,0 +1,112 @@
+"""The only module that knows what kind of device we run on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+# Dense bf16/fp16 peak in FLOP/s by datasheet, matched by substring of the device name, in order.
+_PEAK_FLOPS = (
+    ("H200", 989e12),
+    ("GH200", 989e12),
+    ("H100 PCIe", 756e12),
+    ("H100", 989e12),
+    ("H800", 989e12),
+    ("GB200", 2500e12),
+    ("B200", 2250e12),
+    ("A100", 312e12),
+    ("A800", 312e12),
+    ("L40S", 362e12),
+    ("A10", 125e12),
+    ("V100", 125e12),
+    ("T4", 65e12),
+)
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes: in use now, the most ever in use, and the most ever held by the allocator."""
+
+    allocated: int
+    peak_allocated: int
+    peak_reserved: int
+
+
+@dataclass(frozen=True)
+class Device:
+    """The device of this process."""
+
+    torch_device: torch.device
+
+    @classmethod
+    def pick(cls, local_rank: int = 0) -> Device:
+        """This process's GPU where there is one, else the CPU."""
+        if torch.cuda.is_available():
+            return cls(torch.device("cuda", local_rank % torch.cuda.device_count()))
+        return cls(torch.device("cpu"))
+
+    @classmethod
+    def cpu(cls) -> Device:
+        return cls(torch.device("cpu"))
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.torch_device.type == "cuda"
+
+    @property
+    def type(self) -> str:
+        return self.torch_device.type
+
+    @property
+    def name(self) -> str:
+        """Marketing name, or "CPU"."""
+        if self.is_gpu:
+            return torch.cuda.get_device_name(self.torch_device)
+        return "CPU"
+
+    @property
+    def peak_flops(self) -> float | None:
+        """Dense 16-bit peak in FLOP/s by datasheet; None where we know none."""
+        if not self.is_gpu:
+            return None
+        name = self.name
+        return next((flops for part, flops in _PEAK_FLOPS if part in name), None)
+
+    def activate(self) -> None:
+        """Make this the process's current device."""
+        if self.is_gpu:
+            torch.cuda.set_device(self.torch_device)
+
+    def backend(self, asked: str) -> str:
+        """Communication library: what was asked for on GPUs, gloo on a CPU."""
+        return asked if self.is_gpu else "gloo"
+
+    def synchronize(self) -> None:
+        """Wait until all queued work is done."""
+        if self.is_gpu:
+            torch.cuda.synchronize(self.torch_device)
+
+    def empty_cache(self) -> None:
+        """Give unused memory back to the driver."""
+        if self.is_gpu:
+            torch.cuda.empty_cache()
+
+    def seed(self, seed: int) -> None:
+        """Seed this process's default generators (CPU and this device)."""
+        torch.random.default_generator.manual_seed(seed)
+        if self.is_gpu:
+            torch.cuda.manual_seed(seed)
+
+    def memory(self) -> MemoryReport:
+        """What the process holds: GPU memory, or resident memory on a CPU."""
+        if self.is_gpu:
+            return MemoryReport(
+                allocated=torch.cuda.memory_allocated(self.torch_device),
+                peak_allocated=torch.cuda.max_memory_allocated(self.torch_device),
+                peak_reserved=torch.cuda.max_memory_reserved(self.torch_device),
+            )
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return MemoryReport(allocated=peak, peak_allocated=peak, peak_reserved=peak)

@@ -1,0 +1,80 @@
+"""Every environment variable that we read or set, in one place."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from megatron.errors import ConfigError
+
+RANK_ENV = "RANK"
+WORLD_SIZE_ENV = "WORLD_SIZE"
+LOCAL_RANK_ENV = "LOCAL_RANK"
+LOCAL_WORLD_SIZE_ENV = "LOCAL_WORLD_SIZE"
+RESTART_COUNT_ENV = "TORCHELASTIC_RESTART_COUNT"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How this process was started (by torchrun, by mpirun, or alone)."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    restart_count: int = 0
+
+
+def read_launch(*, use_mpi: bool = False) -> Launch:
+    """Read the launcher's variables; a process started alone is a world of one.
+
+    Raises:
+        ConfigError: a variable is not a number, or mpirun's are asked for and absent.
+    """
+    if use_mpi:
+        return _read_mpi()
+    return Launch(
+        rank=_number(RANK_ENV, 0),
+        world_size=_number(WORLD_SIZE_ENV, 1),
+        local_rank=_number(LOCAL_RANK_ENV, 0),
+        local_world_size=_number(LOCAL_WORLD_SIZE_ENV, 1),
+        restart_count=_number(RESTART_COUNT_ENV, 0),
+    )
+
+
+def _read_mpi() -> Launch:
+    prefix = "OMPI_COMM_WORLD_"
+    if prefix + "RANK" not in os.environ:
+        raise ConfigError(
+            "--use-mpi: OMPI_COMM_WORLD_RANK is not set; start with mpirun, or drop the flag "
+            "and start with torchrun"
+        )
+    return Launch(
+        rank=_number(prefix + "RANK", 0),
+        world_size=_number(prefix + "SIZE", 1),
+        local_rank=_number(prefix + "LOCAL_RANK", 0),
+        local_world_size=_number(prefix + "LOCAL_SIZE", 1),
+    )
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"environment variable {name}={text!r} is not a whole number") from None
+
+
+def prepare(launch: Launch, *, deterministic: bool) -> None:
+    """Set what CUDA, NCCL and OpenMP read once at start. Call before the first CUDA call."""
+    os.environ[RANK_ENV] = str(launch.rank)
+    os.environ[WORLD_SIZE_ENV] = str(launch.world_size)
+    os.environ[LOCAL_RANK_ENV] = str(launch.local_rank)
+    # One hardware queue keeps kernels in launch order, so that communication launched before a
+    # matrix product also starts before it.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("NCCL_ALGO", "Ring")

@@ -1,0 +1,56 @@
+"""Errors that tell a user what to change, and the exit codes the commands end with.
+
+Everything a user can get wrong is a `UserError`: entry points print its message without a
+traceback and leave with its exit code. `assert` and other exceptions are our own mistakes.
+"""
+
+from __future__ import annotations
+
+EXIT_OK = 0
+EXIT_SAVED_ON_SIGNAL = 3
+
+
+class UserError(Exception):
+    """Something the user can mend. The message names the flag or file, its value and the remedy."""
+
+    exit_code = 1
+
+
+class CheckpointError(UserError):
+    """A checkpoint is missing, damaged, or does not fit this run."""
+
+    exit_code = 4
+
+
+class HangError(UserError):
+    """A rank did not join a collective in time."""
+
+    exit_code = 5
+
+
+class DataError(UserError):
+    """A corpus, index or tokenizer file is missing, damaged, or does not fit this run."""
+
+    exit_code = 6
+
+
+class NumericsError(UserError):
+    """Loss or gradients stopped being finite."""
+
+    exit_code = 7
+
+
+class StorageError(UserError):
+    """A disk is full, read-only or gone."""
+
+    exit_code = 8
+
+
+class ConfigError(UserError):
+    """One or more configuration mistakes, all of them reported at once."""
+
+    exit_code = 9
+
+    def __init__(self, problems: list[str] | str) -> None:
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))

@@ -1,0 +1,143 @@
+"""Who this process is and whom it talks to: the grid of tensor, context, data and pipeline ranks.
+
+Ranks are numbered as in Megatron: tensor fastest, then context, data, pipeline. For tensor size
+T, context size C and data size D, rank = ((p * D + d) * C + c) * T + t.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+AXES = ("pipeline", "data", "context", "tensor")  # slowest to fastest
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One dimension of the grid, as this process sees it.
+
+    Attributes:
+        size: processes along the axis.
+        rank: place of this process among them.
+        ranks: their global ranks, in order.
+        group: for collectives; None where there is nobody to talk to.
+    """
+
+    size: int = 1
+    rank: int = 0
+    ranks: tuple[int, ...] = (0,)
+    group: ProcessGroup | None = None
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.rank == self.size - 1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The grid of one run. Built once and passed to whatever needs it."""
+
+    world: Axis = Axis()
+    tensor: Axis = Axis()
+    context: Axis = Axis()
+    data: Axis = Axis()
+    pipeline: Axis = Axis()
+
+    @classmethod
+    def single(cls) -> Layout:
+        """One process that does everything: for tests, tools and a laptop."""
+        return cls()
+
+    @classmethod
+    def at(
+        cls, rank: int, world_size: int, *, tensor: int = 1, context: int = 1, pipeline: int = 1
+    ) -> Layout:
+        """The grid as process `rank` of `world_size` sees it, without communication.
+
+        Raises:
+            ConfigError: the sizes do not divide the world.
+        """
+        sizes = grid_sizes(world_size, tensor=tensor, context=context, pipeline=pipeline)
+        strides = _strides(sizes)
+        axes = {}
+        for name in AXES:
+            size, stride = sizes[name], strides[name]
+            index = rank // stride % size
+            first = rank - index * stride
+            ranks = tuple(first + i * stride for i in range(size))
+            axes[name] = Axis(size=size, rank=index, ranks=ranks)
+        world = Axis(size=world_size, rank=rank, ranks=tuple(range(world_size)))
+        return cls(world=world, **axes)
+
+    @classmethod
+    def create(
+        cls,
+        device_type: str,
+        rank: int,
+        world_size: int,
+        *,
+        tensor: int = 1,
+        context: int = 1,
+        pipeline: int = 1,
+    ) -> Layout:
+        """The same with process groups. Collective: `init_process_group` must have run.
+
+        A world of one has no groups and needs no initialization.
+        """
+        layout = cls.at(rank, world_size, tensor=tensor, context=context, pipeline=pipeline)
+        if world_size == 1:
+            return layout
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+
+        shape = tuple(getattr(layout, name).size for name in AXES)
+        mesh = init_device_mesh(device_type, shape, mesh_dim_names=AXES)
+        axes = {
+            name: replace(getattr(layout, name), group=mesh.get_group(name))
+            for name in AXES
+            if getattr(layout, name).size > 1
+        }
+        return replace(layout, world=replace(layout.world, group=dist.group.WORLD), **axes)
+
+    def describe(self) -> str:
+        """The grid in words, for the start-up panel."""
+        sizes = " x ".join(f"{name} {getattr(self, name).size}" for name in reversed(AXES))
+        return f"{self.world.size} process(es) = {sizes}"
+
+
+def grid_sizes(world_size: int, *, tensor: int, context: int, pipeline: int) -> dict[str, int]:
+    """Size of every axis; data takes what the others leave.
+
+    Raises:
+        ConfigError: the product of the given sizes does not divide `world_size`.
+    """
+    model = tensor * context * pipeline
+    if world_size % model:
+        raise ConfigError(
+            f"--tensor-model-parallel-size {tensor} x --context-parallel-size {context} x "
+            f"--pipeline-model-parallel-size {pipeline} = {model} does not divide the "
+            f"{world_size} launched process(es): launch a multiple of {model}"
+        )
+    return {
+        "pipeline": pipeline,
+        "data": world_size // model,
+        "context": context,
+        "tensor": tensor,
+    }
+
+
+def _strides(sizes: dict[str, int]) -> dict[str, int]:
+    strides, stride = {}, 1
+    for name in reversed(AXES):
+        strides[name] = stride
+        stride *= sizes[name]
+    return strides
