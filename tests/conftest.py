@@ -1,0 +1,28 @@
+"""Shared fixtures: real data beside the checkout, and small distributed runs on gloo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+SHARED = Path(__file__).resolve().parent.parent.parent / "shared"
+
+
+def _shared(name: str) -> Path:
+    path = SHARED / name
+    if not path.is_dir():
+        pytest.skip(f"needs ../shared/{name}, which is not beside this checkout")
+    return path
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Real tokenizers, corpora and evaluation sets."""
+    return _shared("data")
+
+
+@pytest.fixture(scope="session")
+def golden() -> Path:
+    """Recorded runs of Megatron-LM 23.08."""
+    return _shared("golden")
