@@ -26,3 +26,11 @@ def shared_data() -> Path:
 def golden() -> Path:
     """Recorded runs of Megatron-LM 23.08."""
     return _shared("golden")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread():
+    """One thread everywhere: bits do not depend on the machine, and forked ranks start clean."""
+    import torch
+
+    torch.set_num_threads(1)

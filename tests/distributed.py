@@ -1,0 +1,72 @@
+"""Run a function in several gloo processes on this machine."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from megatron.parallel.layout import Layout
+
+TIMEOUT = timedelta(seconds=60)
+
+
+def run_distributed(
+    world_size: int, function: Callable[..., Any], *args: Any, **sizes: int
+) -> list[Any]:
+    """Call `function(layout, *args)` in `world_size` processes; results in rank order.
+
+    `sizes` are Layout.create's tensor, context and pipeline. Results must be picklable.
+    Raises RuntimeError with the traceback of the first rank that failed.
+    """
+    context = mp.get_context("fork")  # torch is loaded already: children start in milliseconds
+    results: Any = context.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        store = os.path.join(folder, "store")
+        workers = [
+            context.Process(
+                target=_work, args=(r, world_size, store, function, args, sizes, results)
+            )
+            for r in range(world_size)
+        ]
+        for worker in workers:
+            worker.start()
+        answers = [results.get() for _ in workers]
+        for worker in workers:
+            worker.join()
+    failures = [text for _, ok, text in answers if not ok]
+    if failures:
+        raise RuntimeError("\n".join(failures))
+    return [value for _, _, value in sorted(answers, key=lambda answer: answer[0])]
+
+
+def _work(
+    rank: int,
+    world_size: int,
+    store: str,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    sizes: dict[str, int],
+    results: Any,
+) -> None:
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=TIMEOUT
+        )
+        layout = Layout.create("cpu", rank, world_size, **sizes)
+        value = function(layout, *args)
+        dist.barrier()
+        results.put((rank, True, value))
+    except BaseException:
+        results.put((rank, False, f"rank {rank}:\n{traceback.format_exc()}"))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

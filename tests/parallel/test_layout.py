@@ -1,0 +1,48 @@
+"""The grid of ranks: Megatron's order, groups, and sizes that do not fit."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.errors import ConfigError
+from megatron.parallel.layout import Layout
+from tests.distributed import run_distributed
+
+
+def test_rank_order_is_tensor_context_data_pipeline():
+    layout = Layout.at(13, 16, tensor=2, context=2, pipeline=2)  # data 2
+    assert (layout.tensor.rank, layout.context.rank) == (1, 0)
+    assert (layout.data.rank, layout.pipeline.rank) == (1, 1)
+    assert layout.tensor.ranks == (12, 13)
+    assert layout.context.ranks == (13, 15)
+    assert layout.data.ranks == (9, 13)
+    assert layout.pipeline.ranks == (5, 13)
+
+
+def test_sizes_must_divide_the_world():
+    with pytest.raises(ConfigError, match=r"--tensor-model-parallel-size 3.*multiple of 3"):
+        Layout.at(0, 4, tensor=3)
+
+
+def _sum_over_axes(layout):
+    sums = []
+    for axis in (layout.tensor, layout.data):
+        value = torch.tensor([float(layout.world.rank)])
+        dist.all_reduce(value, group=axis.group)
+        sums.append(value.item())
+    return sums
+
+
+def test_groups_talk_along_their_axis():
+    torch.ones(3, requires_grad=True).sum().backward()  # a parent that has used autograd may fork
+    assert run_distributed(4, _sum_over_axes, tensor=2) == [[1, 2], [1, 4], [5, 2], [5, 4]]
+
+
+def _fail_on_one(layout):
+    if layout.world.rank == 1:
+        raise ValueError("as planned")
+
+
+def test_a_failing_rank_is_reported():
+    with pytest.raises(RuntimeError, match="as planned"):
+        run_distributed(2, _fail_on_one)
