@@ -1,0 +1,239 @@
+"""The indexed dataset: bytes of the format, damaged files, builder, real files."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.data import indexed
+from megatron.data.indexed import IndexedDataset, IndexedDatasetBuilder, best_dtype
+from megatron.errors import DataError, StorageError
+
+# Documents [[1, 2], [3, 4, 5]] and [[7]], as Megatron-LM writes them for 50,257 entries.
+FIXTURE_IDX = bytes.fromhex(
+    "4d4d49444944580000 0100000000000000 08 0300000000000000 0300000000000000"
+    "02000000 03000000 01000000 0000000000000000 0400000000000000 0a00000000000000"
+    "0000000000000000 0200000000000000 0300000000000000"
+)
+FIXTURE_BIN = bytes.fromhex("010002000300040005000700")
+
+
+def write_random(prefix: Path, *, sequences: int = 200, dtype: type = np.uint16) -> np.ndarray:
+    """A dataset of one-sequence documents, some empty; returns its tokens."""
+    random = np.random.RandomState(0)
+    lengths = random.randint(0, 20, sequences)
+    tokens = random.randint(0, 50000, lengths.sum())
+    with IndexedDatasetBuilder(prefix, dtype) as builder:
+        builder.add_documents(tokens, lengths, np.ones(sequences, int))
+    return tokens
+
+
+def read_all(prefix: Path) -> list[list[int]]:
+    data = IndexedDataset(prefix)
+    return [data.get(i).tolist() for i in range(len(data))]
+
+
+def test_writes_the_fixture_bytes(tmp_path: Path) -> None:
+    prefix = tmp_path / "fixture"
+    with IndexedDatasetBuilder(prefix, best_dtype(50257)) as builder:
+        builder.add_document(np.array([1, 2, 3, 4, 5]), [2, 3])
+        builder.add_document([7], [1])
+    assert indexed.idx_path(prefix).read_bytes() == FIXTURE_IDX
+    assert indexed.bin_path(prefix).read_bytes() == FIXTURE_BIN
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fixture.bin", "fixture.idx"]
+
+
+def test_reads_the_fixture_bytes(tmp_path: Path) -> None:
+    prefix = tmp_path / "fixture"
+    Path(f"{prefix}.idx").write_bytes(FIXTURE_IDX)
+    Path(f"{prefix}.bin").write_bytes(FIXTURE_BIN)
+    data = IndexedDataset(prefix)
+    assert data.dtype == np.uint16
+    assert len(data) == 3
+    assert data.num_tokens == 6
+    assert data.sequence_lengths.tolist() == [2, 3, 1]
+    assert data.sequence_lengths.dtype == np.int32
+    assert data.pointers.tolist() == [0, 4, 10]
+    assert data.document_indices.tolist() == [0, 2, 3]
+    assert data.document_indices.dtype == np.int64
+    assert data.get(1).tolist() == [3, 4, 5]
+    assert data.get(1, offset=1).tolist() == [4, 5]
+    assert data.get(1, offset=1, length=1).tolist() == [4]
+    with pytest.raises(IndexError):
+        data.get(1, offset=1, length=3)
+
+
+def test_bulk_equals_one_by_one(tmp_path: Path) -> None:
+    random = np.random.RandomState(1)
+    documents = [random.randint(0, 9, n).tolist() for n in random.randint(0, 4, 50)]
+    with IndexedDatasetBuilder(tmp_path / "single", np.int32) as builder:
+        for lengths in documents:
+            builder.add_document(np.arange(sum(lengths)), lengths)
+    with IndexedDatasetBuilder(tmp_path / "bulk", np.int32) as builder:
+        flat = np.concatenate([np.arange(sum(lengths)) for lengths in documents])
+        sizes = np.array([n for lengths in documents for n in lengths])
+        builder.add_documents(flat, sizes, [len(lengths) for lengths in documents])
+    for suffix in (".bin", ".idx"):
+        single, bulk = (Path(f"{tmp_path / name}{suffix}") for name in ("single", "bulk"))
+        assert single.read_bytes() == bulk.read_bytes()
+
+
+def test_add_index_joins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(indexed, "_CHUNK", 7)  # many chunks also for a small file
+    write_random(tmp_path / "a")
+    write_random(tmp_path / "b", sequences=30)
+    with IndexedDatasetBuilder(tmp_path / "joined", np.uint16) as builder:
+        builder.add_index(tmp_path / "a")
+        builder.add_document([1, 2, 3], [1, 2])
+        builder.add_index(tmp_path / "b")
+    assert read_all(tmp_path / "joined") == [
+        *read_all(tmp_path / "a"),
+        [1],
+        [2, 3],
+        *read_all(tmp_path / "b"),
+    ]
+    documents = IndexedDataset(tmp_path / "joined").document_indices
+    assert documents.tolist() == [*range(201), *range(202, 233)]
+    with (
+        pytest.raises(DataError, match="token type uint16"),
+        IndexedDatasetBuilder(tmp_path / "other", np.int32) as builder,
+    ):
+        builder.add_index(tmp_path / "a")
+
+
+def test_an_exception_leaves_nothing(tmp_path: Path) -> None:
+    with (
+        pytest.raises(DataError),
+        IndexedDatasetBuilder(tmp_path / "x", np.uint16) as builder,
+    ):
+        builder.add_document([1], [1])
+        builder.add_index(tmp_path / "missing")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unwritable_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="file/x"):
+        IndexedDatasetBuilder(tmp_path / "file" / "x", np.uint16)
+
+
+def test_ids_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    with (
+        pytest.raises(DataError, match="70000 does not fit uint16"),
+        IndexedDatasetBuilder(tmp_path / "x", np.uint16) as builder,
+    ):
+        builder.add_document([1, 70000], [2])
+
+
+def test_best_dtype() -> None:
+    assert best_dtype(65499) == np.uint16
+    assert best_dtype(65500) == np.int32
+
+
+def test_empty_dataset(tmp_path: Path) -> None:
+    with IndexedDatasetBuilder(tmp_path / "empty", np.uint16):
+        pass
+    data = IndexedDataset(tmp_path / "empty")
+    assert len(data) == 0
+    assert data.document_indices.tolist() == [0]
+
+
+def test_reopens_in_another_process(tmp_path: Path) -> None:
+    write_random(tmp_path / "x")
+    data = IndexedDataset(tmp_path / "x")
+    assert data.__getstate__() == {"prefix": str(tmp_path / "x")}  # not the data itself
+    again = copy.copy(data)  # goes through the same two methods as pickling
+    assert all((again.get(i) == data.get(i)).all() for i in range(len(data)))
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32])
+def test_idx_mutations_never_give_wrong_tokens(tmp_path: Path, dtype: type) -> None:
+    """Scoreboard 23: any byte of the index set to any value."""
+    write_random(tmp_path / "x", dtype=dtype)
+    want = read_all(tmp_path / "x")
+    path = indexed.idx_path(tmp_path / "x")
+    good = path.read_bytes()
+    random = np.random.RandomState(2)
+    header = [(at, value) for at in range(34) for value in (0, 1, 3, 4, 5, 7, 8, 255)]
+    anywhere = zip(random.randint(0, len(good), 300), random.randint(0, 256, 300), strict=True)
+    refused = []
+    for at, value in [*header, *anywhere]:
+        path.write_bytes(good[:at] + bytes([value]) + good[at + 1 :])
+        try:
+            got = read_all(tmp_path / "x")
+        except DataError as error:
+            refused.append(str(error))
+        else:
+            assert got == want, f"byte {at} set to {value}: wrong tokens"
+    assert len(refused) > 400  # the others wrote what was there, or moved a document bound
+    assert all(str(tmp_path / "x") in message for message in refused)
+
+
+def test_truncations_are_refused_at_open(tmp_path: Path) -> None:
+    """Scoreboard 22, for both files."""
+    write_random(tmp_path / "x")
+    for path in (indexed.bin_path(tmp_path / "x"), indexed.idx_path(tmp_path / "x")):
+        good = path.read_bytes()
+        for cut in np.linspace(0, len(good) - 1, 20).astype(int):
+            path.write_bytes(good[:cut])
+            with pytest.raises(DataError, match=str(path)):
+                IndexedDataset(tmp_path / "x")
+        path.write_bytes(good + b"\0\0")
+        with pytest.raises(DataError, match=f"{len(good) + 2} bytes, expected {len(good)}"):
+            IndexedDataset(tmp_path / "x")
+        path.write_bytes(good)
+    IndexedDataset(tmp_path / "x")
+
+
+def test_other_formats_are_named(tmp_path: Path) -> None:
+    Path(tmp_path / "x.bin").write_bytes(FIXTURE_BIN)
+    idx = tmp_path / "x.idx"
+    for content, message in (
+        (FIXTURE_IDX + b"\0\0\0", "multimodal"),
+        (b"TNTIDX\0\0" + FIXTURE_IDX[8:], "TNTIDX"),
+        (FIXTURE_IDX[:17] + b"\x07" + FIXTURE_IDX[18:], "dtype code 7"),
+        (b"PK" + FIXTURE_IDX, "not an index file"),
+    ):
+        idx.write_bytes(content)
+        with pytest.raises(DataError, match=message):
+            IndexedDataset(tmp_path / "x")
+
+
+def test_a_missing_dataset_lists_similar_names(tmp_path: Path) -> None:
+    write_random(tmp_path / "corpus_text_document")
+    with pytest.raises(DataError, match="datasets in that folder: .*corpus_text_document"):
+        IndexedDataset(tmp_path / "corpus_txt_document")
+    with pytest.raises(DataError, match=r"without \.bin"):
+        IndexedDataset(tmp_path / "corpus_text_document.bin")
+    with pytest.raises(DataError, match="no dataset in"):
+        IndexedDataset(tmp_path / "no" / "where")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "data/binidx/meg-gpt2-openwebtext_text_document",
+        "data/binidx/nvidia-train/test_text_document",
+        "golden/data/gpt_text_document",
+        "golden/data/bert_text_sentence",
+    ],
+)
+def test_real_files_are_copied_to_the_byte(
+    name: str, shared_data: Path, golden: Path, tmp_path: Path
+) -> None:
+    source = shared_data.parent / name
+    data = IndexedDataset(source)
+    with IndexedDatasetBuilder(tmp_path / "copy", data.dtype) as builder:
+        builder.add_documents(
+            np.concatenate([data.get(i) for i in range(len(data))]),
+            data.sequence_lengths,
+            np.diff(data.document_indices),
+        )
+    for suffix in (".bin", ".idx"):
+        assert (
+            Path(f"{tmp_path / 'copy'}{suffix}").read_bytes()
+            == Path(f"{source}{suffix}").read_bytes()
+        )
