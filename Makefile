@@ -1,0 +1,38 @@
+# make demo              train a small GPT on the Python standard library's source, end to end
+# make demo INPUT=x.jsonl  the same on your own text (one {"text": ...} a line)
+# make test              the test suite
+# make lint              ruff and mypy
+# Each sets up .venv by itself; needs no root. PYTHON=python3.12 chooses the interpreter.
+
+PYTHON ?=
+VENV ?= .venv
+OUT ?= runs/demo
+INPUT ?=
+ITERS ?=
+TESTS ?= tests
+PYTEST_FLAGS ?= -n 2 --timeout 300
+
+PY = $(VENV)/bin/python
+
+.DEFAULT_GOAL = help
+.PHONY: help setup demo test lint clean
+
+help:
+	@sed -n '/^# /s/^# //p;/^$$/q' $(firstword $(MAKEFILE_LIST))
+
+setup:
+	@tools/setup_venv.sh "$(VENV)" "$(PYTHON)"
+
+demo: setup
+	@$(PY) tools/demo.py --out "$(OUT)" $(if $(INPUT),--input "$(INPUT)") $(if $(ITERS),--iters $(ITERS))
+
+test: setup
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_FLAGS) $(TESTS)
+
+lint: setup
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+clean:
+	rm -rf "$(VENV)" build .pytest_cache .mypy_cache .ruff_cache *.egg-info
