@@ -19,6 +19,8 @@ class FlagInfo:
         choices: the accepted values.
         many: takes any number of values (the field is a tuple).
         convert: text to value where the annotation's own type would not do.
+        notice: printed once where the value is not the default, for a flag that is honoured in
+            meaning: there is nothing here for it to change.
     """
 
     help: str
@@ -28,6 +30,7 @@ class FlagInfo:
     choices: tuple[Any, ...] | None = None
     many: bool = False
     convert: Callable[[str], Any] | None = None
+    notice: str | None = None
 
 
 def flag(
@@ -40,6 +43,7 @@ def flag(
     choices: Sequence[Any] | None = None,
     many: bool = False,
     convert: Callable[[str], Any] | None = None,
+    notice: str | None = None,
 ) -> Any:
     """A dataclass field with `default` that is also a command-line flag."""
     info = FlagInfo(
@@ -50,5 +54,6 @@ def flag(
         choices=None if choices is None else tuple(choices),
         many=many,
         convert=convert,
+        notice=notice,
     )
     return dataclasses.field(default=default, metadata={"flag": info})

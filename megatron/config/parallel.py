@@ -34,3 +34,6 @@ class ParallelConfig:
     local_rank: int | None = flag(
         None, "GPU of this process. Unset: from LOCAL_RANK.", names=("--local_rank", "--local-rank")
     )
+    use_mpi: bool = flag(
+        False, "Started by mpirun: take ranks from OMPI_COMM_WORLD_* instead of torchrun's."
+    )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, get_type_hints
 
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig, TokenizerConfig
@@ -31,3 +33,40 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
+
+
+def sections() -> dict[str, type]:
+    """Section name to its dataclass, in the order of `--help`."""
+    hints = get_type_hints(RunConfig)
+    return {entry.name: hints[entry.name] for entry in fields(RunConfig)}
+
+
+def flatten(config: RunConfig) -> dict[str, Any]:
+    """Every value by "section.field", for example "model.num_layers"."""
+    return {
+        f"{section.name}.{entry.name}": getattr(part, entry.name)
+        for section in fields(config)
+        for part in (getattr(config, section.name),)
+        for entry in fields(part)
+    }
+
+
+def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+    """`config` with the given "section.field" values: `flatten` the other way round."""
+    changed: dict[str, dict[str, Any]] = {}
+    for path, value in values.items():
+        section, name = path.split(".")
+        changed.setdefault(section, {})[name] = value
+    return replace(
+        config, **{name: replace(getattr(config, name), **part) for name, part in changed.items()}
+    )
+
+
+def describe_difference(old: RunConfig, new: RunConfig) -> list[str]:
+    """One line for each field that differs, for example "model.num_layers: 12 -> 24"."""
+    after = flatten(new)
+    return [
+        f"{path}: {value} -> {after[path]}"
+        for path, value in flatten(old).items()
+        if value != after[path]
+    ]
