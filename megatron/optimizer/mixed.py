@@ -1,0 +1,224 @@
+"""The optimizer: fp32 weights updated in place, 16-bit weights through fp32 masters.
+
+A step runs on the device from start to end: norm, clipping, the non-finite check and the update
+follow one another without asking the host, which reads the outcome once, at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.config.optimizer import OptimizerConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.optimizer.groups import ParameterGroup, split_groups
+from megatron.optimizer.loss_scale import loss_scale_of
+from megatron.optimizer.norms import (
+    count_nonzero,
+    is_counted_here,
+    sum_of_squares,
+    sum_over_model,
+)
+from megatron.optimizer.rules import Step, rule_of
+from megatron.parallel.gradients import GradientBuffer
+from megatron.parallel.layout import Layout
+
+CLIP_EPS = 1e-6  # added to the norm before dividing by it, as in Megatron
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did.
+
+    Attributes:
+        applied: weights and state changed; if not, not one bit of them did.
+        grad_norm: global L2 norm before clipping, loss scale taken out.
+        found_nonfinite: some rank's gradients held inf or nan.
+        overflow: they did, and a dynamic loss scale that can still shrink has taken care of it:
+            part of fp16 training, no mistake.
+        zeros: gradient entries that are exactly zero, over the whole model; None if not counted.
+    """
+
+    applied: bool
+    grad_norm: float
+    found_nonfinite: bool
+    overflow: bool
+    zeros: int | None
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A parameter group with what is updated: `weights` fp32, the parameters or their masters."""
+
+    parameters: ParameterGroup
+    weights: list[Tensor]
+    state: dict[str, list[Tensor]]
+
+    @classmethod
+    def allocate(cls, group: ParameterGroup, state_names: Iterable[str]) -> _Group:
+        weights = [p.detach() if _is_fp32(p) else p.detach().float() for p in group.parameters]
+        state = {name: [torch.zeros_like(w) for w in weights] for name in state_names}
+        return cls(group, weights, state)
+
+    def masters(self) -> list[tuple[str, nn.Parameter, Tensor]]:
+        """(name, 16-bit parameter, its fp32 master)."""
+        members = zip(self.parameters.names, self.parameters.parameters, self.weights, strict=True)
+        return [(name, p, weight) for name, p, weight in members if not _is_fp32(p)]
+
+
+class Optimizer:
+    """Turns the gradients in a buffer into new weights.
+
+    Args:
+        named_parameters: the same that the gradient buffer was built from.
+        gradients: already reduced when `step` is called.
+        config: the rule and the clipping.
+        precision: the loss scale.
+        layout: which processes hold the rest of the model.
+        count_zeros: count the gradient entries that are exactly zero at every step.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        gradients: GradientBuffer,
+        config: OptimizerConfig,
+        precision: PrecisionConfig,
+        layout: Layout,
+        *,
+        count_zeros: bool = False,
+    ) -> None:
+        self.gradients = gradients
+        self._clip = config.clip_grad
+        self._layout = layout
+        self._count_zeros = count_zeros
+        self._rule = rule_of(config)
+        self._scale = loss_scale_of(precision)
+        groups = split_groups(named_parameters)
+        self._groups = [_Group.allocate(group, self._rule.state_names) for group in groups]
+        counted = [p for g in groups for p in g.parameters if is_counted_here(p, layout)]
+        self._counted_elements = sum(p.numel() for p in counted)
+        counted_ids = {id(p) for p in counted}
+        self._counted = gradients.views(lambda p: id(p) in counted_ids)
+        self._device = self._groups[0].weights[0].device
+        self._steps = 0
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by before backward."""
+        return self._scale.value
+
+    @property
+    def steps(self) -> int:
+        """Updates applied so far."""
+        return self._steps
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss to call backward on."""
+        return loss if self.loss_scale == 1.0 else loss * self.loss_scale
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        self.gradients.zero()
+
+    @torch.no_grad()
+    def step(self, lr: float, weight_decay: float) -> StepResult:
+        """Unscale, clip and apply the gradients, or leave all as it is where they are not finite.
+
+        Collective over the world: all ranks agree. The gradients are used up. Waits for the
+        device once.
+        """
+        norm, zeros, nonfinite = self._measure()
+        step = Step(
+            lr=lr,
+            count=torch.full((), self._steps + 1, dtype=torch.float32, device=self._device),
+            gradient_scale=(self.loss_scale * self._clip_divisor(norm)).float(),
+            found_nonfinite=nonfinite.float(),
+        )
+        for group in self._groups:
+            self._update(group, step, weight_decay if group.parameters.is_decayed else 0.0)
+        outcome = torch.stack([norm, zeros, nonfinite]).tolist()  # the one wait for the device
+        return self._settle(*outcome)
+
+    def _measure(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Norm without loss scale, number of zeros, and 1 if anything is not finite: fp64 scalars.
+
+        One inf or nan makes the sum of squares inf or nan, so a finite norm proves that every
+        gradient is finite.
+        """
+        sums = [sum_of_squares(self._counted, self._device)]
+        if self._count_zeros:
+            sums.append(self._counted_elements - count_nonzero(self._counted, self._device))
+        totals = sum_over_model(torch.stack(sums), self._layout)
+        norm = totals[0].sqrt() / self.loss_scale
+        nonfinite = 1.0 - norm.isfinite().double()
+        if self._layout.world.size > 1:
+            dist.all_reduce(nonfinite, dist.ReduceOp.MAX, group=self._layout.world.group)
+        return norm, totals[-1], nonfinite
+
+    def _clip_divisor(self, norm: Tensor) -> Tensor:
+        """What brings a norm down to the largest allowed; 1 where it is smaller already."""
+        if self._clip <= 0:
+            return torch.ones_like(norm)
+        return ((norm + CLIP_EPS) / self._clip).clamp(min=1.0)
+
+    def _update(self, group: _Group, step: Step, weight_decay: float) -> None:
+        gradients = [self.gradients.gradient(p).float() for p in group.parameters.parameters]
+        self._rule.update(group.weights, gradients, group.state, step, weight_decay=weight_decay)
+        masters = group.masters()
+        if masters:
+            torch._foreach_copy_([p for _, p, _ in masters], [master for _, _, master in masters])
+
+    def _settle(self, norm: float, zeros: float, nonfinite: float) -> StepResult:
+        found = nonfinite > 0
+        overflow = found and self._scale.can_shrink
+        self._scale = self._scale.update(found_overflow=found)
+        self._steps += not found
+        return StepResult(
+            applied=not found,
+            grad_norm=norm,
+            found_nonfinite=found,
+            overflow=overflow,
+            zeros=int(zeros) if self._count_zeros else None,
+        )
+
+    def reload_masters(self) -> None:
+        """Start the fp32 masters from the 16-bit weights: after loading weights alone."""
+        with torch.no_grad():
+            for group in self._groups:
+                for _, parameter, master in group.masters():
+                    master.copy_(parameter)
+
+    def named_tensors(self) -> dict[str, tuple[Tensor, nn.Parameter]]:
+        """Every state tensor with the parameter whose shape and split it shares.
+
+        "<parameter>.exp_avg" and "<parameter>.exp_avg_sq", or "<parameter>.momentum"; and
+        "<parameter>.master" for a 16-bit parameter. Loading copies into them in place.
+        """
+        tensors: dict[str, tuple[Tensor, nn.Parameter]] = {}
+        for group in self._groups:
+            members = zip(group.parameters.names, group.parameters.parameters, strict=True)
+            for i, (name, parameter) in enumerate(members):
+                for kind, state in group.state.items():
+                    tensors[f"{name}.{kind}"] = (state[i], parameter)
+            for name, parameter, master in group.masters():
+                tensors[f"{name}.master"] = (master, parameter)
+        return tensors
+
+    def scalars(self) -> dict[str, Any]:
+        """The rest of the state, fit for JSON."""
+        return {"step": self._steps, "loss_scale": self._scale.state()}
+
+    def load_scalars(self, scalars: dict[str, Any]) -> None:
+        """Take over what `scalars` gave."""
+        self._steps = int(scalars["step"])
+        self._scale = self._scale.with_state(scalars["loss_scale"])
+
+
+def _is_fp32(parameter: nn.Parameter) -> bool:
+    return parameter.dtype == torch.float32
