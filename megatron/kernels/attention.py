@@ -1,0 +1,222 @@
+"""The attention core: softmax(Q K^T / sqrt(d)) V, plain or by PyTorch's fused kernels.
+
+Queries are [s, b, n, d]; keys and values [s, b, g, d], where each of the g groups serves n / g
+consecutive query heads. A mask is boolean, True where a query may attend, and replaces `causal`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from megatron.config.model import ModelConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.device import Device
+from megatron.errors import ConfigError
+
+MASKED = -10000.0  # score of a pair that may not attend, as in Megatron
+LARGEST_FLASH_HEAD = 256
+# Fastest first where more than one applies. cuDNN steps aside in deterministic mode.
+_GPU_KERNELS = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+
+
+class AttentionFunction(Protocol):
+    """What a model calls."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        mask: Tensor | None,
+        causal: bool,
+        dropout: float,
+        layer_number: int,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            query: [s, b, n, d].
+            key: [s, b, g, d].
+            value: [s, b, g, d].
+            mask: bool [b or 1, 1, s, s], True where a query may attend; None: see `causal`.
+            causal: without a mask, attend to the past and oneself only.
+            dropout: probability on attention weights.
+            layer_number: from 1, for query-key layer scaling.
+
+        Returns:
+            [s, b, n * d].
+        """
+
+
+@dataclass(frozen=True)
+class AttentionChoice:
+    """Which form runs, and why."""
+
+    name: str
+    reason: str
+    function: AttentionFunction
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.reason})"
+
+
+def choose_attention(
+    model: ModelConfig, precision: PrecisionConfig, device: torch.device
+) -> AttentionChoice:
+    """Pick the form once, when a model is built.
+
+    Raises:
+        ConfigError: --use-flash-attn where no flash kernel can run.
+    """
+    is_gpu = Device(device).is_gpu
+    if model.use_flash_attn:
+        _check_flash(model, precision, device)
+        return AttentionChoice("flash", "--use-flash-attn", flash_attention)
+    if not model.masked_softmax_fusion:
+        by_layer = precision.apply_query_key_layer_scaling
+        function = partial(
+            attention_reference,
+            scale_by_layer=by_layer,
+            softmax_in_fp32=by_layer or precision.attention_softmax_in_fp32,
+        )
+        return AttentionChoice("plain", "--no-masked-softmax-fusion", function)
+    if is_gpu:
+        return AttentionChoice("fused", "first of cuDNN, flash, efficient that fits", gpu_attention)
+    return AttentionChoice("fused", "scaled_dot_product_attention on CPU", cpu_attention)
+
+
+def _check_flash(model: ModelConfig, precision: PrecisionConfig, device: torch.device) -> None:
+    problems = []
+    if not Device(device).is_gpu:
+        problems.append(f"--use-flash-attn needs a GPU, and this run is on {device.type}: drop it")
+    if not (precision.fp16 or precision.bf16):
+        problems.append("--use-flash-attn needs 16-bit weights: add --bf16 or --fp16, or drop it")
+    if model.kv_channels is not None and model.kv_channels > LARGEST_FLASH_HEAD:
+        problems.append(
+            f"--use-flash-attn: heads of --kv-channels {model.kv_channels} are larger than "
+            f"{LARGEST_FLASH_HEAD}: use more heads, or drop the flag"
+        )
+    if problems:
+        raise ConfigError(problems)
+
+
+def attention_reference(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | None,
+    causal: bool,
+    dropout: float,
+    layer_number: int = 1,
+    scale_by_layer: bool = False,
+    softmax_in_fp32: bool = True,
+) -> Tensor:
+    """The formula, with every score in memory.
+
+    With `scale_by_layer` scores are divided by the layer number before they are rounded to 16
+    bits, and multiplied back in fp32.
+    """
+    layer = layer_number if scale_by_layer else 1
+    query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, n or g, s, d]
+    key, value = _expand_groups(query, key, value)
+    scores = query @ key.transpose(2, 3) / (layer * math.sqrt(query.shape[-1]))  # [b, n, s, s]
+    if softmax_in_fp32:
+        scores = scores.float()
+    scores = scores * layer
+    if mask is None and causal:
+        s = scores.shape[-1]
+        mask = torch.ones(s, s, dtype=torch.bool, device=scores.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, MASKED)
+    weights = F.dropout(scores.softmax(dim=-1).to(value.dtype), dropout)
+    return (weights @ value).permute(2, 0, 1, 3).flatten(2)
+
+
+def cpu_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | None,
+    causal: bool,
+    dropout: float,
+    layer_number: int = 1,
+) -> Tensor:
+    """PyTorch's fused attention. Its scores stay in fp32, so layer scaling has nothing to do."""
+    query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+    # The kernels that take a mask or fp32 do not take groups; copies of keys cost them little.
+    share = mask is None and query.dtype != torch.float32
+    if not share:
+        key, value = _expand_groups(query, key, value)
+    out = F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=causal and mask is None,
+        enable_gqa=share and key.shape[1] != query.shape[1],
+    )
+    return out.permute(2, 0, 1, 3).flatten(2)
+
+
+def gpu_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | None,
+    causal: bool,
+    dropout: float,
+    layer_number: int = 1,
+) -> Tensor:
+    """The same on a GPU, by the fastest kernel that fits."""
+    with sdpa_kernel(_GPU_KERNELS, set_priority=True):
+        return cpu_attention(query, key, value, mask=mask, causal=causal, dropout=dropout)
+
+
+def flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | None,
+    causal: bool,
+    dropout: float,
+    layer_number: int = 1,
+) -> Tensor:
+    """The same by the flash kernel only.
+
+    Raises:
+        ConfigError: a mask is given, which the kernel cannot take.
+    """
+    if mask is not None:
+        raise ConfigError(
+            "--use-flash-attn cannot apply an attention mask such as that of "
+            "--reset-attention-mask: drop one of the two flags"
+        )
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return cpu_attention(query, key, value, mask=None, causal=causal, dropout=dropout)
+
+
+def _expand_groups(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Repeat each key-value head [b, g, s, d] for the query heads that share it."""
+    times = query.shape[1] // key.shape[1]
+    if times == 1:
+        return key, value
+    return key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)

@@ -1,0 +1,36 @@
+"""Sizes and costs of a GPT by arithmetic: nothing is built."""
+
+from __future__ import annotations
+
+from megatron.config.model import ModelConfig
+from megatron.models.sizes import Sizes, sizes_of
+
+
+def count_parameters(model: ModelConfig, padded_vocab_size: int) -> int:
+    """Parameters of the whole model, tied ones once."""
+    sizes = sizes_of(model)
+    norm = sizes.hidden * (1 if model.normalization == "RMSNorm" else 2)
+    layer = layer_matrix_parameters(sizes) + 2 * norm
+    if model.add_bias_linear:
+        layer += sizes.qkv + sizes.hidden + sizes.up + sizes.hidden
+    tables = padded_vocab_size * (2 if model.untie_embeddings_and_output_weights else 1)
+    if model.position_embedding_type == "learned_absolute":
+        tables += sizes.positions
+    return tables * sizes.hidden + sizes.layers * layer + norm
+
+
+def flops_per_token(model: ModelConfig, seq_length: int, padded_vocab_size: int) -> int:
+    """Floating-point operations of forward and backward for one token.
+
+    6 x (parameters in matrix products: layers and output head, not the input embedding)
+    + 6 x layers x sequence x query size (causal attention: half of the square).
+    Recomputation never counts.
+    """
+    sizes = sizes_of(model)
+    products = sizes.layers * layer_matrix_parameters(sizes) + padded_vocab_size * sizes.hidden
+    return 6 * products + 6 * sizes.layers * seq_length * sizes.query
+
+
+def layer_matrix_parameters(sizes: Sizes) -> int:
+    """Weights of one layer's four matrices."""
+    return sizes.hidden * (sizes.qkv + sizes.query + sizes.up + sizes.ffn)

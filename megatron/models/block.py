@@ -1,0 +1,65 @@
+"""One transformer layer: attention, then MLP, each behind a normalization, each added back."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.config.model import ModelConfig
+from megatron.kernels.attention import AttentionChoice
+from megatron.kernels.rope import Rotation
+from megatron.models.attention import SelfAttention
+from megatron.models.mlp import MLP
+from megatron.models.norm import new_norm
+from megatron.parallel.layout import Layout
+
+
+class Block(nn.Module):
+    """A pre-norm layer.
+
+    The residual is the layer's input, or with --apply-residual-connection-post-layernorm the
+    normalized input. An fp32 residual stream stays fp32: 16-bit outputs are added to it.
+
+    Args:
+        layer_number: from 1.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        layout: Layout,
+        layer_number: int,
+        attention: AttentionChoice,
+        *,
+        recompute_core: bool = False,
+        device: torch.device | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self.residual_after_norm = model.apply_residual_connection_post_layernorm
+        self.dropout = model.hidden_dropout
+        self.attention_norm = new_norm(model, device=device, dtype=dtype)
+        self.attention = SelfAttention(
+            model,
+            layout,
+            layer_number,
+            attention,
+            recompute_core=recompute_core,
+            device=device,
+            dtype=dtype,
+        )
+        self.mlp_norm = new_norm(model, device=device, dtype=dtype)
+        self.mlp = MLP(model, layout, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor, mask: Tensor | None, rotation: Rotation | None) -> Tensor:
+        """[s, b, h] -> [s, b, h]."""
+        normal = self.attention_norm(x)
+        residual = normal if self.residual_after_norm else x
+        x = residual + self._drop(self.attention(normal, mask, rotation))
+        normal = self.mlp_norm(x)
+        residual = normal if self.residual_after_norm else x
+        return residual + self._drop(self.mlp(normal))
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout, self.training)

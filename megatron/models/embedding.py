@@ -1,0 +1,100 @@
+"""What enters the first layer: word vectors, positions, dropout; and the rotary table."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.config.model import ModelConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.kernels.rope import Rotation, rotation_table
+from megatron.models.initial import weight_init
+from megatron.models.sizes import sizes_of
+from megatron.parallel.layers import VocabularyEmbedding
+from megatron.parallel.layout import Layout
+from megatron.parallel.parameter import new_parameter
+
+
+class PositionEmbedding(nn.Module):
+    """A learned vector for every position."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        *,
+        device: torch.device | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        sizes = sizes_of(model)
+        shape = (sizes.positions, sizes.hidden)
+        init = weight_init(model, shape[1], shape[0])
+        self.weight = new_parameter(shape, init=init, device=device, dtype=dtype)
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """[b, s] -> [b, s, h]."""
+        return F.embedding(positions, self.weight)
+
+
+class Embedding(nn.Module):
+    """Words plus learned positions (where the model has them), with dropout."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        precision: PrecisionConfig,
+        layout: Layout,
+        *,
+        padded_vocab_size: int,
+        device: torch.device | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        hidden = sizes_of(model).hidden
+        self.dropout = model.hidden_dropout
+        self.fp32_residual = precision.fp32_residual_connection
+        self.word = VocabularyEmbedding(
+            padded_vocab_size,
+            hidden,
+            layout=layout,
+            init=weight_init(model, hidden, padded_vocab_size),
+            lookup_in_fp32=precision.embedding_weights_in_fp32,
+            device=device,
+            dtype=dtype,
+        )
+        self.position = None
+        if model.position_embedding_type == "learned_absolute":
+            self.position = PositionEmbedding(model, device=device, dtype=dtype)
+
+    def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
+        """[b, s] -> [s, b, h]."""
+        x = self.word(tokens)
+        if self.position is not None:
+            x = x + self.position(position_ids)
+        x = x.transpose(0, 1).contiguous()
+        if self.fp32_residual:
+            x = x.float()
+        return F.dropout(x, self.dropout, self.training)
+
+
+class RotaryTable(nn.Module):
+    """Cosines and sines up to the longest sequence: made once, shared by all layers, not saved."""
+
+    def __init__(self, model: ModelConfig, *, device: torch.device | None = None) -> None:
+        super().__init__()
+        sizes = sizes_of(model)
+        table = rotation_table(
+            sizes.positions,
+            int(sizes.head_size * model.rotary_percent),
+            base=model.rotary_base,
+            interpolation=model.rotary_seq_len_interpolation_factor,
+            device=device,
+        )
+        self.register_buffer("table", table[:, :, None, None], persistent=False)
+        self.table: Tensor
+
+    def forward(self, sequence: int) -> Rotation:
+        """The rotation of positions 0 to sequence - 1: cosines and sines [s, 1, 1, r]."""
+        cosine, sine = self.table[:, :sequence]
+        return cosine, sine

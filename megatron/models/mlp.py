@@ -1,0 +1,54 @@
+"""The position-wise half of a block."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megatron.config.model import ModelConfig
+from megatron.kernels.activation import choose_activation
+from megatron.models.initial import weight_init
+from megatron.models.sizes import sizes_of
+from megatron.parallel.layers import Linear
+from megatron.parallel.layout import Layout
+
+
+class MLP(nn.Module):
+    """h -> f -> h with a non-linearity; with SwiGLU the up projection holds gate and up."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        layout: Layout,
+        *,
+        device: torch.device | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        sizes = sizes_of(model)
+        self.activation = choose_activation(model)
+        self.up = Linear(
+            sizes.hidden,
+            sizes.up,
+            split="column",
+            layout=layout,
+            init=weight_init(model, sizes.hidden, sizes.up),
+            bias=model.add_bias_linear,
+            parts=sizes.up_parts,
+            device=device,
+            dtype=dtype,
+        )
+        self.down = Linear(
+            sizes.ffn,
+            sizes.hidden,
+            split="row",
+            layout=layout,
+            init=weight_init(model, sizes.ffn, sizes.hidden, ends_in_residual=True),
+            bias=model.add_bias_linear,
+            device=device,
+            dtype=dtype,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[s, b, h] -> [s, b, h]."""
+        return self.down(self.activation(self.up(x)))

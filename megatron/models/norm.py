@@ -1,0 +1,72 @@
+"""The normalization in front of each half of a block."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megatron.config.model import ModelConfig
+from megatron.kernels.norm import layer_norm, rms_norm
+from megatron.models.sizes import sizes_of
+from megatron.parallel.parameter import ONES, ZEROS, new_parameter
+
+
+class LayerNorm(nn.Module):
+    """LayerNorm over h. With `offset` the stored weight is the distance from one (LayerNorm-1p)."""
+
+    def __init__(
+        self,
+        hidden: int,
+        epsilon: float,
+        *,
+        offset: bool = False,
+        device: torch.device | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self.epsilon = epsilon
+        self.offset = offset
+        init = ZEROS if offset else ONES
+        self.weight = new_parameter((hidden,), init=init, device=device, dtype=dtype)
+        self.bias = new_parameter((hidden,), init=ZEROS, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., h] -> [..., h] in the weight's type."""
+        weight = self.weight + 1 if self.offset else self.weight
+        return layer_norm(x, weight, self.bias, self.epsilon)
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm over h."""
+
+    def __init__(
+        self,
+        hidden: int,
+        epsilon: float,
+        *,
+        device: torch.device | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self.epsilon = epsilon
+        self.weight = new_parameter((hidden,), init=ONES, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., h] -> [..., h] in the weight's type."""
+        return rms_norm(x, self.weight, self.epsilon)
+
+
+def new_norm(
+    model: ModelConfig, *, device: torch.device | None = None, dtype: torch.dtype = torch.float32
+) -> LayerNorm | RMSNorm:
+    """The normalization that the flags ask for."""
+    hidden = sizes_of(model).hidden
+    if model.normalization == "RMSNorm":
+        return RMSNorm(hidden, model.norm_epsilon, device=device, dtype=dtype)
+    return LayerNorm(
+        hidden,
+        model.norm_epsilon,
+        offset=model.apply_layernorm_1p,
+        device=device,
+        dtype=dtype,
+    )

@@ -1,0 +1,55 @@
+"""The sizes of a network as plain numbers, and those that follow from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.model import ModelConfig
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of the whole network, whatever part a process holds."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    positions: int
+    up_parts: int
+
+    @property
+    def query(self) -> int:
+        """All query heads side by side."""
+        return self.heads * self.head_size
+
+    @property
+    def qkv(self) -> int:
+        """All queries, keys and values side by side."""
+        return (self.heads + 2 * self.kv_heads) * self.head_size
+
+    @property
+    def up(self) -> int:
+        """Output of the MLP's first matrix: with SwiGLU gate and up."""
+        return self.up_parts * self.ffn
+
+
+def sizes_of(model: ModelConfig) -> Sizes:
+    """Read the sizes from resolved flags."""
+    return Sizes(
+        layers=_known(model.num_layers),
+        hidden=_known(model.hidden_size),
+        ffn=_known(model.ffn_hidden_size),
+        heads=_known(model.num_attention_heads),
+        kv_heads=model.kv_heads,
+        head_size=_known(model.kv_channels),
+        positions=_known(model.max_position_embeddings),
+        up_parts=2 if model.swiglu else 1,
+    )
+
+
+def _known(size: int | None) -> int:
+    assert size is not None, "configuration must be resolved before a model is built"
+    return size
