@@ -105,12 +105,13 @@ def test_add_index_joins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_an_exception_leaves_nothing(tmp_path: Path) -> None:
-    with (
-        pytest.raises(DataError),
-        IndexedDatasetBuilder(tmp_path / "x", np.uint16) as builder,
-    ):
-        builder.add_document([1], [1])
-        builder.add_index(tmp_path / "missing")
+    def write() -> None:
+        with IndexedDatasetBuilder(tmp_path / "x", np.uint16) as builder:
+            builder.add_document([1], [1])
+            builder.add_index(tmp_path / "missing")
+
+    with pytest.raises(DataError):
+        write()
     assert list(tmp_path.iterdir()) == []
 
 
