@@ -110,3 +110,10 @@ class Device:
 
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return MemoryReport(allocated=peak, peak_allocated=peak, peak_reserved=peak)
+
+
+def parameter_dtype(*, fp16: bool, bf16: bool) -> torch.dtype:
+    """Format of weights and activations."""
+    if fp16:
+        return torch.float16
+    return torch.bfloat16 if bf16 else torch.float32

@@ -1,0 +1,40 @@
+"""A trained model from its checkpoint alone: shape, tokenizer and precision are in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.checkpoint.reader import open_checkpoint
+from megatron.config import RunConfig
+from megatron.config.yaml_file import from_dict
+from megatron.device import Device
+from megatron.errors import CheckpointError
+from megatron.models.gpt import GPTModel
+from megatron.parallel.layout import Layout
+from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.training.checkpointing import load_weights
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model ready to run, and what it was trained with."""
+
+    model: GPTModel
+    tokenizer: Tokenizer
+    config: RunConfig
+    iteration: int
+
+
+def load_gpt(folder: str, device: Device) -> Loaded:
+    """The newest complete checkpoint under `folder`, as one process.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    reader = open_checkpoint(folder)
+    if reader is None:
+        raise CheckpointError(f"--load {folder}: there is no checkpoint in this folder")
+    config = from_dict(reader.meta["config"])
+    model = GPTModel.from_config(config, Layout.single(), device, reader.meta["padded_vocab_size"])
+    load_weights(model, reader)
+    return Loaded(model, build_tokenizer(config.tokenizer), config, reader.iteration)

@@ -1,0 +1,153 @@
+"""Batch arithmetic: how many samples an update takes, how many micro-batches, how many updates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.training import TrainingConfig
+from megatron.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Rampup:
+    """The global batch grows from `start` by `increment` in even steps over `samples` samples."""
+
+    start: int
+    increment: int
+    samples: int
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """The batch of every update of a run, as a function of the samples consumed before it.
+
+    Attributes:
+        micro_batch: samples of one forward pass of one process.
+        global_batch: samples of one update over all processes, after any ramp-up.
+        rampup: how it starts smaller; None where it does not.
+        data_parallel: processes that take different samples.
+
+    Raises:
+        ConfigError: some batch of the plan does not divide into micro-batches, or the ramp-up
+            does not end at `global_batch`.
+    """
+
+    micro_batch: int
+    global_batch: int
+    rampup: Rampup | None = None
+    data_parallel: int = 1
+
+    def __post_init__(self) -> None:
+        problems = _problems(self)
+        if problems:
+            raise ConfigError(problems)
+
+    @classmethod
+    def from_config(cls, training: TrainingConfig, data_parallel: int) -> BatchPlan:
+        """What the flags ask for.
+
+        Raises:
+            ConfigError: as the class, or --micro-batch-size is missing, or --rampup-batch-size is
+                not three numbers.
+        """
+        micro_batch, ramp = training.micro_batch_size, training.rampup_batch_size
+        if micro_batch is None:
+            raise ConfigError("--micro-batch-size is not given: give the samples of one pass")
+        if ramp is not None and len(ramp) != 3:
+            raise ConfigError(
+                f"--rampup-batch-size {' '.join(map(str, ramp))}: needs three numbers, the first "
+                "global batch, its increment and the samples of the ramp-up"
+            )
+        return cls(
+            micro_batch,
+            training.global_batch_size or micro_batch * data_parallel,
+            Rampup(*ramp) if ramp is not None else None,
+            data_parallel,
+        )
+
+    @property
+    def samples_per_pass(self) -> int:
+        """Samples of one micro-batch over all data-parallel processes."""
+        return self.micro_batch * self.data_parallel
+
+    def global_batch_at(self, consumed_samples: int) -> int:
+        """Samples of the update that follows `consumed_samples`."""
+        ramp = self.rampup
+        if ramp is None or consumed_samples >= ramp.samples:
+            return self.global_batch
+        # In floating point as Megatron does it, so that every step falls on the same update.
+        samples_per_step = ramp.samples / _rampup_steps(self.global_batch, ramp)
+        return ramp.start + int(consumed_samples / samples_per_step) * ramp.increment
+
+    def micro_batches_at(self, consumed_samples: int) -> int:
+        """Forward passes of each process in the update that follows `consumed_samples`."""
+        return self.global_batch_at(consumed_samples) // self.samples_per_pass
+
+    def iterations_for(self, train_samples: int) -> int:
+        """Whole updates in a run of `train_samples`; a last partial one is left out."""
+        iterations, consumed = self._through_rampup(max_samples=train_samples)
+        if self.rampup is not None and consumed < self.rampup.samples:
+            return iterations  # the run ends inside the ramp-up
+        return iterations + (train_samples - consumed) // self.global_batch
+
+    def samples_after(self, iterations: int) -> int:
+        """Samples that the first `iterations` updates of a run consume."""
+        done, consumed = self._through_rampup(max_iterations=iterations)
+        return consumed + (iterations - done) * self.global_batch
+
+    def _through_rampup(
+        self, *, max_samples: int | None = None, max_iterations: int | None = None
+    ) -> tuple[int, int]:
+        """(updates, samples) of the ramp-up, or of as much of it as fits the limits."""
+        iterations = consumed = 0
+        while self.rampup is not None and consumed < self.rampup.samples:
+            after = consumed + self.global_batch_at(consumed)
+            if max_samples is not None and after > max_samples:
+                break
+            if max_iterations is not None and iterations == max_iterations:
+                break
+            iterations, consumed = iterations + 1, after
+        return iterations, consumed
+
+
+def _rampup_steps(global_batch: int, ramp: Rampup) -> int:
+    """Increments between the first and the full batch; at least one, so that the ramp has steps."""
+    return max((global_batch - ramp.start) // ramp.increment, 1)
+
+
+def _problems(plan: BatchPlan) -> list[str]:
+    """Everything that keeps the numbers from being a plan."""
+    if plan.micro_batch < 1 or plan.global_batch < 1:
+        return [
+            f"--micro-batch-size {plan.micro_batch} and --global-batch-size {plan.global_batch}: "
+            "both must be at least 1"
+        ]
+    ramp, unit = plan.rampup, plan.samples_per_pass
+    arithmetic = f"--micro-batch-size {plan.micro_batch} x {plan.data_parallel} data-parallel"
+    if plan.global_batch % unit:
+        return [
+            f"--global-batch-size {plan.global_batch} is not a multiple of {arithmetic} = {unit}: "
+            f"use {_near_multiples(plan.global_batch, unit)}"
+        ]
+    if ramp is None:
+        return []
+    flag = f"--rampup-batch-size {ramp.start} {ramp.increment} {ramp.samples}"
+    if ramp.start < 1 or ramp.increment < 1 or ramp.samples < 0:
+        return [f"{flag}: the batch and its increment must be at least 1, the samples at least 0"]
+    if ramp.start > plan.global_batch or (plan.global_batch - ramp.start) % ramp.increment:
+        return [
+            f"{flag}: steps of {ramp.increment} from {ramp.start} never reach --global-batch-size "
+            f"{plan.global_batch}: choose an increment that divides the difference"
+        ]
+    if ramp.start % unit or (ramp.start != plan.global_batch and ramp.increment % unit):
+        return [
+            f"{flag}: start and increment must be multiples of {arithmetic} = {unit}, or some "
+            "update would not divide into micro-batches"
+        ]
+    return []
+
+
+def _near_multiples(value: int, unit: int) -> str:
+    """The multiples of `unit` around `value`."""
+    below = value // unit * unit
+    return f"{below} or {below + unit}" if below else f"{unit}"

@@ -1,0 +1,105 @@
+"""The log line, timers and memory report on the terminal."""
+
+from __future__ import annotations
+
+import math
+import time
+
+from megatron.optimizer.norms import parameters_norm
+from megatron.training.callbacks.base import Callback, Leave
+from megatron.training.callbacks.terminal import say
+from megatron.training.log_line import LogRecord, training_line
+from megatron.training.run import Run
+from megatron.training.step import StepOutcome
+from megatron.training.throughput import model_flops_utilization, tokens_per_second
+from megatron.training.timers import format_timers
+
+_MIB = 1024 * 1024
+
+
+class LogLine(Callback):
+    """One line every `--log-interval` iterations, on the last rank.
+
+    Args:
+        flops_per_token: model FLOPs of one token over all processes' parts, for MFU.
+    """
+
+    def __init__(self, flops_per_token: float) -> None:
+        self._flops_per_token = flops_per_token
+        self._memory_reported = False
+
+    def on_start(self, run: Run) -> None:
+        self._restart()
+
+    def _restart(self) -> None:
+        self._start = time.perf_counter()
+        self._sums: dict[str, float] = {}
+        self._iterations = self._counted = self._skipped = self._nan = self._samples = 0
+
+    def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
+        self._add(outcome)
+        if run.progress.iteration % run.config.logging.log_interval:
+            return
+        norm = None
+        if run.config.logging.log_params_norm:
+            norm = parameters_norm(run.model.parameters(), run.layout)
+        record = self._record(run, outcome, norm)
+        if run.is_log_rank:
+            say(training_line(record))
+        self._report_timers(run)
+        self._report_memory(run)
+        self._restart()
+
+    def _add(self, outcome: StepOutcome) -> None:
+        self._iterations += 1
+        self._samples += outcome.samples
+        self._nan += not all(map(math.isfinite, outcome.losses.values()))
+        if not outcome.applied:
+            self._skipped += 1
+            return
+        self._counted += 1
+        for name, value in outcome.losses.items():
+            self._sums[name] = self._sums.get(name, 0.0) + value
+
+    def _record(self, run: Run, outcome: StepOutcome, params_norm: float | None) -> LogRecord:
+        elapsed = time.perf_counter() - self._start
+        rate = tokens_per_second(self._samples, run.seq_length, elapsed, run.layout.world.size)
+        return LogRecord(
+            iteration=run.progress.iteration,
+            train_iterations=run.train_iterations,
+            consumed_samples=run.progress.consumed_samples,
+            milliseconds=1000.0 * elapsed / self._iterations,
+            # Megatron steps its schedule before it logs: the line shows the next update's rate.
+            learning_rate=run.learning_rate.at(run.progress.scheduled_samples),
+            global_batch_size=outcome.samples,
+            losses={name: total / self._counted for name, total in self._sums.items()},
+            loss_scale=outcome.loss_scale,
+            skipped=self._skipped,
+            nan=self._nan,
+            tokens_per_second=rate,
+            mfu=model_flops_utilization(rate, self._flops_per_token, run.device.peak_flops),
+            grad_norm=outcome.grad_norm,
+            zeros=outcome.zeros,
+            params_norm=params_norm,
+        )
+
+    def _report_timers(self, run: Run) -> None:
+        if run.config.logging.timing_log_level == 0:
+            return
+        over_ranks = run.timers.over_ranks()
+        run.timers.reset()
+        if run.is_log_rank:
+            say(format_timers(over_ranks, run.config.logging.timing_log_option, self._iterations))
+
+    def _report_memory(self, run: Run) -> None:
+        """Once, after the first logged iterations: by then every buffer exists."""
+        if self._memory_reported or run.layout.data.rank:
+            return
+        self._memory_reported = True
+        memory = run.device.memory()
+        say(
+            f"[Rank {run.layout.world.rank}] (after {run.progress.iteration} iterations) "
+            f"memory (MB) | allocated: {memory.allocated / _MIB:.1f} | "
+            f"max allocated: {memory.peak_allocated / _MIB:.1f} | "
+            f"max reserved: {memory.peak_reserved / _MIB:.1f}"
+        )

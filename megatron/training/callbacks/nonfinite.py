@@ -1,0 +1,79 @@
+"""What happens when loss or gradients stop being finite: the same on all ranks."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from megatron.errors import NumericsError
+from megatron.training.callbacks.base import Callback, Leave
+from megatron.training.callbacks.terminal import say
+from megatron.training.run import Run
+from megatron.training.step import StepOutcome
+
+_SHOWN_IDS = 64
+
+
+class NonFinitePolicy(Callback):
+    """Stops the run, or counts skipped updates and stops after too many in a row.
+
+    The update itself never changes the parameters when its gradients are not finite. With a
+    dynamic fp16 loss scale, overflowing gradients are the scale's business, not an error; a
+    loss that is not finite is.
+    """
+
+    def __init__(self) -> None:
+        self._in_a_row = 0
+
+    def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
+        if not outcome.found_nonfinite or outcome.overflow:
+            self._in_a_row = 0
+            return
+        self._in_a_row += 1
+        options = run.config.training
+        if not options.check_for_nan_in_loss_and_grad:
+            return
+        what = _describe(run, outcome)
+        too_many = self._in_a_row > options.max_nonfinite_skips
+        if options.on_nonfinite == "skip" and not too_many:
+            if run.is_log_rank:
+                say(f" skipped the update: {what}")
+            return
+        remedy = (
+            f"{self._in_a_row} such iterations in a row are more than --max-nonfinite-skips "
+            f"{options.max_nonfinite_skips}"
+            if too_many and options.on_nonfinite == "skip"
+            else "go on without such updates with --on-nonfinite skip"
+        )
+        raise NumericsError(f"{what}. The parameters are unchanged; {remedy}")
+
+
+def _describe(run: Run, outcome: StepOutcome) -> str:
+    losses = ", ".join(f"{name} {value}" for name, value in outcome.losses.items())
+    ids = _suspects(run, outcome)
+    shown = ", ".join(map(str, ids[:_SHOWN_IDS])) + (", ..." if len(ids) > _SHOWN_IDS else "")
+    return (
+        f"iteration {run.progress.iteration}: {losses}, grad norm {outcome.grad_norm} are not all "
+        f"finite (training sample ids {shown})"
+    )
+
+
+def _suspects(run: Run, outcome: StepOutcome) -> list[int]:
+    """Ids of micro-batches whose loss is not finite on any rank, else of the whole batch."""
+    width = run.batches.micro_batch
+    mine = torch.tensor(outcome.sample_ids).reshape(-1, width)
+    bad = ~torch.tensor(outcome.finite).reshape(-1, 1)
+    table = torch.cat([mine, bad.long().expand(-1, 1)], dim=1)
+    rows = gather_rows(table, run)
+    chosen = rows[rows[:, -1] > 0] if bool((rows[:, -1] > 0).any()) else rows
+    return sorted(chosen[:, :-1].flatten().tolist())
+
+
+def gather_rows(table: torch.Tensor, run: Run) -> torch.Tensor:
+    """Rows of all data ranks, one below the other. Collective; equal shapes on every rank."""
+    axis = run.layout.data
+    if axis.size == 1:
+        return table
+    parts = [torch.empty_like(table) for _ in range(axis.size)]
+    dist.all_gather(parts, table, group=axis.group)
+    return torch.cat(parts)

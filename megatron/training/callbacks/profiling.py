@@ -1,0 +1,52 @@
+"""`--profile`: a PyTorch profiler trace of a few iterations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron.config import RunConfig
+from megatron.training.callbacks.base import Callback, Leave
+from megatron.training.callbacks.terminal import say
+from megatron.training.run import Run
+from megatron.training.step import StepOutcome
+
+
+def profile_folder(config: RunConfig) -> Path:
+    """Where traces go: `--profile-dir`, else beside TensorBoard or checkpoints, else here."""
+    if config.profiling.profile_dir:
+        return Path(config.profiling.profile_dir)
+    return Path(config.logging.tensorboard_dir or config.checkpoint.save or ".") / "profile"
+
+
+class Profile(Callback):
+    """Records iterations [start, end) and writes a trace for a browser's trace viewer."""
+
+    def __init__(self) -> None:
+        self._profiler: Any = None
+
+    def before_step(self, run: Run) -> None:
+        upcoming = run.progress.iteration + 1
+        if upcoming == run.config.profiling.profile_step_start:
+            from torch.profiler import profile
+
+            self._profiler = profile(record_shapes=True)
+            self._profiler.__enter__()
+
+    def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
+        if self._profiler is None:
+            return
+        over = run.progress.iteration + 1 >= run.config.profiling.profile_step_end
+        if over or leave or run.finished:
+            self._finish(run)
+
+    def _finish(self, run: Run) -> None:
+        run.device.synchronize()
+        self._profiler.__exit__(None, None, None)
+        folder = profile_folder(run.config)
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"rank{run.layout.world.rank}_iteration{run.progress.iteration}.json"
+        self._profiler.export_chrome_trace(str(path))
+        say(self._profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=15))
+        say(f"profile of rank {run.layout.world.rank}: {path}")
+        self._profiler = None

@@ -1,0 +1,83 @@
+"""The numbers of each step and evaluation, handed to the writers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from megatron.optimizer.norms import parameters_norm
+from megatron.training.callbacks.base import Callback, Leave
+from megatron.training.log_line import perplexity
+from megatron.training.run import Run
+from megatron.training.step import StepOutcome
+from megatron.training.writers import Writer
+
+_MIB = 1024 * 1024
+
+
+class Scalars(Callback):
+    """Writes every `--tensorboard-log-interval` iterations, and after every evaluation."""
+
+    def __init__(self, writers: Sequence[Writer]) -> None:
+        self._writers = writers
+        self._start = 0.0
+
+    def before_step(self, run: Run) -> None:
+        self._start = time.perf_counter()
+
+    def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
+        seconds = time.perf_counter() - self._start
+        options = run.config.logging
+        if run.progress.iteration % options.tensorboard_log_interval:
+            return
+        # All ranks take part in the norm, whether or not they write.
+        norm = None
+        if options.log_params_norm:
+            norm = parameters_norm(run.model.parameters(), run.layout)
+        if self._writers:
+            self._write(run, step_scalars(run, outcome, norm, seconds))
+
+    def after_evaluation(self, run: Run, split: str, losses: Mapping[str, float]) -> None:
+        """`split` is "validation" or "test"."""
+        scalars = {}
+        for name, value in losses.items():
+            scalars[f"{name} {split}"] = value
+            if run.config.logging.log_validation_ppl_to_tensorboard:
+                scalars[f"{name} {split} ppl"] = perplexity(value)
+        self._write(run, scalars)
+
+    def _write(self, run: Run, scalars: Mapping[str, float]) -> None:
+        for writer in self._writers:
+            writer.write(scalars, run.progress.iteration, run.progress.consumed_samples)
+
+    def close(self) -> None:
+        """After the last evaluation."""
+        for writer in self._writers:
+            writer.close()
+
+
+def step_scalars(
+    run: Run, outcome: StepOutcome, params_norm: float | None, seconds: float
+) -> dict[str, float]:
+    """Megatron's TensorBoard tags and their values for one step."""
+    options = run.config.logging
+    scalars = {**outcome.losses, "grad-norm": outcome.grad_norm}
+    if options.log_learning_rate_to_tensorboard:
+        scalars["learning-rate"] = outcome.learning_rate
+    if options.log_batch_size_to_tensorboard:
+        scalars["batch-size"] = outcome.samples
+    if options.log_loss_scale_to_tensorboard:
+        scalars["loss-scale"] = outcome.loss_scale
+    if options.log_world_size_to_tensorboard:
+        scalars["world-size"] = run.layout.world.size
+    if outcome.zeros is not None:
+        scalars["num-zeros"] = outcome.zeros
+    if params_norm is not None:
+        scalars["params-norm"] = params_norm
+    if options.log_timers_to_tensorboard:
+        scalars["iteration-time"] = seconds
+    if options.log_memory_to_tensorboard:
+        memory = run.device.memory()
+        scalars["mem-allocated-bytes"] = memory.allocated
+        scalars["mem-max-allocated-bytes"] = memory.peak_allocated
+    return scalars

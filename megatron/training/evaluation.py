@@ -1,0 +1,122 @@
+"""Losses on held-out samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from megatron.training.callbacks.base import Callback, Leave
+from megatron.training.callbacks.terminal import say
+from megatron.training.data import batches_from
+from megatron.training.log_line import validation_lines
+from megatron.training.run import Run
+from megatron.training.step import StepOutcome, reduce_losses, to_device
+
+
+class EvaluationListener(Protocol):
+    """Hears the results of every evaluation, on all ranks."""
+
+    def after_evaluation(self, run: Run, split: str, losses: Mapping[str, float]) -> None: ...
+
+
+def evaluate(run: Run, dataset: Dataset[Any], *, skip: int) -> dict[str, float] | None:
+    """Mean losses over `--eval-iters` global batches, starting after `skip` samples.
+
+    Returns None when a rank was asked to leave meanwhile. Collective.
+    """
+    batch = run.batches.global_batch
+    micro_batches = batch // (run.batches.micro_batch * run.layout.data.size)
+    batches = batches_from(run, dataset, consumed=skip)
+    totals: dict[str, float] = {}
+    run.model.eval()
+    for _ in range(run.config.evaluation.eval_iters):
+        losses: dict[str, list[Tensor]] = {}
+        with torch.no_grad():
+            for _ in range(micro_batches):
+                moved = to_device(next(batches), run)
+                for name, value in run.recipe.losses(
+                    run.model, moved, run.config, run.tokenizer
+                ).items():
+                    losses.setdefault(name, []).append(value)
+        means = {name: torch.stack(values).mean() for name, values in losses.items()}
+        reduced, exit_wanted = reduce_losses(means, run.exit.by_signal, run.layout)
+        if exit_wanted:
+            return None
+        for name, value in reduced.items():
+            totals[name] = totals.get(name, 0.0) + value
+    return {name: total / run.config.evaluation.eval_iters for name, total in totals.items()}
+
+
+def evaluate_and_report(
+    run: Run,
+    dataset: Dataset[Any] | None,
+    listeners: Sequence[EvaluationListener],
+    *,
+    split: str,
+    where: str,
+    skip: int,
+) -> None:
+    """Evaluate, print Megatron's lines, tell the listeners. Nothing for an empty split."""
+    if dataset is None or run.config.evaluation.eval_iters == 0:
+        return
+    with run.timers.measure("eval-time", level=0):
+        losses = evaluate(run, dataset, skip=skip)
+    if losses is None:
+        return
+    if run.is_log_rank:
+        say(validation_lines(where, losses))
+    for listener in listeners:
+        listener.after_evaluation(run, split, losses)
+    if run.config.training.empty_unused_memory_level == 2:
+        run.device.empty_cache()
+
+
+def evaluation_position(run: Run) -> int:
+    """Validation samples that earlier evaluations consumed, at the current iteration.
+
+    A function of the iteration alone: a resumed run evaluates on what the uninterrupted one
+    would have used.
+    """
+    interval = run.config.evaluation.eval_interval
+    done = max(0, (run.progress.iteration - 1) // interval)
+    return done * run.config.evaluation.eval_iters * run.batches.global_batch
+
+
+class Evaluation(Callback):
+    """Validation loss every `--eval-interval` iterations; after the checkpoint was saved."""
+
+    def __init__(self, listeners: Sequence[EvaluationListener]) -> None:
+        self._listeners = listeners
+
+    def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
+        iteration = run.progress.iteration
+        leaving_now = leave is not None and leave.by_signal
+        if iteration % run.config.evaluation.eval_interval or leaving_now:
+            return
+        evaluate_and_report(
+            run,
+            run.datasets[1],
+            self._listeners,
+            split="validation",
+            where=f"iteration {iteration}",
+            skip=evaluation_position(run),
+        )
+
+
+def final_evaluation(run: Run, listeners: Sequence[EvaluationListener]) -> None:
+    """Validation and test loss after the last update, on samples no earlier evaluation used."""
+    position = run.progress.iteration // run.config.evaluation.eval_interval
+    skip = position * run.config.evaluation.eval_iters * run.batches.global_batch
+    for index, split, data in ((1, "validation", "val"), (2, "test", "test")):
+        evaluate_and_report(
+            run,
+            run.datasets[index],
+            listeners,
+            split=split,
+            where=f"the end of training for {data} data",
+            skip=skip if index == 1 else 0,
+        )

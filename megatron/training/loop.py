@@ -1,0 +1,40 @@
+"""The training loop: steps, and callbacks around them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron.training.callbacks.base import Callback, Leave
+from megatron.training.run import Run
+from megatron.training.step import StepOutcome, any_rank, train_step
+
+
+def train(run: Run, callbacks: Sequence[Callback]) -> Leave | None:
+    """Train until done, or until somebody asks to leave; None when done.
+
+    Callbacks run in the order given (`callbacks.standard_callbacks` says why in that order).
+    """
+    for callback in callbacks:
+        callback.on_start(run)
+    leave = None
+    if any_rank(run.exit.wanted, run.layout):
+        leave = Leave(run.exit.reason, run.exit.by_signal)
+    while leave is None and not run.finished:
+        for callback in callbacks:
+            callback.before_step(run)
+        outcome = train_step(run)
+        leave = _leave_after(run, outcome)
+        for callback in callbacks:
+            callback.after_step(run, outcome, leave)
+    for callback in callbacks:
+        callback.on_end(run, leave)
+    return leave
+
+
+def _leave_after(run: Run, outcome: StepOutcome) -> Leave | None:
+    if outcome.exit_wanted:
+        return Leave(run.exit.reason, run.exit.by_signal)
+    interval = run.config.training.exit_interval
+    if interval and run.progress.iteration % interval == 0:
+        return Leave(f"--exit-interval {interval}")
+    return None

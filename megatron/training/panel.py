@@ -1,0 +1,75 @@
+"""What a run is about to do and why, printed once on rank 0; and `--dry-run`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from megatron.config import RunConfig
+from megatron.device import Device
+from megatron.models.arithmetic import count_parameters, flops_per_token
+from megatron.parallel.layout import Layout
+from megatron.training.memory import estimate_memory
+
+Row = tuple[str, str]
+
+
+def format_panel(title: str, rows: Iterable[Row]) -> str:
+    """Aligned `name  value` lines between rules."""
+    rows = list(rows)
+    width = max(len(name) for name, _ in rows)
+    body = [f"  {name.ljust(width)}  {value}" for name, value in rows]
+    rule = "-" * min(100, max(len(line) for line in [title, *body]))
+    return "\n".join([rule, title, rule, *body, rule])
+
+
+def size_rows(config: RunConfig, world_size: int, padded_vocab_size: int) -> list[Row]:
+    """What follows from the flags alone, for any world size: nothing is touched."""
+    layout = Layout.at(
+        0,
+        world_size,
+        tensor=config.parallel.tensor_model_parallel_size,
+        context=config.parallel.context_parallel_size,
+        pipeline=config.parallel.pipeline_model_parallel_size,
+    )
+    assert config.data.seq_length and config.training.global_batch_size
+    assert config.training.micro_batch_size
+    parameters = count_parameters(config.model, padded_vocab_size)
+    flops = flops_per_token(config.model, config.data.seq_length, padded_vocab_size)
+    batch, micro = config.training.global_batch_size, config.training.micro_batch_size
+    memory = estimate_memory(config, parameters, padded_vocab_size)
+    return [
+        ("layout", layout.describe()),
+        (
+            "batch",
+            f"{batch} samples = {batch // (micro * layout.data.size)} micro-batch(es) x "
+            f"{micro} samples x {layout.data.size} data-parallel process(es)",
+        ),
+        ("tokens an iteration", f"{batch * config.data.seq_length:,}"),
+        ("parameters", f"{parameters:,} (vocabulary padded to {padded_vocab_size:,})"),
+        ("model FLOPs a token", f"{flops / 1e9:.4g} GFLOP (causal attention counted half)"),
+        ("memory a process", f"about {memory.describe()}"),
+    ]
+
+
+def device_rows(config: RunConfig, device: Device, attention: str) -> list[Row]:
+    """Where it runs and in what precision."""
+    peak = device.peak_flops
+    precision = "bf16" if config.precision.bf16 else "fp16" if config.precision.fp16 else "fp32"
+    reason = {
+        "fp32": "neither --bf16 nor --fp16 given",
+        "bf16": "--bf16; gradients and master weights in fp32",
+        "fp16": "--fp16; master weights in fp32",
+    }[precision]
+    return [
+        ("device", f"{device.name}, torch {torch.__version__}"),
+        ("precision", f"{precision} ({reason})"),
+        ("attention", attention),
+        (
+            "MFU",
+            "n/a: no peak FLOP/s known for this device"
+            if peak is None
+            else f"tokens/s x model FLOPs a token / {peak / 1e12:.0f} TFLOP/s (dense 16-bit peak)",
+        ),
+    ]

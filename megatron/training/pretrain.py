@@ -1,0 +1,139 @@
+"""From a command line to a trained model: what every `pretrain_*.py` calls."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron import environment
+from megatron.config import RunConfig
+from megatron.config.parser import parse_config
+from megatron.config.yaml_file import dump
+from megatron.environment import Launch, read_launch
+from megatron.errors import (
+    EXIT_OK,
+    EXIT_SAVED_ON_SIGNAL,
+    ConfigError,
+    NumericsError,
+    StorageError,
+    UserError,
+)
+from megatron.training.recipe import Recipe
+
+
+def main(recipe: Recipe, argv: Sequence[str] | None = None) -> int:
+    """Run one process of a pretraining job; the exit code.
+
+    0 done, 3 saved and left on a signal, else the code of the error (see `megatron.errors`).
+    """
+    started = time.monotonic()
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    launch = Launch()
+    try:
+        launch = read_launch(use_mpi="--use-mpi" in arguments)
+        config, notices = parse_config(
+            arguments, world_size=launch.world_size, program=recipe.program
+        )
+        if launch.rank == 0:
+            for notice in notices:
+                print(f"note: {notice}", flush=True)
+        if config.training.dry_run:
+            return _dry_run(config, launch)
+        return _pretrain(config, recipe, launch, started)
+    except UserError as error:
+        report(error, launch)
+        return error.exit_code
+
+
+def report(error: UserError, launch: Launch) -> None:
+    """Print what to mend: once for mistakes that all ranks see alike, else with the rank."""
+    alike = isinstance(error, ConfigError | NumericsError)
+    if alike and launch.rank:
+        return
+    where = "" if alike or launch.world_size == 1 else f"[rank {launch.rank}] "
+    for problem in error.problems if isinstance(error, ConfigError) else [str(error)]:
+        print(f"{where}error: {problem}", file=sys.stderr, flush=True)
+
+
+def _dry_run(config: RunConfig, launch: Launch) -> int:
+    """Print what the run would be; touches no device, process group or corpus."""
+    from megatron.tokenizer import build_tokenizer
+    from megatron.tokenizer.vocabulary import padded_vocab_size
+    from megatron.training.panel import format_panel, size_rows
+
+    if launch.rank:
+        return EXIT_OK
+    vocabulary = padded_vocab_size(
+        build_tokenizer(config.tokenizer).vocab_size,
+        config.model.make_vocab_size_divisible_by,
+        config.parallel.tensor_model_parallel_size,
+    )
+    world_size = config.training.dry_run_world_size or launch.world_size
+    print(
+        format_panel(
+            "Dry run: the configuration is valid", size_rows(config, world_size, vocabulary)
+        )
+    )
+    return EXIT_OK
+
+
+def _pretrain(config: RunConfig, recipe: Recipe, launch: Launch, started: float) -> int:
+    environment.prepare(launch, deterministic=config.training.deterministic_mode)
+    # After `prepare`: CUDA and NCCL read the environment when torch first touches them.
+    from megatron.device import Device
+    from megatron.training.distributed import process_group
+    from megatron.training.setup import build_run
+
+    if config.training.deterministic_mode:
+        _be_deterministic()
+    device = Device.pick(launch.local_rank)
+    device.activate()
+    with process_group(config.parallel, launch, device) as layout:
+        if layout.world.rank == 0:
+            _save_config(config)
+        run = build_run(config, recipe, launch, device, layout)
+        return _train_and_evaluate(run, started)
+
+
+def _be_deterministic() -> None:
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # costs time, changes nothing here
+
+
+def _save_config(config: RunConfig) -> None:
+    """The resolved configuration beside the run's checkpoints."""
+    if config.checkpoint.save is None:
+        return
+    folder = Path(config.checkpoint.save)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"--save {folder}: cannot write there: {error.strerror}") from error
+
+
+def _train_and_evaluate(run, started: float) -> int:  # type: ignore[no-untyped-def]
+    from megatron.training.callbacks.terminal import say
+    from megatron.training.evaluation import final_evaluation
+    from megatron.training.loop import train
+    from megatron.training.standard import standard_callbacks, start_panel
+    from megatron.training.writers import open_writers
+
+    writers = open_writers(run.config, is_log_rank=run.is_log_rank)
+    if run.layout.world.rank == 0:
+        say(start_panel(run, time.monotonic() - started))
+    try:
+        callbacks, listeners = standard_callbacks(run, writers)
+        leave = None if run.config.training.skip_train else train(run, callbacks)
+        if leave is None:
+            final_evaluation(run, listeners)
+        elif run.layout.world.rank == 0:
+            say(f"exiting program at iteration {run.progress.iteration}: {leave.reason}")
+    finally:
+        for writer in writers:
+            writer.close()
+    return EXIT_SAVED_ON_SIGNAL if leave is not None and leave.by_signal else EXIT_OK

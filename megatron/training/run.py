@@ -1,0 +1,75 @@
+"""`Run`: the parts of one training run, and `Progress`: how far it has come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.utils.data import Dataset
+
+from megatron.config import RunConfig
+from megatron.device import Device
+from megatron.environment import Launch
+from megatron.optimizer.mixed import Optimizer
+from megatron.optimizer.schedule import LearningRateSchedule, WeightDecaySchedule
+from megatron.parallel.gradients import GradientBuffer
+from megatron.parallel.layout import Layout
+from megatron.tokenizer.base import Tokenizer
+from megatron.training.batch_size import BatchPlan
+from megatron.training.exit import ExitRequest
+from megatron.training.recipe import Batch, Recipe
+from megatron.training.timers import Timers
+
+
+@dataclass
+class Progress:
+    """Counters that a checkpoint carries.
+
+    Attributes:
+        iteration: updates tried so far.
+        consumed_samples: training samples read so far: the position in the sample order.
+        scheduled_samples: those of successful updates: the position in the schedules.
+    """
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    scheduled_samples: int = 0
+
+
+@dataclass
+class Run:
+    """Everything a step, a callback or a checkpoint needs, built once by `setup.build_run`."""
+
+    config: RunConfig
+    recipe: Recipe
+    launch: Launch
+    device: Device
+    layout: Layout
+    tokenizer: Tokenizer
+    padded_vocab_size: int
+    model: nn.Module
+    gradients: GradientBuffer
+    optimizer: Optimizer
+    learning_rate: LearningRateSchedule
+    weight_decay: WeightDecaySchedule
+    batches: BatchPlan
+    train_iterations: int
+    datasets: tuple[Dataset[Any] | None, Dataset[Any] | None, Dataset[Any] | None]
+    exit: ExitRequest
+    timers: Timers
+    progress: Progress = field(default_factory=Progress)
+    train_batches: Iterator[Batch] = iter(())
+
+    @property
+    def is_log_rank(self) -> bool:
+        """The last rank logs, as in Megatron: under a pipeline it is the one that has the loss."""
+        return self.layout.world.is_last
+
+    @property
+    def finished(self) -> bool:
+        """All the training that was asked for is done."""
+        if self.config.training.train_samples is not None:
+            return self.progress.consumed_samples >= self.config.training.train_samples
+        return self.progress.iteration >= self.train_iterations

@@ -1,0 +1,146 @@
+"""Building a run from its configuration, in the order in which the parts need each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from megatron.checkpoint.reader import Reader, open_checkpoint
+from megatron.config import RunConfig
+from megatron.data.build import BuildSync
+from megatron.device import Device
+from megatron.environment import Launch
+from megatron.errors import CheckpointError, ConfigError
+from megatron.optimizer.mixed import Optimizer
+from megatron.optimizer.schedule import LearningRateSchedule, WeightDecaySchedule
+from megatron.parallel.gradients import GradientBuffer
+from megatron.parallel.initialization import initialize
+from megatron.parallel.layout import Layout
+from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.vocabulary import padded_vocab_size
+from megatron.training.batch_size import BatchPlan
+from megatron.training.callbacks.terminal import say
+from megatron.training.checkpointing import check_shapes, restore_run
+from megatron.training.data import batches_from, samples_needed
+from megatron.training.exit import ExitRequest
+from megatron.training.recipe import Recipe
+from megatron.training.run import Run
+from megatron.training.timers import Timers
+
+
+def build_run(
+    config: RunConfig, recipe: Recipe, launch: Launch, device: Device, layout: Layout
+) -> Run:
+    """Everything a run needs, its checkpoint loaded and its data at the right position.
+
+    Collective. Raises UserError subclasses for whatever the user can mend.
+    """
+    exit_request = ExitRequest(
+        handle_signals=config.training.exit_signal_handler,
+        duration_minutes=config.training.exit_duration_in_mins,
+    )
+    tokenizer = build_tokenizer(config.tokenizer)
+    vocabulary = padded_vocab_size(
+        tokenizer.vocab_size, config.model.make_vocab_size_divisible_by, layout.tensor.size
+    )
+    reader = find_checkpoint_to_load(config, layout)
+    if reader is not None:
+        check_shapes(config, reader)
+    model = recipe.build_model(config, layout, device, vocabulary)
+    _initialize(model, config, loading=reader is not None)
+    gradients = GradientBuffer(
+        model.named_parameters(),
+        layout,
+        accumulate_in_fp32=config.precision.accumulate_allreduce_grads_in_fp32,
+    )
+    batches = BatchPlan.from_config(config.training, layout.data.size)
+    train_iterations = batches.train_iterations(config.training)
+    run = Run(
+        config=config,
+        recipe=recipe,
+        launch=launch,
+        device=device,
+        layout=layout,
+        tokenizer=tokenizer,
+        padded_vocab_size=vocabulary,
+        model=model,
+        gradients=gradients,
+        optimizer=Optimizer(
+            model.named_parameters(),
+            gradients,
+            config.optimizer,
+            config.precision,
+            layout,
+            count_zeros=config.logging.log_num_zeros_in_grad,
+        ),
+        learning_rate=LearningRateSchedule.from_config(config.schedule, config.training),
+        weight_decay=WeightDecaySchedule.from_config(config.optimizer, config.training),
+        batches=batches,
+        train_iterations=train_iterations,
+        datasets=recipe.build_datasets(
+            config, tokenizer, samples_needed(config, train_iterations), _build_sync(layout)
+        ),
+        exit=exit_request,
+        timers=Timers(
+            level=config.logging.timing_log_level,
+            device=device,
+            world=layout.world,
+            barrier=config.logging.barrier_with_l1_time,
+        ),
+    )
+    if reader is not None:
+        restore_run(run, reader)
+    _open_training_data(run)
+    return run
+
+
+def find_checkpoint_to_load(config: RunConfig, layout: Layout) -> Reader | None:
+    """The newest checkpoint under `--load`; None where a fresh start is what was asked for.
+
+    Raises:
+        CheckpointError: there is none and `--exit-on-missing-checkpoint` is given, or all that
+            are there are damaged.
+    """
+    root = config.checkpoint.load
+    if root is None:
+        return None
+    reader = open_checkpoint(root)
+    if reader is None:
+        if config.checkpoint.exit_on_missing_checkpoint:
+            raise CheckpointError(f"--load {root}: there is no checkpoint in this folder")
+        if layout.world.rank == 0:
+            say(f"WARNING: --load {root} holds no checkpoint: starting from random weights")
+    return reader
+
+
+def _initialize(model: torch.nn.Module, config: RunConfig, *, loading: bool) -> None:
+    if loading and not config.model.perform_initialization:
+        return
+    if not config.model.perform_initialization:
+        raise ConfigError(
+            "--no-initialization: no checkpoint is loaded, so the weights would be garbage: "
+            "give --load with a checkpoint, or drop the flag"
+        )
+    initialize(model.named_parameters(), config.training.seed)
+
+
+def _build_sync(layout: Layout) -> BuildSync:
+    """Rank 0 builds index caches while the others wait."""
+    barrier: Callable[[], object] = lambda: None  # noqa: E731
+    if layout.world.size > 1:
+        barrier = lambda: dist.barrier(group=layout.world.group)  # noqa: E731
+    return BuildSync(is_builder=layout.world.rank == 0, barrier=barrier)
+
+
+def _open_training_data(run: Run) -> None:
+    dataset = run.datasets[0]
+    if run.config.training.skip_train:
+        return
+    if dataset is None:
+        raise ConfigError(
+            f"--split {run.config.data.split}: the training split is empty: give it a share of "
+            "the documents"
+        )
+    run.train_batches = batches_from(run, dataset, consumed=run.progress.consumed_samples)

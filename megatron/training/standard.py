@@ -1,0 +1,94 @@
+"""The callbacks of a pretraining run, in order, and the start-up panel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.models.arithmetic import flops_per_token
+from megatron.training.callbacks.base import Callback
+from megatron.training.callbacks.garbage import EmptyCache, GarbageCollection
+from megatron.training.callbacks.logging import LogLine
+from megatron.training.callbacks.nonfinite import NonFinitePolicy
+from megatron.training.callbacks.profiling import Profile
+from megatron.training.callbacks.sample_ids import SampleIds
+from megatron.training.callbacks.scalars import Scalars
+from megatron.training.callbacks.terminal import ProgressBar
+from megatron.training.checkpointing import Checkpoints
+from megatron.training.evaluation import Evaluation, EvaluationListener
+from megatron.training.panel import Row, device_rows, format_panel, size_rows
+from megatron.training.run import Run
+from megatron.training.writers import Writer
+
+
+def standard_callbacks(
+    run: Run, writers: Sequence[Writer]
+) -> tuple[list[Callback], list[EvaluationListener]]:
+    """Callbacks in the order in which they run, and those that hear evaluations.
+
+    First the profile, which must close around the step alone; then the non-finite policy, so
+    that nothing is logged or saved after a step that ends the run; then what the step was like;
+    then the checkpoint; evaluation after it, because an evaluation that fails must not cost the
+    training before it; housekeeping last.
+    """
+    config = run.config
+    assert config.data.seq_length
+    flops = flops_per_token(config.model, config.data.seq_length, run.padded_vocab_size)
+    scalars = Scalars(writers)
+    callbacks: list[Callback] = []
+    if config.profiling.profile and run.layout.world.rank in config.profiling.profile_ranks:
+        callbacks.append(Profile())
+    callbacks += [NonFinitePolicy(), LogLine(flops), scalars]
+    if config.data.log_sample_ids:
+        callbacks.append(SampleIds(Path(config.checkpoint.save or ".") / "samples.jsonl"))
+    if config.checkpoint.save:
+        callbacks.append(Checkpoints())
+    if config.evaluation.eval_iters:
+        callbacks.append(Evaluation([scalars]))
+    if config.training.manual_gc:
+        callbacks.append(GarbageCollection())
+    if config.training.empty_unused_memory_level:
+        callbacks.append(EmptyCache())
+    callbacks.append(ProgressBar())
+    return callbacks, [scalars]
+
+
+def start_panel(run: Run, seconds: float) -> str:
+    """Every decision and its reason, before the first iteration."""
+    config = run.config
+    rows: list[Row] = [
+        *device_rows(config, run.device, run.recipe.describe_kernels(run.model)),
+        *size_rows(config, run.layout.world.size, run.padded_vocab_size),
+        ("data", _describe_data(run)),
+        ("tokenizer", f"{config.tokenizer.tokenizer_type}, {run.tokenizer.vocab_size:,} entries"),
+        ("checkpoints", _describe_checkpoints(run)),
+        ("set up in", f"{seconds:.1f} s"),
+    ]
+    return format_panel(f"{run.recipe.program}: {run.train_iterations:,} iterations", rows)
+
+
+def _describe_data(run: Run) -> str:
+    data = run.config.data
+    source = "generated tokens (--mock-data)" if data.mock_data else "indexed files"
+    sizes = ", ".join(
+        f"{name} {0 if split is None else len(split):,}"  # type: ignore[arg-type]
+        for name, split in zip(("training", "validation", "test"), run.datasets, strict=True)
+    )
+    return f"{source}; samples of {data.seq_length} tokens: {sizes}"
+
+
+def _describe_checkpoints(run: Run) -> str:
+    options = run.config.checkpoint
+    loaded = (
+        f"continuing {options.load} at iteration {run.progress.iteration}"
+        if run.progress.iteration
+        else f"weights from {options.load}"
+        if options.finetune
+        else "starting fresh"
+    )
+    saved = (
+        f"saving to {options.save} every {options.save_interval} iterations and at the end"
+        if options.save
+        else "not saving (--save is not given)"
+    )
+    return f"{loaded}; {saved}"

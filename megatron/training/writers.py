@@ -1,0 +1,95 @@
+"""Where scalars go: TensorBoard, Weights & Biases, a JSON lines file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron.config import RunConfig
+from megatron.config.run import flatten
+from megatron.errors import ConfigError
+
+
+class Writer(Protocol):
+    """Takes the scalars of one iteration."""
+
+    def write(self, scalars: Mapping[str, float], iteration: int, samples: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoardWriter:
+    """Event files in `--tensorboard-dir`; every tag also against consumed samples."""
+
+    def __init__(self, folder: str, queue_size: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(log_dir=folder, max_queue=queue_size)  # type: ignore[no-untyped-call]
+
+    def write(self, scalars: Mapping[str, float], iteration: int, samples: int) -> None:
+        for tag, value in scalars.items():
+            self._writer.add_scalar(tag, value, iteration)  # type: ignore[no-untyped-call]
+            self._writer.add_scalar(f"{tag} vs samples", value, samples)  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        self._writer.close()  # type: ignore[no-untyped-call]
+
+
+class WandbWriter:
+    """A Weights & Biases run, resumed where `--wandb-id` is given."""
+
+    def __init__(self, config: RunConfig) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise ConfigError(
+                f"--wandb-project {config.logging.wandb_project}: the package wandb is not "
+                "installed: pip install wandb, or drop the flag"
+            ) from None
+        self._run: Any = wandb.init(
+            project=config.logging.wandb_project,
+            entity=config.logging.wandb_entity,
+            name=config.logging.wandb_name,
+            id=config.logging.wandb_id,
+            resume="allow" if config.logging.wandb_id else None,
+            config=flatten(config),
+        )
+
+    def write(self, scalars: Mapping[str, float], iteration: int, samples: int) -> None:
+        self._run.log({**scalars, "consumed-samples": samples}, step=iteration)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class JsonLinesWriter:
+    """One object an iteration, floats in full; appended to, so that a resumed run goes on."""
+
+    def __init__(self, path: str) -> None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        self._file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115 - held for the run
+
+    def write(self, scalars: Mapping[str, float], iteration: int, samples: int) -> None:
+        record = {"iteration": iteration, "consumed samples": samples, **scalars}
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def open_writers(config: RunConfig, *, is_log_rank: bool) -> list[Writer]:
+    """The writers that were asked for; none on ranks that do not log."""
+    if not is_log_rank:
+        return []
+    options = config.logging
+    writers: list[Writer] = []
+    if options.tensorboard_dir:
+        writers.append(TensorBoardWriter(options.tensorboard_dir, options.tensorboard_queue_size))
+    if options.wandb_project:
+        writers.append(WandbWriter(config))
+    if options.metrics_jsonl:
+        writers.append(JsonLinesWriter(options.metrics_jsonl))
+    return writers

@@ -1,0 +1,44 @@
+"""Requests to leave: signals and the clock."""
+
+import os
+import signal
+
+import pytest
+
+from megatron.training.exit import ExitRequest
+
+
+@pytest.fixture
+def _handlers():
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("_handlers")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_becomes_a_request(number):
+    request = ExitRequest(handle_signals=True, duration_minutes=None)
+    assert not request.wanted
+    os.kill(os.getpid(), number)
+    assert request.wanted
+    assert request.by_signal
+    assert signal.Signals(number).name in request.reason
+
+
+@pytest.mark.usefixtures("_handlers")
+def test_impatient_interrupts_end_the_process():
+    ExitRequest(handle_signals=True, duration_minutes=None)
+    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_time_is_up():
+    request = ExitRequest(handle_signals=False, duration_minutes=0)
+    assert request.wanted
+    assert not request.by_signal
+    assert "--exit-duration-in-mins 0" in request.reason
+    assert not ExitRequest(handle_signals=False, duration_minutes=60).wanted
