@@ -73,11 +73,11 @@ class BatchPlan:
     def global_batch_at(self, consumed_samples: int) -> int:
         """Samples of the update that follows `consumed_samples`."""
         ramp = self.rampup
-        if ramp is None or consumed_samples >= ramp.samples:
+        if ramp is None or ramp.start == self.global_batch or consumed_samples > ramp.samples:
             return self.global_batch
+        steps = (self.global_batch - ramp.start) // ramp.increment
         # In floating point as Megatron does it, so that every step falls on the same update.
-        samples_per_step = ramp.samples / _rampup_steps(self.global_batch, ramp)
-        return ramp.start + int(consumed_samples / samples_per_step) * ramp.increment
+        return ramp.start + int(consumed_samples / (ramp.samples / steps)) * ramp.increment
 
     def micro_batches_at(self, consumed_samples: int) -> int:
         """Forward passes of each process in the update that follows `consumed_samples`."""
@@ -86,7 +86,7 @@ class BatchPlan:
     def iterations_for(self, train_samples: int) -> int:
         """Whole updates in a run of `train_samples`; a last partial one is left out."""
         iterations, consumed = self._through_rampup(max_samples=train_samples)
-        if self.rampup is not None and consumed < self.rampup.samples:
+        if self._is_ramping(consumed):
             return iterations  # the run ends inside the ramp-up
         return iterations + (train_samples - consumed) // self.global_batch
 
@@ -95,12 +95,15 @@ class BatchPlan:
         done, consumed = self._through_rampup(max_iterations=iterations)
         return consumed + (iterations - done) * self.global_batch
 
+    def _is_ramping(self, consumed_samples: int) -> bool:
+        return self.rampup is not None and consumed_samples <= self.rampup.samples
+
     def _through_rampup(
         self, *, max_samples: int | None = None, max_iterations: int | None = None
     ) -> tuple[int, int]:
         """(updates, samples) of the ramp-up, or of as much of it as fits the limits."""
         iterations = consumed = 0
-        while self.rampup is not None and consumed < self.rampup.samples:
+        while self._is_ramping(consumed):
             after = consumed + self.global_batch_at(consumed)
             if max_samples is not None and after > max_samples:
                 break
@@ -110,41 +113,43 @@ class BatchPlan:
         return iterations, consumed
 
 
-def _rampup_steps(global_batch: int, ramp: Rampup) -> int:
-    """Increments between the first and the full batch; at least one, so that the ramp has steps."""
-    return max((global_batch - ramp.start) // ramp.increment, 1)
-
-
 def _problems(plan: BatchPlan) -> list[str]:
     """Everything that keeps the numbers from being a plan."""
+    unit = plan.samples_per_pass
+    arithmetic = f"--micro-batch-size {plan.micro_batch} x {plan.data_parallel} data-parallel"
     if plan.micro_batch < 1 or plan.global_batch < 1:
         return [
             f"--micro-batch-size {plan.micro_batch} and --global-batch-size {plan.global_batch}: "
             "both must be at least 1"
         ]
-    ramp, unit = plan.rampup, plan.samples_per_pass
-    arithmetic = f"--micro-batch-size {plan.micro_batch} x {plan.data_parallel} data-parallel"
     if plan.global_batch % unit:
         return [
             f"--global-batch-size {plan.global_batch} is not a multiple of {arithmetic} = {unit}: "
             f"use {_near_multiples(plan.global_batch, unit)}"
         ]
-    if ramp is None:
+    if plan.rampup is None:
         return []
+    problem = _rampup_problem(plan.rampup, plan.global_batch, unit, arithmetic)
+    return [problem] if problem else []
+
+
+def _rampup_problem(ramp: Rampup, global_batch: int, unit: int, arithmetic: str) -> str | None:
+    """What keeps the ramp from reaching `global_batch` in whole passes of `unit` samples."""
     flag = f"--rampup-batch-size {ramp.start} {ramp.increment} {ramp.samples}"
-    if ramp.start < 1 or ramp.increment < 1 or ramp.samples < 0:
-        return [f"{flag}: the batch and its increment must be at least 1, the samples at least 0"]
-    if ramp.start > plan.global_batch or (plan.global_batch - ramp.start) % ramp.increment:
-        return [
+    if min(ramp.start, ramp.increment, ramp.samples) < 1:
+        return f"{flag}: batch, increment and samples must be at least 1"
+    if ramp.start > global_batch or (global_batch - ramp.start) % ramp.increment:
+        return (
             f"{flag}: steps of {ramp.increment} from {ramp.start} never reach --global-batch-size "
-            f"{plan.global_batch}: choose an increment that divides the difference"
-        ]
-    if ramp.start % unit or (ramp.start != plan.global_batch and ramp.increment % unit):
-        return [
+            f"{global_batch}: choose an increment that divides the difference"
+        )
+    is_growing = ramp.start < global_batch
+    if ramp.start % unit or (is_growing and ramp.increment % unit):
+        return (
             f"{flag}: start and increment must be multiples of {arithmetic} = {unit}, or some "
             "update would not divide into micro-batches"
-        ]
-    return []
+        )
+    return None
 
 
 def _near_multiples(value: int, unit: int) -> str:

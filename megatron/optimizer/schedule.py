@@ -1,0 +1,270 @@
+"""Learning rate and weight decay as functions of the samples that successful updates consumed.
+
+Update k uses the values at the samples consumed before it, so the first update of a warm-up has
+the warm-up's first learning rate. All lengths are in samples, so they hold for any batch size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import cos, pi, sqrt
+from typing import Any
+
+from megatron.config.optimizer import OptimizerConfig, ScheduleConfig
+from megatron.config.training import TrainingConfig
+from megatron.errors import CheckpointError, ConfigError
+
+
+@dataclass(frozen=True)
+class LearningRateSchedule:
+    """Linear warm-up, then decay.
+
+    Attributes:
+        peak: learning rate at the end of the warm-up.
+        minimum: learning rate at the end of the decay and after it.
+        initial: learning rate at the start of the warm-up.
+        warmup: its length in samples; a fraction of the decay need not be whole.
+        decay: samples, warm-up included, after which the minimum is reached.
+        style: constant, linear, cosine or inverse-square-root.
+    """
+
+    peak: float
+    minimum: float
+    initial: float
+    warmup: float
+    decay: float
+    style: str
+
+    def at(self, samples: float) -> float:
+        """The learning rate of the update that follows `samples` consumed ones."""
+        if self.warmup > 0 and samples <= self.warmup:
+            return self.initial + (self.peak - self.initial) * samples / self.warmup
+        if self.style == "constant":
+            return self.peak
+        if samples > self.decay:
+            return self.minimum
+        if self.style == "inverse-square-root":
+            return max(self.minimum, self.peak * sqrt(max(self.warmup, 1) / max(samples, 1)))
+        done = (samples - self.warmup) / (self.decay - self.warmup)
+        height = 1.0 - done if self.style == "linear" else 0.5 * (cos(pi * done) + 1.0)
+        return self.minimum + height * (self.peak - self.minimum)
+
+
+@dataclass(frozen=True)
+class WeightDecaySchedule:
+    """From `start` to `end` over `length` samples; style constant, linear or cosine."""
+
+    start: float
+    end: float
+    length: float
+    style: str
+
+    def at(self, samples: float) -> float:
+        """The weight decay of the update that follows `samples` consumed ones."""
+        if self.style == "constant" or samples > self.length:
+            return self.end
+        done = samples / self.length
+        height = done if self.style == "linear" else 0.5 * (cos(pi * (1.0 - done)) + 1.0)
+        return self.start + height * (self.end - self.start)
+
+
+@dataclass(frozen=True)
+class Schedules:
+    """Both schedules of a run."""
+
+    learning_rate: LearningRateSchedule
+    weight_decay: WeightDecaySchedule
+
+    @classmethod
+    def from_config(
+        cls,
+        schedule: ScheduleConfig,
+        optimizer: OptimizerConfig,
+        training: TrainingConfig,
+        *,
+        global_batch: int,
+    ) -> Schedules:
+        """What the flags ask for; iterations become samples by the full `global_batch`.
+
+        Raises:
+            ConfigError: no length, no learning rate, or values that fit no schedule; all at once.
+        """
+        problems = _problems(schedule, optimizer, training)
+        if problems:
+            raise ConfigError(problems)
+        run = _samples(training.train_iters, training.train_samples, global_batch)
+        decay = run
+        if schedule.lr_decay_iters is not None or schedule.lr_decay_samples is not None:
+            decay = _samples(schedule.lr_decay_iters, schedule.lr_decay_samples, global_batch)
+        warmup: float = schedule.lr_warmup_iters * global_batch or schedule.lr_warmup_samples
+        if schedule.lr_warmup_fraction is not None:
+            warmup = schedule.lr_warmup_fraction * decay
+        if warmup >= decay:
+            raise ConfigError(
+                f"the warm-up of {warmup:g} samples leaves nothing of the decay of {decay} "
+                f"samples (global batch {global_batch}): shorten --lr-warmup-iters, "
+                "--lr-warmup-samples or --lr-warmup-fraction, or lengthen --lr-decay-iters, "
+                "--lr-decay-samples or the run"
+            )
+        assert schedule.lr is not None
+        start, end = _decay_ends(optimizer)
+        return cls(
+            LearningRateSchedule(
+                peak=schedule.lr,
+                minimum=schedule.min_lr,
+                initial=schedule.lr_warmup_init,
+                warmup=warmup,
+                decay=decay,
+                style=schedule.lr_decay_style,
+            ),
+            WeightDecaySchedule(start, end, run, optimizer.weight_decay_incr_style),
+        )
+
+    def to_dict(self, samples: int) -> dict[str, Any]:
+        """The schedules and where they stand, under Megatron's `opt_param_scheduler` names."""
+        return {"num_steps": samples} | {
+            key: getattr(getattr(self, part), field) for key, (part, field, _) in _FIELDS.items()
+        }
+
+    def resumed(
+        self, saved: dict[str, Any], *, override: bool = False, use_checkpoint: bool = False
+    ) -> tuple[Schedules, int]:
+        """The schedules to go on with, and the samples that they have seen.
+
+        Args:
+            saved: `to_dict` of the run that saved, or Megatron's, also under its older names.
+            override: keep these schedules, whatever was saved.
+            use_checkpoint: take the saved ones.
+
+        Raises:
+            CheckpointError: neither was chosen and the two differ.
+        """
+        saved = {_OLD_NAMES.get(key, key): value for key, value in saved.items()}
+        if "num_steps" not in saved:
+            raise CheckpointError(
+                "the checkpoint's opt_param_scheduler has no num_steps: use --no-load-optim or "
+                "--finetune to start the schedule anew"
+            )
+        samples = int(saved["num_steps"])
+        if override:
+            return self, samples
+        other = self._with_saved(saved)
+        if not use_checkpoint:
+            _check_equal(self, other)
+        return other, samples
+
+    def _with_saved(self, saved: dict[str, Any]) -> Schedules:
+        """These schedules with every saved value in place of ours."""
+        changes: dict[str, dict[str, Any]] = {"learning_rate": {}, "weight_decay": {}}
+        for key, (part, field, _) in _FIELDS.items():
+            if key in saved:
+                changes[part][field] = saved[key]
+        return Schedules(
+            replace(self.learning_rate, **changes["learning_rate"]),
+            replace(self.weight_decay, **changes["weight_decay"]),
+        )
+
+
+# Megatron's name: (which schedule, our field, the flags that set it).
+_FIELDS = {
+    "max_lr": ("learning_rate", "peak", "--lr"),
+    "min_lr": ("learning_rate", "minimum", "--min-lr"),
+    "lr_warmup_steps": (
+        "learning_rate",
+        "warmup",
+        "--lr-warmup-iters, --lr-warmup-samples or --lr-warmup-fraction, in samples",
+    ),
+    "lr_decay_steps": (
+        "learning_rate",
+        "decay",
+        "--lr-decay-iters or --lr-decay-samples, else the run's length, in samples",
+    ),
+    "lr_decay_style": ("learning_rate", "style", "--lr-decay-style"),
+    "start_wd": ("weight_decay", "start", "--start-weight-decay or --weight-decay"),
+    "end_wd": ("weight_decay", "end", "--end-weight-decay or --weight-decay"),
+    "wd_incr_steps": (
+        "weight_decay",
+        "length",
+        "--train-iters or --train-samples, in samples",
+    ),
+    "wd_incr_style": ("weight_decay", "style", "--weight-decay-incr-style"),
+}
+
+_OLD_NAMES = {  # before 2022
+    "start_lr": "max_lr",
+    "warmup_iter": "lr_warmup_steps",
+    "warmup_steps": "lr_warmup_steps",
+    "end_iter": "lr_decay_steps",
+    "decay_steps": "lr_decay_steps",
+    "decay_style": "lr_decay_style",
+    "num_iters": "num_steps",
+}
+
+
+def _check_equal(ours: Schedules, saved: Schedules) -> None:
+    ours_dict, saved_dict = ours.to_dict(0), saved.to_dict(0)
+    if ours.weight_decay.style == "constant":  # its length means nothing
+        ours_dict["wd_incr_steps"] = saved_dict["wd_incr_steps"]
+    differences = [
+        f"{key} is {ours_dict[key]} here ({flags}) and {saved_dict[key]} in the checkpoint"
+        for key, (_, _, flags) in _FIELDS.items()
+        if ours_dict[key] != saved_dict[key]
+    ]
+    if differences:
+        raise CheckpointError(
+            "the schedule differs from the checkpoint's:\n  "
+            + "\n  ".join(differences)
+            + "\nadd --override-opt_param-scheduler to go on with the flags, or "
+            "--use-checkpoint-opt_param-scheduler to go on with the checkpoint's"
+        )
+
+
+def _samples(iterations: int | None, samples: int | None, global_batch: int) -> int:
+    if iterations is not None:
+        return iterations * global_batch
+    assert samples is not None
+    return samples
+
+
+def _decay_ends(optimizer: OptimizerConfig) -> tuple[float, float]:
+    """First and last weight decay."""
+    if optimizer.weight_decay_incr_style == "constant":
+        return optimizer.weight_decay, optimizer.weight_decay
+    assert optimizer.start_weight_decay is not None
+    assert optimizer.end_weight_decay is not None
+    return optimizer.start_weight_decay, optimizer.end_weight_decay
+
+
+def _problems(
+    schedule: ScheduleConfig, optimizer: OptimizerConfig, training: TrainingConfig
+) -> list[str]:
+    """Everything that keeps the flags from being a schedule."""
+    problems = []
+    if training.train_iters is None and training.train_samples is None:
+        problems.append("the run has no length: give --train-iters or --train-samples")
+    if schedule.lr is None:
+        problems.append("there is no learning rate: give --lr")
+    elif not 0.0 <= schedule.min_lr <= schedule.lr:
+        problems.append(f"--min-lr {schedule.min_lr:g} is not between 0 and --lr {schedule.lr:g}")
+    elif not 0.0 <= schedule.lr_warmup_init <= schedule.lr:
+        problems.append(
+            f"--lr-warmup-init {schedule.lr_warmup_init:g} is not between 0 and --lr "
+            f"{schedule.lr:g}"
+        )
+    style = optimizer.weight_decay_incr_style
+    start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
+    if style == "constant":
+        if start is not None or end is not None:
+            problems.append(
+                "--start-weight-decay and --end-weight-decay need "
+                "--weight-decay-incr-style linear or cosine; constant uses --weight-decay"
+            )
+    elif start is None or end is None:
+        problems.append(
+            f"--weight-decay-incr-style {style} needs --start-weight-decay and --end-weight-decay"
+        )
+    elif not 0.0 <= start <= end:
+        problems.append(
+            f"--start-weight-decay {start:g} is not between 0 and --end-weight-decay {end:g}"
+        )
+    return problems
