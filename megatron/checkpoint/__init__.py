@@ -1,0 +1,12 @@
+"""Checkpoints that never lie: safetensors and JSON, written whole or not at all, verified on load.
+
+    store.save(root, iteration, entries, meta, layout)      write one, collectively
+    find.find_checkpoint(root)                              is there anything to load?
+    reader.open_checkpoint(root)                            the newest one that verifies
+    restore.restore(reader, entries)                        fill tensors, after checking all of them
+    lock.SaveLock(root)                                     one job per folder
+
+A state is a dict of `Entry` by name: "model.layers.0.attention.qkv.weight",
+"optimizer.layers.0.attention.qkv.weight.exp_avg". Each entry knows where its tensor stands in
+the whole one, so files do not depend on how the reader splits the model.
+"""

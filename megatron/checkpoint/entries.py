@@ -1,0 +1,93 @@
+"""What a state consists of: tensors that know their place in the whole, and boxes of indices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# Anything json.dumps takes: dict with text keys, list, text, number, bool, None.
+Json = Any
+
+
+@dataclass(frozen=True)
+class Box:
+    """A hyper-rectangle of a tensor's indices: `offset[i] <= index[i] < offset[i] + shape[i]`."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def volume(self) -> int:
+        """Number of elements; 1 for a scalar."""
+        return math.prod(self.shape)
+
+    def fits(self, global_shape: tuple[int, ...]) -> bool:
+        """Whether the box lies inside a tensor of this shape."""
+        if not len(self.offset) == len(self.shape) == len(global_shape):
+            return False
+        spans = zip(self.offset, self.shape, global_shape, strict=True)
+        return all(start >= 0 and size >= 0 and start + size <= end for start, size, end in spans)
+
+    def intersect(self, other: Box) -> Box | None:
+        """The part that both cover; None where they do not meet."""
+        start = tuple(map(max, self.offset, other.offset))
+        mine = (o + s for o, s in zip(self.offset, self.shape, strict=True))
+        theirs = (o + s for o, s in zip(other.offset, other.shape, strict=True))
+        shape = tuple(min(a, b) - o for a, b, o in zip(mine, theirs, start, strict=True))
+        return Box(start, shape) if all(size > 0 for size in shape) else None
+
+    def within(self, outer: Box) -> tuple[slice, ...]:
+        """Slices that pick this box out of a tensor that holds `outer`."""
+        starts = (o - p for o, p in zip(self.offset, outer.offset, strict=True))
+        return tuple(slice(o, o + s) for o, s in zip(starts, self.shape, strict=True))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of the state, or this process's part of it.
+
+    Attributes:
+        tensor: the values, on any device; its shape is the part's.
+        global_shape: shape of the whole tensor.
+        offset: index of the part's first element in the whole.
+    """
+
+    tensor: torch.Tensor
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, tensor: torch.Tensor) -> Entry:
+        """A tensor that this process holds completely."""
+        return cls(tensor, tuple(tensor.shape), (0,) * tensor.dim())
+
+    @property
+    def box(self) -> Box:
+        return Box(tuple(self.offset), tuple(self.tensor.shape))
+
+
+State = dict[str, Entry]
+
+
+def is_tiled(global_shape: tuple[int, ...], boxes: Iterable[Box]) -> bool:
+    """Whether the boxes fill a tensor of this shape exactly: no gap, no overlap, none outside."""
+    boxes = list(boxes)
+    if not all(box.fits(global_shape) for box in boxes):
+        return False
+    if sum(box.volume for box in boxes) != math.prod(global_shape):
+        return False
+    if not global_shape:
+        return len(boxes) == 1
+    # With the volumes adding up, a gap needs an overlap. Sweep along the first dimension, so that
+    # thousands of shards do not become millions of pairs.
+    active: list[Box] = []
+    for box in sorted(boxes, key=lambda box: box.offset):
+        active = [other for other in active if other.offset[0] + other.shape[0] > box.offset[0]]
+        if any(box.intersect(other) for other in active):
+            return False
+        active.append(box)
+    return True

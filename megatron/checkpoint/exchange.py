@@ -1,0 +1,87 @@
+"""What ranks tell each other while they save or load: JSON bytes in tensors, never pickles."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from megatron.checkpoint.entries import Json
+from megatron.errors import CheckpointError, StorageError
+from megatron.parallel.layout import Axis
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Talk among all ranks of a run. With one rank nothing is sent and no group is needed."""
+
+    world: Axis
+
+    @property
+    def is_main(self) -> bool:
+        return self.world.is_first
+
+    def gather(self, value: Json) -> list[Json]:
+        """Every rank's value, on every rank, in rank order. Collective."""
+        if self.world.size == 1:
+            return [value]
+        import torch.distributed as dist
+
+        group, device = self.world.group, self._device()
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        sizes = torch.zeros(self.world.size, dtype=torch.int64, device=device)
+        sizes[self.world.rank] = data.numel()
+        dist.all_reduce(sizes, group=group)
+        mine = torch.zeros(int(sizes.max()), dtype=torch.uint8, device=device)
+        mine[: data.numel()] = data.to(device)
+        texts = [torch.empty_like(mine) for _ in range(self.world.size)]
+        dist.all_gather(texts, mine, group=group)
+        lengths = sizes.tolist()
+        return [
+            json.loads(text[:length].cpu().numpy().tobytes())
+            for text, length in zip(texts, lengths, strict=True)
+        ]
+
+    def together(self, step: Callable[[], Json]) -> list[Json]:
+        """Run `step` on every rank and return everyone's results. Collective.
+
+        Raises:
+            Exception: on every rank if any rank's step failed: where the step failed its own
+                error, elsewhere one of the same kind that names the rank.
+        """
+        failure: Exception | None = None
+        value: Json = None
+        try:
+            value = step()
+        except Exception as error:
+            failure = error
+        kind, text = type(failure).__name__, str(failure)
+        answers = self.gather({"value": value, "failed": [kind, text] if failure else None})
+        if failure is not None:
+            raise failure
+        for rank, answer in enumerate(answers):
+            if answer["failed"]:
+                kind, text = answer["failed"]
+                known = {cls.__name__: cls for cls in (StorageError, CheckpointError)}
+                raise known.get(kind, RuntimeError)(f"rank {rank}: {text or kind}")
+        return [answer["value"] for answer in answers]
+
+    def on_main(self, step: Callable[[], Json]) -> Json:
+        """Run `step` on rank 0 only; its result, or its failure, on every rank. Collective."""
+        return self.together(step if self.is_main else _nothing)[0]
+
+    def _device(self) -> torch.device:
+        """Where this group's tensors must be: the CPU where its backend allows that."""
+        import torch.distributed as dist
+
+        if "cpu" in str(dist.get_backend_config(self.world.group)):
+            return torch.device("cpu")
+        accelerator = torch.accelerator.current_accelerator()
+        assert accelerator is not None
+        return accelerator
+
+
+def _nothing() -> Json:
+    return None

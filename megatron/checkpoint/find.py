@@ -1,0 +1,160 @@
+"""Which checkpoints a folder holds, and in which order to try them.
+
+A folder follows Megatron: `latest_checkpointed_iteration.txt` names an iteration (or "release"),
+`iter_0000100/` holds it. What we write besides, and how a dead run's leftovers look:
+
+    iter_0000100/manifest.json          complete: the manifest is written before the rename
+    iter_0000100.tmp-<unique>/          a save that did not finish; never read
+    iter_0000100.old-<unique>/          replaced by a newer save of the same iteration; read only
+                                        where a crash left no iter_0000100
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.checkpoint.manifest import MANIFEST
+from megatron.errors import CheckpointError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+REPLACED = ".old-"
+
+_FOLDER = re.compile(r"iter_(\d{7,12})(\.old-[0-9a-f]+)?")
+_TRACKER_BYTES = 32  # more than any iteration needs; a longer tracker is damaged
+_TRACKER_TEXT = re.compile(rf"\s*(\d{{1,12}}|{RELEASE})\s*")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that looks complete; only opening it tells whether it is sound.
+
+    Attributes:
+        format: "native" or "legacy" (Megatron-LM's torch files).
+        iteration: by its folder's name; 0 for `release`.
+        path: its folder.
+    """
+
+    format: str
+    iteration: int
+    path: Path
+
+
+def iteration_folder(iteration: int) -> str:
+    """Megatron's folder name: 100 -> "iter_0000100"."""
+    return f"iter_{iteration:07d}"
+
+
+def find_checkpoint(root: Path) -> Found | None:
+    """The checkpoint to try first: the tracker's, else the newest complete one.
+
+    None where the folder is missing or never held a checkpoint.
+
+    Raises:
+        CheckpointError: there are traces of checkpoints, but none is complete.
+    """
+    candidates = list_checkpoints(root)
+    return candidates[0] if candidates else None
+
+
+def list_checkpoints(root: Path, *, quiet: bool = False) -> list[Found]:
+    """All complete checkpoints, in the order to try them.
+
+    First the tracker's; then older ones, newest first; last those newer than the tracker says,
+    newest first: they were never reported as saved, or someone has moved the tracker back.
+
+    Args:
+        quiet: do not print a warning about a damaged tracker.
+
+    Raises:
+        CheckpointError: there are traces of checkpoints, but none is complete.
+    """
+    found, problems = _scan(root)
+    named, complaint = read_tracker(root)
+    if not found:
+        if complaint or named is not None:
+            problems.insert(0, complaint or f"{TRACKER} names {named!r}, which is not there")
+        if problems:
+            raise CheckpointError(
+                f"{root}: no complete checkpoint: " + "; ".join(problems) + ". Restore one from a "
+                "copy, or name an empty folder to start from scratch"
+            )
+        return []
+    current = next((one for one in found if one.path.name.split(REPLACED)[0] == named), None)
+    if current is None and not quiet:
+        if complaint is None:
+            complaint = f"{TRACKER} names {named}, which is missing or incomplete"
+            complaint = complaint if named else f"{TRACKER} is missing"
+        warn(f"{root}: {complaint}; trying the newest complete checkpoint")
+    if current is None:
+        return found
+    older = [one for one in found if one is not current and one.iteration <= current.iteration]
+    newer = [one for one in found if one.iteration > current.iteration]
+    return [current, *older, *newer]
+
+
+def read_tracker(root: Path) -> tuple[str | None, str | None]:
+    """The folder name that the tracker gives, or what is wrong with it: one of both is None.
+
+    Both are None where there is no tracker and there need not be one.
+    """
+    path = root / TRACKER
+    try:
+        with open(path, "rb") as file:
+            data = file.read(_TRACKER_BYTES + 1)
+    except FileNotFoundError:
+        return None, None
+    except OSError as error:
+        return None, f"cannot be read ({error.strerror})"
+    text = data.decode("ascii", errors="replace")
+    match = _TRACKER_TEXT.fullmatch(text)
+    if len(data) > _TRACKER_BYTES or match is None:
+        return None, f"{TRACKER} is damaged: it holds {text[:_TRACKER_BYTES]!r}, not an iteration"
+    word = match.group(1)
+    return (RELEASE if word == RELEASE else iteration_folder(int(word))), None
+
+
+def _scan(root: Path) -> tuple[list[Found], list[str]]:
+    """Complete checkpoints, newest first, and what is wrong with the others."""
+    found: list[Found] = []
+    problems: list[str] = []
+    if not root.is_dir():
+        return found, problems
+    try:
+        children = sorted(root.iterdir())
+    except OSError as error:
+        raise CheckpointError(f"{root}: cannot be read: {error.strerror}") from error
+    for path in children:
+        match = _FOLDER.fullmatch(path.name)
+        if (match is None and path.name != RELEASE) or not path.is_dir():
+            continue
+        kind, problem = _classify(path)
+        if kind is None:
+            problems.append(f"{path.name} {problem}")
+            continue
+        found.append(Found(kind, int(match.group(1)) if match else 0, path))
+    # A replaced one comes after the one that replaced it: ".old-" makes its name longer.
+    found.sort(key=lambda one: (-one.iteration, len(one.path.name), one.path.name))
+    return found, problems
+
+
+def _classify(path: Path) -> tuple[str | None, str]:
+    """The format of a checkpoint folder, or None and what is wrong."""
+    if (path / MANIFEST).is_file():
+        return "native", ""
+    if any(path.glob("mp_rank_*")):
+        return "legacy", ""
+    if (path / ".metadata").exists():
+        return None, (
+            "is a torch.distributed.checkpoint folder, a format that runs code when it is read: "
+            "convert it with the program that wrote it"
+        )
+    return None, f"has no {MANIFEST}"
+
+
+def warn(text: str) -> None:
+    """Print a warning for the user."""
+    print(f"WARNING: {text}", file=sys.stderr, flush=True)

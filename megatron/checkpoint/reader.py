@@ -1,0 +1,254 @@
+"""Open the newest checkpoint that verifies, and read any part of any tensor in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from megatron.checkpoint import dtypes
+from megatron.checkpoint.entries import Box, Json
+from megatron.checkpoint.exchange import Exchange
+from megatron.checkpoint.find import Found, list_checkpoints, warn
+from megatron.checkpoint.manifest import (
+    MANIFEST,
+    MAX_BYTES,
+    Manifest,
+    ManifestError,
+    Piece,
+    TensorInfo,
+    parse,
+)
+from megatron.checkpoint.shard import digest_of_range
+from megatron.errors import CheckpointError
+from megatron.parallel.layout import Layout
+
+
+class CheckpointReader(Protocol):
+    """What training and tools read from, whatever the format on disk.
+
+    Attributes:
+        format: "native" or "legacy".
+        path: the checkpoint's folder.
+        iteration: training steps taken.
+        meta: what the run saved beside its tensors; see `megatron.checkpoint.legacy` for what is
+            filled in from Megatron's files.
+    """
+
+    format: str
+    path: Path
+    iteration: int
+    meta: Json
+
+    def names(self) -> list[str]:
+        """Names of all tensors, sorted."""
+
+    def global_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a whole tensor. CheckpointError where there is none of this name."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """A tensor's number type. CheckpointError where there is none of this name."""
+
+    def read(
+        self,
+        name: str,
+        *,
+        global_shape: Sequence[int],
+        offset: Sequence[int],
+        shape: Sequence[int],
+    ) -> torch.Tensor:
+        """The part of a tensor at `offset` with `shape`, on the CPU, assembled from its pieces.
+
+        Raises:
+            CheckpointError: no such tensor, or the whole one has another shape than
+                `global_shape`.
+        """
+
+
+def open_checkpoint(
+    root: Path, *, verify: bool = True, layout: Layout | None = None
+) -> CheckpointReader:
+    """The first checkpoint in `find.list_checkpoints` order that is sound.
+
+    Collective over `layout`, where one is given: ranks share the work of verifying, and open the
+    same checkpoint. The folder must be on a file system that all of them see.
+
+    Args:
+        root: folder of checkpoints.
+        verify: compare every digest; off: sizes and the manifest only.
+
+    Raises:
+        CheckpointError: there is none, or all are damaged; says what is wrong with each.
+    """
+    exchange = Exchange((layout or Layout.single()).world)
+    root = root.absolute()
+    listed = exchange.on_main(lambda: [_to_json(one) for one in list_checkpoints(root)])
+    problems: list[str] = []
+    for found in map(_from_json, listed):
+        reader, problem = _try_open(found, exchange, verify)
+        if reader is not None:
+            if problems and exchange.is_main:
+                warn("; ".join(problems) + f"; using {found.path.name} instead")
+            return reader
+        problems.append(f"{found.path}: {problem}")
+    if not problems:
+        raise CheckpointError(f"{root}: there is no checkpoint")
+    raise CheckpointError("no checkpoint can be used: " + "; ".join(problems))
+
+
+def _to_json(found: Found) -> Json:
+    return [found.format, found.iteration, str(found.path)]
+
+
+def _from_json(value: Json) -> Found:
+    return Found(value[0], value[1], Path(value[2]))
+
+
+def _try_open(
+    found: Found, exchange: Exchange, verify: bool
+) -> tuple[CheckpointReader | None, str | None]:
+    """A reader that every rank agrees on, or the first problem that any rank met. Collective."""
+    reader: CheckpointReader | None = None
+    problem = None
+    try:
+        reader = _open(found, verify, exchange.world.rank, exchange.world.size)
+    except CheckpointError as error:
+        problem = str(error)
+    problems = [text for text in exchange.gather(problem) if text is not None]
+    return (None, problems[0]) if problems else (reader, None)
+
+
+def _open(found: Found, verify: bool, rank: int, ranks: int) -> CheckpointReader:
+    if found.format == "legacy":
+        from megatron.checkpoint.legacy.reader import LegacyReader
+
+        return LegacyReader(found.path, verify=verify)
+    reader = NativeReader(found.path)
+    if reader.iteration != found.iteration and found.path.name.startswith("iter_"):
+        raise CheckpointError(f"{MANIFEST} is of iteration {reader.iteration}")
+    if verify:
+        reader.verify(rank, ranks)
+    return reader
+
+
+class NativeReader:
+    """Reads what `store.save` wrote. Opening checks manifest and sizes, `verify` every byte."""
+
+    format = "native"
+
+    def __init__(self, path: Path) -> None:
+        """Raises CheckpointError where the manifest or the size of a file is wrong."""
+        self.path = path
+        self.manifest = _load_manifest(path)
+        self.iteration = self.manifest.iteration
+        self.meta = self.manifest.meta
+        for name, info in self.manifest.files.items():
+            _check_size(path / name, info.size)
+
+    def verify(self, rank: int = 0, ranks: int = 1) -> None:
+        """Compare digests: this rank's share of all, so that `ranks` ranks cover the checkpoint.
+
+        Raises:
+            CheckpointError: names the file and the tensor whose bytes have changed.
+        """
+        shares = [0] * ranks
+        for file, what, start, size, digest in sorted(self._ranges(), key=lambda one: -one[3]):
+            lightest = shares.index(min(shares))
+            shares[lightest] += size + 1
+            if lightest != rank:
+                continue
+            try:
+                found = digest_of_range(self.path / file, start, size)
+            except OSError as error:
+                raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from error
+            if found != digest:
+                raise CheckpointError(f"{file}: damaged: {what} does not match its digest")
+
+    def _ranges(self) -> Iterator[tuple[str, str, int, int, str]]:
+        """All bytes that have a digest: file, what they are, first byte, size, digest."""
+        for file, info in self.manifest.files.items():
+            yield file, "the header", 0, info.header_size, info.header_digest
+        for name, tensor in self.manifest.tensors.items():
+            for piece in tensor.pieces:
+                yield piece.file, name, piece.start, piece.size, piece.digest
+
+    def names(self) -> list[str]:
+        return sorted(self.manifest.tensors)
+
+    def global_shape(self, name: str) -> tuple[int, ...]:
+        return self._info(name).global_shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return dtypes.BY_NAME[self._info(name).dtype]
+
+    def read(
+        self,
+        name: str,
+        *,
+        global_shape: Sequence[int],
+        offset: Sequence[int],
+        shape: Sequence[int],
+    ) -> torch.Tensor:
+        info = self._info(name)
+        wanted = Box(tuple(offset), tuple(shape))
+        check_request(self.path, name, info.global_shape, tuple(global_shape), wanted)
+        result = torch.empty(wanted.shape, dtype=dtypes.BY_NAME[info.dtype])
+        for piece in info.pieces:
+            common = piece.box.intersect(wanted)
+            if common is not None:
+                part = self._read_piece(name, piece, common)
+                result[common.within(wanted)] = part
+        return result
+
+    def _read_piece(self, name: str, piece: Piece, part: Box) -> torch.Tensor:
+        try:
+            with safe_open(self.path / piece.file, framework="pt") as file:
+                if part == piece.box:
+                    return file.get_tensor(name)
+                return file.get_slice(name)[part.within(piece.box)]
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{self.path / piece.file}: {name}: {error}") from error
+
+    def _info(self, name: str) -> TensorInfo:
+        if name not in self.manifest.tensors:
+            raise CheckpointError(f"{self.path}: holds no tensor {name!r}")
+        return self.manifest.tensors[name]
+
+
+def check_request(
+    path: Path, name: str, held: tuple[int, ...], wanted: tuple[int, ...], part: Box
+) -> None:
+    """Raise CheckpointError unless the whole tensor is as wanted; the part must lie in it."""
+    if held != wanted:
+        raise CheckpointError(
+            f"{path}: {name} has shape {list(held)}, this run needs {list(wanted)}: the "
+            "network's shape must be that of the checkpoint (--use-checkpoint-args takes it)"
+        )
+    assert part.fits(held), f"{name}: {part} outside {held}"
+
+
+def _load_manifest(path: Path) -> Manifest:
+    file = path / MANIFEST
+    try:
+        if file.is_symlink() or file.stat().st_size > MAX_BYTES:
+            raise CheckpointError(f"{MANIFEST}: not a plain file of reasonable size")
+        return parse(file.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{MANIFEST}: cannot be read: {error.strerror}") from error
+    except ManifestError as error:
+        raise CheckpointError(f"{MANIFEST}: {error}") from error
+
+
+def _check_size(file: Path, size: int) -> None:
+    # A link could lead anywhere, and what it leads to is not what the folder's copy would hold.
+    try:
+        status = file.lstat()
+    except OSError as error:
+        raise CheckpointError(f"{file.name}: {error.strerror}") from error
+    if not file.is_file() or file.is_symlink():
+        raise CheckpointError(f"{file.name}: not a plain file")
+    if status.st_size != size:
+        raise CheckpointError(f"{file.name}: damaged: {status.st_size:,} bytes instead of {size:,}")

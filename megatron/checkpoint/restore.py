@@ -1,0 +1,76 @@
+"""Fill a state from a checkpoint: everything is checked before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from megatron.checkpoint.entries import Entry
+from megatron.checkpoint.manifest import describe
+from megatron.checkpoint.reader import CheckpointReader
+from megatron.errors import CheckpointError
+
+_SHOWN = 10  # problems listed in a message
+
+
+def restore(
+    reader: CheckpointReader,
+    entries: Mapping[str, Entry],
+    *,
+    prefixes: Iterable[str] = (),
+    cast: bool = False,
+) -> None:
+    """Copy the checkpoint's values into the entries' tensors, in place.
+
+    Args:
+        reader: an opened checkpoint.
+        entries: what to fill; each rank passes its own.
+        prefixes: the checkpoint may hold nothing under these ("model.") that no entry asks for.
+            Only for ranks that hold all of it: not with pipeline parallelism.
+        cast: allow another number type in the checkpoint.
+
+    Raises:
+        CheckpointError: lists all tensors that are missing, left over, or of another shape or
+            type. Nothing has been changed then.
+    """
+    problems = find_problems(reader, entries, prefixes=prefixes, cast=cast)
+    if problems:
+        more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise CheckpointError(
+            f"{reader.path} does not fit this run: " + "; ".join(problems[:_SHOWN]) + more
+        )
+    with torch.no_grad():
+        for name, entry in entries.items():
+            values = reader.read(
+                name,
+                global_shape=entry.global_shape,
+                offset=entry.offset,
+                shape=tuple(entry.tensor.shape),
+            )
+            entry.tensor.copy_(values)
+
+
+def find_problems(
+    reader: CheckpointReader,
+    entries: Mapping[str, Entry],
+    *,
+    prefixes: Iterable[str] = (),
+    cast: bool = False,
+) -> list[str]:
+    """What keeps the checkpoint from filling the entries, a line each; reads no tensor."""
+    held = set(reader.names())
+    problems = [f"{name} is missing" for name in sorted(set(entries) - held)]
+    under = tuple(prefixes)
+    problems += [
+        f"{name} has no place in this network"
+        for name in sorted(held - set(entries))
+        if name.startswith(under)
+    ]
+    for name in sorted(held & set(entries)):
+        entry = entries[name]
+        here = (str(entry.tensor.dtype), tuple(entry.global_shape))
+        there = (str(reader.dtype(name)), reader.global_shape(name))
+        if here[1] != there[1] or (here[0] != there[0] and not cast):
+            problems.append(f"{name} is {describe(*there)}, not {describe(*here)}")
+    return problems

@@ -1,0 +1,123 @@
+"""One rank's tensors in one safetensors file, hashed from memory while they are written.
+
+Layout of the file: 8 bytes header length (little-endian), JSON header, tensors without gaps.
+The header is hashed, and each tensor is; together with the file's size that covers every byte.
+Hashing what memory holds, not what the disk returns, means that a write that went wrong cannot
+verify later.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron.checkpoint import dtypes
+
+_WRITERS = 4  # hashing and writing release the interpreter lock; more only contend for the disk
+_CHUNK = 16 << 20  # bytes read at a time while verifying
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a tensor lies in a shard file.
+
+    Attributes:
+        dtype: safetensors' name of the number type.
+        shape: of the part that the file holds.
+        start: first byte, counted from the start of the file.
+        size: bytes.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    size: int
+
+
+def digest_of(data: bytes | memoryview) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def plan_shard(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, Placement]]:
+    """The header's bytes and every tensor's place, from names, types and shapes alone."""
+    # Widest types first: every tensor then starts at a multiple of its element size.
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    spans: dict[str, tuple[int, int]] = {}
+    end = 0
+    for name in order:
+        start, end = end, end + tensors[name].numel() * tensors[name].element_size()
+        spans[name] = (start, end)
+    entries = {
+        name: {
+            "dtype": dtypes.name_of(tensors[name].dtype),
+            "shape": list(tensors[name].shape),
+            "data_offsets": list(span),
+        }
+        for name, span in spans.items()
+    }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    places = {
+        name: Placement(
+            dtype=dtypes.name_of(tensors[name].dtype),
+            shape=tuple(tensors[name].shape),
+            start=len(header) + start,
+            size=end - start,
+        )
+        for name, (start, end) in spans.items()
+    }
+    return header, places
+
+
+def write_shard(
+    path: Path, tensors: Mapping[str, torch.Tensor], header: bytes, places: Mapping[str, Placement]
+) -> dict[str, str]:
+    """Write what `plan_shard` planned to a new file, flush it, and return digests by name.
+
+    Raises:
+        OSError: from whichever writer thread met it; the file is then incomplete.
+    """
+    with open(path, "xb", buffering=0) as file:
+        descriptor = file.fileno()
+        _write_at(descriptor, memoryview(header), 0)
+
+        def write(name: str) -> str:
+            data = memory_of(tensors[name])
+            _write_at(descriptor, data, places[name].start)
+            return digest_of(data)
+
+        with ThreadPoolExecutor(_WRITERS) as pool:
+            digests = dict(zip(places, pool.map(write, places), strict=True))
+        os.fsync(descriptor)
+    return digests
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """A tensor's bytes in row-major order; copied only from another device or when strided."""
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+def _write_at(descriptor: int, data: memoryview, position: int) -> None:
+    while data:
+        written = os.pwrite(descriptor, data[:_CHUNK], position)
+        data, position = data[written:], position + written
+
+
+def digest_of_range(path: Path, start: int, size: int) -> str:
+    """Digest of `size` bytes of a file from `start`; of fewer where the file ends sooner."""
+    digest, left = hashlib.sha256(), size
+    with open(path, "rb", buffering=0) as file:
+        file.seek(start)
+        while left and (chunk := file.read(min(left, _CHUNK))):
+            digest.update(chunk)
+            left -= len(chunk)
+    return digest.hexdigest()

@@ -1,0 +1,260 @@
+"""Write a checkpoint: whole and durable, or not at all.
+
+The order is what makes it safe. All files go into a temporary folder and are flushed; every rank
+learns every rank's result; the manifest is written last; one rename publishes the folder; only
+then does the tracker name it. A process killed at any point leaves the previous checkpoint as it
+was and the tracker on it.
+
+One job at a time may save into a folder (`lock.SaveLock`): a save removes what dead ones left.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from megatron.checkpoint.dtypes import name_of, size_of
+from megatron.checkpoint.durable import (
+    TEMPORARY,
+    remove_tree,
+    replace_file,
+    storage_errors,
+    sync_folder,
+    unique_suffix,
+    write_file,
+)
+from megatron.checkpoint.entries import Box, Entry, Json, is_tiled
+from megatron.checkpoint.exchange import Exchange
+from megatron.checkpoint.find import REPLACED, TRACKER, iteration_folder
+from megatron.checkpoint.manifest import MANIFEST, FileInfo, Manifest, Piece, TensorInfo, dump
+from megatron.checkpoint.shard import digest_of, plan_shard, write_shard
+from megatron.errors import CheckpointError, StorageError
+from megatron.parallel.layout import AXES, Layout
+
+_SPARE = 64 << 20  # bytes left free beside the checkpoint: manifest, tracker, logs
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which rank writes which part of a tensor."""
+
+    rank: int
+    box: Box
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the whole checkpoint will consist of; the same on every rank.
+
+    Attributes:
+        dtypes: safetensors' type name of every tensor.
+        shapes: global shape of every tensor.
+        parts: of every tensor, tiling it.
+    """
+
+    dtypes: dict[str, str]
+    shapes: dict[str, tuple[int, ...]]
+    parts: dict[str, list[Part]]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(math.prod(self.shapes[name]) * size_of(self.dtypes[name]) for name in self.parts)
+
+
+def save(
+    root: Path, iteration: int, entries: Mapping[str, Entry], meta: Json, layout: Layout
+) -> Path:
+    """Save a state. Collective over all ranks of `layout`; returns the checkpoint's folder.
+
+    Ranks may hold the same part of a tensor (data-parallel copies): the lowest one writes it.
+    A complete checkpoint of the same iteration is replaced: set aside, and deleted once the new
+    one is published.
+
+    Args:
+        root: folder of checkpoints; made where missing.
+        iteration: training steps taken.
+        entries: this rank's tensors.
+        meta: JSON value; rank 0's is saved.
+        layout: who takes part.
+
+    Raises:
+        StorageError: on every rank, when any rank cannot write. Nothing is published, the tracker
+            stays, and temporary files are removed.
+        ValueError: the ranks' entries do not make up whole tensors (our own mistake).
+    """
+    exchange = Exchange(layout.world)
+    plan = make_plan(exchange.gather(_describe(entries)))
+    mine = {
+        name: entries[name].tensor
+        for name, parts in plan.parts.items()
+        if any(part.rank == layout.world.rank for part in parts)
+    }
+    root = root.absolute()
+    temporary = Path(exchange.on_main(lambda: _prepare(root, iteration, plan.total_bytes)))
+    try:
+        reports = exchange.together(lambda: _write(temporary, layout.world.rank, mine))
+        manifest = _manifest(iteration, layout, plan, reports, meta)
+        exchange.on_main(lambda: _publish(root, temporary, manifest))
+    except BaseException:
+        if exchange.is_main:
+            remove_tree(temporary)
+        raise
+    return root / iteration_folder(iteration)
+
+
+def _describe(entries: Mapping[str, Entry]) -> Json:
+    """What a rank holds: type, global shape, offset and shape by name."""
+    return {
+        name: [
+            name_of(entry.tensor.dtype),
+            list(entry.global_shape),
+            list(entry.box.offset),
+            list(entry.box.shape),
+        ]
+        for name, entry in entries.items()
+    }
+
+
+def make_plan(held: list[Json]) -> Plan:
+    """Who writes what, from what every rank holds (see `_describe`), in rank order.
+
+    Raises:
+        ValueError: ranks differ about a tensor, or their parts leave gaps or overlap.
+    """
+    plan = Plan({}, {}, {})
+    for rank, description in enumerate(held):
+        for name, (dtype, shape, offset, part_shape) in description.items():
+            box = Box(tuple(offset), tuple(part_shape))
+            known = plan.dtypes.setdefault(name, dtype), plan.shapes.setdefault(name, tuple(shape))
+            if known != (dtype, tuple(shape)):
+                raise ValueError(f"ranks differ about {name}: {known} and {dtype, tuple(shape)}")
+            parts = plan.parts.setdefault(name, [])
+            if all(part.box != box for part in parts):
+                parts.append(Part(rank, box))
+    for name, parts in plan.parts.items():
+        if not is_tiled(plan.shapes[name], (part.box for part in parts)):
+            boxes = [part.box for part in parts]
+            raise ValueError(f"{name} {plan.shapes[name]} is not made up by its parts: {boxes}")
+    return plan
+
+
+def _prepare(root: Path, iteration: int, need: int) -> str:
+    """Tidy up, see that there is room for `need` bytes, and make the temporary folder."""
+    final = root / iteration_folder(iteration)
+    with storage_errors(root):
+        if not root.is_dir():
+            root.mkdir(parents=True)
+            sync_folder(root.parent)
+        reap(root)
+        if final.exists() and not (final / MANIFEST).exists() and any(final.iterdir()):
+            raise CheckpointError(
+                f"{final} holds a checkpoint that this program did not write and will not "
+                "replace: give another folder to --save"
+            )
+        disk = os.statvfs(root)
+        free = disk.f_bavail * disk.f_frsize
+        if free < need + _SPARE:
+            raise StorageError(
+                f"{root}: the checkpoint needs {need + _SPARE:,} bytes and {free:,} are free: make "
+                "room, or give another folder to --save"
+            )
+        temporary = final.with_name(final.name + unique_suffix(TEMPORARY))
+        temporary.mkdir()
+    return str(temporary)
+
+
+def reap(root: Path) -> None:
+    """Remove what dead runs left behind: temporaries, and replaced checkpoints.
+
+    A replaced checkpoint whose successor never arrived gets its name back.
+    """
+    for path in list(root.iterdir()):
+        if not path.name.startswith(("iter_", TRACKER)):
+            continue
+        if TEMPORARY in path.name:
+            remove_tree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        elif REPLACED in path.name:
+            final = path.with_name(path.name.split(REPLACED)[0])
+            if final.exists():
+                remove_tree(path)
+            else:
+                path.rename(final)
+
+
+def _write(folder: Path, rank: int, tensors: Mapping[str, torch.Tensor]) -> Json:
+    """Write this rank's shard and tell what it holds; None where it has nothing to write."""
+    if not tensors:
+        return None
+    name = f"rank_{rank:05d}.safetensors"
+    header, places = plan_shard(tensors)
+    with storage_errors(folder / name):
+        digests = write_shard(folder / name, tensors, header, places)
+        sync_folder(folder)
+    return {
+        "file": name,
+        "bytes": len(header) + sum(place.size for place in places.values()),
+        "header_bytes": len(header),
+        "header_digest": digest_of(header),
+        "tensors": {key: [place.start, place.size, digests[key]] for key, place in places.items()},
+    }
+
+
+def _manifest(
+    iteration: int, layout: Layout, plan: Plan, reports: list[Json], meta: Json
+) -> Manifest:
+    files = {
+        report["file"]: FileInfo(report["bytes"], report["header_bytes"], report["header_digest"])
+        for report in reports
+        if report is not None
+    }
+
+    def piece(name: str, part: Part) -> Piece:
+        start, size, digest = reports[part.rank]["tensors"][name]
+        return Piece(reports[part.rank]["file"], part.box, start, size, digest)
+
+    tensors = {
+        name: TensorInfo(
+            plan.dtypes[name], plan.shapes[name], tuple(piece(name, part) for part in parts)
+        )
+        for name, parts in plan.parts.items()
+    }
+    sizes = {"world": layout.world.size} | {axis: getattr(layout, axis).size for axis in AXES}
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    return Manifest(iteration, created, sizes, files, tensors, meta)
+
+
+def _publish(root: Path, temporary: Path, manifest: Manifest) -> None:
+    """Manifest, rename, tracker: each durable before the next."""
+    final = root / iteration_folder(manifest.iteration)
+    with storage_errors(root):
+        write_file(temporary / MANIFEST, dump(manifest))
+        sync_folder(temporary)
+        replaced = _set_aside(final)
+        try:
+            os.rename(temporary, final)
+        except OSError:
+            if replaced is not None:
+                with suppress(OSError):
+                    os.rename(replaced, final)
+            raise
+        sync_folder(root)
+        replace_file(root / TRACKER, str(manifest.iteration).encode())
+        if replaced is not None:
+            remove_tree(replaced)
+
+
+def _set_aside(final: Path) -> Path | None:
+    """Move an older checkpoint of this iteration out of the way; None where there is none."""
+    if not final.exists():
+        return None
+    replaced = final.with_name(final.name + unique_suffix(REPLACED))
+    os.rename(final, replaced)
+    return replaced
