@@ -1,0 +1,50 @@
+"""What the tests that read the repository itself share: its files, its syntax trees."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+_SKIPPED = {".git", ".venv", "runs", "build", "dist", "__pycache__"}
+
+
+def python_files(*folders: str) -> list[Path]:
+    """All .py files under the given folders, and the scripts in the root when none is given."""
+    if not folders:
+        return sorted(ROOT.glob("*.py")) + python_files("megatron", "tools", "tasks", "tests")
+    found = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
+    return sorted(file for file in found if _SKIPPED.isdisjoint(file.parts))
+
+
+def entry_points() -> list[Path]:
+    """Everything a user starts with `python`: the root's pretrain scripts and the tools."""
+    return sorted(ROOT.glob("pretrain_*.py")) + [
+        file for file in python_files("tools", "tasks") if "__main__" in file.read_text()
+    ]
+
+
+@cache
+def tree(file: Path) -> ast.Module:
+    """Syntax tree of a file."""
+    return ast.parse(file.read_text(encoding="utf-8"), str(file))
+
+
+def name(file: Path) -> str:
+    """Path as one says it: relative to the root, forward slashes."""
+    return file.relative_to(ROOT).as_posix()
+
+
+def tracked_files() -> list[Path]:
+    """Files that git tracks; skips the test outside a git checkout."""
+    git = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if git.returncode:
+        pytest.skip("not a git checkout")
+    paths = [ROOT / path for path in git.stdout.split("\0") if path]
+    return [path for path in paths if path.is_file()]

@@ -1,0 +1,177 @@
+"""Installing, importing and asking for help work anywhere; tracked files are presentable."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from tests.repository import ROOT, entry_points, name, tracked_files
+
+_HELP_PROBE = """
+import runpy, sys
+sys.argv = [sys.argv[1], "--help"]
+sys.path.insert(0, {folder!r})
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as leaving:
+    code = leaving.code or 0
+heavy = sorted({{"torch", "tokenizers", "matplotlib", "pyarrow"}} & set(sys.modules))
+print("heavy imports:", heavy)
+raise SystemExit(code)
+"""
+
+
+def _python(*words: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_importing_megatron_imports_nothing_heavy() -> None:
+    probe = "import megatron, sys; print(megatron.__version__, 'torch' in sys.modules)"
+    result = _python("-c", probe)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split()[1] == "False"
+
+
+@pytest.mark.parametrize("script", entry_points(), ids=name)
+def test_help_works_without_gpu_and_heavy_imports(script) -> None:
+    result = _python("-c", _HELP_PROBE.format(folder=str(script.parent)), str(script))
+    assert result.returncode == 0, result.stderr
+    assert "usage:" in result.stdout
+    # The pretraining scripts name torch modules; a tool imports what it needs when it needs it.
+    allowed = ["torch"] if script.name.startswith("pretrain_") else []
+    heavy = ast.literal_eval(result.stdout.rpartition("heavy imports: ")[2])
+    assert set(heavy) <= set(allowed)
+
+
+def test_a_wrong_flag_of_a_tool_is_refused() -> None:
+    result = _python("tools/plot_loss.py", "--metric-file", "x")
+    assert result.returncode == 2
+    assert "--metrics" in result.stderr
+
+
+def test_pins_are_exact_and_inside_the_ranges_of_pyproject() -> None:
+    from packaging.requirements import Requirement
+
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    assert all(str(pin.specifier).startswith("==") for pin in pins)
+    versions = {pin.name.lower(): next(iter(pin.specifier)).version for pin in pins}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    for text in project["dependencies"] + extras["test"] + extras["lint"]:
+        wanted = Requirement(text)
+        assert wanted.specifier.contains(versions[wanted.name.lower()]), text
+
+
+def test_the_makefile_names_what_it_documents() -> None:
+    text = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"^# make (\w+)", text, re.MULTILINE):
+        assert re.search(rf"^{target}:", text, re.MULTILINE), target
+
+
+def test_set_up_names_an_interpreter_that_does_not_run(tmp_path) -> None:
+    result = subprocess.run(
+        ["sh", "tools/setup_venv.sh", str(tmp_path / "venv"), "/no/such/python"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 1
+    assert result.stderr.strip() == "setup: PYTHON=/no/such/python does not run"
+
+
+def _fake_python(folder, version: str, modules: bool):
+    """An interpreter that answers what the set-up asks it, and nothing else."""
+    folder.mkdir(exist_ok=True)
+    script = folder / "python3"
+    script.write_text(
+        "#!/bin/sh\n"
+        f'case "$*" in *version_info*) echo {version};; -VV) echo fake;;\n'
+        f"*ensurepip*) exit {0 if modules else 1};; *) exit 9;; esac\n"
+    )
+    script.chmod(0o755)
+    return script
+
+
+@pytest.mark.parametrize(
+    ("version", "modules", "message"),
+    [
+        ("3.10", True, "3.11 or newer is needed"),
+        ("3.12", False, "python3.12-venv"),
+        ("3.12", True, "could not make"),
+    ],
+)
+def test_set_up_says_in_one_line_what_is_missing(tmp_path, version, modules, message) -> None:
+    python = _fake_python(tmp_path / "bin", version, modules)
+    result = subprocess.run(
+        ["sh", "tools/setup_venv.sh", str(tmp_path / "venv"), str(python)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 1
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert message in result.stderr
+
+
+def test_set_up_never_clears_a_folder_that_is_no_environment(tmp_path) -> None:
+    (tmp_path / "precious").touch()
+    result = subprocess.run(
+        ["sh", "tools/setup_venv.sh", str(tmp_path), sys.executable],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 1
+    assert "no virtual environment" in result.stderr
+    assert (tmp_path / "precious").exists()
+
+
+# Written in pieces, so that this file does not find itself.
+_MACHINE = re.compile(
+    "|".join(
+        (
+            re.escape("/" + "work/"),
+            re.escape("/" + "root/"),
+            "/" + r"home/[a-z]",
+            r"/tmp/[a-z]+/main",
+            r"pypi\." + "org",
+            r"pythonhosted\." + "org",
+            r"download\.pytorch\." + "org",
+        )
+    )
+)
+
+
+def test_no_machine_paths_or_registry_hosts_in_tracked_files() -> None:
+    found = []
+    for file in tracked_files():
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError:
+            continue  # binary fixtures
+        found += [f"{name(file)}:{i}: {x}" for i, x in enumerate(lines, 1) if _MACHINE.search(x)]
+    assert not found, "\n".join(found)
+
+
+def test_no_large_tracked_files() -> None:
+    large = [name(file) for file in tracked_files() if file.stat().st_size > 2_000_000]
+    assert not large

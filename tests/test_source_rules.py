@@ -1,0 +1,168 @@
+"""Rules of the house that a syntax tree can check."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.repository import ROOT, name, python_files, tree
+
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 80
+# "file" or "file:function" that may be longer. This list may only shrink.
+LONGER: frozenset[str] = frozenset()
+
+DEVICE_MODULE = "megatron/device.py"
+ENVIRONMENT_MODULES = {"megatron/environment.py"}
+
+# What each room of megatron/ may import from the others. Nothing goes back up.
+ROOMS: dict[str, set[str]] = {
+    "config": {"tokenizer"},
+    "tokenizer": {"config"},
+    "parallel": {"config"},
+    "kernels": {"config"},
+    "models": {"config", "parallel", "kernels"},
+    "data": {"config", "tokenizer", "parallel"},
+    "optimizer": {"config", "parallel", "kernels"},
+    "checkpoint": {"config", "parallel"},
+}
+BASE = {"device", "environment", "errors"}  # modules that every room may use
+
+
+def _source() -> list[Path]:
+    return [file for file in python_files() if not name(file).startswith("tests/")]
+
+
+def _functions(file: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(tree(file)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def test_files_and_functions_stay_small() -> None:
+    long = set()
+    for file in python_files():
+        if len(file.read_text(encoding="utf-8").splitlines()) > MAX_FILE_LINES:
+            long.add(name(file))
+        for node in _functions(file):
+            assert node.end_lineno is not None
+            if node.end_lineno - node.lineno + 1 > MAX_FUNCTION_LINES:
+                long.add(f"{name(file)}:{node.name}")
+    assert long == LONGER, "shorten these, or take them off the list if they are short now"
+
+
+def _is_device_kind(node: ast.AST) -> bool:
+    if isinstance(node, ast.Attribute):
+        return node.attr == "cuda"
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value == "cuda" or node.value.startswith("cuda:")
+    return False
+
+
+def test_only_the_device_module_knows_the_kind_of_device() -> None:
+    found = [
+        f"{name(file)}:{node.lineno}"
+        for file in _source()
+        if name(file) != DEVICE_MODULE
+        for node in ast.walk(tree(file))
+        if isinstance(node, ast.expr) and _is_device_kind(node)
+    ]
+    assert not found
+
+
+def test_environment_variables_are_read_in_one_file() -> None:
+    found = [
+        f"{name(file)}:{node.lineno}"
+        for file in python_files("megatron")
+        if name(file) not in ENVIRONMENT_MODULES
+        for node in ast.walk(tree(file))
+        if isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv"}
+    ]
+    assert not found
+
+
+def test_no_global_statements() -> None:
+    found = [
+        f"{name(file)}:{node.lineno}"
+        for file in _source()
+        for node in ast.walk(tree(file))
+        if isinstance(node, ast.Global)
+    ]
+    assert not found
+
+
+def _imports(file: Path) -> Iterator[tuple[int, str]]:
+    """(line, module) of every absolute import, those under TYPE_CHECKING too."""
+    for node in ast.walk(tree(file)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.lineno, node.module
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_imports_go_one_way(room: str) -> None:
+    allowed = ROOMS[room] | BASE | {room}
+    rooms = {path.name for path in (ROOT / "megatron").iterdir() if path.is_dir()}
+    found = []
+    for file in python_files(f"megatron/{room}"):
+        for line, module in _imports(file):
+            parts = module.split(".")
+            if parts[0] == "megatron" and len(parts) > 1 and parts[1] in rooms - allowed:
+                found.append(f"{name(file)}:{line} imports {module}")
+    assert not found
+
+
+_PICKLES = {"pickle", "cPickle", "dill", "marshal", "shelve"}
+_RUNNERS = {"eval", "exec", "os.system", "yaml.load", "yaml.unsafe_load"}
+
+
+def _imports_pickle(node: ast.AST) -> bool:
+    if isinstance(node, ast.Import):
+        return bool({alias.name for alias in node.names} & _PICKLES)
+    return isinstance(node, ast.ImportFrom) and node.module in _PICKLES
+
+
+def _runs_data(node: ast.AST) -> bool:
+    """A call of eval, exec or a shell, or one that lets a file choose what is called."""
+    if not isinstance(node, ast.Call):
+        return False
+    called = ast.unparse(node.func)
+    given = {k.arg: getattr(k.value, "value", None) for k in node.keywords}
+    return (
+        called in _RUNNERS
+        or given.get("shell", False) is not False
+        or given.get("allow_pickle", False) is not False
+        or given.get("weights_only", called != "torch.load") is not True
+    )
+
+
+def test_nothing_executes_data() -> None:
+    found = [
+        f"{name(file)}:{getattr(node, 'lineno', 0)}"
+        for file in _source()
+        for node in ast.walk(tree(file))
+        if _runs_data(node)
+        or (_imports_pickle(node) and not name(file).startswith("megatron/checkpoint/legacy/"))
+    ]
+    assert not found
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "eval(x)",
+        "import pickle",
+        "yaml.load(f)",
+        "np.load(p, allow_pickle=True)",
+        "torch.load(p)",
+        "torch.load(p, weights_only=False)",
+        "subprocess.run(c, shell=True)",
+    ],
+)
+def test_the_rule_against_executing_data_finds(code: str) -> None:
+    assert any(_runs_data(node) or _imports_pickle(node) for node in ast.walk(ast.parse(code)))
