@@ -38,39 +38,35 @@ def vocabulary_cross_entropy(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Saves the logits and one log-sum-exp a row; backward makes the softmax again from them."""
+    """Saves the logits and two numbers a row; backward makes the softmax again from them."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, axis: Axis, in_16_bits: bool) -> Tensor:
         rows = logits.reshape(-1, logits.shape[-1])
         shift = all_reduce(rows.amax(dim=-1, keepdim=True), axis, dist.ReduceOp.MAX)
         if not in_16_bits:
-            shift = shift.float()
+            shift = shift.float()  # and so is every difference from it
         sums = torch.empty(rows.shape[0], dtype=torch.float32, device=rows.device)
         for part in _row_chunks(rows):
             sums[part] = (rows[part] - shift[part]).exp_().sum(dim=-1, dtype=torch.float32)
         local = labels.reshape(-1) - axis.rank * rows.shape[1]
         mine = (local >= 0) & (local < rows.shape[1])
         local = torch.where(mine, local, 0)
-        picked = rows.gather(1, local[:, None])[:, 0].float() * mine
+        picked = (rows.gather(1, local[:, None]) - shift)[:, 0].float() * mine
         sums, picked = all_reduce(torch.stack((sums, picked)), axis)
-        log_sum = sums.log() + shift[:, 0].float()
-        ctx.save_for_backward(rows, log_sum, local, mine)
-        ctx.in_16_bits = in_16_bits
-        return (log_sum - picked).view(labels.shape)
+        ctx.save_for_backward(rows, shift, sums, local, mine)
+        return (sums.log() - picked).view(labels.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        rows, log_sum, local, mine = ctx.saved_tensors
-        shift, scale = log_sum[:, None], grad.reshape(-1, 1)
-        if ctx.in_16_bits:
-            shift, scale = shift.to(rows.dtype), scale.to(rows.dtype)
+        rows, shift, sums, local, mine = ctx.saved_tensors
+        flat = grad.reshape(-1, 1)
+        scale, at_label = flat / sums[:, None], flat * mine[:, None]
         result = torch.empty_like(rows)
-        for part in _row_chunks(rows):
-            softmax = (rows[part] - shift[part]).exp_()
-            one = mine[part, None].to(softmax.dtype)
-            softmax.scatter_add_(1, local[part, None], -one)
-            result[part] = softmax.mul_(scale[part])
+        for part in _row_chunks(rows):  # grad * (softmax - one at the label)
+            chunk = (rows[part] - shift[part]).exp_().mul_(scale[part])
+            chunk.scatter_add_(1, local[part, None], -at_label[part].to(chunk.dtype))
+            result[part] = chunk
         return result.view(*grad.shape, -1), None, None, None
 
 

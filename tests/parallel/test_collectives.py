@@ -1,0 +1,53 @@
+"""Collectives with autograd, on one process and on two."""
+
+import torch
+
+from megatron.parallel.collectives import copy_to, gather_from, reduce_from
+from megatron.parallel.layout import Layout
+from tests.distributed import run_distributed
+
+
+def _run(layout, function, weight):
+    """Forward of rank + 1, then backward of a gradient: both as lists."""
+    x = torch.full((2, 2), layout.tensor.rank + 1.0, requires_grad=True)
+    out = function(x, layout.tensor)
+    out.backward(weight * torch.arange(1.0, out.numel() + 1).view_as(out))
+    return out.tolist(), x.grad.tolist()
+
+
+def _copy(layout):
+    return _run(layout, copy_to, layout.tensor.rank + 1)
+
+
+def test_copy_sums_the_gradients():
+    first, second = run_distributed(2, _copy, tensor=2)
+    assert first[0] == [[1, 1], [1, 1]]
+    assert second[0] == [[2, 2], [2, 2]]
+    assert first[1] == second[1] == [[3, 6], [9, 12]]
+
+
+def _reduce(layout):
+    return _run(layout, reduce_from, 1)
+
+
+def test_reduce_sums_the_values():
+    for out, grad in run_distributed(2, _reduce, tensor=2):
+        assert out == [[3, 3], [3, 3]]
+        assert grad == [[1, 2], [3, 4]]
+
+
+def _gather(layout):
+    return _run(layout, gather_from, 1)
+
+
+def test_gather_joins_and_backward_takes_the_own_slice():
+    first, second = run_distributed(2, _gather, tensor=2)
+    assert first[0] == second[0] == [[1, 1, 2, 2], [1, 1, 2, 2]]
+    assert first[1] == [[1, 2], [5, 6]]
+    assert second[1] == [[3, 4], [7, 8]]
+
+
+def test_one_process_needs_no_groups():
+    x = torch.ones(2)
+    for function in (copy_to, reduce_from, gather_from):
+        assert function(x, Layout.single().tensor) is x
