@@ -57,7 +57,12 @@ class DataConfig:
         None, "Folder for index caches. Unset: index-cache beside the dataset."
     )
     mock_data: bool = flag(False, "Train on generated tokens instead of a corpus.")
-    seq_length: int | None = flag(None, "Sequence length.", unit="tokens")
+    seq_length: int | None = flag(
+        None,
+        "Sequence length.",
+        unit="tokens",
+        names=("--seq-length", "--encoder-seq-length"),
+    )
     mmap_warmup: bool = flag(False, "Read the data files once at the start.")
     num_workers: int = flag(
         2, "Loader processes of each rank. 0: load in the training process.", unit="processes"

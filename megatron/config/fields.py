@@ -87,10 +87,16 @@ def _field(entry: dataclasses.Field[Any], hint: Any) -> Field:
     return Field(entry.name, kind, optional, many, entry.default, info)
 
 
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that looks most like a misspelt one; None where none is near."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return near[0] if near else None
+
+
 def suggestion(word: str, known: Iterable[str]) -> str:
     """`: did you mean X?`, or nothing where no known word is near."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f": did you mean {near[0]}?" if near else ""
+    near = nearest(word, known)
+    return f": did you mean {near}?" if near else ""
 
 
 def from_text(field: Field, text: str) -> Any:

@@ -11,7 +11,12 @@ from megatron.config.flag import flag
 class ModelConfig:
     """Network."""
 
-    num_layers: int | None = flag(None, "Transformer layers.", unit="layers")
+    num_layers: int | None = flag(
+        None,
+        "Transformer layers.",
+        unit="layers",
+        names=("--num-layers", "--encoder-num-layers"),
+    )
     hidden_size: int | None = flag(None, "Width of the residual stream.")
     ffn_hidden_size: int | None = flag(
         None, "Inner width of the MLP. Unset: 4 x hidden, or 8/3 x hidden rounded with --swiglu."
@@ -21,7 +26,7 @@ class ModelConfig:
     group_query_attention: bool = flag(False, "Share keys and values among groups of query heads.")
     num_query_groups: int = flag(1, "Key-value heads with --group-query-attention.", unit="groups")
     max_position_embeddings: int | None = flag(
-        None, "Longest sequence the position embedding covers.", unit="tokens"
+        None, "Longest sequence the position embedding covers. Unset: --seq-length.", unit="tokens"
     )
     position_embedding_type: str = flag(
         "learned_absolute",

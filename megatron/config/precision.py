@@ -17,7 +17,7 @@ class PrecisionConfig:
     initial_loss_scale: float = flag(2.0**32, "First dynamic loss scale.")
     min_loss_scale: float = flag(1.0, "Smallest dynamic loss scale.")
     loss_scale_window: float = flag(
-        1000, "Good iterations before the scale doubles.", unit="iterations"
+        1000.0, "Good iterations before the scale doubles.", unit="iterations"
     )
     hysteresis: int = flag(2, "Overflows before the scale halves.", unit="iterations")
     fp32_residual_connection: bool = flag(False, "Keep the residual stream in fp32.")

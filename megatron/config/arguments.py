@@ -1,0 +1,149 @@
+"""argparse made from configuration dataclasses: names, types, defaults and grouped help."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+from megatron.config.fields import Field, fields_of, from_text
+from megatron.config.flag import FlagInfo
+from megatron.config.refused import HONOURED, REFUSED, KnownFlag
+
+Config = TypeVar("Config")
+
+
+class _Switch(argparse.Action):
+    """A flag without value: True, or False by one of its `off` spellings."""
+
+    def __init__(
+        self, option_strings: Sequence[str], dest: str, *, off: Sequence[str], **rest: Any
+    ) -> None:
+        super().__init__(option_strings, dest, nargs=0, **rest)
+        self.off = off
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        setattr(namespace, self.dest, option_string not in self.off)
+
+
+def add_flags(
+    parser: argparse.ArgumentParser, config_type: type, *, only: Sequence[str] | None = None
+) -> None:
+    """Add a help group with the flags of a dataclass (or `only` some of its fields).
+
+    Flags that are not given leave no trace in the namespace; `from_namespace` fills defaults in.
+    """
+    title = (config_type.__doc__ or config_type.__name__).splitlines()[0].rstrip(".")
+    group = parser.add_argument_group(title)
+    for field in fields_of(config_type):
+        if only is None or field.name in only:
+            _add_flag(group.add_argument, field)
+
+
+def from_namespace(config_type: type[Config], namespace: argparse.Namespace) -> Config:
+    """The dataclass with what was given on the command line, and defaults for the rest."""
+    return config_type(**given_values(config_type, namespace))
+
+
+def given_values(config_type: type, namespace: argparse.Namespace) -> dict[str, Any]:
+    """Field name to value, for what was given on the command line only."""
+    given = vars(namespace)
+    values = {
+        field.name: given[field.name] for field in fields_of(config_type) if field.name in given
+    }
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+
+
+def _add_flag(add: Callable[..., Any], field: Field) -> None:
+    options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS}
+    help_text = _help(field)
+    if field.is_switch:
+        shown = field.names + ((field.info.off,) if field.info.off else ())
+        hidden = tuple(name for name in field.off_names if name not in shown)
+        add(*shown, action=_Switch, off=field.off_names, help=help_text, **options)
+        if hidden:
+            help_text = argparse.SUPPRESS
+            add(*hidden, action=_Switch, off=hidden, help=help_text, **options)
+        return
+    add(
+        *field.names,
+        type=_reader(field),
+        nargs="*" if field.many else None,
+        metavar=_metavar(field),
+        help=help_text,
+        **options,
+    )
+
+
+def _reader(field: Field) -> Any:
+    """Text to value, with argparse's kind of error."""
+
+    def read(text: str) -> Any:
+        try:
+            return from_text(field, text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
+
+
+def _metavar(field: Field) -> str:
+    if field.info.choices:
+        return "{" + ",".join(str(choice) for choice in field.info.choices) + "}"
+    if field.kind is bool:
+        return "{true,false}"
+    return {int: "N", float: "X", str: "TEXT"}[field.kind]
+
+
+def _help(field: Field) -> str:
+    """Help, unit and default in one line; `%` is argparse's own sign."""
+    facts = [field.info.unit] if field.info.unit else []
+    facts.append(f"default: {default_text(field)}")
+    return f"{field.info.help} ({'; '.join(facts)})".replace("%", "%%")
+
+
+def flag_destinations(config_types: Iterable[type]) -> dict[str, str]:
+    """Every spelling that the parser knows, to the field (or known flag) that it sets."""
+    names = {"-h": "help", "--help": "help", "--config": "config"}
+    names |= {flag.name: flag.name for flag in (*REFUSED, *HONOURED)}
+    for field in (field for config_type in config_types for field in fields_of(config_type)):
+        names |= dict.fromkeys((*field.names, *field.off_names), field.name)
+    return names
+
+
+def default_text(field: Field) -> str:
+    """The default as help and documentation print it."""
+    if field.default is None or field.default == ():
+        return "unset"
+    if field.is_switch:
+        return "on" if field.default else "off"
+    if field.many:
+        return " ".join(str(value) for value in field.default)
+    return f"{field.default:g}" if isinstance(field.default, float) else str(field.default)
+
+
+def add_known_flags(parser: argparse.ArgumentParser) -> None:
+    """Megatron's flags without a field, kept out of the help, under their own names."""
+    for flag in (*REFUSED, *HONOURED):
+        options: dict[str, Any] = {
+            "dest": flag.name,
+            "default": argparse.SUPPRESS,
+            "help": argparse.SUPPRESS,
+        }
+        if flag.kind is None:
+            parser.add_argument(flag.name, action="store_true", **options)
+        else:
+            nargs = "*" if flag.many else None
+            parser.add_argument(flag.name, type=_reader(_field_of(flag)), nargs=nargs, **options)
+
+
+def _field_of(flag: KnownFlag) -> Field:
+    assert flag.kind is not None
+    info = FlagInfo(help=flag.reason, choices=flag.choices, many=flag.many)
+    return Field(flag.name, flag.kind, True, flag.many, flag.default, info)

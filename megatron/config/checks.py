@@ -1,0 +1,97 @@
+"""The table of checks: everything a user can get wrong, before any process group or GPU.
+
+Each rule reads the resolved configuration and yields one line a mistake: flag, value, remedy.
+Missing values are the business of `required` alone; other rules pass over them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+
+from megatron.config import rules_data, rules_model, rules_training
+from megatron.config.fields import fields_of
+from megatron.config.run import RunConfig, flatten, sections
+
+Rule = Callable[[RunConfig, int], Iterator[str]]
+
+RULES: tuple[Rule, ...] = (
+    rules_model.required,
+    rules_model.bounds,
+    rules_model.not_built_yet,
+    rules_model.layout,
+    rules_model.heads,
+    rules_model.positions,
+    rules_model.activation_function,
+    rules_model.normalization,
+    rules_model.precision,
+    rules_training.batch_size,
+    rules_training.batch_size_ramp,
+    rules_training.length,
+    rules_training.learning_rate,
+    rules_training.warm_up,
+    rules_training.weight_decay,
+    rules_training.recomputation,
+    rules_training.nonfinite,
+    rules_training.saving,
+    rules_training.dry_run,
+    rules_training.profiling,
+    rules_training.logging,
+    rules_data.sources,
+    rules_data.blends,
+    rules_data.split,
+    rules_data.tokenizer,
+)
+
+
+def find_problems(
+    config: RunConfig, world_size: int, spoilt: Iterable[str] = frozenset()
+) -> list[str]:
+    """Every mistake in a resolved run, one line each.
+
+    `spoilt` names fields whose values could not be read and were reported already: lines about
+    their flags are left out, because they would follow from a default the user did not ask for.
+    """
+    spoilt = set(spoilt)
+    flags = {
+        name
+        for section in sections().values()
+        for field in fields_of(section)
+        if field.name in spoilt
+        for name in (*field.names, *field.off_names)
+    }
+    problems = (problem for rule in RULES for problem in rule(config, world_size))
+    return [line for line in problems if flags.isdisjoint(re.findall(r"--[\w-]+", line))]
+
+
+def find_notices(config: RunConfig) -> list[str]:
+    """One line for each setting that is taken but changes nothing, with the reason."""
+    values = flatten(config)
+    lines = [
+        f"{field.shown}: {field.info.notice}"
+        for name, section in sections().items()
+        for field in fields_of(section)
+        if field.info.notice and values[f"{name}.{field.name}"] != field.default
+    ]
+    return [*lines, *_no_effect(config)]
+
+
+def _no_effect(config: RunConfig) -> Iterator[str]:
+    model, tokenizer = config.model, config.tokenizer
+    if model.num_query_groups != 1 and not model.group_query_attention:
+        yield (
+            f"--num-query-groups {model.num_query_groups} changes nothing without "
+            "--group-query-attention"
+        )
+    if tokenizer.vocab_size is not None and tokenizer.tokenizer_type != "NullTokenizer":
+        yield (
+            f"--vocab-size {tokenizer.vocab_size} changes nothing: the size of "
+            f"{tokenizer.tokenizer_type} follows from its files"
+        )
+    if config.checkpoint.save_interval is not None and config.checkpoint.save is None:
+        yield (
+            f"--save-interval {config.checkpoint.save_interval} changes nothing without --save: "
+            "no checkpoints are written"
+        )
+    if config.training.skip_train and config.checkpoint.load is None:
+        yield "--skip-train without --load: evaluating an untrained model"

@@ -1,0 +1,249 @@
+"""The command line and the YAML file to one checked `RunConfig`.
+
+    old flags translated  ->  argparse  ->  over YAML  ->  over defaults  ->  resolved  ->  checked
+
+Every mistake found on the way is collected and raised as one `ConfigError`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.config import old_flags, yaml_file
+from megatron.config.arguments import (
+    add_flags,
+    add_known_flags,
+    flag_destinations,
+    from_namespace,
+    given_values,
+)
+from megatron.config.checks import find_notices, find_problems
+from megatron.config.command_line import Given, join, split
+from megatron.config.fields import nearest
+from megatron.config.refused import HONOURED, REFUSED
+from megatron.config.resolve import forget_derived, resolve
+from megatron.config.run import RunConfig, sections, with_values
+from megatron.errors import ConfigError
+
+__all__ = ["ParsedRun", "add_flags", "asks_for_mpi", "from_namespace", "parse_config"]
+
+ReadCheckpoint = Callable[[str], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class ParsedRun:
+    """What was asked for.
+
+    Attributes:
+        config: resolved and checked.
+        notices: lines for rank 0 to print once: old flags, and flags with nothing to do.
+        extra: an instance of each of `parse_config`'s extra dataclasses, in their order.
+    """
+
+    config: RunConfig
+    notices: tuple[str, ...] = ()
+    extra: tuple[Any, ...] = ()
+
+
+@dataclass
+class _CommandLine:
+    """The command line as read, with the mistakes in it and the flags that they spoilt."""
+
+    namespace: argparse.Namespace
+    notices: list[str]
+    problems: list[str]
+    spoilt: set[str]
+
+
+def parse_config(
+    argv: Sequence[str] | None = None,
+    *,
+    world_size: int,
+    program: str = "pretrain_gpt.py",
+    extra: Iterable[type] = (),
+    read_checkpoint: ReadCheckpoint | None = None,
+) -> ParsedRun:
+    """Read, resolve and check everything a user asked for.
+
+    Args:
+        argv: the words after the program's name; None: this process's own.
+        world_size: launched processes.
+        program: name for `--help`.
+        extra: dataclasses of further flags, for programs that need them.
+        read_checkpoint: for --use-checkpoint-args: the --load folder to the network's shape, by
+            "section.field" as `flatten` names it. These values win over flags.
+
+    Raises:
+        ConfigError: all mistakes in the command line, the YAML file and the resulting run.
+    """
+    extra = tuple(extra)
+    line = _read_command_line(sys.argv[1:] if argv is None else argv, program, extra)
+    base = _read_yaml(getattr(line.namespace, "config", None), world_size, line)
+    config = with_values(base, _flag_values(line.namespace))
+    config = _from_checkpoint(config, read_checkpoint, line)
+    size = config.training.dry_run_world_size if config.training.dry_run else None
+    config = resolve(config, size or world_size)
+    problems = line.problems + find_problems(config, size or world_size, line.spoilt)
+    if problems:
+        raise ConfigError(problems)
+    return ParsedRun(
+        config=config,
+        notices=(*line.notices, *find_notices(config)),
+        extra=tuple(from_namespace(config_type, line.namespace) for config_type in extra),
+    )
+
+
+def build_parser(program: str, extra: Sequence[type] = ()) -> argparse.ArgumentParser:
+    """The whole parser, one help group a section. It raises on the first mistake, never exits."""
+    parser = argparse.ArgumentParser(
+        prog=program,
+        usage=f"{program} [--config run.yaml] [flags]",
+        description="Flags win over the YAML file, the YAML file over defaults.",
+        epilog="A switch --x that is off by default also takes --no-x, to overrule the YAML file. "
+        "Flags of Megatron-LM that are not listed here are translated or answered by name; "
+        "docs/compatibility.md has all of them.",
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32),
+        allow_abbrev=False,
+        exit_on_error=False,
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML file with the same settings.")
+    for section in (*sections().values(), *extra):
+        add_flags(parser, section)
+    add_known_flags(parser)
+    return parser
+
+
+def asks_for_mpi(argv: Sequence[str] | None = None) -> bool:
+    """Whether the command line or its YAML file says --use-mpi.
+
+    The world size must be known before `parse_config`, and this says where to read it. Mistakes are
+    left for `parse_config` to report.
+    """
+    given = split(sys.argv[1:] if argv is None else argv)
+    names = [flag.name for flag in given if flag.name in ("--use-mpi", "--no-use-mpi")]
+    if names:
+        return names[-1] == "--use-mpi"
+    files = [flag.values[0] for flag in given if flag.name == "--config" and flag.values]
+    if not files:
+        return False
+    try:
+        content = yaml_file.read(Path(files[-1]))
+    except ConfigError:
+        return False
+    return bool(content.values.get("parallel.use_mpi", False))
+
+
+def _read_command_line(argv: Sequence[str], program: str, extra: Sequence[type]) -> _CommandLine:
+    parser = build_parser(program, extra)
+    destinations = flag_destinations((*sections().values(), *extra))
+    translation = old_flags.translate(split(argv))
+    line = _CommandLine(argparse.Namespace(), translation.notices, translation.problems, set())
+    given = _drop_unknown(translation.flags, destinations, line)
+    _find_contradictions(given, destinations, line)
+    while True:
+        try:
+            line.namespace, rest = parser.parse_known_args(join(given))
+            break
+        except argparse.ArgumentError as error:
+            names = (error.argument_name or "").split("/")
+            line.problems.append(_usage_problem(error, names, given))
+            line.spoilt.update(destinations[name] for name in names)
+            given = [flag for flag in given if flag.name not in names]
+    line.problems += [f"{word!r} belongs to no flag: drop it" for word in rest]
+    _apply_known(line)
+    return line
+
+
+def _drop_unknown(
+    flags: Sequence[Given], known: Mapping[str, str], line: _CommandLine
+) -> list[Given]:
+    """Flags that we know. What a misspelt one probably meant is not reported as missing too."""
+    words = [*known, *(flag.name for flag in old_flags.OLD_FLAGS)]
+    for flag in flags:
+        if flag.name and flag.name not in known:
+            meant = nearest(flag.name, words)
+            hint = f": did you mean {meant}?" if meant else ": --help lists all flags"
+            line.problems.append(f"unknown flag {flag.name}{hint}")
+            line.spoilt.add(known.get(meant or "", ""))
+    return [flag for flag in flags if not flag.name or flag.name in known]
+
+
+def _find_contradictions(
+    flags: Sequence[Given], destinations: Mapping[str, str], line: _CommandLine
+) -> None:
+    """Two spellings of one field with different values. The same spelling twice: the last wins."""
+    last: dict[str, Given] = {}
+    for flag in flags:
+        if not flag.name:
+            continue
+        other = last.setdefault(destinations[flag.name], flag)
+        if other.name != flag.name and (other.values != flag.values or not flag.values):
+            line.problems.append(f"{other} and {flag} contradict each other: keep one")
+        last[destinations[flag.name]] = flag
+
+
+def _usage_problem(error: argparse.ArgumentError, names: list[str], given: list[Given]) -> str:
+    """`--lr abc: expected a finite number, got 'abc'`."""
+    flag = next((flag for flag in given if flag.name in names), Given(names[0]))
+    unwanted = error.message.startswith("ignored explicit argument")
+    return f"{flag}: {'takes no value' if unwanted else error.message}"
+
+
+def _apply_known(line: _CommandLine) -> None:
+    """Refuse Megatron's flags that have no field, or say that they have nothing to do."""
+    given = vars(line.namespace)
+    for flag in (*REFUSED, *HONOURED):
+        value = given.get(flag.name, flag.default)
+        value = tuple(value) if flag.many and value is not None else value
+        if value == flag.default:
+            continue
+        words = value if isinstance(value, tuple) else () if value is True else (value,)
+        shown = " ".join([flag.name, *(str(word) for word in words)])
+        if flag in REFUSED:
+            line.problems.append(f"{shown}: {flag.reason}")
+        else:
+            line.notices.append(f"{shown}: {flag.reason}")
+
+
+def _read_yaml(path: str | None, world_size: int, line: _CommandLine) -> RunConfig:
+    if path is None:
+        return RunConfig()
+    try:
+        content = yaml_file.read(Path(path))
+    except ConfigError as error:
+        line.problems += error.problems
+        return RunConfig()
+    line.problems += content.problems
+    line.spoilt |= content.spoilt
+    return forget_derived(with_values(RunConfig(), content.values), world_size)
+
+
+def _flag_values(namespace: argparse.Namespace) -> dict[str, Any]:
+    """What the command line gives, by "section.field"."""
+    return {
+        f"{section}.{name}": value
+        for section, config_type in sections().items()
+        for name, value in given_values(config_type, namespace).items()
+    }
+
+
+def _from_checkpoint(
+    config: RunConfig, read_checkpoint: ReadCheckpoint | None, line: _CommandLine
+) -> RunConfig:
+    checkpoint = config.checkpoint
+    if not checkpoint.use_checkpoint_args or checkpoint.load is None:
+        return config
+    if read_checkpoint is None:
+        line.problems.append("--use-checkpoint-args: this program reads no checkpoint: drop it")
+        return config
+    values = read_checkpoint(checkpoint.load)
+    line.notices.append(
+        "--use-checkpoint-args: from the checkpoint: "
+        + ", ".join(f"{name} {value}" for name, value in values.items())
+    )
+    return with_values(config, values)

@@ -1,0 +1,102 @@
+"""Checks of corpora and tokenizer. See `checks`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from megatron.config.fields import text_to
+from megatron.config.run import RunConfig
+
+# Tokenizer type to the fields that name its files.
+_NEEDS: Mapping[str, tuple[str, ...]] = {
+    "BertWordPieceLowerCase": ("vocab_file",),
+    "BertWordPieceCase": ("vocab_file",),
+    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "SentencePieceTokenizer": ("tokenizer_model",),
+    "GPTSentencePieceTokenizer": ("tokenizer_model",),
+    "Llama2Tokenizer": ("tokenizer_model",),
+    "HuggingFaceTokenizer": ("tokenizer_model",),
+    "PretrainedFromHF": ("tokenizer_model",),
+    "TikTokenizer": ("tokenizer_model",),
+    "NullTokenizer": ("vocab_size",),
+}
+_SPLITS = 3
+
+
+def _paths(config: RunConfig) -> dict[str, tuple[str, ...]]:
+    data = config.data
+    given = {
+        "--data-path": data.data_path,
+        "--train-data-path": data.train_data_path,
+        "--valid-data-path": data.valid_data_path,
+        "--test-data-path": data.test_data_path,
+    }
+    return {name: paths for name, paths in given.items() if paths is not None}
+
+
+def sources(config: RunConfig, world_size: int) -> Iterator[str]:
+    given = _paths(config)
+    own = [name for name in given if name != "--data-path"]
+    if not given and not config.data.mock_data:
+        yield "no corpus: give --data-path PREFIX, or --mock-data to train on generated tokens"
+    if given and config.data.mock_data:
+        yield f"--mock-data and {', '.join(given)} exclude each other: keep one"
+    if "--data-path" in given and own:
+        yield (
+            f"--data-path is split by --split, {', '.join(own)} are not: give one kind of path only"
+        )
+    if own and "--train-data-path" not in given and not config.training.skip_train:
+        yield f"{', '.join(own)} without --train-data-path: there is nothing to train on: add it"
+
+
+def blends(config: RunConfig, world_size: int) -> Iterator[str]:
+    """One prefix, or pairs of a positive weight and a prefix."""
+    for name, words in _paths(config).items():
+        if not words:
+            yield f"{name}: give a prefix, or WEIGHT PREFIX WEIGHT PREFIX ..."
+        elif len(words) > 1 and len(words) % 2:
+            yield (
+                f"{name} has {len(words)} words: give one prefix, or pairs WEIGHT PREFIX "
+                "WEIGHT PREFIX ..."
+            )
+        elif len(words) > 1:
+            wrong = [repr(word) for word in words[::2] if not _is_weight(word)]
+            if wrong:
+                yield (
+                    f"{name}: {', '.join(wrong)} should be a weight above 0: "
+                    "give pairs WEIGHT PREFIX WEIGHT PREFIX ..."
+                )
+
+
+def _is_weight(word: str) -> bool:
+    try:
+        return bool(text_to(float, word) > 0)
+    except ValueError:
+        return False
+
+
+def split(config: RunConfig, world_size: int) -> Iterator[str]:
+    text = config.data.split
+    separator = "," if "," in text else "/"
+    try:
+        shares = [text_to(float, word) for word in text.split(separator)]
+    except ValueError:
+        shares = []
+    if not 1 <= len(shares) <= _SPLITS or min(shares) < 0 or sum(shares) <= 0:
+        yield (
+            f"--split {text!r}: expected up to three shares of at least 0, not all 0, such as "
+            "'969, 30, 1'"
+        )
+
+
+def tokenizer(config: RunConfig, world_size: int) -> Iterator[str]:
+    chosen = config.tokenizer.tokenizer_type
+    if chosen is None:
+        yield (
+            "--tokenizer-type is required: for example HuggingFaceTokenizer with "
+            "--tokenizer-model tokenizer.json, or NullTokenizer with --vocab-size"
+        )
+        return
+    for field in _NEEDS[chosen]:
+        if getattr(config.tokenizer, field) is None:
+            yield f"--tokenizer-type {chosen} needs --{field.replace('_', '-')}: give it"

@@ -1,0 +1,254 @@
+"""Checks of what must be given, ranges, layout, network and precision. See `checks`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from megatron.config.fields import fields_of
+from megatron.config.run import RunConfig, flatten, sections
+
+_AT_LEAST: Mapping[str, int] = {
+    "model.num_layers": 1,
+    "model.hidden_size": 1,
+    "model.ffn_hidden_size": 1,
+    "model.num_attention_heads": 1,
+    "model.kv_channels": 1,
+    "model.num_query_groups": 1,
+    "model.max_position_embeddings": 1,
+    "model.rotary_seq_len_interpolation_factor": 1,
+    "model.make_vocab_size_divisible_by": 1,
+    "model.init_method_std": 0,
+    "training.micro_batch_size": 1,
+    "training.global_batch_size": 1,
+    "training.train_iters": 0,
+    "training.train_samples": 1,
+    "training.seed": 0,
+    "training.recompute_num_layers": 1,
+    "training.exit_interval": 1,
+    "training.exit_duration_in_mins": 1,
+    "training.max_nonfinite_skips": 1,
+    "training.manual_gc_interval": 0,
+    "training.dry_run_world_size": 1,
+    "precision.hysteresis": 1,
+    "precision.loss_scale_window": 1,
+    "optimizer.weight_decay": 0,
+    "optimizer.start_weight_decay": 0,
+    "optimizer.end_weight_decay": 0,
+    "optimizer.clip_grad": 0,
+    "schedule.lr": 0,
+    "schedule.min_lr": 0,
+    "schedule.lr_warmup_init": 0,
+    "schedule.lr_warmup_iters": 0,
+    "schedule.lr_warmup_samples": 0,
+    "schedule.lr_decay_iters": 1,
+    "schedule.lr_decay_samples": 1,
+    "parallel.tensor_model_parallel_size": 1,
+    "parallel.pipeline_model_parallel_size": 1,
+    "parallel.context_parallel_size": 1,
+    "parallel.distributed_timeout_minutes": 1,
+    "parallel.local_rank": 0,
+    "tokenizer.vocab_size": 1,
+    "tokenizer.vocab_extra_ids": 0,
+    "data.seq_length": 1,
+    "data.num_workers": 0,
+    "evaluation.eval_iters": 0,
+    "evaluation.eval_interval": 1,
+    "checkpoint.save_interval": 1,
+    "logging.log_interval": 1,
+    "logging.tensorboard_log_interval": 1,
+    "logging.tensorboard_queue_size": 1,
+    "profiling.profile_step_start": 0,
+}
+_ABOVE_ZERO = (
+    "model.norm_epsilon",
+    "model.rotary_base",
+    "precision.loss_scale",
+    "precision.initial_loss_scale",
+    "precision.min_loss_scale",
+    "optimizer.adam_eps",
+)
+_BELOW_ONE = (
+    "model.attention_dropout",
+    "model.hidden_dropout",
+    "optimizer.adam_beta1",
+    "optimizer.adam_beta2",
+    "optimizer.sgd_momentum",
+    "schedule.lr_warmup_fraction",
+)
+_MOST_PROCESSES = 1024  # of one model-parallel axis that a message proposes
+_SEED_LIMIT = 2**32  # numpy's generators take 32 bits
+
+
+def spellings() -> dict[str, str]:
+    """ "section.field" to the flag as a user types it."""
+    return {
+        f"{name}.{field.name}": field.names[0]
+        for name, section in sections().items()
+        for field in fields_of(section)
+    }
+
+
+def divisors(number: int) -> str:
+    """`1, 2, 3 or 6` for 6: the process counts that divide it."""
+    most = min(number, _MOST_PROCESSES)
+    values = [str(value) for value in range(1, most + 1) if number % value == 0]
+    return values[0] if len(values) == 1 else f"{', '.join(values[:-1])} or {values[-1]}"
+
+
+def required(config: RunConfig, world_size: int) -> Iterator[str]:
+    model, training, data = config.model, config.training, config.data
+    given: dict[str, float | None] = {
+        "--num-layers": model.num_layers,
+        "--hidden-size": model.hidden_size,
+        "--num-attention-heads": model.num_attention_heads,
+        "--seq-length": data.seq_length,
+        "--micro-batch-size": training.micro_batch_size,
+    }
+    if not training.skip_train:
+        given["--lr"] = config.schedule.lr
+    for name, value in given.items():
+        if value is None:
+            yield f"{name} is required: give it a value"
+    if training.train_iters is None and training.train_samples is None:
+        yield "the length of the run is required: give --train-iters or --train-samples"
+
+
+def bounds(config: RunConfig, world_size: int) -> Iterator[str]:
+    names, values = spellings(), flatten(config)
+    for path, least in _AT_LEAST.items():
+        if values[path] is not None and values[path] < least:
+            yield f"{names[path]} {values[path]}: must be at least {least}"
+    for path in _ABOVE_ZERO:
+        if values[path] is not None and values[path] <= 0:
+            yield f"{names[path]} {values[path]}: must be above 0"
+    for path in _BELOW_ONE:
+        if values[path] is not None and not 0 <= values[path] < 1:
+            yield f"{names[path]} {values[path]}: must be at least 0 and below 1"
+    if config.training.seed >= _SEED_LIMIT:
+        yield f"--seed {config.training.seed}: must be below 2**32"
+
+
+def not_built_yet(config: RunConfig, world_size: int) -> Iterator[str]:
+    parallel = config.parallel
+    for name, size in (
+        ("tensor-model", parallel.tensor_model_parallel_size),
+        ("pipeline-model", parallel.pipeline_model_parallel_size),
+        ("context", parallel.context_parallel_size),
+    ):
+        if size > 1:
+            yield (
+                f"--{name}-parallel-size {size}: only data parallelism is built so far: use 1 and "
+                "launch more processes"
+            )
+    if parallel.ddp_impl == "torch":
+        yield "--DDP-impl torch: not built yet: use local"
+
+
+def layout(config: RunConfig, world_size: int) -> Iterator[str]:
+    parallel, model = config.parallel, config.model
+    tensor, pipeline, context = (
+        max(parallel.tensor_model_parallel_size, 1),
+        max(parallel.pipeline_model_parallel_size, 1),
+        max(parallel.context_parallel_size, 1),
+    )
+    product = tensor * pipeline * context
+    if world_size % product:
+        yield (
+            f"--tensor-model-parallel-size {tensor} x --pipeline-model-parallel-size {pipeline} x "
+            f"--context-parallel-size {context} = {product} does not divide the {world_size} "
+            f"launched process(es): launch a multiple of {product}"
+        )
+    for name, number in (
+        ("--num-attention-heads", model.num_attention_heads),
+        ("--ffn-hidden-size", model.ffn_hidden_size),
+        ("--hidden-size", model.hidden_size),
+    ):
+        if number and number > 0 and number % tensor:
+            yield (
+                f"{name} {number} is not divisible by --tensor-model-parallel-size {tensor}: "
+                f"use {divisors(number)}"
+            )
+    if model.num_layers and model.num_layers > 0 and model.num_layers % pipeline:
+        yield (
+            f"--num-layers {model.num_layers} is not divisible by --pipeline-model-parallel-size "
+            f"{pipeline}: use {divisors(model.num_layers)}"
+        )
+
+
+def heads(config: RunConfig, world_size: int) -> Iterator[str]:
+    model = config.model
+    hidden, count, groups = model.hidden_size, model.num_attention_heads, model.num_query_groups
+    if not count or count < 1:
+        return
+    if hidden and hidden > 0 and model.kv_channels == hidden // count and hidden % count:
+        yield (
+            f"--hidden-size {hidden} is not divisible by --num-attention-heads {count}: use a "
+            f"multiple of {count}, or set the size of a head with --kv-channels"
+        )
+    if model.group_query_attention and groups > 0 and count % groups:
+        yield (
+            f"--num-attention-heads {count} is not divisible by --num-query-groups {groups}: "
+            f"use {divisors(count)}"
+        )
+
+
+def positions(config: RunConfig, world_size: int) -> Iterator[str]:
+    model, length = config.model, config.data.seq_length
+    longest = model.max_position_embeddings
+    if length and longest and longest < length:
+        yield (
+            f"--max-position-embeddings {longest} is less than --seq-length {length}: "
+            f"use at least {length}"
+        )
+    if not 0 < model.rotary_percent <= 1:
+        yield f"--rotary-percent {model.rotary_percent}: must be above 0 and at most 1"
+    elif model.position_embedding_type == "rope" and model.kv_channels:
+        rotating = int(model.kv_channels * model.rotary_percent)
+        if rotating < 2 or rotating % 2:
+            yield (
+                f"--rotary-percent {model.rotary_percent} of --kv-channels {model.kv_channels} "
+                f"rotates {rotating} channels: they turn in pairs, choose an even number"
+            )
+
+
+def activation_function(config: RunConfig, world_size: int) -> Iterator[str]:
+    model = config.model
+    chosen = [
+        name
+        for name, on in (
+            ("--swiglu", model.swiglu),
+            ("--squared-relu", model.squared_relu),
+            ("--openai-gelu", model.openai_gelu),
+            ("--onnx-safe true", model.onnx_safe),
+        )
+        if on
+    ]
+    if len(chosen) > 1:
+        yield f"{' and '.join(chosen)}: an MLP has one activation function: keep one"
+
+
+def normalization(config: RunConfig, world_size: int) -> Iterator[str]:
+    if config.model.apply_layernorm_1p and config.model.normalization != "LayerNorm":
+        yield (
+            f"--apply-layernorm-1p goes with LayerNorm, not --normalization "
+            f"{config.model.normalization}: drop one"
+        )
+
+
+def precision(config: RunConfig, world_size: int) -> Iterator[str]:
+    numbers = config.precision
+    half = numbers.fp16 or numbers.bf16
+    if numbers.fp16 and numbers.bf16:
+        yield "--fp16 and --bf16 exclude each other: keep one"
+    if config.model.use_flash_attn and not half:
+        yield "--use-flash-attn computes in 16 bits: add --bf16 or --fp16"
+    if numbers.fp32_residual_connection and not half:
+        yield "--fp32-residual-connection has no meaning in fp32: drop it, or add --bf16 or --fp16"
+    if numbers.fp16_lm_cross_entropy and not numbers.fp16:
+        yield "--fp16-lm-cross-entropy needs --fp16: add it, or drop this flag"
+    dynamic = numbers.fp16 and numbers.loss_scale is None
+    if dynamic and numbers.min_loss_scale > numbers.initial_loss_scale:
+        yield (
+            f"--min-loss-scale {numbers.min_loss_scale:g} is above --initial-loss-scale "
+            f"{numbers.initial_loss_scale:g}: lower it"
+        )

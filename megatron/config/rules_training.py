@@ -1,0 +1,214 @@
+"""Checks of batches, length, schedules, recomputation, saving and logging. See `checks`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.config.resolve import data_parallel_size
+from megatron.config.run import RunConfig
+
+_RAMP_WORDS = 3
+
+
+def batch_size(config: RunConfig, world_size: int) -> Iterator[str]:
+    micro, total = config.training.micro_batch_size, config.training.global_batch_size
+    copies = data_parallel_size(config, world_size)
+    if micro and micro > 0 and total and total > 0 and total % (micro * copies):
+        step = micro * copies
+        near = [str(size) for size in (total // step * step, (total // step + 1) * step) if size]
+        yield (
+            f"--global-batch-size {total} is not divisible by --micro-batch-size {micro} x "
+            f"{copies} data-parallel process(es) = {step}: use {' or '.join(near)}"
+        )
+
+
+def batch_size_ramp(config: RunConfig, world_size: int) -> Iterator[str]:
+    ramp, training = config.training.rampup_batch_size, config.training
+    if ramp is None:
+        return
+    shown = "--rampup-batch-size " + " ".join(str(number) for number in ramp)
+    if len(ramp) != _RAMP_WORDS:
+        yield f"{shown}: expected three numbers: START INCREMENT SAMPLES"
+        return
+    start, increment, samples = ramp
+    if start < 1 or increment < 1 or samples < 0:
+        yield f"{shown}: start and increment must be at least 1, samples at least 0"
+        return
+    if training.train_iters is not None and training.train_samples is None:
+        yield f"{shown} counts samples: give the length as --train-samples, not --train-iters"
+    total, micro = training.global_batch_size, training.micro_batch_size
+    if total and total > 0 and (total < start or (total - start) % increment):
+        yield (
+            f"{shown} does not reach --global-batch-size {total} in steps of {increment}: "
+            f"{total} - {start} must be a multiple of {increment}"
+        )
+    if micro and micro > 0:
+        step = micro * data_parallel_size(config, world_size)
+        if start % step or increment % step:
+            yield (
+                f"{shown}: start and increment must be multiples of --micro-batch-size x "
+                f"data-parallel processes = {step}"
+            )
+
+
+def length(config: RunConfig, world_size: int) -> Iterator[str]:
+    training, schedule = config.training, config.schedule
+    iters, samples = training.train_iters, training.train_samples
+    if iters is not None and samples is not None:
+        yield f"--train-iters {iters} and --train-samples {samples} exclude each other: keep one"
+        return
+    if iters == 0 and not training.skip_train:
+        yield "--train-iters 0: must be at least 1; use --skip-train to evaluate only"
+    by_samples = {
+        "--lr-decay-samples": schedule.lr_decay_samples,
+        "--lr-warmup-samples": schedule.lr_warmup_samples or None,
+    }
+    by_iters = {
+        "--lr-decay-iters": schedule.lr_decay_iters,
+        "--lr-warmup-iters": schedule.lr_warmup_iters or None,
+    }
+    for name, value in by_samples.items():
+        if iters is not None and value is not None:
+            yield (
+                f"{name} {value} goes with --train-samples; this run counts --train-iters {iters}: "
+                f"use {name.replace('samples', 'iters')}"
+            )
+    for name, value in by_iters.items():
+        if samples is not None and value is not None:
+            yield (
+                f"{name} {value} goes with --train-iters; this run counts --train-samples "
+                f"{samples}: use {name.replace('iters', 'samples')}"
+            )
+
+
+def learning_rate(config: RunConfig, world_size: int) -> Iterator[str]:
+    schedule = config.schedule
+    if schedule.lr is not None and schedule.min_lr > schedule.lr:
+        yield f"--min-lr {schedule.min_lr:g} is above --lr {schedule.lr:g}: lower it"
+    first = schedule.lr_warmup_init
+    if schedule.lr is not None and first > schedule.lr:
+        yield f"--lr-warmup-init {first:g} is above --lr {schedule.lr:g}: lower it"
+    if schedule.override_opt_param_scheduler and schedule.use_checkpoint_opt_param_scheduler:
+        yield (
+            "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each "
+            "other: keep one"
+        )
+
+
+def warm_up(config: RunConfig, world_size: int) -> Iterator[str]:
+    schedule, training = config.schedule, config.training
+    for unit, warmup, decay, whole in (
+        ("iters", schedule.lr_warmup_iters, schedule.lr_decay_iters, training.train_iters),
+        ("samples", schedule.lr_warmup_samples, schedule.lr_decay_samples, training.train_samples),
+    ):
+        if warmup > 0 and schedule.lr_warmup_fraction is not None:
+            yield (
+                f"--lr-warmup-{unit} {warmup} and --lr-warmup-fraction "
+                f"{schedule.lr_warmup_fraction:g} exclude each other: keep one"
+            )
+        end = decay if decay is not None else whole
+        source = f"--lr-decay-{unit}" if decay is not None else f"--train-{unit}"
+        if warmup > 0 and end and warmup >= end and not training.skip_train:
+            yield f"--lr-warmup-{unit} {warmup} must be less than {source} {end}: lower it"
+
+
+def weight_decay(config: RunConfig, world_size: int) -> Iterator[str]:
+    optimizer = config.optimizer
+    start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
+    style = optimizer.weight_decay_incr_style
+    if style == "constant":
+        for name, value in (("start", start), ("end", end)):
+            if value is not None and value != optimizer.weight_decay:
+                yield (
+                    f"--{name}-weight-decay {value:g} differs from --weight-decay "
+                    f"{optimizer.weight_decay:g}: with --weight-decay-incr-style constant drop it, "
+                    "or choose linear or cosine"
+                )
+        return
+    if start is None or end is None:
+        yield (
+            f"--weight-decay-incr-style {style} needs both --start-weight-decay and "
+            "--end-weight-decay"
+        )
+    elif end < start:
+        yield f"--end-weight-decay {end:g} is below --start-weight-decay {start:g}: raise it"
+
+
+def recomputation(config: RunConfig, world_size: int) -> Iterator[str]:
+    training, layers = config.training, config.model.num_layers
+    granularity, method = training.recompute_granularity, training.recompute_method
+    count = training.recompute_num_layers
+    if granularity == "full" and training.recompute_activations:
+        yield (
+            "--recompute-activations means --recompute-granularity selective, and "
+            "--recompute-granularity full was given: keep one"
+        )
+    if granularity == "selective" and method is not None:
+        yield (
+            f"--recompute-method {method} goes with --recompute-granularity full, not selective: "
+            "drop it"
+        )
+    if granularity == "full" and method is None:
+        yield "--recompute-granularity full needs --recompute-method uniform or block"
+    if granularity is None and method is not None:
+        yield f"--recompute-method {method} needs --recompute-granularity full"
+    if granularity != "full" and count is not None:
+        yield f"--recompute-num-layers {count} needs --recompute-granularity full"
+    if granularity == "full" and count is not None and layers and count > layers:
+        yield f"--recompute-num-layers {count} is above --num-layers {layers}: use 1 to {layers}"
+
+
+def nonfinite(config: RunConfig, world_size: int) -> Iterator[str]:
+    training = config.training
+    if training.on_nonfinite == "skip" and not training.check_for_nan_in_loss_and_grad:
+        yield (
+            "--on-nonfinite skip needs the check that --no-check-for-nan-in-loss-and-grad turns "
+            "off: drop one"
+        )
+
+
+def saving(config: RunConfig, world_size: int) -> Iterator[str]:
+    checkpoint = config.checkpoint
+    if checkpoint.save is not None and checkpoint.save_interval is None:
+        yield f"--save {checkpoint.save} needs --save-interval: give iterations between checkpoints"
+    if checkpoint.load is None:
+        for name, on in (
+            ("--use-checkpoint-args", checkpoint.use_checkpoint_args),
+            ("--exit-on-missing-checkpoint", checkpoint.exit_on_missing_checkpoint),
+        ):
+            if on:
+                yield f"{name} needs --load: give the folder of the checkpoint"
+    if config.data.log_sample_ids and checkpoint.save is None:
+        yield "--log-sample-ids writes into the --save folder: give --save"
+
+
+def dry_run(config: RunConfig, world_size: int) -> Iterator[str]:
+    training = config.training
+    if training.dry_run_world_size is not None and not training.dry_run:
+        yield f"--dry-run-world-size {training.dry_run_world_size} needs --dry-run"
+
+
+def profiling(config: RunConfig, world_size: int) -> Iterator[str]:
+    profiling = config.profiling
+    if not profiling.profile:
+        return
+    start, end = profiling.profile_step_start, profiling.profile_step_end
+    if end <= start:
+        yield f"--profile-step-end {end} must be above --profile-step-start {start}: raise it"
+    absent = [str(rank) for rank in profiling.profile_ranks if not 0 <= rank < world_size]
+    if absent:
+        yield (
+            f"--profile-ranks {' '.join(absent)}: there are {world_size} process(es): use 0 to "
+            f"{world_size - 1}"
+        )
+
+
+def logging(config: RunConfig, world_size: int) -> Iterator[str]:
+    logging = config.logging
+    for name, value in (
+        ("--wandb-entity", logging.wandb_entity),
+        ("--wandb-name", logging.wandb_name),
+        ("--wandb-id", logging.wandb_id),
+    ):
+        if value is not None and logging.wandb_project is None:
+            yield f"{name} {value} needs --wandb-project"

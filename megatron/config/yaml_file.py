@@ -1,0 +1,105 @@
+"""A run as a YAML file: sections are `RunConfig`'s fields, keys are the fields of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron.config.fields import fields_of, from_yaml, suggestion
+from megatron.config.run import RunConfig, sections, with_values
+from megatron.errors import ConfigError
+
+
+@dataclass
+class Content:
+    """What a file says.
+
+    Attributes:
+        values: by "section.field", those that could be read.
+        problems: one line for each that could not.
+        spoilt: field names of the latter.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    spoilt: set[str] = field(default_factory=set)
+
+
+def load(path: Path) -> RunConfig:
+    """The configuration in a file, defaults for what it leaves out, neither resolved nor checked.
+
+    Raises:
+        ConfigError: unreadable, not YAML, or with keys or values that do not fit.
+    """
+    content = read(path)
+    if content.problems:
+        raise ConfigError(content.problems)
+    return with_values(RunConfig(), content.values)
+
+
+def read(path: Path) -> Content:
+    """Every value and every mistake of a file.
+
+    Raises:
+        ConfigError: unreadable, or not YAML.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path}: cannot be read: {error}") from None
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--config {path}: not valid YAML: {error}") from None
+    return _read_sections({} if data is None else data, str(path))
+
+
+def dump(config: RunConfig) -> str:
+    """Every value of a run; `load` gives the identical run back."""
+    data = {
+        name: {
+            entry.name: _plain(getattr(getattr(config, name), entry.name))
+            for entry in fields_of(section)
+        }
+        for name, section in sections().items()
+    }
+    return yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _read_sections(data: Any, path: str) -> Content:
+    content = Content()
+    if not isinstance(data, Mapping):
+        content.problems.append(f"{path}: expected sections such as `model:`, got {data!r}")
+        return content
+    known = sections()
+    for name, part in data.items():
+        if name not in known:
+            hint = suggestion(str(name), known) or f": sections are {', '.join(known)}"
+            content.problems.append(f"{path}: unknown section {name}{hint}")
+        elif part is not None and not isinstance(part, Mapping):
+            content.problems.append(f"{path}: {name}: expected `key: value` lines, got {part!r}")
+        else:
+            _read_section(name, part or {}, path, content)
+    return content
+
+
+def _read_section(section: str, part: Mapping[Any, Any], path: str, content: Content) -> None:
+    known = {entry.name: entry for entry in fields_of(sections()[section])}
+    for key, value in part.items():
+        if key not in known:
+            hint = suggestion(str(key), known)
+            content.problems.append(f"{path}: unknown key {section}.{key}{hint}")
+            continue
+        try:
+            content.values[f"{section}.{key}"] = from_yaml(known[key], value)
+        except ValueError as error:
+            content.problems.append(f"{path}: {section}.{key}: {error}")
+            content.spoilt.add(key)
