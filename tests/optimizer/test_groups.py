@@ -1,0 +1,44 @@
+"""Which parameters decay."""
+
+import torch
+from torch import nn
+
+from megatron.optimizer.groups import split_groups
+
+
+def _parameter(*shape):
+    return nn.Parameter(torch.zeros(shape))
+
+
+def test_matrices_and_embeddings_decay_and_biases_and_vectors_do_not():
+    named = {
+        "embedding.word_embeddings.weight": _parameter(8, 4),
+        "layers.0.input_norm.weight": _parameter(4),
+        "layers.0.input_norm.bias": _parameter(4),
+        "layers.0.mlp.dense_h_to_4h.weight": _parameter(2, 4, 4),
+        "layers.0.mlp.dense_h_to_4h.bias": _parameter(2, 4),  # SwiGLU: a bias of two dimensions
+        "head.unbiased.weight": _parameter(8, 4),
+        "bias": _parameter(2, 2),
+    }
+    decayed, kept = split_groups(named.items())
+    assert decayed.is_decayed
+    assert decayed.names == (
+        "embedding.word_embeddings.weight",
+        "layers.0.mlp.dense_h_to_4h.weight",
+        "head.unbiased.weight",
+    )
+    assert not kept.is_decayed
+    assert kept.names == (
+        "layers.0.input_norm.weight",
+        "layers.0.input_norm.bias",
+        "layers.0.mlp.dense_h_to_4h.bias",
+        "bias",
+    )
+    assert kept.parameters[-1] is named["bias"]
+
+
+def test_empty_groups_and_frozen_parameters_are_left_out():
+    frozen = _parameter(3)
+    frozen.requires_grad_(False)
+    groups = split_groups([("a.weight", _parameter(2, 2)), ("a.bias", frozen)])
+    assert [group.names for group in groups] == [("a.weight",)]

@@ -1,0 +1,68 @@
+"""Transitions of the dynamic loss scale, and which scale the flags choose."""
+
+import pytest
+
+from megatron.config.precision import PrecisionConfig
+from megatron.optimizer.loss_scale import ConstantScale, DynamicScale, loss_scale_of
+
+
+def _run(scale, events):
+    """The scale's values after a string of events: x overflow, . clean."""
+    values = []
+    for event in events:
+        scale = scale.update(found_overflow=event == "x")
+        values.append(scale.value)
+    return values
+
+
+def _start(**changes):
+    return DynamicScale.start(
+        **{"initial": 16.0, "minimum": 1.0, "window": 3, "hysteresis": 2, **changes}
+    )
+
+
+@pytest.mark.parametrize(
+    ("events", "values"),
+    [
+        ("...", [16, 16, 32]),
+        ("......", [16, 16, 32, 32, 32, 64]),
+        ("x", [16]),
+        ("xxx", [16, 8, 4]),  # once used up, every overflow halves
+        ("x.x.x", [16, 16, 8, 8, 4]),  # clean iterations alone do not restore the hysteresis
+        ("xx...xx", [16, 8, 8, 8, 16, 16, 8]),  # a doubling does
+        ("..x...", [16, 16, 16, 16, 16, 32]),  # an overflow starts the window anew
+        ("xxxxxxxx", [16, 8, 4, 2, 1, 1, 1, 1]),
+    ],
+)
+def test_dynamic_scale(events, values):
+    assert _run(_start(), events) == values
+
+
+def test_can_shrink_until_the_minimum():
+    assert _start().can_shrink
+    assert not _start(initial=1.0).can_shrink
+    assert not ConstantScale(128.0).can_shrink
+
+
+@pytest.mark.parametrize("split", range(9))
+def test_state_goes_on_where_it_stopped(split):
+    events = "x.x.....x"
+    whole = _run(_start(), events)
+    scale = _start()
+    for event in events[:split]:
+        scale = scale.update(found_overflow=event == "x")
+    resumed = _start().with_state(scale.state())
+    assert _run(resumed, events[split:]) == whole[split:]
+
+
+def test_a_state_from_a_run_without_scale_starts_anew():
+    assert _start().with_state(ConstantScale().state()) == _start()
+    assert ConstantScale(2.0).with_state(_start().state()) == ConstantScale(2.0)
+
+
+def test_scale_of_the_flags():
+    assert loss_scale_of(PrecisionConfig()) == ConstantScale(1.0)
+    assert loss_scale_of(PrecisionConfig(bf16=True)) == ConstantScale(1.0)
+    assert loss_scale_of(PrecisionConfig(fp16=True, loss_scale=128.0)) == ConstantScale(128.0)
+    dynamic = loss_scale_of(PrecisionConfig(fp16=True, min_loss_scale=4.0, hysteresis=3))
+    assert dynamic == DynamicScale.start(initial=2.0**32, minimum=4.0, window=1000, hysteresis=3)

@@ -1,0 +1,312 @@
+"""The optimizer against float64 references written out here, its state, and its refusals."""
+
+import json
+from math import inf, nan, sqrt
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.config.optimizer import OptimizerConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.optimizer.mixed import Optimizer
+from megatron.parallel.gradients import GradientBuffer
+from megatron.parallel.layout import Layout
+from tests.distributed import run_distributed
+
+SHAPES = {"a.weight": (5, 7), "a.bias": (2, 5), "norm.weight": (7,)}
+FP32 = PrecisionConfig()
+BF16 = PrecisionConfig(bf16=True)
+FP16 = PrecisionConfig(fp16=True, initial_loss_scale=1024.0)
+PRECISIONS = pytest.mark.parametrize("precision", [FP32, BF16, FP16], ids=["fp32", "bf16", "fp16"])
+OPTIMIZERS = pytest.mark.parametrize("rule", ["adam", "sgd"])
+
+
+def _dtype(precision):
+    if precision.bf16:
+        return torch.bfloat16
+    return torch.float16 if precision.fp16 else torch.float32
+
+
+def _parameters(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+        for name, shape in SHAPES.items()
+    }
+
+
+def _optimizer(named, config=None, precision=FP32, layout=None, **options):
+    layout = layout or Layout.single()
+    gradients = GradientBuffer(named.items(), layout, accumulate_in_fp32=precision.bf16)
+    config = config or OptimizerConfig()
+    return Optimizer(named.items(), gradients, config, precision, layout, **options)
+
+
+def _draw(seed, size=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    return {name: size * torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def _set_gradients(optimizer, named, values):
+    """As backward of a scaled loss would leave them."""
+    optimizer.zero_grad()
+    for name, parameter in named.items():
+        optimizer.gradients.gradient(parameter).copy_(values[name] * optimizer.loss_scale)
+
+
+def _norm(values):
+    return sqrt(sum(value.double().square().sum().item() for value in values.values()))
+
+
+def _snapshot(optimizer, named):
+    """Copies of all parameters and state tensors."""
+    tensors = {name: tensor for name, (tensor, _) in optimizer.named_tensors().items()}
+    return {name: tensor.detach().clone() for name, tensor in (named | tensors).items()}
+
+
+def _assert_bits_equal(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert tensor.dtype == theirs[name].dtype
+        assert torch.equal(tensor, theirs[name]), name
+
+
+STEPS = [(1e-2, 0.1, 1.0), (3e-2, 0.1, 1e-3), (2e-2, 0.2, 100.0), (1e-2, 0.0, 1e-6)]
+"""(learning rate, weight decay, size of the gradients)"""
+
+
+def _clipped(values, clip):
+    """float64 gradients with the norm brought down to `clip`."""
+    factor = min(1.0, clip / (_norm(values) + 1e-6)) if clip else 1.0
+    return {name: value.double() * factor for name, value in values.items()}
+
+
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+def test_adam_equals_the_formula(clip):
+    beta1, beta2, eps = 0.9, 0.95, 1e-5
+    named = _parameters()
+    config = OptimizerConfig(clip_grad=clip, adam_beta1=beta1, adam_beta2=beta2, adam_eps=eps)
+    optimizer = _optimizer(named, config)
+    weights = {name: p.detach().double() for name, p in named.items()}
+    first = {name: torch.zeros_like(w) for name, w in weights.items()}
+    second = {name: torch.zeros_like(w) for name, w in weights.items()}
+    for k, (lr, decay, size) in enumerate(STEPS, start=1):
+        values = _draw(k, size)
+        _set_gradients(optimizer, named, values)
+        result = optimizer.step(lr, decay)
+        assert result.applied
+        assert result.grad_norm == pytest.approx(_norm(values), rel=1e-6)
+        for name, g in _clipped(values, clip).items():
+            first[name] = beta1 * first[name] + (1 - beta1) * g
+            second[name] = beta2 * second[name] + (1 - beta2) * g**2
+            mean = first[name] / (1 - beta1**k)
+            spread = (second[name] / (1 - beta2**k)).sqrt() + eps
+            here = decay if name == "a.weight" else 0.0
+            weights[name] = weights[name] - lr * (mean / spread + here * weights[name])
+    for name, parameter in named.items():
+        torch.testing.assert_close(parameter.double(), weights[name], rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_equals_the_formula(momentum):
+    named = _parameters()
+    optimizer = _optimizer(named, OptimizerConfig(optimizer="sgd", sgd_momentum=momentum))
+    weights = {name: p.detach().double() for name, p in named.items()}
+    speed = {name: torch.zeros_like(w) for name, w in weights.items()}
+    for k, (lr, decay, size) in enumerate(STEPS):
+        values = _draw(k, size)
+        _set_gradients(optimizer, named, values)
+        optimizer.step(lr, decay)
+        for name, g in _clipped(values, 1.0).items():
+            here = decay if name == "a.weight" else 0.0
+            speed[name] = momentum * speed[name] + g + here * weights[name]
+            weights[name] = weights[name] - lr * speed[name]
+    for name, parameter in named.items():
+        torch.testing.assert_close(parameter.double(), weights[name], rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("precision", [BF16, FP16], ids=["bf16", "fp16"])
+def test_16bit_weights_are_rounded_masters_that_follow_fp32(precision):
+    """The masters are what fp32 training from the same start gives, so small steps add up."""
+    half, full = _parameters(_dtype(precision)), _parameters()
+    for name, parameter in full.items():
+        parameter.data.copy_(half[name])
+    ours, reference = _optimizer(half, precision=precision), _optimizer(full)
+    for k in range(5):
+        values = {name: v.to(_dtype(precision)).float() for name, v in _draw(k).items()}
+        _set_gradients(ours, half, values)
+        _set_gradients(reference, full, values)
+        results = [o.step(1e-5, 0.1) for o in (ours, reference)]
+        assert results[0].grad_norm == pytest.approx(results[1].grad_norm, rel=1e-5)
+    for name, (master, parameter) in ours.named_tensors().items():
+        if name.endswith(".master"):
+            assert master.dtype == torch.float32
+            assert torch.equal(parameter, master.to(parameter.dtype))
+            expected = full[name.removesuffix(".master")]
+            torch.testing.assert_close(master, expected, rtol=1e-6, atol=1e-8)
+
+
+@OPTIMIZERS
+@PRECISIONS
+def test_a_resumed_optimizer_goes_on_bit_for_bit(precision, rule):
+    config = OptimizerConfig(optimizer=rule)
+
+    def steps(optimizer, named, seeds):
+        for seed in seeds:
+            _set_gradients(optimizer, named, _draw(seed))
+            assert optimizer.step(1e-2, 0.1).applied
+
+    named = _parameters(_dtype(precision))
+    whole = _optimizer(named, config, precision)
+    steps(whole, named, range(3))
+    saved, scalars = _snapshot(whole, named), json.dumps(whole.scalars())
+    steps(whole, named, range(3, 6))
+
+    fresh = {name: nn.Parameter(torch.zeros_like(p)) for name, p in named.items()}
+    resumed = _optimizer(fresh, config, precision)
+    targets = {name: tensor for name, (tensor, _) in resumed.named_tensors().items()}
+    with torch.no_grad():
+        for name, tensor in (fresh | targets).items():
+            tensor.copy_(saved[name])
+    resumed.load_scalars(json.loads(scalars))
+    steps(resumed, fresh, range(3, 6))
+    _assert_bits_equal(_snapshot(resumed, fresh), _snapshot(whole, named))
+    assert resumed.scalars() == whole.scalars()
+    assert resumed.steps == 6
+
+
+def test_names_of_the_state():
+    kinds = {
+        name.removeprefix("a.bias.")
+        for name in _optimizer(_parameters(torch.bfloat16), precision=BF16).named_tensors()
+        if name.startswith("a.bias.")
+    }
+    assert kinds == {"exp_avg", "exp_avg_sq", "master"}
+    named = _parameters()
+    sgd = _optimizer(named, OptimizerConfig(optimizer="sgd")).named_tensors()
+    assert sgd.keys() == {f"{name}.momentum" for name in named}
+    assert all(parameter is named[name[:-9]] for name, (_, parameter) in sgd.items())
+
+
+@OPTIMIZERS
+@PRECISIONS
+@pytest.mark.parametrize("bad", [inf, -inf, nan])
+def test_nonfinite_gradients_change_not_one_bit(precision, rule, bad):
+    named = _parameters(_dtype(precision))
+    optimizer = _optimizer(named, OptimizerConfig(optimizer=rule), precision)
+    _set_gradients(optimizer, named, _draw(1))
+    assert optimizer.step(1e-2, 0.1).applied
+    before = _snapshot(optimizer, named)
+    values = _draw(2)
+    values["norm.weight"][3] = bad
+    _set_gradients(optimizer, named, values)
+    result = optimizer.step(1e-2, 0.1)
+    assert (result.applied, result.found_nonfinite) == (False, True)
+    assert result.overflow is precision.fp16
+    assert optimizer.steps == 1
+    _assert_bits_equal(_snapshot(optimizer, named), before)
+
+
+def test_fp16_overflow_lowers_the_scale_until_it_cannot():
+    named = _parameters(torch.float16)
+    precision = PrecisionConfig(
+        fp16=True, initial_loss_scale=4.0, min_loss_scale=2.0, hysteresis=1, loss_scale_window=2
+    )
+    optimizer = _optimizer(named, precision=precision)
+    seen = []
+    for good in (False, False, True, True, False):
+        values = _draw(0) if good else {name: v * inf for name, v in _draw(0).items()}
+        _set_gradients(optimizer, named, values)
+        result = optimizer.step(0.0, 0.0)
+        seen.append((result.applied, result.overflow, optimizer.loss_scale))
+    assert seen == [
+        (False, True, 2.0),
+        (False, False, 2.0),  # nothing left to shrink: the caller must decide
+        (True, False, 2.0),
+        (True, False, 4.0),
+        (False, True, 2.0),
+    ]
+
+
+def test_the_loss_is_scaled_and_the_norm_is_not():
+    parameter = nn.Parameter(torch.full((2, 8), 0.5, dtype=torch.float16))
+    optimizer = _optimizer({"w.weight": parameter}, precision=FP16)
+    loss = parameter.float().square().sum()
+    assert optimizer.scale_loss(loss).item() == 1024 * loss.item()
+    optimizer.scale_loss(loss).backward()
+    assert optimizer.step(1e-3, 0.0).grad_norm == pytest.approx(4.0)
+    plain = _optimizer(_parameters())
+    assert plain.scale_loss(loss) is loss
+
+
+def test_reload_masters_takes_over_loaded_weights():
+    named = _parameters(torch.bfloat16)
+    optimizer = _optimizer(named, precision=BF16)
+    with torch.no_grad():
+        named["a.weight"].fill_(0.5)
+    optimizer.reload_masters()
+    _set_gradients(optimizer, named, _draw(1, 0.0))
+    optimizer.step(1e-2, 0.0)
+    assert torch.equal(named["a.weight"], torch.full((5, 7), 0.5, dtype=torch.bfloat16))
+
+
+def test_zeros_are_counted_without_the_padding():
+    named = _parameters()
+    optimizer = _optimizer(named, count_zeros=True)
+    values = _draw(1)
+    values["a.weight"][:, :2] = 0.0
+    values["norm.weight"][0] = 0.0
+    _set_gradients(optimizer, named, values)
+    assert optimizer.step(1e-2, 0.1).zeros == 11
+    _set_gradients(optimizer, named, _draw(1))
+    assert optimizer.step(1e-2, 0.1).zeros == 0
+    assert _optimizer(_parameters()).step(1e-2, 0.1).zeros is None
+
+
+def _one_bad_rank(layout):
+    named = _parameters()
+    optimizer = _optimizer(named, layout=layout)
+    values = _draw(1)
+    if layout.world.rank == 2:
+        values["a.weight"][0, 0] = nan
+    _set_gradients(optimizer, named, values)
+    result = optimizer.step(1e-2, 0.1)
+    return result.applied, result.found_nonfinite
+
+
+def test_all_ranks_agree_not_to_step():
+    assert run_distributed(4, _one_bad_rank) == [(False, True)] * 4
+    assert run_distributed(4, _one_bad_rank, tensor=2) == [(False, True)] * 4
+
+
+def _data_parallel_run(layout, steps):
+    """Four samples a step, shared by the ranks; the losses and the final bits."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 1))
+    named = list(model.named_parameters())
+    gradients = GradientBuffer(named, layout, accumulate_in_fp32=False)
+    optimizer = Optimizer(named, gradients, OptimizerConfig(), FP32, layout)
+    mine = range(layout.data.rank, 4, layout.data.size)
+    norms = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        for sample in mine:
+            x = torch.randn(3, 6, generator=torch.Generator().manual_seed(step * 4 + sample))
+            loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+            (optimizer.scale_loss(loss) / len(mine)).backward()
+        gradients.reduce()
+        norms.append(optimizer.step(1e-2, 0.1).grad_norm)
+    return norms, [p.tolist() for p in model.parameters()]
+
+
+def test_training_is_the_same_for_every_data_parallel_size():
+    norms, weights = _data_parallel_run(Layout.single(), 10)
+    for size in (2, 4):
+        ranks = run_distributed(size, _data_parallel_run, 10)
+        assert all(rank == ranks[0] for rank in ranks)
+        assert ranks[0][0] == pytest.approx(norms, rel=1e-5)
+        for ours, theirs in zip(ranks[0][1], weights, strict=True):
+            torch.testing.assert_close(
+                torch.tensor(ours), torch.tensor(theirs), rtol=1e-4, atol=1e-6
+            )

@@ -1,0 +1,83 @@
+"""Norms and counts: precision, and one answer however the model is split."""
+
+from math import sqrt
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.config.optimizer import OptimizerConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.optimizer.mixed import Optimizer
+from megatron.optimizer.norms import ROW, parameters_norm, sum_of_squares
+from megatron.parallel.gradients import GradientBuffer
+from megatron.parallel.layout import Layout
+from megatron.parallel.parameter import ZEROS, new_parameter
+from tests.distributed import run_distributed
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("elements", [0, 1, ROW - 1, ROW, 3 * ROW + 5])
+def test_sum_of_squares(elements):
+    tensor = torch.randn(elements)
+    expected = tensor.double().square().sum().item()
+    assert sum_of_squares([tensor, tensor], CPU).item() == pytest.approx(2 * expected, rel=1e-6)
+
+
+def test_long_sums_keep_their_precision():
+    """Added one after another in fp32, so many equal squares are off by 1e-3."""
+    tensor = torch.full((2**24,), 0.1)
+    expected = tensor.double().square().sum().item()
+    assert sum_of_squares([tensor], CPU).item() == pytest.approx(expected, rel=2e-6)
+
+
+def test_16bit_squares_do_not_overflow():
+    tensor = torch.full((100,), 6e4, dtype=torch.float16)
+    assert sum_of_squares([tensor], CPU).item() == pytest.approx(100 * tensor[0].item() ** 2)
+
+
+def _split_model(layout):
+    """A column-split weight [8, 3] and a bias [3] that every tensor rank holds, with gradients."""
+    generator = torch.Generator().manual_seed(0)
+    weight = new_parameter((8, 3), init=ZEROS, axis=layout.tensor, split_dim=0)
+    bias = new_parameter((3,), init=ZEROS)
+    whole = torch.randn(8, 3, generator=generator)
+    whole[:, 1] = 0.0
+    rows = weight.shape[0]
+    first = layout.tensor.rank * rows
+    named = [("weight", weight), ("bias", bias)]
+    gradients = GradientBuffer(named, layout, accumulate_in_fp32=False)
+    gradients.gradient(weight).copy_(whole[first : first + rows])
+    gradients.gradient(bias).copy_(torch.tensor([3.0, 0.0, 4.0]))
+    with torch.no_grad():
+        weight.copy_(whole[first : first + rows])
+        bias.fill_(2.0)
+    norm = parameters_norm([weight, bias], layout)
+    optimizer = Optimizer(
+        named, gradients, OptimizerConfig(), PrecisionConfig(), layout, count_zeros=True
+    )
+    result = optimizer.step(1e-2, 0.0)
+    return norm, result.grad_norm, result.zeros
+
+
+def test_tensor_ranks_count_every_element_once():
+    alone = _split_model(Layout.single())
+    square = alone[1] ** 2 - 25
+    assert alone[0] == pytest.approx(sqrt(square + 12))
+    assert alone[2] == 9
+    for ranks in (
+        run_distributed(2, _split_model, tensor=2),
+        run_distributed(4, _split_model, tensor=2),
+    ):
+        assert all(rank == ranks[0] for rank in ranks)
+        assert ranks[0] == pytest.approx(alone, rel=1e-6)
+
+
+def _stage(layout):
+    parameter = nn.Parameter(torch.full((4,), 3.0 if layout.pipeline.is_first else 4.0))
+    return parameters_norm([parameter], layout)
+
+
+def test_pipeline_stages_add_up():
+    assert run_distributed(2, _stage, pipeline=2) == [10.0, 10.0]

@@ -1,0 +1,192 @@
+"""Learning-rate and weight-decay schedules against hand-computed values and the golden run."""
+
+import json
+from math import cos, pi, sqrt
+
+import pytest
+
+from megatron.config.optimizer import OptimizerConfig, ScheduleConfig
+from megatron.config.training import TrainingConfig
+from megatron.errors import CheckpointError, ConfigError
+from megatron.optimizer.schedule import LearningRateSchedule, Schedules, WeightDecaySchedule
+
+
+def _schedules(schedule=None, optimizer=None, training=None, global_batch=10):
+    return Schedules.from_config(
+        ScheduleConfig(**{"lr": 1.0, **(schedule or {})}),
+        OptimizerConfig(**(optimizer or {})),
+        TrainingConfig(**(training or {"train_iters": 100})),
+        global_batch=global_batch,
+    )
+
+
+@pytest.mark.parametrize(
+    ("style", "samples", "expected"),
+    [
+        ("linear", 0, 0.1),
+        ("linear", 100, 0.55),
+        ("linear", 200, 1.0),
+        ("linear", 400, 0.2 + 0.8 * 0.75),
+        ("linear", 1000, 0.2),
+        ("linear", 5000, 0.2),
+        ("cosine", 400, 0.2 + 0.8 * 0.5 * (cos(pi / 4) + 1)),
+        ("cosine", 600, 0.6),
+        ("constant", 50, 0.325),
+        ("constant", 5000, 1.0),
+        ("inverse-square-root", 200, 1.0),
+        ("inverse-square-root", 800, 0.5),
+        ("inverse-square-root", 1000, sqrt(0.2)),
+        ("inverse-square-root", 1001, 0.2),
+    ],
+)
+def test_learning_rate(style, samples, expected):
+    schedule = LearningRateSchedule(
+        peak=1.0, minimum=0.2, initial=0.1, warmup=200, decay=1000, style=style
+    )
+    assert schedule.at(samples) == pytest.approx(expected, rel=1e-12)
+
+
+def test_without_warmup_the_first_update_has_the_peak():
+    for style in ("linear", "cosine", "constant", "inverse-square-root"):
+        assert LearningRateSchedule(1.0, 0.0, 0.0, 0, 100, style).at(0) == 1.0
+    assert LearningRateSchedule(1.0, 0.3, 0.0, 0, 100, "inverse-square-root").at(16) == 0.3
+
+
+@pytest.mark.parametrize(
+    ("style", "samples", "expected"),
+    [
+        ("constant", 0, 0.3),
+        ("linear", 0, 0.1),
+        ("linear", 25, 0.15),
+        ("linear", 100, 0.3),
+        ("linear", 101, 0.3),
+        ("cosine", 0, 0.1),
+        ("cosine", 50, 0.2),
+        ("cosine", 25, 0.1 + 0.2 * 0.5 * (cos(0.75 * pi) + 1)),
+    ],
+)
+def test_weight_decay(style, samples, expected):
+    assert WeightDecaySchedule(0.1, 0.3, 100, style).at(samples) == pytest.approx(expected)
+
+
+def test_lengths_in_iterations_samples_and_fractions():
+    rate = _schedules({"lr_warmup_iters": 7, "lr_decay_iters": 50}).learning_rate
+    assert (rate.warmup, rate.decay) == (70, 500)
+    rate = _schedules({"lr_warmup_fraction": 0.015}).learning_rate
+    assert (rate.warmup, rate.decay) == (15.0, 1000)
+    sampled = _schedules(
+        {"lr_warmup_samples": 33, "lr_decay_samples": 400}, training={"train_samples": 555}
+    )
+    assert (sampled.learning_rate.warmup, sampled.learning_rate.decay) == (33, 400)
+    assert sampled.weight_decay.length == 555
+
+
+def test_learning_rates_of_the_golden_run(golden):
+    run = json.loads((golden / "gpt_fp32" / "run.json").read_text())
+    args = run["args"]
+    schedule = {name: args[name] for name in ScheduleConfig.__dataclass_fields__ if name in args}
+    rate = _schedules(
+        schedule,
+        training={"train_iters": args["train_iters"]},
+        global_batch=args["global_batch_size"],
+    ).learning_rate
+    assert len(run["train"]) == 40
+    for line in run["train"]:  # it logs the rate of the next update
+        assert float(f"{rate.at(line['consumed samples']):.3E}") == line["learning rate"]
+
+
+def test_resuming_with_equal_flags_goes_on():
+    ours = _schedules({"lr_warmup_fraction": 0.1, "lr_decay_style": "cosine"})
+    saved = json.loads(json.dumps(ours.to_dict(360)))
+    assert ours.resumed(saved) == (ours, 360)
+    assert saved["max_lr"] == 1.0
+    assert saved["lr_decay_steps"] == 1000
+
+
+def test_resuming_with_other_flags_needs_a_decision():
+    saved = _schedules({"lr": 0.5, "lr_decay_style": "cosine"}).to_dict(360)
+    ours = _schedules()
+    with pytest.raises(CheckpointError) as error:
+        ours.resumed(saved)
+    message = str(error.value)
+    assert "max_lr is 1.0 here (--lr) and 0.5 in the checkpoint" in message
+    assert "lr_decay_style is linear here" in message
+    assert "lr_decay_steps" not in message
+    assert "--override-opt_param-scheduler" in message
+    assert "--use-checkpoint-opt_param-scheduler" in message
+    assert ours.resumed(saved, override=True) == (ours, 360)
+    taken, samples = ours.resumed(saved, use_checkpoint=True)
+    assert (taken.learning_rate.peak, taken.learning_rate.style, samples) == (0.5, "cosine", 360)
+
+
+def test_a_longer_run_with_fixed_decay_may_resume():
+    """The length of a constant weight decay means nothing, so it is not compared."""
+    saved = _schedules({"lr_decay_iters": 80}).to_dict(10)
+    longer = _schedules({"lr_decay_iters": 80}, training={"train_iters": 200})
+    assert longer.resumed(saved)[0].learning_rate == longer.learning_rate
+    ramp = {
+        "weight_decay_incr_style": "linear",
+        "start_weight_decay": 0.0,
+        "end_weight_decay": 0.1,
+    }
+    saved = _schedules({"lr_decay_iters": 80}, ramp).to_dict(10)
+    with pytest.raises(CheckpointError, match="wd_incr_steps is 2000 here"):
+        _schedules({"lr_decay_iters": 80}, ramp, {"train_iters": 200}).resumed(saved)
+
+
+def test_names_before_2022_are_read():
+    old = {
+        "start_lr": 0.5,
+        "warmup_iter": 0,
+        "end_iter": 900,
+        "decay_style": "cosine",
+        "min_lr": 0.1,
+        "num_iters": 30,
+    }
+    taken, samples = _schedules().resumed(old, use_checkpoint=True)
+    expected = LearningRateSchedule(0.5, 0.1, 0.0, 0, 900, "cosine")
+    assert (taken.learning_rate, samples) == (expected, 30)
+    with pytest.raises(CheckpointError, match="num_steps.*--finetune"):
+        _schedules().resumed({"max_lr": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("schedule", "optimizer", "training", "message"),
+    [
+        ({"lr": None}, {}, {"train_iters": 9}, "give --lr"),
+        ({"min_lr": 2.0}, {}, {"train_iters": 9}, "--min-lr 2 is not between 0 and --lr 1"),
+        ({"lr_warmup_init": 2.0}, {}, {"train_iters": 9}, "--lr-warmup-init 2"),
+        ({}, {}, {}, "--train-iters or --train-samples"),
+        ({"lr_warmup_iters": 9}, {}, {"train_iters": 9}, "warm-up of 90 samples leaves nothing"),
+        (
+            {},
+            {"start_weight_decay": 0.1},
+            {"train_iters": 9},
+            "--weight-decay-incr-style linear or cosine",
+        ),
+        (
+            {},
+            {"weight_decay_incr_style": "linear"},
+            {"train_iters": 9},
+            "linear needs --start-weight-decay",
+        ),
+        (
+            {},
+            {
+                "weight_decay_incr_style": "cosine",
+                "start_weight_decay": 0.2,
+                "end_weight_decay": 0.1,
+            },
+            {"train_iters": 9},
+            "--start-weight-decay 0.2 is not between 0 and --end-weight-decay 0.1",
+        ),
+    ],
+)
+def test_values_that_fit_no_schedule(schedule, optimizer, training, message):
+    with pytest.raises(ConfigError, match=message):
+        Schedules.from_config(
+            ScheduleConfig(**{"lr": 1.0, **schedule}),
+            OptimizerConfig(**optimizer),
+            TrainingConfig(**training),
+            global_batch=10,
+        )

@@ -1,0 +1,85 @@
+"""Batch arithmetic: fixed and growing batches, run lengths, and numbers that do not fit."""
+
+import pytest
+
+from megatron.config.training import TrainingConfig
+from megatron.errors import ConfigError
+from megatron.training.batch_size import BatchPlan, Rampup
+
+# 16, 24, 32 over 100 samples: a step is worth 50, and 100 itself still counts as the ramp.
+GROWING = BatchPlan(micro_batch=2, global_batch=32, rampup=Rampup(16, 8, 100), data_parallel=4)
+
+
+@pytest.mark.parametrize(
+    ("consumed", "batch", "micro_batches"),
+    [(0, 16, 2), (49, 16, 2), (50, 24, 3), (99, 24, 3), (100, 32, 4), (101, 32, 4)],
+)
+def test_rampup_table(consumed, batch, micro_batches):
+    assert GROWING.global_batch_at(consumed) == batch
+    assert GROWING.micro_batches_at(consumed) == micro_batches
+
+
+def test_rampup_run_length():
+    # Updates start at 0 16 32 48 (16 each), 64 88 (24 each), 112: then 32 each.
+    assert GROWING.samples_after(4) == 64
+    assert GROWING.samples_after(6) == 112
+    assert GROWING.samples_after(8) == 176
+    assert GROWING.iterations_for(176) == 8
+    assert GROWING.iterations_for(175) == 7
+    assert GROWING.iterations_for(63) == 3  # ends inside the ramp-up
+
+
+@pytest.mark.parametrize(
+    ("global_batch", "ramp"),
+    [(1536, Rampup(32, 32, 5859375)), (768, Rampup(48, 48, 100_003)), (8, Rampup(8, 8, 50))],
+)
+def test_rampup_equals_megatrons_loop(global_batch, ramp):
+    """Against the update-by-update formula of Megatron 23.08, on the paper's own ramps."""
+    plan = BatchPlan(1, global_batch, ramp)
+    increments = (global_batch - ramp.start) // ramp.increment
+    consumed = iterations = 0
+    while consumed < ramp.samples + 10 * global_batch:
+        batch = global_batch
+        if consumed <= ramp.samples and increments:
+            batch = ramp.start + int(consumed / (ramp.samples / increments)) * ramp.increment
+        assert plan.global_batch_at(consumed) == batch
+        consumed, iterations = consumed + batch, iterations + 1
+    assert plan.iterations_for(consumed) == iterations
+    assert plan.samples_after(iterations) == consumed
+
+
+def test_fixed_batch():
+    plan = BatchPlan(4, 16, data_parallel=2)
+    assert plan.global_batch_at(10**9) == 16
+    assert plan.micro_batches_at(0) == 2
+    assert plan.iterations_for(47) == 2
+    assert plan.samples_after(3) == 48
+
+
+def test_from_config_fills_the_global_batch():
+    plan = BatchPlan.from_config(TrainingConfig(micro_batch_size=3), data_parallel=4)
+    assert (plan.global_batch, plan.micro_batches_at(0)) == (12, 1)
+
+
+@pytest.mark.parametrize(
+    ("training", "message"),
+    [
+        ({}, "--micro-batch-size is not given"),
+        ({"micro_batch_size": 0}, "at least 1"),
+        (
+            {"micro_batch_size": 2, "global_batch_size": 10},
+            r"--global-batch-size 10 is not a multiple of --micro-batch-size 2 x 2 .* use 8 or 12",
+        ),
+        ({"micro_batch_size": 2, "global_batch_size": 3}, "= 4: use 4$"),
+        ({"rampup_batch_size": (4, 4)}, "needs three numbers"),
+        ({"rampup_batch_size": (4, 0, 9)}, "must be at least 1"),
+        ({"rampup_batch_size": (4, 8, 9)}, "4 8 9: steps of 8 from 4 never reach .* 16"),
+        ({"rampup_batch_size": (2, 2, 9)}, "multiples of .* = 4"),
+        ({"rampup_batch_size": (20, 4, 9)}, "never reach"),
+    ],
+)
+def test_numbers_that_do_not_fit(training, message):
+    if "rampup_batch_size" in training:
+        training = {"micro_batch_size": 2, "global_batch_size": 16, **training}
+    with pytest.raises(ConfigError, match=message):
+        BatchPlan.from_config(TrainingConfig(**training), data_parallel=2)
