@@ -30,9 +30,26 @@ class TokenizerConfig:
     )
     vocab_file: str | None = flag(None, "Vocabulary file (GPT-2 json or WordPiece text).")
     merge_file: str | None = flag(None, "GPT-2 BPE merges file.")
-    vocab_size: int | None = flag(None, "Vocabulary size of NullTokenizer.", unit="entries")
+    vocab_size: int | None = flag(
+        None, "Vocabulary size of NullTokenizer, or of a TikTokenizer .json.", unit="entries"
+    )
     vocab_extra_ids: int = flag(
         0, "Additional sentinel entries at the end of the vocabulary.", unit="entries"
+    )
+    tiktoken_pattern: str | None = flag(
+        None,
+        "How TikTokenizer cuts text into words: v1 and v2 as in Megatron, gpt2, cl100k. Unset: v2 "
+        "for .json, by name for OpenAI's files, else cl100k.",
+        choices=("v1", "v2", "gpt2", "cl100k"),
+    )
+    tiktoken_num_special_tokens: int = flag(
+        1000, "Ids that a TikTokenizer .json reserves for special tokens.", unit="entries"
+    )
+    tokenizer_special_tokens: tuple[str, ...] | None = flag(
+        None,
+        "Special tokens of TikTokenizer. Unset: <unk> <s> </s> for .json, else <|endoftext|>.",
+        names=("--tokenizer-special-tokens", "--tiktoken-special-tokens"),
+        many=True,
     )
 
 

@@ -1,0 +1,111 @@
+"""What every tokenizer offers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+class Tokenizer(ABC):
+    """Text to ids and back.
+
+    Args:
+        kind: the `--tokenizer-type` it was built as.
+        digest: digest of everything that decides the ids (files and options).
+        special_ids: ids of `eod`, `bos`, `eos`, `cls`, `sep`, `pad`, `mask`, where it has them.
+    """
+
+    def __init__(self, kind: str, digest: str, special_ids: Mapping[str, int]) -> None:
+        self.kind = kind
+        self._digest = digest
+        self._special_ids = dict(special_ids)
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """Entries, appended special tokens and extra ids included; fixes the padded vocabulary."""
+
+    @abstractmethod
+    def tokenize(self, text: str) -> list[int]:
+        """Ids of one text."""
+
+    @abstractmethod
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Text of ids; what is not valid UTF-8 becomes U+FFFD."""
+
+    @property
+    @abstractmethod
+    def vocab(self) -> Mapping[str, int]:
+        """Entry to id, special tokens included."""
+
+    @cached_property
+    def inv_vocab(self) -> dict[int, str]:
+        """Id to entry."""
+        return {index: entry for entry, index in self.vocab.items()}
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
+        """Ids of many texts, one array a text; the fast way where there is one."""
+        import numpy as np
+
+        return [np.array(self.tokenize(text), np.int64) for text in texts]
+
+    @property
+    def additional_special_tokens_ids(self) -> list[int]:
+        """Ids of the sentinels that `--vocab-extra-ids` appended."""
+        return []
+
+    def fingerprint(self) -> str:
+        """Kind and digest of everything that decides the ids, to compare with a checkpoint's."""
+        return f"{self.kind}:{self._digest}"
+
+    @property
+    def eod(self) -> int:
+        """Id that ends a document."""
+        return self._special("eod")
+
+    @property
+    def bos(self) -> int:
+        """Id that begins a sequence."""
+        return self._special("bos")
+
+    @property
+    def eos(self) -> int:
+        """Id that ends a sequence."""
+        return self._special("eos")
+
+    @property
+    def cls(self) -> int:
+        """Id of BERT's classification token."""
+        return self._special("cls")
+
+    @property
+    def sep(self) -> int:
+        """Id between the two segments of a BERT sample."""
+        return self._special("sep")
+
+    @property
+    def pad(self) -> int:
+        """Id that fills a sequence up."""
+        return self._special("pad")
+
+    @property
+    def mask(self) -> int:
+        """Id that stands for a hidden token."""
+        return self._special("mask")
+
+    def _special(self, name: str) -> int:
+        if name not in self._special_ids:
+            known = ", ".join(sorted(self._special_ids)) or "none"
+            raise ConfigError(
+                f"--tokenizer-type {self.kind} has no {name} token (it has: {known}); choose a "
+                "tokenizer with one, for example BertWordPieceLowerCase for cls, sep, pad, mask"
+            )
+        return self._special_ids[name]

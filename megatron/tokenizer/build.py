@@ -1,0 +1,83 @@
+"""From the flags to a tokenizer."""
+
+from __future__ import annotations
+
+from megatron.config.data import TOKENIZER_TYPES, TokenizerConfig
+from megatron.errors import ConfigError
+from megatron.tokenizer.base import Tokenizer
+
+_VOCAB_FILE = ("vocab_file",)
+_BOTH_FILES = ("vocab_file", "merge_file")
+_MODEL = ("tokenizer_model",)
+# The file flags each kind needs.
+_NEEDS: dict[str, tuple[str, ...]] = {
+    "BertWordPieceLowerCase": _VOCAB_FILE,
+    "BertWordPieceCase": _VOCAB_FILE,
+    "GPT2BPETokenizer": _BOTH_FILES,
+    "SentencePieceTokenizer": _MODEL,
+    "GPTSentencePieceTokenizer": _MODEL,
+    "Llama2Tokenizer": _MODEL,
+    "HuggingFaceTokenizer": _MODEL,
+    "PretrainedFromHF": _MODEL,
+    "TikTokenizer": _MODEL,
+    "NullTokenizer": (),
+}
+_WHAT = {
+    "vocab_file": "a vocabulary file",
+    "merge_file": "a BPE merges file",
+    "tokenizer_model": "a model file",
+}
+
+
+def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
+    """The tokenizer that `--tokenizer-type` names, from its files.
+
+    Raises:
+        ConfigError: the type is missing or unknown, or a flag it needs is missing.
+        DataError: a file is missing or damaged.
+    """
+    kind = config.tokenizer_type
+    if kind not in _NEEDS:
+        raise ConfigError(f"--tokenizer-type {kind}: choose one of {', '.join(TOKENIZER_TYPES)}")
+    missing = [field for field in _NEEDS[kind] if not getattr(config, field)]
+    if missing:
+        raise ConfigError(
+            [
+                f"--tokenizer-type {kind} needs {_WHAT[field]}: give --{field.replace('_', '-')}"
+                for field in missing
+            ]
+        )
+    return _construct(kind, config)
+
+
+def _construct(kind: str, config: TokenizerConfig) -> Tokenizer:
+    # Imports stay here so that one kind does not pay for the libraries of the others.
+    match kind:
+        case "GPT2BPETokenizer":
+            from megatron.tokenizer.gpt2 import GPT2Tokenizer
+
+            return GPT2Tokenizer(config)
+        case "BertWordPieceLowerCase" | "BertWordPieceCase":
+            from megatron.tokenizer.wordpiece import WordPieceTokenizer
+
+            return WordPieceTokenizer(config)
+        case "SentencePieceTokenizer" | "GPTSentencePieceTokenizer" | "Llama2Tokenizer":
+            from megatron.tokenizer import sentencepiece
+
+            kinds: tuple[type[sentencepiece.GPTSentencePieceTokenizer], ...] = (
+                sentencepiece.SentencePieceTokenizer,
+                sentencepiece.GPTSentencePieceTokenizer,
+                sentencepiece.Llama2Tokenizer,
+            )
+            return next(cls for cls in kinds if cls.kind_name == kind)(config)
+        case "HuggingFaceTokenizer" | "PretrainedFromHF":
+            from megatron.tokenizer.huggingface import HuggingFaceTokenizer
+
+            return HuggingFaceTokenizer(config)
+        case "TikTokenizer":
+            from megatron.tokenizer.tiktoken import TikTokenizer
+
+            return TikTokenizer(config)
+    from megatron.tokenizer.null import NullTokenizer
+
+    return NullTokenizer(config)

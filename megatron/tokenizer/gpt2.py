@@ -1,0 +1,115 @@
+"""GPT-2's byte-level BPE: a vocabulary (json) and the merges that build it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from megatron.config.data import TokenizerConfig
+from megatron.errors import DataError
+from megatron.tokenizer.base import Tokenizer
+from megatron.tokenizer.byte_level import byte_of_character
+from megatron.tokenizer.fast_bpe import build_encoder
+from megatron.tokenizer.files import decode, digest, parse_json, read_bytes
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+_END = "<|endoftext|>"
+
+
+class GPT2Tokenizer(Tokenizer):
+    """GPT2BPETokenizer: `--vocab-file` (json) and `--merge-file`.
+
+    Special tokens in the text are text: `<|endoftext|>` inside a document is split like any word.
+
+    Raises:
+        DataError: a file is missing, damaged, or does not fit the other.
+    """
+
+    def __init__(self, config: TokenizerConfig) -> None:
+        assert config.vocab_file is not None
+        assert config.merge_file is not None
+        vocab_bytes = read_bytes("--vocab-file", config.vocab_file)
+        merge_bytes = read_bytes("--merge-file", config.merge_file)
+        self._vocab = _parse_vocab(config.vocab_file, vocab_bytes)
+        merges = _parse_merges(config.merge_file, merge_bytes)
+        _check_merges(config, self._vocab, merges)
+        self._encoder = build_encoder(self._vocab, merges)
+        end = self._vocab[_END]
+        super().__init__(
+            "GPT2BPETokenizer", digest(vocab_bytes, merge_bytes), {"eod": end, "eos": end}
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Entries of the vocabulary file."""
+        return len(self._vocab)
+
+    @property
+    def vocab(self) -> Mapping[str, int]:
+        """Entries in GPT-2's printable spelling of bytes (a space is U+0120)."""
+        return self._vocab
+
+    def tokenize(self, text: str) -> list[int]:
+        """Ids of one text."""
+        return self._encoder.encode([text])[0].tolist()
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
+        """Ids of many texts, one array a text."""
+        return self._encoder.encode(texts)
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Text of ids; padding ids above the vocabulary become U+FFFD."""
+        entries = self.inv_vocab
+        table = byte_of_character()
+        # Characters outside the byte table only occur in special entries, which are plain text.
+        return b"".join(
+            bytes([table[character]]) if character in table else character.encode()
+            for i in ids
+            for character in entries.get(int(i), "\ufffd")
+        ).decode("utf-8", errors="replace")
+
+
+def _parse_vocab(path: str, data: bytes) -> dict[str, int]:
+    vocab = parse_json("--vocab-file", path, data)
+    if not isinstance(vocab, dict) or not all(type(index) is int for index in vocab.values()):
+        raise DataError(
+            f"--vocab-file {path}: expected a JSON object of entry: id (GPT-2's vocab.json)"
+        )
+    if _END not in vocab:
+        raise DataError(f"--vocab-file {path}: no {_END} entry, which ends documents; add it")
+    if set(vocab.values()) != set(range(len(vocab))):
+        raise DataError(
+            f"--vocab-file {path}: ids are not 0 to {len(vocab) - 1}, each once; repair the file"
+        )
+    return vocab
+
+
+def _parse_merges(path: str, data: bytes) -> list[str]:
+    """Lines `left right`, without the version line."""
+    lines = decode("--merge-file", path, data).split("\n")
+    if lines and lines[0].startswith("#version"):
+        lines = lines[1:]
+    merges = [line.rstrip("\r") for line in lines]
+    while merges and not merges[-1]:
+        merges.pop()
+    for number, line in enumerate(merges):
+        if line.count(" ") != 1:
+            raise DataError(
+                f"--merge-file {path}: merge {number + 1} is {line[:40]!r}, expected two pieces "
+                "with a space between (GPT-2's merges.txt)"
+            )
+    return merges
+
+
+def _check_merges(config: TokenizerConfig, vocab: dict[str, int], merges: list[str]) -> None:
+    missing = [merge for merge in merges if merge.replace(" ", "") not in vocab]
+    missing += [character for character in byte_of_character() if character not in vocab]
+    if missing:
+        raise DataError(
+            f"--vocab-file {config.vocab_file} has no entry for {missing[0]!r}, which "
+            f"--merge-file {config.merge_file} builds ({len(missing)} such); "
+            "give the two files of one tokenizer"
+        )

@@ -1,0 +1,111 @@
+"""Any tokenizer.json, through the `tokenizers` library. Nothing is fetched from the network."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.config.data import TokenizerConfig
+from megatron.errors import ConfigError, DataError
+from megatron.tokenizer.base import Tokenizer
+from megatron.tokenizer.files import decode, digest, parse_json, read_bytes
+
+# What ends a document where no tokenizer_config.json says so.
+_COMMON_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[EOS]")
+_SETTINGS = {
+    "bos": "bos_token",
+    "eos": "eos_token",
+    "cls": "cls_token",
+    "sep": "sep_token",
+    "pad": "pad_token",
+    "mask": "mask_token",
+}
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """HuggingFaceTokenizer: `--tokenizer-model` is a tokenizer.json or a folder that holds one.
+
+    A tokenizer_config.json beside it names the special tokens. The file's own post-processing
+    applies, so a model that begins texts with a special token gets it here too.
+
+    Raises:
+        DataError: there is no such file, or it is damaged.
+    """
+
+    def __init__(self, config: TokenizerConfig) -> None:
+        assert config.tokenizer_model is not None
+        path = _find(config.tokenizer_model)
+        data = read_bytes("--tokenizer-model", path)
+        self._tokenizer = _load(path, data)
+        self._vocab: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        special = self._find_special_ids(path.with_name("tokenizer_config.json"))
+        super().__init__(
+            "HuggingFaceTokenizer", digest(data, repr(sorted(special.items()))), special
+        )
+
+    def _find_special_ids(self, settings_path: Path) -> dict[str, int]:
+        settings = _read_settings(settings_path)
+        ids = {}
+        for name, key in _SETTINGS.items():
+            entry = settings.get(key)
+            entry = entry.get("content") if isinstance(entry, dict) else entry
+            if isinstance(entry, str) and entry in self._vocab:
+                ids[name] = self._vocab[entry]
+        ends = [ids[name] for name in ("eos",) if name in ids]
+        ends += [self._vocab[entry] for entry in _COMMON_ENDS if entry in self._vocab]
+        return {**ids, "eod": ends[0]} if ends else ids
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id, added tokens included."""
+        return max(self._vocab.values()) + 1
+
+    @property
+    def vocab(self) -> Mapping[str, int]:
+        """Entry to id, added tokens included."""
+        return self._vocab
+
+    def tokenize(self, text: str) -> list[int]:
+        """Ids of one text, as the file's post-processing leaves them."""
+        return self._tokenizer.encode(text).ids
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Text of ids, special tokens spelt out."""
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+
+
+def _find(model: str) -> Path:
+    path = Path(model)
+    if path.is_dir():
+        path /= "tokenizer.json"
+    if not path.is_file():
+        raise ConfigError(
+            f"--tokenizer-model {model}: no tokenizer.json there; give a local file or folder "
+            "(nothing is downloaded)"
+        )
+    return path
+
+
+def _load(path: Path, data: bytes) -> Any:
+    from tokenizers import Tokenizer as Pipeline
+
+    text = decode("--tokenizer-model", path, data)
+    try:
+        pipeline = Pipeline.from_str(text)
+    except Exception as error:  # the library raises plain Exception
+        raise DataError(f"--tokenizer-model {path}: not a tokenizer.json ({error})") from error
+    # A corpus is neither cut nor filled up, whatever the file was last used for.
+    pipeline.no_truncation()
+    pipeline.no_padding()
+    return pipeline
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    flag = "--tokenizer-model"
+    settings = parse_json(flag, path, read_bytes(flag, path))
+    if not isinstance(settings, dict):
+        raise DataError(f"{flag} {path}: expected a JSON object")
+    return settings

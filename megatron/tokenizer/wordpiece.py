@@ -1,0 +1,103 @@
+"""BERT's WordPiece: clean, split at white space and punctuation, then longest pieces first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from megatron.config.data import TokenizerConfig
+from megatron.errors import DataError
+from megatron.tokenizer.base import Tokenizer
+from megatron.tokenizer.files import decode, digest, read_bytes
+from megatron.tokenizer.vocabulary import append_entries, extra_ids
+
+_REQUIRED = {"cls": "[CLS]", "sep": "[SEP]", "pad": "[PAD]", "mask": "[MASK]"}
+_UNKNOWN = "[UNK]"
+# Longer words are unknown, as in Google's BERT.
+_LONGEST_WORD = 200
+
+
+class WordPieceTokenizer(Tokenizer):
+    """BertWordPieceLowerCase and BertWordPieceCase: `--vocab-file`, one entry a line.
+
+    [BOS], [EOS] and `--vocab-extra-ids` sentinels are appended where the file lacks them.
+
+    Raises:
+        DataError: the file is missing, or lacks an entry that BERT needs.
+    """
+
+    def __init__(self, config: TokenizerConfig) -> None:
+        assert config.vocab_file is not None
+        assert config.tokenizer_type is not None
+        data = read_bytes("--vocab-file", config.vocab_file)
+        self._vocab = _parse_vocab(config.vocab_file, data)
+        self._tokenizer = _build(self._vocab, lower_case="LowerCase" in config.tokenizer_type)
+        sentinels = extra_ids(config.vocab_extra_ids)
+        append_entries(self._vocab, ["[BOS]", "[EOS]", *sentinels])
+        self._sentinels = [self._vocab[entry] for entry in sentinels]
+        special = {name: self._vocab[entry] for name, entry in _REQUIRED.items()}
+        bos, eos = self._vocab["[BOS]"], self._vocab["[EOS]"]
+        super().__init__(
+            config.tokenizer_type,
+            digest(data, str(config.vocab_extra_ids)),
+            {**special, "bos": bos, "eos": eos, "eod": eos},
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Entries of the file and those appended."""
+        return len(self._vocab)
+
+    @property
+    def vocab(self) -> Mapping[str, int]:
+        """Entries; `##` begins one that continues a word."""
+        return self._vocab
+
+    @property
+    def additional_special_tokens_ids(self) -> list[int]:
+        """Ids of the sentinels that `--vocab-extra-ids` appended."""
+        return self._sentinels
+
+    def tokenize(self, text: str) -> list[int]:
+        """Ids of one text, without [CLS] and [SEP]."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Words with single spaces between; the original spacing is lost."""
+        entries = self.inv_vocab
+        return " ".join(entries.get(int(i), _UNKNOWN) for i in ids).replace(" ##", "")
+
+
+def _parse_vocab(path: str, data: bytes) -> dict[str, int]:
+    lines = decode("--vocab-file", path, data).split("\n")
+    if lines and not lines[-1]:
+        lines.pop()
+    vocab: dict[str, int] = {}
+    for number, line in enumerate(lines):
+        entry = line.strip()
+        if entry in vocab:
+            raise DataError(
+                f"--vocab-file {path}:{number + 1}: entry {entry!r} is already on line "
+                f"{vocab[entry] + 1}; each entry stands once"
+            )
+        vocab[entry] = number
+    missing = [entry for entry in (*_REQUIRED.values(), _UNKNOWN) if entry not in vocab]
+    if missing:
+        raise DataError(
+            f"--vocab-file {path}: no entry {', '.join(missing)}; "
+            "give a BERT vocabulary (text, one entry a line)"
+        )
+    return vocab
+
+
+def _build(vocab: dict[str, int], *, lower_case: bool):  # type: ignore[no-untyped-def]
+    """The pipeline in the `tokenizers` library."""
+    from tokenizers import Tokenizer as Pipeline
+    from tokenizers.models import WordPiece
+    from tokenizers.normalizers import BertNormalizer
+    from tokenizers.pre_tokenizers import BertPreTokenizer
+
+    model = WordPiece(dict(vocab), unk_token=_UNKNOWN, max_input_chars_per_word=_LONGEST_WORD)
+    pipeline = Pipeline(model)
+    pipeline.normalizer = BertNormalizer(lowercase=lower_case)
+    pipeline.pre_tokenizer = BertPreTokenizer()
+    return pipeline
