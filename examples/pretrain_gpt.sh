@@ -1,0 +1,56 @@
+#!/usr/bin/env bash
+# Pretrain a 345M-parameter GPT in one process: on the GPU where there is one, else on the CPU.
+#
+#   DATA_PATH=data/my_text_document VOCAB_FILE=gpt2-vocab.json MERGE_FILE=gpt2-merges.txt \
+#   OUT=runs/gpt-345m examples/pretrain_gpt.sh
+#
+# Flags given to this script come last and win, for example: --train-iters 100 --bf16
+set -euo pipefail
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+: "${DATA_PATH:?set it to the prefix of a .bin/.idx pair (tools/preprocess_data.py writes one)}"
+: "${VOCAB_FILE:?set it to the file of the GPT-2 vocabulary (json)}"
+: "${MERGE_FILE:?set it to the file of the GPT-2 merges (text)}"
+OUT=${OUT:-runs/gpt-345m}
+
+MODEL=(
+    --num-layers 24
+    --hidden-size 1024
+    --num-attention-heads 16
+    --seq-length 1024
+    --max-position-embeddings 1024
+)
+
+TRAINING=(
+    --micro-batch-size 4
+    --global-batch-size 8
+    --train-iters 500000
+    --lr 0.00015
+    --min-lr 1.0e-5
+    --lr-decay-style cosine
+    --lr-decay-iters 320000
+    --lr-warmup-fraction .01
+    --weight-decay 1e-2
+    --clip-grad 1.0
+)
+
+DATA=(
+    --data-path "$DATA_PATH"
+    --tokenizer-type GPT2BPETokenizer
+    --vocab-file "$VOCAB_FILE"
+    --merge-file "$MERGE_FILE"
+    --split 949,50,1
+)
+
+OUTPUT=(
+    --save "$OUT/checkpoints"
+    --load "$OUT/checkpoints"
+    --save-interval 10000
+    --eval-interval 1000
+    --eval-iters 10
+    --log-interval 100
+    --tensorboard-dir "$OUT/tensorboard"
+)
+
+exec python "$ROOT/pretrain_gpt.py" \
+    "${MODEL[@]}" "${TRAINING[@]}" "${DATA[@]}" "${OUTPUT[@]}" "$@"
