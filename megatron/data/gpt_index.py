@@ -182,6 +182,23 @@ def build_sample_index(
     return samples
 
 
+def is_sound_gpt_index(plan: GPTIndexPlan, index: GPTIndex, first_document: int) -> bool:
+    """Whether arrays read from a file can be the plan's, as far as sums and bounds tell.
+
+    A file that was cut and padded with zeros by a crash has the right size; its sums are wrong.
+    """
+    ends = (first_document, first_document + plan.num_documents - 1)
+    documents = plan.epochs * sum(ends) * plan.num_documents // 2
+    return (
+        int(index.documents.sum(dtype=np.int64)) == documents
+        and (int(index.documents.min()), int(index.documents.max())) == ends
+        and int(index.shuffle.sum(dtype=np.int64)) == plan.samples * (plan.samples - 1) // 2
+        and int(index.shuffle.max(initial=0)) == max(0, plan.samples - 1)
+        and bool((np.diff(index.samples[:, 0]) >= 0).all())
+        and int(index.samples[-1, 0]) < len(index.documents)
+    )
+
+
 def describe_gpt_index(
     prefix: str, name: str, num_samples: int, seq_length: int, seed: int, split: str
 ) -> str:

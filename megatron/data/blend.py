@@ -1,0 +1,180 @@
+"""Several datasets drawn from in fixed proportions.
+
+Sample i comes from the dataset that lags furthest behind its share: with weights w and t samples
+taken from each so far, the one where `w * max(i, 1) - t` is largest, the first of equals. The order
+is Megatron-LM's, computed in the same floating-point operations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.data.cache import ArraySpec, IndexCache
+from megatron.data.gpt import Sample, SampleDataset
+from megatron.errors import ConfigError
+
+_MAX_DATASETS = np.iinfo(np.int16).max
+_BLOCK = 4096  # samples of the shortest block
+_MAX_ELEMENTS = 1 << 20  # of a step's arrays, so that they stay in a processor's cache
+
+
+class BlendIndex(NamedTuple):
+    """Dataset of each sample `[n]` (uint8, int16 from 255 datasets on), its number there `[n]`."""
+
+    datasets: NDArray[Any]
+    samples: NDArray[np.int64]
+
+
+def normalize(weights: Sequence[float]) -> NDArray[np.float64]:
+    """Weights divided by their sum, `[d]`.
+
+    Divided twice, once with Python's sum and once with numpy's: so does Megatron, and the last
+    bit decides ties.
+    """
+    total = sum(weights, 0.0)
+    shares = np.array([weight / total for weight in weights], np.float64)
+    return shares / shares.sum()
+
+
+def samples_of_each(weights: Sequence[float], num_samples: int) -> list[int]:
+    """Samples to prepare of each dataset: its share and half a percent more."""
+    total = sum(weights, 0.0)
+    return [math.ceil(num_samples * (weight / total) * 1.005) for weight in weights]
+
+
+def build_blend_index(weights: NDArray[np.float64], size: int) -> BlendIndex:
+    """The blend's first `size` samples.
+
+    Each choice depends on all before it. To make many at a time, the run is cut into blocks that
+    advance side by side from guessed counts: those that stand nearest to the shares, which are
+    nearly always the true ones. A block whose guess is not what the block before it ended with is
+    then done again from there, until all fit; the result is exact for any guess.
+
+    Args:
+        weights: adding up to one, `[d]`.
+        size: n.
+    """
+    count = len(weights)
+    blocks = max(1, min(size // _BLOCK, _MAX_ELEMENTS // count))
+    length = -(-size // blocks)
+    starts = np.arange(blocks) * length
+    counts = _nearest_counts(weights, starts)
+    datasets = np.empty((blocks, length), np.uint8 if count < 255 else np.int16)
+    ends = np.empty_like(counts)
+    wrong = np.arange(blocks)
+    while len(wrong):
+        datasets[wrong], ends[wrong] = _advance(weights, starts[wrong], counts[wrong], length)
+        wrong = 1 + np.flatnonzero((counts[1:] != ends[:-1]).any(axis=1))
+        counts[wrong] = ends[wrong - 1]
+    flat = datasets.reshape(-1)[:size]
+    return BlendIndex(flat, _numbers(flat, count))
+
+
+def _nearest_counts(weights: NDArray[np.float64], totals: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Whole numbers that add up to each total, nearest to the shares, `[blocks, d]`."""
+    exact = weights * totals[:, None]
+    counts = np.floor(exact)
+    missing = totals - counts.sum(axis=1)
+    rank = np.argsort(np.argsort(counts - exact, axis=1, kind="stable"), axis=1, kind="stable")
+    return counts + (rank < missing[:, None])
+
+
+def _advance(
+    weights: NDArray[np.float64],
+    starts: NDArray[np.int64],
+    counts: NDArray[np.float64],
+    length: int,
+) -> tuple[NDArray[Any], NDArray[np.float64]]:
+    """Make `length` choices in every block.
+
+    Args:
+        starts: number of each block's first sample, `[blocks]`.
+        counts: samples taken from each dataset before it, `[blocks, d]`.
+
+    Returns:
+        The choices `[blocks, length]`, and the counts after them.
+    """
+    taken = counts.copy()
+    rows = np.arange(len(starts))
+    choices = np.empty((length, len(starts)), np.int16)
+    for step in range(length):
+        position = np.maximum(starts + step, 1).astype(np.float64)
+        choice = (position[:, None] * weights - taken).argmax(axis=1)
+        taken[rows, choice] += 1
+        choices[step] = choice
+    return choices.T, taken
+
+
+def _numbers(datasets: NDArray[Any], count: int) -> NDArray[np.int64]:
+    """How often each sample's dataset occurred before it, `[n]`."""
+    numbers = np.empty(len(datasets), np.int64)
+    order = np.argsort(datasets, kind="stable")
+    sizes = np.bincount(datasets, minlength=count)
+    firsts = np.repeat(np.cumsum(sizes) - sizes, sizes)
+    numbers[order] = np.arange(len(datasets)) - firsts
+    return numbers
+
+
+class BlendedDataset:
+    """Datasets drawn from by a blend index.
+
+    Only the samples that were asked for are sure to exist in every dataset; in the half percent
+    behind them a dataset that has run out starts again.
+    """
+
+    def __init__(self, datasets: Sequence[SampleDataset], index: BlendIndex) -> None:
+        self.datasets = tuple(datasets)
+        self.index = index
+
+    def __len__(self) -> int:
+        return len(self.index.datasets)
+
+    def __getitem__(self, i: int) -> Sample:
+        """Sample `i` of the blend; `id` counts in the blend, not in the dataset it came from."""
+        dataset = self.datasets[int(self.index.datasets[i])]
+        sample = dataset[int(self.index.samples[i]) % len(dataset)]
+        return {"text": sample["text"], "id": i}
+
+
+def blend(
+    datasets: Sequence[SampleDataset],
+    descriptions: Sequence[str],
+    weights: Sequence[float],
+    size: int,
+    data_cache_path: str | None,
+    warns: bool = True,
+) -> BlendedDataset:
+    """Blend datasets; the index is kept on disk only where --data-cache-path is given.
+
+    Args:
+        descriptions: of each dataset, part of the index's name.
+        size: samples of the blend.
+        warns: whether this process reports a cache folder that cannot be written to.
+
+    Raises:
+        ConfigError: there are too many datasets.
+    """
+    if len(datasets) > _MAX_DATASETS:
+        raise ConfigError(
+            f"--data-path: {len(datasets)} datasets, at most {_MAX_DATASETS} can be blended: join "
+            "some with tools/merge_datasets.py"
+        )
+    shares = normalize(weights)
+    members = "".join(f"{description}\n\n" for description in descriptions)
+    description = f"Blendable dataset\n\nDatasets:\n{members}Weights: {shares}\nSize: {size}\n"
+    dtype = np.dtype(np.uint8 if len(datasets) < 255 else np.int16)
+    specs = [
+        ArraySpec("index", dtype, (size,)),
+        ArraySpec("sample_index", np.dtype(np.int64), (size,)),
+    ]
+    folders = () if data_cache_path is None else (Path(data_cache_path),)
+    arrays = IndexCache(folders, warns).load_or_build(
+        description, specs, lambda: build_blend_index(shares, size)
+    )
+    return BlendedDataset(datasets, BlendIndex(*arrays))

@@ -1,0 +1,71 @@
+"""Micro-batches from a dataset and a sampler, loaded ahead by worker processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from megatron.data.gpt import Sample, SampleDataset
+
+_PREFETCH = 4  # micro-batches a worker holds ready
+
+
+def build_loader(
+    dataset: SampleDataset,
+    sampler: Iterable[list[int]],
+    *,
+    num_workers: int,
+    seed: int,
+    pin_memory: bool = False,
+) -> DataLoader[Any]:
+    """Iterate over `{"text": [b, s + 1] int64, "id": [b] int64}`, one micro-batch at a time.
+
+    The order is the sampler's alone, and no global random state is drawn from, so that a resumed
+    run continues bit for bit.
+
+    Args:
+        sampler: yields the sample numbers of each micro-batch.
+        num_workers: processes that load ahead; 0 loads in this one.
+        seed: of the loader's private generator.
+        pin_memory: copy batches to page-locked memory; only useful with a GPU.
+    """
+    return DataLoader(
+        dataset,  # type: ignore[arg-type]
+        batch_sampler=sampler,
+        num_workers=num_workers,
+        collate_fn=collate,
+        generator=torch.Generator().manual_seed(seed),
+        worker_init_fn=_leave_signals_to_parent if num_workers else None,
+        prefetch_factor=_PREFETCH if num_workers else None,
+        pin_memory=pin_memory,
+    )
+
+
+def collate(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
+    """Stack samples: `text` `[b, s + 1]` and `id` `[b]`, both int64."""
+    text = torch.stack([torch.from_numpy(sample["text"]) for sample in samples])
+    return {"text": text, "id": torch.tensor([sample["id"] for sample in samples])}
+
+
+def _leave_signals_to_parent(worker: int) -> None:
+    """Let a worker outlive the signals that tell the whole job to stop.
+
+    The training process saves a checkpoint first and needs its data until then. Only a SIGTERM
+    that the training process itself sends, when it closes the loader, ends the worker.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Blocked here and, by inheritance, in the thread that waits for it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_end_when_parent_asks, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_when_parent_asks(parent: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)

@@ -1,0 +1,71 @@
+"""From the tokens of a micro-batch to what the model takes.
+
+b micro-batch, s sequence.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Batch(NamedTuple):
+    """One micro-batch.
+
+    Attributes:
+        tokens: inputs, `[b, s]` int64.
+        labels: the token after each input, `[b, s]` int64.
+        loss_mask: 1 where a label counts, else 0, `[b, s]` float32.
+        position_ids: `[b, s]` int64.
+        attention_mask: True where a query (dim 2) may attend to a key (dim 3), `[b, 1, s, s]`
+            bool; None: every token attends to itself and all before it.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+    position_ids: Tensor
+    attention_mask: Tensor | None
+
+
+def make_batch(
+    text: Tensor,
+    *,
+    eod: int,
+    reset_position_ids: bool = False,
+    reset_attention_mask: bool = False,
+    eod_mask_loss: bool = False,
+) -> Batch:
+    """Cut inputs and labels, and mark where documents end.
+
+    An end-of-document token belongs to the document that it ends.
+
+    Args:
+        text: tokens `[b, s + 1]`.
+        eod: id of the end-of-document token.
+        reset_position_ids: count positions from 0 in every document.
+        reset_attention_mask: no attention to tokens of earlier documents.
+        eod_mask_loss: no loss where the input is an end-of-document token.
+    """
+    tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+    is_end = tokens == eod
+    loss_mask = torch.ones_like(tokens, dtype=torch.float32)
+    if eod_mask_loss:
+        loss_mask.masked_fill_(is_end, 0.0)
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    # Whether each token is the first after an end, `[b, s]`.
+    is_start = torch.nn.functional.pad(is_end[:, :-1], (1, 0))
+    if reset_position_ids:
+        start = torch.where(is_start, positions, 0).cummax(dim=1).values
+        positions = positions - start
+    mask = _document_mask(is_start) if reset_attention_mask else None
+    return Batch(tokens, labels, loss_mask, positions, mask)
+
+
+def _document_mask(is_start: Tensor) -> Tensor:
+    """True for keys of the query's own document that are not after it, `[b, 1, s, s]`."""
+    document = is_start.cumsum(dim=1)
+    same = document[:, :, None] == document[:, None, :]
+    return same.tril().unsqueeze(1)
