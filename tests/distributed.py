@@ -26,25 +26,40 @@ def run_distributed(
     `sizes` are Layout.create's tensor, context and pipeline. Results must be picklable.
     Raises RuntimeError with the traceback of the first rank that failed.
     """
-    context = mp.get_context("fork")  # torch is loaded already: children start in milliseconds
+    context = _start_method()
     results: Any = context.SimpleQueue()
+    received: Any = context.Event()  # tensors in results live as long as the process that sent them
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
         workers = [
             context.Process(
-                target=_work, args=(r, world_size, store, function, args, sizes, results)
+                target=_work, args=(r, world_size, store, function, args, sizes, results, received)
             )
             for r in range(world_size)
         ]
         for worker in workers:
             worker.start()
         answers = [results.get() for _ in workers]
+        received.set()
         for worker in workers:
             worker.join()
     failures = [text for _, ok, text in answers if not ok]
     if failures:
         raise RuntimeError("\n".join(failures))
     return [value for _, _, value in sorted(answers, key=lambda answer: answer[0])]
+
+
+def _start_method() -> Any:
+    """Fork: torch is loaded already, so children start in milliseconds.
+
+    Where there is a GPU, autograd leaves threads that no fork may follow: there from a server
+    process that has only loaded torch.
+    """
+    if not torch.cuda.is_available():
+        return mp.get_context("fork")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "tests.distributed"])
+    return context
 
 
 def _work(
@@ -55,6 +70,7 @@ def _work(
     args: tuple[Any, ...],
     sizes: dict[str, int],
     results: Any,
+    received: Any,
 ) -> None:
     torch.set_num_threads(1)
     try:
@@ -68,5 +84,6 @@ def _work(
     except BaseException:
         results.put((rank, False, f"rank {rank}:\n{traceback.format_exc()}"))
     finally:
+        received.wait(TIMEOUT.total_seconds())
         if dist.is_initialized():
             dist.destroy_process_group()
