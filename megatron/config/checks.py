@@ -83,7 +83,8 @@ def _no_effect(config: RunConfig) -> Iterator[str]:
             f"--num-query-groups {model.num_query_groups} changes nothing without "
             "--group-query-attention"
         )
-    if tokenizer.vocab_size is not None and tokenizer.tokenizer_type != "NullTokenizer":
+    sized = tokenizer.tokenizer_type in ("NullTokenizer", "TikTokenizer")
+    if tokenizer.vocab_size is not None and not sized:
         yield (
             f"--vocab-size {tokenizer.vocab_size} changes nothing: the size of "
             f"{tokenizer.tokenizer_type} follows from its files"

@@ -84,7 +84,11 @@ class DataConfig:
     num_workers: int = flag(
         2, "Loader processes of each rank. 0: load in the training process.", unit="processes"
     )
-    data_impl: str = flag("infer", "Format of the dataset.", choices=("mmap", "infer"))
+    data_impl: str = flag(
+        "infer",
+        "Format of the dataset: memory-mapped .bin and .idx in both cases.",
+        choices=("mmap", "infer"),
+    )
     dataloader_type: str | None = flag(
         None,
         "Sample order: one global stream, or reshuffled every epoch. Unset: single.",

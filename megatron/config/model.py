@@ -80,10 +80,15 @@ class ModelConfig:
         off="--no-masked-softmax-fusion",
     )
     bias_dropout_fusion: bool = flag(
-        True, "Allow fusing bias, dropout and residual.", off="--no-bias-dropout-fusion"
+        True,
+        "Allow fusing bias, dropout and residual (no fused form yet: the same result).",
+        off="--no-bias-dropout-fusion",
+        notice="bias, dropout and residual are separate operations already",
     )
     no_persist_layer_norm: bool = flag(
-        False, "Do not use the persistent LayerNorm kernel (we have one form: no effect on math)."
+        False,
+        "Do not use Apex's persistent LayerNorm kernel (we have none: the same result).",
+        notice="there is no persistent LayerNorm kernel to turn off",
     )
 
     @property

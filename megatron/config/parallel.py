@@ -11,11 +11,15 @@ from megatron.config.flag import flag
 class ParallelConfig:
     """Parallelism."""
 
-    tensor_model_parallel_size: int = flag(1, "Processes that split each layer.", unit="processes")
-    pipeline_model_parallel_size: int = flag(
-        1, "Processes that split the layers into stages.", unit="processes"
+    tensor_model_parallel_size: int = flag(
+        1, "Processes that split each layer (1 so far).", unit="processes"
     )
-    context_parallel_size: int = flag(1, "Processes that split each sequence.", unit="processes")
+    pipeline_model_parallel_size: int = flag(
+        1, "Processes that split the layers into stages (1 so far).", unit="processes"
+    )
+    context_parallel_size: int = flag(
+        1, "Processes that split each sequence (1 so far).", unit="processes"
+    )
     distributed_backend: str = flag(
         "nccl", "Communication library on GPUs (a CPU always uses gloo).", choices=("nccl", "gloo")
     )
@@ -23,14 +27,22 @@ class ParallelConfig:
         10, "A collective that takes longer ends the run.", unit="minutes"
     )
     ddp_impl: str = flag(
-        "local", "Gradient reduction.", names="--DDP-impl", choices=("local", "torch")
+        "local",
+        "Gradient reduction (local so far).",
+        names="--DDP-impl",
+        choices=("local", "torch"),
     )
     use_contiguous_buffers_in_local_ddp: bool = flag(
         True,
-        "Keep gradients in contiguous buffers.",
+        "Keep gradients in contiguous buffers (always so: the same result).",
         off="--no-contiguous-buffers-in-local-ddp",
+        notice="gradients always live in contiguous buffers, which cost no extra memory here",
     )
-    use_cpu_initialization: bool = flag(False, "Draw the initial weights on the CPU.")
+    use_cpu_initialization: bool = flag(
+        False,
+        "Draw the initial weights on the CPU (any device draws the same numbers).",
+        notice="every device draws the same initial weights, for any parallel layout",
+    )
     local_rank: int | None = flag(
         None, "GPU of this process. Unset: from LOCAL_RANK.", names=("--local_rank", "--local-rank")
     )

@@ -34,6 +34,8 @@ class PrecisionConfig:
     embedding_weights_in_fp32: bool = flag(False, "Keep the word embeddings in fp32.")
     gradient_accumulation_fusion: bool = flag(
         True,
-        "Allow adding weight gradients into the fp32 buffer in the matrix product.",
+        "Allow adding weight gradients into the fp32 buffer in the matrix product (no fused form "
+        "yet: the same result).",
         off="--no-gradient-accumulation-fusion",
+        notice="weight gradients are added to the buffer by a separate operation already",
     )

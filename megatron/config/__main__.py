@@ -1,0 +1,19 @@
+"""Write the tables of flags into a document: `python -m megatron.config docs/compatibility.md`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megatron.config.compatibility import insert_tables
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m megatron.config", description=__doc__)
+    parser.add_argument("document", type=Path, help="Markdown file with the two marks.")
+    path = parser.parse_args().document
+    path.write_text(insert_tables(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

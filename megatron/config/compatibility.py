@@ -1,0 +1,88 @@
+"""The table of all flags in `docs/compatibility.md`, written from the code that reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+
+from megatron.config.arguments import default_text
+from megatron.config.fields import Field, fields_of
+from megatron.config.old_flags import GONE_FLAGS, OLD_FLAGS
+from megatron.config.refused import HONOURED, REFUSED
+from megatron.config.run import sections
+
+BEGIN = "<!-- flags: written by `python -m megatron.config`, do not edit -->"
+END = "<!-- end of flags -->"
+
+
+def insert_tables(document: str) -> str:
+    """`document` with everything between the two marks replaced by today's tables."""
+    before, _, rest = document.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n\n{flag_tables()}\n{END}{after}"
+
+
+def flag_tables() -> str:
+    """Markdown tables: our flags by section, then those without a field, then the old ones."""
+    return "\n".join([*_supported(), *_known(), *_old()])
+
+
+def _supported() -> Iterator[str]:
+    for config_type in sections().values():
+        yield f"### {(config_type.__doc__ or '').splitlines()[0].rstrip('.')}\n"
+        rows = [
+            (_spellings(field), _status(field), default_text(field), _meaning(field))
+            for field in fields_of(config_type)
+        ]
+        yield from _table(("Flag", "Status", "Default", "Meaning"), rows)
+
+
+def _spellings(field: Field) -> str:
+    off = (field.info.off,) if field.info.off else ()
+    return ", ".join(f"`{name}`" for name in (*field.names, *off))
+
+
+def _status(field: Field) -> str:
+    return "honoured in meaning" if field.info.notice else "supported"
+
+
+def _meaning(field: Field) -> str:
+    facts = [field.info.help]
+    if field.info.choices:
+        facts.append("One of " + ", ".join(f"`{choice}`" for choice in field.info.choices) + ".")
+    if field.info.unit:
+        facts.append(f"Unit: {field.info.unit}.")
+    return " ".join(facts)
+
+
+def _known() -> Iterator[str]:
+    yield "### Honoured in meaning: there is nothing to do\n"
+    rows = [(f"`{flag.name}`", flag.reason) for flag in HONOURED]
+    yield from _table(("Flag", "Why"), rows)
+    yield "### Refused by name\n"
+    yield "A value equal to Megatron's default asks for nothing and passes.\n"
+    rows = [
+        (", ".join(f"`{flag.name}`" for flag in group), reason)
+        for reason, group in groupby(REFUSED, key=lambda flag: flag.reason)
+    ]
+    yield from _table(("Flags", "Answer"), rows)
+
+
+def _old() -> Iterator[str]:
+    yield "### Old flags, translated with one notice\n"
+    rows = [(f"`{flag.name}`", flag.era, flag.now) for flag in OLD_FLAGS]
+    yield from _table(("Flag", "Megatron-LM", "Read as"), rows)
+    yield "### Old flags, refused with the remedy\n"
+    gone = [
+        (f"`{flag.name} {flag.value or ''}".rstrip() + "`", flag.era, flag.remedy)
+        for flag in GONE_FLAGS
+    ]
+    yield from _table(("Flag", "Last seen", "Remedy"), gone)
+
+
+def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(titles)} |"
+    yield f"|{'|'.join(' --- ' for _ in titles)}|"
+    for row in rows:
+        yield f"| {' | '.join(cell.replace('|', '/') for cell in row)} |"
+    yield ""

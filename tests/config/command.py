@@ -1,0 +1,46 @@
+"""A small valid command line, and how tests change it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from megatron.config.parser import ParsedRun, parse_config
+from megatron.errors import ConfigError
+
+BASE = {
+    "--num-layers": "4",
+    "--hidden-size": "64",
+    "--num-attention-heads": "4",
+    "--seq-length": "128",
+    "--micro-batch-size": "4",
+    "--lr": "1e-3",
+    "--train-iters": "40",
+    "--mock-data": None,
+    "--tokenizer-type": "NullTokenizer",
+    "--vocab-size": "100",
+}
+
+
+def command(*words: str, without: Sequence[str] = ()) -> list[str]:
+    """The small run with further words, less some of its own flags."""
+    base = [
+        word
+        for name, value in BASE.items()
+        if name not in without
+        for word in (name, value)
+        if word is not None
+    ]
+    return [*base, *words]
+
+
+def parse(*words: str, without: Sequence[str] = (), world_size: int = 1) -> ParsedRun:
+    return parse_config(command(*words, without=without), world_size=world_size)
+
+
+def problems(*words: str, without: Sequence[str] = (), world_size: int = 1) -> list[str]:
+    """What is wrong with a command line; the test fails where nothing is."""
+    with pytest.raises(ConfigError) as caught:
+        parse(*words, without=without, world_size=world_size)
+    return caught.value.problems

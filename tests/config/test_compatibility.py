@@ -1,0 +1,46 @@
+"""The table of flags in docs/ is what the code does."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.config.compatibility import BEGIN, END, insert_tables
+from megatron.config.old_flags import GONE_FLAGS, OLD_FLAGS
+
+_DOCUMENT = Path(__file__).parents[2] / "docs" / "compatibility.md"
+_FLAGS = Path(__file__).with_name("megatron_flags.json")
+
+
+def test_the_document_is_up_to_date() -> None:
+    text = _DOCUMENT.read_text(encoding="utf-8")
+    assert insert_tables(text) == text, "run: python -m megatron.config docs/compatibility.md"
+
+
+def test_the_table_has_every_flag_of_megatron() -> None:
+    table = _DOCUMENT.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
+    listed = set(re.findall(r"`(--[\w-]+)", table))
+    flags = [entry["flags"] for part in json.loads(_FLAGS.read_text()).values() for entry in part]
+    assert {name for names in flags for name in names} <= listed
+    assert {flag.name for flag in (*OLD_FLAGS, *GONE_FLAGS)} <= listed
+
+
+def test_the_command_rewrites_only_what_is_between_the_marks(tmp_path: Path) -> None:
+    path = tmp_path / "table.md"
+    path.write_text(f"before\n{BEGIN}\nstale\n{END}\nafter\n")
+    subprocess.run([sys.executable, "-m", "megatron.config", str(path)], check=True)
+    text = path.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "stale" not in text
+    assert "`--num-layers`" in text
+
+
+@pytest.mark.parametrize("mark", [BEGIN, END])
+def test_the_marks_stand_once(mark: str) -> None:
+    assert _DOCUMENT.read_text(encoding="utf-8").count(mark) == 1
