@@ -27,7 +27,7 @@ from megatron.errors import CheckpointError
 from megatron.parallel.layout import Layout
 
 
-class CheckpointReader(Protocol):
+class Reader(Protocol):
     """What training and tools read from, whatever the format on disk.
 
     Attributes:
@@ -69,9 +69,9 @@ class CheckpointReader(Protocol):
 
 
 def open_checkpoint(
-    root: Path, *, verify: bool = True, layout: Layout | None = None
-) -> CheckpointReader:
-    """The first checkpoint in `find.list_checkpoints` order that is sound.
+    root: Path | str, *, verify: bool = True, layout: Layout | None = None
+) -> Reader | None:
+    """The first checkpoint in `find.list_checkpoints` order that is sound; None in an empty folder.
 
     Collective over `layout`, where one is given: ranks share the work of verifying, and open the
     same checkpoint. The folder must be on a file system that all of them see.
@@ -81,10 +81,10 @@ def open_checkpoint(
         verify: compare every digest; off: sizes and the manifest only.
 
     Raises:
-        CheckpointError: there is none, or all are damaged; says what is wrong with each.
+        CheckpointError: all that there are, are damaged; says what is wrong with each.
     """
     exchange = Exchange((layout or Layout.single()).world)
-    root = root.absolute()
+    root = Path(root).absolute()
     listed = exchange.on_main(lambda: [_to_json(one) for one in list_checkpoints(root)])
     problems: list[str] = []
     for found in map(_from_json, listed):
@@ -95,7 +95,7 @@ def open_checkpoint(
             return reader
         problems.append(f"{found.path}: {problem}")
     if not problems:
-        raise CheckpointError(f"{root}: there is no checkpoint")
+        return None
     raise CheckpointError("no checkpoint can be used: " + "; ".join(problems))
 
 
@@ -107,11 +107,9 @@ def _from_json(value: Json) -> Found:
     return Found(value[0], value[1], Path(value[2]))
 
 
-def _try_open(
-    found: Found, exchange: Exchange, verify: bool
-) -> tuple[CheckpointReader | None, str | None]:
+def _try_open(found: Found, exchange: Exchange, verify: bool) -> tuple[Reader | None, str | None]:
     """A reader that every rank agrees on, or the first problem that any rank met. Collective."""
-    reader: CheckpointReader | None = None
+    reader: Reader | None = None
     problem = None
     try:
         reader = _open(found, verify, exchange.world.rank, exchange.world.size)
@@ -121,11 +119,11 @@ def _try_open(
     return (None, problems[0]) if problems else (reader, None)
 
 
-def _open(found: Found, verify: bool, rank: int, ranks: int) -> CheckpointReader:
+def _open(found: Found, verify: bool, rank: int, ranks: int) -> Reader:
     if found.format == "legacy":
         from megatron.checkpoint.legacy.reader import LegacyReader
 
-        return LegacyReader(found.path, verify=verify)
+        return LegacyReader(found.path, verify=verify, rank=rank, ranks=ranks)
     reader = NativeReader(found.path)
     if reader.iteration != found.iteration and found.path.name.startswith("iter_"):
         raise CheckpointError(f"{MANIFEST} is of iteration {reader.iteration}")

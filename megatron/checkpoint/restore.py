@@ -8,14 +8,14 @@ import torch
 
 from megatron.checkpoint.entries import Entry
 from megatron.checkpoint.manifest import describe
-from megatron.checkpoint.reader import CheckpointReader
+from megatron.checkpoint.reader import Reader
 from megatron.errors import CheckpointError
 
 _SHOWN = 10  # problems listed in a message
 
 
 def restore(
-    reader: CheckpointReader,
+    reader: Reader,
     entries: Mapping[str, Entry],
     *,
     prefixes: Iterable[str] = (),
@@ -52,7 +52,7 @@ def restore(
 
 
 def find_problems(
-    reader: CheckpointReader,
+    reader: Reader,
     entries: Mapping[str, Entry],
     *,
     prefixes: Iterable[str] = (),

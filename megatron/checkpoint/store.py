@@ -70,7 +70,7 @@ class Plan:
 
 
 def save(
-    root: Path, iteration: int, entries: Mapping[str, Entry], meta: Json, layout: Layout
+    root: Path | str, iteration: int, entries: Mapping[str, Entry], meta: Json, layout: Layout
 ) -> Path:
     """Save a state. Collective over all ranks of `layout`; returns the checkpoint's folder.
 
@@ -97,7 +97,7 @@ def save(
         for name, parts in plan.parts.items()
         if any(part.rank == layout.world.rank for part in parts)
     }
-    root = root.absolute()
+    root = Path(root).absolute()
     temporary = Path(exchange.on_main(lambda: _prepare(root, iteration, plan.total_bytes)))
     try:
         reports = exchange.together(lambda: _write(temporary, layout.world.rank, mine))

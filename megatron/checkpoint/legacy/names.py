@@ -1,0 +1,189 @@
+"""Megatron's parameters by our names, and how its files split and order them.
+
+Read are GPT trees of v1.0 to 23.08 and of the Llama-2 fork; a layer's number in a file counts
+from the first layer of its pipeline stage.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron.checkpoint.legacy.inert import TensorRef
+from megatron.errors import CheckpointError
+
+_EMBEDDINGS = {
+    "word_embeddings.weight": "embedding.word.weight",
+    "position_embeddings.weight": "embedding.position.weight",
+}
+_LAYER = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)")
+_LAYER_PARTS = {
+    "input_layernorm": "attention_norm",
+    "input_norm": "attention_norm",
+    "self_attention.query_key_value": "attention.qkv",
+    "self_attention.dense": "attention.output",
+    "attention.query_key_value": "attention.qkv",
+    "attention.dense": "attention.output",
+    "post_attention_layernorm": "mlp_norm",
+    "post_attention_norm": "mlp_norm",
+    "mlp.dense_h_to_4h": "mlp.up",
+    "mlp.dense_4h_to_h": "mlp.down",
+}
+_FINAL = {
+    f"final_{norm}.{kind}": f"final_norm.{kind}"
+    for norm in ("layernorm", "norm")
+    for kind in ("weight", "bias")
+}
+_COLUMN = re.compile(
+    r"embedding\.word\.weight|output\.weight|layers\.\d+\.(attention\.qkv|mlp\.up)\.(weight|bias)"
+)
+_ROW = re.compile(r"layers\.\d+\.(attention\.output|mlp\.down)\.weight")
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of a file, in Megatron's order.
+
+    Attributes:
+        name: ours; None for the copy of tied word embeddings that the last stage holds.
+        tensor: where its values are.
+        is_bias: Megatron's name ends in `.bias`.
+    """
+
+    name: str | None
+    tensor: TensorRef
+    is_bias: bool
+
+    @property
+    def is_decayed(self) -> bool:
+        """Whether Megatron applies weight decay to it."""
+        return not self.is_bias and len(self.tensor.shape) > 1
+
+
+def list_parameters(model: Any, first_layer: int) -> list[Parameter]:
+    """The parameters of a file's `model`, in the order in which Megatron registers them.
+
+    Args:
+        model: the tree under the key `model`.
+        first_layer: number of the stage's first layer.
+
+    Raises:
+        CheckpointError: it is not a GPT, or a tensor has a name that is not known.
+    """
+    if not isinstance(model, dict) or not isinstance(model.get("language_model"), dict):
+        raise CheckpointError("no `language_model`: not a GPT file of Megatron-LM up to 23.08")
+    language = model["language_model"]
+    extra = sorted({*model, *language} - _KNOWN_KEYS)
+    if extra:
+        raise CheckpointError(f"it holds {', '.join(extra)}: only GPT files are read so far")
+    return [
+        Parameter(name, tensor, is_bias=path.endswith(".bias"))
+        for path, tensor in _tensors(model, language)
+        for name in [_our_name(path, first_layer)]
+    ]
+
+
+_KNOWN_KEYS = {
+    "language_model",
+    "word_embeddings_for_head",
+    "embedding",
+    "encoder",
+    "transformer",
+    "output_layer",
+}
+
+
+def _tensors(
+    model: Mapping[str, Any], language: Mapping[str, Any]
+) -> Iterator[tuple[str, TensorRef]]:
+    """Megatron's path of each tensor, without the parts that differ between versions."""
+    encoder = language.get("encoder", language.get("transformer", {}))
+    trees = {
+        "embedding": language.get("embedding", {}),
+        "encoder": encoder,
+        "output_layer": language.get("output_layer", {}),
+        "word_embeddings_for_head": model.get("word_embeddings_for_head", {}),
+    }
+    for top, tree in trees.items():
+        for path, value in _flatten(tree, top):
+            if path.endswith("inv_freq"):
+                continue  # rotary frequencies follow from the flags
+            if not isinstance(value, TensorRef):
+                raise CheckpointError(f"{path} is no tensor")
+            yield path, value
+
+
+def _flatten(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if not isinstance(tree, dict):
+        yield path, tree
+        return
+    for key, value in tree.items():
+        yield from _flatten(value, f"{path}.{key}")
+
+
+def _our_name(path: str, first_layer: int) -> str | None:
+    top, _, rest = path.partition(".")
+    if top == "word_embeddings_for_head":
+        return None
+    if top == "output_layer" and rest == "weight":
+        return "output.weight"
+    if top == "embedding" and rest in _EMBEDDINGS:
+        return _EMBEDDINGS[rest]
+    if top == "encoder" and rest in _FINAL:
+        return _FINAL[rest]
+    match = _LAYER.fullmatch(rest)
+    if top == "encoder" and match and match.group(2) in _LAYER_PARTS:
+        layer, part, kind = match.groups()
+        return f"layers.{first_layer + int(layer)}.{_LAYER_PARTS[part]}.{kind}"
+    raise CheckpointError(f"parameter {path} has no place in our GPT")
+
+
+def count_layers(model: Any) -> int:
+    """Layers that a file's `model` holds."""
+    language = model.get("language_model", {}) if isinstance(model, dict) else {}
+    encoder = language.get("encoder", language.get("transformer", {}))
+    matches = (_LAYER.fullmatch(str(path)) for path in encoder)
+    return len({match.group(1) for match in matches if match})
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """How Megatron's rows become ours.
+
+    Attributes:
+        version: the file's `checkpoint_version`.
+        heads: attention heads in one tensor-parallel part.
+        swiglu: the up projection holds gate and up.
+    """
+
+    version: float
+    heads: int
+    swiglu: bool
+
+    def arrange(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """One tensor-parallel part of parameter `name`, or of its optimizer state, as ours."""
+        if ".attention.qkv." in name and self.version < 2:
+            return self._rows_by_head(tensor)
+        if ".mlp.up." in name and self.swiglu:
+            return tensor.unflatten(0, (2, -1))  # [2, f/t, h]: gate, up
+        return tensor
+
+    def _rows_by_head(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Rows of each head's query, key and value together, as since version 2.0."""
+        if self.version == 0:
+            split = tensor.unflatten(0, (3, self.heads, -1)).transpose(0, 1)
+        else:
+            split = tensor.unflatten(0, (self.heads, -1, 3)).transpose(1, 2)
+        return split.flatten(0, 2)
+
+    def split_dim(self, name: str) -> int | None:
+        """The dimension (of ours) that tensor ranks split; None where each holds all of it."""
+        if ".mlp.up." in name and self.swiglu:
+            return 1
+        if _COLUMN.fullmatch(name):
+            return 0
+        return 1 if _ROW.fullmatch(name) else None

@@ -1,0 +1,110 @@
+"""Which optimizer state in a file belongs to which parameter.
+
+Megatron's optimizer numbers parameters by group: first those that decay, then biases and 1-D
+ones, each group in the model's order. 16-bit runs keep fp32 masters in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.checkpoint.legacy.inert import TensorRef
+from megatron.checkpoint.legacy.names import Parameter
+from megatron.errors import CheckpointError
+
+_KINDS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "momentum_buffer": "momentum"}
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """An optimizer's tensors and counters in one file.
+
+    Attributes:
+        tensors: "<our parameter>.exp_avg" and so on.
+        steps: the step count wherever the file has it, numbers or scalar tensors; all should agree.
+        loss_scale: `grad_scaler` of the file, empty without one.
+    """
+
+    tensors: dict[str, TensorRef] = field(default_factory=dict)
+    steps: list[Any] = field(default_factory=list)
+    loss_scale: dict[str, Any] = field(default_factory=dict)
+
+
+def read_optimizer(optimizer: Any, parameters: Sequence[Parameter]) -> OptimizerState | None:
+    """The state in a file's `optimizer`; None where it is kept elsewhere or was not saved.
+
+    Raises:
+        CheckpointError: number or shapes of states do not match the parameters.
+    """
+    if not isinstance(optimizer, dict):
+        return None
+    torch_state = optimizer.get("optimizer", optimizer.get("optimizer_state_dict", optimizer))
+    if not isinstance(torch_state, dict) or not isinstance(torch_state.get("state"), dict):
+        return None  # the distributed optimizer keeps its state in distrib_optim.pt
+    groups = torch_state.get("param_groups", [])
+    members = _assign(groups, parameters)
+    scaler = optimizer.get("grad_scaler", {})
+    result = OptimizerState(loss_scale=scaler if isinstance(scaler, dict) else {})
+    for index, parameter in members.items():
+        _add_state(result, torch_state["state"].get(index, {}), parameter)
+    result.steps.extend(group["step"] for group in groups if "step" in group)
+    masters = optimizer.get("fp32_from_fp16_params", optimizer.get("fp32_from_fp16"))
+    if masters is not None:
+        _add_masters(result, masters, _split(parameters))
+    return result
+
+
+def _split(parameters: Sequence[Parameter]) -> list[list[Parameter]]:
+    """The groups that are not empty, in Megatron's order."""
+    decayed = [one for one in parameters if one.is_decayed]
+    others = [one for one in parameters if not one.is_decayed]
+    return [group for group in (decayed, others) if group]
+
+
+def _assign(groups: Any, parameters: Sequence[Parameter]) -> dict[int, Parameter]:
+    """The parameter of every number in `param_groups`."""
+    expected = _split(parameters)
+    if not isinstance(groups, list) or len(groups) != len(expected):
+        raise CheckpointError(
+            "the optimizer's parameter groups are not (decayed, not decayed): groups with a "
+            "learning rate of their own are not read"
+        )
+    members: dict[int, Parameter] = {}
+    for group, wanted in zip(groups, expected, strict=True):
+        numbers = group.get("params") if isinstance(group, dict) else None
+        if not isinstance(numbers, list) or len(numbers) != len(wanted):
+            raise CheckpointError("the optimizer's groups do not match the model's parameters")
+        members.update(zip(numbers, wanted, strict=True))
+    return members
+
+
+def _add_state(result: OptimizerState, state: Any, parameter: Parameter) -> None:
+    for key, value in state.items():
+        if key == "step":
+            result.steps.append(value)
+        elif key not in _KINDS:
+            raise CheckpointError(f"optimizer state {key!r} is not known")
+        else:
+            _add(result, parameter, _KINDS[key], value)
+
+
+def _add_masters(
+    result: OptimizerState, masters: Any, expected: Sequence[Sequence[Parameter]]
+) -> None:
+    if not isinstance(masters, list) or [len(group) for group in masters] != [
+        len(group) for group in expected
+    ]:
+        raise CheckpointError("fp32_from_fp16_params does not match the model's parameters")
+    for group, wanted in zip(masters, expected, strict=True):
+        for tensor, parameter in zip(group, wanted, strict=True):
+            _add(result, parameter, "master", tensor)
+
+
+def _add(result: OptimizerState, parameter: Parameter, kind: str, tensor: Any) -> None:
+    """Refuses a state of another shape: the sure sign of a wrong order."""
+    if not isinstance(tensor, TensorRef) or tensor.shape != parameter.tensor.shape:
+        raise CheckpointError(f"{kind} of {parameter.name} does not have the parameter's shape")
+    if parameter.name is not None:  # a tied copy's state equals that of the first stage
+        result.tensors[f"{parameter.name}.{kind}"] = tensor

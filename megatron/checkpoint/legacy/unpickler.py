@@ -1,0 +1,195 @@
+"""Reads a checkpoint's pickle into inert records. The only file that may touch `pickle`.
+
+Two gates. First the byte code is walked, without running it, and refused where it holds an
+instruction that checkpoints do not use, or a length or memo index that does not fit its size.
+Then the unpickler runs with a `find_class` that never imports: a name is looked up in a table of
+our own inert stand-ins, and everything else is refused by name. So nothing that a file names is
+imported or called.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import pickletools
+from typing import Any
+
+import torch
+
+from megatron.checkpoint.legacy.inert import (
+    Array,
+    Factory,
+    Namespace,
+    Opaque,
+    RefusedError,
+    StateDict,
+    StorageRef,
+    StorageType,
+    TensorRef,
+)
+from megatron.errors import CheckpointError
+
+MAX_BYTES = 64 << 20  # a tree of a hundred layers takes 100 KB
+
+_OPCODES = (
+    "PROTO STOP FRAME MARK POP POP_MARK NONE NEWTRUE NEWFALSE "
+    "BININT BININT1 BININT2 LONG1 BINFLOAT "
+    "BINUNICODE SHORT_BINUNICODE BINSTRING SHORT_BINSTRING BINBYTES SHORT_BINBYTES "
+    "EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST LIST APPEND APPENDS "
+    "EMPTY_DICT DICT SETITEM SETITEMS EMPTY_SET ADDITEMS "
+    "BINPUT LONG_BINPUT BINGET LONG_BINGET MEMOIZE "
+    "GLOBAL STACK_GLOBAL REDUCE NEWOBJ BUILD BINPERSID "
+)
+_MEMO = frozenset({"BINPUT", "LONG_BINPUT"})
+
+_STORAGES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+}
+
+
+def read_pickle(data: bytes, source: str) -> Any:
+    """The tree in `data`: dicts, lists, tuples, scalars and the records of `inert`.
+
+    Args:
+        data: the pickle.
+        source: names the file in messages.
+
+    Raises:
+        CheckpointError: damaged, or it asks for anything that a checkpoint has no need of.
+    """
+    try:
+        if len(data) > MAX_BYTES:
+            raise RefusedError(f"{len(data):,} bytes of structure")
+        _check_opcodes(data)
+        return _InertUnpickler(io.BytesIO(data)).load()
+    except RefusedError as error:
+        raise CheckpointError(f"{source}: refused, nothing in it was run: {error}") from None
+    except Exception as error:
+        # A broken pickle can make the machine fail in any way, as can one that calls our
+        # stand-ins with what they do not take.
+        raise CheckpointError(
+            f"{source}: refused, nothing in it was run: {type(error).__name__}: {error}"
+        ) from None
+
+
+def _check_opcodes(data: bytes) -> None:
+    """Walk the byte code; lengths are checked against the data by the walk itself."""
+    allowed = frozenset(_OPCODES.split())
+    for opcode, argument, position in pickletools.genops(data):
+        if opcode.name not in allowed:
+            raise RefusedError(f"instruction {opcode.name} at byte {position}")
+        # The memo is an array: a far index would allocate everything before it.
+        if opcode.name in _MEMO and int(argument or 0) > len(data):
+            raise RefusedError(f"memo index {argument} at byte {position}")
+
+
+class _InertUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        return _stand_in(module, name)
+
+    def persistent_load(self, pid: Any) -> StorageRef:
+        if type(pid) is not tuple or len(pid) != 5:
+            raise RefusedError("a reference that is no storage")
+        word, kind, key, _location, numel = pid
+        if word != "storage" or type(kind) is not StorageType or type(key) is not str:
+            raise RefusedError("a reference that is no storage")
+        return StorageRef(kind.dtype, key, _size(numel))
+
+
+def _stand_in(module: str, name: str) -> Any:
+    """Our inert object for a global name in the file."""
+    if module in ("torch", "torch.cuda") and name in _STORAGES:
+        return StorageType(_STORAGES[name])
+    # By vars(): getattr on torch imports some modules when asked for their name.
+    if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
+        return f"torch.{name}"
+    # Enums and the like of Megatron itself. The class is not looked for: its name is enough.
+    if module.partition(".")[0] == "megatron" and name.isidentifier():
+        return Factory(name, lambda *args: Opaque(name, args))
+    if (module, name) in _TABLE:
+        return _TABLE[module, name]
+    raise RefusedError(f"it names {module}.{name}, which no checkpoint needs")
+
+
+def _size(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise RefusedError(f"{value!r} is no size")
+    return value
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    if type(value) not in (tuple, list):
+        raise RefusedError("a shape that is no tuple")
+    return tuple(_size(one) for one in value)
+
+
+def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> TensorRef:
+    """A window that lies inside its storage and is not larger than it."""
+    if type(storage) is not StorageRef:
+        raise RefusedError("a tensor without a storage")
+    ref = TensorRef(storage, _size(offset), _sizes(shape), _sizes(stride))
+    numel, last = 1, ref.offset
+    if len(ref.shape) != len(ref.stride):
+        raise RefusedError("a tensor whose shape and stride differ in length")
+    for size, step in zip(ref.shape, ref.stride, strict=True):
+        numel, last = numel * size, last + (size - 1) * step
+    if numel > storage.numel or (numel and last >= storage.numel):
+        raise RefusedError(f"a tensor {list(ref.shape)} larger than its storage of {storage.numel}")
+    return ref
+
+
+def _parameter(tensor: Any, *_: Any) -> TensorRef:
+    if type(tensor) is not TensorRef:
+        raise RefusedError("a parameter without a tensor")
+    return tensor
+
+
+def _ordered_dict(*args: Any) -> StateDict:
+    if not args:
+        return StateDict()
+    (pairs,) = args
+    if type(pairs) is not list:
+        raise RefusedError("an OrderedDict that is not made from a list")
+    return StateDict((key, value) for key, value in pairs)
+
+
+def _encode(text: Any, encoding: Any) -> bytes:
+    """How Python 3 writes bytes in the older protocols."""
+    if type(text) is not str or encoding != "latin1":
+        raise RefusedError("bytes in an encoding other than latin1")
+    return text.encode("latin1")
+
+
+def _tuple(values: Any) -> tuple[Any, ...]:
+    if type(values) not in (tuple, list):
+        raise RefusedError("a torch.Size that is not made from a list")
+    return tuple(values)
+
+
+_ARRAY = Factory("ndarray", lambda *_: Array())
+_TABLE: dict[tuple[str, str], Any] = {
+    ("torch._utils", "_rebuild_tensor"): Factory("tensor", _tensor),
+    ("torch._utils", "_rebuild_tensor_v2"): Factory("tensor", _tensor),
+    ("torch._utils", "_rebuild_parameter"): Factory("parameter", _parameter),
+    ("torch", "Size"): Factory("size", _tuple),
+    ("torch", "device"): Factory("device", lambda *args: Opaque("device", args)),
+    ("collections", "OrderedDict"): Factory("OrderedDict", _ordered_dict),
+    ("argparse", "Namespace"): Namespace,
+    ("pathlib", "PosixPath"): Factory("path", lambda *args: Opaque("path", args)),
+    ("_codecs", "encode"): Factory("encode", _encode),
+    ("numpy", "ndarray"): _ARRAY,
+    ("numpy", "dtype"): _ARRAY,
+    ("numpy.core.multiarray", "_reconstruct"): _ARRAY,
+    ("numpy._core.multiarray", "_reconstruct"): _ARRAY,
+    ("numpy.core.multiarray", "scalar"): _ARRAY,
+    ("numpy._core.multiarray", "scalar"): _ARRAY,
+}
