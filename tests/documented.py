@@ -1,0 +1,64 @@
+"""The commands that the documentation shows: found in its bash blocks, and checked one by one."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.repository import ROOT, name
+
+
+class Command(NamedTuple):
+    """One command of a page, its backslash-continued lines joined."""
+
+    page: str
+    line: int
+    words: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}:{' '.join(self.words[:3])}"
+
+
+_HERE_DOCUMENT = re.compile(r"<<'?(\w+)'?\n.*?^\1$", re.MULTILINE | re.DOTALL)
+
+
+def _as_empty_lines(match: re.Match[str]) -> str:
+    return "\n" * match.group().count("\n")
+
+
+def pages() -> list[Path]:
+    """Every Markdown page of the project."""
+    return sorted(ROOT.glob("*.md")) + sorted(
+        file for folder in ("docs", "examples") for file in (ROOT / folder).rglob("*.md")
+    )
+
+
+def bash_blocks(page: Path) -> list[tuple[int, str]]:
+    """(first line number, text) of every block marked ```bash."""
+    text = page.read_text(encoding="utf-8")
+    found = re.finditer(r"^```bash\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [(text[: match.start(1)].count("\n") + 1, match.group(1)) for match in found]
+
+
+def commands(page: Path) -> list[Command]:
+    """All commands of a page's bash blocks, without here-documents, comments and redirections."""
+    result = []
+    for first, raw in bash_blocks(page):
+        block = _HERE_DOCUMENT.sub(_as_empty_lines, raw)
+        offset = 0
+        for text in re.split(r"(?<!\\)\n", block):
+            joined = re.sub(r"\\\n", " ", text)
+            words = shlex.split(joined, comments=True)
+            if ">" in words:
+                words = words[: words.index(">")]
+            if words:
+                result.append(Command(name(page), first + offset, tuple(words)))
+            offset += text.count("\n") + 1
+    return result
+
+
+def all_commands() -> list[Command]:
+    """Every documented command."""
+    return [command for page in pages() for command in commands(page)]

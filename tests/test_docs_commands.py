@@ -1,0 +1,179 @@
+"""Every command that the documentation shows is executed or at least parsed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.documented import Command, all_commands, bash_blocks, pages
+from tests.repository import ROOT, name, tracked_files
+
+# Runs a script up to the end of its argument parsing, whatever its parser.
+_PARSE_ONLY = """
+import argparse, runpy, sys
+parse = argparse.ArgumentParser.parse_args
+def parse_and_leave(self, *args, **kwargs):
+    parse(self, *args, **kwargs)
+    raise SystemExit(0)
+argparse.ArgumentParser.parse_args = parse_and_leave
+sys.argv = sys.argv[1:]
+sys.path.insert(0, sys.argv[0].rpartition("/")[0] or ".")
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+# Commands of the system, of which there is nothing to check here.
+_SYSTEM = {"mkdir", "source", "cd", "python3", "docker"}
+
+
+def _environment() -> dict[str, str]:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def _check_make(words: list[str]) -> None:
+    subprocess.run(["make", "-n", *words], cwd=ROOT, check=True, capture_output=True)
+
+
+def _check_pip(words: list[str]) -> None:
+    assert words[0] == "install"
+    files = [ROOT / word for flag, word in zip(words, words[1:], strict=False) if flag == "-r"]
+    assert all(file.is_file() for file in files)
+
+
+def _check_python(words: list[str]) -> None:
+    if words[0] == "-":
+        return  # a here-document
+    if Path(words[0]).name.startswith("pretrain_"):
+        _check_pretrain(words, world_size=1)
+        return
+    done = subprocess.run(
+        [sys.executable, "-c", _PARSE_ONLY, *words],
+        cwd=ROOT,
+        env=_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def _check_pretrain(words: list[str], world_size: int) -> None:
+    from megatron.config import parse_config
+
+    assert (ROOT / words[0]).is_file()
+    if words[1:] != ["--help"]:
+        parse_config(words[1:], world_size=world_size)
+
+
+def _check_torchrun(words: list[str]) -> None:
+    from torch.distributed.run import parse_args
+
+    options = parse_args(words)
+    _, _, nodes = options.nnodes.rpartition(":")
+    world_size = int(options.nproc_per_node) * int(nodes)
+    _check_pretrain([options.training_script, *options.training_script_args], world_size)
+
+
+def _check_tensorboard(words: list[str]) -> None:
+    assert words[0] == "--logdir"
+    assert shutil.which("tensorboard", path=_environment()["PATH"])
+
+
+_CHECKS = {
+    "make": _check_make,
+    "pip": _check_pip,
+    "python": _check_python,
+    "torchrun": _check_torchrun,
+    "tensorboard": _check_tensorboard,
+}
+
+
+@pytest.mark.parametrize("command", all_commands(), ids=str)
+def test_command_of_the_documentation_parses(command: Command, monkeypatch) -> None:
+    monkeypatch.chdir(ROOT)
+    words = list(command.words)
+    while re.fullmatch(r"[A-Z_]+=.*", words[0]):
+        words.pop(0)  # variables for an example script
+    program = words.pop(0)
+    if program in _SYSTEM:
+        return
+    if program.startswith("examples/"):
+        assert (ROOT / program).is_file()  # tests/test_examples.py runs it
+        return
+    assert program in _CHECKS, f"no check for {program}: add one, so that it stays true"
+    _CHECKS[program](words)
+
+
+@pytest.mark.parametrize("page", pages(), ids=name)
+def test_shell_blocks_are_marked_bash(page: Path) -> None:
+    """An unmarked block would escape the tests above."""
+    languages = re.findall(r"^```(\w*)\n(?:.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    assert set(languages) <= {"bash", "text", "json", "yaml", "python"}
+
+
+@pytest.mark.parametrize("page", pages(), ids=name)
+def test_links_to_files_resolve(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+    local = [target for target in targets if not re.match(r"\w+:", target)]
+    missing = [target for target in local if not (page.parent / target).exists()]
+    assert not missing
+
+
+def test_file_tree_of_the_readme_names_what_exists() -> None:
+    block = re.search(r"^```text\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
+    assert block
+    listed, folder = set(), ""
+    for line in block.group(1).splitlines():
+        path = line.split()[0]
+        if not line.startswith(" "):
+            folder = path if path.endswith("/") else ""
+        else:
+            path = folder + path
+        assert (ROOT / path).exists(), path
+        listed.add(path.rstrip("/"))
+    rooms = {name(file).split("/")[1] for file in tracked_files() if _in_a_room(file)}
+    missing = {room for room in rooms if f"megatron/{room}" not in listed}
+    assert not missing, "rooms of megatron/ that the README's tree leaves out"
+
+
+def _in_a_room(file: Path) -> bool:
+    parts = file.relative_to(ROOT).parts
+    return parts[0] == "megatron" and len(parts) > 2
+
+
+_FEWER = (
+    ("--train-iters 300", "--train-iters 4"),
+    ("--eval-interval 100 --eval-iters 10", "--eval-interval 2 --eval-iters 1"),
+    ("--save-interval 100", "--save-interval 2"),
+    ("--max-new-tokens 100", "--max-new-tokens 5"),
+)
+
+
+def test_the_quickstart_runs_from_end_to_end(tmp_path: Path) -> None:
+    blocks = [text for _, text in bash_blocks(ROOT / "docs" / "quickstart.md")]
+    assert "pip install" in blocks[0]
+    assert blocks[-2].startswith("tensorboard")  # a server: it would not end
+    script = "".join(blocks[1:-2] + blocks[-1:])
+    for shown, used in _FEWER:
+        assert shown in script
+        script = script.replace(shown, used)
+    for path in ("tools", "pretrain_gpt.py"):
+        (tmp_path / path).symlink_to(ROOT / path)
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script],
+        cwd=tmp_path,
+        env=_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    out = tmp_path / "runs" / "quickstart"
+    assert (out / "loss.png").stat().st_size > 1000
+    assert "\ndef " in done.stdout  # the prompt, which the last command goes on from
+    assert list((out / "checkpoints").iterdir())

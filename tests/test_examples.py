@@ -1,0 +1,170 @@
+"""Every example runs: at its full size as a dry run, and at toy size for real."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.repository import ROOT, name
+
+SCRIPTS = sorted((ROOT / "examples").rglob("*.sh"))
+CONFIGS = sorted((ROOT / "examples").rglob("*.yaml"))
+
+# The same run, small: flags given to a script come last and win.
+TOY = (
+    "--num-layers 1 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 2 "
+    "--seq-length 16 --max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 2 "
+    "--train-iters 2 --save-interval 2 --eval-interval 2 --eval-iters 1 --log-interval 1"
+)
+
+
+@dataclass(frozen=True)
+class Toy:
+    """A small corpus with the tokenizer files that the examples ask for."""
+
+    environment: dict[str, str]
+    prefix: Path
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    import sentencepiece
+    from tokenizers import ByteLevelBPETokenizer
+
+    from megatron.data.indexed import IndexedDatasetBuilder
+
+    folder = tmp_path_factory.mktemp("toy")
+    texts = [file.read_text() for file in sorted((ROOT / "tests").glob("*.py"))]
+    lines = [line for text in texts for line in text.splitlines() if line.strip()]
+
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(texts, vocab_size=400, special_tokens=["<|endoftext|>"])
+    bpe.save_model(str(folder))
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines),
+        model_prefix=str(folder / "tokenizer"),
+        vocab_size=200,
+        minloglevel=2,
+    )
+    generator = np.random.default_rng(0)
+    with IndexedDatasetBuilder(folder / "corpus_text_document", np.uint16) as builder:
+        for _ in range(60):
+            builder.add_document(generator.integers(3, 200, size=50), [50])
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {
+        **os.environ,
+        "PATH": path,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "DATA_PATH": str(folder / "corpus_text_document"),
+        "VOCAB_FILE": str(folder / "vocab.json"),
+        "MERGE_FILE": str(folder / "merges.txt"),
+        "TOKENIZER_MODEL": str(folder / "tokenizer.model"),
+        "NPROC_PER_NODE": "2",
+        "MASTER_PORT": "0",
+    }
+    return Toy(environment, folder / "corpus_text_document")
+
+
+def _start(words: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        words, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=name)
+def test_script_is_valid_bash_and_says_what_to_set(script: Path) -> None:
+    assert os.access(script, os.X_OK)
+    assert _start(["bash", "-n", str(script)], dict(os.environ)).returncode == 0
+    bare = {key: value for key, value in os.environ.items() if key != "DATA_PATH"}
+    done = _start([str(script)], bare)
+    assert done.returncode != 0
+    assert "DATA_PATH: set it to" in done.stderr
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=name)
+def test_script_is_valid_at_full_size(script: Path, toy: Toy, tmp_path: Path) -> None:
+    environment = {**toy.environment, "OUT": str(tmp_path), "NPROC_PER_NODE": "1"}
+    done = _start([str(script), "--dry-run", "--dry-run-world-size", "8"], environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "configuration is valid" in done.stdout
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=name)
+def test_script_trains_at_toy_size(script: Path, toy: Toy, tmp_path: Path) -> None:
+    environment = {**toy.environment, "OUT": str(tmp_path), "PRECISION": ""}
+    own = script.read_text()
+    words = [
+        str(script),
+        *TOY.split(),
+        *(["--lr-warmup-iters", "0"] if "warmup-iters" in own else []),
+    ]
+    words += ["--lr-decay-iters", "2"] if "lr-decay-iters" in own else []
+    done = _start(words, environment)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert "iteration        2/       2" in done.stdout
+    assert list((tmp_path / "checkpoints").iterdir())
+    assert list((tmp_path / "tensorboard").iterdir())
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=name)
+def test_yaml_run_is_valid_and_trains_at_toy_size(config: Path, toy: Toy, tmp_path: Path) -> None:
+    from megatron.config import parse_config
+
+    bpe = ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", toy.environment["VOCAB_FILE"]]
+    bpe += ["--merge-file", toy.environment["MERGE_FILE"], "--data-path", str(toy.prefix)]
+    given = ["--config", str(config), *bpe, "--save", str(tmp_path / "checkpoints")]
+    parse_config(given, world_size=8)
+
+    metrics = tmp_path / "metrics.jsonl"
+    toy_flags = [*TOY.split(), "--lr-warmup-iters", "0", "--metrics-jsonl", str(metrics)]
+    script = [sys.executable, str(ROOT / "pretrain_gpt.py")]
+    done = _start([*script, *given, *toy_flags], toy.environment)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [r["iteration"] for r in records if "lm loss" in r] == [1, 2]
+
+
+def test_the_demo_runs_small(toy: Toy, tmp_path: Path) -> None:
+    source = tmp_path / "mine.jsonl"
+    files = sorted((ROOT / "tests").rglob("*.py"))
+    source.write_text("".join(json.dumps({"text": f.read_text()}) + "\n" for f in files))
+    out = tmp_path / "demo"
+    words = [sys.executable, str(ROOT / "tools" / "demo.py"), "--out", str(out)]
+    done = _start([*words, "--input", str(source), "--iters", "2"], toy.environment)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert "validation loss" in done.stdout
+    assert "unigram entropy" in done.stdout
+    assert (out / "loss.png").stat().st_size > 1000
+    assert list((out / "tensorboard").iterdir())
+    assert list((out / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--input", "/no/such.jsonl"], "--input /no/such.jsonl: no such file"),
+        (["--iters", "0"], "--iters 0: give at least 1"),
+    ],
+)
+def test_the_demo_says_what_to_mend(given: list[str], message: str, tmp_path: Path, capsys) -> None:
+    from tools import demo
+
+    assert demo.main(["--out", str(tmp_path / "out"), *given]) != 0
+    assert capsys.readouterr().err.strip() == f"demo: {message}"
+
+
+def test_the_demo_overwrites_nothing_that_is_not_its_own(tmp_path: Path, capsys) -> None:
+    from tools import demo
+
+    (tmp_path / "thesis.txt").touch()
+    assert demo.main(["--out", str(tmp_path)]) != 0
+    assert "name another folder" in capsys.readouterr().err
+    assert (tmp_path / "thesis.txt").exists()
