@@ -1,0 +1,181 @@
+"""From flags to datasets."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from megatron.config.data import DataConfig
+from megatron.data import gpt as gpt_module
+from megatron.data.build import GPTDatasets, build_gpt_datasets, parse_weighted_paths
+from megatron.data.gpt import GPTDataset
+from megatron.errors import ConfigError, DataError
+from megatron.parallel.layout import Layout
+from tests.data.corpus import write_corpus
+from tests.distributed import run_distributed
+
+
+def build(config: DataConfig, **changes: object) -> GPTDatasets:
+    arguments: dict = {
+        "seed": 1234,
+        "seq_length": 16,
+        "samples": (50, 20, 10),
+        "vocab_size": 1000,
+        **changes,
+    }
+    return build_gpt_datasets(config, **arguments)
+
+
+def documents_of(dataset: object) -> set[int]:
+    assert isinstance(dataset, GPTDataset)
+    return set(dataset.index.documents.tolist())
+
+
+def test_one_path_is_split(tmp_path: Path) -> None:
+    prefix = write_corpus(tmp_path / "x")
+    train, valid, test = build(DataConfig(data_path=(str(prefix),), split="80,15,5"))
+    assert documents_of(train) == set(range(80))
+    assert documents_of(valid) == set(range(80, 95))
+    assert documents_of(test) == set(range(95, 100))
+
+
+def test_a_path_a_split(tmp_path: Path) -> None:
+    a, b = (str(write_corpus(tmp_path / name)) for name in "ab")
+    train, valid, test = build(DataConfig(train_data_path=(a,), valid_data_path=(b,)))
+    assert documents_of(train) == documents_of(valid) == set(range(100))
+    assert isinstance(train, GPTDataset)
+    assert isinstance(valid, GPTDataset)
+    assert (train.data.prefix, valid.data.prefix, test) == (a, b, None)
+
+
+def test_a_blend(tmp_path: Path) -> None:
+    a, b = (str(write_corpus(tmp_path / name, seed=seed)) for seed, name in enumerate("ab"))
+    train, valid, test = build(DataConfig(data_path=("3", a, "1", b)))
+    assert train is not None
+    assert valid is not None
+    assert len(train) == 38 + 13  # ceil(50 * 3/4 * 1.005) and ceil(50 * 1/4 * 1.005)
+    single = build(DataConfig(data_path=(a,)), samples=(38, 0, 0)).train
+    assert single is not None
+    assert train[0]["text"].tolist() == single[0]["text"].tolist()
+    assert [train[i]["id"] for i in range(50)] == [*range(50)]
+
+
+def test_a_blend_member_without_documents_is_left_out(tmp_path: Path) -> None:
+    a = str(write_corpus(tmp_path / "a"))
+    b = str(write_corpus(tmp_path / "b", documents=2, longest=90))
+    config = DataConfig(data_path=("3", a, "1", b), split="90,10")
+    with pytest.warns(UserWarning, match=f"no valid document in {b}"):
+        _, valid, test = build(config)
+    assert valid is not None
+    assert len(valid) == 21  # all of the samples, not three quarters
+    assert test is None
+
+
+def test_no_samples_or_no_documents_give_no_dataset(tmp_path: Path) -> None:
+    prefix = str(write_corpus(tmp_path / "x"))
+    assert build(DataConfig(data_path=(prefix,), split="1"))[1:] == (None, None)
+    assert build(DataConfig(data_path=(prefix,)), samples=(5, 0, 0))[1:] == (None, None)
+    with pytest.raises(DataError, match=r"50 training samples .*x: 100; --split '0,1'"):
+        build(DataConfig(data_path=(prefix,), split="0,1"))
+
+
+def test_mock_data() -> None:
+    train, valid, test = build(DataConfig(mock_data=True), samples=(5, 3, 0))
+    assert train is not None
+    assert valid is not None
+    assert (len(train), len(valid), test) == (5, 3, None)
+    assert train[0]["text"].shape == (17,)
+    assert train[0]["text"].tolist() == train[0]["text"].tolist()
+    assert train[0]["text"].tolist() != train[1]["text"].tolist()
+    assert train[0]["text"].tolist() != valid[0]["text"].tolist()
+    other = build(DataConfig(mock_data=True), seed=2).train
+    assert other is not None
+    assert train[0]["text"].tolist() != other[0]["text"].tolist()
+    for i in range(5):
+        assert len(set((np.diff(train[i]["text"]) % 256).tolist())) == 1  # learnable
+    small = build(DataConfig(mock_data=True), vocab_size=10).train
+    assert small is not None
+    assert max(small[i]["text"].max() for i in range(20)) < 10
+
+
+def test_no_data_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--mock-data"):
+        build(DataConfig())
+
+
+def test_a_missing_path_is_named_with_its_neighbours(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "corpus_text_document")
+    with pytest.raises(DataError, match=r"corpus does not|corpus_text_document"):
+        build(DataConfig(data_path=(str(tmp_path / "corpus"),)))
+
+
+def test_megatrons_cache_is_reproduced_to_the_byte(
+    golden: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The flags of the golden run: 40 iterations of 16, evaluated three times for 5 iterations."""
+    monkeypatch.chdir(golden)  # names are made from the path as spelt
+    config = DataConfig(
+        data_path=("data/gpt_text_document",), split="949,50,1", data_cache_path=str(tmp_path)
+    )
+    _, _, test = build(config, seq_length=128, samples=(640, 240, 80), vocab_size=5000)
+    assert test is None
+    recorded = list((golden / "gpt_fp32" / "index-cache").glob("*.dsc"))
+    assert len(recorded) == len(list(tmp_path.glob("*.dsc"))) == 2
+    for description in recorded:
+        # The paths in the recorded texts were shortened afterwards: their md5 is ours, but no
+        # longer the recorded name.
+        digest = hashlib.md5(description.read_bytes(), usedforsecurity=False).hexdigest()
+        assert (tmp_path / f"{digest}.dsc").read_bytes() == description.read_bytes()
+        for suffix in ("doc_idx", "sample_idx", "shuffle_idx"):
+            want = description.with_name(f"{description.stem}_{suffix}.npy").read_bytes()
+            assert (tmp_path / f"{digest}_{suffix}.npy").read_bytes() == want
+
+
+def test_weighted_paths() -> None:
+    assert parse_weighted_paths(["x"], "--data-path") == [(1.0, "x")]
+    assert parse_weighted_paths(["0.3", "x", "7", " y"], "--data-path") == [(0.3, "x"), (7.0, "y")]
+
+
+@pytest.mark.parametrize(
+    "paths", [["x", "y"], ["1", "x", "2"], ["0", "x", "1", "y"], ["-1", "x"], ["inf", "x"]]
+)
+def test_weights_are_checked(paths: list[str]) -> None:
+    with pytest.raises(ConfigError, match="--valid-data-path: value"):
+        parse_weighted_paths(paths, "--valid-data-path")
+
+
+def _build_in_a_job(layout: Layout, config: DataConfig, node_local: bool) -> tuple[int, list]:
+    """Number of indices built by this rank, and the first sample of each split."""
+    built = 0
+    plain = gpt_module.build_gpt_index
+
+    def counted(*args: object) -> object:
+        nonlocal built
+        built += 1
+        return plain(*args)  # type: ignore[arg-type]
+
+    gpt_module.build_gpt_index = counted  # type: ignore[assignment]
+    rank = dist.get_rank()
+    if node_local:
+        config = dataclasses.replace(config, data_cache_path=f"{config.data_cache_path}-{rank}")
+    barrier: Callable[[], None] = dist.barrier
+    datasets = build(config, is_builder=rank == 0, barrier=barrier)
+    return built, [dataset[0]["text"].tolist() for dataset in datasets if dataset is not None]
+
+
+@pytest.mark.parametrize("node_local", [False, True])
+def test_one_rank_builds_unless_disks_are_local(tmp_path: Path, node_local: bool) -> None:
+    prefix = str(write_corpus(tmp_path / "x"))
+    config = DataConfig(
+        data_path=(prefix,), split="80,15,5", data_cache_path=str(tmp_path / "cache")
+    )
+    results = run_distributed(3, _build_in_a_job, config, node_local)
+    assert [built for built, _ in results] == ([3, 3, 3] if node_local else [3, 0, 0])
+    assert results[0][1] == results[1][1] == results[2][1]
+    assert len(results[0][1]) == 3

@@ -1,0 +1,109 @@
+"""GPT samples: the tokens they hold, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.data.gpt import GPTDataset, build_gpt_dataset
+from megatron.data.indexed import IndexedDataset
+from megatron.errors import DataError
+from tests.data.corpus import write_corpus
+
+
+def build(prefix: Path, **changes: object) -> GPTDataset:
+    data = IndexedDataset(prefix)
+    arguments: dict = {
+        "name": "train",
+        "num_samples": 300,
+        "seq_length": 16,
+        "seed": 5,
+        "split": "1",
+        "vocab_size": 1000,
+        "data_cache_path": None,
+        **changes,
+    }
+    return build_gpt_dataset(data, arguments.pop("bounds", (0, len(data))), **arguments)
+
+
+def test_samples_are_windows_of_the_documents_laid_end_to_end(tmp_path: Path) -> None:
+    dataset = build(write_corpus(tmp_path / "x"))
+    stream = np.concatenate([dataset.data.get(i) for i in dataset.index.documents.tolist()])
+    assert len(dataset) >= 300
+    for i in range(len(dataset)):
+        sample, row = dataset[i], int(dataset.index.shuffle[i])
+        assert sample["text"].dtype == np.int64
+        assert sample["text"].tolist() == stream[row * 16 : row * 16 + 17].tolist()
+        assert sample["id"] == i
+
+
+def test_a_split_holds_its_own_documents_only(tmp_path: Path) -> None:
+    dataset = build(write_corpus(tmp_path / "x"), bounds=(30, 60))
+    assert set(dataset.index.documents.tolist()) == set(range(30, 60))
+
+
+def test_the_index_is_kept_beside_the_data_and_found_again(tmp_path: Path) -> None:
+    prefix = write_corpus(tmp_path / "x")
+    first = build(prefix)
+    files = sorted((tmp_path / "index-cache").iterdir())
+    assert len(files) == 4
+    times = [path.stat().st_mtime_ns for path in files]
+    again = build(prefix)
+    assert [path.stat().st_mtime_ns for path in files] == times
+    assert all((a == b).all() for a, b in zip(first.index, again.index, strict=True))
+
+
+@pytest.mark.parametrize("suffix", ["doc", "sample", "shuffle"])
+def test_a_cache_of_zeros_is_rebuilt(tmp_path: Path, suffix: str) -> None:
+    prefix = write_corpus(tmp_path / "x")
+    want = [array.copy() for array in build(prefix).index]
+    path = next((tmp_path / "index-cache").glob(f"*_{suffix}_idx.npy"))
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2 :] = bytes(len(content) - len(content) // 2)
+    path.write_bytes(content)
+    assert all((a == b).all() for a, b in zip(build(prefix).index, want, strict=True))
+
+
+def test_another_dataset_under_the_old_name_is_noticed(tmp_path: Path) -> None:
+    prefix = write_corpus(tmp_path / "x")
+    old = build(prefix)
+    write_corpus(prefix, seed=1)
+    new = build(prefix)
+    stream = np.concatenate([new.data.get(i) for i in new.index.documents.tolist()])
+    row = int(new.index.shuffle[0])
+    assert new[0]["text"].tolist() == stream[row * 16 : row * 16 + 17].tolist()
+    assert old.index.samples.tolist() != new.index.samples.tolist()
+
+
+def test_an_index_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    dataset = build(write_corpus(tmp_path / "x"))
+    other = build(write_corpus(tmp_path / "y", seed=1))
+    dataset.data = other.data
+
+    def read_all() -> None:
+        for i in range(len(dataset)):
+            _ = dataset[i]
+
+    with pytest.raises(DataError, match="delete the index cache"):
+        read_all()
+
+
+def test_ids_outside_the_vocabulary_are_refused_at_the_start(tmp_path: Path) -> None:
+    prefix = write_corpus(tmp_path / "x", vocab_size=60000)
+    with pytest.raises(DataError, match=r"x\.bin: document \d+ holds the token id \d+, but .* 500"):
+        build(prefix, vocab_size=500)
+
+
+def test_a_split_without_tokens_is_refused_with_numbers(tmp_path: Path) -> None:
+    prefix = write_corpus(tmp_path / "x", longest=1)
+    with pytest.raises(DataError, match="train split is documents 0 to 99 of 100"):
+        build(prefix)
+
+
+def test_a_split_shorter_than_a_sample_repeats(tmp_path: Path) -> None:
+    prefix = write_corpus(tmp_path / "x", documents=3, longest=5)
+    dataset = build(prefix, num_samples=2)
+    assert len(dataset) >= 2
+    assert len(dataset[1]["text"]) == 17

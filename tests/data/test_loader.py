@@ -1,0 +1,56 @@
+"""The loader: batches, order, random state, workers and signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from itertools import islice
+
+import pytest
+import torch
+
+from megatron.data.loader import build_loader
+from megatron.data.mock import MockDataset
+from megatron.data.samplers import CyclicSampler, SingleSampler
+
+DATASET = MockDataset(40, seq_length=8, vocab_size=100, seed=1, split=0)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_batches_come_in_the_samplers_order(num_workers: int) -> None:
+    sampler = SingleSampler(40, 8, 2, 1, 2)
+    batches = list(build_loader(DATASET, sampler, num_workers=num_workers, seed=1))
+    assert [batch["id"].tolist() for batch in batches] == list(sampler)
+    for batch in batches:
+        assert batch["text"].shape == (2, 9)
+        assert batch["text"].dtype == batch["id"].dtype == torch.int64
+        want = [DATASET[i]["text"].tolist() for i in batch["id"].tolist()]
+        assert batch["text"].tolist() == want
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_no_global_random_state_is_drawn(num_workers: int) -> None:
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    loader = build_loader(DATASET, CyclicSampler(40, 0, 4), num_workers=num_workers, seed=1)
+    assert len(list(islice(loader, 3))) == 3
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_workers_outlive_the_jobs_signals_and_end_with_the_loader() -> None:
+    batches = iter(build_loader(DATASET, CyclicSampler(40, 0, 4), num_workers=2, seed=1))
+    next(batches)
+    workers = [worker.pid for worker in batches._workers]  # type: ignore[attr-defined]
+    for pid in workers:
+        os.kill(pid, signal.SIGINT)
+    # Not from the parent: a launcher's SIGTERM to all processes of the job.
+    for pid in workers:
+        subprocess.run(["kill", "-TERM", str(pid)], check=True)
+    assert len(list(islice(batches, 30))) == 30
+    processes = list(batches._workers)  # type: ignore[attr-defined]
+    for process in processes:
+        process.terminate()  # from the parent, as when the interpreter exits
+    for process in processes:
+        process.join(10)
+        assert process.exitcode == 0

@@ -1,0 +1,57 @@
+"""Inputs, labels, masks and positions against a plain loop."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from megatron.data.masks import make_batch
+
+EOD = 0
+
+
+def loop(row: list[int]) -> tuple[list[float], list[int], list[list[bool]]]:
+    """Loss mask, positions and attention of one sample's inputs, token by token."""
+    documents, positions, document, position = [], [], 0, 0
+    for token in row:
+        documents.append(document)
+        positions.append(position)
+        position += 1
+        if token == EOD:
+            document, position = document + 1, 0
+    size = len(row)
+    attends = [
+        [key <= query and documents[key] == documents[query] for key in range(size)]
+        for query in range(size)
+    ]
+    return [float(token != EOD) for token in row], positions, attends
+
+
+@pytest.mark.parametrize(
+    ("positions", "attention", "loss"), itertools.product([False, True], repeat=3)
+)
+def test_equals_the_loop(positions: bool, attention: bool, loss: bool) -> None:
+    text = torch.randint(0, 4, (5, 33), generator=torch.Generator().manual_seed(0))
+    text[0] = 1  # no end at all
+    text[1, :2] = EOD  # ends at the very start
+    text[2, -2:] = EOD  # an end as the last input and as the last label
+    batch = make_batch(
+        text,
+        eod=EOD,
+        reset_position_ids=positions,
+        reset_attention_mask=attention,
+        eod_mask_loss=loss,
+    )
+    assert torch.equal(batch.tokens, text[:, :-1])
+    assert torch.equal(batch.labels, text[:, 1:])
+    assert batch.loss_mask.dtype == torch.float32
+    assert (batch.attention_mask is not None) == attention
+    for i, row in enumerate(text[:, :-1].tolist()):
+        want_loss, want_positions, want_attention = loop(row)
+        assert batch.loss_mask[i].tolist() == (want_loss if loss else [1.0] * 32)
+        assert batch.position_ids[i].tolist() == (want_positions if positions else [*range(32)])
+        if batch.attention_mask is not None:
+            assert batch.attention_mask.shape == (5, 1, 32, 32)
+            assert batch.attention_mask[i, 0].tolist() == want_attention
