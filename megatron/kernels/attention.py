@@ -134,7 +134,7 @@ def attention_reference(
     layer = layer_number if scale_by_layer else 1
     query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, n or g, s, d]
     key, value = _expand_groups(query, key, value)
-    scores = query @ key.transpose(2, 3) / (layer * math.sqrt(query.shape[-1]))  # [b, n, s, s]
+    scores = _scaled_product(query, key, 1 / (layer * math.sqrt(query.shape[-1])))  # [b, n, s, s]
     if softmax_in_fp32:
         scores = scores.float()
     scores = scores * layer
@@ -145,6 +145,15 @@ def attention_reference(
         scores = scores.masked_fill(~mask, MASKED)
     weights = F.dropout(scores.softmax(dim=-1).to(value.dtype), dropout)
     return (weights @ value).permute(2, 0, 1, 3).flatten(2)
+
+
+def _scaled_product(query: Tensor, key: Tensor, factor: float) -> Tensor:
+    """factor * Q K^T, multiplied before the result is rounded to the inputs' type."""
+    heads = query.shape[:2]
+    query, key = query.flatten(0, 1), key.flatten(0, 1)
+    nothing = query.new_zeros(1)  # unused with beta 0
+    product = torch.baddbmm(nothing, query, key.transpose(1, 2), beta=0, alpha=factor)
+    return product.unflatten(0, heads)
 
 
 def cpu_attention(

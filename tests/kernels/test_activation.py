@@ -1,0 +1,63 @@
+"""Activations against their definitions in float64, and the choice among them."""
+
+import math
+
+import pytest
+import torch
+
+from megatron.config.model import ModelConfig
+from megatron.kernels import activation
+from megatron.kernels.activation import choose_activation
+
+
+def tanh_form(x):
+    return x / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
+
+
+def gated(x):
+    gate, up = x[..., :4], x[..., 4:]
+    return gate / (1 + torch.exp(-gate)) * up
+
+
+DEFINITIONS = {
+    "gelu": lambda x: x * torch.special.ndtr(x),
+    "gelu_reference": lambda x: x * torch.special.ndtr(x),
+    "gelu_tanh": tanh_form,
+    "gelu_tanh_reference": tanh_form,
+    "squared_relu": lambda x: torch.where(x > 0, x * x, 0),
+    "swiglu": gated,
+    "swiglu_reference": gated,
+}
+
+
+@pytest.mark.parametrize("name", DEFINITIONS)
+def test_equals_the_definition(name):
+    generator = torch.Generator().manual_seed(1)
+    x = (3 * torch.randn(5, 2, 8, generator=generator)).requires_grad_()
+    double = x.detach().double().requires_grad_()
+    out, expected = getattr(activation, name)(x), DEFINITIONS[name](double)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
+    out.sum().backward()
+    expected.sum().backward()
+    torch.testing.assert_close(x.grad.double(), double.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_the_two_gelus_differ():
+    x = torch.tensor(2.0)
+    assert abs(activation.gelu(x) - activation.gelu_tanh(x)) > 5e-5
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        ({}, "gelu_tanh"),
+        ({"bias_gelu_fusion": False}, "gelu"),
+        ({"add_bias_linear": False}, "gelu"),
+        ({"openai_gelu": True, "bias_gelu_fusion": False}, "gelu_tanh"),
+        ({"onnx_safe": True}, "gelu"),
+        ({"squared_relu": True}, "squared_relu"),
+        ({"swiglu": True}, "swiglu"),
+    ],
+)
+def test_choice(flags, name):
+    assert choose_activation(ModelConfig(**flags)) is getattr(activation, name)

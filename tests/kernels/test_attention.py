@@ -1,0 +1,149 @@
+"""Attention: plain and fused form against float64, groups, masks, dropout, and the choice."""
+
+import math
+
+import pytest
+import torch
+
+from megatron.config.model import ModelConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.errors import ConfigError
+from megatron.kernels import attention
+from megatron.kernels.attention import attention_reference, choose_attention, cpu_attention
+
+S, B, N, D = 9, 2, 4, 8
+CPU = torch.device("cpu")
+FORMS = {"plain": attention_reference, "fused": cpu_attention}
+
+
+def heads(groups, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(groups)
+    query = torch.randn(S, B, N, D, generator=generator)
+    key, value = torch.randn(2, S, B, groups, D, generator=generator)
+    return [x.to(dtype).requires_grad_() for x in (query, key, value)]
+
+
+def documents():
+    """Each sample cut at another place: attend within one's piece, to the past."""
+    past = torch.ones(S, S, dtype=torch.bool).tril()
+    pieces = torch.tensor([[0] * 3 + [1] * (S - 3), [0] * 6 + [1] * (S - 6)])
+    return (past & (pieces[:, :, None] == pieces[:, None, :])).unsqueeze(1)
+
+
+def exact(query, key, value, allowed):
+    """One head at a time, in float64."""
+    query, key, value = (x.detach().double().requires_grad_() for x in (query, key, value))
+    out = []
+    for b in range(B):
+        for head in range(N):
+            group = head // (N // key.shape[2])
+            scores = query[:, b, head] @ key[:, b, group].t() / math.sqrt(D)
+            scores = scores.masked_fill(~allowed[b % len(allowed), 0], -math.inf)
+            out.append(scores.softmax(-1) @ value[:, b, group])
+    joined = torch.stack(out).view(B, N, S, D).permute(2, 0, 1, 3).flatten(2)
+    return joined, (query, key, value)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("groups", [1, 2, N])
+@pytest.mark.parametrize("which", ["causal", "all", "documents"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equals_float64(form, groups, which, dtype):
+    inputs = heads(groups, dtype)
+    mask = documents() if which == "documents" else None
+    allowed = torch.ones(1, 1, S, S, dtype=torch.bool)
+    allowed = {"causal": allowed.tril(), "all": allowed, "documents": mask}[which]
+    out = FORMS[form](*inputs, mask=mask, causal=which == "causal", dropout=0.0, layer_number=3)
+    expected, doubles = exact(*inputs, allowed)
+    assert out.dtype == dtype
+    tolerance = 1e-5 if dtype == torch.float32 else 4e-2
+    torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
+    grad = torch.linspace(-1, 1, out.numel()).view_as(out)
+    out.backward(grad.to(dtype))
+    expected.backward(grad.double())
+    for ours, theirs in zip(inputs, doubles, strict=True):
+        torch.testing.assert_close(
+            ours.grad.double(), theirs.grad, rtol=tolerance, atol=2 * tolerance
+        )
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_no_look_ahead(form):
+    query, key, value = (x.detach() for x in heads(2))
+    options = {"mask": None, "causal": True, "dropout": 0.0, "layer_number": 1}
+    before = FORMS[form](query, key, value, **options)
+    key[5:] += 1
+    value[5:] -= 1
+    after = FORMS[form](query, key, value, **options)
+    assert torch.equal(before[:5], after[:5])
+    assert not torch.allclose(before[5:], after[5:])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_dropout_zeroes_and_rescales_the_weights(form):
+    """With ones as values an output is the sum of its weights: 1 on average, never just 1."""
+    query, key, _ = (x.detach() for x in heads(N))
+    torch.manual_seed(1)
+    sums = torch.stack(
+        [
+            FORMS[form](query, key, torch.ones_like(key), mask=None, causal=True, dropout=0.25)
+            for _ in range(200)
+        ]
+    )[..., ::D]
+    assert sums.mean().item() == pytest.approx(1, abs=0.01)
+    first = sums[:, 0]  # one weight: 0 or 1 / (1 - 0.25)
+    assert torch.allclose(first.unique(), torch.tensor([0, 4 / 3]))
+    assert (first == 0).float().mean().item() == pytest.approx(0.25, abs=0.03)
+
+
+def test_layer_scaling_keeps_fp16_scores_finite():
+    query, key, value = heads(N, torch.float16)
+    query = query * 150
+    key = key * 150
+    options = {"mask": None, "causal": True, "dropout": 0.0, "layer_number": 24}
+    assert not attention_reference(query, key, value, **options).isfinite().all()
+    scaled = attention_reference(query, key, value, scale_by_layer=True, **options)
+    expected = attention_reference(query.float(), key.float(), value.float(), **options)
+    torch.testing.assert_close(scaled.float(), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_softmax_in_16_bits_keeps_rounded_weights_for_backward():
+    def run(softmax_in_fp32):
+        inputs = heads(N, torch.bfloat16)
+        out = attention_reference(
+            *inputs, mask=None, causal=True, dropout=0.0, softmax_in_fp32=softmax_in_fp32
+        )
+        out.float().square().sum().backward()
+        return out, inputs[0].grad
+
+    (fine, fine_grad), (rough, rough_grad) = run(True), run(False)
+    torch.testing.assert_close(rough, fine, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(rough_grad, fine_grad, rtol=5e-2, atol=5e-2)
+    assert not torch.equal(rough_grad, fine_grad)
+
+
+def test_choice_on_cpu():
+    fused = choose_attention(ModelConfig(), PrecisionConfig(), CPU)
+    assert fused.function is cpu_attention
+    assert "CPU" in str(fused)
+    plain = choose_attention(ModelConfig(masked_softmax_fusion=False), PrecisionConfig(), CPU)
+    assert plain.function.func is attention_reference
+    assert plain.function.keywords == {"scale_by_layer": True, "softmax_in_fp32": True}
+    assert "--no-masked-softmax-fusion" in str(plain)
+
+
+def test_flash_is_refused_where_it_cannot_run():
+    model = ModelConfig(use_flash_attn=True, kv_channels=512)
+    with pytest.raises(ConfigError) as error:
+        choose_attention(model, PrecisionConfig(), CPU)
+    assert len(error.value.problems) == 3
+    assert "needs a GPU" in str(error.value)
+    assert "--bf16" in str(error.value)
+    assert "--kv-channels 512" in str(error.value)
+
+
+def test_flash_takes_no_mask():
+    with pytest.raises(ConfigError, match="--reset-attention-mask"):
+        attention.flash_attention(
+            *heads(N), mask=documents(), causal=True, dropout=0.0, layer_number=1
+        )

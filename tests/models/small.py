@@ -1,0 +1,84 @@
+"""A GPT small enough for tests, and a batch for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.config.model import ModelConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.models.gpt import GPTModel
+from megatron.models.recompute import RecomputePlan
+from megatron.parallel.initialization import initialize
+from megatron.parallel.layout import Layout
+
+VOCAB, SEQUENCE, BATCH = 64, 12, 2
+
+LLAMA: dict[str, Any] = {
+    "swiglu": True,
+    "ffn_hidden_size": 24,
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+}
+
+
+def config(**flags: Any) -> ModelConfig:
+    sizes = {
+        "num_layers": 3,
+        "hidden_size": 16,
+        "ffn_hidden_size": 32,
+        "num_attention_heads": 4,
+        "kv_channels": 4,
+        "max_position_embeddings": SEQUENCE,
+    }
+    return ModelConfig(**{**sizes, **flags})
+
+
+def gpt(
+    flags: dict[str, Any] | None = None,
+    precision: dict[str, Any] | None = None,
+    *,
+    layout: Layout | None = None,
+    recompute: RecomputePlan | None = None,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 1,
+) -> GPTModel:
+    model = GPTModel(
+        config(**(flags or {})),
+        PrecisionConfig(**(precision or {})),
+        layout or Layout.single(),
+        padded_vocab_size=VOCAB,
+        recompute=recompute,
+        device=torch.device("cpu"),
+        dtype=dtype,
+    )
+    initialize(model.named_parameters(), seed)
+    return model
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    """Tokens and labels [b, s]."""
+    generator = torch.Generator().manual_seed(7)
+    text = torch.randint(VOCAB, (BATCH, SEQUENCE + 1), generator=generator)
+    return text[:, :-1], text[:, 1:]
+
+
+def loss_and_gradients(model: GPTModel, *, seed: int = 3) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss [b, s] and every parameter's gradient, with dropout seeded."""
+    tokens, labels = batch()
+    torch.manual_seed(seed)
+    loss = model(tokens, labels=labels)
+    loss.mean().backward()
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, f"{name} has no gradient"
+        gradients[name] = parameter.grad
+    return loss.detach(), gradients
