@@ -81,9 +81,9 @@ def _work(
         value = function(layout, *args)
         dist.barrier()
         results.put((rank, True, value))
+        received.wait(TIMEOUT.total_seconds())
     except BaseException:
         results.put((rank, False, f"rank {rank}:\n{traceback.format_exc()}"))
     finally:
-        received.wait(TIMEOUT.total_seconds())
         if dist.is_initialized():
             dist.destroy_process_group()
