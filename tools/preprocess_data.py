@@ -1,0 +1,302 @@
+"""Turn text (JSON lines, parquet) into the `.bin`/`.idx` files that training reads.
+
+    python tools/preprocess_data.py --input corpus.jsonl --output-prefix corpus \\
+        --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt \\
+        --append-eod
+
+writes corpus_text_document.bin and corpus_text_document.idx.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if __package__ in (None, ""):
+    # Started as a file: the package beside this folder may not be installed.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.config.arguments import add_flags, from_namespace
+from megatron.config.data import TokenizerConfig
+from megatron.errors import ConfigError, UserError
+
+if TYPE_CHECKING:
+    from megatron.data.preprocess import BlockEncoder, Counts
+    from megatron.data.text_input import Block
+
+# Log lines closer together than this tell nothing new.
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line, in groups."""
+    parser = argparse.ArgumentParser(
+        prog="preprocess_data.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_input_flags(parser.add_argument_group("Input"))
+    add_flags(parser, TokenizerConfig)
+    parser.add_argument(
+        "--vocab", dest="vocab_file", help=argparse.SUPPRESS, default=argparse.SUPPRESS
+    )
+    _add_output_flags(parser.add_argument_group("Output"))
+    _add_running_flags(parser.add_argument_group("Running"))
+    return parser
+
+
+def _add_input_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help="Files, globs or directories: .jsonl or .json (a JSON object a line), also with .gz "
+        "or .zst; .parquet; .txt (a document a file).",
+    )
+    group.add_argument(
+        "--json-keys",
+        "--json-key",
+        nargs="+",
+        default=["text"],
+        metavar="KEY",
+        help="Keys (parquet: columns) to encode, a dataset each (default: text).",
+    )
+    group.add_argument(
+        "--split-sentences",
+        action="store_true",
+        help="A sequence a sentence, as BERT and T5 need: NLTK's Punkt where its data is "
+        "installed, else Punkt trained on the beginning of the input.",
+    )
+    group.add_argument(
+        "--keep-newlines",
+        action="store_true",
+        help="With --split-sentences: keep the white space between sentences.",
+    )
+    group.add_argument(
+        "--lang", default="english", help="Language of NLTK's Punkt (default: english)."
+    )
+
+
+def _add_output_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--output-prefix",
+        required=True,
+        metavar="PATH",
+        help="Output goes to PATH_KEY_document (or PATH_KEY_sentence) .bin and .idx.",
+    )
+    group.add_argument(
+        "--append-eod", action="store_true", help="End each document with the <eod> id."
+    )
+    group.add_argument(
+        "--dataset-impl",
+        default="mmap",
+        choices=("mmap", "lazy", "cached"),
+        help="Output format. Only mmap is written: lazy and cached cannot be trained on.",
+    )
+
+
+def _add_running_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="Processes that encode; the output does not depend on it (default: one a core, fewer "
+        "for small inputs).",
+    )
+    group.add_argument(
+        "--on-error",
+        default="stop",
+        choices=("stop", "skip"),
+        help="A bad line (broken JSON, missing key, bad UTF-8): stop with exit code 6 and no "
+        "output, or report it, leave it out and go on (default: stop).",
+    )
+    group.add_argument(
+        "--log-interval",
+        type=int,
+        default=1000,
+        metavar="N",
+        help="Documents between log lines, which are at least 5 seconds apart (default: 1000).",
+    )
+    group.add_argument(
+        "--partitions",
+        type=int,
+        default=1,
+        metavar="N",
+        help="Known for old scripts: one streaming pass does any size, so nothing is partitioned.",
+    )
+    group.add_argument(
+        "--keep-sequential-samples",
+        action="store_true",
+        help="Known for old scripts: documents always keep the order of the input.",
+    )
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raises ConfigError for what argparse cannot see."""
+    problems = []
+    if options.dataset_impl != "mmap":
+        problems.append(
+            f"--dataset-impl {options.dataset_impl}: this old format cannot be trained on; use mmap"
+        )
+    if options.workers is not None and options.workers < 1:
+        problems.append(f"--workers {options.workers}: give at least 1, or leave the flag out")
+    if options.partitions < 1:
+        problems.append(f"--partitions {options.partitions}: give at least 1")
+    if options.log_interval < 1:
+        problems.append(f"--log-interval {options.log_interval}: give at least 1")
+    if options.keep_newlines and not options.split_sentences:
+        problems.append(
+            "--keep-newlines says what happens between sentences: add --split-sentences, or drop it"
+        )
+    if len(set(options.json_keys)) != len(options.json_keys):
+        problems.append(f"--json-keys {' '.join(options.json_keys)}: each key once")
+    if problems:
+        raise ConfigError(problems)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Encode the input and say what was written.
+
+    Raises:
+        UserError: the flags, the input or the output folder need mending.
+    """
+    _check(options)
+    started = time.monotonic()
+    from megatron.data.preprocess import BlockEncoder, EncodingOptions, choose_workers, preprocess
+    from megatron.data.text_input import find_inputs
+
+    paths = find_inputs(options.input)
+    encoder = BlockEncoder(
+        EncodingOptions(
+            from_namespace(TokenizerConfig, options),
+            tuple(options.json_keys),
+            options.append_eod,
+            _splitter(options, paths) if options.split_sentences else None,
+        )
+    )
+    workers = options.workers or choose_workers(paths)
+    progress = _Progress(sum(map(os.path.getsize, paths)), options.log_interval, started)
+    try:
+        counts = preprocess(
+            paths,
+            options.output_prefix,
+            encoder,
+            workers=workers,
+            skip_bad_lines=options.on_error == "skip",
+            on_block=progress.update,
+            on_bad_line=progress.say,
+        )
+    finally:
+        progress.close()
+    _summarize(options, encoder, counts, time.monotonic() - started)
+
+
+def _splitter(options: argparse.Namespace, paths: Sequence[str]) -> Any:
+    from megatron.data.documents import parse_lines
+    from megatron.data.sentences import SentenceSplitter, installed_punkt, train_punkt
+    from megatron.data.text_input import read_blocks
+
+    punkt = installed_punkt(options.lang)
+    if punkt is None:
+        print(
+            f"NLTK's Punkt for {options.lang} is not installed: training Punkt on the beginning "
+            "of the input",
+            file=sys.stderr,
+        )
+        blocks = read_blocks(paths, options.json_keys)
+        documents = (doc for b in blocks for doc in parse_lines(b.read(), options.json_keys).values)
+        punkt = train_punkt(
+            value if isinstance(value, str) else "\n".join(value)
+            for document in documents
+            for value in document
+        )
+    return SentenceSplitter(punkt, keep_newlines=options.keep_newlines)
+
+
+class _Progress:
+    """A bar on a terminal, a log line now and then elsewhere; both on stderr."""
+
+    def __init__(self, total_bytes: int, log_interval: int, started: float) -> None:
+        self._log_interval = log_interval
+        self._started = started
+        self._last_time = started
+        self._next_documents = log_interval
+        self._file: str | None = None
+        self._done_before = 0
+        self._bar: Any = None
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total_bytes, unit="B", unit_scale=True, dynamic_ncols=True)
+
+    def update(self, counts: Counts, block: Block) -> None:
+        """After each block."""
+        now = time.monotonic()
+        seconds = max(now - self._started, 1e-9)
+        rates = f"{counts.documents / seconds:,.0f} documents/s, "
+        rates += f"{counts.text_bytes / seconds / 1e6:.1f} MB/s"
+        if self._bar is not None:
+            if block.path != self._file:
+                if self._file is not None:
+                    self._done_before += os.path.getsize(self._file)
+                self._file = block.path
+            self._bar.set_postfix_str(rates, refresh=False)
+            self._bar.update(self._done_before + block.done - self._bar.n)
+        elif counts.documents >= self._next_documents:
+            self._next_documents = counts.documents + self._log_interval
+            if now - self._last_time >= _SECONDS_BETWEEN_LINES:
+                self._last_time = now
+                self.say(f"{counts.documents:,} documents ({rates})")
+
+    def say(self, line: str) -> None:
+        """Print a line without disturbing the bar."""
+        if self._bar is not None:
+            self._bar.write(line, file=sys.stderr)
+        else:
+            print(line, file=sys.stderr)
+
+    def close(self) -> None:
+        """Leave the bar as it stands."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _summarize(
+    options: argparse.Namespace, encoder: BlockEncoder, counts: Counts, seconds: float
+) -> None:
+    level = "sentence" if options.split_sentences else "document"
+    for key, tokens in counts.tokens.items():
+        print(f"{options.output_prefix}_{key}_{level}: {tokens:,} tokens as {encoder.dtype}")
+    print(
+        f"{counts.documents:,} documents, {counts.bad_lines:,} bad lines left out, "
+        f"{counts.text_bytes / 1e6:.1f} MB in {seconds:.2f} s "
+        f"({counts.text_bytes / seconds / 1e6:.1f} MB/s, "
+        f"{counts.documents / seconds:,.0f} documents/s)"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0 done, 6 bad data, 8 storage, 9 bad flags, 130 or 143 interrupted."""
+    options = build_parser().parse_args(argv)
+    # SIGTERM unwinds like Ctrl-C, so that temporary files go.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        run(options)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
