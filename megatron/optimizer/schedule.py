@@ -41,7 +41,7 @@ class LearningRateSchedule:
             return self.initial + (self.peak - self.initial) * samples / self.warmup
         if self.style == "constant":
             return self.peak
-        if samples > self.decay:
+        if samples > self.decay or self.decay <= self.warmup:
             return self.minimum
         if self.style == "inverse-square-root":
             return max(self.minimum, self.peak * sqrt(max(self.warmup, 1) / max(samples, 1)))
@@ -86,12 +86,14 @@ class Schedules:
     ) -> Schedules:
         """What the flags ask for; iterations become samples by the full `global_batch`.
 
+        The flags have passed the checks of `megatron.config`. With --skip-train the schedules are
+        never followed and need neither learning rate nor length.
+
         Raises:
-            ConfigError: no length, no learning rate, or values that fit no schedule; all at once.
+            ConfigError: no learning rate, or a warm-up as long as the decay.
         """
-        problems = _problems(schedule, optimizer, training)
-        if problems:
-            raise ConfigError(problems)
+        if schedule.lr is None and not training.skip_train:
+            raise ConfigError("there is no learning rate: give --lr")
         run = _samples(training.train_iters, training.train_samples, global_batch)
         decay = run
         if schedule.lr_decay_iters is not None or schedule.lr_decay_samples is not None:
@@ -99,18 +101,17 @@ class Schedules:
         warmup: float = schedule.lr_warmup_iters * global_batch or schedule.lr_warmup_samples
         if schedule.lr_warmup_fraction is not None:
             warmup = schedule.lr_warmup_fraction * decay
-        if warmup >= decay:
+        if warmup >= decay and not training.skip_train:
             raise ConfigError(
                 f"the warm-up of {warmup:g} samples leaves nothing of the decay of {decay} "
                 f"samples (global batch {global_batch}): shorten --lr-warmup-iters, "
                 "--lr-warmup-samples or --lr-warmup-fraction, or lengthen --lr-decay-iters, "
                 "--lr-decay-samples or the run"
             )
-        assert schedule.lr is not None
         start, end = _decay_ends(optimizer)
         return cls(
             LearningRateSchedule(
-                peak=schedule.lr,
+                peak=schedule.lr or 0.0,
                 minimum=schedule.min_lr,
                 initial=schedule.lr_warmup_init,
                 warmup=warmup,
@@ -220,9 +221,10 @@ def _check_equal(ours: Schedules, saved: Schedules) -> None:
 
 
 def _samples(iterations: int | None, samples: int | None, global_batch: int) -> int:
+    """A length given in iterations or in samples, in samples."""
     if iterations is not None:
         return iterations * global_batch
-    assert samples is not None
+    assert samples is not None, "the checks let a run without length through"
     return samples
 
 
@@ -233,38 +235,3 @@ def _decay_ends(optimizer: OptimizerConfig) -> tuple[float, float]:
     assert optimizer.start_weight_decay is not None
     assert optimizer.end_weight_decay is not None
     return optimizer.start_weight_decay, optimizer.end_weight_decay
-
-
-def _problems(
-    schedule: ScheduleConfig, optimizer: OptimizerConfig, training: TrainingConfig
-) -> list[str]:
-    """Everything that keeps the flags from being a schedule."""
-    problems = []
-    if training.train_iters is None and training.train_samples is None:
-        problems.append("the run has no length: give --train-iters or --train-samples")
-    if schedule.lr is None:
-        problems.append("there is no learning rate: give --lr")
-    elif not 0.0 <= schedule.min_lr <= schedule.lr:
-        problems.append(f"--min-lr {schedule.min_lr:g} is not between 0 and --lr {schedule.lr:g}")
-    elif not 0.0 <= schedule.lr_warmup_init <= schedule.lr:
-        problems.append(
-            f"--lr-warmup-init {schedule.lr_warmup_init:g} is not between 0 and --lr "
-            f"{schedule.lr:g}"
-        )
-    style = optimizer.weight_decay_incr_style
-    start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
-    if style == "constant":
-        if start is not None or end is not None:
-            problems.append(
-                "--start-weight-decay and --end-weight-decay need "
-                "--weight-decay-incr-style linear or cosine; constant uses --weight-decay"
-            )
-    elif start is None or end is None:
-        problems.append(
-            f"--weight-decay-incr-style {style} needs --start-weight-decay and --end-weight-decay"
-        )
-    elif not 0.0 <= start <= end:
-        problems.append(
-            f"--start-weight-decay {start:g} is not between 0 and --end-weight-decay {end:g}"
-        )
-    return problems

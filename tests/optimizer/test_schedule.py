@@ -151,42 +151,29 @@ def test_names_before_2022_are_read():
 
 
 @pytest.mark.parametrize(
-    ("schedule", "optimizer", "training", "message"),
+    ("schedule", "message"),
     [
-        ({"lr": None}, {}, {"train_iters": 9}, "give --lr"),
-        ({"min_lr": 2.0}, {}, {"train_iters": 9}, "--min-lr 2 is not between 0 and --lr 1"),
-        ({"lr_warmup_init": 2.0}, {}, {"train_iters": 9}, "--lr-warmup-init 2"),
-        ({}, {}, {}, "--train-iters or --train-samples"),
-        ({"lr_warmup_iters": 9}, {}, {"train_iters": 9}, "warm-up of 90 samples leaves nothing"),
-        (
-            {},
-            {"start_weight_decay": 0.1},
-            {"train_iters": 9},
-            "--weight-decay-incr-style linear or cosine",
-        ),
-        (
-            {},
-            {"weight_decay_incr_style": "linear"},
-            {"train_iters": 9},
-            "linear needs --start-weight-decay",
-        ),
-        (
-            {},
-            {
-                "weight_decay_incr_style": "cosine",
-                "start_weight_decay": 0.2,
-                "end_weight_decay": 0.1,
-            },
-            {"train_iters": 9},
-            "--start-weight-decay 0.2 is not between 0 and --end-weight-decay 0.1",
-        ),
+        ({"lr": None}, "give --lr"),
+        ({"lr_warmup_iters": 9}, "warm-up of 90 samples leaves nothing"),
+        ({"lr_warmup_fraction": 1.0}, "--lr-warmup-fraction"),
+        ({"lr_warmup_iters": 5, "lr_decay_iters": 4}, "decay of 40 samples"),
     ],
 )
-def test_values_that_fit_no_schedule(schedule, optimizer, training, message):
+def test_values_that_fit_no_schedule(schedule, message):
     with pytest.raises(ConfigError, match=message):
-        Schedules.from_config(
-            ScheduleConfig(**{"lr": 1.0, **schedule}),
-            OptimizerConfig(**optimizer),
-            TrainingConfig(**training),
-            global_batch=10,
-        )
+        _schedules(schedule, training={"train_iters": 9})
+
+
+def test_only_evaluating_needs_neither_length_nor_learning_rate():
+    training = {"train_iters": 0, "skip_train": True}
+    assert _schedules({"lr": None}, training=training).learning_rate.at(0) == 0.0
+    for schedule in ({}, {"lr_warmup_iters": 9}, {"lr_warmup_fraction": 0.1}):
+        rate = _schedules({"min_lr": 0.5, **schedule}, training=training).learning_rate
+        assert 0.0 <= rate.at(0) <= 1.0
+        assert rate.at(1000) == 0.5
+
+
+def test_a_resolved_constant_weight_decay_has_equal_ends():
+    ends = {"weight_decay": 0.1, "start_weight_decay": 0.1, "end_weight_decay": 0.1}
+    assert _schedules(optimizer=ends).weight_decay.at(500) == 0.1
+    assert _schedules(optimizer={"weight_decay": 0.1}).weight_decay.start == 0.1
