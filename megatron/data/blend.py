@@ -163,7 +163,7 @@ def blend(
     if len(datasets) > _MAX_DATASETS:
         raise ConfigError(
             f"--data-path: {len(datasets)} datasets, at most {_MAX_DATASETS} can be blended: join "
-            "some with tools/merge_datasets.py"
+            "some of them into one"
         )
     shares = normalize(weights)
     members = "".join(f"{description}\n\n" for description in descriptions)

@@ -18,12 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Sampler:
-    """Attributes:
-    total_samples: samples in the dataset.
-    consumed_samples: samples that all processes together have taken before.
-    micro_batch: m, samples of one process at a time.
-    rank: r, this process among the D data-parallel ones.
-    size: D, data-parallel processes.
+    """What both samplers count with.
+
+    Attributes:
+        total_samples: samples in the dataset.
+        consumed_samples: samples that all processes together have taken before.
+        micro_batch: m, samples of one process at a time.
+        rank: r, this process among the D data-parallel ones.
+        size: D, data-parallel processes.
     """
 
     total_samples: int
