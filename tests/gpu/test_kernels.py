@@ -1,0 +1,128 @@
+"""What runs on a GPU gives what the plain forms give on a CPU."""
+
+import pytest
+import torch
+
+from megatron.config.model import ModelConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.device import Device
+from megatron.kernels.attention import attention_reference, choose_attention, flash_attention
+from megatron.models.gpt import GPTModel
+from megatron.models.recompute import RecomputePlan
+from megatron.parallel.cross_entropy import vocabulary_cross_entropy
+from megatron.parallel.initialization import initialize
+from megatron.parallel.layout import Layout
+from megatron.parallel.parameter import Init, new_parameter
+from tests.models.small import LLAMA, VOCAB, batch, config
+
+DEVICE = Device.pick()
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not DEVICE.is_gpu, reason="needs a GPU"),
+]
+S, B, N = 128, 2, 4
+
+
+def heads(groups, size, dtype):
+    generator = torch.Generator().manual_seed(groups)
+    query = torch.randn(S, B, N, size, generator=generator)
+    key, value = torch.randn(2, S, B, groups, size, generator=generator)
+    return [x.to(DEVICE.torch_device, dtype).requires_grad_() for x in (query, key, value)]
+
+
+def with_gradients(function, inputs, **options):
+    for x in inputs:
+        x.grad = None
+    out = function(*inputs, dropout=0.0, layer_number=2, **options)
+    out.backward(torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out).to(out.dtype))
+    return [out.detach().float(), *(x.grad.float() for x in inputs)]
+
+
+@pytest.mark.parametrize("groups", [1, 2, N])
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("which", ["causal", "all", "mask"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_fused_attention_equals_plain(groups, size, which, dtype):
+    mask = None
+    if which == "mask":
+        mask = torch.ones(S, S, dtype=torch.bool).tril()
+        mask[60:, :60] = False
+        mask = mask.expand(B, 1, S, S).to(DEVICE.torch_device)
+    options = {"mask": mask, "causal": which == "causal"}
+    choice = choose_attention(ModelConfig(), PrecisionConfig(), DEVICE.torch_device)
+    inputs = heads(groups, size, dtype)
+    ours = with_gradients(choice.function, inputs, **options)
+    doubles = [x.detach().double().requires_grad_() for x in inputs]
+    plain = with_gradients(attention_reference, doubles, softmax_in_fp32=False, **options)
+    tolerance = 2e-3 if dtype == torch.float32 else 3e-2
+    for got, expected in zip(ours, plain, strict=True):
+        assert (got - expected).abs().max() < tolerance * max(1, expected.abs().max().item())
+    if which == "causal" and dtype != torch.float32:
+        flash = with_gradients(flash_attention, inputs, **options)
+        for got, expected in zip(flash, plain, strict=True):
+            assert (got - expected).abs().max() < tolerance * max(1, expected.abs().max().item())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_initialization_equals_that_of_a_cpu(dtype):
+    def values(device):
+        parameter = new_parameter((999, 1001), init=Init("normal", 0.02), device=device)
+        initialize([("a", parameter)], seed=1)
+        return parameter.detach().to(dtype).cpu()
+
+    here, there = values(DEVICE.torch_device), values("cpu")
+    torch.testing.assert_close(here, there, rtol=torch.finfo(dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cross_entropy_equals_that_of_a_cpu(dtype):
+    generator = torch.Generator().manual_seed(1)
+    logits = 3 * torch.randn(64, 2, 50304, generator=generator).to(dtype)
+    labels = torch.randint(50304, (64, 2), generator=generator)
+
+    def run(device):
+        part = logits.to(device).requires_grad_()
+        loss = vocabulary_cross_entropy(part, labels.to(device), Layout.single().tensor)
+        loss.mean().backward()
+        return loss.detach().cpu(), part.grad.cpu()
+
+    for ours, expected in zip(run(DEVICE.torch_device), run("cpu"), strict=True):
+        torch.testing.assert_close(
+            ours, expected, rtol=1e-2 if dtype.itemsize == 2 else 1e-5, atol=1e-7
+        )
+
+
+@pytest.mark.parametrize("flags", [{}, LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_model_equals_that_of_a_cpu(flags, dtype):
+    """Dropout off; and with it on, recomputation gives the bits of the plain run."""
+    still = {**flags, "attention_dropout": 0.0, "hidden_dropout": 0.0, "kv_channels": 8}
+
+    def run(flags, device, dtype, recompute=None):
+        model = GPTModel(
+            config(**flags),
+            PrecisionConfig(bf16=dtype == torch.bfloat16),
+            Layout.single(),
+            padded_vocab_size=VOCAB,
+            recompute=recompute,
+            device=torch.device(device),
+            dtype=dtype,
+        )
+        initialize(model.named_parameters(), seed=1)
+        DEVICE.seed(1)
+        tokens, labels = (x.to(device) for x in batch())
+        loss = model(tokens, labels=labels)
+        loss.mean().backward()
+        return loss.detach().cpu(), [p.grad.float().cpu() for p in model.parameters()]
+
+    loss, grads = run(still, DEVICE.torch_device, dtype)
+    expected_loss, expected = run(still, "cpu", torch.float32)
+    tolerance = 1e-3 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(loss, expected_loss, rtol=tolerance, atol=tolerance)
+    for ours, theirs in zip(grads, expected, strict=True):
+        assert (ours - theirs).norm() < 3 * tolerance * theirs.norm().clamp(min=1e-3)
+    noisy = {**still, "attention_dropout": 0.2, "hidden_dropout": 0.2}
+    plain, _ = run(noisy, DEVICE.torch_device, dtype)
+    for plan in (RecomputePlan("selective"), RecomputePlan("full", "uniform", 2)):
+        again, _ = run(noisy, DEVICE.torch_device, dtype, plan)
+        assert torch.equal(plain, again)
