@@ -38,16 +38,17 @@ class NullTokenizer(Tokenizer):
         return {str(i): i for i in range(self.vocab_size)}
 
     def tokenize(self, text: str) -> list[int]:
-        """Numbers of `text`.
+        """Numbers of `text`; as in Megatron-LM, they may lie above the vocabulary.
 
         Raises:
-            DataError: a word is not a number below the vocabulary size.
+            DataError: a word is not a number, or one that the dataset cannot hold.
         """
+        limit = 1 << 16 if self.vocab_size < 65500 else 1 << 31
         ids = []
         for word in text.split():
-            if not (word.isascii() and word.isdigit() and int(word) < self.vocab_size):
+            if not (word.isascii() and word.isdigit() and int(word) < limit):
                 raise DataError(
-                    f"NullTokenizer reads numbers from 0 to {self._size} between spaces, "
+                    f"NullTokenizer reads numbers from 0 to {limit - 1} between spaces, "
                     f"found {word[:40]!r}"
                 )
             ids.append(int(word))
