@@ -14,14 +14,14 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from megatron.config import RunConfig
-from megatron.data.build import BuildSync, Splits, build_gpt_datasets
-from megatron.data.masks import gpt_inputs
+from megatron.data.build import build_gpt_datasets
+from megatron.data.masks import make_batch
 from megatron.device import Device
 from megatron.models.gpt import GPTModel
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer
 from megatron.training.pretrain import main
-from megatron.training.recipe import Batch, SampleCounts
+from megatron.training.recipe import Batch, SampleCounts, Splits
 
 
 class GPTRecipe:
@@ -34,18 +34,36 @@ class GPTRecipe:
     ) -> GPTModel:
         return GPTModel.from_config(config, layout, device, padded_vocab_size)
 
+    def describe_kernels(self, model: GPTModel) -> str:
+        return f"{model.attention_choice.name} attention ({model.attention_choice.reason})"
+
     def build_datasets(
-        self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, sync: BuildSync
+        self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
     ) -> Splits:
-        return build_gpt_datasets(config, tokenizer, samples, sync)
+        assert config.data.seq_length is not None
+        return build_gpt_datasets(
+            config.data,
+            seed=config.training.seed,
+            seq_length=config.data.seq_length,
+            samples=samples,
+            vocab_size=tokenizer.vocab_size,
+            is_builder=layout.world.rank == 0,
+            barrier=layout.wait_for_all,
+        )
 
     def losses(
         self, model: GPTModel, batch: Batch, config: RunConfig, tokenizer: Tokenizer
     ) -> Mapping[str, Tensor]:
-        inputs = gpt_inputs(batch["text"], tokenizer.eod, config.data)
-        loss = model(inputs.tokens, inputs.position_ids, inputs.labels, inputs.mask)  # [b, s]
-        kept = inputs.loss_mask.sum().clamp(min=1)  # a fully masked micro-batch has loss 0
-        return {"lm loss": (loss * inputs.loss_mask).sum() / kept}
+        inputs = make_batch(
+            batch["text"],
+            eod=tokenizer.eod,
+            reset_position_ids=config.data.reset_position_ids,
+            reset_attention_mask=config.data.reset_attention_mask,
+            eod_mask_loss=config.data.eod_mask_loss,
+        )
+        loss = model(inputs.tokens, inputs.position_ids, inputs.labels, inputs.attention_mask)
+        counted = inputs.loss_mask.sum().clamp(min=1)  # nothing counts: loss 0, not nan
+        return {"lm loss": (loss * inputs.loss_mask).sum() / counted}
 
 
 if __name__ == "__main__":

@@ -60,14 +60,30 @@ def read(path: Path) -> Content:
 
 def dump(config: RunConfig) -> str:
     """Every value of a run; `load` gives the identical run back."""
-    data = {
+    return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
+
+
+def to_dict(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """Sections of plain values, fit for YAML and JSON."""
+    return {
         name: {
             entry.name: _plain(getattr(getattr(config, name), entry.name))
             for entry in fields_of(section)
         }
         for name, section in sections().items()
     }
-    return yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
+
+
+def from_dict(data: Any, source: str) -> RunConfig:
+    """The run that `to_dict` took apart.
+
+    Raises:
+        ConfigError: unknown sections or keys, or values that do not fit; `source` names the file.
+    """
+    content = _read_sections(data, source)
+    if content.problems:
+        raise ConfigError(content.problems)
+    return with_values(RunConfig(), content.values)
 
 
 def _plain(value: Any) -> Any:

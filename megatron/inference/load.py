@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron.checkpoint.reader import open_checkpoint
+from megatron.checkpoint.restore import restore
 from megatron.config import RunConfig
 from megatron.config.yaml_file import from_dict
 from megatron.device import Device
-from megatron.errors import CheckpointError
 from megatron.models.gpt import GPTModel
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer, build_tokenizer
-from megatron.training.checkpointing import load_weights
+from megatron.training.checkpointing import model_state
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,8 @@ def load_gpt(folder: str, device: Device) -> Loaded:
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    reader = open_checkpoint(folder)
-    if reader is None:
-        raise CheckpointError(f"--load {folder}: there is no checkpoint in this folder")
-    config = from_dict(reader.meta["config"])
+    reader = open_checkpoint(Path(folder))
+    config = from_dict(reader.meta["config"], folder)
     model = GPTModel.from_config(config, Layout.single(), device, reader.meta["padded_vocab_size"])
-    load_weights(model, reader)
+    restore(reader, model_state(model), prefixes=("model.",), cast=True)
     return Loaded(model, build_tokenizer(config.tokenizer), config, reader.iteration)

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron.config import RunConfig
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
+from megatron.device import Device, parameter_dtype
 from megatron.kernels.attention import choose_attention
 from megatron.kernels.rope import Rotation
 from megatron.models.block import Block
@@ -83,6 +85,21 @@ class GPTModel(nn.Module):
             self.output = OutputWeight(
                 model, layout, padded_vocab_size=padded_vocab_size, device=device, dtype=dtype
             )
+
+    @classmethod
+    def from_config(
+        cls, config: RunConfig, layout: Layout, device: Device, padded_vocab_size: int
+    ) -> GPTModel:
+        """The model that a run's flags describe."""
+        return cls(
+            config.model,
+            config.precision,
+            layout,
+            padded_vocab_size=padded_vocab_size,
+            recompute=RecomputePlan.from_config(config.training),
+            device=device.torch_device,
+            dtype=parameter_dtype(fp16=config.precision.fp16, bf16=config.precision.bf16),
+        )
 
     def forward(
         self,

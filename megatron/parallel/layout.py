@@ -108,6 +108,13 @@ class Layout:
         }
         return replace(layout, world=replace(layout.world, group=dist.group.WORLD), **axes)
 
+    def wait_for_all(self) -> None:
+        """Return once every process has called it."""
+        if self.world.size > 1:
+            import torch.distributed as dist
+
+            dist.barrier(group=self.world.group)
+
     def describe(self) -> str:
         """The grid in words, for the start-up panel."""
         sizes = " x ".join(f"{name} {getattr(self, name).size}" for name in reversed(AXES))

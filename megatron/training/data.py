@@ -3,47 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
-
-from torch.utils.data import Dataset
 
 from megatron.config import RunConfig
+from megatron.data.gpt import SampleDataset
 from megatron.data.loader import build_loader
-from megatron.data.samplers import build_sampler
+from megatron.data.samplers import CyclicSampler, SingleSampler
+from megatron.errors import DataError
 from megatron.training.recipe import Batch, SampleCounts
 from megatron.training.run import Run
 
 
 def samples_needed(config: RunConfig, train_iterations: int) -> SampleCounts:
     """Training, validation and test samples of the whole run, as Megatron counts them."""
-    batch = config.training.global_batch_size
+    batch, evaluation = config.training.global_batch_size, config.evaluation
     assert batch is not None
-    evaluation = config.evaluation
     train = config.training.train_samples or train_iterations * batch
     evaluations = train_iterations // evaluation.eval_interval + 1
-    return (
-        train,
-        evaluations * evaluation.eval_iters * batch,
-        evaluation.eval_iters * batch,
-    )
+    one_evaluation = evaluation.eval_iters * batch
+    return train, evaluations * one_evaluation, one_evaluation
 
 
-def batches_from(run: Run, dataset: Dataset[Any], *, consumed: int) -> Iterator[Batch]:
-    """This rank's micro-batches after `consumed` samples of the global order."""
-    sampler = build_sampler(
-        run.config.data.dataloader_type or "single",
-        total=len(dataset),  # type: ignore[arg-type]
-        consumed=consumed,
-        micro_batch=run.batches.micro_batch,
-        rank=run.layout.data.rank,
-        size=run.layout.data.size,
-        sharding=run.config.data.data_sharding,
-    )
-    loader = build_loader(
+def batches_from(run: Run, dataset: SampleDataset, *, consumed: int) -> Iterator[Batch]:
+    """This rank's micro-batches after `consumed` samples of the global order.
+
+    Raises:
+        DataError: once the dataset has no further micro-batch.
+    """
+    place = {
+        "total_samples": len(dataset),
+        "consumed_samples": consumed,
+        "micro_batch": run.batches.micro_batch,
+        "rank": run.layout.data.rank,
+        "size": run.layout.data.size,
+    }
+    sampler: SingleSampler | CyclicSampler = SingleSampler(**place)
+    if run.config.data.dataloader_type == "cyclic":
+        sampler = CyclicSampler(**place, data_sharding=run.config.data.data_sharding)
+    yield from build_loader(
         dataset,
         sampler,
         num_workers=run.config.data.num_workers,
         seed=run.config.training.seed,
         pin_memory=run.device.is_gpu,
     )
-    return iter(loader)
+    raise DataError(
+        f"the dataset of {len(dataset)} samples has ended: it was built for --train-iters "
+        f"{run.config.training.train_iters}, --train-samples {run.config.training.train_samples}"
+    )

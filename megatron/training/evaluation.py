@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
+from megatron.data.gpt import SampleDataset
 from megatron.training.callbacks.base import Callback, Leave
 from megatron.training.callbacks.terminal import say
 from megatron.training.data import batches_from
@@ -23,7 +23,7 @@ class EvaluationListener(Protocol):
     def after_evaluation(self, run: Run, split: str, losses: Mapping[str, float]) -> None: ...
 
 
-def evaluate(run: Run, dataset: Dataset[Any], *, skip: int) -> dict[str, float] | None:
+def evaluate(run: Run, dataset: SampleDataset, *, skip: int) -> dict[str, float] | None:
     """Mean losses over `--eval-iters` global batches, starting after `skip` samples.
 
     Returns None when a rank was asked to leave meanwhile. Collective.
@@ -53,7 +53,7 @@ def evaluate(run: Run, dataset: Dataset[Any], *, skip: int) -> dict[str, float] 
 
 def evaluate_and_report(
     run: Run,
-    dataset: Dataset[Any] | None,
+    dataset: SampleDataset | None,
     listeners: Sequence[EvaluationListener],
     *,
     split: str,

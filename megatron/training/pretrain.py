@@ -7,10 +7,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from megatron import environment
 from megatron.config import RunConfig
-from megatron.config.parser import parse_config
+from megatron.config.parser import asks_for_mpi, parse_config
 from megatron.config.yaml_file import dump
+from megatron.device import Device
 from megatron.environment import Launch, read_launch
 from megatron.errors import (
     EXIT_OK,
@@ -20,7 +23,19 @@ from megatron.errors import (
     StorageError,
     UserError,
 )
+from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.vocabulary import padded_vocab_size
+from megatron.training.callbacks.terminal import say
+from megatron.training.checkpointing import network_of
+from megatron.training.distributed import process_group
+from megatron.training.evaluation import final_evaluation
+from megatron.training.loop import train
+from megatron.training.panel import format_panel, size_rows
 from megatron.training.recipe import Recipe
+from megatron.training.run import Run
+from megatron.training.setup import build_run
+from megatron.training.standard import standard_callbacks, start_panel
+from megatron.training.writers import open_writers
 
 
 def main(recipe: Recipe, argv: Sequence[str] | None = None) -> int:
@@ -32,16 +47,19 @@ def main(recipe: Recipe, argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     launch = Launch()
     try:
-        launch = read_launch(use_mpi="--use-mpi" in arguments)
-        config, notices = parse_config(
-            arguments, world_size=launch.world_size, program=recipe.program
+        launch = read_launch(use_mpi=asks_for_mpi(arguments))
+        parsed = parse_config(
+            arguments,
+            world_size=launch.world_size,
+            program=recipe.program,
+            read_checkpoint=network_of,
         )
         if launch.rank == 0:
-            for notice in notices:
+            for notice in parsed.notices:
                 print(f"note: {notice}", flush=True)
-        if config.training.dry_run:
-            return _dry_run(config, launch)
-        return _pretrain(config, recipe, launch, started)
+        if parsed.config.training.dry_run:
+            return _dry_run(parsed.config, launch)
+        return _pretrain(parsed.config, recipe, launch, started)
     except UserError as error:
         report(error, launch)
         return error.exit_code
@@ -59,10 +77,6 @@ def report(error: UserError, launch: Launch) -> None:
 
 def _dry_run(config: RunConfig, launch: Launch) -> int:
     """Print what the run would be; touches no device, process group or corpus."""
-    from megatron.tokenizer import build_tokenizer
-    from megatron.tokenizer.vocabulary import padded_vocab_size
-    from megatron.training.panel import format_panel, size_rows
-
     if launch.rank:
         return EXIT_OK
     vocabulary = padded_vocab_size(
@@ -81,11 +95,6 @@ def _dry_run(config: RunConfig, launch: Launch) -> int:
 
 def _pretrain(config: RunConfig, recipe: Recipe, launch: Launch, started: float) -> int:
     environment.prepare(launch, deterministic=config.training.deterministic_mode)
-    # After `prepare`: CUDA and NCCL read the environment when torch first touches them.
-    from megatron.device import Device
-    from megatron.training.distributed import process_group
-    from megatron.training.setup import build_run
-
     if config.training.deterministic_mode:
         _be_deterministic()
     device = Device.pick(launch.local_rank)
@@ -98,8 +107,6 @@ def _pretrain(config: RunConfig, recipe: Recipe, launch: Launch, started: float)
 
 
 def _be_deterministic() -> None:
-    import torch
-
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # costs time, changes nothing here
 
@@ -116,13 +123,7 @@ def _save_config(config: RunConfig) -> None:
         raise StorageError(f"--save {folder}: cannot write there: {error.strerror}") from error
 
 
-def _train_and_evaluate(run, started: float) -> int:  # type: ignore[no-untyped-def]
-    from megatron.training.callbacks.terminal import say
-    from megatron.training.evaluation import final_evaluation
-    from megatron.training.loop import train
-    from megatron.training.standard import standard_callbacks, start_panel
-    from megatron.training.writers import open_writers
-
+def _train_and_evaluate(run: Run, started: float) -> int:
     writers = open_writers(run.config, is_log_rank=run.is_log_rank)
     if run.layout.world.rank == 0:
         say(start_panel(run, time.monotonic() - started))

@@ -6,14 +6,15 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
 from megatron.config import RunConfig
+from megatron.data.gpt import SampleDataset
 from megatron.device import Device
 from megatron.parallel.layout import Layout
 from megatron.tokenizer.base import Tokenizer
 
 Batch = dict[str, Tensor]
+Splits = tuple[SampleDataset | None, SampleDataset | None, SampleDataset | None]
 SampleCounts = tuple[int, int, int]  # training, validation, test
 
 
@@ -30,13 +31,17 @@ class Recipe(Protocol):
         ...
 
     def build_datasets(
-        self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, **sync: Any
-    ) -> tuple[Dataset[Any] | None, Dataset[Any] | None, Dataset[Any] | None]:
-        """Training, validation and test samples; None for an empty split."""
+        self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
+    ) -> Splits:
+        """Training, validation and test samples; None for an empty split. Collective."""
+        ...
+
+    def describe_kernels(self, model: Any) -> str:
+        """Which kernels the model runs on and why, for the start-up panel."""
         ...
 
     def losses(
-        self, model: nn.Module, batch: Batch, config: RunConfig, tokenizer: Tokenizer
+        self, model: Any, batch: Batch, config: RunConfig, tokenizer: Tokenizer
     ) -> Mapping[str, Tensor]:
         """Scalar losses of one micro-batch, by log name. Their sum is differentiated."""
         ...

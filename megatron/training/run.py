@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import nn
-from torch.utils.data import Dataset
 
 from megatron.config import RunConfig
 from megatron.device import Device
 from megatron.environment import Launch
 from megatron.optimizer.mixed import Optimizer
-from megatron.optimizer.schedule import LearningRateSchedule, WeightDecaySchedule
+from megatron.optimizer.schedule import Schedules
 from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.layout import Layout
 from megatron.tokenizer.base import Tokenizer
 from megatron.training.batch_size import BatchPlan
 from megatron.training.exit import ExitRequest
-from megatron.training.recipe import Batch, Recipe
+from megatron.training.recipe import Batch, Recipe, Splits
 from megatron.training.timers import Timers
 
 
@@ -52,11 +50,10 @@ class Run:
     model: nn.Module
     gradients: GradientBuffer
     optimizer: Optimizer
-    learning_rate: LearningRateSchedule
-    weight_decay: WeightDecaySchedule
+    schedules: Schedules
     batches: BatchPlan
     train_iterations: int
-    datasets: tuple[Dataset[Any] | None, Dataset[Any] | None, Dataset[Any] | None]
+    datasets: Splits
     exit: ExitRequest
     timers: Timers
     progress: Progress = field(default_factory=Progress)
@@ -69,7 +66,9 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """All the training that was asked for is done."""
-        if self.config.training.train_samples is not None:
-            return self.progress.consumed_samples >= self.config.training.train_samples
-        return self.progress.iteration >= self.train_iterations
+        """All the training that was asked for is done; a last partial batch is left out."""
+        samples = self.config.training.train_samples
+        if samples is None:
+            return self.progress.iteration >= self.train_iterations
+        consumed = self.progress.consumed_samples
+        return consumed + self.batches.global_batch_at(consumed) > samples

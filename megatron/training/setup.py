@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-import torch.distributed as dist
 
-from megatron.checkpoint.reader import Reader, open_checkpoint
 from megatron.config import RunConfig
-from megatron.data.build import BuildSync
 from megatron.device import Device
 from megatron.environment import Launch
-from megatron.errors import CheckpointError, ConfigError
+from megatron.errors import ConfigError
 from megatron.optimizer.mixed import Optimizer
-from megatron.optimizer.schedule import LearningRateSchedule, WeightDecaySchedule
+from megatron.optimizer.schedule import Schedules
 from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.initialization import initialize
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.vocabulary import padded_vocab_size
 from megatron.training.batch_size import BatchPlan
-from megatron.training.callbacks.terminal import say
-from megatron.training.checkpointing import check_shapes, restore_run
+from megatron.training.checkpointing import open_for_loading, restore_run
 from megatron.training.data import batches_from, samples_needed
 from megatron.training.exit import ExitRequest
 from megatron.training.recipe import Recipe
@@ -45,9 +39,7 @@ def build_run(
     vocabulary = padded_vocab_size(
         tokenizer.vocab_size, config.model.make_vocab_size_divisible_by, layout.tensor.size
     )
-    reader = find_checkpoint_to_load(config, layout)
-    if reader is not None:
-        check_shapes(config, reader)
+    reader = open_for_loading(config, layout)
     model = recipe.build_model(config, layout, device, vocabulary)
     _initialize(model, config, loading=reader is not None)
     gradients = GradientBuffer(
@@ -56,7 +48,7 @@ def build_run(
         accumulate_in_fp32=config.precision.accumulate_allreduce_grads_in_fp32,
     )
     batches = BatchPlan.from_config(config.training, layout.data.size)
-    train_iterations = batches.train_iterations(config.training)
+    train_iterations = _train_iterations(config, batches)
     run = Run(
         config=config,
         recipe=recipe,
@@ -75,12 +67,13 @@ def build_run(
             layout,
             count_zeros=config.logging.log_num_zeros_in_grad,
         ),
-        learning_rate=LearningRateSchedule.from_config(config.schedule, config.training),
-        weight_decay=WeightDecaySchedule.from_config(config.optimizer, config.training),
+        schedules=Schedules.from_config(
+            config.schedule, config.optimizer, config.training, global_batch=batches.global_batch
+        ),
         batches=batches,
         train_iterations=train_iterations,
         datasets=recipe.build_datasets(
-            config, tokenizer, samples_needed(config, train_iterations), _build_sync(layout)
+            config, tokenizer, samples_needed(config, train_iterations), layout
         ),
         exit=exit_request,
         timers=Timers(
@@ -96,23 +89,12 @@ def build_run(
     return run
 
 
-def find_checkpoint_to_load(config: RunConfig, layout: Layout) -> Reader | None:
-    """The newest checkpoint under `--load`; None where a fresh start is what was asked for.
-
-    Raises:
-        CheckpointError: there is none and `--exit-on-missing-checkpoint` is given, or all that
-            are there are damaged.
-    """
-    root = config.checkpoint.load
-    if root is None:
-        return None
-    reader = open_checkpoint(root)
-    if reader is None:
-        if config.checkpoint.exit_on_missing_checkpoint:
-            raise CheckpointError(f"--load {root}: there is no checkpoint in this folder")
-        if layout.world.rank == 0:
-            say(f"WARNING: --load {root} holds no checkpoint: starting from random weights")
-    return reader
+def _train_iterations(config: RunConfig, batches: BatchPlan) -> int:
+    training = config.training
+    if training.train_samples is not None:
+        return batches.iterations_for(training.train_samples)
+    assert training.train_iters is not None
+    return training.train_iters
 
 
 def _initialize(model: torch.nn.Module, config: RunConfig, *, loading: bool) -> None:
@@ -124,14 +106,6 @@ def _initialize(model: torch.nn.Module, config: RunConfig, *, loading: bool) -> 
             "give --load with a checkpoint, or drop the flag"
         )
     initialize(model.named_parameters(), config.training.seed)
-
-
-def _build_sync(layout: Layout) -> BuildSync:
-    """Rank 0 builds index caches while the others wait."""
-    barrier: Callable[[], object] = lambda: None  # noqa: E731
-    if layout.world.size > 1:
-        barrier = lambda: dist.barrier(group=layout.world.group)  # noqa: E731
-    return BuildSync(is_builder=layout.world.rank == 0, barrier=barrier)
 
 
 def _open_training_data(run: Run) -> None:

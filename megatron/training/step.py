@@ -27,7 +27,7 @@ class StepOutcome:
         grad_norm: before clipping.
         zeros: zero entries of the gradient; None unless asked for.
         samples: size of the global batch.
-        learning_rate, weight_decay, loss_scale: those used.
+        loss_scale: what the loss was multiplied by.
         exit_wanted: some rank asked to leave.
         sample_ids: of this rank, one list a micro-batch.
         finite: whether each micro-batch of this rank had a finite loss.
@@ -40,8 +40,6 @@ class StepOutcome:
     grad_norm: float
     zeros: int | None
     samples: int
-    learning_rate: float
-    weight_decay: float
     loss_scale: float
     exit_wanted: bool
     sample_ids: list[list[int]] = field(default_factory=list)
@@ -52,8 +50,8 @@ def train_step(run: Run) -> StepOutcome:
     """Consume one global batch and update the parameters."""
     progress = run.progress
     samples = run.batches.global_batch_at(progress.consumed_samples)
-    lr = run.learning_rate.at(progress.scheduled_samples)
-    weight_decay = run.weight_decay.at(progress.scheduled_samples)
+    lr = run.schedules.learning_rate.at(progress.scheduled_samples)
+    weight_decay = run.schedules.weight_decay.at(progress.scheduled_samples)
     loss_scale = run.optimizer.loss_scale
 
     run.model.train()
@@ -82,8 +80,6 @@ def train_step(run: Run) -> StepOutcome:
         grad_norm=result.grad_norm,
         zeros=result.zeros,
         samples=samples,
-        learning_rate=lr,
-        weight_decay=weight_decay,
         loss_scale=loss_scale,
         exit_wanted=exit_wanted,
         sample_ids=sample_ids,

@@ -63,14 +63,16 @@ class LogLine(Callback):
 
     def _record(self, run: Run, outcome: StepOutcome, params_norm: float | None) -> LogRecord:
         elapsed = time.perf_counter() - self._start
-        rate = tokens_per_second(self._samples, run.seq_length, elapsed, run.layout.world.size)
+        rate = tokens_per_second(
+            self._samples, run.config.data.seq_length, elapsed, run.layout.world.size
+        )
         return LogRecord(
             iteration=run.progress.iteration,
             train_iterations=run.train_iterations,
             consumed_samples=run.progress.consumed_samples,
             milliseconds=1000.0 * elapsed / self._iterations,
             # Megatron steps its schedule before it logs: the line shows the next update's rate.
-            learning_rate=run.learning_rate.at(run.progress.scheduled_samples),
+            learning_rate=run.schedules.learning_rate.at(run.progress.scheduled_samples),
             global_batch_size=outcome.samples,
             losses={name: total / self._counted for name, total in self._sums.items()},
             loss_scale=outcome.loss_scale,

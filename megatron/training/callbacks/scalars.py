@@ -63,7 +63,7 @@ def step_scalars(
     options = run.config.logging
     scalars = {**outcome.losses, "grad-norm": outcome.grad_norm}
     if options.log_learning_rate_to_tensorboard:
-        scalars["learning-rate"] = outcome.learning_rate
+        scalars["learning-rate"] = run.schedules.learning_rate.at(run.progress.scheduled_samples)
     if options.log_batch_size_to_tensorboard:
         scalars["batch-size"] = outcome.samples
     if options.log_loss_scale_to_tensorboard:

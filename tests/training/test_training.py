@@ -1,0 +1,162 @@
+"""The training loop end to end at toy size: layouts, resuming, leaving, bad numbers."""
+
+import os
+import signal
+
+import pytest
+import torch
+
+from megatron.errors import CheckpointError, NumericsError
+from megatron.parallel.layout import Layout
+from megatron.training.callbacks.base import Callback
+from megatron.training.loop import train
+from megatron.training.standard import standard_callbacks
+from tests.distributed import run_distributed
+from tests.training.toy import Recorder, build_toy, fingerprint, train_toy
+
+
+def _losses(layout, arguments=()):
+    recorder, _ = train_toy(layout, arguments)
+    return recorder.values("lm loss"), recorder.values("grad-norm")
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_data_parallel_processes_give_the_same_losses(size):
+    """Dropout included: masks follow the sample, not the process."""
+    losses, norms = _losses(Layout.single())
+    assert len(losses) == 6
+    for rank_losses, rank_norms in run_distributed(size, _losses):
+        assert rank_losses == pytest.approx(losses, rel=1e-5)
+        assert rank_norms == pytest.approx(norms, rel=1e-4)
+
+
+def test_micro_batch_size_changes_nothing_without_dropout():
+    no_dropout = ["--hidden-dropout", "0", "--attention-dropout", "0"]
+    small, _ = _losses(Layout.single(), no_dropout)
+    large, _ = _losses(Layout.single(), [*no_dropout, "--micro-batch-size", "4"])
+    assert large == pytest.approx(small, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        (),
+        ("--bf16",),
+        ("--fp16", "--initial-loss-scale", "65536", "--loss-scale-window", "2"),
+        ("--optimizer", "sgd"),
+        ("--train-samples", "40", "--rampup-batch-size", "2", "1", "12"),
+        ("--recompute-granularity", "full", "--recompute-method", "uniform",
+         "--recompute-num-layers", "1"),
+        ("--dataloader-type", "cyclic"),
+    ],
+    ids=lambda flags: " ".join(flags[:1]) or "fp32",
+)  # fmt: skip
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tmp_path, flags):
+    flags = list(flags)
+    whole, whole_run = train_toy(Layout.single(), flags)
+    save = [*flags, "--save", str(tmp_path), "--save-interval", "100"]
+    first, _ = train_toy(Layout.single(), [*save, "--exit-interval", "2"])
+    second, resumed_run = train_toy(Layout.single(), [*save, "--load", str(tmp_path)])
+    joined = first.values("lm loss") + second.values("lm loss")
+    assert len(first.values("lm loss")) == 2
+    assert joined == whole.values("lm loss")
+    assert fingerprint(resumed_run) == fingerprint(whole_run)
+
+
+def _resume_on_two(layout, arguments):
+    recorder, run = train_toy(layout, arguments)
+    return recorder.values("lm loss"), run.progress.iteration
+
+
+def test_resuming_on_another_number_of_processes_keeps_the_losses(tmp_path):
+    whole, _ = train_toy(Layout.single())
+    save = ["--save", str(tmp_path), "--save-interval", "3"]
+    train_toy(Layout.single(), [*save, "--exit-interval", "3"])
+    for losses, iteration in run_distributed(2, _resume_on_two, ["--load", str(tmp_path)]):
+        assert iteration == 6
+        assert losses == pytest.approx(whole.values("lm loss")[3:], rel=1e-5)
+
+
+class _Poison(Callback):
+    """Makes the gradients of one iteration nan on one rank."""
+
+    def __init__(self, iteration):
+        self.iteration = iteration
+
+    def before_step(self, run):
+        weight = next(iter(run.model.parameters()))
+        poisoned = run.progress.iteration + 1 == self.iteration and run.layout.world.rank == 0
+        self.hook = weight.register_hook(lambda g: g * float("nan")) if poisoned else None
+
+    def after_step(self, run, outcome, leave):
+        if self.hook is not None:
+            self.hook.remove()
+
+
+def _poisoned(layout, policy):
+    run, recorder = build_toy(layout, ["--on-nonfinite", policy]), Recorder()
+    callbacks, _ = standard_callbacks(run, [recorder])
+    poison = _Poison(3)
+    before = {}
+
+    class Watch(Callback):
+        def before_step(self, run):
+            before[run.progress.iteration] = fingerprint_parameters(run)
+
+    try:
+        train(run, [poison, Watch(), *callbacks])
+    except NumericsError as error:
+        return "stopped", str(error), before[2] == fingerprint_parameters(run)
+    return "finished", len(recorder.values("lm loss")), before[2] == before[3]
+
+
+def fingerprint_parameters(run):
+    return torch.cat([p.detach().flatten() for p in run.model.parameters()]).numpy().tobytes()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_nonfinite_gradients_stop_all_ranks_and_name_the_samples(size):
+    for what, message, unchanged in run_distributed(size, _poisoned, "stop"):
+        assert what == "stopped"
+        assert "iteration 3" in message
+        assert "sample ids 8, 9, 10, 11" in message
+        assert "--on-nonfinite skip" in message
+        assert unchanged
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_nonfinite_gradients_can_be_skipped(size):
+    for what, iterations, unchanged in run_distributed(size, _poisoned, "skip"):
+        assert (what, iterations) == ("finished", 6)
+        assert unchanged
+
+
+def _signalled(layout, folder):
+    arguments = ["--exit-signal-handler", "--save", folder, "--save-interval", "100"]
+    run = build_toy(layout, arguments)
+    callbacks, _ = standard_callbacks(run, [])
+
+    class Signal(Callback):
+        def before_step(self, run):
+            if run.progress.iteration == 1 and run.layout.world.is_last:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    leave = train(run, [Signal(), *callbacks])
+    return leave is not None, run.progress.iteration
+
+
+def test_a_signal_to_one_rank_saves_and_leaves_on_all(tmp_path):
+    assert run_distributed(2, _signalled, str(tmp_path)) == [(True, 2), (True, 2)]
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
+
+
+def test_a_missing_checkpoint_is_an_error_where_asked(tmp_path):
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+        build_toy(Layout.single(), ["--load", str(tmp_path), "--exit-on-missing-checkpoint"])
+
+
+def test_another_network_is_refused_by_name(tmp_path):
+    save = ["--save", str(tmp_path), "--save-interval", "1"]
+    train_toy(Layout.single(), [*save, "--exit-interval", "1"])
+    with pytest.raises(CheckpointError, match=r"num_layers is 3 here and 2 in the checkpoint"):
+        build_toy(Layout.single(), ["--load", str(tmp_path), "--num-layers", "3"])

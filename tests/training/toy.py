@@ -1,0 +1,66 @@
+"""A toy GPT run in this process or in several, for tests of the training loop."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megatron.config.parser import parse_config
+from megatron.device import Device
+from megatron.environment import Launch
+from megatron.parallel.layout import Layout
+from megatron.training.loop import train
+from megatron.training.run import Run
+from megatron.training.setup import build_run
+from megatron.training.standard import standard_callbacks
+from pretrain_gpt import GPTRecipe
+
+TOY = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "16", "--max-position-embeddings", "16", "--micro-batch-size", "1", "--global-batch-size", "4", "--lr", "1e-2", "--lr-decay-style", "cosine", "--lr-warmup-fraction", "0.2", "--min-lr", "1e-3", "--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "100", "--make-vocab-size-divisible-by", "8", "--num-workers", "0", "--log-interval", "1", "--eval-interval", "3", "--eval-iters", "1"]
+
+
+class Recorder:
+    """A writer that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.records: list[dict[str, Any]] = []
+
+    def write(self, scalars: Mapping[str, float], iteration: int, samples: int) -> None:
+        self.records.append({"iteration": iteration, **scalars})
+
+    def close(self) -> None:
+        pass
+
+    def values(self, name: str) -> list[float]:
+        return [record[name] for record in self.records if name in record]
+
+
+def build_toy(layout: Layout, arguments: Sequence[str] = ()) -> Run:
+    """A run of the toy model; later flags win over the toy's own."""
+    size, rank = layout.world.size, layout.world.rank
+    words = [*TOY, *arguments]
+    words += [] if "--train-samples" in words else ["--train-iters", "6"]
+    words += [] if "--exit-signal-handler" in words else ["--no-exit-signal-handler"]
+    parsed = parse_config(words, world_size=size)
+    return build_run(parsed.config, GPTRecipe(), Launch(rank, size), Device.cpu(), layout)
+
+
+def train_toy(layout: Layout, arguments: Sequence[str] = ()) -> tuple[Recorder, Run]:
+    """Train it to the end; what was recorded on this rank, and the run."""
+    run, recorder = build_toy(layout, arguments), Recorder()
+    callbacks, _ = standard_callbacks(run, [recorder])
+    train(run, callbacks)
+    return recorder, run
+
+
+def fingerprint(run: Run) -> str:
+    """Digest of parameters, optimizer state and position."""
+    digest = hashlib.sha256(repr(run.progress).encode())
+    tensors = {name: p.detach() for name, p in run.model.named_parameters()}
+    tensors |= {name: tensor for name, (tensor, _) in run.optimizer.named_tensors().items()}
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        digest.update(tensors[name].contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
