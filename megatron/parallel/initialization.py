@@ -18,7 +18,7 @@ from megatron.parallel.parameter import Init, ParameterSpec, spec_of
 from megatron.parallel.random import derive_key
 
 WORDS = 4  # values of one Philox block
-CHUNK = 2**20  # elements made at a time, so that temporaries stay small (about 50 MB)
+CHUNK = 2**21  # elements made at a time, so that temporaries stay small (about 100 MB)
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)

@@ -58,7 +58,7 @@ def test_philox_known_answers(counter, key, answer):
         ((3, 5, 7), (2, 3, 4), (1, 1, 2)),
     ],
 )
-@pytest.mark.parametrize("chunk", [3, 8, 2**20])
+@pytest.mark.parametrize("chunk", [3, 8, 2**21])
 def test_any_part_equals_the_slice_of_the_whole(global_shape, shape, offset, chunk, monkeypatch):
     box = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
     expected = whole(global_shape)[box]
