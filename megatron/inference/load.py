@@ -10,6 +10,7 @@ from megatron.checkpoint.restore import restore
 from megatron.config import RunConfig
 from megatron.config.yaml_file import from_dict
 from megatron.device import Device
+from megatron.errors import CheckpointError
 from megatron.models.gpt import GPTModel
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer, build_tokenizer
@@ -33,6 +34,8 @@ def load_gpt(folder: str, device: Device) -> Loaded:
         CheckpointError: there is none, or it is damaged.
     """
     reader = open_checkpoint(Path(folder))
+    if reader is None:
+        raise CheckpointError(f"--load {folder}: there is no checkpoint in this folder")
     config = from_dict(reader.meta["config"], folder)
     model = GPTModel.from_config(config, Layout.single(), device, reader.meta["padded_vocab_size"])
     restore(reader, model_state(model), prefixes=("model.",), cast=True)

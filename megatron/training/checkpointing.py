@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron.checkpoint.entries import Entry, State
-from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.reader import Reader, open_checkpoint
 from megatron.checkpoint.restore import restore
 from megatron.checkpoint.store import save
@@ -110,20 +109,25 @@ def open_for_loading(config: RunConfig, layout: Layout) -> Reader | None:
     if config.checkpoint.load is None:
         return None
     root = Path(config.checkpoint.load)
-    if find_checkpoint(root) is None:
+    reader = open_checkpoint(root, layout=layout)
+    if reader is None:
         if config.checkpoint.exit_on_missing_checkpoint:
             raise CheckpointError(f"--load {root}: there is no checkpoint in this folder")
         if layout.world.rank == 0:
             say(f"WARNING: --load {root} holds no checkpoint: starting from random weights")
         return None
-    reader = open_checkpoint(root, layout=layout)
     _check_network(config, reader)
     return reader
 
 
 def network_of(folder: str) -> dict[str, Any]:
     """For --use-checkpoint-args: the network of a checkpoint, by "model.field"."""
-    saved = open_checkpoint(Path(folder), verify=False).meta["config"]["model"]
+    reader = open_checkpoint(Path(folder), verify=False)
+    if reader is None:
+        raise CheckpointError(
+            f"--use-checkpoint-args: --load {folder} holds no checkpoint: give its flags instead"
+        )
+    saved = reader.meta["config"]["model"]
     return {f"model.{name}": saved[name] for name in NETWORK_FIELDS if name in saved}
 
 

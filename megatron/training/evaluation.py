@@ -46,8 +46,8 @@ def evaluate(run: Run, dataset: SampleDataset, *, skip: int) -> dict[str, float]
         reduced, exit_wanted = reduce_losses(means, run.exit.by_signal, run.layout)
         if exit_wanted:
             return None
-        for name, value in reduced.items():
-            totals[name] = totals.get(name, 0.0) + value
+        for name, mean in reduced.items():
+            totals[name] = totals.get(name, 0.0) + mean
     return {name: total / run.config.evaluation.eval_iters for name, total in totals.items()}
 
 

@@ -108,7 +108,8 @@ def _pretrain(config: RunConfig, recipe: Recipe, launch: Launch, started: float)
 
 def _be_deterministic() -> None:
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # costs time, changes nothing here
+    # Filling buffers that are written anyway costs time and changes nothing.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def _save_config(config: RunConfig) -> None:

@@ -71,7 +71,7 @@ def _describe_data(run: Run) -> str:
     data = run.config.data
     source = "generated tokens (--mock-data)" if data.mock_data else "indexed files"
     sizes = ", ".join(
-        f"{name} {0 if split is None else len(split):,}"  # type: ignore[arg-type]
+        f"{name} {0 if split is None else len(split):,}"
         for name, split in zip(("training", "validation", "test"), run.datasets, strict=True)
     )
     return f"{source}; samples of {data.seq_length} tokens: {sizes}"

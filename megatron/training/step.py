@@ -64,7 +64,7 @@ def train_step(run: Run) -> StepOutcome:
         result = run.optimizer.step(lr=lr, weight_decay=weight_decay)
     means = {name: torch.stack(values).mean() for name, values in micro_losses.items()}
     losses, exit_wanted = reduce_losses(means, run.exit.wanted, run.layout)
-    finite = torch.stack([sum(terms) for terms in zip(*micro_losses.values(), strict=True)])  # type: ignore[arg-type]
+    finite = torch.stack([sum(terms) for terms in zip(*micro_losses.values(), strict=True)])
 
     losses_are_finite = all(math.isfinite(value) for value in losses.values())
 

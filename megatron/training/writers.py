@@ -26,15 +26,15 @@ class TensorBoardWriter:
     def __init__(self, folder: str, queue_size: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(log_dir=folder, max_queue=queue_size)  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(log_dir=folder, max_queue=queue_size)
 
     def write(self, scalars: Mapping[str, float], iteration: int, samples: int) -> None:
         for tag, value in scalars.items():
-            self._writer.add_scalar(tag, value, iteration)  # type: ignore[no-untyped-call]
-            self._writer.add_scalar(f"{tag} vs samples", value, samples)  # type: ignore[no-untyped-call]
+            self._writer.add_scalar(tag, value, iteration)
+            self._writer.add_scalar(f"{tag} vs samples", value, samples)
 
     def close(self) -> None:
-        self._writer.close()  # type: ignore[no-untyped-call]
+        self._writer.close()
 
 
 class WandbWriter:

@@ -18,7 +18,13 @@ from megatron.training.setup import build_run
 from megatron.training.standard import standard_callbacks
 from pretrain_gpt import GPTRecipe
 
-TOY = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "16", "--max-position-embeddings", "16", "--micro-batch-size", "1", "--global-batch-size", "4", "--lr", "1e-2", "--lr-decay-style", "cosine", "--lr-warmup-fraction", "0.2", "--min-lr", "1e-3", "--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "100", "--make-vocab-size-divisible-by", "8", "--num-workers", "0", "--log-interval", "1", "--eval-interval", "3", "--eval-iters", "1"]
+TOY = """
+    --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16
+    --max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 4
+    --lr 1e-2 --lr-decay-style cosine --lr-warmup-fraction 0.2 --min-lr 1e-3
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 100 --make-vocab-size-divisible-by 8
+    --num-workers 0 --log-interval 1 --eval-interval 3 --eval-iters 1
+""".split()
 
 
 class Recorder:

@@ -63,9 +63,9 @@ class LogLine(Callback):
 
     def _record(self, run: Run, outcome: StepOutcome, params_norm: float | None) -> LogRecord:
         elapsed = time.perf_counter() - self._start
-        rate = tokens_per_second(
-            self._samples, run.config.data.seq_length, elapsed, run.layout.world.size
-        )
+        sequence = run.config.data.seq_length
+        assert sequence is not None
+        rate = tokens_per_second(self._samples, sequence, elapsed, run.layout.world.size)
         return LogRecord(
             iteration=run.progress.iteration,
             train_iterations=run.train_iterations,
