@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 
 import pytest
@@ -24,7 +25,10 @@ BASE = {
 
 
 def command(*words: str, without: Sequence[str] = ()) -> list[str]:
-    """The small run with further words, less some of its own flags."""
+    """The small run with further words, less some of its own flags.
+
+    Each argument may hold several words, quoted as in a shell.
+    """
     base = [
         word
         for name, value in BASE.items()
@@ -32,7 +36,7 @@ def command(*words: str, without: Sequence[str] = ()) -> list[str]:
         for word in (name, value)
         if word is not None
     ]
-    return [*base, *words]
+    return [*base, *(word for part in words for word in shlex.split(part))]
 
 
 def parse(*words: str, without: Sequence[str] = (), world_size: int = 1) -> ParsedRun:

@@ -1,0 +1,394 @@
+"""The table of checks: for each rule a run that it refuses, with the line the user sees."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.config.checks import find_problems
+from megatron.config.parser import parse_config
+from megatron.config.resolve import resolve
+from megatron.config.rules_model import divisors
+from megatron.config.run import RunConfig, with_values
+from tests.config.command import BASE, parse, problems
+
+_SAMPLES = ("--train-samples 1000", ("--train-iters",))
+_LINES = [
+    # layout and network, 8 processes
+    (
+        "--num-attention-heads 12 --hidden-size 96 --tensor-model-parallel-size 8",
+        "--num-attention-heads 12 is not divisible by --tensor-model-parallel-size 8: "
+        "use 1, 2, 3, 4, 6 or 12",
+    ),
+    (
+        "--tensor-model-parallel-size 3",
+        "--tensor-model-parallel-size 3 x --pipeline-model-parallel-size 1 x "
+        "--context-parallel-size 1 = 3 does not divide the 8 launched process(es): "
+        "launch a multiple of 3",
+    ),
+    (
+        "--num-layers 6 --pipeline-model-parallel-size 4",
+        "--num-layers 6 is not divisible by --pipeline-model-parallel-size 4: use 1, 2, 3 or 6",
+    ),
+    (
+        "--context-parallel-size 2",
+        "--context-parallel-size 2: only data parallelism is built so far: use 1 and launch more "
+        "processes",
+    ),
+    (
+        "--hidden-size 66",
+        "--hidden-size 66 is not divisible by --num-attention-heads 4: use a multiple of 4, or "
+        "set the size of a head with --kv-channels",
+    ),
+    (
+        "--group-query-attention --num-query-groups 3",
+        "--num-attention-heads 4 is not divisible by --num-query-groups 3: use 1, 2 or 4",
+    ),
+    (
+        "--max-position-embeddings 64",
+        "--max-position-embeddings 64 is less than --seq-length 128: use at least 128",
+    ),
+    ("--rotary-percent 0", "--rotary-percent 0.0: must be above 0 and at most 1"),
+    (
+        "--position-embedding-type rope --kv-channels 15",
+        "--rotary-percent 1.0 of --kv-channels 15 rotates 15 channels: they turn in pairs, choose "
+        "an even number",
+    ),
+    (
+        "--swiglu --squared-relu",
+        "--swiglu and --squared-relu: an MLP has one activation function: keep one",
+    ),
+    (
+        "--apply-layernorm-1p --normalization RMSNorm",
+        "--apply-layernorm-1p goes with LayerNorm, not --normalization RMSNorm: drop one",
+    ),
+    ("--num-layers 0", "--num-layers 0: must be at least 1"),
+    ("--norm-epsilon 0", "--norm-epsilon 0.0: must be above 0"),
+    ("--hidden-dropout 1", "--hidden-dropout 1.0: must be at least 0 and below 1"),
+    ("--seed 4294967296", "--seed 4294967296: must be below 2**32"),
+    # precision
+    ("--fp16 --bf16", "--fp16 and --bf16 exclude each other: keep one"),
+    ("--use-flash-attn", "--use-flash-attn computes in 16 bits: add --bf16 or --fp16"),
+    (
+        "--fp32-residual-connection",
+        "--fp32-residual-connection has no meaning in fp32: drop it, or add --bf16 or --fp16",
+    ),
+    (
+        "--fp16-lm-cross-entropy --bf16",
+        "--fp16-lm-cross-entropy needs --fp16: add it, or drop this flag",
+    ),
+    (
+        "--fp16 --initial-loss-scale 4 --min-loss-scale 8",
+        "--min-loss-scale 8 is above --initial-loss-scale 4: lower it",
+    ),
+    # batches, length, schedules
+    (
+        "--global-batch-size 48",
+        "--global-batch-size 48 is not divisible by --micro-batch-size 4 x 8 data-parallel "
+        "process(es) = 32: use 32 or 64",
+    ),
+    (
+        "--global-batch-size 8",
+        "--global-batch-size 8 is not divisible by --micro-batch-size 4 x 8 data-parallel "
+        "process(es) = 32: use 32",
+    ),
+    (
+        "--rampup-batch-size 32 32 1000 --global-batch-size 96",
+        "--rampup-batch-size 32 32 1000 counts samples: give the length as --train-samples, not "
+        "--train-iters",
+    ),
+    (
+        "--train-samples 5",
+        "--train-iters 40 and --train-samples 5 exclude each other: keep one",
+    ),
+    ("--train-iters 0", "--train-iters 0: must be at least 1; use --skip-train to evaluate only"),
+    (
+        "--lr-decay-samples 100",
+        "--lr-decay-samples 100 goes with --train-samples; this run counts --train-iters 40: use "
+        "--lr-decay-iters",
+    ),
+    ("--min-lr 0.01", "--min-lr 0.01 is above --lr 0.001: lower it"),
+    ("--lr-warmup-init 0.01", "--lr-warmup-init 0.01 is above --lr 0.001: lower it"),
+    (
+        "--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler",
+        "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each "
+        "other: keep one",
+    ),
+    (
+        "--lr-warmup-fraction 0.1 --lr-warmup-iters 3",
+        "--lr-warmup-iters 3 and --lr-warmup-fraction 0.1 exclude each other: keep one",
+    ),
+    ("--lr-warmup-iters 40", "--lr-warmup-iters 40 must be less than --train-iters 40: lower it"),
+    (
+        "--lr-warmup-iters 20 --lr-decay-iters 20",
+        "--lr-warmup-iters 20 must be less than --lr-decay-iters 20: lower it",
+    ),
+    (
+        "--start-weight-decay 0.1",
+        "--start-weight-decay 0.1 differs from --weight-decay 0.01: with "
+        "--weight-decay-incr-style constant drop it, or choose linear or cosine",
+    ),
+    (
+        "--weight-decay-incr-style linear",
+        "--weight-decay-incr-style linear needs both --start-weight-decay and --end-weight-decay",
+    ),
+    (
+        "--weight-decay-incr-style cosine --start-weight-decay 0.2 --end-weight-decay 0.1",
+        "--end-weight-decay 0.1 is below --start-weight-decay 0.2: raise it",
+    ),
+    # recomputation
+    (
+        "--recompute-activations --recompute-method block",
+        "--recompute-method block goes with --recompute-granularity full, not selective: drop it",
+    ),
+    (
+        "--recompute-activations --recompute-granularity full --recompute-method block",
+        "--recompute-activations means --recompute-granularity selective, and "
+        "--recompute-granularity full was given: keep one",
+    ),
+    (
+        "--recompute-granularity full",
+        "--recompute-granularity full needs --recompute-method uniform or block",
+    ),
+    ("--recompute-method block", "--recompute-method block needs --recompute-granularity full"),
+    ("--recompute-num-layers 2", "--recompute-num-layers 2 needs --recompute-granularity full"),
+    (
+        "--recompute-granularity full --recompute-method block --recompute-num-layers 5",
+        "--recompute-num-layers 5 is above --num-layers 4: use 1 to 4",
+    ),
+    # running
+    (
+        "--on-nonfinite skip --no-check-for-nan-in-loss-and-grad",
+        "--on-nonfinite skip needs the check that --no-check-for-nan-in-loss-and-grad turns off: "
+        "drop one",
+    ),
+    ("--save here", "--save here needs --save-interval: give iterations between checkpoints"),
+    (
+        "--exit-on-missing-checkpoint",
+        "--exit-on-missing-checkpoint needs --load: give the folder of the checkpoint",
+    ),
+    (
+        "--use-checkpoint-args",
+        "--use-checkpoint-args needs --load: give the folder of the checkpoint",
+    ),
+    ("--log-sample-ids", "--log-sample-ids writes into the --save folder: give --save"),
+    ("--dry-run-world-size 4", "--dry-run-world-size 4 needs --dry-run"),
+    (
+        "--profile --profile-step-end 10",
+        "--profile-step-end 10 must be above --profile-step-start 10: raise it",
+    ),
+    ("--profile --profile-ranks 0 8", "--profile-ranks 8: there are 8 process(es): use 0 to 7"),
+    ("--wandb-name x", "--wandb-name x needs --wandb-project"),
+    # data
+    ("--data-path corpus", "--mock-data and --data-path exclude each other: keep one"),
+    (
+        "--split 0,0,0",
+        "--split '0,0,0': expected up to three shares of at least 0, not all 0, such as "
+        "'969, 30, 1'",
+    ),
+    (
+        "--tokenizer-type GPT2BPETokenizer --vocab-file v",
+        "--tokenizer-type GPT2BPETokenizer needs --merge-file: give it",
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "line"), _LINES, ids=[words for words, _ in _LINES])
+def test_a_mistake_and_its_line(words: str, line: str) -> None:
+    lines = problems(words, world_size=8)
+    if "parallel-size" in words:  # model parallelism is refused as well
+        assert line in lines
+    else:
+        assert lines == [line]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("8 8", "--rampup-batch-size 8 8: expected three numbers: START INCREMENT SAMPLES"),
+        (
+            "8 0 100",
+            "--rampup-batch-size 8 0 100: start and increment must be at least 1, samples at "
+            "least 0",
+        ),
+        (
+            "8 24 100",
+            "--rampup-batch-size 8 24 100 does not reach --global-batch-size 64 in steps of 24: "
+            "64 - 8 must be a multiple of 24",
+        ),
+        (
+            "4 4 100",
+            "--rampup-batch-size 4 4 100: start and increment must be multiples of "
+            "--micro-batch-size x data-parallel processes = 8",
+        ),
+    ],
+)
+def test_the_form_of_a_ramp(words: str, line: str) -> None:
+    words = f"--rampup-batch-size {words} --global-batch-size 64 {_SAMPLES[0]}"
+    assert problems(words, without=_SAMPLES[1], world_size=2) == [line]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--lr-decay-iters 20", "--lr-decay-iters 20 goes with --train-iters; this run counts"),
+        ("--lr-warmup-iters 2", "--lr-warmup-iters 2 goes with --train-iters; this run counts"),
+        ("--lr-warmup-samples 2000", "--lr-warmup-samples 2000 must be less than --train-samples"),
+    ],
+)
+def test_a_run_that_counts_samples(words: str, line: str) -> None:
+    lines = problems(words, _SAMPLES[0], without=_SAMPLES[1])
+    assert [text for text in lines if text.startswith(line)] == lines
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("", "no corpus: give --data-path PREFIX, or --mock-data to train on generated tokens"),
+        (
+            "--data-path a b c",
+            "--data-path has 3 words: give one prefix, or pairs WEIGHT PREFIX WEIGHT PREFIX ...",
+        ),
+        (
+            "--data-path a 0.5 b 0.5",
+            "--data-path: 'a', 'b' should be a weight above 0: give pairs WEIGHT PREFIX WEIGHT "
+            "PREFIX ...",
+        ),
+        ("--data-path", "--data-path: give a prefix, or WEIGHT PREFIX WEIGHT PREFIX ..."),
+        (
+            "--data-path a --valid-data-path b --train-data-path c",
+            "--data-path is split by --split, --train-data-path, --valid-data-path are not: give "
+            "one kind of path only",
+        ),
+        (
+            "--valid-data-path b",
+            "--valid-data-path without --train-data-path: there is nothing to train on: add it",
+        ),
+    ],
+)
+def test_corpora(words: str, line: str) -> None:
+    assert problems(words, without=["--mock-data"]) == [line]
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in BASE if name not in ("--mock-data", "--vocab-size")]
+)
+def test_what_a_run_needs(name: str) -> None:
+    (line,) = problems(without=[name])
+    assert name in line
+    assert "required" in line
+
+
+@pytest.mark.parametrize("text", ["100,0,0", "969, 30, 1", "98/2", "1", "0.9,0.1"])
+def test_splits_that_are_fine(text: str) -> None:
+    assert parse(f"--split '{text}'").config.data.split == text
+
+
+@pytest.mark.parametrize("text", ["a,b", "-1,2", "1,2,3,4", ""])
+def test_splits_that_are_not(text: str) -> None:
+    (line,) = problems(f"--split '{text}'")
+    assert line.startswith("--split")
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--num-query-groups 2", "--num-query-groups 2 changes nothing without"),
+        ("--save-interval 5", "--save-interval 5 changes nothing without --save"),
+        ("--skip-train", "--skip-train without --load: evaluating an untrained model"),
+        ("--no-bias-dropout-fusion", "--no-bias-dropout-fusion: bias, dropout and residual"),
+        ("--use-cpu-initialization", "--use-cpu-initialization: every device draws"),
+        ("--sequence-parallel", "--sequence-parallel: one tensor-parallel process"),
+        ("--lazy-mpu-init yes", "--lazy-mpu-init: process groups are made once"),
+    ],
+)
+def test_what_changes_nothing_is_said_once(words: str, line: str) -> None:
+    (notice,) = parse(words).notices
+    assert notice.startswith(line)
+
+
+@pytest.mark.parametrize("words", ["", "--no-gradient-accumulation-fusion --lazy-mpu-init no"])
+def test_a_quiet_run(words: str) -> None:
+    assert len(parse(words).notices) == (1 if words else 0)
+
+
+def test_a_dry_run_may_pretend_any_world() -> None:
+    run = parse("--dry-run --dry-run-world-size 512", world_size=1)
+    assert run.config.training.global_batch_size == 2048
+
+
+def test_nonsense_values_give_lines_not_crashes() -> None:
+    for value in (0, -1):
+        paths = [
+            "model.num_layers",
+            "model.hidden_size",
+            "model.num_attention_heads",
+            "model.num_query_groups",
+            "model.ffn_hidden_size",
+            "model.kv_channels",
+            "data.seq_length",
+            "training.micro_batch_size",
+            "training.global_batch_size",
+            "parallel.tensor_model_parallel_size",
+            "parallel.pipeline_model_parallel_size",
+            "parallel.context_parallel_size",
+        ]
+        config = resolve(with_values(RunConfig(), dict.fromkeys(paths, value)), 8)
+        assert len(find_problems(config, 8)) >= len(paths)
+
+
+def test_huge_values_are_answered_at_once() -> None:
+    assert divisors(12) == "1, 2, 3, 4, 6 or 12"
+    assert divisors(1) == "1"
+    assert divisors(2**60).endswith("or 1024")
+
+
+def test_the_golden_run_parses_as_it_was(golden: Path) -> None:
+    args = json.loads((golden / "gpt_fp32" / "run.json").read_text())["args"]
+    words = [
+        *("--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128").split(),
+        *("--max-position-embeddings 128 --micro-batch-size 4 --global-batch-size 16").split(),
+        *("--train-iters 40 --lr 0.001 --min-lr 0.0001 --lr-decay-style cosine").split(),
+        *("--lr-decay-iters 40 --lr-warmup-fraction 0.1 --attention-dropout 0").split(),
+        *("--hidden-dropout 0 --no-masked-softmax-fusion --no-bias-gelu-fusion").split(),
+        *("--no-bias-dropout-fusion --no-gradient-accumulation-fusion").split(),
+        *("--no-async-tensor-model-parallel-allreduce --no-persist-layer-norm").split(),
+        *("--save ckpt --save-interval 20 --eval-iters 5 --eval-interval 20").split(),
+        *("--log-interval 1 --distributed-timeout-minutes 3 --split 949,50,1").split(),
+        *("--data-path data/gpt_text_document --data-cache-path cache").split(),
+        *("--tokenizer-type GPT2BPETokenizer --vocab-file data/gpt2-tiny-vocab.json").split(),
+        *("--merge-file data/gpt2-tiny-merges.txt --local_rank 0").split(),
+    ]
+    config = parse_config(words, world_size=1).config
+    for section in vars(config).values():
+        for name, value in vars(section).items():
+            if name not in args or name in ("exit_signal_handler", "dataloader_type"):
+                continue
+            recorded = args[name]
+            recorded = tuple(recorded) if isinstance(recorded, list) else recorded
+            assert value == recorded or (value, recorded) == (False, None), name
+
+
+def test_the_llama_2_script_runs_as_written() -> None:
+    run = parse(
+        "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 "
+        "--seq-length 4096 --max-position-embeddings 4096 --micro-batch-size 1 "
+        "--global-batch-size 1024 --lr 1e-4 --min-lr 3.3e-6 --lr-decay-style cosine "
+        "--weight-decay 0.1 --clip-grad 1.0 --adam-beta1 0.9 --adam-beta2 0.95 --bf16 "
+        "--use-flash-attn --use-rotary-position-embeddings --normalization RMSNorm "
+        "--norm-epsilon 1e-5 --no-position-embedding --no-masked-softmax-fusion "
+        "--no-query-key-layer-scaling --untie-embeddings-and-output-weights "
+        "--disable-bias-linear --swiglu --attention-dropout 0 --hidden-dropout 0 "
+        "--tokenizer-type Llama2Tokenizer --tokenizer-model tokenizer.model --use-mpi "
+        "--train-iters 25000 --data-path 0.6 one 0.4 two --distributed-backend nccl "
+        "--wandb-project p --wandb-entity e --wandb-name n --sequence-parallel",
+        without=list(BASE),
+        world_size=8,
+    )
+    assert run.config.model.position_embedding_type == "rope"
+    assert run.config.model.ffn_hidden_size == 11008
+    assert run.config.precision.apply_query_key_layer_scaling is False
+    assert run.config.parallel.use_mpi
+    assert len(run.notices) == 3

@@ -1,0 +1,118 @@
+"""Flags of Megatron-LM back to 2019 (table 1.4 of the facts)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron.config.old_flags import GONE_FLAGS, OLD_FLAGS
+from megatron.config.run import flatten
+from tests.config.command import parse, problems
+
+# Old words, and the fields they set today.
+_TRANSLATED: dict[str, dict[str, Any]] = {
+    "--batch-size 2": {"training.micro_batch_size": 2},
+    "--warmup 0.01": {"schedule.lr_warmup_fraction": 0.01},
+    "--checkpoint-activations": {
+        "training.recompute_granularity": "full",
+        "training.recompute_method": "uniform",
+        "training.recompute_num_layers": 1,
+    },
+    "--activations-checkpoint-method block": {
+        "training.recompute_granularity": "full",
+        "training.recompute_method": "block",
+        "training.recompute_num_layers": 1,
+    },
+    "--override-lr-scheduler": {"schedule.override_opt_param_scheduler": True},
+    "--use-checkpoint-lr-scheduler": {"schedule.use_checkpoint_opt_param_scheduler": True},
+    "--apply-query-key-layer-scaling": {"precision.apply_query_key_layer_scaling": True},
+    "--fp32-allreduce": {"precision.accumulate_allreduce_grads_in_fp32": True},
+    "--min-scale 2": {"precision.min_loss_scale": 2.0},
+    "--scaled-upper-triang-masked-softmax-fusion": {"model.masked_softmax_fusion": True},
+    "--no-scaled-masked-softmax-fusion": {"model.masked_softmax_fusion": False},
+    "--use-contiguous-buffers-in-ddp": {"parallel.use_contiguous_buffers_in_local_ddp": True},
+    "--use-rotary-position-embeddings": {"model.position_embedding_type": "rope"},
+    "--no-position-embedding": {"model.position_embedding_type": "none"},
+    "--model-parallel-size 1": {"parallel.tensor_model_parallel_size": 1},
+}
+# Old words whose translation is refused by today's name.
+_REFUSED = {
+    "--model-parallel-size 2": "--tensor-model-parallel-size 2: ",
+    "--distribute-checkpointed-activations": "--distribute-saved-activations: ",
+    "--fp8-e4m3": "--fp8-format e4m3: ",
+    "--fp8-hybrid": "--fp8-format hybrid: ",
+    "--report-topk-accuracies 1 5": "--retriever-report-topk-accuracies 1 5: ",
+    "--img-dim 64": "--img-h 64: ",
+}
+
+
+@pytest.mark.parametrize("words", _TRANSLATED)
+def test_translated_with_one_notice(words: str) -> None:
+    without = ["--micro-batch-size"] if words.startswith("--batch-size") else []
+    run = parse(words, without=without)
+    values = flatten(run.config)
+    assert {path: values[path] for path in _TRANSLATED[words]} == _TRANSLATED[words]
+    assert len(run.notices) == 1
+    assert run.notices[0].startswith(words + " is an old flag")
+
+
+@pytest.mark.parametrize("words", _REFUSED)
+def test_translated_then_refused_by_name(words: str) -> None:
+    lines = problems(words, world_size=2)
+    assert [line for line in lines if line.startswith(_REFUSED[words])]
+
+
+@pytest.mark.parametrize("flag", GONE_FLAGS, ids=lambda flag: flag.name)
+def test_what_nothing_stands_for_is_refused_with_the_remedy(flag: Any) -> None:
+    lines = problems(flag.name, flag.value or "3")
+    shown = f"{flag.name} {flag.value}" if flag.value else flag.name
+    assert lines == [f"{shown} is gone (last seen {flag.era}): {flag.remedy}"]
+
+
+@pytest.mark.parametrize(
+    "flag", ["--lazy-loader", "--save-optim", "--loose-json", "--fp32-embedding"]
+)
+def test_gone_switches_take_no_value(flag: str) -> None:
+    assert problems(flag)[0].startswith(f"{flag} is gone")
+
+
+def test_every_old_flag_is_tried_here() -> None:
+    tried = {words.split()[0] for words in (*_TRANSLATED, *_REFUSED)}
+    with_a_companion = {"--checkpoint-num-layers", "--activations-checkpoint-num-layers"}
+    assert {flag.name for flag in OLD_FLAGS} == tried | with_a_companion
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--checkpoint-activations --checkpoint-num-layers 2",
+        "--checkpoint-num-layers 2 --checkpoint-activations",
+        "--activations-checkpoint-method uniform --activations-checkpoint-num-layers 2",
+    ],
+)
+def test_a_given_layer_count_is_kept(words: str) -> None:
+    run = parse(words)
+    assert run.config.training.recompute_num_layers == 2
+    assert run.config.training.recompute_method == "uniform"
+    assert len(run.notices) == 2
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--no-position-embedding --use-rotary-position-embeddings",
+        "--position-embedding-type rope --no-position-embedding",
+    ],
+)
+def test_rope_needs_no_position_embedding(words: str) -> None:
+    assert parse(words).config.model.position_embedding_type == "rope"
+
+
+def test_a_2019_script_is_answered_line_by_line() -> None:
+    lines = problems(
+        "--train-data wikipedia --lazy-loader --tokenizer-type SentencePieceTokenizer "
+        "--tokenizer-model-type bert-large-uncased --cache-dir cache --epochs 1 "
+        "--max-preds-per-seq 80 --lr-decay-style exponential"
+    )
+    assert len([line for line in lines if " is gone " in line]) == 7

@@ -1,0 +1,201 @@
+"""The command line as a whole: types, switches, mistakes, help."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+import subprocess
+import sys
+
+import pytest
+
+from megatron.config.arguments import add_flags, from_namespace
+from megatron.config.data import TokenizerConfig
+from megatron.config.fields import fields_of
+from megatron.config.flag import flag
+from megatron.config.parser import asks_for_mpi, parse_config
+from megatron.config.run import sections
+from megatron.errors import ConfigError
+from tests.config.command import command, parse, problems
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], True),
+        (["--no-bias-gelu-fusion"], False),
+        (["--bias-gelu-fusion"], True),
+    ],
+)
+def test_a_switch_that_is_on_by_default(words: list[str], expected: bool) -> None:
+    assert parse(*words).config.model.bias_gelu_fusion is expected
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"), [([], False), (["--swiglu"], True), (["--no-swiglu"], False)]
+)
+def test_a_switch_that_is_off_by_default(words: list[str], expected: bool) -> None:
+    assert parse(*words).config.model.swiglu is expected
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"), [("true", True), ("False", False), ("1", True), ("off", False)]
+)
+def test_a_bool_with_a_value_reads_the_word(word: str, expected: bool) -> None:
+    assert parse("--onnx-safe", word).config.model.onnx_safe is expected
+
+
+def test_values_may_be_joined_negative_or_repeated() -> None:
+    config = parse("--lr=0.1", "--min-lr", "0", "--seed", "1", "--seed", "2").config
+    assert config.schedule.lr == 0.1
+    assert config.training.seed == 2
+    assert problems("--min-lr", "-1e-5") == ["--min-lr -1e-05: must be at least 0"]
+
+
+def test_lists() -> None:
+    config = parse("--profile-ranks", "0", "1", "--profile", world_size=2).config
+    assert config.profiling.profile_ranks == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--seed abc", "--seed abc: expected a whole number, got 'abc'"),
+        ("--seed 1.5", "--seed 1.5: expected a whole number, got '1.5'"),
+        ("--clip-grad nan", "--clip-grad nan: expected a finite number, got 'nan'"),
+        ("--onnx-safe perhaps", "--onnx-safe perhaps: expected true or false, got 'perhaps'"),
+        ("--save", "--save: expected one argument"),
+        ("--fp16 yes", "--fp16 yes: takes no value"),
+        (
+            "--optimizer adan",
+            "--optimizer adan: expected one of adam, sgd, got 'adan': did you mean adam?",
+        ),
+        ("--seed 1 2", "'2' belongs to no flag: drop it"),
+        ("--nm-experts 4", "unknown flag --nm-experts: did you mean --num-experts?"),
+        ("--batch-sise 4", "unknown flag --batch-sise: did you mean --batch-size?"),
+        ("--qqq", "unknown flag --qqq: --help lists all flags"),
+        ("--num-work 1", "unknown flag --num-work: did you mean --num-workers?"),
+        (
+            "--encoder-seq-length 64",
+            "--seq-length 128 and --encoder-seq-length 64 contradict each other: keep one",
+        ),
+        ("--fp16 --no-fp16", "--fp16 and --no-fp16 contradict each other: keep one"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_the_flag(words: str, line: str) -> None:
+    assert problems(words) == [line]
+
+
+def test_all_mistakes_are_reported_at_once() -> None:
+    lines = problems(
+        "--hiden-size 64 --lr abc --seed x --fp8-hybrid --epochs 3 --fp16 --bf16",
+        without=["--hidden-size", "--lr"],
+    )
+    assert [re.findall(r"--[\w-]+", line)[0] for line in lines] == [
+        "--epochs",
+        "--hiden-size",
+        "--lr",
+        "--seed",
+        "--fp8-format",
+        "--fp16",
+    ]
+
+
+def test_a_value_that_cannot_be_read_is_not_reported_missing_too() -> None:
+    assert problems("--lr", "abc", without=["--lr"]) == [
+        "--lr abc: expected a finite number, got 'abc'"
+    ]
+
+
+def test_help_is_grouped_and_has_units_defaults_and_choices(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        parse_config(["--help"], world_size=1, program="pretrain_gpt.py")
+    text = capsys.readouterr().out
+    words = " ".join(text.split())
+    assert left.value.code == 0
+    for section in sections().values():
+        assert f"\n{section.__doc__.rstrip('.')}:\n" in text
+        for field in fields_of(section):
+            assert field.names[0] in text
+            assert field.shown in text or field.default is False
+    assert (
+        "--seq-length N, --encoder-seq-length N Sequence length. (tokens; default: unset)" in words
+    )
+    assert "--optimizer {adam,sgd}" in words
+    assert "--vision-pretraining" not in text
+
+
+def test_help_needs_no_torch() -> None:
+    code = (
+        "import sys\n"
+        "from megatron.config import parse_config\n"
+        "try:\n"
+        "    parse_config(['--help'], world_size=1)\n"
+        "except SystemExit:\n"
+        "    print([name for name in ('torch', 'numpy') if name in sys.modules])\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines()[-1] == "[]"
+
+
+def test_flags_of_one_section_for_a_tool() -> None:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_flags(parser, TokenizerConfig, only=("tokenizer_type", "vocab_file"))
+    given = parser.parse_args(["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", "v.json"])
+    assert from_namespace(TokenizerConfig, given) == TokenizerConfig(
+        tokenizer_type="GPT2BPETokenizer", vocab_file="v.json"
+    )
+
+
+def test_a_tool_says_what_was_expected(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, TokenizerConfig)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--vocab-size", "many"])
+    assert "--vocab-size: expected a whole number, got 'many'" in capsys.readouterr().err
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _TaskConfig:
+    """Task."""
+
+    task: str | None = flag(None, "What to do.")
+    keep_last: bool = flag(False, "Keep the last batch.")
+
+
+def test_a_program_may_add_flags() -> None:
+    parsed = parse_config(command("--task", "lambada"), world_size=1, extra=[_TaskConfig])
+    assert parsed.extra == (_TaskConfig(task="lambada"),)
+
+
+def test_mpi_is_seen_before_the_world_is_known(tmp_path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("parallel:\n  use_mpi: true\n")
+    assert asks_for_mpi(["--lr", "1", "--use-mpi"])
+    assert asks_for_mpi(["--config", str(path)])
+    assert not asks_for_mpi(["--config", str(path), "--no-use-mpi"])
+    assert not asks_for_mpi(["--config", str(tmp_path / "absent.yaml")])
+    assert not asks_for_mpi(command())
+
+
+def test_shape_from_a_checkpoint_wins_over_flags() -> None:
+    def shape(folder: str) -> dict[str, int]:
+        assert folder == "old"
+        return {"model.num_layers": 2, "model.hidden_size": 32, "data.seq_length": 64}
+
+    words = command("--load", "old", "--use-checkpoint-args", without=["--seq-length"])
+    parsed = parse_config(words, world_size=1, read_checkpoint=shape)
+    assert parsed.config.model.num_layers == 2
+    assert parsed.config.model.kv_channels == 8
+    assert parsed.config.data.seq_length == 64
+    assert [line for line in parsed.notices if "model.num_layers 2" in line]
+
+
+def test_the_caller_gets_every_problem_in_a_list() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config([], world_size=1)
+    assert len(caught.value.problems) == len(set(caught.value.problems)) > 5
+    assert str(caught.value) == "\n".join(caught.value.problems)

@@ -1,0 +1,79 @@
+"""Values that follow from others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron.config.resolve import data_parallel_size, resolve
+from megatron.config.run import RunConfig, flatten, with_values
+from tests.config.command import parse
+
+
+@pytest.mark.parametrize(
+    ("words", "path", "expected"),
+    [
+        ("", "model.ffn_hidden_size", 256),
+        ("--swiglu", "model.ffn_hidden_size", 128),
+        ("--swiglu --ffn-hidden-size 200", "model.ffn_hidden_size", 200),
+        ("", "model.kv_channels", 16),
+        ("--kv-channels 8", "model.kv_channels", 8),
+        ("", "model.max_position_embeddings", 128),
+        ("--max-position-embeddings 512", "model.max_position_embeddings", 512),
+        ("", "training.global_batch_size", 16),
+        ("--global-batch-size 48", "training.global_batch_size", 48),
+        ("", "training.recompute_granularity", None),
+        ("--recompute-activations", "training.recompute_granularity", "selective"),
+        ("", "optimizer.start_weight_decay", 0.01),
+        ("--weight-decay 0.1", "optimizer.end_weight_decay", 0.1),
+        ("", "data.dataloader_type", "single"),
+        ("--dataloader-type cyclic", "data.dataloader_type", "cyclic"),
+        ("", "precision.accumulate_allreduce_grads_in_fp32", False),
+        ("--bf16", "precision.accumulate_allreduce_grads_in_fp32", True),
+        ("--fp16", "precision.accumulate_allreduce_grads_in_fp32", False),
+        ("--exit-signal-handler", "training.exit_signal_handler", True),
+    ],
+)
+def test_derived_values(words: str, path: str, expected: Any) -> None:
+    assert flatten(parse(words, world_size=4).config)[path] == expected
+
+
+# Hidden size to the MLP width that Llama-2 style training uses: 8/3 h in steps of 64.
+@pytest.mark.parametrize(("hidden", "ffn"), [(4096, 10880), (5120, 13632), (8192, 21824)])
+def test_the_width_of_swiglu(hidden: int, ffn: int) -> None:
+    config = with_values(RunConfig(), {"model.swiglu": True, "model.hidden_size": hidden})
+    assert resolve(config, 1).model.ffn_hidden_size == ffn == int(4 * hidden * 2 / 3 / 64) * 64
+
+
+@pytest.mark.parametrize(
+    "words", ["", "--swiglu --bf16", "--recompute-activations", "--skip-train"]
+)
+def test_resolving_twice_changes_nothing(words: str) -> None:
+    config = parse(words, world_size=2).config
+    assert resolve(config, 2) == config
+
+
+def test_what_cannot_be_derived_stays_unset() -> None:
+    config = resolve(RunConfig(), 4)
+    assert config.model.kv_channels is None
+    assert config.training.global_batch_size is None
+    broken = {"model.hidden_size": 64, "model.num_attention_heads": 0}
+    assert resolve(with_values(RunConfig(), broken), 4).model.kv_channels is None
+
+
+def test_evaluating_only_needs_no_length() -> None:
+    config = parse("--skip-train --load folder", without=["--train-iters", "--lr"]).config
+    assert config.training.train_iters == 0
+
+
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "world", "expected"),
+    [(1, 1, 4, 4), (2, 2, 8, 2), (2, 1, 1, 1), (0, 1, 4, 1)],
+)
+def test_data_parallel_size(tensor: int, pipeline: int, world: int, expected: int) -> None:
+    sizes = {
+        "parallel.tensor_model_parallel_size": tensor,
+        "parallel.pipeline_model_parallel_size": pipeline,
+    }
+    assert data_parallel_size(with_values(RunConfig(), sizes), world) == expected

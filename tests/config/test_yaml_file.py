@@ -1,0 +1,125 @@
+"""Runs as YAML."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.config.run import RunConfig, describe_difference, flatten, with_values
+from megatron.config.yaml_file import dump, load
+from megatron.errors import ConfigError
+from tests.config.command import BASE, parse, problems
+
+
+def _write(folder: Path, text: str) -> str:
+    path = folder / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_a_resolved_run_comes_back_identical(tmp_path: Path) -> None:
+    run = parse(
+        "--bf16 --swiglu --rampup-batch-size 8 8 100 --global-batch-size 32 --lr 3e-5 --save x "
+        "--save-interval 5 --train-samples 1000 --onnx-safe false",
+        without=["--train-iters"],
+    )
+    path = _write(tmp_path, dump(run.config))
+    assert load(Path(path)) == run.config
+    assert parse("--config", path, without=list(BASE)).config == run.config
+
+
+@pytest.mark.parametrize("lr", [1e-5, 6.0e-05, 0.00015, 1 / 3, 1e22])
+def test_numbers_come_back_to_the_bit(tmp_path: Path, lr: float) -> None:
+    config = with_values(RunConfig(), {"schedule.lr": lr})
+    assert load(Path(_write(tmp_path, dump(config)))) == config
+
+
+def test_flags_win_over_yaml_and_yaml_over_defaults(tmp_path: Path) -> None:
+    path = _write(
+        tmp_path, "training:\n  seed: 7\n  on_nonfinite: skip\nprecision:\n  bf16: true\n"
+    )
+    config = parse("--config", path, "--seed", "8", "--no-bf16").config
+    assert config.training.seed == 8
+    assert config.training.on_nonfinite == "skip"
+    assert config.precision.bf16 is False
+
+
+def test_yaml_as_people_write_it(tmp_path: Path) -> None:
+    text = "schedule:\n  lr: 1e-4\n  min_lr: 0\ndata:\n  data_path: [0.3, one, 0.7, two]\nmodel:\n"
+    config = load(Path(_write(tmp_path, text)))
+    assert config.schedule.lr == 1e-4
+    assert type(config.schedule.min_lr) is float
+    assert config.data.data_path == ("0.3", "one", "0.7", "two")
+    text = "data:\n  data_path: corpus\n"
+    assert load(Path(_write(tmp_path, text))).data.data_path == ("corpus",)
+
+
+def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
+    assert load(Path(_write(tmp_path, ""))) == RunConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("modle:\n  num_layers: 1", "unknown section modle: did you mean model?"),
+        ("qqq: 1", "unknown section qqq: sections are model, training"),
+        ("model:\n  num_layer: 1", "unknown key model.num_layer: did you mean num_layers?"),
+        ("model:\n  num_layers: many", "model.num_layers: expected a whole number, got 'many'"),
+        ("model:\n  num_layers: 1.5", "model.num_layers: expected a whole number, got 1.5"),
+        ("model:\n  num_layers: true", "model.num_layers: expected a whole number, got True"),
+        ("model:\n  num_layers: [1, 2]", "model.num_layers: expected a whole number, got [1, 2]"),
+        ("model:\n  swiglu: 1", "model.swiglu: expected true or false, got 1"),
+        ("model:\n  swiglu:", "model.swiglu: expected true or false, got nothing"),
+        ("schedule:\n  lr: .inf", "schedule.lr: expected a finite number, got inf"),
+        ("data:\n  split: 1", "data.split: expected text, got 1: put it in quotes"),
+        ("optimizer:\n  optimizer: adan", "expected one of adam, sgd, got 'adan': did you mean"),
+        ("model: 3", "model: expected `key: value` lines, got 3"),
+        ("- a", "expected sections such as `model:`"),
+        ("a: [", "not valid YAML"),
+        ("model: !!python/object/apply:os.getcwd []", "not valid YAML"),
+    ],
+)
+def test_a_mistake_in_the_file(tmp_path: Path, text: str, message: str) -> None:
+    path = _write(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        load(Path(path))
+    assert len(caught.value.problems) == 1
+    assert path in caught.value.problems[0]
+    assert message in caught.value.problems[0]
+    assert caught.value.problems == problems("--config", path)
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    (line,) = problems("--config", str(tmp_path / "absent.yaml"))
+    assert line.startswith(f"--config {tmp_path / 'absent.yaml'}: cannot be read")
+
+
+def test_mistakes_in_file_and_flags_come_together(tmp_path: Path) -> None:
+    path = _write(tmp_path, "model:\n  num_layers: many\nschedule:\n  lr: x\n")
+    lines = problems("--config", path, "--fp16", "--bf16", without=["--num-layers", "--lr"])
+    assert len(lines) == 3
+
+
+def test_what_follows_from_a_changed_flag_follows(tmp_path: Path) -> None:
+    path = _write(tmp_path, dump(parse("--ffn-hidden-size", "100").config))
+    config = parse("--config", path, "--hidden-size", "128", "--weight-decay", "0.5").config
+    assert config.model.kv_channels == 32
+    assert config.model.ffn_hidden_size == 100
+    assert config.optimizer.end_weight_decay == 0.5
+    assert config.training.global_batch_size == 4
+
+
+def test_the_global_batch_of_a_saved_run_is_kept_on_more_processes(tmp_path: Path) -> None:
+    path = _write(tmp_path, dump(parse("--global-batch-size", "16").config))
+    assert parse("--config", path, world_size=4).config.training.global_batch_size == 16
+
+
+def test_difference_of_two_runs() -> None:
+    old, new = parse().config, parse("--seed", "5", "--swiglu").config
+    assert describe_difference(old, new) == [
+        "model.ffn_hidden_size: 256 -> 128",
+        "model.swiglu: False -> True",
+        "training.seed: 1234 -> 5",
+    ]
+    assert with_values(RunConfig(), flatten(new)) == new
