@@ -112,14 +112,21 @@ def _try_open(found: Found, exchange: Exchange, verify: bool) -> tuple[Reader | 
     reader: Reader | None = None
     problem = None
     try:
-        reader = _open(found, verify, exchange.world.rank, exchange.world.size)
+        reader = open_found(
+            found, verify=verify, rank=exchange.world.rank, ranks=exchange.world.size
+        )
     except CheckpointError as error:
         problem = str(error)
     problems = [text for text in exchange.gather(problem) if text is not None]
     return (None, problems[0]) if problems else (reader, None)
 
 
-def _open(found: Found, verify: bool, rank: int, ranks: int) -> Reader:
+def open_found(found: Found, *, verify: bool = True, rank: int = 0, ranks: int = 1) -> Reader:
+    """Open this one, without a fallback; verify this rank's share of it.
+
+    Raises:
+        CheckpointError: it is damaged, or of a kind that is not read.
+    """
     if found.format == "legacy":
         from megatron.checkpoint.legacy.reader import LegacyReader
 

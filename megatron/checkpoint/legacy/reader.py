@@ -45,11 +45,20 @@ class RankFile:
     zip: TorchZip
     tree: Mapping[str, Any]
 
-    def load(self, ref: TensorRef) -> torch.Tensor:
-        """A tensor over the mapped file; nothing is copied."""
+    def find(self, ref: TensorRef) -> int:
+        """The file position of a tensor's storage.
+
+        Raises:
+            CheckpointError: the storage is missing, or not as large as the tree says.
+        """
         start, size = self.zip.range(f"data/{ref.storage.key}")
         if size != ref.storage.numel * ref.storage.dtype.itemsize:
             raise CheckpointError(f"{self.zip.path}: storage {ref.storage.key} has a wrong size")
+        return start
+
+    def load(self, ref: TensorRef) -> torch.Tensor:
+        """A tensor over the mapped file; nothing is copied."""
+        start = self.find(ref)
         if not math.prod(ref.shape):
             return torch.empty(ref.shape, dtype=ref.storage.dtype)
         flat = torch.frombuffer(
@@ -137,6 +146,7 @@ class LegacyReader:
         dim = self._arrangement.split_dim(_parameter_of(name))
         pieces, start = [], 0
         for file, ref in parts if dim is not None else parts[:1]:
+            file.find(ref)
             shape = self._arrange(name, torch.empty(ref.shape, device="meta")).shape
             offset = [0] * len(shape)
             if dim is not None:
@@ -259,6 +269,7 @@ def _open_files(path: Path) -> list[RankFile]:
                 "of 23.04) are not read"
             )
         archive = TorchZip(_model_file(folder))
+        archive.check("data.pkl")
         tree = read_pickle(bytes(archive.record("data.pkl")), str(archive.path))
         if not isinstance(tree, dict):
             raise CheckpointError(f"{archive.path}: holds no dict")

@@ -17,7 +17,8 @@ from pathlib import Path, PurePosixPath
 
 from megatron.errors import CheckpointError
 
-_LOCAL_HEADER = 30  # bytes before a record's name; the last four give the name's and extra's length
+_LOCAL_HEADER = 30  # bytes before a record's name; the last four: length of name and extra
+_LOCAL_SIGNATURE = b"PK\x03\x04"
 _ENCRYPTED = 1
 _CHUNK = 64 << 20
 
@@ -68,12 +69,15 @@ class TorchZip:
         stored = info.compress_type == zipfile.ZIP_STORED and info.compress_size == info.file_size
         if not stored or info.flag_bits & _ENCRYPTED:
             raise CheckpointError(f"{self.path}: refused: {info.filename} is packed or encrypted")
-        at = info.header_offset
-        lengths = self._map[at + _LOCAL_HEADER - 4 : at + _LOCAL_HEADER]
-        start = (
-            at + _LOCAL_HEADER + sum(int.from_bytes(lengths[i : i + 2], "little") for i in (0, 2))
-        )
-        if at < 0 or len(lengths) != 4 or start + info.file_size > len(self._map):
+        at, name = info.header_offset, info.filename.encode()
+        local = self._map[at : at + _LOCAL_HEADER + len(name)] if at >= 0 else b""
+        if not local.startswith(_LOCAL_SIGNATURE) or not local.endswith(name):
+            raise CheckpointError(
+                f"{self.path}: damaged: {info.filename} is not where it should be"
+            )
+        lengths = (int.from_bytes(local[i : i + 2], "little") for i in (26, 28))
+        start = at + _LOCAL_HEADER + sum(lengths)
+        if start + info.file_size > len(self._map):
             raise CheckpointError(f"{self.path}: {info.filename} lies outside the file: truncated?")
         return start, info.file_size
 
@@ -95,9 +99,13 @@ class TorchZip:
 
     def verify(self) -> None:
         """Compare all records with their CRC-32. CheckpointError names the first that differs."""
-        for name, expected in self._crcs.items():
-            data, crc = self.record(name), 0
-            for position in range(0, len(data), _CHUNK):
-                crc = zlib.crc32(data[position : position + _CHUNK], crc)
-            if crc != expected:
-                raise CheckpointError(f"{self.path}: damaged: record {name!r} fails its CRC-32")
+        for name in self._ranges:
+            self.check(name)
+
+    def check(self, name: str) -> None:
+        """Compare a record with its CRC-32. CheckpointError where it differs."""
+        data, crc = self.record(name), 0
+        for position in range(0, len(data), _CHUNK):
+            crc = zlib.crc32(data[position : position + _CHUNK], crc)
+        if crc != self._crcs[name]:
+            raise CheckpointError(f"{self.path}: damaged: record {name!r} fails its CRC-32")

@@ -1,0 +1,133 @@
+"""One job per folder of checkpoints.
+
+Two jobs that save into one folder would delete each other's temporaries and overwrite each
+other's iterations. The first writes its host and process into a lock file; a second is refused.
+A lock whose process is gone from this machine is taken over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+from pathlib import Path
+from types import TracebackType
+
+from megatron.checkpoint.durable import storage_errors
+from megatron.checkpoint.entries import Json
+from megatron.errors import CheckpointError
+
+LOCK = "save.lock"
+_MAX_BYTES = 1024
+
+
+class SaveLock:
+    """Holds a folder from construction to `release`; use as a context manager on rank 0.
+
+    Raises:
+        CheckpointError: another job holds the folder.
+        StorageError: the folder cannot be written.
+    """
+
+    def __init__(self, root: Path | str) -> None:
+        self.path = Path(root).absolute() / LOCK
+        with storage_errors(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor: int | None = os.open(
+                self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644
+            )
+        try:
+            self._take(self._descriptor)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+
+    def _take(self, descriptor: int) -> None:
+        # The advisory lock ends with the process, however it dies, and is not passed on to
+        # forked data loaders. The text says who holds it, also where the file system knows
+        # no locks between machines.
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            raise CheckpointError(self._refusal(_read(descriptor))) from None
+        except OSError:
+            pass  # no locks on this file system: the text alone decides
+        holder = _read(descriptor)
+        if holder is not None and _may_live(holder):
+            raise CheckpointError(self._refusal(holder))
+        with storage_errors(self.path):
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(_identity(os.getpid())).encode(), 0)
+            os.fsync(descriptor)
+
+    def _refusal(self, holder: Json) -> str:
+        who = "another job"
+        if holder is not None:
+            who = f"process {holder['pid']} on {holder['host']}"
+        return (
+            f"{self.path}: {who} saves into this folder: wait for it to end, or give another "
+            "folder to --save. If that job is gone, delete the file"
+        )
+
+    def release(self) -> None:
+        """Let the next job in. Calling it again does nothing."""
+        if self._descriptor is None:
+            return
+        with contextlib.suppress(OSError):
+            # Emptied, not removed: a removed file could still be locked by a job that waits for it.
+            os.ftruncate(self._descriptor, 0)
+        os.close(self._descriptor)
+        self._descriptor = None
+
+    def __enter__(self) -> SaveLock:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+def _identity(pid: int) -> dict[str, Json]:
+    """Host, process and its start time: a number that is used again is not taken for it."""
+    return {"host": socket.gethostname(), "pid": pid, "started": _start_time(pid)}
+
+
+def _start_time(pid: int) -> str | None:
+    """Clock ticks from boot to the process's start; None where the system does not tell."""
+    try:
+        # The command may hold spaces and parentheses; the fields after it do not.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return fields[19]
+
+
+def _read(descriptor: int) -> Json:
+    """Who holds the lock; None for an empty or unreadable file."""
+    try:
+        holder = json.loads(os.pread(descriptor, _MAX_BYTES, 0))
+    except (OSError, ValueError):
+        return None
+    is_ours = isinstance(holder, dict) and type(holder.get("pid")) is int
+    return holder if is_ours and isinstance(holder.get("host"), str) else None
+
+
+def _may_live(holder: Json) -> bool:
+    """Whether the holder may still run: unknown on another machine, so yes."""
+    if holder["host"] != socket.gethostname():
+        return True
+    if holder["pid"] == os.getpid():
+        return False
+    try:
+        os.kill(holder["pid"], 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return _start_time(holder["pid"]) == holder.get("started")

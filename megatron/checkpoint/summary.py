@@ -1,0 +1,62 @@
+"""What a folder of checkpoints holds, in words, without loading a tensor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron.checkpoint.find import Found, list_checkpoints, read_tracker
+from megatron.checkpoint.reader import NativeReader, Reader, open_found
+from megatron.errors import CheckpointError
+
+
+def summarize(root: Path, *, verify: bool, details: bool) -> tuple[list[str], bool]:
+    """Lines about every checkpoint of a folder, and whether all are sound.
+
+    Args:
+        root: folder of checkpoints.
+        verify: read everything and compare digests.
+        details: list the tensors and what else the checkpoint says.
+
+    Raises:
+        CheckpointError: the folder holds none that is complete.
+    """
+    checkpoints = list_checkpoints(root, quiet=True)
+    if not checkpoints:
+        raise CheckpointError(f"{root}: there is no checkpoint")
+    named, complaint = read_tracker(root)
+    lines = [
+        f"{root}: the tracker names {named or 'nothing'}" + (f": {complaint}" * bool(complaint))
+    ]
+    sound = True
+    for found in checkpoints:
+        try:
+            reader = open_found(found, verify=verify)
+        except CheckpointError as error:
+            lines.append(f"{found.path.name}  {found.format}  cannot be used: {error}")
+            sound = False
+            continue
+        lines.append(_headline(found, reader, verify))
+        if details:
+            lines.extend(f"  {line}" for line in _details(reader))
+    return lines, sound
+
+
+def _headline(found: Found, reader: Reader, verified: bool) -> str:
+    state = "verified" if verified else "sizes match, content not verified"
+    parts = [found.path.name, found.format, f"{len(reader.names())} tensors"]
+    if isinstance(reader, NativeReader):
+        total = sum(info.size for info in reader.manifest.files.values())
+        axes = ", ".join(f"{axis} {size}" for axis, size in reader.manifest.layout.items())
+        parts += [f"{total:,} bytes in {len(reader.manifest.files)} file(s)", f"saved by {axes}"]
+        parts.append(reader.manifest.created)
+    return "  ".join([*parts, state])
+
+
+def _details(reader: Reader) -> Iterator[str]:
+    for key, value in sorted(reader.meta.items()):
+        yield f"{key}: {json.dumps(value, sort_keys=True)}"
+    for name in reader.names():
+        dtype = str(reader.dtype(name)).removeprefix("torch.")
+        yield f"{name}  {dtype} {list(reader.global_shape(name))}"

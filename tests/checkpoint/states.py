@@ -1,0 +1,63 @@
+"""Small states for the checkpoint tests, and ways to compare what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from megatron.checkpoint.entries import Entry, State
+from megatron.checkpoint.reader import Reader, open_checkpoint
+from megatron.checkpoint.store import save
+from megatron.parallel.layout import Layout
+
+
+def make_state(seed: int, hidden: int = 8) -> State:
+    """Weights, moments and integers, of several types and shapes, from one seed."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    return {
+        "model.layers.0.mlp.up.weight": Entry.whole(normal(4 * hidden, hidden)),
+        "model.layers.0.mlp.up.bias": Entry.whole(normal(4 * hidden).bfloat16()),
+        "model.norm.weight": Entry.whole(normal(hidden).half().t()),
+        "optimizer.layers.0.mlp.up.weight.exp_avg": Entry.whole(normal(hidden, 4 * hidden).t()),
+        "optimizer.count": Entry.whole(torch.tensor(seed)),
+        "random": Entry.whole(torch.randint(0, 256, (37,), generator=generator).byte()),
+        "mask": Entry.whole(normal(3, 5) > 0),
+        "empty": Entry.whole(torch.empty(0, 4)),
+    }
+
+
+def save_state(root: Path, iteration: int, state: State | None = None) -> Path:
+    """Save one process's state; by default `make_state` of the iteration."""
+    state = make_state(iteration) if state is None else state
+    return save(root, iteration, state, {"iteration": iteration}, Layout.single())
+
+
+def read_whole(reader: Reader, name: str) -> torch.Tensor:
+    shape = reader.global_shape(name)
+    return reader.read(name, global_shape=shape, offset=(0,) * len(shape), shape=shape)
+
+
+def assert_holds(reader: Reader | None, state: State) -> None:
+    """The checkpoint holds exactly this state, bit for bit."""
+    assert reader is not None
+    assert reader.names() == sorted(state)
+    for name, entry in state.items():
+        found = read_whole(reader, name)
+        assert found.dtype == entry.tensor.dtype
+        assert torch.equal(found, entry.tensor), name
+
+
+def assert_loads(root: Path, iterations: Iterable[int]) -> int:
+    """The folder loads one of these iterations, whole and unmixed; which one."""
+    reader = open_checkpoint(root)
+    assert reader is not None
+    assert reader.iteration in set(iterations)
+    assert reader.meta["iteration"] == reader.iteration
+    assert_holds(reader, make_state(reader.iteration))
+    return reader.iteration

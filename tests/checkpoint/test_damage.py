@@ -1,0 +1,132 @@
+"""Damaged checkpoints are refused before anything is read from them; the older one is used."""
+
+import random
+import shutil
+
+import pytest
+
+from megatron.checkpoint.find import Found
+from megatron.checkpoint.manifest import MANIFEST, ManifestError, _sign, parse
+from megatron.checkpoint.reader import open_checkpoint, open_found
+from megatron.errors import CheckpointError
+from tests.checkpoint.states import assert_loads, make_state, save_state
+
+SHARD = "rank_00000.safetensors"
+
+
+def _flip(data, rng):
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+
+
+def _zero(data, rng):
+    start = rng.randrange(len(data))
+    data[start : start + 64] = bytes(len(data[start : start + 64]))
+
+
+def _cut(data, rng):
+    del data[rng.randrange(len(data)) :]
+
+
+def _extend(data, rng):
+    data += bytes(rng.randrange(1, 20))
+
+
+@pytest.mark.parametrize("damage", [_flip, _zero, _cut, _extend])
+def test_random_damage_is_refused_and_the_older_one_used(tmp_path, capsys, damage):
+    save_state(tmp_path, 1)
+    path = save_state(tmp_path, 2, make_state(2))
+    rng, refused = random.Random(damage.__name__), 0
+    for trial in range(40):
+        file = path / (SHARD if trial % 2 else MANIFEST)
+        original = file.read_bytes()
+        data = bytearray(original)
+        damage(data, rng)
+        if data == original:
+            continue
+        file.write_bytes(data)
+        with pytest.raises(CheckpointError, match=file.name):
+            open_found(Found("native", 2, path))
+        assert assert_loads(tmp_path, [1]) == 1
+        refused += 1
+        file.write_bytes(original)
+    assert refused > 20
+    assert capsys.readouterr().err.count("using iter_0000001 instead") == refused
+    assert assert_loads(tmp_path, [2]) == 2
+
+
+def test_a_shard_of_another_iteration_is_refused(tmp_path):
+    first, second = save_state(tmp_path, 1), save_state(tmp_path, 2)
+    shutil.copy(first / SHARD, second / SHARD)  # same names, shapes and size
+    assert assert_loads(tmp_path, [1]) == 1
+
+
+def test_a_folder_under_another_iterations_name_is_refused(tmp_path):
+    save_state(tmp_path, 1)
+    (tmp_path / "iter_0000001").rename(tmp_path / "iter_0000009")
+    with pytest.raises(CheckpointError, match="of iteration 1"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_missing_or_linked_shard_is_refused(tmp_path):
+    path = save_state(tmp_path, 1)
+    outside = tmp_path / "outside"
+    (path / SHARD).rename(outside)
+    with pytest.raises(CheckpointError, match="No such file"):
+        open_checkpoint(tmp_path)
+    (path / SHARD).symlink_to(outside)
+    with pytest.raises(CheckpointError, match="not a plain file"):
+        open_checkpoint(tmp_path)
+
+
+def test_when_all_are_damaged_each_is_named(tmp_path):
+    for iteration in (1, 2):
+        (save_state(tmp_path, iteration) / SHARD).write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"iter_0000002: .*iter_0000001: "):
+        open_checkpoint(tmp_path)
+
+
+def test_without_verification_sizes_still_count(tmp_path):
+    path = save_state(tmp_path, 1)
+    data = bytearray((path / SHARD).read_bytes())
+    data[-1] ^= 1
+    (path / SHARD).write_bytes(data)
+    assert open_checkpoint(tmp_path, verify=False).iteration == 1
+    (path / SHARD).write_bytes(data[:-1])
+    with pytest.raises(CheckpointError, match="instead of"):
+        open_checkpoint(tmp_path, verify=False)
+
+
+def _body(path):
+    import json
+
+    body = json.loads((path / MANIFEST).read_bytes())
+    del body["sha256"]
+    return body
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda b: b.update(version=2), "format version 2; this program reads version 1"),
+        (lambda b: b["files"].update({"../x": b["files"].pop(SHARD)}), "no name for a shard"),
+        (lambda b: b["tensors"].pop("random"), "bytes, its tensors"),
+        (lambda b: b["tensors"]["random"].update(shape=[38]), "do not make up"),
+        (lambda b: b["tensors"]["random"].update(dtype="OBJECT"), "unknown type"),
+        (lambda b: b["tensors"]["random"]["pieces"][0].update(start=1 << 60), "lies outside"),
+        (lambda b: b["tensors"]["random"]["pieces"][0].update(bytes=-1), "is negative"),
+        (lambda b: b["tensors"]["random"]["pieces"][0].update(file="y"), "does not list"),
+        (lambda b: b.update(iteration="1"), "'iteration' is missing or not a int"),
+        (lambda b: b.update(format="zip"), "not a manifest"),
+    ],
+)
+def test_a_well_signed_manifest_must_still_make_sense(tmp_path, change, message):
+    body = _body(save_state(tmp_path, 1))
+    change(body)
+    with pytest.raises(ManifestError, match=message):
+        parse(_sign(body))
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"null", b"\x00" * 99, b"[" * 100_000])
+def test_what_is_not_json_is_refused(data):
+    with pytest.raises(ManifestError):
+        parse(data)

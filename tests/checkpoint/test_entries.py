@@ -1,0 +1,56 @@
+"""Boxes of indices: intersections, and whether parts tile a whole."""
+
+import itertools
+import random
+
+import torch
+
+from megatron.checkpoint.entries import Box, is_tiled
+
+
+def test_within_picks_the_common_part():
+    whole = torch.arange(60).reshape(6, 10)
+    outer, wanted = Box((2, 3), (4, 5)), Box((0, 6), (4, 4))
+    common = outer.intersect(wanted)
+    assert common == Box((2, 6), (2, 2))
+    held = whole[2:6, 3:8]
+    assert torch.equal(held[common.within(outer)], whole[2:4, 6:8])
+
+
+def test_boxes_that_touch_do_not_meet():
+    assert Box((0, 0), (2, 3)).intersect(Box((2, 0), (2, 3))) is None
+
+
+def test_a_scalar_is_tiled_by_one_box():
+    scalar = Box((), ())
+    assert is_tiled((), [scalar])
+    assert not is_tiled((), [])
+    assert not is_tiled((), [scalar, scalar])
+    assert scalar.intersect(scalar) == scalar
+
+
+def test_tiling_agrees_with_counting_every_index():
+    rng = random.Random(0)
+    verdicts = set()
+    for _ in range(3000):
+        shape = (rng.randint(1, 3), rng.randint(1, 3))
+        boxes = [
+            Box(
+                (rng.randint(0, 2), rng.randint(0, 2)),
+                (rng.randint(0, shape[0]), rng.randint(0, shape[1])),
+            )
+            for _ in range(rng.randint(1, 4))
+        ]
+        indices = [
+            index
+            for box in boxes
+            for index in itertools.product(
+                *(range(o, o + s) for o, s in zip(box.offset, box.shape, strict=True))
+            )
+        ]
+        every = sorted(itertools.product(range(shape[0]), range(shape[1])))
+        inside = all(box.fits(shape) for box in boxes)
+        expected = inside and sorted(indices) == every
+        assert is_tiled(shape, boxes) == expected, (shape, boxes)
+        verdicts.add(expected)
+    assert verdicts == {True, False}

@@ -1,0 +1,98 @@
+"""Which checkpoint is tried first, whatever state the tracker is in."""
+
+import shutil
+
+import pytest
+
+from megatron.checkpoint.find import TRACKER, find_checkpoint, list_checkpoints
+from megatron.checkpoint.reader import open_checkpoint
+from megatron.errors import CheckpointError
+from tests.checkpoint.states import assert_loads, save_state
+
+TORN = {
+    "missing": None,
+    "empty": b"",
+    "of a missing iteration": b"12",
+    "NUL": b"\0\0\0\0",
+    "words": b"iter_0000002",
+    "negative": b"-2",
+    "fraction": b"2.0",
+    "binary": b"\xff\xfe2\x00",
+    "ten megabytes": b"2" * 10_000_000,
+    "superscript": "²".encode(),
+    "two lines": b"1\n2",
+    "release, which is not there": b"release",
+}
+
+
+@pytest.mark.parametrize("content", TORN.values(), ids=TORN.keys())
+def test_a_torn_tracker_falls_back_to_the_newest(tmp_path, capsys, content):
+    for iteration in (1, 2):
+        save_state(tmp_path, iteration)
+    (tmp_path / TRACKER).unlink()
+    if content is not None:
+        (tmp_path / TRACKER).write_bytes(content)
+    assert assert_loads(tmp_path, [2]) == 2
+    warning = capsys.readouterr().err
+    assert "trying the newest complete checkpoint" in warning
+    assert len(warning) < 500
+
+
+@pytest.mark.parametrize("content", [b"1", b"1\r\n", b"1\n", b" 1 ", b"0000001"])
+def test_a_tracker_that_other_programs_wrote_is_followed(tmp_path, capsys, content):
+    for iteration in (1, 2):
+        save_state(tmp_path, iteration)
+    (tmp_path / TRACKER).write_bytes(content)
+    assert assert_loads(tmp_path, [1]) == 1
+    assert not capsys.readouterr().err
+
+
+def test_order_is_tracker_older_newer(tmp_path):
+    for iteration in (1, 2, 3, 4):
+        save_state(tmp_path, iteration)
+    (tmp_path / TRACKER).write_text("3")
+    assert [one.iteration for one in list_checkpoints(tmp_path)] == [3, 2, 1, 4]
+
+
+def test_nothing_is_found_in_a_folder_that_never_held_a_checkpoint(tmp_path):
+    assert find_checkpoint(tmp_path / "missing") is None
+    assert find_checkpoint(tmp_path) is None
+    (tmp_path / "iter_0000001.tmp-0123").mkdir()  # a first save that was killed
+    (tmp_path / "notes.txt").write_text("iter_0000002")
+    assert find_checkpoint(tmp_path) is None
+    assert open_checkpoint(tmp_path) is None
+
+
+def test_only_incomplete_ones_are_an_error(tmp_path):
+    (tmp_path / "iter_0000001").mkdir()
+    with pytest.raises(CheckpointError, match=r"iter_0000001 has no manifest\.json"):
+        find_checkpoint(tmp_path)
+
+
+def test_a_tracker_without_its_checkpoint_is_an_error(tmp_path):
+    shutil.rmtree(save_state(tmp_path, 3))
+    with pytest.raises(CheckpointError, match="iter_0000003.*not there"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_damaged_tracker_without_checkpoints_is_an_error(tmp_path):
+    (tmp_path / TRACKER).write_bytes(b"")
+    with pytest.raises(CheckpointError, match="is damaged"):
+        find_checkpoint(tmp_path)
+
+
+def test_torch_distributed_checkpoints_are_named(tmp_path):
+    folder = tmp_path / "iter_0000007"
+    folder.mkdir()
+    (folder / ".metadata").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"torch\.distributed\.checkpoint"):
+        find_checkpoint(tmp_path)
+
+
+def test_a_replaced_checkpoint_counts_where_its_successor_is_missing(tmp_path, capsys):
+    path = save_state(tmp_path, 5)
+    path.rename(path.with_name(path.name + ".old-0123abcd"))
+    assert assert_loads(tmp_path, [5]) == 5
+    assert not capsys.readouterr().err
+    save_state(tmp_path, 6)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000005", "iter_0000006", TRACKER]

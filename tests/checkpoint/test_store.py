@@ -1,0 +1,227 @@
+"""Saving: what is on disk, what comes back, and what a disk that refuses leads to."""
+
+import hashlib
+import json
+import os
+import resource
+import signal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron.checkpoint import store
+from megatron.checkpoint.entries import Entry
+from megatron.checkpoint.find import TRACKER
+from megatron.checkpoint.reader import NativeReader, open_checkpoint
+from megatron.checkpoint.store import make_plan, save
+from megatron.errors import CheckpointError, StorageError
+from megatron.parallel.layout import Layout
+from tests.checkpoint.states import assert_holds, assert_loads, make_state, read_whole, save_state
+from tests.distributed import run_distributed
+
+
+def test_a_state_comes_back_bit_for_bit(tmp_path):
+    state, meta = make_state(1), {"iteration": 7, "schedule": {"num_steps": 0.1 + 0.2}}
+    path = save(tmp_path, 7, state, meta, Layout.single())
+    assert path == tmp_path / "iter_0000007"
+    assert (tmp_path / TRACKER).read_bytes() == b"7"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000007", TRACKER]
+    reader = open_checkpoint(tmp_path)
+    assert_holds(reader, state)
+    assert reader.meta == meta
+
+
+def test_every_box_of_a_tensor_can_be_read(tmp_path):
+    state = make_state(1)
+    save_state(tmp_path, 1, state)
+    reader, name = open_checkpoint(tmp_path), "model.layers.0.mlp.up.weight"
+    part = reader.read(name, global_shape=(32, 8), offset=(5, 2), shape=(9, 3))
+    assert torch.equal(part, state[name].tensor[5:14, 2:5])
+
+
+def test_another_global_shape_is_refused_with_both_shapes(tmp_path):
+    save_state(tmp_path, 1)
+    reader = open_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match=r"\[8\], this run needs \[16\]"):
+        reader.read("model.norm.weight", global_shape=(16,), offset=(0,), shape=(8,))
+    with pytest.raises(CheckpointError, match="no tensor 'model.gone'"):
+        reader.read("model.gone", global_shape=(1,), offset=(0,), shape=(1,))
+
+
+def test_files_are_plain_safetensors_and_digests_are_sha256(tmp_path):
+    state = make_state(3)
+    path = save_state(tmp_path, 3, state)
+    shard = path / "rank_00000.safetensors"
+    loaded = load_file(shard)
+    assert set(loaded) == set(state)
+    assert all(torch.equal(loaded[name], entry.tensor) for name, entry in state.items())
+    data, manifest = shard.read_bytes(), json.loads((path / "manifest.json").read_text())
+    for tensor in manifest["tensors"].values():
+        (piece,) = tensor["pieces"]
+        span = data[piece["start"] : piece["start"] + piece["bytes"]]
+        assert hashlib.sha256(span).hexdigest() == piece["sha256"]
+
+
+def test_a_save_of_the_same_iteration_replaces_the_older_one(tmp_path):
+    save_state(tmp_path, 5, make_state(1))
+    save_state(tmp_path, 5, make_state(2))
+    assert_holds(open_checkpoint(tmp_path), make_state(2))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000005", TRACKER]
+
+
+def test_a_folder_that_another_program_wrote_is_not_replaced(tmp_path):
+    theirs = tmp_path / "iter_0000005" / "mp_rank_00"
+    theirs.mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="did not write"):
+        save_state(tmp_path, 5)
+    assert theirs.exists()
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def _hold_half(layout):
+    """Rows split over tensor ranks, a copy on every rank, and something of each rank's own."""
+    whole = make_state(9)["model.layers.0.mlp.up.weight"].tensor
+    rows = whole.chunk(layout.tensor.size)[layout.tensor.rank]
+    start = layout.tensor.rank * rows.shape[0]
+    return {
+        "model.split": Entry(rows, tuple(whole.shape), (start, 0)),
+        "model.copy": Entry.whole(whole),
+        f"rng.{layout.world.rank}": Entry.whole(torch.tensor([layout.world.rank])),
+    }
+
+
+def _save_and_read(layout, root):
+    save(root, 4, _hold_half(layout), {"rank": layout.world.rank}, layout)
+    reader = open_checkpoint(root, layout=layout)
+    return [read_whole(reader, name).tolist() for name in reader.names()], reader.meta
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_two_ranks_save_one_checkpoint(tmp_path, tensor):
+    whole = make_state(9)["model.layers.0.mlp.up.weight"].tensor.tolist()
+    answers = run_distributed(2, _save_and_read, tmp_path, tensor=tensor)
+    assert answers[0] == answers[1] == ([whole, whole, [0], [1]], {"rank": 0})
+    manifest = NativeReader(tmp_path / "iter_0000004").manifest
+    assert set(manifest.files) == {"rank_00000.safetensors", "rank_00001.safetensors"}
+    writers = [piece.file for piece in manifest.tensors["model.copy"].pieces]
+    assert writers == ["rank_00000.safetensors"]  # copies are written once
+    assert len(manifest.tensors["model.split"].pieces) == tensor
+
+
+def _fail_on_the_second(layout, root):
+    if layout.world.rank == 1:
+
+        def full(*_):
+            raise OSError(28, "No space left on device", str(root / "somewhere"))
+
+        store.write_shard = full  # in this forked process only
+    try:
+        save(root, 8, _hold_half(layout), {}, layout)
+    except StorageError as error:
+        return str(error)
+    return None
+
+
+def test_one_ranks_full_disk_stops_the_save_on_all(tmp_path):
+    save_state(tmp_path, 4)
+    messages = run_distributed(2, _fail_on_the_second, tmp_path)
+    assert all("somewhere: No space left on device" in message for message in messages)
+    assert "rank 1" in messages[0]
+    assert (tmp_path / TRACKER).read_bytes() == b"4"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000004", TRACKER]
+    assert assert_loads(tmp_path, [4]) == 4
+
+
+def _damage_one(layout, root):
+    reader = open_checkpoint(root, layout=layout)
+    return reader.iteration
+
+
+def test_ranks_share_the_verification_and_agree_on_the_fallback(tmp_path, capfd):
+    save_state(tmp_path, 1)
+    path = save_state(tmp_path, 2)
+    shard = path / "rank_00000.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1  # one rank only looks at these bytes
+    shard.write_bytes(data)
+    assert run_distributed(2, _damage_one, tmp_path) == [1, 1]
+    assert capfd.readouterr().err.count("using iter_0000001 instead") == 1
+
+
+@pytest.mark.parametrize("share", [0, 0.001, 0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 0.9, 0.999])
+def test_a_file_that_cannot_grow_changes_nothing(tmp_path, share):
+    """RLIMIT_FSIZE stands for a full disk: writes beyond a share of the largest file fail."""
+    saved = save_state(tmp_path, 1)
+    limit = int(share * max(file.stat().st_size for file in saved.iterdir()))
+    child = os.fork()
+    if child == 0:
+        code = 9
+        try:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+            save_state(tmp_path, 2)
+        except StorageError as error:
+            code = 0 if "iter_0000002" in str(error) or str(tmp_path) in str(error) else 8
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert (tmp_path / TRACKER).read_bytes() == b"1"
+    assert not list(tmp_path.glob("*tmp*"))
+    assert assert_loads(tmp_path, [1]) == 1
+
+
+def test_too_little_space_is_seen_before_writing(tmp_path, monkeypatch):
+    class Disk:
+        f_bavail, f_frsize = 10, 512
+
+    monkeypatch.setattr(store.os, "statvfs", lambda _: Disk)
+    with pytest.raises(StorageError, match="5,120 are free"):
+        save_state(tmp_path, 1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_made_is_a_storage_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="file"):
+        save_state(tmp_path / "file" / "checkpoints", 1)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_folder_is_a_storage_error(tmp_path):
+    save_state(tmp_path, 1)
+    tmp_path.chmod(0o500)
+    with pytest.raises(StorageError, match="Permission denied"):
+        save_state(tmp_path, 2)
+
+
+@pytest.mark.parametrize("step", ["fsync", "rename", "replace"])
+def test_a_failing_disk_is_never_reported_as_saved(tmp_path, monkeypatch, step):
+    save_state(tmp_path, 1)
+
+    def fail(*_):
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, step, fail)
+        with pytest.raises(StorageError, match="Input/output error"):
+            save_state(tmp_path, 2)
+    assert (tmp_path / TRACKER).read_bytes() == b"1"
+    assert not list(tmp_path.glob("*tmp*"))
+    assert assert_loads(tmp_path, [1]) == 1
+
+
+def test_ranks_that_differ_about_a_tensor_are_our_mistake():
+    here, there = ["F32", [4], [0], [2]], ["F32", [4], [2], [2]]
+    plan = make_plan([{"a": here}, {"a": there}, {"a": here}])
+    assert [part.rank for part in plan.parts["a"]] == [0, 1]
+    with pytest.raises(ValueError, match="ranks differ about a"):
+        make_plan([{"a": here}, {"a": ["F16", [4], [2], [2]]}])
+    with pytest.raises(ValueError, match="not made up"):
+        make_plan([{"a": here}])
+
+
+def test_meta_that_is_not_json_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="JSON"):
+        save(tmp_path, 1, make_state(1), {"loss": float("nan")}, Layout.single())
+    assert not (tmp_path / TRACKER).exists()
