@@ -26,7 +26,7 @@ from megatron.errors import DataError
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
 # A worker's start costs about as much as encoding this many bytes.
-_BYTES_PER_WORKER = 24 << 20
+_BYTES_PER_WORKER = 8 << 20
 
 
 @dataclass(frozen=True)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import queue
 import signal
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from multiprocessing.connection import Connection
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron.errors import UserError
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -46,6 +47,8 @@ class _Pool:
     """Task i goes to worker i modulo their number; a thread hands out, the caller collects."""
 
     def __init__(self, function: Callable[[Any], Any], workers: int) -> None:
+        import multiprocessing  # 25 ms that one worker need not spend
+
         # Forking shares what is loaded already; macOS offers it but its libraries do not bear it.
         context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
         self._ends: list[Connection] = []

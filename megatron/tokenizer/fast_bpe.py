@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import importlib.util
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+from megatron.tokenizer import rank_cache
 from megatron.tokenizer.byte_level import byte_of_character
 
 if TYPE_CHECKING:
@@ -30,39 +32,50 @@ class Encoder(Protocol):
         """Ids of each text."""
 
 
-def build_encoder(vocab: Mapping[str, int], merges: Sequence[str]) -> Encoder:
+def build_encoder(vocab: Mapping[str, int], merges: Sequence[str], key: str) -> Encoder:
     """The fastest encoder that is installed.
 
     Args:
         vocab: entry in GPT-2's spelling of bytes to id.
         merges: lines `left right`, first merge first.
+        key: digest of both.
     """
-    if importlib.util.find_spec("gigatoken") is not None:
-        return GigatokenEncoder(vocab, merges)
-    return TiktokenEncoder(vocab, merges)
+    if importlib.util.find_spec("gigatoken") is None:
+        return TiktokenEncoder(vocab, merges)
+    from gigatoken.gigatoken_rs import load_hf_json
+
+    encoder = GigatokenEncoder(partial(load_hf_json, _tokenizer_json(vocab, merges)))
+    rank_cache.store(key, vocab, merges, encoder.backend)
+    return encoder
+
+
+def compiled_encoder(key: str) -> Encoder | None:
+    """The encoder that an earlier `build_encoder` with this key compiled, or None."""
+    path = rank_cache.find(key) if importlib.util.find_spec("gigatoken") is not None else None
+    return None if path is None else GigatokenEncoder(partial(rank_cache.load, path))
 
 
 class GigatokenEncoder:
-    """gigatoken over GPT-2's split; safe to call from several threads, one at a time."""
+    """gigatoken over GPT-2's split; safe to call from several threads, one at a time.
 
-    def __init__(self, vocab: Mapping[str, int], merges: Sequence[str]) -> None:
-        self._definition = _tokenizer_json(vocab, merges)
+    Args:
+        load: makes a fresh encoder.
+    """
+
+    def __init__(self, load: Callable[[], Any]) -> None:
+        self._load = load
         self._lock = threading.Lock()
-        self._start_over()
-
-    def _start_over(self) -> None:
-        from gigatoken.gigatoken_rs import load_hf_json
-
-        self._backend = load_hf_json(self._definition)
         self._characters = 0
+        self.backend = load()
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
         """Ids of each text."""
         with self._lock:
             if self._characters > _FORGET_AFTER:
-                self._start_over()
+                self.backend = self._load()
+                self._characters = 0
             self._characters += sum(map(len, texts))
-            encode = self._backend.encode
+            encode = self.backend.encode
             return [encode(text) for text in texts]
 
 

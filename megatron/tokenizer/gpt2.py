@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron.config.data import TokenizerConfig
 from megatron.errors import DataError
 from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.byte_level import byte_of_character
-from megatron.tokenizer.fast_bpe import build_encoder
+from megatron.tokenizer.fast_bpe import Encoder, build_encoder, compiled_encoder
 from megatron.tokenizer.files import decode, digest, parse_json, read_bytes
 
 if TYPE_CHECKING:
@@ -33,14 +33,20 @@ class GPT2Tokenizer(Tokenizer):
         assert config.merge_file is not None
         vocab_bytes = read_bytes("--vocab-file", config.vocab_file)
         merge_bytes = read_bytes("--merge-file", config.merge_file)
-        self._vocab = _parse_vocab(config.vocab_file, vocab_bytes)
+        key = digest(vocab_bytes, merge_bytes)
+        self._vocab = parse_json("--vocab-file", config.vocab_file, vocab_bytes)
+        # What was compiled before was checked before.
+        self._encoder = compiled_encoder(key) or self._build(config, merge_bytes, key)
+        end = self._vocab[_END]
+        super().__init__("GPT2BPETokenizer", key, {"eod": end, "eos": end})
+
+    def _build(self, config: TokenizerConfig, merge_bytes: bytes, key: str) -> Encoder:
+        assert config.vocab_file is not None
+        assert config.merge_file is not None
+        _check_vocab(config.vocab_file, self._vocab)
         merges = _parse_merges(config.merge_file, merge_bytes)
         _check_merges(config, self._vocab, merges)
-        self._encoder = build_encoder(self._vocab, merges)
-        end = self._vocab[_END]
-        super().__init__(
-            "GPT2BPETokenizer", digest(vocab_bytes, merge_bytes), {"eod": end, "eos": end}
-        )
+        return build_encoder(self._vocab, merges, key)
 
     @property
     def vocab_size(self) -> int:
@@ -72,8 +78,7 @@ class GPT2Tokenizer(Tokenizer):
         ).decode("utf-8", errors="replace")
 
 
-def _parse_vocab(path: str, data: bytes) -> dict[str, int]:
-    vocab = parse_json("--vocab-file", path, data)
+def _check_vocab(path: str, vocab: Any) -> None:
     if not isinstance(vocab, dict) or not all(type(index) is int for index in vocab.values()):
         raise DataError(
             f"--vocab-file {path}: expected a JSON object of entry: id (GPT-2's vocab.json)"
@@ -84,7 +89,6 @@ def _parse_vocab(path: str, data: bytes) -> dict[str, int]:
         raise DataError(
             f"--vocab-file {path}: ids are not 0 to {len(vocab) - 1}, each once; repair the file"
         )
-    return vocab
 
 
 def _parse_merges(path: str, data: bytes) -> list[str]:
