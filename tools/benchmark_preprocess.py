@@ -1,0 +1,164 @@
+"""Measure tools/preprocess_data.py: end to end, process start included, and encoding alone.
+
+    python tools/benchmark_preprocess.py --vocab-file vocab.json --merge-file merges.txt \\
+        --text 100_english_novels.tar.xz
+
+cuts the text into documents of about 4 KB, as many as make 20.7 MB, and encodes them with GPT-2's
+BPE. Without --text it takes the source of the Python standard library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+if __package__ in (None, ""):
+    # Started as a file: the package beside this folder may not be installed.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.errors import DataError, UserError
+
+_TOOL = Path(__file__).resolve().with_name("preprocess_data.py")
+_DOCUMENT_CHARACTERS = 4050
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="benchmark_preprocess.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--vocab-file", required=True, help="GPT-2 vocabulary (json).")
+    parser.add_argument("--merge-file", required=True, help="GPT-2 merges.")
+    parser.add_argument("--text", help="Folder of .txt files, or a tar of them.")
+    parser.add_argument(
+        "--megabytes", type=float, default=20.7, help="Size of the corpus (default: 20.7)."
+    )
+    parser.add_argument("--workers", type=int, help="As of preprocess_data.py.")
+    parser.add_argument("--repeat", type=int, default=5, help="Runs to take (default: 5).")
+    return parser
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure and print.
+
+    Raises:
+        DataError: there is no text.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        corpus = Path(folder) / "corpus.jsonl"
+        documents = _write_corpus(corpus, options.text, int(options.megabytes * 1e6))
+        size = corpus.stat().st_size / 1e6
+        print(f"corpus: {size:.1f} MB, {documents:,} documents")
+        seconds, cpu = zip(
+            *(_run_tool(options, corpus) for _ in range(options.repeat)), strict=True
+        )
+        for name, value in (("best", min(seconds)), ("median", sorted(seconds)[len(seconds) // 2])):
+            print(
+                f"end to end, {name} of {options.repeat}: {value:.3f} s, {size / value:.1f} MB/s, "
+                f"{documents / value:,.0f} documents/s"
+            )
+        print(f"user + system time, best: {min(cpu):.3f} s")
+        _measure_encoding(options, corpus)
+
+
+def _write_corpus(corpus: Path, text: str | None, limit: int) -> int:
+    import orjson
+
+    documents = size = 0
+    with corpus.open("wb") as file:
+        for content in _contents(text):
+            for start in range(0, len(content), _DOCUMENT_CHARACTERS):
+                document = content[start : start + _DOCUMENT_CHARACTERS]
+                size += file.write(orjson.dumps({"text": document}) + b"\n")
+                documents += 1
+                if size >= limit:
+                    return documents
+    if not documents:
+        raise DataError(f"--text {text}: no text files there")
+    return documents
+
+
+def _contents(text: str | None) -> Iterator[str]:
+    """Text files in the order of their names."""
+    if text is not None and os.path.isfile(text):
+        try:
+            with tarfile.open(text) as archive:
+                for member in sorted(archive.getmembers(), key=lambda member: member.name):
+                    file = archive.extractfile(member)
+                    if file is not None:
+                        yield file.read().decode("utf-8", errors="replace")
+        except tarfile.TarError as error:
+            raise DataError(f"--text {text}: not a folder and not a tar file ({error})") from error
+        return
+    folder = Path(text or sysconfig.get_paths()["stdlib"])
+    for path in sorted(folder.rglob("*.txt" if text else "*.py")):
+        yield path.read_text(encoding="utf-8", errors="replace")
+
+
+def _run_tool(options: argparse.Namespace, corpus: Path) -> tuple[float, float]:
+    """Wall clock and processor seconds of one run."""
+    command = [sys.executable, str(_TOOL), "--input", str(corpus), "--append-eod"]
+    command += ["--output-prefix", str(corpus.with_suffix(""))]
+    command += ["--tokenizer-type", "GPT2BPETokenizer"]
+    command += ["--vocab-file", options.vocab_file, "--merge-file", options.merge_file]
+    if options.workers:
+        command += ["--workers", str(options.workers)]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    start = time.perf_counter()
+    finished = subprocess.run(command, check=False, capture_output=True, text=True)
+    seconds = time.perf_counter() - start
+    if finished.returncode:
+        raise DataError(f"preprocess_data.py failed: {finished.stderr.strip()}")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return seconds, cpu
+
+
+def _measure_encoding(options: argparse.Namespace, corpus: Path) -> None:
+    import orjson
+
+    from megatron.config.data import TokenizerConfig
+    from megatron.tokenizer import build_tokenizer
+
+    texts = [orjson.loads(line)["text"] for line in corpus.read_bytes().splitlines()]
+    size = sum(len(text.encode()) for text in texts) / 1e6
+    tokenizer = build_tokenizer(
+        TokenizerConfig(
+            tokenizer_type="GPT2BPETokenizer",
+            vocab_file=options.vocab_file,
+            merge_file=options.merge_file,
+        )
+    )
+    for name in ("first time", "again"):
+        start = time.perf_counter()
+        tokenizer.tokenize_batch(texts)
+        print(
+            f"encoding alone, one thread, {name}: {size / (time.perf_counter() - start):.1f} MB/s"
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0 done, 6 no text."""
+    options = build_parser().parse_args(argv)
+    try:
+        run(options)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

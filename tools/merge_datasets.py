@@ -1,0 +1,118 @@
+"""Join the indexed datasets of a folder into one, in the order of their names.
+
+    python tools/merge_datasets.py --input shards --output-prefix whole
+
+writes whole.bin and whole.idx. All datasets must hold ids of one type, so of one tokenizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if __package__ in (None, ""):
+    # Started as a file: the package beside this folder may not be installed.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.errors import DataError, UserError
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="merge_datasets.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    group = parser.add_argument_group("Input and output")
+    group.add_argument(
+        "--input", required=True, metavar="DIR", help="Folder of the .bin and .idx files to join."
+    )
+    group.add_argument(
+        "--output-prefix",
+        required=True,
+        metavar="PATH",
+        help="Output goes to PATH.bin and PATH.idx.",
+    )
+    return parser
+
+
+def find_prefixes(folder: str, output_prefix: str) -> list[str]:
+    """Datasets in `folder`, sorted by name, the output of an earlier run left out.
+
+    Raises:
+        DataError: there is no such folder, no dataset in it, or half of one.
+    """
+    if not os.path.isdir(folder):
+        raise DataError(f"--input {folder}: not a folder; give the folder of the datasets")
+    stems: dict[str, set[str]] = {}
+    for entry in sorted(os.listdir(folder)):
+        stem, suffix = os.path.splitext(entry)
+        if suffix in (".bin", ".idx"):
+            stems.setdefault(os.path.join(folder, stem), set()).add(suffix)
+    stems = {
+        stem: suffixes
+        for stem, suffixes in stems.items()
+        if os.path.abspath(stem) != os.path.abspath(output_prefix)
+    }
+    for stem, suffixes in stems.items():
+        if len(suffixes) < 2:
+            other = ({".bin", ".idx"} - suffixes).pop()
+            raise DataError(
+                f"--input {folder}: {stem}{other} is missing; restore it, or remove "
+                f"{stem}{suffixes.pop()}"
+            )
+    if not stems:
+        raise DataError(f"--input {folder}: no .bin and .idx files there")
+    return sorted(stems)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Join the datasets.
+
+    Raises:
+        UserError: a dataset is damaged or of another type, or the output cannot be written.
+    """
+    from megatron.data.indexed import IndexedDataset, IndexedDatasetBuilder
+
+    prefixes = find_prefixes(options.input, options.output_prefix)
+    # Opening checks each; a damaged one shows before anything is written.
+    dtypes = {prefix: IndexedDataset(prefix).dtype for prefix in prefixes}
+    for prefix, dtype in dtypes.items():
+        if dtype != dtypes[prefixes[0]]:
+            raise DataError(
+                f"{prefix} holds {dtype}, but {prefixes[0]} holds {dtypes[prefixes[0]]}: only "
+                "datasets of one tokenizer can be joined; move it out of the folder"
+            )
+    with IndexedDatasetBuilder(options.output_prefix, dtypes[prefixes[0]]) as builder:
+        for prefix in prefixes:
+            builder.add_index(prefix)
+            print(prefix)
+    print(
+        f"{options.output_prefix}: {len(prefixes)} datasets, {builder.num_documents:,} documents, "
+        f"{builder.num_sequences:,} sequences, {builder.num_tokens:,} tokens"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0 done, 6 bad data, 8 storage."""
+    options = build_parser().parse_args(argv)
+    # SIGTERM unwinds like Ctrl-C, so that temporary files go.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        run(options)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,189 @@
+"""Train a byte-level BPE tokenizer (GPT-2's kind) on your own text.
+
+    python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 8192 --output-dir tokenizer
+
+writes vocab.json and merges.txt (for --tokenizer-type GPT2BPETokenizer with --vocab-file and
+--merge-file) and tokenizer.json (for HuggingFaceTokenizer). The same input gives the same files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):
+    # Started as a file: the package beside this folder may not be installed.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.errors import ConfigError, DataError, StorageError, UserError
+
+_END = "<|endoftext|>"
+_SMALLEST = 257  # the bytes and the end of a document
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="train_tokenizer.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    text = parser.add_argument_group("Input")
+    text.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help="Files, globs or directories: .jsonl or .json (a JSON object a line), also with .gz "
+        "or .zst; .parquet; .txt.",
+    )
+    text.add_argument(
+        "--json-keys",
+        "--json-key",
+        nargs="+",
+        default=["text"],
+        metavar="KEY",
+        help="Keys to learn from (default: text).",
+    )
+    output = parser.add_argument_group("Tokenizer")
+    output.add_argument("--output-dir", required=True, metavar="DIR", help="Folder to write to.")
+    output.add_argument(
+        "--vocab-size",
+        type=int,
+        default=32768,
+        metavar="N",
+        help=f"Entries, {_END} included; the text may allow fewer (default: 32768).",
+    )
+    output.add_argument(
+        "--min-frequency",
+        type=int,
+        default=2,
+        metavar="N",
+        help="Merge only pairs that occur so often (default: 2).",
+    )
+    return parser
+
+
+def run(options: argparse.Namespace) -> None:
+    """Train and write the three files.
+
+    Raises:
+        UserError: the flags, the input or the output folder need mending.
+    """
+    if options.vocab_size < _SMALLEST:
+        raise ConfigError(
+            f"--vocab-size {options.vocab_size}: give at least {_SMALLEST} (256 bytes and {_END})"
+        )
+    if options.min_frequency < 1:
+        raise ConfigError(f"--min-frequency {options.min_frequency}: give at least 1")
+    started = time.monotonic()
+    from megatron.data.text_input import find_inputs
+
+    texts = _texts(find_inputs(options.input), options.json_keys)
+    tokenizer = _train(texts, options.vocab_size, options.min_frequency)
+    _write(tokenizer, Path(options.output_dir))
+    size = tokenizer.get_vocab_size()
+    print(
+        f"{options.output_dir}: vocab.json, merges.txt and tokenizer.json with {size:,} entries "
+        f"in {time.monotonic() - started:.1f} s"
+    )
+    if size < options.vocab_size:
+        print(
+            f"The text gave fewer entries than --vocab-size {options.vocab_size:,}: no more pairs "
+            f"occur {options.min_frequency} times"
+        )
+
+
+def _texts(paths: Sequence[str], keys: Sequence[str]) -> Iterator[str]:
+    """Every text of the input; a bad line stops."""
+    from megatron.data.documents import parse_lines
+    from megatron.data.text_input import read_blocks
+
+    empty = True
+    for block in read_blocks(paths, keys):
+        documents = parse_lines(block.read(), keys)
+        for bad in documents.bad[:1]:
+            raise DataError(
+                f"{block.path}: {bad.reason} (line starts at byte {block.offset + bad.offset}); "
+                "mend or remove the line"
+            )
+        for value in (value for values in documents.values for value in values):
+            for text in [value] if isinstance(value, str) else value:
+                empty = empty and not text
+                yield text
+    if empty:
+        raise DataError(f"--input {' '.join(paths)}: no text to learn from")
+
+
+def _train(texts: Iterator[str], vocab_size: int, min_frequency: int) -> Any:
+    """The trained `tokenizers` pipeline; bytes come first, the end of a document last."""
+    from tokenizers import Tokenizer
+    from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel
+    from tokenizers.trainers import BpeTrainer
+
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    trainer = BpeTrainer(
+        vocab_size=vocab_size - 1,
+        min_frequency=min_frequency,
+        initial_alphabet=sorted(ByteLevel.alphabet()),
+        show_progress=sys.stderr.isatty(),
+    )
+    tokenizer.train_from_iterator(texts, trainer=trainer)
+    # As in GPT-2, the special entry comes after the merges.
+    tokenizer.add_special_tokens([_END])
+    return tokenizer
+
+
+def _write(tokenizer: Any, folder: Path) -> None:
+    import orjson
+
+    definition = orjson.loads(tokenizer.to_str())
+    vocab = dict(definition["model"]["vocab"])
+    vocab[_END] = tokenizer.token_to_id(_END)
+    merges = [
+        merge if isinstance(merge, str) else " ".join(merge)
+        for merge in definition["model"]["merges"]
+    ]
+    files = {
+        "vocab.json": orjson.dumps(dict(sorted(vocab.items(), key=lambda item: item[1]))),
+        "merges.txt": "\n".join(["#version: 0.2", *merges, ""]).encode(),
+        "tokenizer.json": orjson.dumps(definition, option=orjson.OPT_INDENT_2),
+        "tokenizer_config.json": orjson.dumps({"eos_token": _END}),
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, data in files.items():
+            temporary = folder / f"{name}.tmp-{os.getpid()}"
+            temporary.write_bytes(data)
+            os.replace(temporary, folder / name)
+    except OSError as error:
+        raise StorageError(
+            f"--output-dir {folder}: cannot write ({error.strerror}); choose another folder"
+        ) from error
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0 done, 6 bad data, 8 storage, 9 bad flags."""
+    options = build_parser().parse_args(argv)
+    try:
+        run(options)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
