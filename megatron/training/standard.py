@@ -26,10 +26,10 @@ def standard_callbacks(
 ) -> tuple[list[Callback], list[EvaluationListener]]:
     """Callbacks in the order in which they run, and those that hear evaluations.
 
-    First the profile, which must close around the step alone; then the non-finite policy, so
-    that nothing is logged or saved after a step that ends the run; then what the step was like;
-    then the checkpoint; evaluation after it, because an evaluation that fails must not cost the
-    training before it; housekeeping last.
+    The profile first: it must close around the step alone. Then the non-finite policy, so that
+    nothing is logged or saved after a step that ends the run. Then what belongs to an
+    iteration, and the log line that times it. The checkpoint comes before the evaluation: an
+    evaluation that fails must not cost the training before it. The line's time leaves both out.
     """
     config = run.config
     assert config.data.seq_length
@@ -38,18 +38,18 @@ def standard_callbacks(
     callbacks: list[Callback] = []
     if config.profiling.profile and run.layout.world.rank in config.profiling.profile_ranks:
         callbacks.append(Profile())
-    callbacks += [NonFinitePolicy(), LogLine(flops), scalars]
+    callbacks += [NonFinitePolicy(), scalars]
     if config.data.log_sample_ids:
         callbacks.append(SampleIds(Path(config.checkpoint.save or ".") / "samples.jsonl"))
-    if config.checkpoint.save:
-        callbacks.append(Checkpoints())
-    if config.evaluation.eval_iters:
-        callbacks.append(Evaluation([scalars]))
     if config.training.manual_gc:
         callbacks.append(GarbageCollection())
     if config.training.empty_unused_memory_level:
         callbacks.append(EmptyCache())
-    callbacks.append(ProgressBar())
+    callbacks += [LogLine(flops), ProgressBar()]
+    if config.checkpoint.save:
+        callbacks.append(Checkpoints())
+    if config.evaluation.eval_iters:
+        callbacks.append(Evaluation([scalars]))
     return callbacks, [scalars]
 
 

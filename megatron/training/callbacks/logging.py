@@ -20,6 +20,8 @@ _MIB = 1024 * 1024
 class LogLine(Callback):
     """One line every `--log-interval` iterations, on the last rank.
 
+    Its time covers steps, data loading and logging; checkpoints and evaluations are left out.
+
     Args:
         flops_per_token: model FLOPs of one token over all processes' parts, for MFU.
     """
@@ -27,16 +29,21 @@ class LogLine(Callback):
     def __init__(self, flops_per_token: float) -> None:
         self._flops_per_token = flops_per_token
         self._memory_reported = False
+        self._start = 0.0
 
     def on_start(self, run: Run) -> None:
         self._restart()
 
     def _restart(self) -> None:
-        self._start = time.perf_counter()
+        self._seconds = 0.0
         self._sums: dict[str, float] = {}
         self._iterations = self._counted = self._skipped = self._nan = self._samples = 0
 
+    def before_step(self, run: Run) -> None:
+        self._start = time.perf_counter()
+
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
+        self._seconds += time.perf_counter() - self._start
         self._add(outcome)
         if run.progress.iteration % run.config.logging.log_interval:
             return
@@ -62,15 +69,14 @@ class LogLine(Callback):
             self._sums[name] = self._sums.get(name, 0.0) + value
 
     def _record(self, run: Run, outcome: StepOutcome, params_norm: float | None) -> LogRecord:
-        elapsed = time.perf_counter() - self._start
         sequence = run.config.data.seq_length
         assert sequence is not None
-        rate = tokens_per_second(self._samples, sequence, elapsed, run.layout.world.size)
+        rate = tokens_per_second(self._samples, sequence, self._seconds, run.layout.world.size)
         return LogRecord(
             iteration=run.progress.iteration,
             train_iterations=run.train_iterations,
             consumed_samples=run.progress.consumed_samples,
-            milliseconds=1000.0 * elapsed / self._iterations,
+            milliseconds=1000.0 * self._seconds / self._iterations,
             # Megatron steps its schedule before it logs: the line shows the next update's rate.
             learning_rate=run.schedules.learning_rate.at(run.progress.scheduled_samples),
             global_batch_size=outcome.samples,
