@@ -130,7 +130,11 @@ def open_found(found: Found, *, verify: bool = True, rank: int = 0, ranks: int =
     if found.format == "legacy":
         from megatron.checkpoint.legacy.reader import LegacyReader
 
-        return LegacyReader(found.path, verify=verify, rank=rank, ranks=ranks)
+        try:
+            return LegacyReader(found.path, verify=verify, rank=rank, ranks=ranks)
+        except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
+            # The tree comes from outside: what is no dict, or no number, can be anywhere in it.
+            raise CheckpointError(f"not a tree of Megatron-LM: {error}") from error
     reader = NativeReader(found.path)
     if reader.iteration != found.iteration and found.path.name.startswith("iter_"):
         raise CheckpointError(f"{MANIFEST} is of iteration {reader.iteration}")

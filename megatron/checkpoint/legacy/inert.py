@@ -11,11 +11,16 @@ from typing import Any
 
 import torch
 
-Scalar = str | int | float | bool | None
-
 
 class RefusedError(Exception):
     """A file asks for something that a checkpoint has no need of."""
+
+
+def show(value: Any) -> str:
+    """A value in a message. A container is not printed: a small pickle can hold an endless one."""
+    if value is None or type(value) in (str, int, float, bool):
+        return repr(value)[:80]
+    return f"a {type(value).__name__}"
 
 
 class _Fixed:

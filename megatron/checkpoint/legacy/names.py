@@ -44,6 +44,10 @@ _COLUMN = re.compile(
 _ROW = re.compile(r"layers\.\d+\.(attention\.output|mlp\.down)\.weight")
 
 
+_MAX_DEPTH = 2
+_MAX_NAMES = 100_000
+
+
 @dataclass(frozen=True)
 class Parameter:
     """A parameter of a file, in Megatron's order.
@@ -117,12 +121,17 @@ def _tensors(
             yield path, value
 
 
-def _flatten(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
+def _flatten(tree: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Leaves of nested dicts by dotted path; at most two levels, and as many as a model has."""
     if not isinstance(tree, dict):
         yield path, tree
         return
+    if depth == _MAX_DEPTH or len(tree) > _MAX_NAMES:
+        raise CheckpointError(f"{path} holds more than a model does")
     for key, value in tree.items():
-        yield from _flatten(value, f"{path}.{key}")
+        if type(key) is not str:
+            raise CheckpointError(f"{path} holds a name that is no text")
+        yield from _flatten(value, f"{path}.{key}", depth + 1)
 
 
 def _our_name(path: str, first_layer: int) -> str | None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.checkpoint.legacy.inert import TensorRef
+from megatron.checkpoint.legacy.inert import TensorRef, show
 from megatron.checkpoint.legacy.names import Parameter
 from megatron.errors import CheckpointError
 
@@ -85,7 +85,7 @@ def _add_state(result: OptimizerState, state: Any, parameter: Parameter) -> None
         if key == "step":
             result.steps.append(value)
         elif key not in _KINDS:
-            raise CheckpointError(f"optimizer state {key!r} is not known")
+            raise CheckpointError(f"optimizer state {show(key)} is not known")
         else:
             _add(result, parameter, _KINDS[key], value)
 

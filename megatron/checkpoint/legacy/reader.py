@@ -18,7 +18,7 @@ import torch
 from megatron.checkpoint.entries import Box, Json
 from megatron.checkpoint.find import RELEASE, warn
 from megatron.checkpoint.legacy.arguments import consumed_samples, legacy_config, plain_arguments
-from megatron.checkpoint.legacy.inert import TensorRef
+from megatron.checkpoint.legacy.inert import TensorRef, show
 from megatron.checkpoint.legacy.names import (
     Arrangement,
     Parameter,
@@ -111,7 +111,7 @@ class LegacyReader:
         version = tree.get("checkpoint_version", 0)
         heads = self._args.get("num_attention_heads", 0)
         if type(version) not in (int, float) or not 0 <= version < 4 or type(heads) is not int:
-            raise CheckpointError(f"{self.path}: checkpoint_version {version!r} is not known")
+            raise CheckpointError(f"{self.path}: checkpoint_version {show(version)} is not known")
         if version < 2 and not heads:
             raise CheckpointError(f"{self.path}: `args` does not tell the number of heads")
         return Arrangement(
@@ -168,7 +168,7 @@ class LegacyReader:
         if self.path.name == RELEASE:
             return 0
         if type(iteration) is not int or iteration < 0:
-            raise CheckpointError(f"{self.path}: iteration {iteration!r}")
+            raise CheckpointError(f"{self.path}: iteration {show(iteration)}")
         return iteration
 
     def _find_meta(
@@ -219,7 +219,7 @@ class LegacyReader:
         if isinstance(value, TensorRef) and math.prod(value.shape) == 1:
             return file.load(value).item()
         if type(value) not in (int, float):
-            raise CheckpointError(f"{file.zip.path}: {value!r} is no counter")
+            raise CheckpointError(f"{file.zip.path}: {show(value)} is no counter")
         return value
 
     def names(self) -> list[str]:
@@ -282,7 +282,7 @@ def _open_files(path: Path) -> list[RankFile]:
     if places != [(stage, rank) for stage in range(stages) for rank in range(ranks)]:
         raise CheckpointError(f"{path}: mp_rank_* folders are missing, or are there twice")
     for key in ("iteration", "checkpoint_version"):
-        if len({repr(file.tree.get(key)) for file in files}) != 1:
+        if len({show(file.tree.get(key)) for file in files}) != 1:
             raise CheckpointError(f"{path}: the files differ in {key}: of different saves?")
     return files
 

@@ -26,6 +26,7 @@ from megatron.checkpoint.legacy.inert import (
     StorageRef,
     StorageType,
     TensorRef,
+    show,
 )
 from megatron.errors import CheckpointError
 
@@ -122,7 +123,7 @@ def _stand_in(module: str, name: str) -> Any:
 
 def _size(value: Any) -> int:
     if type(value) is not int or value < 0:
-        raise RefusedError(f"{value!r} is no size")
+        raise RefusedError(f"{show(value)} is no size")
     return value
 
 

@@ -117,6 +117,12 @@ def _rewrite(path, change):
         (lambda t: t.update(iteration="3"), "iteration '3'"),
         (lambda t: t.update(model0=t.pop("model")), "virtual pipeline stages"),
         (lambda t: t.update(args={}), "no argparse.Namespace"),
+        (lambda t: t["model"].update({1: 2}), "not a tree of Megatron-LM"),
+        (lambda t: t["model"]["language_model"]["encoder"].update({1: 2}), "no text"),
+        (lambda t: t["model"]["language_model"].update(embedding={"a": {"b": {}}}), "more than"),
+        (lambda t: t["optimizer"]["state"].update({0: [1]}), "not a tree of Megatron-LM"),
+        (lambda t: t["optimizer"].update(param_groups={}), "groups with a learning rate"),
+        (lambda t: t.update(opt_param_scheduler=[1]), "not a tree of Megatron-LM"),
     ],
 )
 def test_what_does_not_fit_is_refused(tmp_path, change, message):
