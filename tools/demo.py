@@ -42,7 +42,7 @@ MODEL_FLAGS = (
     "--attention-dropout 0 --hidden-dropout 0"
 )
 OPTIMIZER_FLAGS = (
-    "--lr 4e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-fraction 0.05 "
+    "--lr 3e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-fraction 0.05 "
     "--weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0"
 )
 
@@ -158,8 +158,8 @@ def training_command(
 
 
 def tokenizer_flags(out: Path) -> list[str]:
-    model = str(out / "tokenizer.json")
-    return ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", model]
+    model = out / "tokenizer" / "tokenizer.json"
+    return ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(model)]
 
 
 def split_of(documents: int) -> tuple[str, int]:
@@ -221,11 +221,10 @@ def demo(out: Path, source: Path | None, iterations: int) -> None:
     if source is None:
         print("=== Text: the source of Python's standard library")
         write_standard_library(corpus)
-    tokenizer = out / "tokenizer.json"
     run(
         "Train a byte-level BPE tokenizer",
         ["python", "tools/train_tokenizer.py", "--input", str(corpus)]
-        + ["--vocab-size", str(VOCAB_SIZE), "--output", str(tokenizer)],
+        + ["--vocab-size", str(VOCAB_SIZE), "--output-dir", str(out / "tokenizer")],
     )
     run(
         "Turn the text into token ids",
@@ -238,7 +237,7 @@ def demo(out: Path, source: Path | None, iterations: int) -> None:
     prefix = out / "corpus_text_document"
     dataset = IndexedDataset(prefix)
     split, first = split_of(len(dataset.document_indices) - 1)
-    validation = describe_validation(dataset, first, tokenizer)
+    validation = describe_validation(dataset, first, out / "tokenizer" / "tokenizer.json")
     count, gpu = processes()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 2) // count)))
     where = f"{count} GPU(s)" if gpu else f"{count} processes on the CPU"
