@@ -102,9 +102,14 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 def from_text(field: Field, text: str) -> Any:
     """One value as written on a command line.
 
+    What YAML sets can be unset again: by `none`, or by nothing where a value is text.
+
     Raises:
         ValueError: the message says what was expected.
     """
+    unset = "" if field.kind is str else "none"
+    if field.optional and not field.many and text == unset:
+        return None
     value = field.info.convert(text) if field.info.convert else text_to(field.kind, text)
     check_choice(field.info.choices, value)
     return value

@@ -189,7 +189,7 @@ def _find_contradictions(
 
 def _usage_problem(error: argparse.ArgumentError, names: list[str], given: list[Given]) -> str:
     """`--lr abc: expected a finite number, got 'abc'`."""
-    flag = next((flag for flag in given if flag.name in names), Given(names[0]))
+    flag = next((flag for flag in reversed(given) if flag.name in names), Given(names[0]))
     unwanted = error.message.startswith("ignored explicit argument")
     return f"{flag}: {'takes no value' if unwanted else error.message}"
 

@@ -44,7 +44,7 @@ class TrainingConfig:
         choices=("uniform", "block"),
     )
     recompute_num_layers: int | None = flag(
-        None, "Layers a group (uniform) or layers recomputed (block).", unit="layers"
+        None, "Layers a group (uniform) or layers recomputed (block). Unset: 1.", unit="layers"
     )
     exit_interval: int | None = flag(
         None, "Save and leave when the iteration is a multiple of this.", unit="iterations"

@@ -45,6 +45,16 @@ def test_flags_win_over_yaml_and_yaml_over_defaults(tmp_path: Path) -> None:
     assert config.precision.bf16 is False
 
 
+def test_a_flag_can_unset_what_the_file_sets(tmp_path: Path) -> None:
+    text = "training:\n  train_iters: 5\ncheckpoint:\n  save: folder\nmodel:\n  onnx_safe: true\n"
+    path = _write(tmp_path, text)
+    words = f"--config {path} --train-iters none --train-samples 9 --save '' --onnx-safe none"
+    config = parse(words, without=["--train-iters"]).config
+    assert config.training.train_iters is None
+    assert config.checkpoint.save is None
+    assert config.model.onnx_safe is None
+
+
 def test_yaml_as_people_write_it(tmp_path: Path) -> None:
     text = "schedule:\n  lr: 1e-4\n  min_lr: 0\ndata:\n  data_path: [0.3, one, 0.7, two]\nmodel:\n"
     config = load(Path(_write(tmp_path, text)))
