@@ -1,0 +1,216 @@
+"""GPT-2 BPE: every encoder against the algorithm written out, and Megatron's own datasets."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import sys
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import regex
+
+from megatron.config.data import TokenizerConfig
+from megatron.data.indexed import IndexedDataset
+from megatron.errors import ConfigError, DataError
+from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.byte_level import byte_of_character
+from megatron.tokenizer.fast_bpe import TiktokenEncoder, build_encoder, compiled_encoder
+
+
+class Reference:
+    """GPT-2's algorithm word by word: merge the earliest pair everywhere until none is left."""
+
+    split = regex.compile(
+        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+    )
+
+    def __init__(self, vocab: dict[str, int], merges: list[str]) -> None:
+        self.vocab = vocab
+        self.rank = {tuple(merge.split(" ")): i for i, merge in enumerate(merges)}
+        self.character = {byte: character for character, byte in byte_of_character().items()}
+        self.ids_of_word = cache(self._ids_of_word)
+
+    def encode(self, text: str) -> list[int]:
+        return [i for word in self.split.findall(text) for i in self.ids_of_word(word)]
+
+    def _ids_of_word(self, word: str) -> list[int]:
+        parts = [self.character[byte] for byte in word.encode()]
+        while pairs := [pair for pair in zip(parts, parts[1:], strict=False) if pair in self.rank]:
+            best = min(pairs, key=self.rank.__getitem__)
+            i = 0
+            while i < len(parts) - 1:
+                if (parts[i], parts[i + 1]) == best:
+                    parts[i : i + 2] = ["".join(best)]
+                i += 1
+        return [self.vocab[part] for part in parts]
+
+
+def awkward_texts() -> list[str]:
+    """Random unicode of several kinds, white space in runs, special tokens spelt out."""
+    generator = random.Random(5)
+    everything = [chr(c) for c in range(0x110000) if not 0xD800 <= c < 0xE000]
+    kinds = [
+        everything,
+        [chr(c) for c in range(0x3000)],
+        [chr(c) for c in range(128)] + ["'ll", "'re", "'S", "  ", "\r\n", "\n\n"],
+        [c for c in everything if c.isspace()] + ["a", "1", ".", "'s", "\u200b", "\ufeff", "\0"],
+        ["<|endoftext|>", "<|endoftext", " ", "x", "\n"],
+    ]
+    texts = ["".join(generator.choices(k, k=generator.randint(0, 60))) for k in kinds * 300]
+    return [*texts, "", " " * 3000, "a" * 3000, "中文" * 500, "I'm WE'LL don''t"]
+
+
+def tiny_config(folder: Path) -> TokenizerConfig:
+    return TokenizerConfig(
+        tokenizer_type="GPT2BPETokenizer",
+        vocab_file=str(folder / "gpt2-tiny-vocab.json"),
+        merge_file=str(folder / "gpt2-tiny-merges.txt"),
+    )
+
+
+@pytest.fixture
+def tiny(golden: Path) -> TokenizerConfig:
+    return tiny_config(golden / "data")
+
+
+@pytest.fixture
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path / ".cache" / "megatron" / "tokenizers"
+
+
+def load_files(folder: Path, name: str) -> tuple[dict[str, int], list[str]]:
+    vocab = json.loads((folder / f"{name}-vocab.json").read_text())
+    lines = (folder / f"{name}-merges.txt").read_text(encoding="utf-8").split("\n")
+    return vocab, [line for line in lines if line and not line.startswith("#version")]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt2-tiny"])
+def test_all_encoders_equal_the_reference(shared_data, cache_folder, name):
+    vocab, merges = load_files(shared_data / "tokenizers" / name, name)
+    reference = Reference(vocab, merges)
+    texts = awkward_texts()
+    expected = [reference.encode(text) for text in texts]
+    encoders = {
+        "fresh": build_encoder(vocab, merges, "key"),
+        "compiled": compiled_encoder("key"),
+        "tiktoken": TiktokenEncoder(vocab, merges),
+    }
+    assert encoders["compiled"] is not None, "the order of GPT-2's ids must be recognized"
+    for kind, encoder in encoders.items():
+        got = [ids.tolist() for ids in encoder.encode(texts)]
+        assert got == expected, kind
+
+
+def test_ids_in_another_order_are_not_compiled(shared_data, cache_folder):
+    vocab, merges = load_files(shared_data / "tokenizers" / "gpt2-tiny", "gpt2-tiny")
+    moved = {entry: (index + 1) % len(vocab) for entry, index in vocab.items()}
+    encoder = build_encoder(moved, merges, "key")
+    assert compiled_encoder("key") is None
+    texts = awkward_texts()[:200]
+    reference = Reference(moved, merges)
+    assert [ids.tolist() for ids in encoder.encode(texts)] == [reference.encode(t) for t in texts]
+    tiktoken_ids = TiktokenEncoder(moved, merges).encode(texts)
+    assert [ids.tolist() for ids in tiktoken_ids] == [reference.encode(t) for t in texts]
+
+
+def test_damaged_compiled_file_is_not_used(tiny, cache_folder):
+    expected = build_tokenizer(tiny).tokenize("a tale of two cities")
+    (compiled,) = cache_folder.glob("*.tiktoken")
+    compiled.write_bytes(compiled.read_bytes()[:-100])
+    assert compiled_encoder(compiled.stem.split("-")[0]) is None
+    assert build_tokenizer(tiny).tokenize("a tale of two cities") == expected
+
+
+def test_encoder_forgets_and_goes_on(tiny, monkeypatch):
+    tokenizer = build_tokenizer(tiny)
+    expected = tokenizer.tokenize("once upon a time")
+    monkeypatch.setattr("megatron.tokenizer.fast_bpe._FORGET_AFTER", 10)
+    backend = tokenizer._encoder.backend
+    assert tokenizer.tokenize("once upon a time") == expected
+    assert tokenizer.tokenize("once upon a time") == expected
+    assert tokenizer._encoder.backend is not backend
+
+
+def test_without_gigatoken_tiktoken_gives_the_same(tiny, cache_folder, monkeypatch):
+    expected = build_tokenizer(tiny).tokenize("It's 1999.\n\n  Fine")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "gigatoken", None)
+    tokenizer = build_tokenizer(tiny)
+    assert isinstance(tokenizer._encoder, TiktokenEncoder)
+    assert tokenizer.tokenize("It's 1999.\n\n  Fine") == expected
+
+
+def reencode(prefix: Path, lines: list[str], config: TokenizerConfig) -> tuple[bytes, bytes]:
+    tokenizer = build_tokenizer(config)
+    dataset = IndexedDataset(prefix)
+    ids = tokenizer.tokenize_batch([json.loads(line)["text"] for line in lines])
+    tokens = np.concatenate([np.append(i, tokenizer.eod) for i in ids]).astype(dataset.dtype)
+    return tokens.tobytes(), Path(f"{prefix}.bin").read_bytes()
+
+
+def test_megatrons_openwebtext_to_the_byte(shared_data):
+    folder = shared_data / "binidx"
+    with gzip.open(folder / "openwebtext-1000.reconstructed.jsonl.gz", "rt", encoding="utf-8") as f:
+        lines = f.read().splitlines(keepends=False)
+    config = tiny_config(shared_data / "tokenizers" / "gpt2-tiny")
+    got, expected = reencode(folder / "meg-gpt2-openwebtext_text_document", lines, config)
+    assert got == expected
+
+
+def test_megatrons_speeches_to_the_byte(golden, tiny):
+    lines = (golden / "data" / "speeches.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
+    got, expected = reencode(golden / "data" / "gpt_text_document", lines, tiny)
+    assert got == expected
+
+
+def test_interface(tiny):
+    tokenizer = build_tokenizer(tiny)
+    assert tokenizer.vocab_size == 5000
+    assert tokenizer.eod == tokenizer.eos == tokenizer.vocab["<|endoftext|>"] == 4999
+    text = "héllo <|endoftext|> 世界\n\ttab"
+    assert tokenizer.eod not in tokenizer.tokenize(text)
+    assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
+    assert tokenizer.detokenize([4999, 5000]) == "<|endoftext|>\ufffd"
+    assert tokenizer.tokenize("") == []
+    with pytest.raises(ConfigError, match="GPT2BPETokenizer has no mask token"):
+        _ = tokenizer.mask
+
+
+def write_pair(folder: Path, vocab: object, merges: str) -> TokenizerConfig:
+    (folder / "v.json").write_text(json.dumps(vocab) if not isinstance(vocab, str) else vocab)
+    (folder / "m.txt").write_text(merges, encoding="utf-8")
+    return TokenizerConfig(
+        tokenizer_type="GPT2BPETokenizer",
+        vocab_file=str(folder / "v.json"),
+        merge_file=str(folder / "m.txt"),
+    )
+
+
+BYTES = {character: i for i, character in enumerate(byte_of_character())}
+GOOD = {**BYTES, "ab": 256, "<|endoftext|>": 257}
+
+
+@pytest.mark.parametrize(
+    ("vocab", "merges", "message"),
+    [
+        ("{", "a b", "v.json: not a JSON file"),
+        ([1, 2], "a b", "v.json: expected a JSON object"),
+        ({**BYTES, "ab": 256}, "a b", "v.json: no <|endoftext|> entry"),
+        ({**GOOD, "<|endoftext|>": 300}, "a b", "ids are not 0 to 257"),
+        (GOOD, "#version: 0.2\na b\nabc", "m.txt: merge 2 is 'abc'"),
+        (GOOD, "a c", "no entry for 'a c'.*m.txt builds"),
+    ],
+)
+def test_damaged_files_are_named(tmp_path, vocab, merges, message):
+    with pytest.raises(DataError, match=message):
+        build_tokenizer(write_pair(tmp_path, vocab, merges))
+
+
+def test_small_good_pair(tmp_path, cache_folder):
+    tokenizer = build_tokenizer(write_pair(tmp_path, GOOD, "#version: 0.2\na b\n"))
+    assert tokenizer.tokenize("abab") == [256, 256]

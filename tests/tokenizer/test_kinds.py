@@ -1,0 +1,337 @@
+"""Every kind of tokenizer but GPT-2's, the flags each needs, and their fingerprints."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sentencepiece
+
+from megatron.config.data import TOKENIZER_TYPES, TokenizerConfig
+from megatron.data.indexed import IndexedDataset
+from megatron.errors import ConfigError, DataError
+from megatron.tokenizer import Tokenizer, build_tokenizer, padded_vocab_size
+
+
+def build(kind: str, **flags: object) -> Tokenizer:
+    return build_tokenizer(TokenizerConfig(tokenizer_type=kind, **flags))
+
+
+@pytest.mark.parametrize(
+    ("size", "tensor_parallel", "padded"),
+    [
+        (50257, 1, 50304),
+        (50257, 2, 50432),
+        (50257, 4, 50688),
+        (50257, 8, 51200),
+        (30524, 1, 30592),
+        (28998, 1, 29056),
+        (30624, 1, 30720),
+        (50304, 1, 50304),
+    ],
+)
+def test_padded_vocab_size(size, tensor_parallel, padded):
+    assert padded_vocab_size(size, 128, tensor_parallel) == padded
+
+
+# WordPiece
+
+
+def test_bert_sizes_and_special_ids(shared_data):
+    folder = shared_data / "tokenizers" / "bert"
+    uncased = str(folder / "bert-base-uncased-vocab.txt")
+    lower = build("BertWordPieceLowerCase", vocab_file=uncased)
+    assert lower.vocab_size == 30524
+    assert (lower.pad, lower.cls, lower.sep, lower.mask) == (0, 101, 102, 103)
+    assert (lower.bos, lower.eos, lower.eod) == (30522, 30523, 30523)
+    cased = build("BertWordPieceCase", vocab_file=str(folder / "bert-large-cased-vocab.txt"))
+    assert cased.vocab_size == 28998
+    t5 = build("BertWordPieceLowerCase", vocab_file=uncased, vocab_extra_ids=100)
+    assert t5.vocab_size == 30624
+    assert t5.additional_special_tokens_ids == list(range(30524, 30624))
+
+
+def test_wordpiece_splits_words(shared_data):
+    vocab_file = str(shared_data / "tokenizers" / "bert" / "bert-base-uncased-vocab.txt")
+    tokenizer = build("BertWordPieceLowerCase", vocab_file=vocab_file)
+    ids = tokenizer.tokenize("Unaffable, naïve\tCAFÉ [MASK]世")
+    pieces = [tokenizer.inv_vocab[i] for i in ids]
+    expected = "una ##ffa ##ble , naive cafe [ mask ] 世"
+    assert pieces == expected.split()
+    assert tokenizer.detokenize(ids) == "unaffable , naive cafe [ mask ] 世"
+    # A word of more than 200 characters is unknown, one of 200 is not.
+    unknown = tokenizer.vocab["[UNK]"]
+    assert tokenizer.tokenize("a" * 201) == [unknown]
+    assert unknown not in tokenizer.tokenize("a" * 200)
+
+
+def test_megatrons_bert_dataset_to_the_id(golden):
+    folder = golden / "data"
+    tokenizer = build("BertWordPieceLowerCase", vocab_file=str(folder / "bert-5000-vocab.txt"))
+    dataset = IndexedDataset(folder / "bert_text_sentence")
+    sentences, bounds = [], [0]
+    for line in (folder / "speeches.jsonl").read_text(encoding="utf-8").split("\n")[:-1]:
+        text = json.loads(line)["text"].replace("\n", " ")
+        encoded = [tokenizer.tokenize(s) for s in re.split(r"(?<=[.!?])\s+", text)]
+        sentences += [ids for ids in encoded if ids]
+        bounds.append(len(sentences))
+    assert bounds == dataset.document_indices.tolist()
+    tokens = np.concatenate([np.array(ids, dataset.dtype) for ids in sentences])
+    assert tokens.tobytes() == (folder / "bert_text_sentence.bin").read_bytes()
+    assert dataset.sequence_lengths.tolist() == [len(ids) for ids in sentences]
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["[PAD]", "[CLS]", "a"], r"no entry \[SEP\], \[MASK\], \[UNK\]"),
+        (["[PAD]", "a", "b", "a"], "v.txt:4: entry 'a' is already on line 2"),
+    ],
+)
+def test_damaged_wordpiece_vocabulary(tmp_path, lines, message):
+    path = tmp_path / "v.txt"
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(DataError, match=message):
+        build("BertWordPieceCase", vocab_file=str(path))
+
+
+# SentencePiece
+
+
+def test_sentencepiece_special_tokens(shared_data):
+    model = str(shared_data / "tokenizers" / "t5" / "spiece.model")
+    plain = sentencepiece.SentencePieceProcessor(model_file=model)
+    tokenizer = build("SentencePieceTokenizer", tokenizer_model=model, vocab_extra_ids=2)
+    # T5's model has padding and end, but no begin: it is appended after the four.
+    assert (tokenizer.cls, tokenizer.sep, tokenizer.eod, tokenizer.mask) == (
+        32000,
+        32001,
+        32002,
+        32003,
+    )
+    assert (tokenizer.pad, tokenizer.eos, tokenizer.bos) == (0, 1, 32004)
+    assert tokenizer.additional_special_tokens_ids == [32005, 32006]
+    assert tokenizer.vocab_size == 32007
+    ids = tokenizer.tokenize("Hello <EOD> world.<extra_id_1><MASK>")
+    hello, world = plain.encode_as_ids("Hello "), plain.encode_as_ids(" world.")
+    assert ids == [*hello, 32002, *world, 32006, 32003]
+    assert tokenizer.detokenize(ids) == "Hello <EOD> world. <extra_id_1>  <MASK> "
+
+
+def test_gpt_sentencepiece_and_llama(shared_data):
+    model = str(shared_data / "tokenizers" / "llama" / "tokenizer.model")
+    plain = build("GPTSentencePieceTokenizer", tokenizer_model=model)
+    llama = build("Llama2Tokenizer", tokenizer_model=model)
+    assert plain.vocab_size == llama.vocab_size == 32000
+    assert plain.tokenize("Hello world") == [15043, 3186]
+    assert llama.tokenize("Hello world") == [1, 15043, 3186]
+    assert plain.eod == llama.eod == 2
+    assert llama.detokenize([15043, 3186, 32005]) == "Hello world"
+    with pytest.raises(ConfigError, match="has no pad token"):
+        _ = plain.pad
+    assert plain.fingerprint() != llama.fingerprint()
+
+
+def test_llama_needs_a_begin_token(shared_data):
+    model = str(shared_data / "tokenizers" / "t5" / "spiece.model")
+    with pytest.raises(DataError, match="use GPTSentencePieceTokenizer"):
+        build("Llama2Tokenizer", tokenizer_model=model)
+
+
+# tokenizer.json
+
+
+@pytest.fixture
+def tokenizer_folder(tmp_path: Path) -> Path:
+    from tokenizers import Tokenizer as Pipeline
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from tokenizers.processors import TemplateProcessing
+
+    vocab = {"<s>": 0, "</s>": 1, "[PAD]": 2, "hello": 3, "world": 4, "<unk>": 5}
+    pipeline = Pipeline(WordLevel(vocab, unk_token="<unk>"))
+    pipeline.pre_tokenizer = Whitespace()
+    pipeline.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    pipeline.add_special_tokens(["<|turn|>"])
+    pipeline.enable_truncation(2)
+    pipeline.enable_padding(length=10)
+    pipeline.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+def test_huggingface_file_and_folder(tokenizer_folder):
+    file = str(tokenizer_folder / "tokenizer.json")
+    tokenizer = build("HuggingFaceTokenizer", tokenizer_model=str(tokenizer_folder))
+    assert tokenizer.vocab_size == 7
+    # Neither cut to 2 nor filled up to 10, whatever the file says.
+    assert tokenizer.tokenize("hello world hello<|turn|>") == [0, 3, 4, 3, 6]
+    assert tokenizer.eod == 1
+    assert tokenizer.detokenize([3, 1]) == "hello </s>"
+    old_name = build("PretrainedFromHF", tokenizer_model=file)
+    assert old_name.fingerprint() == tokenizer.fingerprint()
+
+
+def test_huggingface_settings_name_the_special_tokens(tokenizer_folder):
+    settings = {"eos_token": {"content": "<|turn|>"}, "pad_token": "[PAD]", "bos_token": None}
+    (tokenizer_folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = build("HuggingFaceTokenizer", tokenizer_model=str(tokenizer_folder))
+    assert (tokenizer.eod, tokenizer.eos, tokenizer.pad) == (6, 6, 2)
+    with pytest.raises(ConfigError, match="has no bos token"):
+        _ = tokenizer.bos
+
+
+def test_huggingface_never_goes_to_the_network(tmp_path):
+    with pytest.raises(ConfigError, match="nothing is downloaded"):
+        build("HuggingFaceTokenizer", tokenizer_model="openai-community/gpt2")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match=r"tokenizer.json: not a tokenizer.json"):
+        build("HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
+
+
+# tiktoken
+
+
+def byte_ranks(*pieces: bytes) -> list[bytes]:
+    return [*(bytes([byte]) for byte in range(256)), *pieces]
+
+
+def write_ranks(path: Path, pieces: list[bytes]) -> str:
+    lines = (f"{base64.b64encode(piece).decode()} {i}\n" for i, piece in enumerate(pieces))
+    path.write_text("".join(lines))
+    return str(path)
+
+
+def test_tiktoken_rank_file(tmp_path):
+    model = write_ranks(tmp_path / "mine.tiktoken", byte_ranks(b"he", b"12", b"123"))
+    tokenizer = build("TikTokenizer", tokenizer_model=model)
+    assert tokenizer.vocab_size == 260
+    assert tokenizer.eod == 259
+    # cl100k's split: digits in threes, special tokens in the text are text.
+    assert tokenizer.tokenize("he1234") == [256, 258, ord("4")]
+    assert 259 not in tokenizer.tokenize("<|endoftext|>")
+    assert tokenizer.detokenize([256, 259, 999]) == "he<|endoftext|>"
+    gpt2 = build(
+        "TikTokenizer",
+        tokenizer_model=model,
+        tiktoken_pattern="v2",
+        tokenizer_special_tokens=("<s>", "</s>"),
+    )
+    assert gpt2.tokenize("he123") == [256, *b"123"]
+    assert (gpt2.bos, gpt2.eod, gpt2.vocab_size) == (259, 260, 261)
+
+
+def test_tiktoken_equals_gpt2_bpe(shared_data, tmp_path):
+    from megatron.tokenizer.byte_level import byte_of_character
+
+    folder = shared_data / "tokenizers" / "gpt2"
+    files = {
+        "vocab_file": str(folder / "gpt2-vocab.json"),
+        "merge_file": str(folder / "gpt2-merges.txt"),
+    }
+    gpt2 = build("GPT2BPETokenizer", **files)
+    table = byte_of_character()
+    pieces = [bytes(table[c] for c in gpt2.inv_vocab[i]) for i in range(50256)]
+    model = write_ranks(tmp_path / "r50k_base.tiktoken", pieces)
+    tokenizer = build("TikTokenizer", tokenizer_model=model)
+    text = "It's  the year 1999,\n\nsays Müller. " * 20
+    assert tokenizer.tokenize(text) == gpt2.tokenize(text)
+    assert (tokenizer.eod, tokenizer.vocab_size) == (50256, 50257)
+
+
+def write_tekken(path: Path, pieces: list[bytes]) -> str:
+    entries = [
+        {"rank": i, "token_bytes": base64.b64encode(p).decode(), "token_str": None}
+        for i, p in enumerate(pieces)
+    ]
+    path.write_text(json.dumps(entries))
+    return str(path)
+
+
+def test_tekken_vocabulary(tmp_path):
+    model = write_tekken(tmp_path / "tekken.json", byte_ranks(b"he", b"hel", b"left out"))
+    flags = {"tokenizer_model": model, "tiktoken_num_special_tokens": 10}
+    tokenizer = build("TikTokenizer", vocab_size=268, **flags)
+    assert (tokenizer.bos, tokenizer.eos, tokenizer.eod, tokenizer.vocab_size) == (1, 2, 2, 268)
+    assert tokenizer.tokenize("hel") == [10 + 257]
+    assert tokenizer.vocab["<SPECIAL_9>"] == 9
+    with pytest.raises(ConfigError, match="give --vocab-size 269"):
+        build("TikTokenizer", vocab_size=300, **flags)
+    with pytest.raises(ConfigError, match="leaves no room"):
+        build("TikTokenizer", vocab_size=10, **flags)
+
+
+@pytest.mark.parametrize("content", ["%%% 0\n", "YQ== x\n", "YQ== 0\n", ""])
+def test_damaged_rank_file(tmp_path, content):
+    path = tmp_path / "x.tiktoken"
+    path.write_text(content)
+    with pytest.raises(DataError, match=r"x.tiktoken"):
+        build("TikTokenizer", tokenizer_model=str(path))
+
+
+# NullTokenizer
+
+
+def test_null_tokenizer():
+    tokenizer = build("NullTokenizer", vocab_size=100)
+    assert (tokenizer.vocab_size, tokenizer.eod) == (101, 100)
+    assert tokenizer.tokenize("1 22  3") == [1, 22, 3]
+    assert tokenizer.detokenize([1, 22]) == "1 22"
+    for text in ("1 x", "-1", "65536", "²"):
+        with pytest.raises(DataError, match="reads numbers from 0 to 65535"):
+            tokenizer.tokenize(text)
+
+
+# All kinds
+
+
+def test_unknown_and_missing_kind():
+    with pytest.raises(ConfigError, match="--tokenizer-type None: choose one of"):
+        build_tokenizer(TokenizerConfig())
+    with pytest.raises(ConfigError, match="--tokenizer-type Bert: choose one of"):
+        build("Bert")
+
+
+@pytest.mark.parametrize("kind", TOKENIZER_TYPES)
+def test_missing_flags_are_named(kind):
+    with pytest.raises(ConfigError, match=rf"--tokenizer-type {kind} needs .*--(vocab|token)"):
+        build(kind)
+
+
+def test_both_missing_flags_of_gpt2_are_named():
+    with pytest.raises(ConfigError) as error:
+        build("GPT2BPETokenizer")
+    assert len(error.value.problems) == 2
+    with pytest.raises(ConfigError, match="give --merge-file"):
+        build("GPT2BPETokenizer", vocab_file="v.json")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in TOKENIZER_TYPES if kind != "NullTokenizer"])
+def test_missing_and_foreign_files_are_named(kind, tmp_path):
+    nowhere = str(tmp_path / "nowhere")
+    files = {"vocab_file": nowhere, "merge_file": nowhere, "tokenizer_model": nowhere}
+    with pytest.raises((DataError, ConfigError), match="nowhere"):
+        build(kind, **files)
+    Path(nowhere).write_bytes(b"\xff\xfe\x00 not a vocabulary")
+    with pytest.raises(DataError, match="nowhere"):
+        build(kind, **files)
+
+
+def test_fingerprint_follows_the_content(tmp_path):
+    first, second = tmp_path / "a.txt", tmp_path / "b.txt"
+    entries = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a"]
+    first.write_text("\n".join(entries))
+    second.write_text("\n".join([*entries, "b"]))
+    prints = {
+        build("BertWordPieceCase", vocab_file=str(first)).fingerprint(),
+        build("BertWordPieceLowerCase", vocab_file=str(first)).fingerprint(),
+        build("BertWordPieceCase", vocab_file=str(first), vocab_extra_ids=1).fingerprint(),
+        build("BertWordPieceCase", vocab_file=str(second)).fingerprint(),
+    }
+    assert len(prints) == 4
+    second.write_text("\n".join(entries))
+    again = build("BertWordPieceCase", vocab_file=str(second)).fingerprint()
+    assert again == build("BertWordPieceCase", vocab_file=str(first)).fingerprint()
