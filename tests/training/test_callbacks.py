@@ -1,0 +1,144 @@
+"""What a run tells and keeps: TensorBoard, Weights & Biases, JSON lines, timers, profiles."""
+
+import gc
+import json
+import sys
+import types
+
+import pytest
+
+from megatron.device import Device
+from megatron.errors import ConfigError
+from megatron.parallel.layout import Layout
+from megatron.training.loop import train
+from megatron.training.standard import standard_callbacks, start_panel
+from megatron.training.timers import Timers, format_timers
+from megatron.training.writers import open_writers
+from tests.distributed import run_distributed
+from tests.training.toy import build_toy, train_toy
+
+
+def _train_with_writers(*flags):
+    run = build_toy(Layout.single(), flags)
+    writers = open_writers(run.config, is_log_rank=True)
+    train(run, standard_callbacks(run, writers)[0])
+    for writer in writers:
+        writer.close()
+    return run
+
+
+def test_tensorboard_has_megatrons_tags(tmp_path):
+    _train_with_writers(
+        "--tensorboard-dir", str(tmp_path), "--log-timers-to-tensorboard", "--log-params-norm",
+        "--log-num-zeros-in-grad", "--log-batch-size-to-tensorboard",
+        "--log-world-size-to-tensorboard", "--log-validation-ppl-to-tensorboard",
+    )  # fmt: skip
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path)).Reload()
+    tags = set(events.Tags()["scalars"])
+    expected = {"lm loss", "lm loss vs samples", "learning-rate", "loss-scale", "grad-norm",
+                "num-zeros", "params-norm", "batch-size", "world-size", "iteration-time",
+                "lm loss validation", "lm loss validation ppl"}  # fmt: skip
+    assert expected <= tags
+    assert [event.step for event in events.Scalars("lm loss")] == [1, 2, 3, 4, 5, 6]
+    assert [event.step for event in events.Scalars("lm loss vs samples")] == [4, 8, 12, 16, 20, 24]
+
+
+def test_json_lines_hold_full_precision(tmp_path):
+    path = tmp_path / "deep" / "metrics.jsonl"
+    recorder, _ = train_toy(Layout.single())
+    _train_with_writers("--metrics-jsonl", str(path))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [r["lm loss"] for r in lines if "lm loss" in r] == recorder.values("lm loss")
+
+
+def test_weights_and_biases_gets_config_and_scalars(monkeypatch):
+    logged, started = [], {}
+    fake = types.ModuleType("wandb")
+
+    class FakeRun:
+        def log(self, scalars, step):
+            logged.append((step, scalars.get("lm loss")))
+
+        def finish(self):
+            logged.append("finished")
+
+    fake.init = lambda **options: started.update(options) or FakeRun()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    _train_with_writers("--wandb-project", "toys", "--wandb-id", "abc")
+    assert (started["project"], started["id"], started["resume"]) == ("toys", "abc", "allow")
+    assert started["config"]["model.num_layers"] == 2
+    assert [entry[0] for entry in logged[:-1] if entry[1] is not None] == [1, 2, 3, 4, 5, 6]
+    assert logged[-1] == "finished"
+
+
+def test_weights_and_biases_missing_says_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match="pip install wandb"):
+        _train_with_writers("--wandb-project", "toys")
+
+
+def test_profile_writes_a_trace(tmp_path):
+    train_toy(Layout.single(), ["--profile", "--profile-step-start", "2", "--profile-step-end",
+                                "4", "--profile-dir", str(tmp_path)])  # fmt: skip
+    trace = json.loads((tmp_path / "rank0_iteration3.json").read_text())
+    assert any("aten::" in str(event.get("name")) for event in trace["traceEvents"])
+
+
+def _sample_ids(layout, folder):
+    flags = ["--log-sample-ids", "--save", folder, "--save-interval", "100"]
+    train_toy(layout, flags)
+
+
+def test_sample_ids_are_the_same_for_any_number_of_processes(tmp_path):
+    for size in (1, 2, 4):
+        run_distributed(size, _sample_ids, str(tmp_path / str(size)))
+    one, two, four = ((tmp_path / str(n) / "samples.jsonl").read_text() for n in (1, 2, 4))
+    assert one == two == four
+    assert json.loads(one.splitlines()[1]) == {"iteration": 2, "ids": [4, 5, 6, 7]}
+
+
+def test_garbage_collection_is_given_back():
+    train_toy(Layout.single())
+    assert gc.isenabled()
+
+
+def test_log_line_timers_and_memory(capsys):
+    train_toy(Layout.single(), ["--timing-log-level", "2"])
+    text = capsys.readouterr().out
+    assert text.count(" iteration        1/       6 |") == 1
+    assert "lm loss: " in text
+    assert "forward-compute" in text
+    assert "memory (MB)" in text
+    assert "validation loss at iteration 3 | lm loss value: " in text
+
+
+def test_start_panel_tells_the_decisions():
+    panel = start_panel(build_toy(Layout.single()), 1.0)
+    for expected in ("CPU", "fp32", "attention", "1 process(es)", "4 samples", "NullTokenizer"):
+        assert expected in panel
+
+
+def _timed(layout):
+    timers = Timers(level=1, device=Device.cpu(), world=layout.world, barrier=True)
+    with timers.measure("part"):
+        pass
+    with timers.measure("too deep", level=2):
+        pass
+    return timers.over_ranks()
+
+
+def test_timers_compare_ranks():
+    for over_ranks in run_distributed(2, _timed):
+        assert list(over_ranks) == ["part"]
+        assert len(over_ranks["part"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [("minmax", "(500.00, 1500.00)"), ("max", "1500.00"), ("all", "500.00, 1500.00")],
+)
+def test_timer_formats(option, expected):
+    text = format_timers({"part": [1.0, 3.0]}, option, iterations=2)
+    assert text.splitlines()[1].endswith(f": {expected}")

@@ -1,0 +1,69 @@
+"""The entry point: exit codes, dry run, resolved configuration, network from a checkpoint."""
+
+import pytest
+
+from megatron.config import yaml_file
+from megatron.training.pretrain import main
+from pretrain_gpt import GPTRecipe
+from tests.training.toy import TOY
+
+FLAGS = [*TOY, "--train-iters", "4", "--no-exit-signal-handler"]
+
+
+def _main(*flags):
+    return main(GPTRecipe(), [*FLAGS, *flags])
+
+
+def test_a_run_saves_its_resolved_configuration(tmp_path, capsys):
+    assert _main("--save", str(tmp_path), "--save-interval", "2") == 0
+    config = yaml_file.load(tmp_path / "config.yaml")
+    assert config.model.ffn_hidden_size == 128  # resolved
+    again = main(GPTRecipe(), ["--config", str(tmp_path / "config.yaml"), "--dry-run"])
+    assert again == 0
+    assert "validation loss at the end of training for test data" in capsys.readouterr().out
+
+
+def test_dry_run_of_a_world_that_is_not_here(capsys):
+    flags = ["--dry-run", "--dry-run-world-size", "512", "--global-batch-size", "1024"]
+    assert _main(*flags) == 0
+    text = capsys.readouterr().out
+    assert "512 process(es) = tensor 1 x context 1 x data 512 x pipeline 1" in text
+    assert "2 micro-batch(es) x 1 samples x 512 data-parallel" in text
+    assert "16,384" in text  # tokens an iteration
+
+
+def test_all_mistakes_are_told_at_once_and_nothing_runs(capsys):
+    assert _main("--num-attention-heads", "5", "--lr", "fast", "--sead", "3") == 9
+    errors = capsys.readouterr().err
+    assert "--num-attention-heads" in errors
+    assert "'fast'" in errors
+    assert "did you mean --seed?" in errors
+
+
+def test_network_from_the_checkpoint(tmp_path, capsys):
+    assert _main("--save", str(tmp_path), "--save-interval", "4", "--swiglu") == 0
+    flags = ["--load", str(tmp_path), "--use-checkpoint-args", "--num-layers", "7"]
+    capsys.readouterr()
+    assert _main(*flags, "--train-iters", "5", "--lr-decay-iters", "4") == 0
+    assert "iteration        5/       5" in capsys.readouterr().out
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path, capsys):
+    blocker = tmp_path / "file"
+    blocker.write_text("")
+    assert _main("--save", str(blocker / "deeper"), "--save-interval", "1") == 8
+    assert f"--save {blocker / 'deeper'}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--finetune", "--no-load-optim"])
+def test_weights_alone_can_be_loaded_into_another_precision(tmp_path, capsys, flag):
+    assert _main("--save", str(tmp_path), "--save-interval", "4") == 0
+    assert _main("--load", str(tmp_path), flag, "--bf16", "--train-iters", "6") == 0
+    first = 1 if flag == "--finetune" else 5
+    assert f"iteration {first:8d}/       6" in capsys.readouterr().out
+
+
+def test_a_changed_schedule_is_refused_with_the_remedy(tmp_path, capsys):
+    assert _main("--save", str(tmp_path), "--save-interval", "4") == 0
+    assert _main("--load", str(tmp_path), "--train-iters", "6") == 4
+    assert "--override-opt_param-scheduler" in capsys.readouterr().err
