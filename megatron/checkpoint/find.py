@@ -72,7 +72,7 @@ def list_checkpoints(root: Path, *, quiet: bool = False) -> list[Found]:
     Raises:
         CheckpointError: there are traces of checkpoints, but none is complete.
     """
-    found, problems = _scan(root)
+    found, problems = scan(root)
     named, complaint = read_tracker(root)
     if not found:
         if complaint or named is not None:
@@ -117,8 +117,8 @@ def read_tracker(root: Path) -> tuple[str | None, str | None]:
     return (RELEASE if word == RELEASE else iteration_folder(int(word))), None
 
 
-def _scan(root: Path) -> tuple[list[Found], list[str]]:
-    """Complete checkpoints, newest first, and what is wrong with the others."""
+def scan(root: Path) -> tuple[list[Found], list[str]]:
+    """Complete checkpoints, newest first, and what is wrong with the others in words."""
     found: list[Found] = []
     problems: list[str] = []
     if not root.is_dir():

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron.checkpoint.find import Found, list_checkpoints, read_tracker
+from megatron.checkpoint.find import Found, list_checkpoints, read_tracker, scan
 from megatron.checkpoint.reader import NativeReader, Reader, open_found
 from megatron.errors import CheckpointError
 
@@ -40,6 +40,7 @@ def summarize(root: Path, *, verify: bool, details: bool) -> tuple[list[str], bo
         lines.append(_headline(found, reader, verify))
         if details:
             lines.extend(f"  {line}" for line in _details(reader))
+    lines.extend(f"{problem}: incomplete, never loaded" for problem in scan(root)[1])
     return lines, sound
 
 

@@ -132,3 +132,45 @@ def test_a_save_killed_at_a_random_time_resumes(tmp_path, seed):
     assert assert_loads(tmp_path, [newest]) == newest
     save_state(tmp_path, 2000)
     assert not list(tmp_path.glob("*tmp*"))
+
+
+def _two_ranks(rank, store_file, root):
+    """One of two ranks that save; the second is killed while it writes."""
+    import torch.distributed as dist
+
+    from megatron.checkpoint import store
+    from megatron.parallel.layout import Layout
+
+    dist.init_process_group("gloo", init_method=f"file://{store_file}", rank=rank, world_size=2)
+    layout = Layout.create("cpu", rank, 2)
+    state = {f"model.{rank}": make_state(20)["random"]}
+    if rank == 1:
+        write = store.write_shard
+
+        def doomed(path, *rest):
+            write(path, *rest)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        store.write_shard = doomed
+    store.save(root, 20, state, {}, layout)
+
+
+def test_a_rank_killed_while_saving_publishes_nothing(tmp_path):
+    root = tmp_path / "checkpoints"
+    save_state(root, 10)
+    children = []
+    for rank in (0, 1):
+        child = os.fork()
+        if child == 0:
+            code = 0
+            try:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # gloo's complaints
+                _two_ranks(rank, tmp_path / "store", root)
+            except Exception:
+                code = 3
+            finally:
+                os._exit(code)
+        children.append(child)
+    ends = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    assert ends == [3, -signal.SIGKILL]  # the other rank learns of it and fails
+    assert _assert_recovers(root, [10]) == 10
