@@ -121,9 +121,7 @@ def test_help_is_grouped_and_has_units_defaults_and_choices(
         for field in fields_of(section):
             assert field.names[0] in text
             assert field.shown in text or field.default is False
-    assert (
-        "--seq-length N, --encoder-seq-length N Sequence length. (tokens; default: unset)" in words
-    )
+    assert "Sequence length. (tokens; default: unset)" in words
     assert "--optimizer {adam,sgd}" in words
     assert "--vision-pretraining" not in text
 
