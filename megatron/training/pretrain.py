@@ -5,11 +5,14 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 
 from megatron import environment
+from megatron.checkpoint.durable import storage_errors
+from megatron.checkpoint.lock import SaveLock
 from megatron.config import RunConfig
 from megatron.config.parser import asks_for_mpi, parse_config
 from megatron.config.yaml_file import dump
@@ -99,9 +102,9 @@ def _pretrain(config: RunConfig, recipe: Recipe, launch: Launch, started: float)
         _be_deterministic()
     device = Device.pick(launch.local_rank)
     device.activate()
-    with process_group(config.parallel, launch, device) as layout:
-        if layout.world.rank == 0:
-            _save_config(config)
+    with process_group(config.parallel, launch, device) as layout, ExitStack() as stack:
+        if config.checkpoint.save is not None and layout.world.rank == 0:
+            stack.enter_context(_claim_folder(config, Path(config.checkpoint.save)))
         run = build_run(config, recipe, launch, device, layout)
         return _train_and_evaluate(run, started)
 
@@ -112,16 +115,17 @@ def _be_deterministic() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def _save_config(config: RunConfig) -> None:
-    """The resolved configuration beside the run's checkpoints."""
-    if config.checkpoint.save is None:
-        return
-    folder = Path(config.checkpoint.save)
+def _claim_folder(config: RunConfig, folder: Path) -> SaveLock:
+    """Keep other jobs out of `--save`, and leave the resolved configuration there."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"--save {folder}: cannot write there: {error.strerror}") from error
+        lock = SaveLock(folder)
+        with storage_errors(folder):
+            (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
+    except StorageError as error:
+        raise StorageError(
+            f"--save {folder} cannot be written ({error}): give a folder that can"
+        ) from error
+    return lock
 
 
 def _train_and_evaluate(run: Run, started: float) -> int:
