@@ -2,7 +2,9 @@
 
 Two jobs that save into one folder would delete each other's temporaries and overwrite each
 other's iterations. The first writes its host and process into a lock file; a second is refused.
-A lock whose process is gone from this machine is taken over.
+The lock ends with its process, so the next job, on whatever machine, takes the folder over at
+once. Where the file system knows no locks, what the file says decides: a process that is gone from
+this machine is taken over, one on another machine is not.
 """
 
 from __future__ import annotations
@@ -46,17 +48,15 @@ class SaveLock:
 
     def _take(self, descriptor: int) -> None:
         # The advisory lock ends with the process, however it dies, and is not passed on to
-        # forked data loaders. The text says who holds it, also where the file system knows
-        # no locks between machines.
+        # forked data loaders. The text says who holds it.
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             raise CheckpointError(self._refusal(_read(descriptor))) from None
-        except OSError:
-            pass  # no locks on this file system: the text alone decides
-        holder = _read(descriptor)
-        if holder is not None and _may_live(holder):
-            raise CheckpointError(self._refusal(holder))
+        except OSError:  # no locks on this file system: the text alone decides
+            holder = _read(descriptor)
+            if holder is not None and _may_live(holder):
+                raise CheckpointError(self._refusal(holder)) from None
         with storage_errors(self.path):
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(_identity(os.getpid())).encode(), 0)

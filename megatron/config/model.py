@@ -98,3 +98,29 @@ class ModelConfig:
             return self.num_query_groups
         assert self.num_attention_heads is not None
         return self.num_attention_heads
+
+
+# What gives the weights their shape and meaning: with other values it is another network.
+NETWORK_FIELDS = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "kv_channels",
+    "group_query_attention",
+    "num_query_groups",
+    "max_position_embeddings",
+    "position_embedding_type",
+    "rotary_percent",
+    "rotary_base",
+    "rotary_seq_len_interpolation_factor",
+    "normalization",
+    "norm_epsilon",
+    "apply_layernorm_1p",
+    "apply_residual_connection_post_layernorm",
+    "openai_gelu",
+    "squared_relu",
+    "swiglu",
+    "untie_embeddings_and_output_weights",
+    "add_bias_linear",
+)

@@ -14,6 +14,7 @@ from megatron.checkpoint.reader import Reader, open_checkpoint
 from megatron.checkpoint.restore import restore
 from megatron.checkpoint.store import save
 from megatron.config import RunConfig
+from megatron.config.model import NETWORK_FIELDS
 from megatron.config.run import describe_difference
 from megatron.config.yaml_file import from_dict, to_dict
 from megatron.errors import CheckpointError
@@ -23,31 +24,6 @@ from megatron.training.callbacks.base import Callback, Leave
 from megatron.training.callbacks.terminal import say
 from megatron.training.run import Run
 from megatron.training.step import StepOutcome
-
-# What gives the weights their shape and meaning: with other values it is another network.
-NETWORK_FIELDS = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "kv_channels",
-    "group_query_attention",
-    "num_query_groups",
-    "max_position_embeddings",
-    "position_embedding_type",
-    "rotary_percent",
-    "rotary_base",
-    "rotary_seq_len_interpolation_factor",
-    "normalization",
-    "norm_epsilon",
-    "apply_layernorm_1p",
-    "apply_residual_connection_post_layernorm",
-    "openai_gelu",
-    "squared_relu",
-    "swiglu",
-    "untie_embeddings_and_output_weights",
-    "add_bias_linear",
-)
 
 
 def save_run(run: Run) -> Path:
@@ -93,7 +69,7 @@ def _meta(run: Run) -> dict[str, Any]:
         "schedule": run.schedules.to_dict(progress.scheduled_samples),
         # Dropout is drawn from (seed, place in the sample order): with the position above, the
         # seed is all the random state there is.
-        "rng": None if options.no_save_rng else {"seed": run.config.training.seed},
+        "rng": None if options.no_save_rng else {"seed": run.progress.dropout_seed},
         "tokenizer": run.tokenizer.fingerprint(),
         "config": to_dict(run.config),
     }
@@ -178,6 +154,8 @@ def _restore_position(run: Run, reader: Reader) -> None:
         )
     run.progress.iteration = meta["iteration"]
     run.progress.consumed_samples = meta["consumed_train_samples"]
+    if meta.get("rng") and not run.config.checkpoint.no_load_rng:
+        run.progress.dropout_seed = meta["rng"]["seed"]
     if not run.config.checkpoint.no_load_optim:  # a fresh optimizer starts its schedule anew
         run.schedules, run.progress.scheduled_samples = run.schedules.resumed(
             meta["schedule"],

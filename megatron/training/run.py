@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -29,11 +29,13 @@ class Progress:
         iteration: updates tried so far.
         consumed_samples: training samples read so far: the position in the sample order.
         scheduled_samples: those of successful updates: the position in the schedules.
+        dropout_seed: with the place in the sample order, what dropout masks are drawn from.
     """
 
     iteration: int = 0
     consumed_samples: int = 0
     scheduled_samples: int = 0
+    dropout_seed: int = 0
 
 
 @dataclass
@@ -56,7 +58,7 @@ class Run:
     datasets: Splits
     exit: ExitRequest
     timers: Timers
-    progress: Progress = field(default_factory=Progress)
+    progress: Progress
     train_batches: Iterator[Batch] = iter(())
 
     @property

@@ -20,7 +20,7 @@ from megatron.training.checkpointing import open_for_loading, restore_run
 from megatron.training.data import batches_from, samples_needed
 from megatron.training.exit import ExitRequest
 from megatron.training.recipe import Recipe
-from megatron.training.run import Run
+from megatron.training.run import Progress, Run
 from megatron.training.timers import Timers
 
 
@@ -82,6 +82,7 @@ def build_run(
             world=layout.world,
             barrier=config.logging.barrier_with_l1_time,
         ),
+        progress=Progress(dropout_seed=config.training.seed),
     )
     if reader is not None:
         restore_run(run, reader)

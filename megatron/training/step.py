@@ -99,7 +99,7 @@ def _forward_backward(run: Run, samples: int) -> tuple[dict[str, list[Tensor]], 
         sample_ids.append(batch["id"].tolist())
         first = run.progress.consumed_samples + index * per_pass
         first += run.layout.data.rank * run.batches.micro_batch
-        run.device.seed(micro_batch_seed(run.config.training.seed, first))
+        run.device.seed(micro_batch_seed(run.progress.dropout_seed, first))
         with run.timers.measure("forward-compute", level=2):
             terms = run.recipe.losses(run.model, to_device(batch, run), run.config, run.tokenizer)
         total = torch.stack(list(terms.values())).sum() / count

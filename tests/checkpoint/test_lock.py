@@ -1,5 +1,6 @@
 """One job per folder: a second is refused, a dead one's lock is taken over."""
 
+import errno
 import json
 import os
 import signal
@@ -62,7 +63,13 @@ def test_a_release_lets_the_next_in(tmp_path):
         ("words", False),
     ],
 )
-def test_what_the_file_says_decides_where_no_lock_is_held(tmp_path, holder, refused):
+def test_what_the_file_says_decides_where_there_are_no_locks(
+    tmp_path, monkeypatch, holder, refused
+):
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("megatron.checkpoint.lock.fcntl.lockf", no_locks)
     (tmp_path / LOCK).write_text(json.dumps(holder))
     if refused:
         with pytest.raises(CheckpointError, match="process 1 on elsewhere"):
@@ -70,6 +77,12 @@ def test_what_the_file_says_decides_where_no_lock_is_held(tmp_path, holder, refu
         assert json.loads((tmp_path / LOCK).read_text()) == holder
     else:
         SaveLock(tmp_path).release()
+
+
+def test_a_job_that_died_on_another_machine_holds_nothing(tmp_path):
+    (tmp_path / LOCK).write_text(json.dumps({"host": "elsewhere", "pid": 1, "started": "1"}))
+    with SaveLock(tmp_path) as lock:
+        assert json.loads(lock.path.read_text())["pid"] == os.getpid()
 
 
 def test_a_folder_that_cannot_be_written_is_a_storage_error(tmp_path):

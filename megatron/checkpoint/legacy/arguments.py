@@ -7,35 +7,17 @@ from typing import Any
 
 from megatron.checkpoint.entries import Json
 from megatron.checkpoint.legacy.inert import Namespace, Opaque
+from megatron.config.model import NETWORK_FIELDS
 from megatron.errors import CheckpointError
 
 _MAX_LIST = 10_000
 
-# The network's shape: names that are the same on both sides.
+# What describes the network: names that are the same on both sides.
 _MODEL_FIELDS = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "kv_channels",
-    "group_query_attention",
-    "num_query_groups",
-    "max_position_embeddings",
-    "position_embedding_type",
-    "rotary_percent",
-    "rotary_seq_len_interpolation_factor",
+    *NETWORK_FIELDS,
     "make_vocab_size_divisible_by",
-    "normalization",
-    "norm_epsilon",
-    "apply_layernorm_1p",
-    "apply_residual_connection_post_layernorm",
-    "openai_gelu",
-    "squared_relu",
-    "swiglu",
     "onnx_safe",
     "bias_gelu_fusion",
-    "untie_embeddings_and_output_weights",
-    "add_bias_linear",
 )
 
 
