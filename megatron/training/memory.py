@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from megatron.config import RunConfig
 
 _GIB = 1024.0**3
+_MIB = 1024.0**2
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,14 @@ class MemoryEstimate:
         return self.parameters + self.gradients + self.optimizer + self.activations
 
     def describe(self) -> str:
-        parts = ", ".join(
-            f"{name} {getattr(self, name) / _GIB:.2f}"
-            for name in ("parameters", "gradients", "optimizer", "activations")
-        )
-        return f"{self.total / _GIB:.2f} GiB ({parts})"
+        names = ("parameters", "gradients", "optimizer", "activations")
+        parts = ", ".join(f"{name} {_amount(getattr(self, name))}" for name in names)
+        return f"{_amount(self.total)} ({parts})"
+
+
+def _amount(size: int) -> str:
+    """Bytes in the unit that keeps digits readable."""
+    return f"{size / _GIB:.2f} GiB" if size >= _GIB else f"{size / _MIB:.1f} MiB"
 
 
 def estimate_memory(config: RunConfig, parameters: int, padded_vocab_size: int) -> MemoryEstimate:

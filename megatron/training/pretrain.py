@@ -132,6 +132,8 @@ def _train_and_evaluate(run: Run, started: float) -> int:
     writers = open_writers(run.config, is_log_rank=run.is_log_rank)
     if run.layout.world.rank == 0:
         say(start_panel(run, time.monotonic() - started))
+        if run.finished and not run.config.training.skip_train:
+            say(f"the checkpoint is at iteration {run.progress.iteration}: nothing left to train")
     try:
         callbacks, listeners = standard_callbacks(run, writers)
         leave = None if run.config.training.skip_train else train(run, callbacks)
