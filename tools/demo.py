@@ -211,7 +211,8 @@ Loss curve     {out / "loss.png"}
 TensorBoard    .venv/bin/tensorboard --logdir {out / "tensorboard"}
 Metrics        {out / "metrics.jsonl"}
 Checkpoint     {saved}
-Train on       the torchrun command above with --load {saved} and a larger --train-iters
+Train on       the torchrun command above with a larger --train-iters, --load {saved}
+               and --override-opt_param-scheduler (a longer run has another learning rate)
 Your own text  make demo INPUT=my.jsonl OUT=runs/mine (a {{"text": ...}} object a line)""")
 
 
