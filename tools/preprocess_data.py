@@ -287,7 +287,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 done, 6 bad data, 8 storage, 9 bad flags, 130 or 143 interrupted."""
     options = build_parser().parse_args(argv)
     # SIGTERM unwinds like Ctrl-C, so that temporary files go.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         run(options)
     except UserError as error:
@@ -295,6 +295,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    finally:
+        signal.signal(signal.SIGTERM, previous)
     return 0
 
 

@@ -105,14 +105,14 @@ def _texts(paths: Sequence[str], keys: Sequence[str]) -> Iterator[str]:
     from megatron.data.documents import parse_lines
     from megatron.data.text_input import read_blocks
 
-    empty = True
+    empty, path, line = True, "", 1
     for block in read_blocks(paths, keys):
+        if block.path != path:
+            path, line = block.path, 1
         documents = parse_lines(block.read(), keys)
         for bad in documents.bad[:1]:
-            raise DataError(
-                f"{block.path}: {bad.reason} (line starts at byte {block.offset + bad.offset}); "
-                "mend or remove the line"
-            )
+            raise DataError(f"{path}:{line + bad.line}: {bad.reason}; mend or remove the line")
+        line += documents.lines
         for value in (value for values in documents.values for value in values):
             for text in [value] if isinstance(value, str) else value:
                 empty = empty and not text

@@ -109,8 +109,8 @@ def read_blocks(
                 yield from _parquet_blocks(path, keys)
             elif suffix in _TEXT_SUFFIXES:
                 yield _text_block(path, keys[0])
-            elif path.endswith(_PACKED_SUFFIXES):
-                yield from _packed_blocks(path, block_bytes)
+            elif path.lower().endswith(_PACKED_SUFFIXES) or not os.path.isfile(path):
+                yield from _streamed_blocks(path, block_bytes)
             else:
                 yield from _plain_blocks(path, block_bytes)
         except (OSError, EOFError) as error:
@@ -145,7 +145,8 @@ def _skip_byte_order_mark(file: BinaryIO) -> int:
     return len(_BYTE_ORDER_MARK) if file.read(3) == _BYTE_ORDER_MARK else 0
 
 
-def _packed_blocks(path: str, block_bytes: int) -> Iterator[Block]:
+def _streamed_blocks(path: str, block_bytes: int) -> Iterator[Block]:
+    """What can only be read from front to back: packed files and pipes."""
     with open(path, "rb") as raw, _unpack(path, raw) as file:
         offset = 0
         while data := file.read(block_bytes):
@@ -153,14 +154,18 @@ def _packed_blocks(path: str, block_bytes: int) -> Iterator[Block]:
             size = len(data)
             if offset == 0:
                 data = data.removeprefix(_BYTE_ORDER_MARK)
-            yield Block(path, offset + size - len(data), len(data), raw.tell(), data)
+            done = raw.tell() if raw.seekable() else 0
+            yield Block(path, offset + size - len(data), len(data), done, data)
             offset += size
 
 
 def _unpack(path: str, raw: BinaryIO) -> BinaryIO:
+    """The unpacked bytes of `raw`, which the ending of its name says how to get."""
     if path.lower().endswith(".gz"):
         return io.BufferedReader(gzip.GzipFile(fileobj=raw), 1 << 20)
-    return io.BufferedReader(_ZstdReader(raw), 1 << 20)
+    if path.lower().endswith(".zst"):
+        return io.BufferedReader(_ZstdReader(raw), 1 << 20)
+    return raw
 
 
 class _ZstdReader(io.RawIOBase):
@@ -244,7 +249,7 @@ def _text_block(path: str, key: str) -> Block:
     import orjson
 
     with open(path, "rb") as raw:
-        data = (_unpack(path, raw) if path.endswith(_PACKED_SUFFIXES) else raw).read()
+        data = _unpack(path, raw).read()
     try:
         text = data.removeprefix(_BYTE_ORDER_MARK).decode("utf-8")
     except UnicodeDecodeError as error:

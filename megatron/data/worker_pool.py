@@ -110,7 +110,8 @@ class _Pool:
         self._stopped = True
         self._free.release()
         for process in self._processes:
-            process.terminate()
+            # Workers hold nothing to save; a fresh one still has the parent's SIGTERM handler.
+            process.kill()
         for process in self._processes:
             process.join()
         for end in self._ends:

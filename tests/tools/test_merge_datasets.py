@@ -1,0 +1,68 @@
+"""tools/merge_datasets.py: order, content and mistakes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.data.indexed import IndexedDataset, IndexedDatasetBuilder
+from tools import merge_datasets
+
+
+def write(prefix: Path, documents: list[list[int]], dtype: type = np.uint16) -> None:
+    with IndexedDatasetBuilder(prefix, dtype) as builder:
+        for document in documents:
+            builder.add_document(document, [len(document)] if document else [])
+
+
+def merge(folder: Path, prefix: Path) -> int:
+    return merge_datasets.main(["--input", str(folder), "--output-prefix", str(prefix)])
+
+
+def test_sorted_by_name_and_again(tmp_path):
+    write(tmp_path / "b", [[4, 5], [6]])
+    write(tmp_path / "a", [[1, 2, 3], []])
+    write(tmp_path / "a_2", [[9]])
+    expected = IndexedDatasetBuilder(tmp_path / "other" / "whole", np.uint16)
+    for document in ([1, 2, 3], [], [9], [4, 5], [6]):
+        expected.add_document(document, [len(document)] if document else [])
+    expected.finalize()
+    # The second time the first result lies in the folder, and is not joined to itself.
+    for _ in range(2):
+        assert merge(tmp_path, tmp_path / "whole") == 0
+        for suffix in (".bin", ".idx"):
+            got = (tmp_path / f"whole{suffix}").read_bytes()
+            assert got == (tmp_path / "other" / f"whole{suffix}").read_bytes()
+    assert IndexedDataset(tmp_path / "whole").document_indices.tolist() == [0, 1, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda folder: None, "no .bin and .idx files there"),
+        (
+            lambda folder: write(folder / "b", [[1]], np.int32),
+            "b holds int32, but .*a holds uint16",
+        ),
+        (lambda folder: (folder / "b.bin").write_bytes(b""), "b.idx is missing; restore it"),
+        (lambda folder: (folder / "a.bin").write_bytes(b"1"), "a.bin: 1 bytes, expected 2"),
+    ],
+)
+def test_mistakes_are_named(tmp_path, capsys, make, message):
+    import re
+
+    folder = tmp_path / "in"
+    folder.mkdir()
+    if "no .bin" not in message:
+        write(folder / "a", [[1]])
+    make(folder)
+    assert merge(folder, tmp_path / "out") == 6
+    assert re.search(message, capsys.readouterr().err)
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_missing_folder(tmp_path, capsys):
+    assert merge(tmp_path / "nowhere", tmp_path / "out") == 6
+    assert "nowhere: not a folder" in capsys.readouterr().err

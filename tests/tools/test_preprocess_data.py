@@ -1,0 +1,467 @@
+"""tools/preprocess_data.py from file to file: formats, flags, bad lines, kills, workers."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zstandard
+
+from megatron.data.indexed import IndexedDataset
+from megatron.tokenizer.byte_level import byte_of_character
+from tools import preprocess_data
+
+TOOL = Path(preprocess_data.__file__)
+
+
+@pytest.fixture(scope="session")
+def tokenizer_flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A byte-level BPE of 259 entries; <|endoftext|> is 258."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    vocab = {character: i for i, character in enumerate(byte_of_character())}
+    vocab |= {"he": 256, "ll": 257, "<|endoftext|>": 258}
+    (folder / "v.json").write_text(json.dumps(vocab))
+    (folder / "m.txt").write_text("#version: 0.2\nh e\nl l\n")
+    flags = ["--tokenizer-type", "GPT2BPETokenizer", "--vocab", str(folder / "v.json")]
+    return [*flags, "--merge-file", str(folder / "m.txt")]
+
+
+@pytest.fixture
+def run(tmp_path, tokenizer_flags, capfd):
+    """Run the tool on `--input` with an output prefix in tmp_path/out; (exit code, stdout, err)."""
+
+    def call(*flags: object) -> tuple[int, str, str]:
+        prefix = ["--output-prefix", str(tmp_path / "out" / "x")]
+        code = preprocess_data.main([*prefix, *tokenizer_flags, *map(str, flags)])
+        captured = capfd.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+def write_lines(path: Path, records: list[object]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def output(tmp_path: Path, name: str = "x_text_document") -> IndexedDataset:
+    return IndexedDataset(tmp_path / "out" / name)
+
+
+def names(tmp_path: Path) -> list[str]:
+    folder = tmp_path / "out"
+    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+
+
+def contents(tmp_path: Path) -> dict[str, bytes]:
+    return {name: (tmp_path / "out" / name).read_bytes() for name in names(tmp_path)}
+
+
+# Megatron's own output
+
+
+def test_golden_corpus_to_the_byte(golden, tmp_path):
+    data = golden / "data"
+    flags = ["--vocab-file", data / "gpt2-tiny-vocab.json"]
+    flags += ["--merge-file", data / "gpt2-tiny-merges.txt"]
+    flags += ["--input", data / "speeches.jsonl", "--output-prefix", tmp_path / "gpt"]
+    flags += ["--tokenizer-type", "GPT2BPETokenizer", "--append-eod", "--workers", "2"]
+    assert preprocess_data.main([str(flag) for flag in flags]) == 0
+    for suffix in (".bin", ".idx"):
+        expected = (data / f"gpt_text_document{suffix}").read_bytes()
+        assert (tmp_path / f"gpt_text_document{suffix}").read_bytes() == expected
+
+
+def test_nvidias_numbers_to_the_byte(shared_data, tmp_path):
+    folder = shared_data / "binidx" / "nvidia-train"
+    flags = ["--input", str(folder / "test.jsonl"), "--output-prefix", str(tmp_path / "test")]
+    flags += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "131072", "--append-eod"]
+    assert preprocess_data.main(flags) == 0
+    for suffix in (".bin", ".idx"):
+        expected = (folder / f"test_text_document{suffix}").read_bytes()
+        assert (tmp_path / f"test_text_document{suffix}").read_bytes() == expected
+
+
+# What goes in and what comes out
+
+
+def test_documents_and_end_of_document(run, tmp_path):
+    records = [{"text": "hello"}, {"text": ""}, {"text": "é"}, {"text": ["hell", "", "o"]}]
+    path = write_lines(tmp_path / "in.jsonl", records)
+    code, out, _ = run("--input", path, "--append-eod")
+    assert code == 0
+    dataset = output(tmp_path)
+    got = [dataset.get(i).tolist() for i in range(len(dataset))]
+    o = list(byte_of_character()).index("o")
+    # An empty document stays a document, without even its end; a list is sentences.
+    e_acute = [list(byte_of_character().values()).index(byte) for byte in "é".encode()]
+    assert got == [[256, 257, o, 258], [*e_acute, 258], [256, 257], [o, 258]]
+    assert dataset.document_indices.tolist() == [0, 1, 1, 2, 4]
+    assert dataset.dtype == np.uint16
+    assert "4 documents, 0 bad lines" in out
+
+
+def test_every_key_is_written(run, tmp_path):
+    records = [{"a": "hello", "b": "he", "c": 1}] * 3
+    code, _, _ = run(
+        "--input", write_lines(tmp_path / "in.jsonl", records), "--json-keys", "a", "b"
+    )
+    assert code == 0
+    assert names(tmp_path) == [f"x_{key}_document.{end}" for key in "ab" for end in ("bin", "idx")]
+    assert output(tmp_path, "x_a_document").num_tokens == 9
+    assert output(tmp_path, "x_b_document").num_tokens == 3
+
+
+def test_all_formats_give_the_same(run, tmp_path):
+    import pyarrow
+    from pyarrow import parquet
+
+    records = [{"text": f"hello {i} " + "wörld\n" * (i % 7)} for i in range(2500)]
+    plain = write_lines(tmp_path / "a.jsonl", records)
+    data = plain.read_bytes()
+    middle = data.index(b"\n", len(data) // 2) + 1
+    (tmp_path / "a.json").write_bytes(b"\xef\xbb\xbf" + data.replace(b"\n", b"\r\n").rstrip())
+    (tmp_path / "a.jsonl.gz").write_bytes(
+        gzip.compress(b"\xef\xbb\xbf" + data[:middle]) + gzip.compress(data[middle:])
+    )
+    pack = zstandard.ZstdCompressor().compress
+    (tmp_path / "a.jsonl.zst").write_bytes(pack(data[:middle]) + pack(data[middle:]))
+    table = pyarrow.table({"id": range(2500), "text": [record["text"] for record in records]})
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=700)
+    results = set()
+    for name in ("a.jsonl", "a.json", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"):
+        for workers in (1, 2):
+            code, _, err = run("--input", tmp_path / name, "--append-eod", "--workers", workers)
+            assert code == 0, err
+            results.add(tuple(contents(tmp_path).values()))
+    assert len(results) == 1
+    assert len(output(tmp_path)) == 2500
+
+
+def test_small_blocks_cut_only_at_lines(tmp_path, monkeypatch):
+    from megatron.data.text_input import read_blocks
+
+    lines = [json.dumps({"text": "x" * (i * 37 % 500)}) for i in range(300)]
+    data = ("\n".join(lines) + "\n\n" + "y" * 5000).encode()
+    (tmp_path / "a.jsonl").write_bytes(data)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(data))
+    for name in ("a.jsonl", "a.jsonl.gz"):
+        for size in (1, 64, 1000, 10**6):
+            blocks = list(read_blocks([str(tmp_path / name)], ["text"], size))
+            read = [block.read() for block in blocks]
+            assert b"".join(read) == data
+            assert all(block.endswith(b"\n") for block in read[:-1])
+            assert [b.offset for b in blocks] == [sum(map(len, read[:i])) for i in range(len(read))]
+
+
+def test_files_globs_and_directories_in_order(run, tmp_path):
+    folder = tmp_path / "corpus"
+    (folder / "deep").mkdir(parents=True)
+    write_lines(folder / "b.jsonl", [{"text": "b"}])
+    write_lines(folder / "a.json", [{"text": "a"}])
+    write_lines(folder / "deep" / "c.jsonl", [{"text": "c"}])
+    (folder / "deep" / "d.txt").write_text("d")
+    (folder / "readme.md").write_text("left out")
+    first = write_lines(tmp_path / "z.jsonl", [{"text": "z"}])
+    letters = dict(enumerate(byte_of_character()))
+
+    def text() -> str:
+        dataset = output(tmp_path)
+        return "".join(letters[int(dataset.get(i)[0])] for i in range(len(dataset)))
+
+    assert run("--input", first, folder)[0] == 0
+    assert text() == "zabcd"
+    assert run("--input", folder / "*.json*")[0] == 0
+    assert text() == "ab"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nowhere.jsonl", "nowhere.jsonl: no such file"),
+        ("*.bz2", "no such file"),
+        ("empty", "no file of a known ending"),
+        ("readme.md", "unknown ending; expected .jsonl"),
+        ("cut.jsonl.gz", "cut.jsonl.gz.*unreadable or cut"),
+        ("cut.jsonl.zst", "cut.jsonl.zst.*unreadable or cut"),
+        ("false.jsonl.zst", "false.jsonl.zst.*unreadable or cut"),
+        ("false.parquet", "false.parquet: not a readable parquet file"),
+    ],
+)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_unreadable_input_is_named(run, tmp_path, name, message, workers):
+    noise = "".join(random.Random(1).choices("abcdef", k=400_000))
+    lines = b'{"text": "%b"}\n' % noise.encode()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "readme.md").write_text("x")
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(lines)[:-2000])
+    (tmp_path / "cut.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(lines)[:-2000])
+    (tmp_path / "false.jsonl.zst").write_bytes(lines)
+    (tmp_path / "false.parquet").write_bytes(lines)
+    target = tmp_path / name
+    code, _, err = run("--input", target, "--workers", workers)
+    assert code == 6
+    assert re.search(message, err), err
+    assert names(tmp_path) == []
+
+
+def test_sentences_without_nltks_data(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron.data.sentences.installed_punkt", lambda language: None)
+    text = "Dr. Smith said hello. He left at 5 p.m.\nWas it late? Yes!  It was."
+    path = write_lines(tmp_path / "in.jsonl", [{"text": text}] * 50)
+    code, _, err = run("--input", path, "--split-sentences", "--append-eod")
+    assert code == 0
+    assert "training Punkt" in err
+    dataset = output(tmp_path, "x_text_sentence")
+    assert len(dataset.document_indices) == 51
+    letters = {i: chr(b) for i, b in enumerate(byte_of_character().values())}
+    letters |= {256: "he", 257: "ll", 258: "|"}
+    first = [dataset.get(i).tolist() for i in range(dataset.document_indices[1])]
+    sentences = ["".join(letters[i] for i in ids) for ids in first]
+    assert sentences[-3:] == ["Was it late?", "Yes!", "It was.|"]
+    assert sum(s.count("|") for s in sentences) == 1
+    code, _, _ = run("--input", path, "--split-sentences", "--keep-newlines", "--workers", 2)
+    assert code == 0
+    dataset = output(tmp_path, "x_text_sentence")
+    ids = np.concatenate([dataset.get(i) for i in range(dataset.document_indices[1])])
+    assert "".join(letters[int(i)] for i in ids) == text
+
+
+# Flags
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--dataset-impl", "lazy"], "--dataset-impl lazy: this old format cannot be trained on"),
+        (["--workers", "0"], "--workers 0: give at least 1"),
+        (["--partitions", "0"], "--partitions 0: give at least 1"),
+        (["--log-interval", "0"], "--log-interval 0: give at least 1"),
+        (["--keep-newlines"], "add --split-sentences"),
+        (["--json-keys", "a", "a"], "--json-keys a a: each key once"),
+    ],
+)
+def test_bad_flags_are_named(run, tmp_path, flags, message):
+    path = write_lines(tmp_path / "in.jsonl", [{"text": "x"}])
+    code, _, err = run("--input", path, *flags)
+    assert code == 9
+    assert message in err
+    assert names(tmp_path) == []
+
+
+def test_flags_of_old_scripts(run, tmp_path):
+    path = write_lines(tmp_path / "in.jsonl", [{"text": "hello"}] * 10)
+    old = ["--json-key", "text", "--dataset-impl", "mmap", "--partitions", 2, "--workers", 2]
+    old += ["--keep-sequential-samples", "--log-interval", 1, "--lang", "english"]
+    assert run("--input", path, *old)[0] == 0
+    assert len(output(tmp_path)) == 10
+
+
+def test_missing_tokenizer_flag_is_named(tmp_path, capsys):
+    path = write_lines(tmp_path / "in.jsonl", [{"text": "x"}])
+    flags = ["--input", str(path), "--output-prefix", str(tmp_path / "x")]
+    assert preprocess_data.main([*flags, "--tokenizer-type", "BertWordPieceCase"]) == 9
+    assert "give --vocab-file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "tool", ["preprocess_data", "train_tokenizer", "merge_datasets", "benchmark_preprocess"]
+)
+@pytest.mark.parametrize("as_module", [False, True])
+def test_help_both_ways_without_heavy_imports(tool, as_module, tmp_path):
+    root = TOOL.parent.parent
+    command = ["-m", f"tools.{tool}"] if as_module else [str(root / "tools" / f"{tool}.py")]
+    finished = subprocess.run(
+        [sys.executable, "-X", "importtime", *command, "--help"],
+        cwd=root if as_module else tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "usage" in finished.stdout
+    modules = {line.split("|")[-1].strip() for line in finished.stderr.splitlines()}
+    assert "argparse" in modules
+    assert not {"torch", "numpy", "tokenizers", "pyarrow", "nltk"} & modules
+
+
+# Bad lines
+
+
+BAD_LINES = {
+    b'{"text": "cut': "broken JSON",
+    b"[1, 2]": "expected a JSON object, found a list",
+    b'{"txt": "no key"}': "no key 'text'",
+    b'{"text": null}': "'text' is null, expected a string",
+    b'{"text": 5}': "'text' is a number, expected a string",
+    b'{"text": ["a", 1]}': "'text' is a list, expected a string",
+    b'{"text": "bad \xff"}': "bad UTF-8 (byte 14 of the line)",
+    b'{"text": "\\ud800"}': "half a surrogate pair",
+    b'{"text": ' + b"[" * 100_000: "broken JSON",
+}
+
+
+@pytest.mark.parametrize(("line", "message"), BAD_LINES.items())
+def test_bad_line_stops_with_its_place(run, tmp_path, line, message):
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b'{"text": "hello"}\n\n' + line + b'\n{"text": "hello"}\n')
+    code, _, err = run("--input", path)
+    assert code == 6
+    assert err.startswith(f"error: {path}:3: ")
+    assert message in err
+    assert "(line starts at byte 19)" in err
+    assert "--on-error skip" in err
+    assert names(tmp_path) == []
+
+
+def test_nan_beside_the_text_is_no_harm(run, tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"score": NaN, "text": "hello"}\n')
+    assert run("--input", path)[0] == 0
+    assert output(tmp_path).num_tokens == 3
+
+
+def test_text_the_tokenizer_refuses_is_a_bad_line(tmp_path, capsys):
+    path = write_lines(tmp_path / "in.jsonl", [{"text": "1 2"}, {"text": "1 x"}, {"text": "3"}])
+    flags = ["--input", str(path), "--output-prefix", str(tmp_path / "out" / "x")]
+    flags += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "10", "--on-error", "skip"]
+    assert preprocess_data.main(flags) == 0
+    assert f"{path}:2: NullTokenizer reads numbers" in capsys.readouterr().err
+    assert output(tmp_path).num_tokens == 3
+
+
+def make_fuzzed(path: Path, lines: int, share: float) -> tuple[list[int], Path]:
+    """A corpus with `share` of bad lines; their numbers, and the same corpus without them."""
+    generator = random.Random(24)
+    bad, good_data, data = [], [], []
+    for number in range(1, lines + 1):
+        if generator.random() < share:
+            data.append(generator.choice(list(BAD_LINES)))
+            bad.append(number)
+            continue
+        text = "".join(generator.choices('hello wörld\n\t"\\世', k=generator.randint(0, 400)))
+        line = json.dumps({"text": text}, ensure_ascii=generator.random() < 0.5).encode()
+        data.append(line)
+        good_data.append(line)
+    path.write_bytes(b"\n".join(data) + b"\n")
+    clean = path.with_name("clean.jsonl")
+    clean.write_bytes(b"\n".join(good_data) + b"\n")
+    return bad, clean
+
+
+def test_fuzz_skips_exactly_the_bad_lines(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron.data.text_input.read_blocks.__defaults__", (20_000,))
+    path = tmp_path / "in.jsonl"
+    bad, clean = make_fuzzed(path, lines=2000, share=0.01)
+    assert len(bad) > 10
+    assert run("--input", clean, "--append-eod", "--workers", 1)[0] == 0
+    expected = contents(tmp_path)
+    for workers in (1, 2, 4):
+        code, out, err = run(
+            "--input", path, "--append-eod", "--workers", workers, "--on-error", "skip"
+        )
+        assert code == 0
+        assert f"{2000 - len(bad):,} documents, {len(bad)} bad lines left out" in out
+        reported = [int(line.split(":")[1]) for line in err.splitlines()]
+        assert reported == bad
+        assert contents(tmp_path) == expected
+        code, _, err = run("--input", path, "--workers", workers)
+        assert code == 6
+        assert f"{path}:{bad[0]}: " in err
+        assert contents(tmp_path) == expected, "a failed run leaves an earlier output alone"
+
+
+# Kills
+
+
+def start_long_run(tmp_path: Path, flags: list[str], workers: int) -> subprocess.Popen[str]:
+    """A run that waits for input from a pipe that never ends."""
+    pipe = tmp_path / "pipe.jsonl.gz"
+    os.mkfifo(pipe)
+    command = [sys.executable, str(TOOL), "--input", str(pipe), *flags]
+    command += ["--output-prefix", str(tmp_path / "out" / "x"), "--workers", str(workers)]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def feed(tmp_path: Path) -> object:
+    """Some blocks of good lines into the pipe, which stays open."""
+    writer = open(tmp_path / "pipe.jsonl.gz", "wb", buffering=0)  # noqa: SIM115
+    noise = random.Random(1)
+    lines = b"".join(
+        json.dumps({"text": "".join(noise.choices("abcdefgh ", k=4000))}).encode() + b"\n"
+        for _ in range(2500)
+    )
+    writer.write(gzip.compress(lines, 1))
+    return writer
+
+
+def wait_for_output(tmp_path: Path) -> None:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        sizes = [path.stat().st_size for path in (tmp_path / "out").glob("*.bin.tmp*")]
+        if sizes and max(sizes) > 0:
+            return
+        time.sleep(0.02)
+    pytest.fail("the run did not begin to write")
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
+def test_killed_run_leaves_nothing_under_the_final_names(tmp_path, tokenizer_flags, how):
+    process = start_long_run(tmp_path, tokenizer_flags, workers=2)
+    writer = feed(tmp_path)
+    wait_for_output(tmp_path)
+    workers = children(process.pid)
+    assert len(workers) == 2
+    process.send_signal(how)
+    _, err = process.communicate(timeout=20)
+    writer.close()
+    assert process.returncode == (-9 if how == signal.SIGKILL else 128 + how)
+    assert "Traceback" not in err
+    left = names(tmp_path)
+    if how == signal.SIGKILL:
+        assert all(".tmp-" in name for name in left)
+    else:
+        assert left == []
+    deadline = time.monotonic() + 10
+    while any(map(is_running, workers)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_running, workers)), "workers must not outlive the run"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_killed_worker_ends_the_run(tmp_path, tokenizer_flags):
+    process = start_long_run(tmp_path, tokenizer_flags, workers=2)
+    writer = feed(tmp_path)
+    wait_for_output(tmp_path)
+    for worker in children(process.pid):
+        os.kill(worker, signal.SIGKILL)
+    writer.write(gzip.compress(b'{"text": "more"}\n' * 10**6, 1))
+    writer.close()
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert "a worker process ended with exit code -9" in err
+    assert names(tmp_path) == []

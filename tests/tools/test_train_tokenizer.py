@@ -1,0 +1,83 @@
+"""tools/train_tokenizer.py: the files it writes, and that they are what preprocessing reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.config.data import TokenizerConfig
+from megatron.tokenizer import build_tokenizer
+from tools import train_tokenizer
+
+TEXT = "the tailor told the tale of the tall tower, and the tower told the time. " * 20
+
+
+def write(path: Path, *texts: str) -> str:
+    path.write_text("".join(json.dumps({"body": text}) + "\n" for text in texts))
+    return str(path)
+
+
+def train(source: str, folder: Path, *flags: str) -> int:
+    return train_tokenizer.main(
+        ["--input", source, "--json-keys", "body", "--output-dir", str(folder), *flags]
+    )
+
+
+def test_both_forms_give_the_same_ids(tmp_path):
+    source = write(tmp_path / "in.jsonl", TEXT, "naïve — 世界")
+    folder = tmp_path / "deep" / "tokenizer"
+    assert train(source, folder, "--vocab-size", "280") == 0
+    gpt2 = build_tokenizer(
+        TokenizerConfig(
+            tokenizer_type="GPT2BPETokenizer",
+            vocab_file=str(folder / "vocab.json"),
+            merge_file=str(folder / "merges.txt"),
+        )
+    )
+    huggingface = build_tokenizer(
+        TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
+    )
+    assert gpt2.vocab_size == huggingface.vocab_size == 280
+    assert gpt2.eod == huggingface.eod == 279
+    for text in (TEXT, "The  tower\n\n told 1234 世界", ""):
+        ids = gpt2.tokenize(text)
+        assert ids == huggingface.tokenize(text)
+        assert gpt2.detokenize(ids) == text
+    assert len(gpt2.tokenize(TEXT)) < len(TEXT) / 3
+
+
+def test_same_input_same_files(tmp_path):
+    source = write(tmp_path / "in.jsonl", TEXT, "naïve — 世界")
+    for name in ("a", "b"):
+        assert train(source, tmp_path / name, "--vocab-size", "290") == 0
+    for path in (tmp_path / "a").iterdir():
+        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
+
+
+def test_small_text_gives_fewer_entries(tmp_path, capsys):
+    source = write(tmp_path / "in.jsonl", "ab ab")
+    assert train(source, tmp_path / "t", "--vocab-size", "1000") == 0
+    assert "fewer entries than --vocab-size 1,000" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("texts", "flags", "code", "message"),
+    [
+        ([TEXT], ["--vocab-size", "256"], 9, "--vocab-size 256: give at least 257"),
+        ([TEXT], ["--min-frequency", "0"], 9, "--min-frequency 0: give at least 1"),
+        ([""], [], 6, "no text to learn from"),
+        ([TEXT], ["--json-keys", "text"], 6, "in.jsonl:1: no key 'text'"),
+    ],
+)
+def test_mistakes_are_named(tmp_path, capsys, texts, flags, code, message):
+    assert train(write(tmp_path / "in.jsonl", *texts), tmp_path / "t", *flags) == code
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "t").exists()
+
+
+def test_output_folder_that_is_a_file(tmp_path, capsys):
+    source = write(tmp_path / "in.jsonl", TEXT)
+    assert train(source, Path(source)) == 8
+    assert "choose another folder" in capsys.readouterr().err
