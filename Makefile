@@ -30,9 +30,9 @@ test: setup
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_FLAGS) $(TESTS)
 
 lint: setup
-	$(PY) -m ruff check .
-	$(PY) -m ruff format --check .
-	$(PY) -m mypy
+	@failed=0; for check in "ruff check ." "ruff format --check ." mypy; do \
+	    echo "$(PY) -m $$check"; $(PY) -m $$check || failed=1; \
+	done; exit $$failed
 
 clean:
 	rm -rf "$(VENV)" build .pytest_cache .mypy_cache .ruff_cache *.egg-info

@@ -142,7 +142,8 @@ def test_yaml_run_is_valid_and_trains_at_toy_size(config: Path, toy: Toy, tmp_pa
 
     bpe = ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", toy.environment["VOCAB_FILE"]]
     bpe += ["--merge-file", toy.environment["MERGE_FILE"], "--data-path", str(toy.prefix)]
-    given = ["--config", str(config), *bpe, "--save", str(tmp_path / "checkpoints")]
+    given = ["--config", str(config), "--no-mock-data", *bpe]
+    given += ["--save", str(tmp_path / "checkpoints"), "--save-interval", "10"]
     parse_config(given, world_size=8)
 
     metrics = tmp_path / "metrics.jsonl"
