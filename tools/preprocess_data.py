@@ -24,6 +24,7 @@ if __package__ in (None, ""):
 
 from megatron.config.arguments import add_flags, from_namespace
 from megatron.config.data import TokenizerConfig
+from megatron.environment import use_one_math_thread
 from megatron.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
@@ -170,6 +171,7 @@ def run(options: argparse.Namespace) -> None:
     """
     _check(options)
     started = time.monotonic()
+    use_one_math_thread()
     from megatron.data.preprocess import BlockEncoder, EncodingOptions, choose_workers, preprocess
     from megatron.data.text_input import find_inputs
 
