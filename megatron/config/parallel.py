@@ -20,6 +20,34 @@ class ParallelConfig:
     context_parallel_size: int = flag(
         1, "Processes that split each sequence (1 so far).", unit="processes"
     )
+    num_layers_per_virtual_pipeline_stage: int | None = flag(
+        None,
+        "Cut each stage into virtual stages of so many layers (interleaved). Unset: one part.",
+        unit="layers",
+    )
+    num_virtual_stages_per_pipeline_rank: int | None = flag(
+        None, "The same by number of virtual stages. Unset: one.", unit="parts"
+    )
+    pipeline_schedule: str | None = flag(
+        None,
+        "Order of forward and backward passes. Unset: 1f1b, or interleaved with virtual stages.",
+        choices=("gpipe", "1f1b", "interleaved", "zero-bubble"),
+    )
+    pipeline_model_parallel_layout: str | None = flag(
+        None, "Who holds what, for example Ett|tt|tt|ttL: E embedding, t a layer, L loss."
+    )
+    decoder_first_pipeline_num_layers: int | None = flag(
+        None, "Layers of the first stage. Unset: as the others.", unit="layers"
+    )
+    decoder_last_pipeline_num_layers: int | None = flag(
+        None, "Layers of the last stage. Unset: as the others.", unit="layers"
+    )
+    account_for_embedding_in_pipeline_split: bool = flag(
+        False, "Count the embedding as a layer when layers are dealt out."
+    )
+    account_for_loss_in_pipeline_split: bool = flag(
+        False, "Count output and loss as a layer when layers are dealt out."
+    )
     distributed_backend: str = flag(
         "nccl", "Communication library on GPUs (a CPU always uses gloo).", choices=("nccl", "gloo")
     )

@@ -1,0 +1,201 @@
+"""Which layers each stage and chunk of a pipeline holds: a plan, as data.
+
+A model is cut into stages x chunks parts, in order. Part k stands on stage k % stages as its chunk
+k // stages, so with several chunks every micro-batch passes every stage several times.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from megatron.config.parallel import ParallelConfig
+from megatron.errors import ConfigError
+
+LAYOUT_FLAG = "--pipeline-model-parallel-layout"
+_MAX_LAYERS = 10_000  # of a layout string, so that `t*999999999` is an answer and not a hang
+_TOKEN = re.compile(r"\s*(?:(?P<symbol>[EtL|()])|\*(?P<count>\d{1,5})|(?P<comma>,))")
+
+
+@dataclass(frozen=True)
+class ModelPart:
+    """A run of consecutive layers, with what stands before the first and after the last.
+
+    Attributes:
+        layers: global indices.
+        embedding: this part begins the model.
+        head: this part ends it: final normalization, output, loss.
+    """
+
+    layers: range
+    embedding: bool
+    head: bool
+
+
+def whole_model(num_layers: int) -> ModelPart:
+    """All in one part."""
+    return ModelPart(range(num_layers), embedding=True, head=True)
+
+
+def plan_parts(num_layers: int, config: ParallelConfig) -> list[ModelPart]:
+    """The parts of a model, first to last, as the flags ask.
+
+    Raises:
+        ConfigError: the layers do not fit the stages, or the layout string cannot be read.
+    """
+    stages = config.pipeline_model_parallel_size
+    if config.pipeline_model_parallel_layout is not None:
+        counts = parse_layout(config.pipeline_model_parallel_layout, num_layers, stages)
+    else:
+        counts = _even_counts(num_layers, config)
+    ends = [sum(counts[: i + 1]) for i in range(len(counts))]
+    return [
+        ModelPart(range(end - count, end), embedding=i == 0, head=i == len(counts) - 1)
+        for i, (count, end) in enumerate(zip(counts, ends, strict=True))
+    ]
+
+
+def parts_of_stage(parts: list[ModelPart], stage: int, stages: int) -> list[ModelPart]:
+    """The chunks that one stage holds, in order."""
+    return parts[stage::stages]
+
+
+def chunks_of(num_layers: int, config: ParallelConfig) -> int:
+    """Model parts of each stage.
+
+    Raises:
+        ConfigError: --num-layers-per-virtual-pipeline-stage does not divide a stage's layers.
+    """
+    stages = config.pipeline_model_parallel_size
+    if config.pipeline_model_parallel_layout is not None:
+        return len(_expand(config.pipeline_model_parallel_layout)) // stages
+    if config.num_virtual_stages_per_pipeline_rank is not None:
+        return config.num_virtual_stages_per_pipeline_rank
+    layers = config.num_layers_per_virtual_pipeline_stage
+    if layers is None:
+        return 1
+    slots = num_layers + _counted_extras(config)
+    if slots % (stages * layers):
+        raise ConfigError(
+            f"--num-layers-per-virtual-pipeline-stage {layers} x --pipeline-model-parallel-size "
+            f"{stages} does not divide {slots} layers: choose one that does"
+        )
+    return slots // (stages * layers)
+
+
+def _counted_extras(config: ParallelConfig) -> int:
+    """Embedding and loss, where they count as a layer each."""
+    return int(config.account_for_embedding_in_pipeline_split) + int(
+        config.account_for_loss_in_pipeline_split
+    )
+
+
+def _even_counts(num_layers: int, config: ParallelConfig) -> list[int]:
+    """Layers of each part: equal, but for fixed first and last stages and counted extras."""
+    stages = config.pipeline_model_parallel_size
+    chunks = chunks_of(num_layers, config)
+    first, last = (
+        config.decoder_first_pipeline_num_layers,
+        config.decoder_last_pipeline_num_layers,
+    )
+    if first is not None or last is not None:
+        return _fixed_ends(num_layers, stages, chunks, first, last)
+    embedding = int(config.account_for_embedding_in_pipeline_split)
+    loss = int(config.account_for_loss_in_pipeline_split)
+    slots, parts = num_layers + embedding + loss, stages * chunks
+    if slots % parts:
+        extras = " (embedding and loss counted)" if embedding or loss else ""
+        raise ConfigError(
+            f"--num-layers {num_layers}{extras} does not divide over "
+            f"--pipeline-model-parallel-size {stages} x {chunks} virtual stage(s): use a multiple "
+            f"of {parts}, or say who holds what with {LAYOUT_FLAG} or "
+            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
+        )
+    counts = [slots // parts] * parts
+    counts[0] -= embedding
+    counts[-1] -= loss
+    return counts
+
+
+def _fixed_ends(
+    num_layers: int, stages: int, chunks: int, first: int | None, last: int | None
+) -> list[int]:
+    """The first and last stage hold a given number; the others share the rest equally."""
+    if chunks > 1:
+        raise ConfigError(
+            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers go with "
+            f"one virtual stage only: use {LAYOUT_FLAG}"
+        )
+    fixed = [count for count in (first, last) if count is not None]
+    rest, others = num_layers - sum(fixed), stages - len(fixed)
+    if rest < 0 or (rest % others if others else rest):
+        raise ConfigError(
+            f"--num-layers {num_layers} less {' and '.join(map(str, fixed))} of the first and last "
+            f"stage does not divide over the other {others} stage(s)"
+        )
+    middle = [rest // others] * others
+    return [*([] if first is None else [first]), *middle, *([] if last is None else [last])]
+
+
+def parse_layout(text: str, num_layers: int, stages: int) -> list[int]:
+    """Layers of each part from a string such as `Ett|tt|tt|ttL`.
+
+    `E` embedding, `t` a layer, `L` loss, `|` next part; `t*3` and `(tt|)*2` repeat. Parts are in
+    the order of the model.
+
+    Raises:
+        ConfigError: unreadable, or not this model on these stages.
+    """
+    parts = _expand(text)
+    if not parts[0].startswith("E") or not parts[-1].endswith("L"):
+        raise ConfigError(f"{LAYOUT_FLAG} {text}: must begin with E and end with L")
+    if "E" in "".join(parts)[1:] or "L" in "".join(parts)[:-1]:
+        raise ConfigError(f"{LAYOUT_FLAG} {text}: E and L stand once, at the ends")
+    counts = [part.count("t") for part in parts]
+    if sum(counts) != num_layers:
+        raise ConfigError(
+            f"{LAYOUT_FLAG} {text}: has {sum(counts)} layers, --num-layers is {num_layers}"
+        )
+    if len(counts) % stages:
+        raise ConfigError(
+            f"{LAYOUT_FLAG} {text}: {len(counts)} parts do not divide over "
+            f"--pipeline-model-parallel-size {stages}"
+        )
+    return counts
+
+
+def _expand(text: str) -> list[str]:
+    """The string without repetitions, cut at `|`."""
+    stack: list[list[str]] = [[]]
+    position = 0
+    while position < len(text.rstrip()):
+        match = _TOKEN.match(text, position)
+        if match is None:
+            raise ConfigError(
+                f"{LAYOUT_FLAG} {text}: cannot read {text[position:]!r}: use E, t, L, |, "
+                "parentheses and *N"
+            )
+        position = match.end()
+        _apply_token(match, stack, text)
+    if len(stack) != 1:
+        raise ConfigError(f"{LAYOUT_FLAG} {text}: a parenthesis is not closed")
+    return "".join(stack[0]).split("|")
+
+
+def _apply_token(match: re.Match[str], stack: list[list[str]], text: str) -> None:
+    symbol = match["symbol"]
+    if symbol == "(":
+        stack.append([])
+    elif symbol == ")":
+        if len(stack) == 1:
+            raise ConfigError(f"{LAYOUT_FLAG} {text}: a parenthesis is not opened")
+        group = "".join(stack.pop())
+        stack[-1].append(group)
+    elif symbol is not None:
+        stack[-1].append(symbol)
+    elif match["count"] is not None:
+        if not stack[-1]:
+            raise ConfigError(f"{LAYOUT_FLAG} {text}: *{match['count']} repeats nothing")
+        if len(stack[-1][-1]) * int(match["count"]) > _MAX_LAYERS:
+            raise ConfigError(f"{LAYOUT_FLAG} {text}: more than {_MAX_LAYERS} symbols")
+        stack[-1][-1] *= int(match["count"])

@@ -1,0 +1,92 @@
+"""Which layers stand where."""
+
+import pytest
+
+from megatron.config.parallel import ParallelConfig
+from megatron.errors import ConfigError
+from megatron.parallel.pipeline.stages import chunks_of, parts_of_stage, plan_parts
+
+
+def _counts(num_layers, stages, **flags):
+    parts = plan_parts(num_layers, ParallelConfig(pipeline_model_parallel_size=stages, **flags))
+    assert [layer for part in parts for layer in part.layers] == list(range(num_layers))
+    assert [part.embedding for part in parts] == [True] + [False] * (len(parts) - 1)
+    assert [part.head for part in parts] == [False] * (len(parts) - 1) + [True]
+    return [len(part.layers) for part in parts]
+
+
+def test_one_stage_holds_all():
+    parts = plan_parts(4, ParallelConfig())
+    assert len(parts) == 1
+    assert (parts[0].layers, parts[0].embedding, parts[0].head) == (range(4), True, True)
+
+
+def test_even_stages_and_virtual_stages():
+    assert _counts(8, 4) == [2, 2, 2, 2]
+    assert _counts(8, 2, num_layers_per_virtual_pipeline_stage=2) == [2, 2, 2, 2]
+    assert _counts(8, 2, num_virtual_stages_per_pipeline_rank=4) == [1] * 8
+    assert chunks_of(8, ParallelConfig(pipeline_model_parallel_size=2,
+                                       num_layers_per_virtual_pipeline_stage=1)) == 4  # fmt: skip
+
+
+def test_a_stage_holds_every_so_many_parts():
+    config = ParallelConfig(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=1)
+    parts = plan_parts(4, config)
+    assert [part.layers.start for part in parts_of_stage(parts, 0, 2)] == [0, 2]
+    assert [part.layers.start for part in parts_of_stage(parts, 1, 2)] == [1, 3]
+
+
+def test_uneven_stages():
+    assert _counts(10, 4, decoder_first_pipeline_num_layers=2,
+                   decoder_last_pipeline_num_layers=2) == [2, 3, 3, 2]  # fmt: skip
+    assert _counts(7, 2, decoder_last_pipeline_num_layers=3) == [4, 3]
+
+
+def test_embedding_and_loss_count_as_layers():
+    both = {
+        "account_for_embedding_in_pipeline_split": True,
+        "account_for_loss_in_pipeline_split": True,
+    }
+    assert _counts(6, 4, **both) == [1, 2, 2, 1]
+    assert _counts(7, 4, account_for_loss_in_pipeline_split=True) == [2, 2, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "layers", "stages", "counts"),
+    [
+        ("Ett|tt|tt|tL", 7, 4, [2, 2, 2, 1]),
+        ("Et*3|(tt|)*2tL", 8, 4, [3, 2, 2, 1]),
+        ("E|t*2|t,t|L", 4, 2, [0, 2, 2, 0]),
+    ],
+)
+def test_layout_strings(text, layers, stages, counts):
+    assert _counts(layers, stages, pipeline_model_parallel_layout=text) == counts
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tt|tL", "begin with E"),
+        ("Ett|t", "end with L"),
+        ("Ett|tEL", "stand once"),
+        ("Ett|tL", "has 3 layers, --num-layers is 4"),
+        ("Et|t|ttL", "3 parts do not divide"),
+        ("Et(t|tL", "not closed"),
+        ("Et)t|tL", "not opened"),
+        ("Exx|L", "cannot read"),
+        ("Et*99999|L", "more than"),
+        ("*3E|L", "repeats nothing"),
+    ],
+)
+def test_layout_strings_that_do_not_fit(text, message):
+    with pytest.raises(ConfigError, match=message):
+        _counts(4, 2, pipeline_model_parallel_layout=text)
+
+
+def test_layers_that_do_not_divide_say_what_to_do():
+    with pytest.raises(ConfigError, match=r"--num-layers 7 .*use a multiple of 2"):
+        _counts(7, 2)
+    with pytest.raises(ConfigError, match="does not divide 6 layers"):
+        _counts(6, 2, num_layers_per_virtual_pipeline_stage=2)
+    with pytest.raises(ConfigError, match="other 2 stage"):
+        _counts(8, 3, decoder_first_pipeline_num_layers=1)
