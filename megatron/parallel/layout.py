@@ -13,6 +13,7 @@ from megatron.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 AXES = ("pipeline", "data", "context", "tensor")  # slowest to fastest
 
@@ -51,6 +52,9 @@ class Layout:
     context: Axis = Axis()
     data: Axis = Axis()
     pipeline: Axis = Axis()
+    embedding: Axis = Axis()
+    """The first and the last pipeline stage, which both hold tied word embeddings; on the stages
+    between, and without a pipeline, an axis of one."""
 
     @classmethod
     def single(cls) -> Layout:
@@ -76,7 +80,7 @@ class Layout:
             ranks = tuple(first + i * stride for i in range(size))
             axes[name] = Axis(size=size, rank=index, ranks=ranks)
         world = Axis(size=world_size, rank=rank, ranks=tuple(range(world_size)))
-        return cls(world=world, **axes)
+        return cls(world=world, embedding=_ends(axes["pipeline"]), **axes)
 
     @classmethod
     def create(
@@ -106,6 +110,8 @@ class Layout:
             for name in AXES
             if getattr(layout, name).size > 1
         }
+        if layout.pipeline.size > 1:
+            axes["embedding"] = replace(layout.embedding, group=_embedding_group(layout, mesh))
         return replace(layout, world=replace(layout.world, group=dist.group.WORLD), **axes)
 
     def wait_for_all(self) -> None:
@@ -140,6 +146,28 @@ def grid_sizes(world_size: int, *, tensor: int, context: int, pipeline: int) -> 
         "context": context,
         "tensor": tensor,
     }
+
+
+def _ends(pipeline: Axis) -> Axis:
+    """The axis of a pipeline's first and last stage; of one for those between."""
+    if pipeline.size == 1 or not (pipeline.is_first or pipeline.is_last):
+        return Axis(ranks=(pipeline.ranks[pipeline.rank],))
+    ends = (pipeline.ranks[0], pipeline.ranks[-1])
+    return Axis(size=2, rank=int(pipeline.is_last), ranks=ends)
+
+
+def _embedding_group(layout: Layout, mesh: DeviceMesh) -> ProcessGroup | None:
+    """The group of this process's pipeline ends. Every process makes all groups, in one order."""
+    import torch.distributed as dist
+
+    mine = None
+    for first, last in zip(
+        mesh.mesh[0].flatten().tolist(), mesh.mesh[-1].flatten().tolist(), strict=True
+    ):
+        group = dist.new_group([first, last])
+        if layout.embedding.size > 1 and (first, last) == layout.embedding.ranks:
+            mine = group
+    return mine
 
 
 def _strides(sizes: dict[str, int]) -> dict[str, int]:

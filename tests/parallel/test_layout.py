@@ -38,6 +38,18 @@ def test_groups_talk_along_their_axis():
     assert run_distributed(4, _sum_over_axes, tensor=2) == [[1, 2], [1, 4], [5, 2], [5, 4]]
 
 
+def _sum_over_ends(layout):
+    value = torch.tensor([float(layout.world.rank)])
+    if layout.embedding.size > 1:
+        dist.all_reduce(value, group=layout.embedding.group)
+    return value.item(), layout.embedding.size
+
+
+def test_pipeline_ends_share_an_axis():
+    results = run_distributed(6, _sum_over_ends, tensor=2, pipeline=3)
+    assert results == [(4, 2), (6, 2), (2, 1), (3, 1), (4, 2), (6, 2)]
+
+
 def _fail_on_one(layout):
     if layout.world.rank == 1:
         raise ValueError("as planned")
