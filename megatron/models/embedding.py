@@ -78,6 +78,34 @@ class Embedding(nn.Module):
         return F.dropout(x, self.dropout, self.training)
 
 
+class TiedWordEmbedding(nn.Module):
+    """The last pipeline stage's copy of the word vectors [v, h], for the output layer.
+
+    It has the original's name, so both start with the same values, and the training step keeps
+    them equal by adding their gradients (`parallel.tied`).
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        layout: Layout,
+        *,
+        padded_vocab_size: int,
+        device: torch.device | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        hidden = sizes_of(model).hidden
+        self.word = VocabularyEmbedding(
+            padded_vocab_size,
+            hidden,
+            layout=layout,
+            init=weight_init(model, hidden, padded_vocab_size),
+            device=device,
+            dtype=dtype,
+        )
+
+
 class RotaryTable(nn.Module):
     """Cosines and sines up to the longest sequence: made once, shared by all layers, not saved."""
 

@@ -5,6 +5,8 @@ Shapes: s sequence, b micro-batch, h hidden, v padded vocabulary, t tensor-paral
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -16,13 +18,14 @@ from megatron.device import Device, parameter_dtype
 from megatron.kernels.attention import choose_attention
 from megatron.kernels.rope import Rotation
 from megatron.models.block import Block
-from megatron.models.embedding import Embedding, RotaryTable
+from megatron.models.embedding import Embedding, RotaryTable, TiedWordEmbedding
 from megatron.models.head import OutputWeight, vocabulary_logits
 from megatron.models.norm import new_norm
 from megatron.models.recompute import RecomputePlan, layer_groups
 from megatron.models.sizes import sizes_of
 from megatron.parallel.cross_entropy import vocabulary_cross_entropy
 from megatron.parallel.layout import Layout
+from megatron.parallel.pipeline.stages import ModelPart, whole_model
 
 
 class GPTModel(nn.Module):
@@ -36,6 +39,8 @@ class GPTModel(nn.Module):
         precision: number formats.
         layout: who this process is.
         padded_vocab_size: v.
+        part: the layers that this process holds, and whether it begins or ends the model; None:
+            the whole model.
         recompute: what to compute again in backward; None: nothing.
         device: of the parameters; "meta" counts without allocating.
         dtype: of the parameters.
@@ -48,28 +53,32 @@ class GPTModel(nn.Module):
         layout: Layout,
         *,
         padded_vocab_size: int,
+        part: ModelPart | None = None,
         recompute: RecomputePlan | None = None,
         device: torch.device,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        layers = range(sizes_of(model).layers)
+        self.part = part or whole_model(sizes_of(model).layers)
         self.axis = layout.tensor
         self.loss_in_16_bits = precision.fp16_lm_cross_entropy
         self.attention_choice = choose_attention(model, precision, device)
-        self.groups = layer_groups(recompute, layers)
-        self.embedding = Embedding(
-            model,
-            precision,
-            layout,
-            padded_vocab_size=padded_vocab_size,
-            device=device,
-            dtype=dtype,
-        )
+        self.groups = layer_groups(recompute, self.part.layers)
+        allocation: dict[str, Any] = {
+            "padded_vocab_size": padded_vocab_size,
+            "device": device,
+            "dtype": dtype,
+        }
+        tied = not model.untie_embeddings_and_output_weights
+        self.embedding: Embedding | TiedWordEmbedding | None = None
+        if self.part.embedding:
+            self.embedding = Embedding(model, precision, layout, **allocation)
+        elif self.part.head and tied:
+            self.embedding = TiedWordEmbedding(model, layout, **allocation)
         has_rope = model.position_embedding_type == "rope"
         self.rotary = RotaryTable(model, device=device) if has_rope else None
         self.layers = nn.ModuleDict()
-        for index in layers:
+        for index in self.part.layers:
             self.layers[str(index)] = Block(
                 model,
                 layout,
@@ -79,23 +88,27 @@ class GPTModel(nn.Module):
                 device=device,
                 dtype=dtype,
             )
-        self.final_norm = new_norm(model, device=device, dtype=dtype)
-        self.output = None
-        if model.untie_embeddings_and_output_weights:
-            self.output = OutputWeight(
-                model, layout, padded_vocab_size=padded_vocab_size, device=device, dtype=dtype
-            )
+        self.final_norm = self.output = None
+        if self.part.head:
+            self.final_norm = new_norm(model, device=device, dtype=dtype)
+            self.output = None if tied else OutputWeight(model, layout, **allocation)
 
     @classmethod
     def from_config(
-        cls, config: RunConfig, layout: Layout, device: Device, padded_vocab_size: int
+        cls,
+        config: RunConfig,
+        layout: Layout,
+        device: Device,
+        padded_vocab_size: int,
+        part: ModelPart | None = None,
     ) -> GPTModel:
-        """The model that a run's flags describe."""
+        """The model that a run's flags describe, or a part of it."""
         return cls(
             config.model,
             config.precision,
             layout,
             padded_vocab_size=padded_vocab_size,
+            part=part,
             recompute=RecomputePlan.from_config(config.training),
             device=device.torch_device,
             dtype=parameter_dtype(fp16=config.precision.fp16, bf16=config.precision.bf16),
@@ -107,40 +120,53 @@ class GPTModel(nn.Module):
         position_ids: Tensor | None = None,
         labels: Tensor | None = None,
         mask: Tensor | None = None,
+        hidden: Tensor | None = None,
     ) -> Tensor:
-        """One pass.
+        """One pass through the layers held here.
 
         Args:
             tokens: [b, s].
             position_ids: [b, s], for learned positions; None: 0, 1, 2, ...
             labels: [b, s], the token that follows each.
             mask: bool [b or 1, 1, s, s], True where a query may attend; None: causal.
+            hidden: [s, b, h], from the part before; None where this part begins the model.
 
         Returns:
-            With labels the loss of each token, fp32 [b, s]; else logits [b, s, v/t].
+            Where the model goes on in another part: hidden states [s, b, h]. At its end, with
+            labels the loss of each token, fp32 [b, s]; else logits [b, s, v/t].
         """
         sequence = tokens.shape[1]
         if position_ids is None:
             position_ids = torch.arange(sequence, device=tokens.device).expand_as(tokens)
         rotation = None if self.rotary is None else self.rotary(sequence)
-        x = self.embedding(tokens, position_ids)  # [s, b, h]
+        if hidden is None:
+            assert isinstance(self.embedding, Embedding), "this part takes hidden states"
+            hidden = self.embedding(tokens, position_ids)
+        x = hidden  # [s, b, h]
         for group in self.groups:
             if group.recomputed and torch.is_grad_enabled():
                 x = checkpoint(self._run, group.layers, x, mask, rotation, use_reentrant=False)
             else:
                 x = self._run(group.layers, x, mask, rotation)
-        weight = self.embedding.word.weight if self.output is None else self.output.weight
-        logits = vocabulary_logits(self.final_norm(x), weight, self.axis)  # [s, b, v/t]
-        if labels is None:
+        if self.final_norm is None:
+            return x
+        logits = vocabulary_logits(self.final_norm(x), self._output_weight(), self.axis)
+        if labels is None:  # logits are [s, b, v/t]
             return logits.transpose(0, 1)
         loss = vocabulary_cross_entropy(
             logits, labels.t(), self.axis, in_16_bits=self.loss_in_16_bits
         )
         return loss.t()
 
+    def _output_weight(self) -> Tensor:
+        if self.output is not None:
+            return self.output.weight
+        assert self.embedding is not None
+        return self.embedding.word.weight
+
     def _run(
         self, layers: range, x: Tensor, mask: Tensor | None, rotation: Rotation | None
     ) -> Tensor:
-        for index in layers:
+        for index in self.part.layers:
             x = self.layers[str(index)](x, mask, rotation)
         return x
