@@ -167,6 +167,6 @@ class GPTModel(nn.Module):
     def _run(
         self, layers: range, x: Tensor, mask: Tensor | None, rotation: Rotation | None
     ) -> Tensor:
-        for index in self.part.layers:
+        for index in layers:
             x = self.layers[str(index)](x, mask, rotation)
         return x

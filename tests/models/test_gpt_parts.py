@@ -1,0 +1,50 @@
+"""A GPT cut into parts is the same network: values, gradients, names."""
+
+import pytest
+import torch
+
+from megatron.config.parallel import ParallelConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.models.gpt import GPTModel
+from megatron.parallel.initialization import initialize
+from megatron.parallel.layout import Layout
+from megatron.parallel.pipeline.stages import plan_parts
+from tests.models.small import VOCAB, batch, config
+
+NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
+
+
+def _build(flags, part=None):
+    model = GPTModel(
+        config(num_layers=4, **NO_DROPOUT, **flags),
+        PrecisionConfig(),
+        Layout.single(),
+        padded_vocab_size=VOCAB,
+        part=part,
+        device=torch.device("cpu"),
+    )
+    initialize(model.named_parameters(), 1)
+    return model
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_parts_in_a_row_equal_the_whole(tied):
+    flags = {"untie_embeddings_and_output_weights": not tied}
+    whole = _build(flags)
+    plan = plan_parts(4, ParallelConfig(pipeline_model_parallel_size=2))
+    first, last = (_build(flags, part) for part in plan)
+    tokens, labels = batch()
+    expected = whole(tokens, labels=labels)
+    loss = last(tokens, labels=labels, hidden=first(tokens))
+    assert torch.equal(loss, expected)
+
+    expected.sum().backward()
+    loss.sum().backward()
+    gradients = {}
+    for part in (first, last):
+        for name, parameter in part.named_parameters():
+            gradients.setdefault(name, []).append(parameter.grad)
+    for name, parameter in whole.named_parameters():
+        torch.testing.assert_close(sum(gradients.pop(name)), parameter.grad)
+    assert not gradients
+    assert ("embedding.word.weight" in dict(last.named_parameters())) == tied
