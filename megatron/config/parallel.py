@@ -20,6 +20,12 @@ class ParallelConfig:
     context_parallel_size: int = flag(
         1, "Processes that split each sequence (1 so far).", unit="processes"
     )
+    cp_comm_type: str = flag(
+        "p2p",
+        "How context-parallel processes attend to each other: p2p sends keys and values round a "
+        "ring, a2a trades tokens for heads (Ulysses).",
+        choices=("p2p", "a2a"),
+    )
     distributed_backend: str = flag(
         "nccl", "Communication library on GPUs (a CPU always uses gloo).", choices=("nccl", "gloo")
     )

@@ -33,7 +33,7 @@ _LINES = [
         "--num-layers 6 is not divisible by --pipeline-model-parallel-size 4: use 1, 2, 3 or 6",
     ),
     (
-        "--context-parallel-size 2",
+        "--context-parallel-size 2 --attention-dropout 0",
         "--context-parallel-size 2: only data parallelism is built so far: use 1 and launch more "
         "processes",
     ),
