@@ -97,6 +97,13 @@ def flash_misfit(head_size: int, dtype: torch.dtype, device: torch.device) -> st
     return ""
 
 
+def merge(out: Tensor, logsumexp: Tensor, part: Tensor, part_sum: Tensor) -> None:
+    """Add a block to a result, in place: each weighs with its share of the exponentials' sum."""
+    share = (part_sum - logsumexp).sigmoid().unsqueeze(-1)
+    out.lerp_(part.to(out.dtype), share)
+    logsumexp.copy_(logsumexp.logaddexp(part_sum))
+
+
 def reference_forward(
     query: Tensor, key: Tensor, value: Tensor, *, causal: bool
 ) -> tuple[Tensor, Tensor]:

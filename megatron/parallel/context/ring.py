@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.parallel.context.block import BlockAttention
+from megatron.parallel.context.block import BlockAttention, merge
 from megatron.parallel.layout import Axis
 
 
@@ -158,17 +158,10 @@ def _go_round(
         if index == 0:  # one's own block has every query
             out, logsumexp = part.to(part_sum.dtype), part_sum
         else:
-            _merge(out[:, :, step.queries], logsumexp[:, :, step.queries], part, part_sum)
+            merge(out[:, :, step.queries], logsumexp[:, :, step.queries], part, part_sum)
         if transfer is not None:
             pair = transfer.wait()
     return out, logsumexp
-
-
-def _merge(out: Tensor, logsumexp: Tensor, part: Tensor, part_sum: Tensor) -> None:
-    """Add a block to a result, in place: each weighs with its share of the exponentials' sum."""
-    share = (part_sum - logsumexp).sigmoid().unsqueeze(-1)
-    out.lerp_(part.to(out.dtype), share)
-    logsumexp.copy_(logsumexp.logaddexp(part_sum))
 
 
 def _go_back(

@@ -1,5 +1,7 @@
 """Blocks: the plain form against autograd, merging rows, and the choice."""
 
+import math
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from megatron.parallel.context.block import (
     choose_block,
     flash_backward,
     flash_forward,
+    merge,
     reference_backward,
     reference_forward,
 )
@@ -40,6 +43,48 @@ def test_the_plain_form_equals_attention(groups, causal):
     back = reference_backward(grad, *by_head(inputs), got, logsumexp, causal=causal)
     for ours, theirs in zip(back, gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def in_two_blocks(forward, backward, inputs, grad):
+    """Result, log-sum-exp and gradients of full attention, from an early and a late block of keys.
+
+    Backward of each block sees the merged result, and only the late queries of the early block.
+    """
+    query, key, value = inputs
+    half = key.shape[2] // 2
+    halves = [(x[:, :, :half], x[:, :, half:]) for x in (key, value)]
+    (early_key, late_key), (early_value, late_value) = halves
+    part, logsumexp = forward(query, early_key, early_value, causal=False)
+    out = part.to(logsumexp.dtype)
+    late = [x[:, :, half:] for x in (query, out, logsumexp, grad)]
+    merge(late[1], late[2], *forward(late[0], late_key, late_value, causal=True))
+    rounded = out.to(query.dtype)
+    early = backward(grad, query, early_key, early_value, rounded, logsumexp, causal=False)
+    other = backward(
+        late[3], late[0], late_key, late_value, rounded[:, :, half:], late[2], causal=True
+    )
+    grad_query = early[0].to(out.dtype).clone()
+    grad_query[:, :, half:] += other[0]
+    pairs = zip(early[1:], other[1:], strict=True)
+    return out, logsumexp, grad_query, *(torch.cat(pair, 2) for pair in pairs)
+
+
+def test_blocks_merge():
+    inputs = [x.double().requires_grad_() for x in by_head(heads(16, 2))]
+    allowed = torch.ones(16, 16, dtype=torch.bool)
+    allowed[:8, 8:] = False
+    allowed[8:, 8:].tril_()
+    query, key, value = inputs
+    scores = (query @ key.repeat_interleave(2, 1).mT / 8**0.5).masked_fill(~allowed, -math.inf)
+    expected = scores.softmax(-1) @ value.repeat_interleave(2, 1)
+    grad = weights_of(expected)
+    expected.backward(grad.double())
+    got = in_two_blocks(
+        reference_forward, reference_backward, [x.detach().float() for x in inputs], grad
+    )
+    wanted = (expected, scores.logsumexp(-1), *(x.grad for x in inputs))
+    for ours, theirs in zip(got, wanted, strict=True):
+        torch.testing.assert_close(ours.double(), theirs.detach(), rtol=1e-5, atol=1e-5)
 
 
 def test_sums_are_in_fp32():
