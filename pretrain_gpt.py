@@ -19,6 +19,7 @@ from megatron.data.masks import make_batch
 from megatron.device import Device
 from megatron.models.gpt import GPTModel
 from megatron.parallel.layout import Layout
+from megatron.parallel.pipeline.stages import ModelPart
 from megatron.tokenizer import Tokenizer
 from megatron.training.pretrain import main
 from megatron.training.recipe import Batch, SampleCounts, Splits
@@ -28,14 +29,20 @@ class GPTRecipe:
     """Next-token prediction on a stream of documents."""
 
     program = "pretrain_gpt.py"
+    loss_names = ("lm loss",)
 
-    def build_model(
-        self, config: RunConfig, layout: Layout, device: Device, padded_vocab_size: int
+    def build_part(
+        self,
+        config: RunConfig,
+        layout: Layout,
+        device: Device,
+        padded_vocab_size: int,
+        part: ModelPart,
     ) -> GPTModel:
-        return GPTModel.from_config(config, layout, device, padded_vocab_size)
+        return GPTModel.from_config(config, layout, device, padded_vocab_size, part)
 
-    def describe_kernels(self, model: GPTModel) -> str:
-        return f"{model.attention_choice.name} attention ({model.attention_choice.reason})"
+    def describe_kernels(self, part: GPTModel) -> str:
+        return f"{part.attention_choice.name} attention ({part.attention_choice.reason})"
 
     def build_datasets(
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
@@ -51,9 +58,14 @@ class GPTRecipe:
             barrier=layout.wait_for_all,
         )
 
-    def losses(
-        self, model: GPTModel, batch: Batch, config: RunConfig, tokenizer: Tokenizer
-    ) -> Mapping[str, Tensor]:
+    def forward(
+        self,
+        part: GPTModel,
+        batch: Batch,
+        hidden: Tensor | None,
+        config: RunConfig,
+        tokenizer: Tokenizer,
+    ) -> Tensor | Mapping[str, Tensor]:
         inputs = make_batch(
             batch["text"],
             eod=tokenizer.eod,
@@ -61,9 +73,13 @@ class GPTRecipe:
             reset_attention_mask=config.data.reset_attention_mask,
             eod_mask_loss=config.data.eod_mask_loss,
         )
-        loss = model(inputs.tokens, inputs.position_ids, inputs.labels, inputs.attention_mask)
+        result = part(
+            inputs.tokens, inputs.position_ids, inputs.labels, inputs.attention_mask, hidden
+        )
+        if not part.part.head:
+            return result
         counted = inputs.loss_mask.sum().clamp(min=1)  # nothing counts: loss 0, not nan
-        return {"lm loss": (loss * inputs.loss_mask).sum() / counted}
+        return {"lm loss": (result * inputs.loss_mask).sum() / counted}
 
 
 if __name__ == "__main__":

@@ -66,6 +66,11 @@ class Device:
         return "CPU"
 
     @property
+    def has_flash(self) -> bool:
+        """Whether PyTorch's flash attention kernels run here: on GPUs since Ampere."""
+        return self.is_gpu and torch.cuda.get_device_capability(self.torch_device) >= (8, 0)
+
+    @property
     def peak_flops(self) -> float | None:
         """Dense 16-bit peak in FLOP/s by datasheet; None where we know none."""
         if not self.is_gpu:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 
-from megatron.config import rules_data, rules_model, rules_training
+from megatron.config import rules_context, rules_data, rules_model, rules_training
 from megatron.config.fields import fields_of
 from megatron.config.run import RunConfig, flatten, sections
 
@@ -20,6 +20,7 @@ RULES: tuple[Rule, ...] = (
     rules_model.bounds,
     rules_model.not_built_yet,
     rules_model.layout,
+    rules_context.context,
     rules_model.heads,
     rules_model.positions,
     rules_model.activation_function,

@@ -48,6 +48,12 @@ class ParallelConfig:
     account_for_loss_in_pipeline_split: bool = flag(
         False, "Count output and loss as a layer when layers are dealt out."
     )
+    cp_comm_type: str = flag(
+        "p2p",
+        "How context-parallel processes attend to each other: p2p sends keys and values round a "
+        "ring, a2a trades tokens for heads (Ulysses).",
+        choices=("p2p", "a2a"),
+    )
     distributed_backend: str = flag(
         "nccl", "Communication library on GPUs (a CPU always uses gloo).", choices=("nccl", "gloo")
     )

@@ -70,3 +70,9 @@ def describe_difference(old: RunConfig, new: RunConfig) -> list[str]:
         for path, value in flatten(old).items()
         if value != after[path]
     ]
+
+
+def known(value: int | None) -> int:
+    """A number that resolving has filled in."""
+    assert value is not None, "the configuration is not resolved"
+    return value

@@ -10,6 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron.parallel.context.split import split_sequence
+from megatron.parallel.layout import Axis
+
 
 class Batch(NamedTuple):
     """One micro-batch.
@@ -62,6 +65,22 @@ def make_batch(
         positions = positions - start
     mask = _document_mask(is_start) if reset_attention_mask else None
     return Batch(tokens, labels, loss_mask, positions, mask)
+
+
+def context_part(batch: Batch, axis: Axis) -> Batch:
+    """This rank's tokens of a whole micro-batch, `[b, s/C]` each, for C context ranks.
+
+    Gradients and losses are averaged over context ranks, so for a mean over the whole batch a
+    rank's loss is C * (loss * loss_mask).sum() / whole loss_mask.sum(): the denominator is that of
+    `batch`, which every context rank holds, not that of the part.
+    """
+    if axis.size == 1:
+        return batch
+    assert batch.attention_mask is None, "a rule refuses masks with context parallelism"
+    tokens, labels, loss_mask, position_ids = (
+        split_sequence(x, axis, dim=1) for x in batch if x is not None
+    )
+    return Batch(tokens, labels, loss_mask, position_ids, None)
 
 
 def _document_mask(is_start: Tensor) -> Tensor:

@@ -38,5 +38,5 @@ def load_gpt(folder: str, device: Device) -> Loaded:
         raise CheckpointError(f"--load {folder}: there is no checkpoint in this folder")
     config = from_dict(reader.meta["config"], folder)
     model = GPTModel.from_config(config, Layout.single(), device, reader.meta["padded_vocab_size"])
-    restore(reader, model_state(model), prefixes=("model.",), cast=True)
+    restore(reader, model_state([model]), prefixes=("model.",), cast=True)
     return Loaded(model, build_tokenizer(config.tokenizer), config, reader.iteration)

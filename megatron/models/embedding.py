@@ -122,7 +122,7 @@ class RotaryTable(nn.Module):
         self.register_buffer("table", table[:, :, None, None], persistent=False)
         self.table: Tensor
 
-    def forward(self, sequence: int) -> Rotation:
-        """The rotation of positions 0 to sequence - 1: cosines and sines [s, 1, 1, r]."""
-        cosine, sine = self.table[:, :sequence]
+    def forward(self, positions: Tensor) -> Rotation:
+        """The rotation of these positions [s]: cosines and sines [s, 1, 1, r]."""
+        cosine, sine = self.table[:, positions]
         return cosine, sine

@@ -18,11 +18,13 @@ from megatron.device import Device, parameter_dtype
 from megatron.kernels.attention import choose_attention
 from megatron.kernels.rope import Rotation
 from megatron.models.block import Block
+from megatron.models.context import over_context
 from megatron.models.embedding import Embedding, RotaryTable, TiedWordEmbedding
 from megatron.models.head import OutputWeight, vocabulary_logits
 from megatron.models.norm import new_norm
 from megatron.models.recompute import RecomputePlan, layer_groups
 from megatron.models.sizes import sizes_of
+from megatron.parallel.context.split import local_positions
 from megatron.parallel.cross_entropy import vocabulary_cross_entropy
 from megatron.parallel.layout import Layout
 from megatron.parallel.pipeline.stages import ModelPart, whole_model
@@ -42,6 +44,7 @@ class GPTModel(nn.Module):
         part: the layers that this process holds, and whether it begins or ends the model; None:
             the whole model.
         recompute: what to compute again in backward; None: nothing.
+        cp_comm_type: how context ranks attend to each other, "p2p" or "a2a".
         device: of the parameters; "meta" counts without allocating.
         dtype: of the parameters.
     """
@@ -55,14 +58,23 @@ class GPTModel(nn.Module):
         padded_vocab_size: int,
         part: ModelPart | None = None,
         recompute: RecomputePlan | None = None,
+        cp_comm_type: str = "p2p",
         device: torch.device,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         self.part = part or whole_model(sizes_of(model).layers)
         self.axis = layout.tensor
+        self.context = layout.context
         self.loss_in_16_bits = precision.fp16_lm_cross_entropy
-        self.attention_choice = choose_attention(model, precision, device)
+        self.attention_choice = over_context(
+            choose_attention(model, precision, device),
+            cp_comm_type,
+            layout.context,
+            model,
+            precision,
+            device,
+        )
         self.groups = layer_groups(recompute, self.part.layers)
         allocation: dict[str, Any] = {
             "padded_vocab_size": padded_vocab_size,
@@ -110,6 +122,7 @@ class GPTModel(nn.Module):
             padded_vocab_size=padded_vocab_size,
             part=part,
             recompute=RecomputePlan.from_config(config.training),
+            cp_comm_type=config.parallel.cp_comm_type,
             device=device.torch_device,
             dtype=parameter_dtype(fp16=config.precision.fp16, bf16=config.precision.bf16),
         )
@@ -124,9 +137,11 @@ class GPTModel(nn.Module):
     ) -> Tensor:
         """One pass through the layers held here.
 
+        With context parallelism s counts this rank's tokens: its part of every sequence.
+
         Args:
             tokens: [b, s].
-            position_ids: [b, s], for learned positions; None: 0, 1, 2, ...
+            position_ids: [b, s], for learned positions; None: places in the sequence.
             labels: [b, s], the token that follows each.
             mask: bool [b or 1, 1, s, s], True where a query may attend; None: causal.
             hidden: [s, b, h], from the part before; None where this part begins the model.
@@ -135,10 +150,11 @@ class GPTModel(nn.Module):
             Where the model goes on in another part: hidden states [s, b, h]. At its end, with
             labels the loss of each token, fp32 [b, s]; else logits [b, s, v/t].
         """
-        sequence = tokens.shape[1]
+        sequence = tokens.shape[1] * self.context.size
+        positions = local_positions(sequence, self.context, tokens.device)
         if position_ids is None:
-            position_ids = torch.arange(sequence, device=tokens.device).expand_as(tokens)
-        rotation = None if self.rotary is None else self.rotary(sequence)
+            position_ids = positions.expand_as(tokens)
+        rotation = None if self.rotary is None else self.rotary(positions)
         if hidden is None:
             assert isinstance(self.embedding, Embedding), "this part takes hidden states"
             hidden = self.embedding(tokens, position_ids)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from megatron.training.step import StepOutcome
 def save_run(run: Run) -> Path:
     """Write the run's state under `--save`. Collective."""
     assert run.config.checkpoint.save
-    state = model_state(run.model)
+    state = model_state(run.parts)
     if not run.config.checkpoint.no_save_optim:
         state |= _optimizer_state(run)
     root = Path(run.config.checkpoint.save)
@@ -39,11 +39,12 @@ def save_run(run: Run) -> Path:
     return path
 
 
-def model_state(model: nn.Module) -> State:
+def model_state(parts: Iterable[nn.Module]) -> State:
     """The parameters under their names in a checkpoint."""
     return {
         f"model.{name}": _entry(parameter.detach(), parameter)
-        for name, parameter in model.named_parameters()
+        for part in parts
+        for name, parameter in part.named_parameters()
     }
 
 
@@ -126,7 +127,7 @@ def restore_run(run: Run, reader: Reader) -> None:
     """Weights, optimizer and position from the checkpoint, as far as the flags ask."""
     options = run.config.checkpoint
     weights_only = options.finetune or options.no_load_optim
-    state = model_state(run.model)
+    state = model_state(run.parts)
     if not weights_only:
         if not reader.meta.get("optimizer"):
             raise CheckpointError(
@@ -134,7 +135,9 @@ def restore_run(run: Run, reader: Reader) -> None:
                 "fresh optimizer by --no-load-optim, or --finetune to begin at iteration 0"
             )
         state |= _optimizer_state(run)
-    restore(reader, state, prefixes=("model.",), cast=weights_only)
+    # Under a pipeline no rank has a place for every parameter.
+    whole = () if run.layout.pipeline.size > 1 else ("model.",)
+    restore(reader, state, prefixes=whole, cast=weights_only)
     if weights_only:
         run.optimizer.reload_masters()
     else:

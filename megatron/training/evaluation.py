@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-import torch
-from torch import Tensor
-
 from megatron.data.gpt import SampleDataset
 from megatron.training.callbacks.base import Callback, Leave
 from megatron.training.callbacks.terminal import say
 from megatron.training.data import batches_from
+from megatron.training.passes import Passes
 from megatron.training.log_line import validation_lines
 from megatron.training.run import Run
-from megatron.training.step import StepOutcome, reduce_losses, to_device
+from megatron.training.step import StepOutcome, reduce_losses
 
 
 class EvaluationListener(Protocol):
@@ -28,26 +26,19 @@ def evaluate(run: Run, dataset: SampleDataset, *, skip: int) -> dict[str, float]
 
     Returns None when a rank was asked to leave meanwhile. Collective.
     """
-    batch = run.batches.global_batch
-    micro_batches = batch // (run.batches.micro_batch * run.layout.data.size)
+    count = run.batches.global_batch // run.batches.samples_per_pass
     batches = batches_from(run, dataset, consumed=skip)
     totals: dict[str, float] = {}
-    run.model.eval()
+    for part in run.parts:
+        part.eval()
     for _ in range(run.config.evaluation.eval_iters):
-        losses: dict[str, list[Tensor]] = {}
-        with torch.no_grad():
-            for _ in range(micro_batches):
-                moved = to_device(next(batches), run)
-                for name, value in run.recipe.losses(
-                    run.model, moved, run.config, run.tokenizer
-                ).items():
-                    losses.setdefault(name, []).append(value)
-        means = {name: torch.stack(values).mean() for name, values in losses.items()}
-        reduced, exit_wanted = reduce_losses(means, run.exit.by_signal, run.layout)
+        passes = Passes(run, batches, count)
+        passes.forward()
+        losses, exit_wanted = reduce_losses(passes.losses, run.exit.by_signal, run)
         if exit_wanted:
             return None
-        for name, mean in reduced.items():
-            totals[name] = totals.get(name, 0.0) + mean
+        for name, value in losses.items():
+            totals[name] = totals.get(name, 0.0) + value
     return {name: total / run.config.evaluation.eval_iters for name, total in totals.items()}
 
 

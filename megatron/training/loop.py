@@ -17,7 +17,7 @@ def train(run: Run, callbacks: Sequence[Callback]) -> Leave | None:
     for callback in callbacks:
         callback.on_start(run)
     leave = None
-    if any_rank(run.exit.wanted, run.layout):
+    if any_rank(run.exit.wanted, run):
         leave = Leave(run.exit.reason, run.exit.by_signal)
     while leave is None and not run.finished:
         for callback in callbacks:

@@ -11,6 +11,7 @@ from megatron.config import RunConfig
 from megatron.data.gpt import SampleDataset
 from megatron.device import Device
 from megatron.parallel.layout import Layout
+from megatron.parallel.pipeline.stages import ModelPart
 from megatron.tokenizer.base import Tokenizer
 
 Batch = dict[str, Tensor]
@@ -24,10 +25,18 @@ class Recipe(Protocol):
     program: str
     """Name for messages and `--help`, for example `pretrain_gpt.py`."""
 
-    def build_model(
-        self, config: RunConfig, layout: Layout, device: Device, padded_vocab_size: int
+    loss_names: tuple[str, ...]
+    """What `forward` returns at the end of the model, in the order of the log line."""
+
+    def build_part(
+        self,
+        config: RunConfig,
+        layout: Layout,
+        device: Device,
+        padded_vocab_size: int,
+        part: ModelPart,
     ) -> nn.Module:
-        """This process's part of the model, its parameters not yet initialized."""
+        """Some layers of the model, their parameters named globally and not yet initialized."""
         ...
 
     def build_datasets(
@@ -36,12 +45,25 @@ class Recipe(Protocol):
         """Training, validation and test samples; None for an empty split. Collective."""
         ...
 
-    def describe_kernels(self, model: Any) -> str:
+    def describe_kernels(self, part: Any) -> str:
         """Which kernels the model runs on and why, for the start-up panel."""
         ...
 
-    def losses(
-        self, model: Any, batch: Batch, config: RunConfig, tokenizer: Tokenizer
-    ) -> Mapping[str, Tensor]:
-        """Scalar losses of one micro-batch, by log name. Their sum is differentiated."""
+    def forward(
+        self,
+        part: Any,
+        batch: Batch,
+        hidden: Tensor | None,
+        config: RunConfig,
+        tokenizer: Tokenizer,
+    ) -> Tensor | Mapping[str, Tensor]:
+        """One micro-batch through a part of the model.
+
+        Args:
+            hidden: [s, b, h] from the part before; None for the first.
+
+        Returns:
+            Hidden states for the next part; of the last one scalar losses by log name, whose sum
+            is differentiated.
+        """
         ...

@@ -14,6 +14,8 @@ from megatron.optimizer.mixed import Optimizer
 from megatron.optimizer.schedule import Schedules
 from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.layout import Layout
+from megatron.parallel.pipeline.p2p import PipelineChannel
+from megatron.parallel.weight_gradients import WeightGradientQueue
 from megatron.tokenizer.base import Tokenizer
 from megatron.training.batch_size import BatchPlan
 from megatron.training.exit import ExitRequest
@@ -49,10 +51,12 @@ class Run:
     layout: Layout
     tokenizer: Tokenizer
     padded_vocab_size: int
-    model: nn.Module
+    parts: list[nn.Module]
     gradients: GradientBuffer
     optimizer: Optimizer
     schedules: Schedules
+    channel: PipelineChannel | None
+    weight_gradients: WeightGradientQueue | None
     batches: BatchPlan
     train_iterations: int
     datasets: Splits
@@ -60,6 +64,15 @@ class Run:
     timers: Timers
     progress: Progress
     train_batches: Iterator[Batch] = iter(())
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Of all parts of the model here; names are global, so no two parts share one."""
+        for part in self.parts:
+            yield from part.named_parameters()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        for _, parameter in self.named_parameters():
+            yield parameter
 
     @property
     def is_log_rank(self) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from megatron.config import RunConfig
-from megatron.device import Device
+from megatron.config.run import known
+from megatron.device import Device, parameter_dtype
 from megatron.environment import Launch
 from megatron.errors import ConfigError
 from megatron.optimizer.mixed import Optimizer
@@ -13,12 +14,16 @@ from megatron.optimizer.schedule import Schedules
 from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.initialization import initialize
 from megatron.parallel.layout import Layout
+from megatron.parallel.pipeline.p2p import PipelineChannel
+from megatron.parallel.pipeline.stages import parts_of_stage, plan_parts
+from megatron.parallel.weight_gradients import WeightGradientQueue, attach
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.vocabulary import padded_vocab_size
 from megatron.training.batch_size import BatchPlan
 from megatron.training.checkpointing import open_for_loading, restore_run
 from megatron.training.data import batches_from, samples_needed
 from megatron.training.exit import ExitRequest
+from megatron.training.passes import schedule_kind
 from megatron.training.recipe import Recipe
 from megatron.training.run import Progress, Run
 from megatron.training.timers import Timers
@@ -40,10 +45,15 @@ def build_run(
         tokenizer.vocab_size, config.model.make_vocab_size_divisible_by, layout.tensor.size
     )
     reader = open_for_loading(config, layout)
-    model = recipe.build_model(config, layout, device, vocabulary)
-    _initialize(model, config, loading=reader is not None)
+    plan = plan_parts(known(config.model.num_layers), config.parallel)
+    parts = [
+        recipe.build_part(config, layout, device, vocabulary, part)
+        for part in parts_of_stage(plan, layout.pipeline.rank, layout.pipeline.size)
+    ]
+    named_parameters = [pair for part in parts for pair in part.named_parameters()]
+    _initialize(named_parameters, config, loading=reader is not None)
     gradients = GradientBuffer(
-        model.named_parameters(),
+        named_parameters,
         layout,
         accumulate_in_fp32=config.precision.accumulate_allreduce_grads_in_fp32,
     )
@@ -57,10 +67,10 @@ def build_run(
         layout=layout,
         tokenizer=tokenizer,
         padded_vocab_size=vocabulary,
-        model=model,
+        parts=parts,
         gradients=gradients,
         optimizer=Optimizer(
-            model.named_parameters(),
+            named_parameters,
             gradients,
             config.optimizer,
             config.precision,
@@ -70,6 +80,8 @@ def build_run(
         schedules=Schedules.from_config(
             config.schedule, config.optimizer, config.training, global_batch=batches.global_batch
         ),
+        channel=_connect(config, layout, device, len(parts)),
+        weight_gradients=_deferred_weight_gradients(config, parts),
         batches=batches,
         train_iterations=train_iterations,
         datasets=recipe.build_datasets(
@@ -98,7 +110,45 @@ def _train_iterations(config: RunConfig, batches: BatchPlan) -> int:
     return training.train_iters
 
 
-def _initialize(model: torch.nn.Module, config: RunConfig, *, loading: bool) -> None:
+def _connect(
+    config: RunConfig, layout: Layout, device: Device, chunks: int
+) -> PipelineChannel | None:
+    """The way to the neighbouring pipeline stages; None without a pipeline. Collective."""
+    if layout.pipeline.size == 1:
+        return None
+    sequence = known(config.data.seq_length) // layout.context.size
+    if config.parallel.sequence_parallel:
+        sequence //= layout.tensor.size
+    precision = config.precision
+    dtype = parameter_dtype(fp16=precision.fp16, bf16=precision.bf16)
+    return PipelineChannel.create(
+        layout,
+        ring=chunks > 1,
+        device=device.torch_device,
+        dtype=torch.float32 if precision.fp32_residual_connection else dtype,
+        shape=(
+            sequence,
+            known(config.training.micro_batch_size),
+            known(config.model.hidden_size),
+        ),
+    )
+
+
+def _deferred_weight_gradients(
+    config: RunConfig, parts: list[torch.nn.Module]
+) -> WeightGradientQueue | None:
+    """Where a zero-bubble schedule keeps weight gradients for later; None for the others."""
+    if schedule_kind(config, len(parts)) != "zero-bubble":
+        return None
+    queue = WeightGradientQueue()
+    for part in parts:
+        attach(part, queue)
+    return queue
+
+
+def _initialize(
+    named_parameters: list[tuple[str, torch.nn.Parameter]], config: RunConfig, *, loading: bool
+) -> None:
     if loading and not config.model.perform_initialization:
         return
     if not config.model.perform_initialization:
@@ -106,7 +156,7 @@ def _initialize(model: torch.nn.Module, config: RunConfig, *, loading: bool) -> 
             "--no-initialization: no checkpoint is loaded, so the weights would be garbage: "
             "give --load with a checkpoint, or drop the flag"
         )
-    initialize(model.named_parameters(), config.training.seed)
+    initialize(named_parameters, config.training.seed)
 
 
 def _open_training_data(run: Run) -> None:

@@ -57,7 +57,7 @@ def start_panel(run: Run, seconds: float) -> str:
     """Every decision and its reason, before the first iteration."""
     config = run.config
     rows: list[Row] = [
-        *device_rows(config, run.device, run.recipe.describe_kernels(run.model)),
+        *device_rows(config, run.device, run.recipe.describe_kernels(run.parts[0])),
         *size_rows(config, run.layout.world.size, run.padded_vocab_size),
         ("data", _describe_data(run)),
         ("tokenizer", f"{config.tokenizer.tokenizer_type}, {run.tokenizer.vocab_size:,} entries"),

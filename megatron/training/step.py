@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.parallel.layout import Layout
-from megatron.parallel.random import micro_batch_seed
-from megatron.training.recipe import Batch
+from megatron.parallel.tied import share_tied_gradients
+from megatron.training.passes import Passes
 from megatron.training.run import Run
 
 
@@ -47,25 +47,30 @@ class StepOutcome:
 
 
 def train_step(run: Run) -> StepOutcome:
-    """Consume one global batch and update the parameters."""
+    """Consume one global batch and update the parameters. Collective."""
     progress = run.progress
     samples = run.batches.global_batch_at(progress.consumed_samples)
-    lr = run.schedules.learning_rate.at(progress.scheduled_samples)
-    weight_decay = run.schedules.weight_decay.at(progress.scheduled_samples)
     loss_scale = run.optimizer.loss_scale
-
-    run.model.train()
+    passes = Passes(
+        run,
+        run.train_batches,
+        run.batches.micro_batches_at(progress.consumed_samples),
+        first_sample=progress.consumed_samples,
+        scale=run.optimizer.scale_loss,
+    )
+    for part in run.parts:
+        part.train()
     run.gradients.zero()
     with run.timers.measure("forward-backward"):
-        micro_losses, sample_ids = _forward_backward(run, samples)
+        passes.forward_backward()
     with run.timers.measure("all-grads-sync"):
-        run.gradients.reduce()
+        reduce_gradients(run)
     with run.timers.measure("optimizer"):
-        result = run.optimizer.step(lr=lr, weight_decay=weight_decay)
-    means = {name: torch.stack(values).mean() for name, values in micro_losses.items()}
-    losses, exit_wanted = reduce_losses(means, run.exit.wanted, run.layout)
-    finite = torch.stack([sum(terms) for terms in zip(*micro_losses.values(), strict=True)])
-
+        result = run.optimizer.step(
+            lr=run.schedules.learning_rate.at(progress.scheduled_samples),
+            weight_decay=run.schedules.weight_decay.at(progress.scheduled_samples),
+        )
+    losses, exit_wanted = reduce_losses(passes.losses, run.exit.wanted, run)
     losses_are_finite = all(math.isfinite(value) for value in losses.values())
 
     progress.iteration += 1
@@ -82,56 +87,45 @@ def train_step(run: Run) -> StepOutcome:
         samples=samples,
         loss_scale=loss_scale,
         exit_wanted=exit_wanted,
-        sample_ids=sample_ids,
-        finite=torch.isfinite(finite).tolist(),
+        sample_ids=passes.sample_ids,
+        finite=_finite(passes),
     )
 
 
-def _forward_backward(run: Run, samples: int) -> tuple[dict[str, list[Tensor]], list[list[int]]]:
-    """Run this rank's micro-batches; their losses and sample ids."""
-    per_pass = run.batches.micro_batch * run.layout.data.size
-    count = samples // per_pass
-    losses: dict[str, list[Tensor]] = {}
-    sample_ids = []
-    for index in range(count):
-        with run.timers.measure("batch-generator", level=2):
-            batch = next(run.train_batches)
-        sample_ids.append(batch["id"].tolist())
-        first = run.progress.consumed_samples + index * per_pass
-        first += run.layout.data.rank * run.batches.micro_batch
-        run.device.seed(micro_batch_seed(run.progress.dropout_seed, first))
-        with run.timers.measure("forward-compute", level=2):
-            terms = run.recipe.losses(run.model, to_device(batch, run), run.config, run.tokenizer)
-        total = torch.stack(list(terms.values())).sum() / count
-        with run.timers.measure("backward-compute", level=2):
-            run.optimizer.scale_loss(total).backward()
-        for name, value in terms.items():
-            losses.setdefault(name, []).append(value.detach())
-    return losses, sample_ids
+def reduce_gradients(run: Run) -> None:
+    """From this process's gradients to those of the global batch. Collective."""
+    share_tied_gradients(run.parts, run.layout.embedding)
+    run.gradients.reduce()
 
 
-def any_rank(flag: bool, layout: Layout) -> bool:
-    """Whether any data rank says yes. Collective."""
-    return reduce_losses({"": torch.zeros(())}, flag, layout)[1]
+def _finite(passes: Passes) -> list[bool]:
+    """Whether each micro-batch had a finite loss; true where losses are computed elsewhere."""
+    if not passes.losses:
+        return [True] * len(passes.sample_ids)
+    totals = torch.stack([torch.stack(values) for values in passes.losses.values()]).sum(dim=0)
+    return torch.isfinite(totals).tolist()
 
 
-def to_device(batch: Batch, run: Run) -> Batch:
-    """The batch on this run's device; ids stay where they are."""
-    target = run.device.torch_device
-    return {
-        name: value if name == "id" else value.to(target, non_blocking=True)
-        for name, value in batch.items()
-    }
+def any_rank(flag: bool, run: Run) -> bool:
+    """Whether any rank says yes. Collective."""
+    return reduce_losses({}, flag, run)[1]
 
 
 def reduce_losses(
-    losses: dict[str, Tensor], exit_wanted: bool, layout: Layout
+    losses: Mapping[str, list[Tensor]], exit_wanted: bool, run: Run
 ) -> tuple[dict[str, float], bool]:
-    """Mean of each loss over data ranks, and whether any rank wants to leave: one all-reduce."""
-    stacked = torch.stack([*losses.values()]).float()
-    packed = torch.cat([stacked, stacked.new_tensor([float(exit_wanted)])])
-    if layout.data.size > 1:
-        dist.all_reduce(packed, group=layout.data.group)
-        packed[:-1] /= layout.data.size
+    """Mean of each loss over the global batch, and whether any rank wants to leave.
+
+    One all-reduce over the world: the ranks that hold the end of the model know the losses, and
+    one tensor rank speaks for all. Each data and context rank gives its mean over micro-batches.
+    """
+    layout, names = run.layout, run.recipe.loss_names
+    packed = torch.zeros(len(names) + 1, device=run.device.torch_device)
+    if losses and layout.tensor.is_first:
+        means = torch.stack([torch.stack(losses[name]).float().mean() for name in names])
+        packed[:-1] = means / (layout.data.size * layout.context.size)
+    packed[-1] = float(exit_wanted)
+    if layout.world.size > 1:
+        dist.all_reduce(packed, group=layout.world.group)
     *values, flag = packed.tolist()
-    return dict(zip(losses, values, strict=True)), flag > 0
+    return dict(zip(names, values, strict=True)), flag > 0

@@ -33,9 +33,35 @@ _LINES = [
         "--num-layers 6 is not divisible by --pipeline-model-parallel-size 4: use 1, 2, 3 or 6",
     ),
     (
-        "--context-parallel-size 2",
+        "--context-parallel-size 2 --attention-dropout 0",
         "--context-parallel-size 2: only data parallelism is built so far: use 1 and launch more "
         "processes",
+    ),
+    (
+        "--context-parallel-size 4 --attention-dropout 0 --seq-length 124",
+        "--seq-length 124 is not divisible by 2 x --context-parallel-size 4: each process takes an "
+        "early and a late piece: use a multiple of 8",
+    ),
+    (
+        "--context-parallel-size 2 --attention-dropout 0.2",
+        "--attention-dropout 0.2 does not go with --context-parallel-size 2 and --cp-comm-type "
+        "p2p: use 0, or --cp-comm-type a2a",
+    ),
+    (
+        "--context-parallel-size 2 --cp-comm-type a2a --reset-attention-mask",
+        "--reset-attention-mask does not go with --context-parallel-size 2: drop it, or use 1",
+    ),
+    (
+        "--context-parallel-size 4 --cp-comm-type a2a --num-attention-heads 6 --hidden-size 96",
+        "--num-attention-heads 6 is not divisible by --context-parallel-size 4 x "
+        "--tensor-model-parallel-size 1 = 4, and --cp-comm-type a2a spreads heads: use "
+        "--cp-comm-type p2p, or fewer processes",
+    ),
+    (
+        "--context-parallel-size 4 --cp-comm-type a2a --group-query-attention --num-query-groups 2",
+        "--num-query-groups 2 is not divisible by --context-parallel-size 4 x "
+        "--tensor-model-parallel-size 1 = 4, and --cp-comm-type a2a spreads heads: use "
+        "--cp-comm-type p2p, or fewer processes",
     ),
     (
         "--hidden-size 66",

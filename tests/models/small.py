@@ -48,6 +48,7 @@ def gpt(
     *,
     layout: Layout | None = None,
     recompute: RecomputePlan | None = None,
+    cp_comm_type: str = "p2p",
     dtype: torch.dtype = torch.float32,
     seed: int = 1,
 ) -> GPTModel:
@@ -57,6 +58,7 @@ def gpt(
         layout or Layout.single(),
         padded_vocab_size=VOCAB,
         recompute=recompute,
+        cp_comm_type=cp_comm_type,
         device=torch.device("cpu"),
         dtype=dtype,
     )

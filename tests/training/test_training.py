@@ -84,7 +84,7 @@ class _Poison(Callback):
         self.iteration = iteration
 
     def before_step(self, run):
-        weight = next(iter(run.model.parameters()))
+        weight = next(iter(run.parameters()))
         poisoned = run.progress.iteration + 1 == self.iteration and run.layout.world.rank == 0
         self.hook = weight.register_hook(lambda g: g * float("nan")) if poisoned else None
 
@@ -111,7 +111,7 @@ def _poisoned(layout, policy):
 
 
 def fingerprint_parameters(run):
-    return torch.cat([p.detach().flatten() for p in run.model.parameters()]).numpy().tobytes()
+    return torch.cat([p.detach().flatten() for p in run.parameters()]).numpy().tobytes()
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -64,7 +64,7 @@ def train_toy(layout: Layout, arguments: Sequence[str] = ()) -> tuple[Recorder, 
 def fingerprint(run: Run) -> str:
     """Digest of parameters, optimizer state and position."""
     digest = hashlib.sha256(repr(run.progress).encode())
-    tensors = {name: p.detach() for name, p in run.model.named_parameters()}
+    tensors = {name: p.detach() for name, p in run.named_parameters()}
     tensors |= {name: tensor for name, (tensor, _) in run.optimizer.named_tensors().items()}
     for name in sorted(tensors):
         digest.update(name.encode())

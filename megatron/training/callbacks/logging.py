@@ -49,7 +49,7 @@ class LogLine(Callback):
             return
         norm = None
         if run.config.logging.log_params_norm:
-            norm = parameters_norm(run.model.parameters(), run.layout)
+            norm = parameters_norm(run.parameters(), run.layout)
         record = self._record(run, outcome, norm)
         if run.is_log_rank:
             say(training_line(record))

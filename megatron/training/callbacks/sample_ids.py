@@ -21,7 +21,7 @@ class SampleIds(Callback):
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
         mine = torch.tensor(outcome.sample_ids).reshape(-1, run.batches.micro_batch)
-        ids = sorted(gather_rows(mine, run).flatten().tolist())
+        ids = sorted(gather_rows(mine, run.layout.data).flatten().tolist())
         if not run.is_log_rank:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,212 @@
+"""Attention between a block of queries and a block of keys, with what it takes to add up blocks.
+
+Next to its result a block gives the logarithm of the sum of exponentials of its scores. Results of
+several blocks merge by it; and once merged, result and logarithm of the whole row are all that
+another block's backward needs.
+
+Shapes: b micro-batch, n query heads, g key-value heads (each serves n/g consecutive query heads),
+q and k tokens in a block, d head size.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron.device import Device
+
+LARGEST_FLASH_HEAD = 256
+
+
+class BlockForward(Protocol):
+    """The first of a form's two functions."""
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Attend within the block.
+
+        Args:
+            query: [b, n, q, d].
+            key: [b, g, k, d].
+            value: [b, g, k, d].
+            causal: row i attends to columns up to i; q = k.
+
+        Returns:
+            Result [b, n, q, d] and log-sum-exp of the scaled scores, fp32 [b, n, q].
+        """
+
+
+class BlockBackward(Protocol):
+    """The second of a form's two functions."""
+
+    def __call__(
+        self,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        logsumexp: Tensor,
+        *,
+        causal: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """This block's part of the gradients.
+
+        Args:
+            grad: of `out`.
+            query: as in forward; `key`, `value` and `causal` too.
+            out: the merged result of all blocks of these queries, [b, n, q, d].
+            logsumexp: over all blocks, fp32 [b, n, q].
+
+        Returns:
+            Gradients of query, key and value.
+        """
+
+
+@dataclass(frozen=True)
+class BlockAttention:
+    """One form of both functions, and why it was chosen."""
+
+    name: str
+    reason: str
+    forward: BlockForward
+    backward: BlockBackward
+
+
+def choose_block(head_size: int, dtype: torch.dtype, device: torch.device) -> BlockAttention:
+    """The flash kernel where it runs, else the plain form."""
+    misfit = flash_misfit(head_size, dtype, device)
+    if misfit:
+        return BlockAttention("plain", misfit, reference_forward, reference_backward)
+    return BlockAttention("flash", "16 bits on a GPU", flash_forward, flash_backward)
+
+
+def flash_misfit(head_size: int, dtype: torch.dtype, device: torch.device) -> str:
+    """Why the flash kernel cannot run; empty if it can."""
+    if not Device(device).has_flash:
+        return f"no flash kernel on {device.type}"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return "flash kernels compute in 16 bits"
+    if head_size % 8 or head_size > LARGEST_FLASH_HEAD:
+        return f"head size {head_size} is not a multiple of 8 up to {LARGEST_FLASH_HEAD}"
+    return ""
+
+
+def merge(out: Tensor, logsumexp: Tensor, part: Tensor, part_sum: Tensor) -> None:
+    """Add a block to a result, in place: each weighs with its share of the exponentials' sum."""
+    share = (part_sum - logsumexp).sigmoid().unsqueeze(-1)
+    out.lerp_(part.to(out.dtype), share)
+    logsumexp.copy_(logsumexp.logaddexp(part_sum))
+
+
+def reference_forward(
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """The formula, with the block's scores in memory; computed and returned in fp32 or wider."""
+    query, key, value = _widen(query), _widen(key), _widen(value)
+    scores = _scores(query, key, causal)  # [b, g, n/g * q, k]
+    logsumexp = scores.logsumexp(dim=-1)
+    out = (scores - logsumexp.unsqueeze(-1)).exp() @ value
+    return out.view_as(query), logsumexp.view(query.shape[:3])
+
+
+def reference_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    *,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the formula, in fp32 or wider.
+
+    With weights P = exp(scores - logsumexp): the scores' gradient is P * (dP - sum(grad * out)),
+    where the sum over a whole row of P * dP is that over a row of grad * out.
+    """
+    query, key, value, grad, out = (_widen(x) for x in (query, key, value, grad, out))
+    groups = key.shape[1]
+    weights = (_scores(query, key, causal) - _by_group(logsumexp, groups).unsqueeze(-1)).exp()
+    grad_rows = _by_group(grad, groups)
+    row_sums = _by_group((grad * out).sum(-1), groups).unsqueeze(-1)
+    grad_value = weights.transpose(2, 3) @ grad_rows
+    grad_scores = weights * (grad_rows @ value.transpose(2, 3) - row_sums) * _scale(query)
+    grad_key = grad_scores.transpose(2, 3) @ _by_group(query, groups)
+    return (grad_scores @ key).view_as(query), grad_key, grad_value
+
+
+def flash_forward(
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """The same by the flash kernel; the result keeps the inputs' 16-bit type."""
+    out, logsumexp, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+        query, key, value, 0.0, causal, scale=_scale(query)
+    )
+    return out, logsumexp
+
+
+def flash_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    *,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Its backward. The kernel recomputes the weights from the whole row's log-sum-exp."""
+    unused = torch.empty(2, dtype=torch.uint64, device=query.device)  # dropout's random state
+    gradients: tuple[Tensor, Tensor, Tensor] = (
+        torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            grad,
+            query,
+            key,
+            value,
+            out,
+            logsumexp.contiguous(),  # the kernel assumes dense rows, and a half block has none
+            None,
+            None,
+            query.shape[2],
+            key.shape[2],
+            0.0,
+            causal,
+            unused,
+            unused,
+            scale=_scale(query),
+        )
+    )
+    return gradients
+
+
+def _scale(query: Tensor) -> float:
+    return 1 / math.sqrt(query.shape[-1])
+
+
+def _widen(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
+
+
+def _by_group(x: Tensor, groups: int) -> Tensor:
+    """Rows of all query heads that share a key head, joined: [b, n, q, ...] -> [b, g, n/g * q, ...]
+
+    Products with a group's keys or values then need no copies of them, and sums over rows are
+    sums over the group's heads.
+    """
+    return x.unflatten(1, (groups, -1)).flatten(2, 3)
+
+
+def _scores(query: Tensor, key: Tensor, causal: bool) -> Tensor:
+    """[b, g, n/g * q, k]."""
+    length = query.shape[2]
+    scores = _by_group(query * _scale(query), key.shape[1]) @ key.transpose(2, 3)
+    if causal:
+        future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
+        scores.unflatten(2, (-1, length)).masked_fill_(future, -math.inf)
+    return scores

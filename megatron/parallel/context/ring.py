@@ -1,0 +1,199 @@
+"""Ring attention (Liu et al., 2023): keys and values travel, queries stay.
+
+In C steps the keys and values of every rank come by. While a block is computed the next one is
+under way. Blocks' results merge by their log-sum-exp; blocks that lie in the future are never
+computed. Backward goes round once more with the gradients of keys and values one step behind.
+
+Shapes: l = s/C local tokens, b micro-batch, n query heads, g key-value heads, d head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.parallel.context.block import BlockAttention, merge
+from megatron.parallel.layout import Axis
+
+
+@dataclass(frozen=True)
+class RingStep:
+    """What a rank computes in one step: local tokens `queries` attend to tokens `keys` of `source`.
+
+    Attributes:
+        source: rank whose keys and values are here.
+        causal: mask within the block; else every query attends to every key.
+    """
+
+    source: int
+    queries: slice
+    keys: slice
+    causal: bool
+
+
+def ring_plan(axis: Axis, length: int, *, causal: bool) -> list[RingStep]:
+    """The steps of this rank, in order; together they are the whole attention of its queries.
+
+    Ranks hold an early and a late half (see `split`), of `length` tokens together. A lower rank's
+    early half lies before all our tokens and its late half after them; a higher rank's two halves
+    lie between ours. So every step after the first computes half a block, without a mask.
+    """
+    everything, early, late = slice(0, length), slice(0, length // 2), slice(length // 2, length)
+    steps = []
+    for step in range(axis.size):
+        source = (axis.rank - step) % axis.size
+        queries, keys = everything, everything
+        if causal and source < axis.rank:
+            keys = early
+        elif causal and source > axis.rank:
+            queries = late
+        steps.append(RingStep(source, queries, keys, causal and step == 0))
+    return steps
+
+
+def ring_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    axis: Axis,
+    block: BlockAttention,
+    causal: bool,
+) -> Tensor:
+    """Attention of this rank's queries to the whole sequence. Collective over the axis.
+
+    Args:
+        query: [l, b, n, d], rank's part of the sequence as `split_sequence` cuts it.
+        key: [l, b, g, d].
+        value: [l, b, g, d].
+        axis: the context axis.
+        block: form of the attention within a block.
+        causal: attend to the past and oneself only.
+
+    Returns:
+        [l, b, n * d], in the type of `query`.
+    """
+    query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+    out: Tensor = _Ring.apply(query, key, value, axis, block, causal)  # [b, n, l, d]
+    return out.permute(2, 0, 1, 3).flatten(2)
+
+
+@dataclass(frozen=True)
+class _Transfer:
+    """A tensor on its way to the next rank, and another coming from the one before."""
+
+    works: list[Any]
+    sent: Tensor  # kept until it has left
+    received: Tensor
+
+    @classmethod
+    def start(cls, x: Tensor, axis: Axis) -> _Transfer:
+        received = torch.empty_like(x)
+        following = axis.ranks[(axis.rank + 1) % axis.size]
+        previous = axis.ranks[axis.rank - 1]
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, x, following, axis.group),
+                dist.P2POp(dist.irecv, received, previous, axis.group),
+            ]
+        )
+        return cls(works, x, received)
+
+    def wait(self) -> Tensor:
+        for work in self.works:
+            work.wait()
+        return self.received
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        axis: Axis,
+        block: BlockAttention,
+        causal: bool,
+    ) -> Tensor:
+        plan = ring_plan(axis, query.shape[2], causal=causal)
+        out, logsumexp = _go_round(query, torch.stack((key, value)), axis, block, plan)
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, logsumexp)
+        ctx.axis, ctx.block, ctx.plan = axis, block, plan
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, logsumexp = ctx.saved_tensors
+        grad_query, grad_pair = _go_back(
+            (grad, query, out, logsumexp),
+            torch.stack((key, value)),
+            ctx.axis,
+            ctx.block,
+            ctx.plan,
+        )
+        grad_key, grad_value = grad_pair.to(key.dtype)
+        return grad_query.to(query.dtype), grad_key, grad_value, None, None, None
+
+
+def _go_round(
+    query: Tensor, pair: Tensor, axis: Axis, block: BlockAttention, plan: list[RingStep]
+) -> tuple[Tensor, Tensor]:
+    """Result [b, n, l, d] and log-sum-exp [b, n, l], both fp32 or wider, of keys and values `pair`.
+
+    `pair` is [2, b, g, l, d]: one message carries both.
+    """
+    out, logsumexp = query.new_empty(0), query.new_empty(0)
+    for index, step in enumerate(plan):
+        transfer = _Transfer.start(pair, axis) if index + 1 < len(plan) else None
+        key, value = pair[:, :, :, step.keys]
+        part, part_sum = block.forward(query[:, :, step.queries], key, value, causal=step.causal)
+        if index == 0:  # one's own block has every query
+            out, logsumexp = part.to(part_sum.dtype), part_sum
+        else:
+            merge(out[:, :, step.queries], logsumexp[:, :, step.queries], part, part_sum)
+        if transfer is not None:
+            pair = transfer.wait()
+    return out, logsumexp
+
+
+def _go_back(
+    rows: tuple[Tensor, Tensor, Tensor, Tensor],
+    pair: Tensor,
+    axis: Axis,
+    block: BlockAttention,
+    plan: list[RingStep],
+) -> tuple[Tensor, Tensor]:
+    """Gradients of query and pair, fp32 or wider, from `rows`: grad, query, out and log-sum-exp.
+
+    A block's gradient joins those that earlier ranks found for the same keys and values, and goes
+    on with them. After the last step it is one rank away from home.
+    """
+    wide = rows[3].dtype
+    grad_query = torch.zeros_like(rows[1], dtype=wide)
+    grad_pair = torch.zeros_like(pair, dtype=wide)
+    following = None
+    for index, step in enumerate(plan):
+        transfer = _Transfer.start(pair, axis) if index + 1 < len(plan) else None
+        grad, query, out, logsumexp = (x[:, :, step.queries] for x in rows)
+        key, value = pair[:, :, :, step.keys]
+        of_query, of_key, of_value = block.backward(
+            grad, query, key, value, out, logsumexp, causal=step.causal
+        )
+        grad_query[:, :, step.queries] += of_query
+        if following is not None:
+            grad_pair = following.wait()
+        grad_pair[0, :, :, step.keys] += of_key
+        grad_pair[1, :, :, step.keys] += of_value
+        following = _Transfer.start(grad_pair, axis)
+        if transfer is not None:
+            pair = transfer.wait()
+    assert following is not None
+    return grad_query, following.wait()

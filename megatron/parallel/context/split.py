@@ -1,0 +1,55 @@
+"""Which part of a sequence a context rank holds.
+
+A causal token attends to all before it, so late tokens cost more than early ones. The sequence is
+cut into 2C equal chunks for C ranks, and rank r holds chunks r and 2C - 1 - r: everybody has the
+same work. The local order is the global one: the early chunk, then the late one.
+
+s sequence, C context-parallel size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron.parallel.layout import Axis
+
+
+def local_positions(sequence: int, axis: Axis, device: torch.device | None = None) -> Tensor:
+    """Places in the whole sequence of this rank's tokens, increasing: int64 [s/C].
+
+    Args:
+        sequence: s, a multiple of 2C.
+        axis: the context axis.
+        device: where the result lives.
+    """
+    return split_sequence(torch.arange(sequence, device=device), axis, dim=0)
+
+
+def split_sequence(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """This rank's part of `x`: [..., s, ...] -> [..., s/C, ...]."""
+    if axis.size == 1:
+        return x
+    chunks = _chunks(x, axis.size, dim)
+    return torch.cat((chunks[axis.rank], chunks[-1 - axis.rank]), dim)
+
+
+def split_for_all(x: Tensor, size: int, dim: int) -> list[Tensor]:
+    """The parts of all `size` ranks, in rank order."""
+    chunks = _chunks(x, size, dim)
+    return [torch.cat((chunks[rank], chunks[-1 - rank]), dim) for rank in range(size)]
+
+
+def join_sequence(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """The whole sequence from all ranks' parts in rank order: undoes `split_for_all`."""
+    if len(parts) == 1:
+        return parts[0]
+    early, late = zip(*(part.chunk(2, dim) for part in parts), strict=True)
+    return torch.cat((*early, *reversed(late)), dim)
+
+
+def _chunks(x: Tensor, size: int, dim: int) -> tuple[Tensor, ...]:
+    assert x.shape[dim] % (2 * size) == 0, f"{x.shape[dim]} tokens in {2 * size} chunks"
+    return x.chunk(2 * size, dim)

@@ -1,0 +1,141 @@
+"""Micro-batches through this process's parts of the model, in the order of a pipeline schedule.
+
+A model that is not cut is a pipeline of one stage: the same schedule, the same executor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache, partial
+
+import torch
+from torch import Tensor
+
+from megatron.config import RunConfig
+from megatron.parallel.pipeline.executor import ForwardStep, run_schedule
+from megatron.parallel.pipeline.schedule import (
+    Operation,
+    Operations,
+    Schedule,
+    ScheduleKind,
+    forward_only,
+    make_schedule,
+)
+from megatron.parallel.random import derive_seed, micro_batch_seed
+from megatron.training.recipe import Batch
+from megatron.training.run import Run
+
+
+def schedule_kind(config: RunConfig, chunks: int) -> ScheduleKind:
+    """The schedule that the flags ask for: 1F1B unless told otherwise."""
+    asked = config.parallel.pipeline_schedule
+    if asked is not None:
+        return asked  # type: ignore[return-value] # the flag's choices
+    return "interleaved" if chunks > 1 else "1f1b"
+
+
+@lru_cache(maxsize=8)
+def _schedule(
+    kind: ScheduleKind, stages: int, chunks: int, micro_batches: int, *, backward: bool
+) -> Schedule:
+    whole = make_schedule(kind, stages, chunks, micro_batches)
+    return whole if backward else forward_only(whole)
+
+
+class Passes:
+    """The passes of one update or one evaluation batch.
+
+    Args:
+        run: the model's parts and how to run them.
+        batches: this rank's micro-batches; `count` of them are taken.
+        count: micro-batches.
+        first_sample: place in the sample order of the first; None: no dropout to seed.
+        scale: of the summed losses before backward.
+
+    Attributes:
+        losses: by log name, one value a micro-batch; empty where the model does not end here.
+        sample_ids: one list a micro-batch.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        batches: Iterator[Batch],
+        count: int,
+        *,
+        first_sample: int | None = None,
+        scale: Callable[[Tensor], Tensor] = lambda loss: loss,
+    ) -> None:
+        self.losses: dict[str, list[Tensor]] = {}
+        self.sample_ids: list[list[int]] = []
+        self._run = run
+        self._batches = batches
+        self._count = count
+        self._first_sample = first_sample
+        self._scale = scale
+        self._loaded: dict[int, Batch] = {}
+
+    def forward_backward(self, before: Callable[[Operation], None] | None = None) -> None:
+        """Run them all; gradients add up in the parameters. Collective over the pipeline."""
+        self._carry_out(backward=True, before=before)
+
+    def forward(self) -> None:
+        """The losses alone. Collective over the pipeline."""
+        self._carry_out(backward=False, before=None)
+
+    def _carry_out(self, *, backward: bool, before: Callable[[Operation], None] | None) -> None:
+        run = self._run
+        chunks = len(run.parts)
+        kind = schedule_kind(run.config, chunks)
+        stages = run.layout.pipeline.size
+        schedule = _schedule(kind, stages, chunks, self._count, backward=backward)
+        operations: Operations = schedule[run.layout.pipeline.rank]
+        steps: list[ForwardStep] = [partial(self._step, chunk) for chunk in range(chunks)]
+        run_schedule(
+            operations, steps, run.channel, weight_gradients=run.weight_gradients, before=before
+        )
+
+    def _step(self, chunk: int, micro_batch: int, hidden: Tensor | None) -> Tensor:
+        """One part's forward: hidden states, or the scaled loss."""
+        run = self._run
+        batch = self._batch(micro_batch, is_last_use=chunk == len(run.parts) - 1)
+        self._seed(chunk, micro_batch)
+        with run.timers.measure("forward-compute", level=2):
+            result = run.recipe.forward(run.parts[chunk], batch, hidden, run.config, run.tokenizer)
+        if isinstance(result, Tensor):
+            return result
+        return self._record(result)
+
+    def _record(self, terms: Mapping[str, Tensor]) -> Tensor:
+        for name, value in terms.items():
+            self.losses.setdefault(name, []).append(value.detach())
+        return self._scale(torch.stack(list(terms.values())).sum() / self._count)
+
+    def _seed(self, chunk: int, micro_batch: int) -> None:
+        """Dropout masks follow the sample and the part, whatever the order of the passes."""
+        if self._first_sample is None:
+            return
+        run = self._run
+        first = self._first_sample + micro_batch * run.batches.samples_per_pass
+        first += run.layout.data.rank * run.batches.micro_batch
+        seed = micro_batch_seed(run.progress.dropout_seed, first)
+        part = chunk * run.layout.pipeline.size + run.layout.pipeline.rank
+        run.device.seed(derive_seed(seed, "part", part) if part else seed)
+
+    def _batch(self, micro_batch: int, *, is_last_use: bool) -> Batch:
+        """The micro-batch on the device, kept until the last part here has seen it."""
+        while len(self.sample_ids) <= micro_batch:
+            with self._run.timers.measure("batch-generator", level=2):
+                batch = next(self._batches)
+            number = len(self.sample_ids)
+            self.sample_ids.append(batch["id"].tolist())
+            self._loaded[number] = self._to_device(batch)
+        return self._loaded.pop(micro_batch) if is_last_use else self._loaded[micro_batch]
+
+    def _to_device(self, batch: Batch) -> Batch:
+        """Ids stay where they are."""
+        target = self._run.device.torch_device
+        return {
+            name: value if name == "id" else value.to(target, non_blocking=True)
+            for name, value in batch.items()
+        }

@@ -1,0 +1,92 @@
+"""GPT with its sequences split over context ranks: loss and gradients of one process."""
+
+import pytest
+import torch
+
+from megatron.data.masks import context_part, make_batch
+from megatron.models.recompute import RecomputePlan
+from megatron.parallel.context.split import join_sequence
+from megatron.parallel.gradients import GradientBuffer
+from megatron.parallel.layout import Layout
+from tests.distributed import run_distributed
+from tests.models.small import LLAMA, VOCAB, gpt
+from tests.models.test_gpt_layouts import take_part
+
+S = 16
+BASE = {"max_position_embeddings": S, "init_method_std": 0.3}  # large: attention must matter
+NETWORKS = {
+    "learned": {**BASE, "attention_dropout": 0.0, "hidden_dropout": 0.0},
+    "rope": {**LLAMA, **BASE},
+    "groups": {**LLAMA, **BASE, "num_query_groups": 4},
+}
+CASES = {
+    "learned": ("learned", "p2p", None, {"context": 2}),
+    "rope": ("rope", "p2p", None, {"context": 2}),
+    "ring of 4": ("rope", "p2p", None, {"context": 4}),
+    "recomputed": ("rope", "p2p", "full", {"context": 2}),
+    "tensor too": ("rope", "p2p", None, {"context": 2, "tensor": 2}),
+    "learned a2a": ("learned", "a2a", None, {"context": 2}),
+    "rope a2a": ("rope", "a2a", "selective", {"context": 2}),
+    "a2a over 4": ("groups", "a2a", None, {"context": 4}),
+    "tensor and a2a": ("groups", "a2a", None, {"context": 2, "tensor": 2}),
+}
+
+
+def whole_batch():
+    """Documents end here and there: positions start again, and the ends do not count."""
+    text = torch.randint(VOCAB, (2, S + 1), generator=torch.Generator().manual_seed(5))
+    text[0, 3] = text[1, 10] = text[1, 12] = 0
+    return make_batch(text, eod=0, reset_position_ids=True, eod_mask_loss=True)
+
+
+def step(model, layout):
+    """Loss [b, s/C] and gradients of the mean over the whole batch, reduced as in training."""
+    gradients = GradientBuffer(model.named_parameters(), layout, accumulate_in_fp32=False)
+    gradients.zero()
+    batch = whole_batch()
+    counted = batch.loss_mask.sum()
+    part = context_part(batch, layout.context)
+    loss = model(part.tokens, part.position_ids, part.labels)
+    (layout.context.size * (loss * part.loss_mask).sum() / counted).backward()
+    gradients.reduce()
+    grads = {name: gradients.gradient(p).clone() for name, p in model.named_parameters()}
+    return loss.detach(), grads
+
+
+def _split(layout, network, comm_type, recompute):
+    plan = recompute and RecomputePlan(recompute)
+    model = gpt(NETWORKS[network], layout=layout, recompute=plan, cp_comm_type=comm_type)
+    loss, grads = step(model, layout)
+    whole = dict(gpt(NETWORKS[network]).named_parameters())
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, take_part(whole[name], parameter))
+    _, expected = step(gpt(NETWORKS[network]), Layout.single())
+    for name, parameter in model.named_parameters():
+        theirs = take_part(expected[name], parameter)
+        assert (grads[name] - theirs).abs().max() < 1e-5 * theirs.abs().max(), name
+    return layout.context.rank, loss
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_context_parallel_equals_one_process(case):
+    network, comm_type, recompute, sizes = CASES[case]
+    expected, grads = step(gpt(NETWORKS[network]), Layout.single())
+    processes = sizes["context"] * sizes.get("tensor", 1)
+    results = run_distributed(processes, _split, network, comm_type, recompute, **sizes)
+    parts = dict(results)
+    losses = join_sequence([parts[rank] for rank in range(sizes["context"])], 1)
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
+    assert all(gradient.abs().max() > 1e-2 for gradient in grads.values())
+
+
+def _positions_of_their_own(layout):
+    model = gpt(NETWORKS["learned"], layout=layout)
+    part = context_part(whole_batch(), layout.context)
+    return model(part.tokens).detach()
+
+
+def test_without_position_ids_tokens_keep_their_place():
+    batch = whole_batch()
+    expected = gpt(NETWORKS["learned"])(batch.tokens).detach()
+    parts = run_distributed(2, _positions_of_their_own, context=2)
+    torch.testing.assert_close(join_sequence(parts, 1), expected, rtol=1e-5, atol=1e-5)

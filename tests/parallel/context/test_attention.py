@@ -1,0 +1,126 @@
+"""Ring and Ulysses over gloo processes equal attention on one."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.kernels.attention import cpu_attention
+from megatron.parallel.context.block import choose_block
+from megatron.parallel.context.ring import ring_attention, ring_plan
+from megatron.parallel.context.split import join_sequence, local_positions, split_sequence
+from megatron.parallel.context.ulysses import ulysses_attention
+from megatron.parallel.layout import Axis
+from tests.distributed import run_distributed
+from tests.parallel.context.inputs import heads, one_process, weights_of
+
+S = 16
+BLOCK = choose_block(8, torch.float32, torch.device("cpu"))
+
+
+def attend(comm_type, axis, causal, inputs):
+    if comm_type == "p2p":
+        return ring_attention(*inputs, axis=axis, block=BLOCK, causal=causal)
+    inside = partial(cpu_attention, mask=None, causal=causal, dropout=0.0)
+    return ulysses_attention(*inputs, axis=axis, attend=inside)
+
+
+def _parts(layout, cases):
+    return [_part(layout.context, *case) for case in cases]
+
+
+def _part(axis, comm_type, groups, causal):
+    whole = heads(S, groups)
+    inputs = [split_sequence(x, axis, 0).requires_grad_() for x in whole]
+    out = attend(comm_type, axis, causal, inputs)
+    out.backward(split_sequence(weights_of(torch.empty(S, 2, 32)), axis, 0))
+    return [out.detach(), *(x.grad for x in inputs)]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_attention_equals_one_process(size):
+    cases = [("p2p", groups, causal) for groups in (1, 2, 4) for causal in (True, False)]
+    cases += [("a2a", groups, causal) for groups in (size, 4) for causal in (True, False)]
+    results = run_distributed(size, _parts, cases, context=size)
+    for (comm_type, groups, causal), *parts in zip(cases, *results, strict=True):
+        expected = one_process(heads(S, groups), causal=causal)
+        for theirs, *ours in zip(expected, *parts, strict=True):
+            torch.testing.assert_close(
+                join_sequence(ours, 0),
+                theirs,
+                rtol=1e-5,
+                atol=1e-5,
+                msg=lambda text, case=(comm_type, groups, causal): f"{case}: {text}",
+            )
+
+
+def _change_the_future(layout, comm_type):
+    """Whether results before and from position 6 change with keys and values from 6 on."""
+    axis = layout.context
+    query, key, value = (split_sequence(x, axis, 0) for x in heads(S, 2))
+    before = attend(comm_type, axis, True, (query, key, value))
+    late = local_positions(S, axis) >= 6
+    key[late] += 1
+    value[late] -= 1
+    after = attend(comm_type, axis, True, (query, key, value))
+    changed = (before != after).flatten(1).any(1)
+    return changed.tolist(), late.tolist()
+
+
+@pytest.mark.parametrize("comm_type", ["p2p", "a2a"])
+def test_no_look_ahead(comm_type):
+    for changed, late in run_distributed(2, _change_the_future, comm_type, context=2):
+        assert changed == late
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_plan_covers_every_pair_once(size, causal):
+    length = 4
+    seen = torch.zeros(size * length, size * length)
+    areas = set()
+    axes = [Axis(size=size, rank=rank, ranks=tuple(range(size))) for rank in range(size)]
+    places = [local_positions(size * length, axis) for axis in axes]
+    for axis in axes:
+        plan = ring_plan(axis, length, causal=causal)
+        assert [step.source for step in plan] == [(axis.rank - i) % size for i in range(size)]
+        for index, step in enumerate(plan):
+            block = torch.ones(length, length)[step.queries, step.keys]
+            areas.add((index > 0, block.numel()))
+            rows, columns = places[axis.rank][step.queries], places[step.source][step.keys]
+            seen[rows[:, None], columns] += block.tril() if step.causal else block
+    expected = torch.ones_like(seen)
+    assert torch.equal(seen, expected.tril() if causal else expected)
+    assert areas == {(False, 16), (True, 8 if causal else 16)}  # even work at every step
+
+
+class _Largest(TorchDispatchMode):
+    """Remembers the largest tensor that any operation returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(x, torch.Tensor):
+                self.elements = max(self.elements, x.numel())
+        return out
+
+
+def _largest_tensor(layout):
+    axis = layout.context
+    sequence = 256
+    inputs = [
+        split_sequence(x, axis, 0).requires_grad_() for x in heads(sequence, 1, batch=1, n=2, d=4)
+    ]
+    with _Largest() as largest:
+        attend("p2p", axis, True, inputs).sum().backward()
+    return largest.elements
+
+
+def test_a_ring_holds_no_more_scores_than_one_block():
+    blocks = run_distributed(4, _largest_tensor, context=4)
+    assert blocks == [2 * 64 * 64] * 4  # two heads, s/C by s/C; the whole matrix has 2 * 256 * 256
