@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 Work = Callable[[], None]
+ATTRIBUTE = "weight_gradients"  # of layers that can put them off
 
 
 class WeightGradientQueue:
@@ -71,8 +72,8 @@ class WeightGradientQueue:
 
 
 def attach(model: nn.Module, queue: WeightGradientQueue | None) -> int:
-    """Set the `weight_gradients` attribute of every layer that has one; how many there are."""
-    layers = [module for module in model.modules() if hasattr(module, "weight_gradients")]
+    """Set the attribute of every layer that has one; how many there are."""
+    layers = [module for module in model.modules() if hasattr(module, ATTRIBUTE)]
     for layer in layers:
-        layer.weight_gradients = queue
+        setattr(layer, ATTRIBUTE, queue)
     return len(layers)
