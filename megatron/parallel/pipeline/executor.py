@@ -1,0 +1,182 @@
+"""Runs a stage's operations, whatever their schedule: the only part that computes.
+
+Autograd does the backward of each part on its own: a part's input is a leaf of its graph, whose
+gradient goes to the stage before. Of a part's output only its place in the graph is kept, never its
+values: once sent, they are freed (unless the graph itself saved them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from megatron.parallel.pipeline.schedule import COMPUTE, SENDS, Operation, Operations
+from megatron.parallel.weight_gradients import WeightGradientQueue
+
+# (micro-batch, input [s, b, h] or None for the first part) -> output [s, b, h]; of the last part
+# the loss to differentiate, a scalar.
+ForwardStep = Callable[[int, Tensor | None], Tensor]
+Observer = Callable[[Operation], None]
+Key = tuple[int, int]  # micro-batch, chunk
+
+
+class Channel(Protocol):
+    """How a stage talks to its neighbours: `p2p.PipelineChannel`."""
+
+    def post_receive(self, operation: Operation) -> None: ...
+    def receive(self, operation: Operation) -> Tensor: ...
+    def send(self, operation: Operation, tensor: Tensor) -> None: ...
+    def finish(self) -> None: ...
+
+
+class _Passed(NamedTuple):
+    """What backward needs of a forward."""
+
+    x: Tensor | None
+    output: GradientEdge
+
+
+def run_schedule(
+    operations: Operations,
+    parts: Sequence[ForwardStep],
+    channel: Channel | None,
+    *,
+    weight_gradients: WeightGradientQueue | None = None,
+    before: Observer | None = None,
+) -> None:
+    """Carry out one stage's operations. Gradients add up in the parameters.
+
+    Args:
+        operations: of this stage, from `make_schedule`, or `forward_only` of one.
+        parts: of every chunk of this stage its forward.
+        channel: to the other stages; None where there are none.
+        weight_gradients: the queue that the layers push to; needed for "backward_weight".
+        before: called with every operation before it starts: to time it, to say in which
+            operation a run hangs, to prepare for a chunk's last backward.
+    """
+    run = _Run(operations, parts, channel, weight_gradients)
+    posts = receives_to_post(operations)
+    with torch.set_grad_enabled(run.has_backward):
+        for operation, receives in zip(operations, posts, strict=True):
+            if before is not None:
+                before(operation)
+            for receive in receives:
+                run.channel.post_receive(receive)
+            run.carry_out(operation)
+        run.finish()
+
+
+def receives_to_post(operations: Operations) -> list[list[Operation]]:
+    """For every operation the receives to post before it starts.
+
+    A receive is posted before the computation that precedes it, so that its message travels
+    meanwhile; not earlier, since on GPUs a posted receive occupies processors.
+    """
+    posts: list[list[Operation]] = [[] for _ in operations]
+    place = 0
+    for i, operation in enumerate(operations):
+        if operation.kind in COMPUTE:
+            place = i
+        elif operation.kind not in SENDS:
+            posts[place].append(operation)
+    return posts
+
+
+def completing_operations(operations: Operations) -> dict[int, Operation]:
+    """For every chunk the operation with which all its gradients are complete."""
+    kinds = {"backward", "backward_weight"}
+    return {operation.chunk: operation for operation in operations if operation.kind in kinds}
+
+
+class _Run:
+    """What a stage holds in the course of one update, each tensor no longer than it must."""
+
+    def __init__(
+        self,
+        operations: Operations,
+        parts: Sequence[ForwardStep],
+        channel: Channel | None,
+        weight_gradients: WeightGradientQueue | None,
+    ) -> None:
+        kinds = {operation.kind for operation in operations}
+        self.has_backward = not kinds.isdisjoint({"backward", "backward_input"})
+        self._sending = {o.chunk for o in operations if o.kind == "send_activation"}
+        self._parts = parts
+        self._channel = channel
+        self._queue = weight_gradients
+        self._inputs: dict[Key, Tensor] = {}  # until forward
+        self._outputs: dict[Key, Tensor] = {}  # until sent
+        self._passed: dict[Key, _Passed] = {}  # from forward until backward
+        self._output_gradients: dict[Key, Tensor] = {}  # until backward
+        self._input_gradients: dict[Key, Tensor] = {}  # until sent
+
+    @property
+    def channel(self) -> Channel:
+        assert self._channel is not None, "several stages need a channel"
+        return self._channel
+
+    @property
+    def queue(self) -> WeightGradientQueue:
+        assert self._queue is not None, "deferred weight gradients need a queue"
+        return self._queue
+
+    def carry_out(self, operation: Operation) -> None:
+        key = (operation.micro_batch, operation.chunk)
+        match operation.kind:
+            case "forward":
+                self._forward(key)
+            case "backward":
+                self._backward(key)
+            case "backward_input":
+                with self.queue.collecting(key):
+                    self._backward(key)
+            case "backward_weight":
+                self.queue.run(key)
+            case "send_activation":
+                self.channel.send(operation, self._outputs.pop(key))
+            case "send_gradient":
+                self.channel.send(operation, self._input_gradients.pop(key))
+            case "receive_activation":
+                self._inputs[key] = self.channel.receive(operation)
+            case "receive_gradient":
+                self._output_gradients[key] = self.channel.receive(operation)
+
+    def finish(self) -> None:
+        """Wait for what was sent. Nothing may be left over."""
+        held = (
+            *(self._inputs, self._outputs, self._passed),
+            *(self._output_gradients, self._input_gradients),
+        )
+        assert not any(held), f"left over: {[list(place) for place in held]}"
+        assert not self._queue, "weight gradients that nobody computed"
+        if self._channel is not None:
+            self._channel.finish()
+
+    def _forward(self, key: Key) -> None:
+        micro_batch, chunk = key
+        x = self._inputs.pop(key, None)
+        if x is not None and self.has_backward:
+            x.requires_grad_()
+        output = self._parts[chunk](micro_batch, x)
+        if self.has_backward:
+            self._passed[key] = _Passed(x, get_gradient_edge(output))
+        if chunk in self._sending:
+            self._outputs[key] = output.detach()
+        elif chunk < len(self._parts) - 1:  # the next part is here too
+            self._inputs[micro_batch, chunk + 1] = output.detach()
+
+    def _backward(self, key: Key) -> None:
+        micro_batch, chunk = key
+        x, output = self._passed.pop(key)
+        torch.autograd.backward(output, self._output_gradients.pop(key, None))
+        if x is None:
+            return
+        assert x.grad is not None, f"chunk {chunk}: its output does not depend on its input"
+        if self._channel is None:
+            self._output_gradients[micro_batch, chunk - 1] = x.grad
+        else:
+            self._input_gradients[key] = x.grad

@@ -1,0 +1,163 @@
+"""Messages between neighbouring pipeline stages: activations one way, gradients the other.
+
+Every directed edge of the ring has a process group of its own for each kind of message, in which
+one process only sends and the other only receives, both in the schedule's order. NCCL runs the
+operations of a group one after another; where two directions shared a group, two stages that both
+send first would wait for each other for ever.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.parallel.layout import Axis, Layout
+from megatron.parallel.pipeline.schedule import SENDS, Operation
+
+
+@dataclass
+class _Edge:
+    """One direction between this process and a neighbour: global rank `peer`."""
+
+    group: Any
+    peer: int
+    pending: deque[tuple[Any, Tensor]] = field(default_factory=deque)  # oldest first
+
+
+EdgeKey = tuple[str, int]  # kind of operation, peer stage
+
+
+class PipelineChannel:
+    """This stage's messages. All of one run have the same shape.
+
+    `create` makes one for a layout. Calls to `post_receive`, `receive` and `send` follow the order
+    of the stage's operations; `finish` ends an update.
+
+    Args:
+        edges: as `connect` returns them.
+        device: where received tensors are allocated.
+        dtype: of activations and their gradients.
+        shape: of one message, [s, b, h] or this rank's part of it.
+    """
+
+    def __init__(
+        self,
+        edges: dict[EdgeKey, _Edge],
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        shape: Sequence[int],
+    ) -> None:
+        self._edges = edges
+        self._device = device
+        self._dtype = dtype
+        self._shape = tuple(shape)
+
+    @classmethod
+    def create(
+        cls,
+        layout: Layout,
+        *,
+        ring: bool,
+        device: torch.device,
+        dtype: torch.dtype,
+        shape: Sequence[int],
+    ) -> PipelineChannel:
+        """Connect this process with its neighbours. Collective over the pipeline axis.
+
+        Args:
+            layout: with process groups, where there is more than one stage.
+            ring: also connect the last stage with the first: schedules of several chunks.
+            device: of this process.
+            dtype: of activations and their gradients.
+            shape: of one message.
+        """
+        edges = connect(layout.pipeline, ring=ring, device=device)
+        return cls(edges, device=device, dtype=dtype, shape=shape)
+
+    def with_shape(self, shape: Sequence[int]) -> PipelineChannel:
+        """The same connections for messages of another shape: evaluation of longer sequences."""
+        return PipelineChannel(self._edges, device=self._device, dtype=self._dtype, shape=shape)
+
+    def post_receive(self, operation: Operation) -> None:
+        """Start to receive; `receive` of the same operation gets it. In the schedule's order."""
+        edge = self._edge(operation)
+        buffer = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        edge.pending.append((_start(dist.irecv, buffer, edge), buffer))
+
+    def receive(self, operation: Operation) -> Tensor:
+        """The message that was posted first on this edge and not taken yet.
+
+        A process on a CPU waits for it; on a GPU what is computed from now on does.
+        """
+        work, buffer = self._edge(operation).pending.popleft()
+        work.wait()
+        return buffer
+
+    def send(self, operation: Operation, tensor: Tensor) -> None:
+        """Start to send. The values are read later: do not change them in place.
+
+        The tensor's memory is kept until they are gone; the caller need not.
+        """
+        assert tuple(tensor.shape) == self._shape and tensor.dtype == self._dtype, (
+            f"{operation}: {tensor.dtype} {tuple(tensor.shape)} "
+            f"where every message is {self._dtype} {self._shape}"
+        )
+        edge = self._edge(operation)
+        tensor = tensor.detach().contiguous()
+        edge.pending.append((_start(dist.isend, tensor, edge), tensor))
+        while edge.pending and edge.pending[0][0].is_completed():  # gloo: never before `finish`
+            edge.pending.popleft()
+
+    def finish(self) -> None:
+        """Wait until everything sent is gone. Nothing posted may be left to receive."""
+        for (kind, _), edge in self._edges.items():
+            assert kind in SENDS or not edge.pending, f"{kind}: a message nobody took"
+            while edge.pending:
+                edge.pending.popleft()[0].wait()
+
+    def _edge(self, operation: Operation) -> _Edge:
+        assert operation.peer is not None, f"{operation} is no communication"
+        return self._edges[operation.kind, operation.peer]
+
+
+def connect(axis: Axis, *, ring: bool, device: torch.device) -> dict[EdgeKey, _Edge]:
+    """This process's edges. Collective over the axis; no other processes take part.
+
+    All stages go through the edges in one order, so none waits for another in a circle. A first
+    message goes over each at once: NCCL builds a connection at the first message, and blocks until
+    both ends take part, which in the midst of a schedule would be a deadlock.
+    """
+    if axis.size == 1:
+        return {}
+    assert axis.group is not None, "a layout without process groups cannot communicate"
+    edges: dict[EdgeKey, _Edge] = {}
+    for kind, step in (("activation", 1), ("gradient", -1)):
+        for low in range(axis.size if ring else axis.size - 1):
+            ends = (low, (low + 1) % axis.size)
+            source, destination = ends[::step]
+            if axis.rank not in ends:
+                continue
+            # Only the two ends take part, not the whole world.
+            ranks = sorted(axis.ranks[stage] for stage in ends)
+            group = dist.new_group(ranks, use_local_synchronization=True)
+            hello = torch.zeros(1, device=device)
+            if axis.rank == source:
+                edge = edges[f"send_{kind}", destination] = _Edge(group, axis.ranks[destination])
+                _start(dist.isend, hello, edge).wait()
+            else:
+                edge = edges[f"receive_{kind}", source] = _Edge(group, axis.ranks[source])
+                _start(dist.irecv, hello, edge).wait()
+    return edges
+
+
+def _start(transfer: Any, tensor: Tensor, edge: _Edge) -> Any:
+    work = transfer(tensor, edge.peer, group=edge.group)
+    assert work is not None, "the group of an edge holds both its ends"
+    return work

@@ -1,0 +1,229 @@
+"""Pipeline schedules as data: for every stage, the list of operations it carries out in order.
+
+The model is cut into stages x chunks parts; chunk c of stage p is part c * stages + p, so with
+several chunks a micro-batch goes around the ring of stages once for each. Everything here is a pure
+function of four numbers; `check.py` proves the lists right, `simulate.py` predicts their time,
+`executor.py` runs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, NamedTuple, get_args
+
+from megatron.errors import ConfigError
+
+ScheduleKind = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
+SCHEDULE_KINDS: tuple[ScheduleKind, ...] = get_args(ScheduleKind)
+
+OperationKind = Literal[
+    "forward",
+    "backward",  # gradients of inputs and of weights
+    "backward_input",
+    "backward_weight",
+    "send_activation",
+    "receive_activation",
+    "send_gradient",
+    "receive_gradient",
+]
+COMPUTE: frozenset[OperationKind] = frozenset(
+    ("forward", "backward", "backward_input", "backward_weight")
+)
+SENDS: frozenset[OperationKind] = frozenset(("send_activation", "send_gradient"))
+
+
+class Operation(NamedTuple):
+    """One thing a stage does.
+
+    Attributes:
+        kind: what. Activations travel to the next part, gradients to the previous one.
+        micro_batch: for which micro-batch, from 0.
+        chunk: for which chunk of this stage, from 0; a message belongs here to the chunk that
+            makes it (send) or needs it (receive).
+        peer: the stage at the other end of a message; None of a computation.
+    """
+
+    kind: OperationKind
+    micro_batch: int
+    chunk: int
+    peer: int | None = None
+
+    def __str__(self) -> str:
+        what = f"{self.kind} of micro-batch {self.micro_batch}, chunk {self.chunk}"
+        return what if self.peer is None else f"{what} (peer stage {self.peer})"
+
+
+Operations = tuple[Operation, ...]
+Schedule = tuple[Operations, ...]  # of every stage
+
+
+def make_schedule(kind: ScheduleKind, stages: int, chunks: int, micro_batches: int) -> Schedule:
+    """The operations of every stage, communication included.
+
+    Args:
+        kind: "gpipe": all forwards, then all backwards. "1f1b": backwards as early as possible, so
+            stage p holds at most stages - p micro-batches (Narayanan et al., 2019).
+            "interleaved": 1F1B over several chunks a stage, whose bubble is smaller by their
+            number (Narayanan et al., 2021). "zero-bubble": ZB-H1, weight gradients fill most of
+            1F1B's bubble within the memory of its first stage (Qi et al., 2023).
+        stages: pipeline-parallel size.
+        chunks: virtual stages a stage; more than one for "interleaved", and allowed for "gpipe".
+        micro_batches: of one update, of any number.
+
+    Raises:
+        ConfigError: a number out of range, or chunks that the kind cannot have.
+    """
+    _check_sizes(kind, stages, chunks, micro_batches)
+    computes = {
+        "gpipe": _gpipe,
+        "1f1b": _one_forward_one_backward,
+        "interleaved": _one_forward_one_backward,
+        "zero-bubble": _zero_bubble,
+    }[kind]
+    return tuple(
+        tuple(_with_messages(computes(stage, stages, chunks, micro_batches), stage, stages, chunks))
+        for stage in range(stages)
+    )
+
+
+def forward_only(schedule: Schedule) -> Schedule:
+    """The same without backward: evaluation."""
+    kept = {"forward", "send_activation", "receive_activation"}
+    return tuple(
+        tuple(operation for operation in operations if operation.kind in kept)
+        for operations in schedule
+    )
+
+
+def activation_bound(kind: ScheduleKind, stage: int, stages: int, chunks: int, micro: int) -> int:
+    """The most (micro-batch, chunk) activations that `stage` may hold at once.
+
+    With uniform layers each is 1 / (stages * chunks) of a micro-batch's activations. Zero-bubble
+    holds what its weight gradients still need: every stage as much as 1F1B's first.
+    """
+    bounds = {
+        "gpipe": micro * chunks,
+        "1f1b": stages - stage,
+        "interleaved": 2 * (stages - stage - 1) + (chunks - 1) * stages + 1,
+        "zero-bubble": stages,
+    }
+    return min(bounds[kind], micro * chunks)
+
+
+def _check_sizes(kind: str, stages: int, chunks: int, micro_batches: int) -> None:
+    problems = [
+        f"{flag} {value}: must be at least 1"
+        for flag, value in (
+            ("--pipeline-model-parallel-size", stages),
+            ("virtual pipeline stages", chunks),
+            ("micro-batches of an update", micro_batches),
+        )
+        if value < 1
+    ]
+    if kind not in SCHEDULE_KINDS:
+        problems.append(f"pipeline schedule {kind!r}: use one of {', '.join(SCHEDULE_KINDS)}")
+    elif kind == "interleaved" and chunks == 1:
+        problems.append(
+            "pipeline schedule 'interleaved' with 1 virtual stage: use 2 or more "
+            "(--num-layers-per-virtual-pipeline-stage), or '1f1b'"
+        )
+    elif kind in {"1f1b", "zero-bubble"} and chunks > 1:
+        problems.append(
+            f"pipeline schedule {kind!r} with {chunks} virtual stages: use 1, or 'interleaved'"
+        )
+    if problems:
+        raise ConfigError(problems)
+
+
+def _gpipe(stage: int, stages: int, chunks: int, micro_batches: int) -> list[Operation]:
+    """All forwards chunk by chunk, then all backwards from the last chunk on."""
+    forwards = [Operation("forward", m, c) for c in range(chunks) for m in range(micro_batches)]
+    backwards = [
+        Operation("backward", m, c) for c in reversed(range(chunks)) for m in range(micro_batches)
+    ]
+    return forwards + backwards
+
+
+def _one_forward_one_backward(
+    stage: int, stages: int, chunks: int, micro_batches: int
+) -> list[Operation]:
+    """Warm up, then one forward and one backward in turn, then the remaining backwards.
+
+    With chunks, micro-batches pass in groups of `stages`: a group goes through one chunk, then
+    through the next, by when its first micro-batch has come around the ring. A last group that is
+    not full is scheduled as if it were, and the absent micro-batches left out: what remains of an
+    order that never waits in a circle does not either, nor does it hold more.
+    """
+    remaining = stages - 1 - stage
+    if chunks == 1:
+        order = [(m, 0) for m in range(micro_batches)]
+        warm_up = remaining
+    else:
+        groups = -(-micro_batches // stages)
+        order = [
+            (group * stages + i, c)
+            for group in range(groups)
+            for c in range(chunks)
+            for i in range(stages)
+        ]
+        warm_up = 2 * remaining + (chunks - 1) * stages
+    forwards = [Operation("forward", m, c) for m, c in order]
+    backwards = [Operation("backward", m, chunks - 1 - c) for m, c in order]
+    merged = _one_and_one(forwards, backwards, min(warm_up, len(order)))
+    return [operation for operation in merged if operation.micro_batch < micro_batches]
+
+
+def _one_and_one(
+    forwards: list[Operation], backwards: list[Operation], warm_up: int
+) -> list[Operation]:
+    operations = forwards[:warm_up]
+    for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
+        operations += (forward, backward)
+    return operations + backwards[len(forwards) - warm_up :]
+
+
+def _zero_bubble(stage: int, stages: int, chunks: int, micro_batches: int) -> list[Operation]:
+    """ZB-H1: 1F1B, whose weight gradients follow `stage` micro-batches behind the input's.
+
+    A late stage holds fewer micro-batches in 1F1B, so it may put off more weight gradients, and
+    has them left for the time in which gradients no longer reach it without a gap.
+    """
+    operations = []
+    for operation in _one_forward_one_backward(stage, stages, 1, micro_batches):
+        if operation.kind == "forward":
+            operations.append(operation)
+            continue
+        micro_batch = operation.micro_batch
+        operations.append(Operation("backward_input", micro_batch, 0))
+        if micro_batch >= stage:
+            operations.append(Operation("backward_weight", micro_batch - stage, 0))
+    behind = range(max(micro_batches - stage, 0), micro_batches)
+    return operations + [Operation("backward_weight", m, 0) for m in behind]
+
+
+def _with_messages(
+    computes: Iterable[Operation], stage: int, stages: int, chunks: int
+) -> Iterable[Operation]:
+    """Receive what a computation needs right before it, send what it made right after.
+
+    The first part needs no activation, the last no gradient. Alone, a stage keeps what it makes.
+    """
+    following, previous = (stage + 1) % stages, (stage - 1) % stages
+    last_part = stages * chunks - 1
+    for compute in computes:
+        micro_batch, chunk = compute.micro_batch, compute.chunk
+        part = chunk * stages + stage
+        if stages == 1 or compute.kind == "backward_weight":
+            yield compute
+        elif compute.kind == "forward":
+            if part > 0:
+                yield Operation("receive_activation", micro_batch, chunk, previous)
+            yield compute
+            if part < last_part:
+                yield Operation("send_activation", micro_batch, chunk, following)
+        else:
+            if part < last_part:
+                yield Operation("receive_gradient", micro_batch, chunk, following)
+            yield compute
+            if part > 0:
+                yield Operation("send_gradient", micro_batch, chunk, previous)

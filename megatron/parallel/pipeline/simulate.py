@@ -1,0 +1,121 @@
+"""When every operation of a schedule would run, given how long each takes: before it is run.
+
+Messages take time but occupy no stage: they travel while it computes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron.errors import ConfigError
+from megatron.parallel.pipeline.check import replay
+from megatron.parallel.pipeline.schedule import COMPUTE, SENDS, Operation, Schedule
+
+Table = tuple[tuple[float, ...], ...]  # [stage][chunk]
+
+
+@dataclass(frozen=True)
+class Times:
+    """Durations for one micro-batch, in any one unit; the tables are [stage][chunk].
+
+    Attributes:
+        forward: of a chunk's forward.
+        backward_input: of its gradients of inputs.
+        backward_weight: of its gradients of weights. Where both are one operation, they add up.
+        communication: from a message's sending to its arrival.
+    """
+
+    forward: Table
+    backward_input: Table
+    backward_weight: Table
+    communication: float = 0.0
+
+    def of(self, operation: Operation, stage: int) -> float:
+        """Duration of one computation."""
+        chunk = operation.chunk
+        if operation.kind == "forward":
+            return self.forward[stage][chunk]
+        if operation.kind == "backward_input":
+            return self.backward_input[stage][chunk]
+        if operation.kind == "backward_weight":
+            return self.backward_weight[stage][chunk]
+        return self.backward_input[stage][chunk] + self.backward_weight[stage][chunk]
+
+
+def time_table(flag: str, values: Sequence[float], stages: int, chunks: int) -> Table:
+    """[stage][chunk] from a whole stage's time, every stage's, or every part's in model order.
+
+    A stage's time is shared evenly by its chunks.
+
+    Raises:
+        ConfigError: another number of values, or a negative one. `flag` is where they come from.
+    """
+    if len(values) not in {1, stages, stages * chunks}:
+        counts = " or ".join(str(n) for n in sorted({1, stages, stages * chunks}))
+        raise ConfigError(f"{flag}: {len(values)} values; give {counts}")
+    if min(values) < 0:
+        raise ConfigError(f"{flag} {min(values)}: must not be negative")
+    if chunks > 1 and len(values) == stages * chunks:
+        return tuple(tuple(values[stage::stages]) for stage in range(stages))
+    each = [values[0]] * stages if len(values) == 1 else values
+    return tuple((value / chunks,) * chunks for value in each)
+
+
+class Span(NamedTuple):
+    """One computation and its time: [start, end)."""
+
+    start: float
+    end: float
+    operation: Operation
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What every stage does when: computations only, in order."""
+
+    spans: tuple[tuple[Span, ...], ...]
+
+    @property
+    def total(self) -> float:
+        """From the first operation's start to the last one's end."""
+        return max((spans[-1].end for spans in self.spans if spans), default=0.0)
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """Time in which each stage computes."""
+        return tuple(sum(span.end - span.start for span in spans) for spans in self.spans)
+
+    @property
+    def bubble(self) -> float:
+        """Fraction of all stages' time in which they wait."""
+        available = len(self.spans) * self.total
+        return 1 - sum(self.busy) / available if available else 0.0
+
+
+def simulate(schedule: Schedule, times: Times) -> Timeline:
+    """Every computation as early as its stage is free and its message there.
+
+    Raises:
+        ScheduleError: the schedule cannot run.
+    """
+    clocks = [0.0] * len(schedule)
+    spans: list[list[Span]] = [[] for _ in schedule]
+    travelling: dict[tuple[int, int, str], deque[float]] = {}  # arrival times, by edge
+    for stage, operation in replay(schedule):
+        if operation.kind in COMPUTE:
+            end = clocks[stage] + times.of(operation, stage)
+            spans[stage].append(Span(clocks[stage], end, operation))
+            clocks[stage] = end
+            continue
+        assert operation.peer is not None
+        direction = operation.kind.partition("_")[2]
+        if operation.kind in SENDS:
+            arrivals = travelling.setdefault((stage, operation.peer, direction), deque())
+            arrivals.append(clocks[stage] + times.communication)
+        else:
+            arrival = travelling[operation.peer, stage, direction].popleft()
+            clocks[stage] = max(clocks[stage], arrival)
+    return Timeline(tuple(tuple(line) for line in spans))
