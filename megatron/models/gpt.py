@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from megatron.config import RunConfig
 from megatron.config.model import ModelConfig
@@ -19,10 +18,11 @@ from megatron.models.block import Block
 from megatron.models.embedding import Embedding, RotaryTable
 from megatron.models.head import OutputWeight, vocabulary_logits
 from megatron.models.norm import new_norm
-from megatron.models.recompute import RecomputePlan, layer_groups
+from megatron.models.recompute import RecomputePlan, layer_groups, recompute
 from megatron.models.sizes import sizes_of
 from megatron.parallel.cross_entropy import vocabulary_cross_entropy
-from megatron.parallel.layout import Layout
+from megatron.parallel.layers import set_overlap
+from megatron.parallel.layout import Axis, Layout
 
 
 class GPTModel(nn.Module):
@@ -54,7 +54,10 @@ class GPTModel(nn.Module):
     ) -> None:
         super().__init__()
         layers = range(sizes_of(model).layers)
-        self.axis = layout.tensor
+        self.layout = layout
+        self.overlap = True  # of the output's communication; see `set_overlap`
+        splits = recompute is not None and recompute.split_inputs and layout.sequence.size == 1
+        self.saved_by = layout.tensor if splits else Axis()
         self.loss_in_16_bits = precision.fp16_lm_cross_entropy
         self.attention_choice = choose_attention(model, precision, device)
         self.groups = layer_groups(recompute, layers)
@@ -79,7 +82,7 @@ class GPTModel(nn.Module):
                 device=device,
                 dtype=dtype,
             )
-        self.final_norm = new_norm(model, device=device, dtype=dtype)
+        self.final_norm = new_norm(model, layout, device=device, dtype=dtype)
         self.output = None
         if model.untie_embeddings_and_output_weights:
             self.output = OutputWeight(
@@ -91,15 +94,21 @@ class GPTModel(nn.Module):
         cls, config: RunConfig, layout: Layout, device: Device, padded_vocab_size: int
     ) -> GPTModel:
         """The model that a run's flags describe."""
-        return cls(
+        parallel = config.parallel
+        recompute = RecomputePlan.from_config(
+            config.training, split_inputs=parallel.distribute_saved_activations
+        )
+        model = cls(
             config.model,
             config.precision,
             layout,
             padded_vocab_size=padded_vocab_size,
-            recompute=RecomputePlan.from_config(config.training),
+            recompute=recompute,
             device=device.torch_device,
             dtype=parameter_dtype(fp16=config.precision.fp16, bf16=config.precision.bf16),
         )
+        set_overlap(model, parallel.async_tensor_model_parallel_allreduce)
+        return model
 
     def forward(
         self,
@@ -126,15 +135,16 @@ class GPTModel(nn.Module):
         x = self.embedding(tokens, position_ids)  # [s, b, h]
         for group in self.groups:
             if group.recomputed and torch.is_grad_enabled():
-                x = checkpoint(self._run, group.layers, x, mask, rotation, use_reentrant=False)
+                x = recompute(self._run, group.layers, x, mask, rotation, split_over=self.saved_by)
             else:
                 x = self._run(group.layers, x, mask, rotation)
         weight = self.embedding.word.weight if self.output is None else self.output.weight
-        logits = vocabulary_logits(self.final_norm(x), weight, self.axis)  # [s, b, v/t]
+        # [s, b, v/t]
+        logits = vocabulary_logits(self.final_norm(x), weight, self.layout, overlap=self.overlap)
         if labels is None:
             return logits.transpose(0, 1)
         loss = vocabulary_cross_entropy(
-            logits, labels.t(), self.axis, in_16_bits=self.loss_in_16_bits
+            logits, labels.t(), self.layout.tensor, in_16_bits=self.loss_in_16_bits
         )
         return loss.t()
 
