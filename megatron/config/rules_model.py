@@ -178,22 +178,24 @@ def layout(config: RunConfig, world_size: int) -> Iterator[str]:
 def tensor_parallel(config: RunConfig, world_size: int) -> Iterator[str]:
     parallel, model = config.parallel, config.model
     tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    groups, length = model.num_query_groups, config.data.seq_length
+    groups, head, length = model.num_query_groups, model.kv_channels or 0, config.data.seq_length
     if tensor < 1 or context < 1:
         return
-    if model.group_query_attention and groups > 0 and groups % tensor and tensor % groups:
+    rows = 2 * groups * head
+    if not model.group_query_attention or rows < 1:
+        pass
+    elif groups % tensor and tensor % groups:
         yield (
             f"--num-query-groups {groups} neither divides nor is divided by "
-            f"--tensor-model-parallel-size {tensor}: use {divisors(groups)}, or a multiple of it"
+            f"--tensor-model-parallel-size {tensor}: use {divisors(groups)}, or a multiple of "
+            f"{groups}"
         )
-    elif model.kv_channels and model.group_query_attention and groups > 0:
-        rows = 2 * groups * model.kv_channels
-        if rows % tensor:
-            yield (
-                f"2 x --num-query-groups {groups} x --kv-channels {model.kv_channels} = {rows} key "
-                f"and value rows are not divisible by --tensor-model-parallel-size {tensor}: use "
-                f"{divisors(rows)}"
-            )
+    elif rows % tensor:
+        yield (
+            f"2 x --num-query-groups {groups} x --kv-channels {head} = {rows} rows of keys and "
+            f"values are not divisible by --tensor-model-parallel-size {tensor}: use "
+            f"{divisors(rows)}"
+        )
     part = tensor * context
     if parallel.sequence_parallel and length and length > 0 and length % part:
         near = (length // part * part, -(-length // part) * part)

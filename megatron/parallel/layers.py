@@ -34,7 +34,7 @@ class Linear(nn.Module):
 
     Attributes:
         overlap: communicate while computing; off: the same results.
-        weight_gradient_queue: where backward leaves the weight's gradient for later; None: it is
+        weight_gradients: where backward leaves the weight's gradient for later; None: it is
             computed at once.
     """
 
@@ -55,7 +55,7 @@ class Linear(nn.Module):
         self.split = split
         self.layout = layout
         self.overlap = True
-        self.weight_gradient_queue: WorkQueue | None = None
+        self.weight_gradients: WorkQueue | None = None
         axis = layout.tensor
         out = (out_features,) if parts == 1 else (parts, out_features // parts)
         out_dim = len(out) - 1
@@ -93,7 +93,7 @@ class Linear(nn.Module):
         return out if self.bias is None else out + self.bias.flatten()
 
     def _product(self, x: Tensor, bias: Tensor | None, communication: Communication) -> Tensor:
-        return parallel_linear(x, self.weight, bias, communication, self.weight_gradient_queue)
+        return parallel_linear(x, self.weight, bias, communication, self.weight_gradients)
 
 
 def sum_over_ranks(x: Tensor, layout: Layout) -> Tensor:

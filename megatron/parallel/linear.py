@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -27,10 +28,14 @@ from megatron.parallel.layout import Axis
 
 
 class WorkQueue(Protocol):
-    """Takes work for later: see `weight_gradients`."""
+    """What a zero-bubble pipeline schedule lends to layers: see `weight_gradients`."""
+
+    @property
+    def is_collecting(self) -> bool:
+        """Whether layers are to push their weight's gradient rather than compute it."""
 
     def push(self, work: Callable[[], None], /) -> None:
-        """Run `work` once, some time before the optimizer's step."""
+        """Run `work` once, later, but before the optimizer's step."""
 
 
 @dataclass(frozen=True)
@@ -78,18 +83,33 @@ def parallel_linear(
         weight: [..., out, in], read as [-1, in].
         bias: [out] after flattening, or None.
         communication: see there.
-        queue: where the weight's gradient is computed later: pushed work then adds it to the
-            parameter's `main_grad`, or `grad` where it has none. Autograd's hooks on the weight
-            do not run then.
+        queue: where backward leaves the weight's product for later. The pushed work accumulates
+            its result as autograd would have, hooks included. Of a product whose input is split
+            along the sequence it is a collective.
 
     Returns:
         [s, b, out].
     """
-    flat = weight.flatten(0, -2)
     bias = None if bias is None else bias.flatten()
-    if communication.axis.size == 1 and queue is None:
-        return F.linear(x, flat, bias)
-    return _Product.apply(x, flat, bias, communication, weight, queue)
+    if queue is not None:
+        # Outside of autograd: there hooks would run in every backward, gradient or not.
+        owner = _Owner(weight, queue)
+        return _Product.apply(x, weight.detach().flatten(0, -2), bias, communication, owner)
+    if communication.axis.size == 1:
+        return F.linear(x, weight.flatten(0, -2), bias)
+    return _Product.apply(x, weight.flatten(0, -2), bias, communication, None)
+
+
+@dataclass(frozen=True)
+class _Owner:
+    """A weight that stands outside of autograd, and where its gradient's product may wait."""
+
+    weight: nn.Parameter
+    queue: WorkQueue
+
+    def accumulate(self, value: Tensor) -> None:
+        """Add to the gradient as autograd does, wherever a gradient buffer keeps it."""
+        torch.autograd.backward(self.weight, value.view_as(self.weight))
 
 
 class _Product(torch.autograd.Function):
@@ -97,32 +117,33 @@ class _Product(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        flat: Tensor,
+        weight: Tensor,
         bias: Tensor | None,
         communication: Communication,
-        weight: nn.Parameter,
-        queue: WorkQueue | None,
+        owner: _Owner | None,
     ) -> Tensor:
-        ctx.save_for_backward(x, flat)
-        ctx.communication, ctx.weight, ctx.queue = communication, weight, queue
-        return F.linear(communication.start_gather(x).wait(), flat, bias)
+        ctx.save_for_backward(x, weight)
+        ctx.communication, ctx.owner = communication, owner
+        return F.linear(communication.start_gather(x).wait(), weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, flat = ctx.saved_tensors
+        x, weight = ctx.saved_tensors
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        communication, weight, queue = ctx.communication, ctx.weight, ctx.queue
-        now = needs_weight and queue is None
-        gathering = communication.start_gather(x) if now else None
-        summing = communication.start_sum(grad @ flat) if needs_input else None
-        weight_grad = None
-        if gathering is not None:
-            weight_grad = _weight_gradient(grad, gathering.wait())
-        elif needs_weight:
-            queue.push(lambda: _accumulate(weight, grad, communication.start_gather(x).wait()))
+        communication, owner = ctx.communication, ctx.owner
+        waits = owner is not None and owner.queue.is_collecting
+        needs_weight = needs_weight if owner is None else owner.weight.requires_grad
+        gathering = communication.start_gather(x) if needs_weight and not waits else None
+        summing = communication.start_sum(grad @ weight) if needs_input else None
+        weight_grad = None if gathering is None else _weight_gradient(grad, gathering.wait())
+        if owner is not None and weight_grad is not None:
+            owner.accumulate(weight_grad)
+            weight_grad = None
+        if needs_weight and waits:
+            owner.queue.push(partial(_accumulate_later, owner, communication, grad, x))
         bias_grad = grad.flatten(0, -2).sum(0) if needs_bias else None
-        input_grad = summing.wait() if summing is not None else None
-        return input_grad, weight_grad, bias_grad, None, None, None
+        input_grad = None if summing is None else summing.wait()
+        return input_grad, weight_grad, bias_grad, None, None
 
 
 def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
@@ -130,11 +151,5 @@ def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _accumulate(weight: nn.Parameter, grad: Tensor, x: Tensor) -> None:
-    """Add the weight's gradient to where autograd and the gradient buffer would have put it."""
-    value = _weight_gradient(grad, x).view_as(weight)
-    target = getattr(weight, "main_grad", weight.grad)
-    if target is None:
-        weight.grad = value
-    else:
-        target.add_(value)
+def _accumulate_later(owner: _Owner, communication: Communication, grad: Tensor, x: Tensor) -> None:
+    owner.accumulate(_weight_gradient(grad, communication.start_gather(x).wait()))
