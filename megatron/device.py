@@ -103,6 +103,15 @@ class Device:
         if self.is_gpu:
             torch.cuda.manual_seed(seed)
 
+    @property
+    def default_generator(self) -> torch.Generator:
+        """The generator that operations on this device draw from."""
+        if self.is_gpu:
+            index = self.torch_device.index
+            index = torch.cuda.current_device() if index is None else index
+            return torch.cuda.default_generators[index]
+        return torch.random.default_generator
+
     def memory(self) -> MemoryReport:
         """What the process holds: GPU memory, or resident memory on a CPU."""
         if self.is_gpu:

@@ -21,6 +21,7 @@ RULES: tuple[Rule, ...] = (
     rules_model.not_built_yet,
     rules_model.layout,
     rules_context.context,
+    rules_model.tensor_parallel,
     rules_model.heads,
     rules_model.positions,
     rules_model.activation_function,
@@ -78,7 +79,15 @@ def find_notices(config: RunConfig) -> list[str]:
 
 
 def _no_effect(config: RunConfig) -> Iterator[str]:
-    model, tokenizer = config.model, config.tokenizer
+    model, tokenizer, parallel = config.model, config.tokenizer, config.parallel
+    alone = parallel.tensor_model_parallel_size == 1
+    if parallel.sequence_parallel and alone:
+        yield "--sequence-parallel: one tensor-parallel process: there is nothing to split"
+    if parallel.distribute_saved_activations and (alone or parallel.sequence_parallel):
+        reason = (
+            "one tensor-parallel process" if alone else "--sequence-parallel splits them already"
+        )
+        yield f"--distribute-saved-activations: {reason}: there is nothing left to split"
     if model.num_query_groups != 1 and not model.group_query_attention:
         yield (
             f"--num-query-groups {model.num_query_groups} changes nothing without "

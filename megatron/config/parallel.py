@@ -54,6 +54,21 @@ class ParallelConfig:
         "ring, a2a trades tokens for heads (Ulysses).",
         choices=("p2p", "a2a"),
     )
+    sequence_parallel: bool = flag(
+        False,
+        "Between the split layers, tensor-parallel processes divide activations along the "
+        "sequence (Korthikanti et al., 2022).",
+    )
+    async_tensor_model_parallel_allreduce: bool = flag(
+        True,
+        "Split layers communicate their input's gradient while they compute their weight's.",
+        names="--async-tensor-model-parallel-allreduce",
+        off="--no-async-tensor-model-parallel-allreduce",
+    )
+    distribute_saved_activations: bool = flag(
+        False,
+        "With --recompute-granularity full: tensor-parallel processes divide the kept inputs.",
+    )
     distributed_backend: str = flag(
         "nccl", "Communication library on GPUs (a CPU always uses gloo).", choices=("nccl", "gloo")
     )

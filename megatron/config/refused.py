@@ -54,10 +54,6 @@ def _group(
 
 REFUSED: tuple[KnownFlag, ...] = (
     *_group(
-        "tensor parallelism is not built yet: drop the flag",
-        switches=("--distribute-saved-activations",),
-    ),
-    *_group(
         "pipeline parallelism is not built yet: drop the flag",
         switches=(
             "--overlap-p2p-communication",
@@ -205,11 +201,6 @@ REFUSED: tuple[KnownFlag, ...] = (
 )
 
 HONOURED: tuple[KnownFlag, ...] = (
-    KnownFlag("--sequence-parallel", "one tensor-parallel process: there is nothing to split"),
-    KnownFlag(
-        "--no-async-tensor-model-parallel-allreduce",
-        "one tensor-parallel process: there is no all-reduce to overlap",
-    ),
     KnownFlag(
         "--no-scatter-gather-tensors-in-pipeline",
         "one pipeline stage: nothing is sent between stages",

@@ -175,6 +175,43 @@ def layout(config: RunConfig, world_size: int) -> Iterator[str]:
         )
 
 
+def tensor_parallel(config: RunConfig, world_size: int) -> Iterator[str]:
+    parallel, model = config.parallel, config.model
+    tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    groups, head, length = model.num_query_groups, model.kv_channels or 0, config.data.seq_length
+    if tensor < 1 or context < 1:
+        return
+    rows = 2 * groups * head
+    if not model.group_query_attention or rows < 1:
+        pass
+    elif groups % tensor and tensor % groups:
+        yield (
+            f"--num-query-groups {groups} neither divides nor is divided by "
+            f"--tensor-model-parallel-size {tensor}: use {divisors(groups)}, or a multiple of "
+            f"{groups}"
+        )
+    elif rows % tensor:
+        yield (
+            f"2 x --num-query-groups {groups} x --kv-channels {head} = {rows} rows of keys and "
+            f"values are not divisible by --tensor-model-parallel-size {tensor}: use "
+            f"{divisors(rows)}"
+        )
+    part = tensor * context
+    if parallel.sequence_parallel and length and length > 0 and length % part:
+        near = (length // part * part, -(-length // part) * part)
+        yield (
+            f"--seq-length {length} is not divisible by --tensor-model-parallel-size {tensor} x "
+            f"--context-parallel-size {context} = {part}, as --sequence-parallel needs: use "
+            f"{' or '.join(str(number) for number in near if number)}"
+        )
+    recomputes = config.training.recompute_granularity == "full"
+    if parallel.distribute_saved_activations and not recomputes:
+        yield (
+            "--distribute-saved-activations: nothing is split without --recompute-granularity "
+            "full: add it, or drop the flag"
+        )
+
+
 def heads(config: RunConfig, world_size: int) -> Iterator[str]:
     model = config.model
     hidden, count, groups = model.hidden_size, model.num_attention_heads, model.num_query_groups

@@ -11,15 +11,19 @@ from megatron.kernels.attention import AttentionChoice
 from megatron.kernels.rope import Rotation, rotate
 from megatron.models.initial import weight_init
 from megatron.models.sizes import sizes_of
+from megatron.parallel.collectives import gather_to
 from megatron.parallel.layers import Linear
-from megatron.parallel.layout import Layout
+from megatron.parallel.layout import Axis, Layout
+from megatron.parallel.random import split_region
 
 
 class SelfAttention(nn.Module):
     """Queries, keys and values of one layer, the attention core, and the output projection.
 
     Rows of the QKV weight are ordered by group: the group's query heads, its key, its value. A
-    tensor rank holds whole groups, so its part is contiguous.
+    tensor rank holds whole groups, so its part is contiguous. Where there are fewer groups than
+    ranks, a rank still has an even part of the rows; it takes its query heads and their group from
+    the product of all ranks.
 
     Args:
         layer_number: from 1.
@@ -43,7 +47,8 @@ class SelfAttention(nn.Module):
         super().__init__()
         sizes = sizes_of(model)
         self.head_size = sizes.head_size
-        self.groups = sizes.kv_heads // layout.tensor.size
+        self.axis = layout.tensor
+        self.groups = sizes.kv_heads
         self.heads_per_group = sizes.heads // sizes.kv_heads
         self.dropout = model.attention_dropout
         self.layer_number = layer_number
@@ -72,10 +77,8 @@ class SelfAttention(nn.Module):
         )
 
     def forward(self, x: Tensor, mask: Tensor | None, rotation: Rotation | None) -> Tensor:
-        """[s, b, h] -> [s, b, h]."""
-        by_group = self.qkv(x).unflatten(2, (self.groups, self.heads_per_group + 2, self.head_size))
-        query = by_group[:, :, :, :-2].flatten(2, 3)  # [s, b, n/t, d]
-        key, value = by_group[:, :, :, -2], by_group[:, :, :, -1]  # [s, b, g/t, d]
+        """[s, b, h] -> [s, b, h]; [s/t, b, h] with sequence parallelism."""
+        query, key, value = self._split_heads(self.qkv(x))
         if rotation is not None:
             query, key = rotate(query, rotation), rotate(key, rotation)
         if self.recompute_core and torch.is_grad_enabled():
@@ -84,13 +87,33 @@ class SelfAttention(nn.Module):
             context = self._core(query, key, value, mask)
         return self.output(context)
 
+    def _split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[s, b, (n + 2g) d / t] -> this rank's queries [s, b, n/t, d], keys and values
+        [s, b, g/t (at least 1), d]."""
+        ranks, per_group = self.axis.size, self.heads_per_group
+        if self.groups >= ranks:
+            by_group = qkv.unflatten(2, (self.groups // ranks, per_group + 2, self.head_size))
+            return (
+                by_group[:, :, :, :-2].flatten(2, 3),
+                by_group[:, :, :, -2],
+                by_group[:, :, :, -1],
+            )
+        by_group = gather_to(qkv, self.axis).unflatten(2, (self.groups, per_group + 2, -1))
+        sharing = ranks // self.groups  # ranks a group
+        mine = by_group[:, :, self.axis.rank // sharing]  # [s, b, n/g + 2, d]
+        heads = mine[:, :, :-2].chunk(sharing, dim=2)
+        return heads[self.axis.rank % sharing], mine[:, :, -2:-1], mine[:, :, -1:]
+
     def _core(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        return self.attend(
-            query,
-            key,
-            value,
-            mask=mask,
-            causal=self.causal,
-            dropout=self.dropout if self.training else 0.0,
-            layer_number=self.layer_number,
-        )
+        dropout = self.dropout if self.training else 0.0
+        drawn = self.axis if dropout > 0 else Axis()
+        with split_region(drawn, query.device, self.layer_number, "attention"):
+            return self.attend(
+                query,
+                key,
+                value,
+                mask=mask,
+                causal=self.causal,
+                dropout=dropout,
+                layer_number=self.layer_number,
+            )

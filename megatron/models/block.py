@@ -13,13 +13,15 @@ from megatron.models.attention import SelfAttention
 from megatron.models.mlp import MLP
 from megatron.models.norm import new_norm
 from megatron.parallel.layout import Layout
+from megatron.parallel.random import split_region
 
 
 class Block(nn.Module):
     """A pre-norm layer.
 
     The residual is the layer's input, or with --apply-residual-connection-post-layernorm the
-    normalized input. An fp32 residual stream stays fp32: 16-bit outputs are added to it.
+    normalized input. An fp32 residual stream stays fp32: 16-bit outputs are added to it. With
+    sequence parallelism all of it but the split layers runs on this rank's part of the sequence.
 
     Args:
         layer_number: from 1.
@@ -39,7 +41,9 @@ class Block(nn.Module):
         super().__init__()
         self.residual_after_norm = model.apply_residual_connection_post_layernorm
         self.dropout = model.hidden_dropout
-        self.attention_norm = new_norm(model, device=device, dtype=dtype)
+        self.sequence = layout.sequence
+        self.layer_number = layer_number
+        self.attention_norm = new_norm(model, layout, device=device, dtype=dtype)
         self.attention = SelfAttention(
             model,
             layout,
@@ -49,17 +53,20 @@ class Block(nn.Module):
             device=device,
             dtype=dtype,
         )
-        self.mlp_norm = new_norm(model, device=device, dtype=dtype)
+        self.mlp_norm = new_norm(model, layout, device=device, dtype=dtype)
         self.mlp = MLP(model, layout, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, mask: Tensor | None, rotation: Rotation | None) -> Tensor:
-        """[s, b, h] -> [s, b, h]."""
+        """[s, b, h] -> [s, b, h]; [s/t, b, h] with sequence parallelism."""
         normal = self.attention_norm(x)
         residual = normal if self.residual_after_norm else x
-        x = residual + self._drop(self.attention(normal, mask, rotation))
+        x = residual + self._drop(self.attention(normal, mask, rotation), "attention output")
         normal = self.mlp_norm(x)
         residual = normal if self.residual_after_norm else x
-        return residual + self._drop(self.mlp(normal))
+        return residual + self._drop(self.mlp(normal), "mlp output")
 
-    def _drop(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.dropout, self.training)
+    def _drop(self, x: Tensor, site: str) -> Tensor:
+        if not self.training or self.dropout == 0:
+            return x
+        with split_region(self.sequence, x.device, self.layer_number, site):
+            return F.dropout(x, self.dropout)

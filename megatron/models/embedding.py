@@ -14,6 +14,7 @@ from megatron.models.sizes import sizes_of
 from megatron.parallel.layers import VocabularyEmbedding
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import new_parameter
+from megatron.parallel.random import split_region
 
 
 class PositionEmbedding(nn.Module):
@@ -22,19 +23,28 @@ class PositionEmbedding(nn.Module):
     def __init__(
         self,
         model: ModelConfig,
+        layout: Layout,
         *,
         device: torch.device | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
+        self.sequence = layout.sequence
         sizes = sizes_of(model)
         shape = (sizes.positions, sizes.hidden)
         init = weight_init(model, shape[1], shape[0])
-        self.weight = new_parameter(shape, init=init, device=device, dtype=dtype)
+        self.weight = new_parameter(
+            shape,
+            init=init,
+            partial_gradient=self.sequence.size > 1,
+            device=device,
+            dtype=dtype,
+        )
 
     def forward(self, positions: Tensor) -> Tensor:
-        """[b, s] -> [b, s, h]."""
-        return F.embedding(positions, self.weight)
+        """[s, b] -> [s, b, h]; with sequence parallelism of this rank's part: [s/t, b, h]."""
+        part = positions.chunk(self.sequence.size)[self.sequence.rank]
+        return F.embedding(part, self.weight)
 
 
 class Embedding(nn.Module):
@@ -52,6 +62,7 @@ class Embedding(nn.Module):
     ) -> None:
         super().__init__()
         hidden = sizes_of(model).hidden
+        self.sequence = layout.sequence
         self.dropout = model.hidden_dropout
         self.fp32_residual = precision.fp32_residual_connection
         self.word = VocabularyEmbedding(
@@ -65,17 +76,19 @@ class Embedding(nn.Module):
         )
         self.position = None
         if model.position_embedding_type == "learned_absolute":
-            self.position = PositionEmbedding(model, device=device, dtype=dtype)
+            self.position = PositionEmbedding(model, layout, device=device, dtype=dtype)
 
     def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
-        """[b, s] -> [s, b, h]."""
-        x = self.word(tokens)
+        """[b, s] -> [s, b, h]; [s/t, b, h] with sequence parallelism."""
+        x = self.word(tokens.t())
         if self.position is not None:
-            x = x + self.position(position_ids)
-        x = x.transpose(0, 1).contiguous()
+            x = x + self.position(position_ids.t())
         if self.fp32_residual:
             x = x.float()
-        return F.dropout(x, self.dropout, self.training)
+        if not self.training or self.dropout == 0:
+            return x
+        with split_region(self.sequence, x.device, "embedding"):
+            return F.dropout(x, self.dropout)
 
 
 class TiedWordEmbedding(nn.Module):

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from megatron.config import RunConfig
 from megatron.config.model import ModelConfig
@@ -22,11 +21,12 @@ from megatron.models.context import over_context
 from megatron.models.embedding import Embedding, RotaryTable, TiedWordEmbedding
 from megatron.models.head import OutputWeight, vocabulary_logits
 from megatron.models.norm import new_norm
-from megatron.models.recompute import RecomputePlan, layer_groups
+from megatron.models.recompute import RecomputePlan, layer_groups, recompute
 from megatron.models.sizes import sizes_of
 from megatron.parallel.context.split import local_positions
 from megatron.parallel.cross_entropy import vocabulary_cross_entropy
-from megatron.parallel.layout import Layout
+from megatron.parallel.layers import set_overlap
+from megatron.parallel.layout import Axis, Layout
 from megatron.parallel.pipeline.stages import ModelPart, whole_model
 
 
@@ -64,8 +64,10 @@ class GPTModel(nn.Module):
     ) -> None:
         super().__init__()
         self.part = part or whole_model(sizes_of(model).layers)
-        self.axis = layout.tensor
-        self.context = layout.context
+        self.layout = layout
+        self.overlap = True  # of the output's communication; see `set_overlap`
+        splits = recompute is not None and recompute.split_inputs and layout.sequence.size == 1
+        self.saved_by = layout.tensor if splits else Axis()
         self.loss_in_16_bits = precision.fp16_lm_cross_entropy
         self.attention_choice = over_context(
             choose_attention(model, precision, device),
@@ -102,7 +104,7 @@ class GPTModel(nn.Module):
             )
         self.final_norm = self.output = None
         if self.part.head:
-            self.final_norm = new_norm(model, device=device, dtype=dtype)
+            self.final_norm = new_norm(model, layout, device=device, dtype=dtype)
             self.output = None if tied else OutputWeight(model, layout, **allocation)
 
     @classmethod
@@ -115,17 +117,23 @@ class GPTModel(nn.Module):
         part: ModelPart | None = None,
     ) -> GPTModel:
         """The model that a run's flags describe, or a part of it."""
-        return cls(
+        parallel = config.parallel
+        recompute = RecomputePlan.from_config(
+            config.training, split_inputs=parallel.distribute_saved_activations
+        )
+        model = cls(
             config.model,
             config.precision,
             layout,
             padded_vocab_size=padded_vocab_size,
             part=part,
-            recompute=RecomputePlan.from_config(config.training),
-            cp_comm_type=config.parallel.cp_comm_type,
+            recompute=recompute,
+            cp_comm_type=parallel.cp_comm_type,
             device=device.torch_device,
             dtype=parameter_dtype(fp16=config.precision.fp16, bf16=config.precision.bf16),
         )
+        set_overlap(model, parallel.async_tensor_model_parallel_allreduce)
+        return model
 
     def forward(
         self,
@@ -150,8 +158,8 @@ class GPTModel(nn.Module):
             Where the model goes on in another part: hidden states [s, b, h]. At its end, with
             labels the loss of each token, fp32 [b, s]; else logits [b, s, v/t].
         """
-        sequence = tokens.shape[1] * self.context.size
-        positions = local_positions(sequence, self.context, tokens.device)
+        sequence = tokens.shape[1] * self.layout.context.size
+        positions = local_positions(sequence, self.layout.context, tokens.device)
         if position_ids is None:
             position_ids = positions.expand_as(tokens)
         rotation = None if self.rotary is None else self.rotary(positions)
@@ -161,20 +169,22 @@ class GPTModel(nn.Module):
         x = hidden  # [s, b, h]
         for group in self.groups:
             if group.recomputed and torch.is_grad_enabled():
-                x = checkpoint(self._run, group.layers, x, mask, rotation, use_reentrant=False)
+                x = recompute(self._run, group.layers, x, mask, rotation, split_over=self.saved_by)
             else:
                 x = self._run(group.layers, x, mask, rotation)
         if self.final_norm is None:
             return x
-        logits = vocabulary_logits(self.final_norm(x), self._output_weight(), self.axis)
-        if labels is None:  # logits are [s, b, v/t]
+        weight = self._output_weight()
+        # [s, b, v/t]
+        logits = vocabulary_logits(self.final_norm(x), weight, self.layout, overlap=self.overlap)
+        if labels is None:
             return logits.transpose(0, 1)
         loss = vocabulary_cross_entropy(
-            logits, labels.t(), self.axis, in_16_bits=self.loss_in_16_bits
+            logits, labels.t(), self.layout.tensor, in_16_bits=self.loss_in_16_bits
         )
         return loss.t()
 
-    def _output_weight(self) -> Tensor:
+    def _output_weight(self) -> nn.Parameter:
         if self.output is not None:
             return self.output.weight
         assert self.embedding is not None

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
 from megatron.models.initial import weight_init
 from megatron.models.sizes import sizes_of
-from megatron.parallel.collectives import copy_to
-from megatron.parallel.layout import Axis, Layout
+from megatron.parallel.layout import Layout
+from megatron.parallel.linear import Communication, parallel_linear
 from megatron.parallel.parameter import new_parameter
 
 
@@ -38,6 +37,19 @@ class OutputWeight(nn.Module):
         )
 
 
-def vocabulary_logits(x: Tensor, weight: Tensor, axis: Axis) -> Tensor:
-    """[s, b, h] times this rank's rows [v/t, h] of an embedding or output matrix: [s, b, v/t]."""
-    return F.linear(copy_to(x, axis), weight)
+def vocabulary_logits(
+    x: Tensor, weight: nn.Parameter, layout: Layout, *, overlap: bool = True
+) -> Tensor:
+    """Scores of this rank's part of the vocabulary.
+
+    Args:
+        x: [s, b, h]; [s/t, b, h] with sequence parallelism.
+        weight: [v/t, h], this rank's rows of an embedding or output matrix.
+        layout: who this process is.
+        overlap: communicate while computing; off: the same results.
+
+    Returns:
+        [s, b, v/t].
+    """
+    communication = Communication(layout.tensor, layout.sequence_parallel, overlap)
+    return parallel_linear(x, weight, None, communication)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from megatron.config.model import ModelConfig
 from megatron.kernels.norm import layer_norm, rms_norm
 from megatron.models.sizes import sizes_of
+from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import ONES, ZEROS, new_parameter
 
 
@@ -20,6 +21,7 @@ class LayerNorm(nn.Module):
         epsilon: float,
         *,
         offset: bool = False,
+        partial_gradient: bool = False,
         device: torch.device | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -27,8 +29,12 @@ class LayerNorm(nn.Module):
         self.epsilon = epsilon
         self.offset = offset
         init = ZEROS if offset else ONES
-        self.weight = new_parameter((hidden,), init=init, device=device, dtype=dtype)
-        self.bias = new_parameter((hidden,), init=ZEROS, device=device, dtype=dtype)
+        self.weight = new_parameter(
+            (hidden,), init=init, partial_gradient=partial_gradient, device=device, dtype=dtype
+        )
+        self.bias = new_parameter(
+            (hidden,), init=ZEROS, partial_gradient=partial_gradient, device=device, dtype=dtype
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., h] in the weight's type."""
@@ -44,12 +50,15 @@ class RMSNorm(nn.Module):
         hidden: int,
         epsilon: float,
         *,
+        partial_gradient: bool = False,
         device: torch.device | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         self.epsilon = epsilon
-        self.weight = new_parameter((hidden,), init=ONES, device=device, dtype=dtype)
+        self.weight = new_parameter(
+            (hidden,), init=ONES, partial_gradient=partial_gradient, device=device, dtype=dtype
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., h] in the weight's type."""
@@ -57,16 +66,24 @@ class RMSNorm(nn.Module):
 
 
 def new_norm(
-    model: ModelConfig, *, device: torch.device | None = None, dtype: torch.dtype = torch.float32
+    model: ModelConfig,
+    layout: Layout,
+    *,
+    device: torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> LayerNorm | RMSNorm:
-    """The normalization that the flags ask for."""
+    """The normalization that the flags ask for, of whole sequences or parts, as the layout is."""
     hidden = sizes_of(model).hidden
+    partial = layout.sequence.size > 1
     if model.normalization == "RMSNorm":
-        return RMSNorm(hidden, model.norm_epsilon, device=device, dtype=dtype)
+        return RMSNorm(
+            hidden, model.norm_epsilon, partial_gradient=partial, device=device, dtype=dtype
+        )
     return LayerNorm(
         hidden,
         model.norm_epsilon,
         offset=model.apply_layernorm_1p,
+        partial_gradient=partial,
         device=device,
         dtype=dtype,
     )

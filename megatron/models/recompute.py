@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from megatron.config.training import TrainingConfig
+from megatron.parallel.collectives import all_gather
+from megatron.parallel.layout import Axis
 
 
 @dataclass(frozen=True)
@@ -24,14 +32,19 @@ class RecomputePlan:
         method: with full, "uniform" recomputes every group of `num_layers` layers, "block" the
             first `num_layers` layers, one by one.
         num_layers: see `method`.
+        split_inputs: with full, each tensor rank keeps its part of a group's input only, and the
+            ranks gather it when it is needed.
     """
 
     granularity: str
     method: str = "uniform"
     num_layers: int = 1
+    split_inputs: bool = False
 
     @classmethod
-    def from_config(cls, training: TrainingConfig) -> RecomputePlan | None:
+    def from_config(
+        cls, training: TrainingConfig, *, split_inputs: bool = False
+    ) -> RecomputePlan | None:
         """The plan that the flags ask for; None: keep everything."""
         granularity = training.recompute_granularity
         if granularity is None and training.recompute_activations:
@@ -39,7 +52,7 @@ class RecomputePlan:
         if granularity is None:
             return None
         method = training.recompute_method or "uniform"
-        return cls(granularity, method, training.recompute_num_layers or 1)
+        return cls(granularity, method, training.recompute_num_layers or 1, split_inputs)
 
 
 def layer_groups(plan: RecomputePlan | None, layers: range) -> list[LayerGroup]:
@@ -52,3 +65,34 @@ def layer_groups(plan: RecomputePlan | None, layers: range) -> list[LayerGroup]:
     groups = [LayerGroup(layers[i : i + 1], True) for i in range(len(layers[: plan.num_layers]))]
     kept = layers[plan.num_layers :]
     return [*groups, LayerGroup(kept, False)] if kept else groups
+
+
+def recompute(
+    function: Callable[..., Tensor], layers: range, x: Tensor, *others: Any, split_over: Axis
+) -> Tensor:
+    """function(layers, x, *others), of which backward keeps nothing but the arguments.
+
+    Args:
+        split_over: ranks that hold the same x and keep an even part of it each; of one process:
+            x is kept whole.
+    """
+
+    def run() -> Tensor:
+        return checkpoint(function, layers, x, *others, use_reentrant=False)
+
+    if split_over.size == 1:
+        return run()
+    shape, place = x.shape, x.data_ptr()
+
+    def keep_part(saved: Tensor) -> tuple[Tensor, bool]:
+        if saved.shape != shape or saved.data_ptr() != place:
+            return saved, False
+        # A copy: a view would keep the whole alive.
+        return saved.reshape(-1).chunk(split_over.size)[split_over.rank].clone(), True
+
+    def join(kept: tuple[Tensor, bool]) -> Tensor:
+        tensor, is_part = kept
+        return all_gather(tensor, split_over).view(shape) if is_part else tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep_part, join):
+        return run()

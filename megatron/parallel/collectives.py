@@ -1,11 +1,13 @@
 """Communication inside the network, each operation with its backward.
 
-Every function is the identity on an axis of one process. `copy_to` and `reduce_from` are each
-other's backward; together they bracket a computation that is split over the axis.
+Every function is the identity on an axis of one process. The upper ones take part in autograd:
+`copy_to` and `reduce_from` are each other's backward and bracket a computation that is split over
+the axis. The lower ones are plain; those called `start_` return before the data has arrived.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,20 +27,90 @@ def reduce_from(x: Tensor, axis: Axis) -> Tensor:
     return x if axis.size == 1 else _ReduceFrom.apply(x, axis)
 
 
+def reduce_scatter_from(x: Tensor, axis: Axis) -> Tensor:
+    """Sum partial results and keep one's own part of dimension 0.
+
+    Forward reduce-scatter, [s, ...] -> [s/t, ...]; backward all-gather.
+    """
+    return x if axis.size == 1 else _ReduceScatterFrom.apply(x, axis)
+
+
 def gather_from(x: Tensor, axis: Axis) -> Tensor:
     """Join the axis' parts along the last dimension: forward all-gather, backward own slice.
 
     Backward expects the same gradient on every rank.
     """
-    return x if axis.size == 1 else _GatherFrom.apply(x, axis)
+    return x if axis.size == 1 else _GatherFrom.apply(x, axis, False)
+
+
+def gather_to(x: Tensor, axis: Axis) -> Tensor:
+    """Join parts along the last dimension for a computation that is split over the axis.
+
+    Forward all-gather; backward reduce-scatter: every rank has its share of the gradient.
+    """
+    return x if axis.size == 1 else _GatherFrom.apply(x, axis, True)
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A collective under way. Nobody may touch its input before `wait` has returned."""
+
+    result: Tensor
+    work: Any = None
+
+    def wait(self) -> Tensor:
+        """The result. On a GPU later kernels wait, not this process."""
+        if self.work is not None:
+            self.work.wait()
+        return self.result
+
+
+def start_all_reduce(x: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> Pending:
+    """All-reduce `x` in place."""
+    if axis.size == 1:
+        return Pending(x)
+    return Pending(x, dist.all_reduce(x, op=op, group=_group(axis), async_op=True))
+
+
+def start_all_gather(x: Tensor, axis: Axis) -> Pending:
+    """Join the parts along dimension 0: [s, ...] -> [t s, ...]."""
+    if axis.size == 1:
+        return Pending(x)
+    result = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
+    group = _group(axis)
+    work = dist.all_gather_into_tensor(result, x.contiguous(), group=group, async_op=True)
+    return Pending(result, work)
+
+
+def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
+    """Sum over the axis, each rank its part of dimension 0: [t s, ...] -> [s, ...]."""
+    if axis.size == 1:
+        return Pending(x)
+    assert x.shape[0] % axis.size == 0, f"{tuple(x.shape)} does not divide over {axis.size} ranks"
+    result = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
+    group = _group(axis)
+    work = dist.reduce_scatter_tensor(result, x.contiguous(), group=group, async_op=True)
+    return Pending(result, work)
 
 
 def all_reduce(x: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> Tensor:
     """All-reduce `x` in place, without autograd; returns it."""
-    if axis.size > 1:
-        assert axis.group is not None, "a layout without process groups cannot communicate"
-        dist.all_reduce(x, op=op, group=axis.group)
-    return x
+    return start_all_reduce(x, axis, op).wait()
+
+
+def all_gather(x: Tensor, axis: Axis) -> Tensor:
+    """See `start_all_gather`."""
+    return start_all_gather(x, axis).wait()
+
+
+def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
+    """See `start_reduce_scatter`."""
+    return start_reduce_scatter(x, axis).wait()
+
+
+def _group(axis: Axis) -> dist.ProcessGroup:
+    assert axis.group is not None, "a layout without process groups cannot communicate"
+    return axis.group
 
 
 class _CopyTo(torch.autograd.Function):
@@ -63,14 +135,27 @@ class _ReduceFrom(torch.autograd.Function):
         return grad, None
 
 
-class _GatherFrom(torch.autograd.Function):
+class _ReduceScatterFrom(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
-        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in axis.ranks]
-        dist.all_gather(parts, x.contiguous(), group=axis.group)
-        return torch.cat(parts, dim=-1)
+        return reduce_scatter(x, axis)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.chunk(ctx.axis.size, dim=-1)[ctx.axis.rank].contiguous(), None
+        return all_gather(grad, ctx.axis), None
+
+
+class _GatherFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, sums: bool) -> Tensor:
+        ctx.axis, ctx.sums = axis, sums
+        return all_gather(x.movedim(-1, 0), axis).movedim(0, -1).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.sums:
+            part = reduce_scatter(grad.movedim(-1, 0), ctx.axis).movedim(0, -1)
+        else:
+            part = grad.chunk(ctx.axis.size, dim=-1)[ctx.axis.rank]
+        return part.contiguous(), None, None

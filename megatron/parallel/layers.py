@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.parallel.collectives import copy_to, reduce_from
+from megatron.parallel.collectives import reduce_from, reduce_scatter_from
 from megatron.parallel.layout import Layout
+from megatron.parallel.linear import Communication, WorkQueue, parallel_linear
 from megatron.parallel.parameter import ZEROS, Init, new_parameter
 
 Split = Literal["column", "row"]
@@ -20,6 +21,8 @@ class Linear(nn.Module):
 
     split="column" splits the output features: the input is whole on every rank, the output a part.
     split="row" splits the input features: the input is a part, the output whole on every rank.
+    With sequence parallelism "whole" means this rank's part of the sequence, dimension 0: the
+    input of a column is gathered, the output of a row scattered.
 
     Args:
         in_features: of the whole layer.
@@ -28,6 +31,11 @@ class Linear(nn.Module):
         parts: the output is so many vectors of equal length (gate and up, for example), each of
             them split by itself. The weight's global shape is then [parts, out / parts, in].
         init: of the weight; biases start at zero.
+
+    Attributes:
+        overlap: communicate while computing; off: the same results.
+        weight_gradients: where backward leaves the weight's gradient for later; None: it is
+            computed at once.
     """
 
     def __init__(
@@ -45,13 +53,16 @@ class Linear(nn.Module):
     ) -> None:
         super().__init__()
         self.split = split
-        self.axis = layout.tensor
+        self.layout = layout
+        self.overlap = True
+        self.weight_gradients: WorkQueue | None = None
+        axis = layout.tensor
         out = (out_features,) if parts == 1 else (parts, out_features // parts)
         out_dim = len(out) - 1
         self.weight = new_parameter(
             (*out, in_features),
             init=init,
-            axis=self.axis,
+            axis=axis,
             split_dim={"column": out_dim, "row": out_dim + 1, None: None}[split],
             device=device,
             dtype=dtype,
@@ -61,22 +72,45 @@ class Linear(nn.Module):
             self.bias = new_parameter(
                 out,
                 init=ZEROS,
-                axis=self.axis,
+                axis=axis,
                 split_dim=out_dim if split == "column" else None,
+                partial_gradient=split == "row" and layout.sequence.size > 1,
                 device=device,
                 dtype=dtype,
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out]; the split side is divided by t."""
-        weight = self.weight.flatten(0, -2)
-        bias = None if self.bias is None else self.bias.flatten()
-        if self.split == "row" and self.axis.size > 1:
-            out = reduce_from(F.linear(x, weight), self.axis)
-            return out if bias is None else out + bias
+        """[s, b, in] -> [s, b, out]; the split side is divided by t, the other side's s by t too
+        with sequence parallelism."""
+        communication = Communication()
         if self.split == "column":
-            x = copy_to(x, self.axis)
-        return F.linear(x, weight, bias)
+            communication = Communication(
+                self.layout.tensor, self.layout.sequence_parallel, self.overlap
+            )
+        if self.split != "row" or self.layout.tensor.size == 1:
+            return self._product(x, self.bias, communication)
+        out = sum_over_ranks(self._product(x, None, communication), self.layout)
+        return out if self.bias is None else out + self.bias.flatten()
+
+    def _product(self, x: Tensor, bias: Tensor | None, communication: Communication) -> Tensor:
+        return parallel_linear(x, self.weight, bias, communication, self.weight_gradients)
+
+
+def sum_over_ranks(x: Tensor, layout: Layout) -> Tensor:
+    """Leave the split part of the network: [s, ...], partial on each tensor rank, to the sum.
+
+    Every rank gets all of it, or with sequence parallelism its part of the sequence.
+    """
+    if layout.sequence_parallel:
+        return reduce_scatter_from(x, layout.tensor)
+    return reduce_from(x, layout.tensor)
+
+
+def set_overlap(module: nn.Module, overlap: bool) -> None:
+    """Switch communication during computation on or off in every layer that knows it."""
+    for part in module.modules():
+        if hasattr(part, "overlap"):
+            part.overlap = overlap  # type: ignore[assignment]
 
 
 class VocabularyEmbedding(nn.Module):
@@ -100,23 +134,25 @@ class VocabularyEmbedding(nn.Module):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        self.axis = layout.tensor
+        self.layout = layout
         self.lookup_in_fp32 = lookup_in_fp32
         self.weight = new_parameter(
             (vocab_size, hidden),
             init=init,
-            axis=self.axis,
+            axis=layout.tensor,
             split_dim=0,
             device=device,
             dtype=dtype,
         )
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Entries [...] -> vectors [..., h] in the weight's type, whole on every rank."""
+        """Entries [s, ...] -> vectors [s, ..., h] in the weight's type, whole on every rank, or
+        with sequence parallelism this rank's part of the sequence."""
+        axis = self.layout.tensor
         weight = self.weight.float() if self.lookup_in_fp32 else self.weight
-        if self.axis.size == 1:
+        if axis.size == 1:
             return F.embedding(tokens, weight).to(self.weight.dtype)
-        local = tokens - self.axis.rank * weight.shape[0]
+        local = tokens - axis.rank * weight.shape[0]
         mine = (local >= 0) & (local < weight.shape[0])
         vectors = F.embedding(torch.where(mine, local, 0), weight) * mine.unsqueeze(-1)
-        return reduce_from(vectors.to(self.weight.dtype), self.axis)
+        return sum_over_ranks(vectors.to(self.weight.dtype), self.layout)

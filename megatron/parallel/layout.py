@@ -7,7 +7,7 @@ T, context size C and data size D, rank = ((p * D + d) * C + c) * T + t.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron.errors import ConfigError
 
@@ -45,7 +45,12 @@ class Axis:
 
 @dataclass(frozen=True)
 class Layout:
-    """The grid of one run. Built once and passed to whatever needs it."""
+    """The grid of one run. Built once and passed to whatever needs it.
+
+    Attributes:
+        sequence_parallel: tensor ranks also divide activations between the split layers, along
+            the sequence.
+    """
 
     world: Axis = Axis()
     tensor: Axis = Axis()
@@ -55,6 +60,12 @@ class Layout:
     embedding: Axis = Axis()
     """The first and the last pipeline stage, which both hold tied word embeddings; on the stages
     between, and without a pipeline, an axis of one."""
+    sequence_parallel: bool = False
+
+    @property
+    def sequence(self) -> Axis:
+        """Who divides the sequence between the split layers: the tensor ranks, or nobody."""
+        return self.tensor if self.sequence_parallel else Axis()
 
     @classmethod
     def single(cls) -> Layout:
@@ -72,7 +83,7 @@ class Layout:
         """
         sizes = grid_sizes(world_size, tensor=tensor, context=context, pipeline=pipeline)
         strides = _strides(sizes)
-        axes = {}
+        axes: dict[str, Any] = {}
         for name in AXES:
             size, stride = sizes[name], strides[name]
             index = rank // stride % size

@@ -35,12 +35,15 @@ class ParameterSpec:
         offset: index of this part's first element, per dimension.
         init: how the whole tensor starts.
         split_dim: the dimension split over tensor ranks; None where every rank holds all of it.
+        partial_gradient: every tensor rank holds all of it but sees a part of the sequence only:
+            gradients must be added over them, see `partial_gradients`.
     """
 
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
     init: Init
     split_dim: int | None = None
+    partial_gradient: bool = False
 
 
 def new_parameter(
@@ -49,6 +52,7 @@ def new_parameter(
     init: Init,
     axis: Axis | None = None,
     split_dim: int | None = None,
+    partial_gradient: bool = False,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> nn.Parameter:
@@ -67,7 +71,7 @@ def new_parameter(
         shape[split_dim] //= axis.size
         offset[split_dim] = axis.rank * shape[split_dim]
     parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
-    spec = ParameterSpec(tuple(global_shape), tuple(offset), init, split_dim)
+    spec = ParameterSpec(tuple(global_shape), tuple(offset), init, split_dim, partial_gradient)
     parameter.spec = spec  # type: ignore[attr-defined]
     return parameter
 

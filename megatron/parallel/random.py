@@ -4,6 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from megatron.device import Device
+from megatron.parallel.layout import Axis
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -28,6 +35,31 @@ def micro_batch_seed(seed: int, first_sample: int) -> int:
     sample. Neither a restart nor another number of data-parallel processes changes it.
     """
     return derive_seed(seed, "micro batch", first_sample)
+
+
+@contextmanager
+def split_region(axis: Axis, device: torch.device, *site: int | str) -> Iterator[None]:
+    """Draw different random numbers on every rank of the axis, as if each were its own process.
+
+    Inside, the device's default generator starts from its seed (that of the micro-batch), the rank
+    and the site; afterwards it goes on where it was, equal on all ranks. So nothing has to be
+    tracked or saved, and a recomputation draws the same again. On one process nothing changes.
+
+    Args:
+        axis: ranks that hold different parts of what is drawn for.
+        device: of the drawing.
+        site: tells places in the network apart, for example (layer number, "attention").
+    """
+    if axis.size == 1:
+        yield
+        return
+    generator = Device(device).default_generator
+    state = generator.get_state()
+    generator.manual_seed(derive_seed(generator.initial_seed(), "tensor", axis.rank, *site))
+    try:
+        yield
+    finally:
+        generator.set_state(state)
 
 
 def _digest(*parts: int | str) -> bytes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.parallel.layout import Axis
 
@@ -27,4 +27,5 @@ def share_tied_gradients(parts: Iterable[nn.Module], embedding: Axis) -> None:
     untied = any("output.weight" in names for names in held)
     for names in held:
         if TIED in names and not untied:
-            dist.all_reduce(names[TIED].main_grad, group=embedding.group)  # type: ignore[arg-type]
+            gradient: Tensor = names[TIED].main_grad  # type: ignore[attr-defined]
+            dist.all_reduce(gradient, group=embedding.group)

@@ -9,8 +9,8 @@ from megatron.data.gpt import SampleDataset
 from megatron.training.callbacks.base import Callback, Leave
 from megatron.training.callbacks.terminal import say
 from megatron.training.data import batches_from
-from megatron.training.passes import Passes
 from megatron.training.log_line import validation_lines
+from megatron.training.passes import Passes
 from megatron.training.run import Run
 from megatron.training.step import StepOutcome, reduce_losses
 

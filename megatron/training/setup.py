@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from megatron.config import RunConfig
@@ -40,6 +42,7 @@ def build_run(
         handle_signals=config.training.exit_signal_handler,
         duration_minutes=config.training.exit_duration_in_mins,
     )
+    layout = replace(layout, sequence_parallel=config.parallel.sequence_parallel)
     tokenizer = build_tokenizer(config.tokenizer)
     vocabulary = padded_vocab_size(
         tokenizer.vocab_size, config.model.make_vocab_size_divisible_by, layout.tensor.size

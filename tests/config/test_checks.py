@@ -73,6 +73,27 @@ _LINES = [
         "--num-attention-heads 4 is not divisible by --num-query-groups 3: use 1, 2 or 4",
     ),
     (
+        "--num-attention-heads 24 --hidden-size 96 --group-query-attention --num-query-groups 6 "
+        "--tensor-model-parallel-size 4",
+        "--num-query-groups 6 neither divides nor is divided by --tensor-model-parallel-size 4: "
+        "use 1, 2, 3 or 6, or a multiple of 6",
+    ),
+    (
+        "--group-query-attention --kv-channels 3 --tensor-model-parallel-size 4",
+        "2 x --num-query-groups 1 x --kv-channels 3 = 6 rows of keys and values are not divisible "
+        "by --tensor-model-parallel-size 4: use 1, 2, 3 or 6",
+    ),
+    (
+        "--seq-length 130 --tensor-model-parallel-size 4 --sequence-parallel",
+        "--seq-length 130 is not divisible by --tensor-model-parallel-size 4 x "
+        "--context-parallel-size 1 = 4, as --sequence-parallel needs: use 128 or 132",
+    ),
+    (
+        "--distribute-saved-activations --recompute-activations",
+        "--distribute-saved-activations: nothing is split without --recompute-granularity full: "
+        "add it, or drop the flag",
+    ),
+    (
         "--max-position-embeddings 64",
         "--max-position-embeddings 64 is less than --seq-length 128: use at least 128",
     ),
@@ -327,6 +348,11 @@ def test_splits_that_are_not(text: str) -> None:
         ("--no-bias-dropout-fusion", "--no-bias-dropout-fusion: bias, dropout and residual"),
         ("--use-cpu-initialization", "--use-cpu-initialization: every device draws"),
         ("--sequence-parallel", "--sequence-parallel: one tensor-parallel process"),
+        (
+            "--distribute-saved-activations --recompute-granularity full "
+            "--recompute-method uniform",
+            "--distribute-saved-activations: one tensor-parallel process: there is nothing left",
+        ),
         ("--lazy-mpu-init yes", "--lazy-mpu-init: process groups are made once"),
     ],
 )

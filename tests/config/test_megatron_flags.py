@@ -88,6 +88,10 @@ _COMPANIONS = {
     "--recompute-granularity": ("--recompute-method block", ""),
     "--recompute-method": ("--recompute-granularity full", ""),
     "--recompute-num-layers": ("--recompute-granularity full --recompute-method uniform", ""),
+    "--distribute-saved-activations": (
+        "--recompute-granularity full --recompute-method uniform",
+        "",
+    ),
     "--use-flash-attn": ("--bf16", ""),
     "--fp32-residual-connection": ("--bf16", ""),
     "--fp16-lm-cross-entropy": ("--fp16", ""),

@@ -1,12 +1,18 @@
 """GPT split over tensor ranks: the same start, loss and gradients as on one process."""
 
+import weakref
+from dataclasses import replace
+
 import pytest
 import torch
 
 from megatron.config.precision import PrecisionConfig
 from megatron.models.gpt import GPTModel
+from megatron.models.recompute import RecomputePlan
+from megatron.parallel.layers import set_overlap
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import spec_of
+from megatron.parallel.partial_gradients import sum_partial_gradients
 from tests.distributed import run_distributed
 from tests.models.small import LLAMA, VOCAB, batch, config, gpt, loss_and_gradients
 
@@ -15,6 +21,8 @@ NETWORKS = {
     "gpt2": NO_DROPOUT,
     "llama": LLAMA,
     "plain": {**NO_DROPOUT, "masked_softmax_fusion": False, "swiglu": True},
+    "one group": {**NO_DROPOUT, "group_query_attention": True, "num_query_groups": 1},
+    "norms": {**NO_DROPOUT, "apply_residual_connection_post_layernorm": True, "kv_channels": 6},
 }
 
 
@@ -27,9 +35,7 @@ def take_part(full, parameter):
 @pytest.mark.parametrize("network", NETWORKS)
 @pytest.mark.parametrize("size", [2, 4])
 def test_parts_start_as_slices_of_the_whole(network, size):
-    flags = {**NETWORKS[network]}
-    if "num_query_groups" in flags:
-        flags["num_query_groups"] = 4
+    flags = NETWORKS[network]
     whole = dict(gpt(flags).named_parameters())
     seen = dict.fromkeys(whole, 0)
     for rank in range(size):
@@ -42,31 +48,152 @@ def test_parts_start_as_slices_of_the_whole(network, size):
         assert seen[name] == copies * parameter.numel(), name
 
 
-def _train_split(layout, flags):
-    model = gpt(flags, layout=layout)
+def _layout(layout, sequence):
+    return replace(layout, sequence_parallel=sequence)
+
+
+def _train_split(layout, flags, sequence, plan=None, precision=None, overlap=True):
+    layout = _layout(layout, sequence)
+    model = gpt(flags, precision, layout=layout, recompute=plan)
+    set_overlap(model, overlap)
     loss, grads = loss_and_gradients(model)
+    sum_partial_gradients(model.parameters(), layout.tensor)
     with torch.no_grad():
-        logits = model(batch()[0])
+        logits = model.eval()(batch()[0])
     return loss, logits, grads
 
 
-@pytest.mark.parametrize("network", NETWORKS)
-def test_tensor_parallel_equals_one_process(network):
-    flags = NETWORKS[network]
+def _train_all(layout, cases):
+    return [_train_split(layout, *case) for case in cases]
+
+
+def _check_equal(flags, results):
+    """Every rank's loss, logits and gradients against the single process."""
     whole = gpt(flags)
     loss, grads = loss_and_gradients(whole)
-    logits = whole(batch()[0]).detach()
-    results = run_distributed(2, _train_split, flags, tensor=2)
+    logits = whole.eval()(batch()[0]).detach()
+    size = len(results)
     torch.testing.assert_close(torch.cat([r[1] for r in results], -1), logits, rtol=0, atol=1e-5)
     for rank, (part_loss, _, part_grads) in enumerate(results):
         torch.testing.assert_close(part_loss, loss, rtol=1e-5, atol=0)
         shapes = GPTModel(
             config(**flags),
             PrecisionConfig(),
-            Layout.at(rank, 2, tensor=2),
+            Layout.at(rank, size, tensor=size),
             padded_vocab_size=VOCAB,
             device=torch.device("meta"),
         )
         for name, parameter in shapes.named_parameters():
             expected = take_part(grads[name], parameter)
             torch.testing.assert_close(part_grads[name], expected, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_tensor_parallel_equals_one_process(size, sequence):
+    networks = list(NETWORKS.values())
+    by_rank = run_distributed(
+        size, _train_all, [(flags, sequence) for flags in networks], tensor=size
+    )
+    for flags, results in zip(networks, zip(*by_rank, strict=True), strict=True):
+        _check_equal(flags, results)
+
+
+DROPOUT = {"attention_dropout": 0.3, "hidden_dropout": 0.3}
+PLANS = [
+    RecomputePlan("selective"),
+    RecomputePlan("full", "uniform", 1),
+    RecomputePlan("full", "block", 2),
+    RecomputePlan("full", "uniform", 2, split_inputs=True),
+    RecomputePlan("full", "block", 1, split_inputs=True),
+]
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize("plain", [False, True])
+def test_other_ways_to_the_same_bits(sequence, plain):
+    """With dropout: a second run, every recomputation, and communication without overlap."""
+    flags = {**DROPOUT, "masked_softmax_fusion": not plain}
+    cases = [(flags, sequence), (flags, sequence), *((flags, sequence, plan) for plan in PLANS)]
+    cases.append((flags, sequence, None, None, False))
+    for results in run_distributed(2, _train_all, cases, tensor=2):
+        for other in results[1:]:
+            torch.testing.assert_close(other, results[0], rtol=0, atol=0)
+
+
+def test_fp32_residual_and_fp32_lookup_equal_one_process():
+    """In fp32 they change nothing, split or not."""
+    precision = {"fp32_residual_connection": True, "embedding_weights_in_fp32": True}
+    case = (NO_DROPOUT, True, None, precision)
+    by_rank = run_distributed(2, _train_all, [case], tensor=2)
+    _check_equal(NO_DROPOUT, [results[0] for results in by_rank])
+
+
+def _masks(layout, sequence):
+    """What survives dropout at every site of a one-layer network, fed with ones."""
+    layout = _layout(layout, sequence)
+    model = gpt({**DROPOUT, "num_layers": 1}, layout=layout)
+    seen = {}
+    original = torch.nn.functional.dropout
+
+    def record(x, p, training=True):
+        out = original(torch.ones_like(x), p, training)
+        seen[len(seen)] = out != 0
+        return out * x
+
+    attend = model.layers["0"].attention.attend
+
+    def attend_recorded(query, *args, dropout, **options):
+        seen["attention"] = original(torch.ones(64), dropout) != 0
+        return attend(query, *args, dropout=dropout, **options)
+
+    model.layers["0"].attention.attend = attend_recorded
+    torch.nn.functional.dropout = record
+    torch.manual_seed(5)
+    model(batch()[0])
+    return seen
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+def test_dropout_differs_where_ranks_hold_different_parts_only(sequence):
+    first, second = run_distributed(2, _masks, sequence, tensor=2)
+    assert set(first) == {0, "attention", 2, 3}  # embedding, attention output, mlp output
+    assert not torch.equal(first["attention"], second["attention"])
+    for site in (0, 2, 3):
+        assert first[site].any()
+        assert torch.equal(first[site], second[site]) != sequence
+    assert not torch.equal(first[2], first[3])
+    again, _ = run_distributed(2, _masks, sequence, tensor=2)
+    assert all(torch.equal(again[site], mask) for site, mask in first.items())
+
+
+def _saved_bytes(layout, plan):
+    """Live bytes of saved group inputs after a forward pass."""
+    model = gpt(NO_DROPOUT, layout=layout, recompute=plan)
+    inputs = []
+    for block in model.layers.values():
+        block.register_forward_pre_hook(
+            lambda _m, args: inputs.append(weakref.ref(args[0].untyped_storage()))
+        )
+    tokens, labels = batch()
+    loss = model(tokens, labels=labels)
+    alive = sum(ref() is not None for ref in inputs)
+    loss.mean().backward()
+    return alive, len(inputs)
+
+
+def test_split_inputs_are_not_kept_whole():
+    kept = run_distributed(2, _saved_bytes, RecomputePlan("full"), tensor=2)
+    split = run_distributed(2, _saved_bytes, RecomputePlan("full", split_inputs=True), tensor=2)
+    assert kept == [(3, 6)] * 2  # three layers, each run twice
+    assert split == [(0, 6)] * 2
+
+
+def test_partial_gradients_are_those_of_parameters_outside_the_split_layers():
+    layout = replace(Layout.at(0, 2, tensor=2), sequence_parallel=True)
+    model = gpt(NO_DROPOUT, layout=layout)
+    partial = {n for n, p in model.named_parameters() if spec_of(p).partial_gradient}
+    replicated = {n for n, p in model.named_parameters() if spec_of(p).split_dim is None}
+    assert partial == replicated
+    whole = gpt(NO_DROPOUT, layout=replace(layout, sequence_parallel=False))
+    assert not any(spec_of(p).partial_gradient for p in whole.parameters())

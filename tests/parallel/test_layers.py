@@ -1,13 +1,16 @@
 """Split layers equal the whole layer, forward and backward."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from megatron.parallel.collectives import gather_from
+from megatron.parallel import linear
+from megatron.parallel.collectives import Pending, gather_from
+from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.initialization import initialize
-from megatron.parallel.layers import Linear, VocabularyEmbedding
+from megatron.parallel.layers import Linear, VocabularyEmbedding, set_overlap
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import Init, spec_of
 from tests.distributed import run_distributed
@@ -111,3 +114,150 @@ def test_lookup_in_fp32_sums_gradients_in_fp32():
 
     assert gradient(True) == 4096
     assert gradient(False) < 4096
+
+
+class Queue:
+    """Keeps pushed work until it is run."""
+
+    def __init__(self):
+        self.is_collecting = True
+        self.works = []
+
+    def push(self, work):
+        self.works.append(work)
+
+    def run(self):
+        while self.works:
+            self.works.pop(0)()
+
+
+CASES = [("column", False), ("column", True), ("row", False), ("row", True), (None, False)]
+
+
+def _two_backwards(layout, case, deferred, dtype, overlap=True):
+    """Gradients of two micro-batches in a buffer, and how often the weight's hook ran."""
+    split, sequence = case
+    layout = replace(layout, sequence_parallel=sequence)
+    module = Linear(8, 12, split=split, layout=layout, init=INIT, dtype=dtype)
+    initialize(module.named_parameters(), seed=3)
+    set_overlap(module, overlap)
+    buffer = GradientBuffer(module.named_parameters(), Layout.single(), accumulate_in_fp32=True)
+    hooked = []
+    module.weight.register_post_accumulate_grad_hook(lambda p: hooked.append(p.shape))
+    queue = Queue() if deferred else None
+    module.weight_gradients = queue
+    input_grads = []
+    for step in range(2):
+        whole = torch.cos(torch.arange(64.0) + step).view(8, 1, 8)
+        x = whole
+        if split == "row":
+            x = x.chunk(layout.tensor.size, -1)[layout.tensor.rank]
+        elif sequence:
+            x = x.chunk(layout.tensor.size)[layout.tensor.rank]
+        x = x.to(dtype).requires_grad_()
+        out = module(x)
+        if queue is not None:
+            before = buffer.gradient(module.weight).clone()
+        out.backward(torch.sin(torch.arange(float(out.numel()))).view_as(out).to(dtype))
+        if queue is not None:
+            assert torch.equal(buffer.gradient(module.weight), before)
+            assert len(hooked) == 0
+        input_grads.append(x.grad)
+    if queue is not None:
+        assert len(queue.works) == 2
+        queue.run()
+    gradients = [buffer.gradient(p).clone() for p in module.parameters()]
+    return gradients, input_grads, len(hooked)
+
+
+def _all_two_backwards(layout, dtype):
+    return [
+        [_two_backwards(layout, case, *how) for how in ((False, dtype), (True, dtype))]
+        + [_two_backwards(layout, case, False, dtype, overlap=False)]
+        for case in CASES
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_put_off_weight_gradients_are_the_same_bits(dtype):
+    """And so are those without overlap."""
+    for results in run_distributed(2, _all_two_backwards, dtype, tensor=2):
+        for direct, deferred, in_turn in results:
+            assert direct[2] == deferred[2] == 2
+            torch.testing.assert_close(deferred[:2], direct[:2], rtol=0, atol=0)
+            torch.testing.assert_close(in_turn, direct, rtol=0, atol=0)
+
+
+def test_a_queue_that_does_not_collect_is_passed_over():
+    expected = _two_backwards(Layout.single(), ("column", False), False, torch.float32)
+    module = Linear(8, 12, split="column", layout=Layout.single(), init=INIT)
+    initialize(module.named_parameters(), seed=3)
+    module.weight_gradients = Queue()
+    module.weight_gradients.is_collecting = False
+    for step in range(2):
+        out = module(torch.cos(torch.arange(64.0) + step).view(8, 1, 8))
+        out.backward(torch.sin(torch.arange(96.0)).view_as(out))
+    assert not module.weight_gradients.works
+    torch.testing.assert_close(module.weight.grad, expected[0][0])
+
+
+def _order_of_events(layout, sequence, overlap):
+    """Collectives and products of a column layer's backward, in the order they are started."""
+    layout = replace(layout, sequence_parallel=sequence)
+    module = Linear(8, 8, split="column", layout=layout, init=INIT, bias=False)
+    initialize(module.named_parameters(), seed=3)
+    set_overlap(module, overlap)
+    events = []
+
+    def starting(name, function):
+        def start(x, axis):
+            events.append(name)
+            pending = function(x, axis)
+            return Pending(pending.result, Work(name, pending.work))
+
+        return start
+
+    class Work:
+        def __init__(self, name, work):
+            self.name, self.work = name, work
+
+        def wait(self):
+            events.append(f"{self.name} done")
+            self.work.wait()
+
+    for name in ("start_all_gather", "start_all_reduce", "start_reduce_scatter"):
+        short = name.removeprefix("start_")
+        setattr(linear, name, starting(short, getattr(linear, name)))
+    product = linear._weight_gradient
+
+    def noted(grad, x):
+        events.append("weight")
+        return product(grad, x)
+
+    linear._weight_gradient = noted
+    out = module(torch.ones(4, 1, 8).requires_grad_())
+    events.clear()
+    out.sum().backward()
+    return events
+
+
+@pytest.mark.parametrize(
+    ("sequence", "overlap", "expected"),
+    [
+        (False, True, "all_reduce, weight, all_reduce done"),
+        (False, False, "all_reduce, all_reduce done, weight"),
+        (
+            True,
+            True,
+            "all_gather, reduce_scatter, all_gather done, weight, reduce_scatter done",
+        ),
+        (
+            True,
+            False,
+            "all_gather, all_gather done, reduce_scatter, reduce_scatter done, weight",
+        ),
+    ],
+)
+def test_communication_overlaps_the_products(sequence, overlap, expected):
+    for events in run_distributed(2, _order_of_events, sequence, overlap, tensor=2):
+        assert ", ".join(events) == expected
