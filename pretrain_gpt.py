@@ -14,12 +14,12 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from megatron.config import RunConfig
+from megatron.config.stages import ModelPart
 from megatron.data.build import build_gpt_datasets
-from megatron.data.masks import make_batch
+from megatron.data.masks import context_part, make_batch
 from megatron.device import Device
 from megatron.models.gpt import GPTModel
 from megatron.parallel.layout import Layout
-from megatron.parallel.pipeline.stages import ModelPart
 from megatron.tokenizer import Tokenizer
 from megatron.training.pretrain import main
 from megatron.training.recipe import Batch, SampleCounts, Splits
@@ -65,21 +65,22 @@ class GPTRecipe:
         hidden: Tensor | None,
         config: RunConfig,
         tokenizer: Tokenizer,
+        layout: Layout,
     ) -> Tensor | Mapping[str, Tensor]:
-        inputs = make_batch(
+        whole = make_batch(
             batch["text"],
             eod=tokenizer.eod,
             reset_position_ids=config.data.reset_position_ids,
             reset_attention_mask=config.data.reset_attention_mask,
             eod_mask_loss=config.data.eod_mask_loss,
         )
-        result = part(
-            inputs.tokens, inputs.position_ids, inputs.labels, inputs.attention_mask, hidden
-        )
+        mine = context_part(whole, layout.context)
+        result = part(mine.tokens, mine.position_ids, mine.labels, mine.attention_mask, hidden)
         if not part.part.head:
             return result
-        counted = inputs.loss_mask.sum().clamp(min=1)  # nothing counts: loss 0, not nan
-        return {"lm loss": (result * inputs.loss_mask).sum() / counted}
+        counted = whole.loss_mask.sum().clamp(min=1)  # nothing counts: loss 0, not nan
+        # This rank's share of the sum, times the ranks: their mean is the mean over all tokens.
+        return {"lm loss": layout.context.size * (result * mine.loss_mask).sum() / counted}
 
 
 if __name__ == "__main__":

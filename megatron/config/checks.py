@@ -22,6 +22,7 @@ RULES: tuple[Rule, ...] = (
     rules_model.layout,
     rules_context.context,
     rules_model.tensor_parallel,
+    rules_model.pipeline,
     rules_model.heads,
     rules_model.positions,
     rules_model.activation_function,

@@ -11,15 +11,11 @@ from megatron.config.flag import flag
 class ParallelConfig:
     """Parallelism."""
 
-    tensor_model_parallel_size: int = flag(
-        1, "Processes that split each layer (1 so far).", unit="processes"
-    )
+    tensor_model_parallel_size: int = flag(1, "Processes that split each layer.", unit="processes")
     pipeline_model_parallel_size: int = flag(
-        1, "Processes that split the layers into stages (1 so far).", unit="processes"
+        1, "Processes that split the layers into stages.", unit="processes"
     )
-    context_parallel_size: int = flag(
-        1, "Processes that split each sequence (1 so far).", unit="processes"
-    )
+    context_parallel_size: int = flag(1, "Processes that split each sequence.", unit="processes")
     num_layers_per_virtual_pipeline_stage: int | None = flag(
         None,
         "Cut each stage into virtual stages of so many layers (interleaved). Unset: one part.",

@@ -62,7 +62,6 @@ REFUSED: tuple[KnownFlag, ...] = (
         ),
         unset={
             "--pipeline-model-parallel-split-rank": int,
-            "--num-layers-per-virtual-pipeline-stage": int,
         },
     ),
     *_group(

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 
 from megatron.config.fields import fields_of
 from megatron.config.run import RunConfig, flatten, sections
+from megatron.config.stages import plan_parts
+from megatron.errors import ConfigError
 
 _AT_LEAST: Mapping[str, int] = {
     "model.num_layers": 1,
@@ -130,16 +132,6 @@ def bounds(config: RunConfig, world_size: int) -> Iterator[str]:
 
 def not_built_yet(config: RunConfig, world_size: int) -> Iterator[str]:
     parallel = config.parallel
-    for name, size in (
-        ("tensor-model", parallel.tensor_model_parallel_size),
-        ("pipeline-model", parallel.pipeline_model_parallel_size),
-        ("context", parallel.context_parallel_size),
-    ):
-        if size > 1:
-            yield (
-                f"--{name}-parallel-size {size}: only data parallelism is built so far: use 1 and "
-                "launch more processes"
-            )
     if parallel.ddp_impl == "torch":
         yield "--DDP-impl torch: not built yet: use local"
 
@@ -168,10 +160,33 @@ def layout(config: RunConfig, world_size: int) -> Iterator[str]:
                 f"{name} {number} is not divisible by --tensor-model-parallel-size {tensor}: "
                 f"use {divisors(number)}"
             )
-    if model.num_layers and model.num_layers > 0 and model.num_layers % pipeline:
+
+
+def pipeline(config: RunConfig, world_size: int) -> Iterator[str]:
+    parallel, layers = config.parallel, config.model.num_layers
+    stages = parallel.pipeline_model_parallel_size
+    if stages < 1 or not layers or layers < 1:
+        return
+    try:
+        parts = plan_parts(layers, parallel)
+    except ConfigError as error:
+        yield from error.problems
+        return
+    chunks = len(parts) // stages
+    if parallel.pipeline_schedule in ("1f1b", "zero-bubble") and chunks > 1:
         yield (
-            f"--num-layers {model.num_layers} is not divisible by --pipeline-model-parallel-size "
-            f"{pipeline}: use {divisors(model.num_layers)}"
+            f"--pipeline-schedule {parallel.pipeline_schedule}: takes one part a stage, not "
+            f"{chunks}: use interleaved or gpipe, or drop the virtual stages"
+        )
+    if parallel.pipeline_schedule == "interleaved" and chunks == 1:
+        yield (
+            "--pipeline-schedule interleaved: needs virtual stages: give "
+            "--num-layers-per-virtual-pipeline-stage, or use 1f1b"
+        )
+    if stages == 1 and chunks > 1:
+        yield (
+            f"{chunks} virtual stages need a pipeline: give --pipeline-model-parallel-size, or "
+            "drop --num-layers-per-virtual-pipeline-stage"
         )
 
 

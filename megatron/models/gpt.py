@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from megatron.config import RunConfig
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
+from megatron.config.stages import ModelPart, whole_model
 from megatron.device import Device, parameter_dtype
 from megatron.kernels.attention import choose_attention
 from megatron.kernels.rope import Rotation
@@ -27,7 +28,6 @@ from megatron.parallel.context.split import local_positions
 from megatron.parallel.cross_entropy import vocabulary_cross_entropy
 from megatron.parallel.layers import set_overlap
 from megatron.parallel.layout import Axis, Layout
-from megatron.parallel.pipeline.stages import ModelPart, whole_model
 
 
 class GPTModel(nn.Module):

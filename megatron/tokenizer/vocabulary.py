@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel_size: int) -> int:
-    """Rows of the word embedding: the least multiple of `divisible_by * tensor_parallel_size` that
-    holds `vocab_size` entries, so that every tensor-parallel rank gets equally many.
+    """Rows of the word embedding: the least common multiple of `divisible_by` and the
+    tensor-parallel size that holds `vocab_size` entries.
+
+    With the usual 128 that is the same number for every tensor-parallel size that divides it, so
+    losses do not depend on the layout: padding rows take part in the softmax. Megatron-LM pads to
+    a multiple of the product instead; its checkpoints are read all the same
+    (`checkpoint.vocabulary`).
     """
-    multiple = divisible_by * tensor_parallel_size
+    multiple = math.lcm(divisible_by, tensor_parallel_size)
     return -(-vocab_size // multiple) * multiple
 
 

@@ -101,7 +101,9 @@ class Passes:
         batch = self._batch(micro_batch, is_last_use=chunk == len(run.parts) - 1)
         self._seed(chunk, micro_batch)
         with run.timers.measure("forward-compute", level=2):
-            result = run.recipe.forward(run.parts[chunk], batch, hidden, run.config, run.tokenizer)
+            result = run.recipe.forward(
+                run.parts[chunk], batch, hidden, run.config, run.tokenizer, run.layout
+            )
         if isinstance(result, Tensor):
             return result
         return self._record(result)
@@ -112,7 +114,7 @@ class Passes:
         return self._scale(torch.stack(list(terms.values())).sum() / self._count)
 
     def _seed(self, chunk: int, micro_batch: int) -> None:
-        """Dropout masks follow the sample and the part, whatever the order of the passes."""
+        """Dropout masks follow the sample, the part and its tokens, not the order of the passes."""
         if self._first_sample is None:
             return
         run = self._run
@@ -120,7 +122,8 @@ class Passes:
         first += run.layout.data.rank * run.batches.micro_batch
         seed = micro_batch_seed(run.progress.dropout_seed, first)
         part = chunk * run.layout.pipeline.size + run.layout.pipeline.rank
-        run.device.seed(derive_seed(seed, "part", part) if part else seed)
+        place = (part, run.layout.context.rank)
+        run.device.seed(derive_seed(seed, "place", *place) if any(place) else seed)
 
     def _batch(self, micro_batch: int, *, is_last_use: bool) -> Batch:
         """The micro-batch on the device, kept until the last part here has seen it."""

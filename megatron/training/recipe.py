@@ -8,10 +8,10 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from megatron.config import RunConfig
+from megatron.config.stages import ModelPart
 from megatron.data.gpt import SampleDataset
 from megatron.device import Device
 from megatron.parallel.layout import Layout
-from megatron.parallel.pipeline.stages import ModelPart
 from megatron.tokenizer.base import Tokenizer
 
 Batch = dict[str, Tensor]
@@ -56,14 +56,16 @@ class Recipe(Protocol):
         hidden: Tensor | None,
         config: RunConfig,
         tokenizer: Tokenizer,
+        layout: Layout,
     ) -> Tensor | Mapping[str, Tensor]:
         """One micro-batch through a part of the model.
 
         Args:
+            batch: whole sequences; each context rank takes its part of them.
             hidden: [s, b, h] from the part before; None for the first.
 
         Returns:
             Hidden states for the next part; of the last one scalar losses by log name, whose sum
-            is differentiated.
+            is differentiated. The mean over context ranks is the loss of the micro-batch.
         """
         ...

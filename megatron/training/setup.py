@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import torch
 
+from megatron.checkpoint.vocabulary import PaddedReader
 from megatron.config import RunConfig
 from megatron.config.run import known
+from megatron.config.stages import parts_of_stage, plan_parts
 from megatron.device import Device, parameter_dtype
 from megatron.environment import Launch
 from megatron.errors import ConfigError
@@ -17,7 +19,6 @@ from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.initialization import initialize
 from megatron.parallel.layout import Layout
 from megatron.parallel.pipeline.p2p import PipelineChannel
-from megatron.parallel.pipeline.stages import parts_of_stage, plan_parts
 from megatron.parallel.weight_gradients import WeightGradientQueue, attach
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.vocabulary import padded_vocab_size
@@ -48,6 +49,8 @@ def build_run(
         tokenizer.vocab_size, config.model.make_vocab_size_divisible_by, layout.tensor.size
     )
     reader = open_for_loading(config, layout)
+    if reader is not None:
+        reader = PaddedReader(reader, rows=vocabulary, entries=tokenizer.vocab_size)
     plan = plan_parts(known(config.model.num_layers), config.parallel)
     parts = [
         recipe.build_part(config, layout, device, vocabulary, part)

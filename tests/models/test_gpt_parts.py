@@ -5,10 +5,10 @@ import torch
 
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
+from megatron.config.stages import plan_parts
 from megatron.models.gpt import GPTModel
 from megatron.parallel.initialization import initialize
 from megatron.parallel.layout import Layout
-from megatron.parallel.pipeline.stages import plan_parts
 from tests.models.small import VOCAB, batch, config
 
 NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}

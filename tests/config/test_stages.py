@@ -3,8 +3,8 @@
 import pytest
 
 from megatron.config.parallel import ParallelConfig
+from megatron.config.stages import chunks_of, parts_of_stage, plan_parts
 from megatron.errors import ConfigError
-from megatron.parallel.pipeline.stages import chunks_of, parts_of_stage, plan_parts
 
 
 def _counts(num_layers, stages, **flags):

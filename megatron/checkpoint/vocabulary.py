@@ -1,0 +1,78 @@
+"""Vocabularies padded to another size: the rows of real entries are the same.
+
+Megatron-LM pads to a multiple of --make-vocab-size-divisible-by times the tensor-parallel size, so
+its files have other numbers of rows than ours, and than each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megatron.checkpoint.reader import Reader
+from megatron.errors import CheckpointError
+
+_TABLES = ("embedding.word.weight", "output.weight")
+
+
+class PaddedReader:
+    """Presents a checkpoint's vocabulary tables with `rows` rows.
+
+    Rows that the file has beyond them are left out; rows that it lacks read as zero. Either way
+    they stand for no entry.
+
+    Raises:
+        CheckpointError: the file has fewer rows than the tokenizer has entries.
+    """
+
+    def __init__(self, reader: Reader, *, rows: int, entries: int) -> None:
+        self._reader = reader
+        self._rows = rows
+        self.format, self.path = reader.format, reader.path
+        self.iteration, self.meta = reader.iteration, reader.meta
+        for name in filter(_is_table, reader.names()):
+            held = reader.global_shape(name)[0]
+            if held < entries:
+                raise CheckpointError(
+                    f"{reader.path}: {name} has {held} rows, the tokenizer {entries} entries: give "
+                    "the vocabulary files that the checkpoint was trained with"
+                )
+
+    def names(self) -> list[str]:
+        """Names of all tensors, sorted."""
+        return self._reader.names()
+
+    def dtype(self, name: str) -> torch.dtype:
+        """A tensor's number type."""
+        return self._reader.dtype(name)
+
+    def global_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a whole tensor, vocabulary tables with the rows asked for."""
+        shape = self._reader.global_shape(name)
+        return (self._rows, *shape[1:]) if _is_table(name) else shape
+
+    def read(
+        self,
+        name: str,
+        *,
+        global_shape: Sequence[int],
+        offset: Sequence[int],
+        shape: Sequence[int],
+    ) -> torch.Tensor:
+        """The part of a tensor at `offset` with `shape`, on the CPU."""
+        held = self._reader.global_shape(name)
+        if not _is_table(name) or held[0] == global_shape[0]:
+            return self._reader.read(name, global_shape=global_shape, offset=offset, shape=shape)
+        part = torch.zeros(tuple(shape), dtype=self._reader.dtype(name))
+        count = min(shape[0], max(0, held[0] - offset[0]))
+        if count:
+            part[:count] = self._reader.read(
+                name, global_shape=held, offset=offset, shape=(count, *shape[1:])
+            )
+        return part
+
+
+def _is_table(name: str) -> bool:
+    """The tables themselves, and the optimizer's state of them."""
+    return any(f".{table}" in f".{name}" for table in _TABLES)
