@@ -196,16 +196,14 @@ def tensor_parallel(config: RunConfig, world_size: int) -> Iterator[str]:
     groups, head, length = model.num_query_groups, model.kv_channels or 0, config.data.seq_length
     if tensor < 1 or context < 1:
         return
-    rows = 2 * groups * head
-    if not model.group_query_attention or rows < 1:
-        pass
-    elif groups % tensor and tensor % groups:
+    rows = 2 * groups * head if model.group_query_attention else 0
+    if rows > 0 and groups % tensor and tensor % groups:
         yield (
             f"--num-query-groups {groups} neither divides nor is divided by "
             f"--tensor-model-parallel-size {tensor}: use {divisors(groups)}, or a multiple of "
             f"{groups}"
         )
-    elif rows % tensor:
+    elif rows > 0 and rows % tensor:
         yield (
             f"2 x --num-query-groups {groups} x --kv-channels {head} = {rows} rows of keys and "
             f"values are not divisible by --tensor-model-parallel-size {tensor}: use "

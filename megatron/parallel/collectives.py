@@ -16,6 +16,10 @@ from torch import Tensor
 
 from megatron.parallel.layout import Axis
 
+# torch 2.13 renamed both.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def copy_to(x: Tensor, axis: Axis) -> Tensor:
     """Hand one replicated tensor to the axis: forward nothing, backward all-reduce."""
@@ -77,8 +81,7 @@ def start_all_gather(x: Tensor, axis: Axis) -> Pending:
     if axis.size == 1:
         return Pending(x)
     result = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
-    group = _group(axis)
-    work = dist.all_gather_into_tensor(result, x.contiguous(), group=group, async_op=True)
+    work = _all_gather(result, x.contiguous(), group=_group(axis), async_op=True)
     return Pending(result, work)
 
 
@@ -88,8 +91,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
         return Pending(x)
     assert x.shape[0] % axis.size == 0, f"{tuple(x.shape)} does not divide over {axis.size} ranks"
     result = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
-    group = _group(axis)
-    work = dist.reduce_scatter_tensor(result, x.contiguous(), group=group, async_op=True)
+    work = _reduce_scatter(result, x.contiguous(), group=_group(axis), async_op=True)
     return Pending(result, work)
 
 
