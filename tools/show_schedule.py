@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron.errors import ConfigError, UserError
-from megatron.parallel.pipeline.check import check
+from megatron.parallel.pipeline.check import check, check_all
 from megatron.parallel.pipeline.schedule import SCHEDULE_KINDS, OperationKind, make_schedule
 from megatron.parallel.pipeline.simulate import Span, Timeline, Times, simulate, time_table
 
@@ -169,9 +170,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     whole = "one value, or one a stage, or one a part of the model in its order"
     add = parser.add_argument
     add("--schedule", choices=SCHEDULE_KINDS, default="1f1b", help="default 1f1b")
-    add("--stages", type=int, required=True, help="pipeline-parallel size")
+    add("--stages", type=int, default=4, help="pipeline-parallel size; default 4")
     add("--virtual-stages", type=int, default=1, help="chunks of the model a stage; default 1")
-    add("--micro-batches", type=int, required=True, help="of one update")
+    add("--micro-batches", type=int, default=8, help="of one update; default 8")
     add("--forward-time", type=float, nargs="+", default=[1.0], metavar="T",
         help=f"of one micro-batch through a whole stage: {whole}; default 1")  # fmt: skip
     add("--backward-time", type=float, nargs="+", metavar="T", help="likewise; default 2 x forward")
@@ -180,11 +181,26 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     add("--communication-time", type=float, default=0.0, metavar="T",
         help="of a message; stages go on computing meanwhile; default 0")  # fmt: skip
     add("--output", type=Path, metavar="FILE.png", help="draw there; without it, print")
+    add("--check-all", action="store_true",
+        help="prove every schedule up to 16 stages, 8 chunks and 64 micro-batches instead")  # fmt: skip
     return parser.parse_args(words)
+
+
+def prove_all(*, stages: int, chunks: int, micro_batches: int) -> None:
+    """Check every layout up to the given sizes, and say how many there were."""
+    start = time.perf_counter()
+    schedules, operations = check_all(stages, chunks, micro_batches)
+    print(
+        f"{schedules} schedules, {operations} operations: all run to their end within their "
+        f"memory bounds ({time.perf_counter() - start:.0f} s)"
+    )
 
 
 def main(words: Sequence[str]) -> None:
     arguments = parse(words)
+    if arguments.check_all:
+        prove_all(stages=16, chunks=8, micro_batches=64)
+        return
     schedule = make_schedule(
         arguments.schedule,
         arguments.stages,

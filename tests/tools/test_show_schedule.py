@@ -9,7 +9,7 @@ import pytest
 
 from megatron.errors import ConfigError
 from tests.repository import ROOT
-from tools.show_schedule import main
+from tools.show_schedule import main, prove_all
 
 
 def test_prints_the_timeline(capsys) -> None:
@@ -57,3 +57,9 @@ def test_a_wrong_layout_is_one_line() -> None:
     )
     assert done.returncode == ConfigError.exit_code
     assert done.stderr == ("show_schedule: micro-batches of an update 0: must be at least 1\n")
+
+
+def test_proves_every_layout_up_to_a_size(capsys) -> None:
+    prove_all(stages=2, chunks=2, micro_batches=2)
+    # gpipe 2 x 2 x 2, 1f1b 2 x 2, interleaved 2 x 2 (of 2 chunks), zero-bubble 2 x 2
+    assert capsys.readouterr().out.startswith("20 schedules, ")

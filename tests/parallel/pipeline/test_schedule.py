@@ -1,4 +1,4 @@
-"""Schedules are proven for a sample of layouts here; `python -m ...pipeline.check` proves all."""
+"""Schedules are proven for a sample of layouts here; `show_schedule --check-all` proves all."""
 
 from __future__ import annotations
 
