@@ -182,7 +182,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         help="of a message; stages go on computing meanwhile; default 0")  # fmt: skip
     add("--output", type=Path, metavar="FILE.png", help="draw there; without it, print")
     add("--check-all", action="store_true",
-        help="prove every schedule up to 16 stages, 8 chunks and 64 micro-batches instead")  # fmt: skip
+        help="prove all up to 16 stages x 8 chunks x 64 micro-batches instead")  # fmt: skip
     return parser.parse_args(words)
 
 
