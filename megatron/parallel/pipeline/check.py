@@ -1,9 +1,4 @@
-"""Proof that a schedule can run: nothing missing, nothing out of order, no deadlock, no excess.
-
-    python -m megatron.parallel.pipeline.check
-
-checks every layout up to 16 stages x 8 chunks x 64 micro-batches, one process a core.
-"""
+"""Proof that a schedule can run: nothing missing, nothing out of order, no deadlock, no excess."""
 
 from __future__ import annotations
 
@@ -196,19 +191,18 @@ def _check_one(arguments: tuple[ScheduleKind, int, int, int]) -> int:
     return sum(len(operations) for operations in check_bounds(*arguments))
 
 
-def main() -> None:
-    """Check every layout and say how many there were."""
-    import time
+def check_all(stages: int, chunks: int, micro_batches: int) -> tuple[int, int]:
+    """`check_bounds` of every layout up to the given sizes, a process a core.
+
+    Returns:
+        How many schedules there were, and how many operations in them.
+
+    Raises:
+        ScheduleError: of the first that is wrong.
+    """
     from multiprocessing import Pool
 
-    start = time.perf_counter()
     with Pool() as pool:
-        counts = list(pool.imap_unordered(_check_one, layouts(16, 8, 64), chunksize=16))
-    print(
-        f"{len(counts)} schedules, {sum(counts)} operations: all run to their end within their "
-        f"memory bounds ({time.perf_counter() - start:.0f} s)"
-    )
-
-
-if __name__ == "__main__":
-    main()
+        every = layouts(stages, chunks, micro_batches)
+        counts = list(pool.imap_unordered(_check_one, every, chunksize=16))
+    return len(counts), sum(counts)

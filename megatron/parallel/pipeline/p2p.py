@@ -1,9 +1,9 @@
 """Messages between neighbouring pipeline stages: activations one way, gradients the other.
 
-Every directed edge of the ring has a process group of its own for each kind of message, in which
-one process only sends and the other only receives, both in the schedule's order. NCCL runs the
-operations of a group one after another; where two directions shared a group, two stages that both
-send first would wait for each other for ever.
+No two edges that meet in a stage share a process group, nor do the two kinds of message: in a group
+a stage only sends or only receives, in the schedule's order. NCCL may run the operations of a group
+one after another; where two directions shared one, two stages that both send first would wait for
+each other for ever.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.parallel.layout import Axis, Layout
+from megatron.parallel.layout import Layout
 from megatron.parallel.pipeline.schedule import SENDS, Operation
 
 
@@ -69,7 +69,7 @@ class PipelineChannel:
         dtype: torch.dtype,
         shape: Sequence[int],
     ) -> PipelineChannel:
-        """Connect this process with its neighbours. Collective over the pipeline axis.
+        """Connect this process with its neighbours. Collective over the world.
 
         Args:
             layout: with process groups, where there is more than one stage.
@@ -78,7 +78,7 @@ class PipelineChannel:
             dtype: of activations and their gradients.
             shape: of one message.
         """
-        edges = connect(layout.pipeline, ring=ring, device=device)
+        edges = connect(layout, ring=ring, device=device)
         return cls(edges, device=device, dtype=dtype, shape=shape)
 
     def with_shape(self, shape: Sequence[int]) -> PipelineChannel:
@@ -127,34 +127,49 @@ class PipelineChannel:
         return self._edges[operation.kind, operation.peer]
 
 
-def connect(axis: Axis, *, ring: bool, device: torch.device) -> dict[EdgeKey, _Edge]:
-    """This process's edges. Collective over the axis; no other processes take part.
+def connect(layout: Layout, *, ring: bool, device: torch.device) -> dict[EdgeKey, _Edge]:
+    """This process's edges. Collective over the world, as making process groups is.
 
-    All stages go through the edges in one order, so none waits for another in a circle. A first
-    message goes over each at once: NCCL builds a connection at the first message, and blocks until
-    both ends take part, which in the midst of a schedule would be a deadlock.
+    A first message goes over each edge at once, all stages taking them in one order: NCCL builds a
+    connection at the first message and blocks until both ends take part, which in the midst of a
+    schedule would be a deadlock.
     """
-    if axis.size == 1:
+    stages = layout.pipeline.size
+    if stages == 1:
         return {}
-    assert axis.group is not None, "a layout without process groups cannot communicate"
+    stage, ranks = layout.pipeline.rank, layout.pipeline.ranks
     edges: dict[EdgeKey, _Edge] = {}
     for kind, step in (("activation", 1), ("gradient", -1)):
-        for low in range(axis.size if ring else axis.size - 1):
-            ends = (low, (low + 1) % axis.size)
+        groups = _groups(layout, ring)
+        for low in range(stages if ring else stages - 1):
+            ends = (low, (low + 1) % stages)
             source, destination = ends[::step]
-            if axis.rank not in ends:
-                continue
-            # Only the two ends take part, not the whole world.
-            ranks = sorted(axis.ranks[stage] for stage in ends)
-            group = dist.new_group(ranks, use_local_synchronization=True)
+            group = groups["wrap" if low == stages - 1 else "odd" if low % 2 else "even"]
             hello = torch.zeros(1, device=device)
-            if axis.rank == source:
-                edge = edges[f"send_{kind}", destination] = _Edge(group, axis.ranks[destination])
+            if stage == source:
+                edge = edges[f"send_{kind}", destination] = _Edge(group, ranks[destination])
                 _start(dist.isend, hello, edge).wait()
-            else:
-                edge = edges[f"receive_{kind}", source] = _Edge(group, axis.ranks[source])
+            elif stage == destination:
+                edge = edges[f"receive_{kind}", source] = _Edge(group, ranks[source])
                 _start(dist.irecv, hello, edge).wait()
     return edges
+
+
+def _groups(layout: Layout, ring: bool) -> dict[str, Any]:
+    """Process groups of this pipeline for one kind of message, by which edges use them.
+
+    Neighbouring edges are in different groups: in each a stage has one neighbour at most, and with
+    it one direction. Every process makes the groups of every pipeline, in one order.
+    """
+    pipelines = layout.world.size // layout.pipeline.size
+    mine: dict[str, Any] = {}
+    for first in range(pipelines):  # the pipeline axis is the slowest
+        ranks = list(range(first, layout.world.size, pipelines))
+        for name in ("even", "odd", "wrap") if ring else ("even", "odd"):
+            group = dist.new_group(ranks)
+            if layout.world.rank in ranks:
+                mine[name] = group
+    return mine
 
 
 def _start(transfer: Any, tensor: Tensor, edge: _Edge) -> Any:

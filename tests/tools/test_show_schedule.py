@@ -1,0 +1,65 @@
+"""The tool that draws schedules."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from megatron.errors import ConfigError
+from tests.repository import ROOT
+from tools.show_schedule import main, prove_all
+
+
+def test_prints_the_timeline(capsys) -> None:
+    main(["--stages", "2", "--micro-batches", "2", "--schedule", "zero-bubble"])
+    assert capsys.readouterr().out.splitlines() == [
+        "zero-bubble: 2 stages, 2 micro-batches; time 7, bubble 14.3%",
+        "most activations held, by stage: 2 2",
+        "stage  0  F0F1..B0W0B1W1",
+        "stage  1  ..F0B0F1B1W0W1",
+    ]
+
+
+def test_times_of_parts_make_a_longer_line(capsys) -> None:
+    words = ["--schedule", "interleaved", "--stages", "2", "--virtual-stages", "2"]
+    words += ["--micro-batches", "2", "--communication-time", "0.5"]
+    main([*words, "--forward-time", "1", "1", "1", "3"])
+    heading, held, *rows = capsys.readouterr().out.splitlines()
+    assert heading.startswith("interleaved: 2 stages x 2 virtual, 2 micro-batches; time")
+    assert held.endswith("4 3")
+    assert len(rows) == 2
+    assert len(rows[0]) == len(rows[1])
+
+
+def test_draws_a_picture(tmp_path) -> None:
+    picture = tmp_path / "schedule.png"
+    words = ["--schedule", "interleaved", "--stages", "2", "--virtual-stages", "2"]
+    main([*words, "--micro-batches", "4", "--output", str(picture)])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_weights_are_a_part_of_backward() -> None:
+    words = ["--stages", "2", "--micro-batches", "2", "--backward-time", "1", "--weight-time", "2"]
+    with pytest.raises(ConfigError, match="must not exceed --backward-time"):
+        main(words)
+
+
+def test_a_wrong_layout_is_one_line() -> None:
+    done = subprocess.run(
+        [sys.executable, "tools/show_schedule.py", "--stages", "2", "--micro-batches", "0"],
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == ConfigError.exit_code
+    assert done.stderr == ("show_schedule: micro-batches of an update 0: must be at least 1\n")
+
+
+def test_proves_every_layout_up_to_a_size(capsys) -> None:
+    prove_all(stages=2, chunks=2, micro_batches=2)
+    # gpipe 2 x 2 x 2, 1f1b 2 x 2, interleaved 2 x 2 (of 2 chunks), zero-bubble 2 x 2
+    assert capsys.readouterr().out.startswith("20 schedules, ")

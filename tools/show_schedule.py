@@ -1,0 +1,227 @@
+"""Draw or print what every pipeline stage would do when, and how much of the time it waits.
+
+    python tools/show_schedule.py --schedule 1f1b --stages 4 --micro-batches 8
+    python tools/show_schedule.py --schedule interleaved --stages 4 --virtual-stages 2 \\
+        --micro-batches 8 --forward-time 1 --backward-time 2 --output schedule.png
+
+Times are in any one unit. Needs no GPU and no display.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.errors import ConfigError, UserError
+from megatron.parallel.pipeline.check import check, check_all
+from megatron.parallel.pipeline.schedule import SCHEDULE_KINDS, OperationKind, make_schedule
+from megatron.parallel.pipeline.simulate import Span, Timeline, Times, simulate, time_table
+
+# Light for the first chunk, darker for each further one.
+_COLOURS: dict[OperationKind, tuple[str, str]] = {
+    "forward": ("#a6cee3", "#1f78b4"),
+    "backward": ("#b2df8a", "#33a02c"),
+    "backward_input": ("#b2df8a", "#33a02c"),
+    "backward_weight": ("#fdd49e", "#e6832a"),
+}
+_LABELS: dict[OperationKind, str] = {
+    "forward": "forward",
+    "backward": "backward",
+    "backward_input": "backward, inputs",
+    "backward_weight": "backward, weights",
+}
+_LETTERS = {"forward": "F", "backward": "B", "backward_input": "B", "backward_weight": "W"}
+
+
+def make_times(arguments: argparse.Namespace) -> Times:
+    """Tables from the flags; backward is twice forward, half of it weights, where not given.
+
+    Raises:
+        ConfigError: another number of values than stages or parts, or weights above the whole.
+    """
+    stages, chunks = arguments.stages, arguments.virtual_stages
+    forward = arguments.forward_time
+    backward = arguments.backward_time or [2 * value for value in forward]
+    weight = arguments.weight_time or [value / 2 for value in backward]
+    tables = [
+        time_table(flag, values, stages, chunks)
+        for flag, values in (
+            ("--forward-time", forward),
+            ("--backward-time", backward),
+            ("--weight-time", weight),
+        )
+    ]
+    inputs = tuple(
+        tuple(whole - part for whole, part in zip(*rows, strict=True))
+        for rows in zip(tables[1], tables[2], strict=True)
+    )
+    if min(min(row) for row in inputs) < 0:
+        raise ConfigError("--weight-time: must not exceed --backward-time, of which it is a part")
+    return Times(tables[0], inputs, tables[2], arguments.communication_time)
+
+
+def headline(arguments: argparse.Namespace, timeline: Timeline) -> str:
+    """What is shown, and its bubble."""
+    virtual = f" x {arguments.virtual_stages} virtual" if arguments.virtual_stages > 1 else ""
+    return (
+        f"{arguments.schedule}: {arguments.stages} stages{virtual}, {arguments.micro_batches} "
+        f"micro-batches; time {timeline.total:.4g}, bubble {timeline.bubble:.1%}"
+    )
+
+
+def as_text(timeline: Timeline, columns: int = 120) -> str:
+    """A line a stage: F, B, W and the micro-batch where it starts, dots where the stage waits.
+
+    The unit is the shortest operation, or more where the line would exceed `columns`.
+    """
+    spans = [span for line in timeline.spans for span in line if span.end > span.start]
+    shortest = min((span.end - span.start for span in spans), default=1.0)
+    width = 1 + len(str(max((span.operation.micro_batch for span in spans), default=0)))
+    scale = min(width / shortest, columns / timeline.total) if spans else 1.0
+    lines = []
+    for stage, line in enumerate(timeline.spans):
+        text = ["."] * round(timeline.total * scale)
+        for span in line:
+            start, end = round(span.start * scale), round(span.end * scale)
+            letter = _LETTERS[span.operation.kind]
+            label = f"{letter}{span.operation.micro_batch}"
+            length = end - start
+            text[start:end] = (label if length >= len(label) else letter).ljust(length, "-")[
+                :length
+            ]
+        lines.append(f"stage {stage:2}  {''.join(text)}")
+    return "\n".join(lines)
+
+
+def draw(timeline: Timeline, title: str, chunks: int, output: Path) -> None:
+    """The timeline as a picture: a row a stage, a box an operation, its micro-batch inside."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.patches import Patch
+
+    stages = len(timeline.spans)
+    figure, axes = pyplot.subplots(figsize=(16, 1.6 + 0.5 * stages), layout="constrained")
+    per_inch = 15 / timeline.total if timeline.total else 1.0
+    used: dict[tuple[OperationKind, int], None] = {}
+    for stage, line in enumerate(timeline.spans):
+        for span in line:
+            kind, chunk = span.operation.kind, span.operation.chunk
+            used[kind, chunk] = None
+            _box(axes, stage, span, _shade(kind, chunk, chunks), per_inch)
+    axes.set(xlim=(0, timeline.total or 1), ylim=(stages - 0.45, -0.55), xlabel="time", title=title)
+    axes.set_yticks(range(stages), [f"stage {stage}" for stage in range(stages)])
+    axes.tick_params(axis="y", length=0)
+    axes.set_facecolor("#eeeeee")  # what stays visible is the bubble
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    order = sorted(used, key=lambda pair: (list(_LABELS).index(pair[0]), pair[1]))
+    handles = [
+        Patch(
+            facecolor=_shade(kind, chunk, chunks),
+            label=_LABELS[kind] + (f", chunk {chunk}" if chunks > 1 else ""),
+        )
+        for kind, chunk in order
+    ]
+    handles.append(Patch(facecolor="#eeeeee", label="waiting"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 9))
+    figure.savefig(output, dpi=120)
+    pyplot.close(figure)
+
+
+def _shade(kind: OperationKind, chunk: int, chunks: int) -> tuple[float, float, float]:
+    from matplotlib.colors import to_rgb
+
+    light, dark = (to_rgb(colour) for colour in _COLOURS[kind])
+    share = chunk / max(chunks - 1, 1)
+    red, green, blue = (a + (b - a) * share for a, b in zip(light, dark, strict=True))
+    return red, green, blue
+
+
+def _box(
+    axes: Any, stage: int, span: Span, colour: tuple[float, float, float], per_inch: float
+) -> None:
+    width = span.end - span.start
+    axes.barh(
+        stage, width, left=span.start, height=0.86, color=colour, edgecolor="white", linewidth=0.6
+    )
+    label = str(span.operation.micro_batch)
+    if width * per_inch > 0.09 * len(label):
+        is_dark = sum(colour) < 1.5
+        axes.text(
+            span.start + width / 2,
+            stage,
+            label,
+            ha="center",
+            va="center",
+            fontsize=8,
+            color="white" if is_dark else "black",
+        )
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    whole = "one value, or one a stage, or one a part of the model in its order"
+    add = parser.add_argument
+    add("--schedule", choices=SCHEDULE_KINDS, default="1f1b", help="default 1f1b")
+    add("--stages", type=int, default=4, help="pipeline-parallel size; default 4")
+    add("--virtual-stages", type=int, default=1, help="chunks of the model a stage; default 1")
+    add("--micro-batches", type=int, default=8, help="of one update; default 8")
+    add("--forward-time", type=float, nargs="+", default=[1.0], metavar="T",
+        help=f"of one micro-batch through a whole stage: {whole}; default 1")  # fmt: skip
+    add("--backward-time", type=float, nargs="+", metavar="T", help="likewise; default 2 x forward")
+    add("--weight-time", type=float, nargs="+", metavar="T",
+        help="the part of backward that computes weight gradients; default half")  # fmt: skip
+    add("--communication-time", type=float, default=0.0, metavar="T",
+        help="of a message; stages go on computing meanwhile; default 0")  # fmt: skip
+    add("--output", type=Path, metavar="FILE.png", help="draw there; without it, print")
+    add("--check-all", action="store_true",
+        help="prove all up to 16 stages x 8 chunks x 64 micro-batches instead")  # fmt: skip
+    return parser.parse_args(words)
+
+
+def prove_all(*, stages: int, chunks: int, micro_batches: int) -> None:
+    """Check every layout up to the given sizes, and say how many there were."""
+    start = time.perf_counter()
+    schedules, operations = check_all(stages, chunks, micro_batches)
+    print(
+        f"{schedules} schedules, {operations} operations: all run to their end within their "
+        f"memory bounds ({time.perf_counter() - start:.0f} s)"
+    )
+
+
+def main(words: Sequence[str]) -> None:
+    arguments = parse(words)
+    if arguments.check_all:
+        prove_all(stages=16, chunks=8, micro_batches=64)
+        return
+    schedule = make_schedule(
+        arguments.schedule,
+        arguments.stages,
+        arguments.virtual_stages,
+        arguments.micro_batches,
+    )
+    held = check(schedule)
+    timeline = simulate(schedule, make_times(arguments))
+    title = headline(arguments, timeline)
+    print(title)
+    print(f"most activations held, by stage: {' '.join(map(str, held))}")
+    if arguments.output is None:
+        print(as_text(timeline))
+    else:
+        draw(timeline, title, arguments.virtual_stages, arguments.output)
+        print(f"wrote {arguments.output}")
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        print(f"show_schedule: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
