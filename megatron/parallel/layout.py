@@ -44,13 +44,17 @@ class Axis:
 
 @dataclass(frozen=True)
 class Layout:
-    """The grid of one run. Built once and passed to whatever needs it."""
+    """The grid of one run. Built once and passed to whatever needs it.
+
+    `replica` is data x context, context fastest: the processes that hold the same weights.
+    """
 
     world: Axis = Axis()
     tensor: Axis = Axis()
     context: Axis = Axis()
     data: Axis = Axis()
     pipeline: Axis = Axis()
+    replica: Axis = Axis()
 
     @classmethod
     def single(cls) -> Layout:
@@ -76,7 +80,7 @@ class Layout:
             ranks = tuple(first + i * stride for i in range(size))
             axes[name] = Axis(size=size, rank=index, ranks=ranks)
         world = Axis(size=world_size, rank=rank, ranks=tuple(range(world_size)))
-        return cls(world=world, **axes)
+        return cls(world=world, replica=_replica(axes["data"], axes["context"]), **axes)
 
     @classmethod
     def create(
@@ -106,6 +110,9 @@ class Layout:
             for name in AXES
             if getattr(layout, name).size > 1
         }
+        if layout.replica.size > 1:
+            group = mesh["data", "context"]._flatten("replica").get_group()
+            axes["replica"] = replace(layout.replica, group=group)
         return replace(layout, world=replace(layout.world, group=dist.group.WORLD), **axes)
 
     def wait_for_all(self) -> None:
@@ -119,6 +126,15 @@ class Layout:
         """The grid in words, for the start-up panel."""
         sizes = " x ".join(f"{name} {getattr(self, name).size}" for name in reversed(AXES))
         return f"{self.world.size} process(es) = {sizes}"
+
+
+def _replica(data: Axis, context: Axis) -> Axis:
+    own = data.ranks[data.rank]
+    return Axis(
+        size=data.size * context.size,
+        rank=data.rank * context.size + context.rank,
+        ranks=tuple(d + c - own for d in data.ranks for c in context.ranks),
+    )
 
 
 def grid_sizes(world_size: int, *, tensor: int, context: int, pipeline: int) -> dict[str, int]:

@@ -46,6 +46,8 @@ def build_run(
         model.named_parameters(),
         layout,
         accumulate_in_fp32=config.precision.accumulate_allreduce_grads_in_fp32,
+        zero_stage=config.parallel.zero_stage or 0,
+        overlap=config.parallel.overlap_grad_reduce,
     )
     batches = BatchPlan.from_config(config.training, layout.data.size)
     train_iterations = _train_iterations(config, batches)
@@ -66,6 +68,7 @@ def build_run(
             config.precision,
             layout,
             count_zeros=config.logging.log_num_zeros_in_grad,
+            overlap_gather_in=[model] if config.parallel.overlap_param_gather else None,
         ),
         schedules=Schedules.from_config(
             config.schedule, config.optimizer, config.training, global_batch=batches.global_batch

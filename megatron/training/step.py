@@ -103,7 +103,11 @@ def _forward_backward(run: Run, samples: int) -> tuple[dict[str, list[Tensor]], 
         with run.timers.measure("forward-compute", level=2):
             terms = run.recipe.losses(run.model, to_device(batch, run), run.config, run.tokenizer)
         total = torch.stack(list(terms.values())).sum() / count
-        with run.timers.measure("backward-compute", level=2):
+        is_last = index == count - 1
+        with (
+            run.timers.measure("backward-compute", level=2),
+            run.gradients.micro_batch(is_last=is_last),
+        ):
             run.optimizer.scale_loss(total).backward()
         for name, value in terms.items():
             losses.setdefault(name, []).append(value.detach())
