@@ -158,7 +158,7 @@ class GradientBuffer:
             [p.numel() for p in parameters],
             alignment=ALIGNMENT_BYTES // dtype.itemsize,
             limit=limit,
-            shards=shards,
+            shards=self.axis.size,  # of equal sizes at every stage: sums are in one order then
         )
         total = buckets[-1].span.end
         size = total // shards if self.zero_stage == 2 else total
