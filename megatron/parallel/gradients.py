@@ -76,14 +76,14 @@ class _Pending:
 
     Attributes:
         plan: its place in the buffer.
-        parameters: ids of those in it.
+        members: the parameters in it, each with its place in the bucket.
         kept: where the reduced gradients go: the whole bucket or this process's shard.
         whole: all gradients of the bucket; with stage 2 None until the first one arrives.
         missing: parameters whose gradient is not complete yet.
     """
 
     plan: Bucket
-    parameters: frozenset[int]
+    members: list[tuple[nn.Parameter, slice]]
     kept: Tensor
     whole: Tensor | None
     missing: set[int] = field(default_factory=set)
@@ -112,6 +112,11 @@ class GradientBuffer:
         bucket_bytes: smallest piece (but the last) that is reduced on its own.
         zero_stage: 0 to 2, see above. A single replica has nothing to share: always 0.
         overlap: reduce during the backward of the last micro-batch.
+        late: parameters whose `main_grad` is complete only when `reduce` is called (tied weights
+            of two pipeline stages): their buckets and what follows wait for that. Below stage 2.
+        before_send: called once an update with the parameters of every bucket when backward is
+            done with them, in one order on all ranks: what must happen to `main_grad` before it is
+            averaged (sums over the tensor axis). With stage 2 once a micro-batch.
     """
 
     def __init__(
@@ -123,12 +128,17 @@ class GradientBuffer:
         bucket_bytes: int = BUCKET_BYTES,
         zero_stage: int = 0,
         overlap: bool = False,
+        late: Callable[[nn.Parameter], bool] | None = None,
+        before_send: Callable[[list[nn.Parameter]], None] | None = None,
     ) -> None:
         parameters = [p for _, p in named_parameters if p.requires_grad]
         assert len({id(p) for p in parameters}) == len(parameters), "a parameter came twice"
         self.axis = layout.replica
         self.zero_stage = zero_stage if self.axis.size > 1 else 0
         self._overlap = overlap and self.axis.size > 1
+        self._late = frozenset(id(p) for p in parameters if late is not None and late(p))
+        self._before_send = before_send
+        assert not (self._late and self.zero_stage == 2), "stage 2 keeps no gradient to wait for"
         self._collecting = False  # whether finished gradients may be sent
         self._next = 0  # bucket to be sent
         self._sent: list[_Sent] = []
@@ -175,7 +185,8 @@ class GradientBuffer:
             else:
                 whole = storage[plan.span.start : plan.span.end]
                 kept = whole[shard.within(plan.span)]
-            pending = _Pending(plan, frozenset(id(p) for p, _ in inside), kept, whole)
+            places = [(p, slot.within(plan.span)) for p, slot in inside]
+            pending = _Pending(plan, places, kept, whole)
             for parameter, slot in inside:
                 own = slot.intersect(shard) or Span(slot.start, slot.start)
                 gradient = kept[own.within(shard)] if own.size else kept[:0]
@@ -245,12 +256,14 @@ class GradientBuffer:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Average over the replica axis. Collective over it; alone, nothing to do.
+        """Average over the replica axis. Collective over it; alone, there is nobody to ask.
 
         Every element is summed on one process and sent to the others, so that all hold the same
         bits. Dividing first keeps fp16 sums in range.
         """
         if self.axis.size == 1:
+            for bucket in self._buckets:
+                self._call_before_send(bucket)
             return
         if self.zero_stage < 2:
             self._send_rest()
@@ -271,7 +284,7 @@ class GradientBuffer:
             parameter.grad = None
         if self._collecting:
             assert id(parameter) in bucket.missing, "a gradient came twice in one backward"
-            bucket.missing.remove(id(parameter))
+            bucket.missing -= {id(parameter)} - self._late
             while self._next < len(self._buckets) and not self._buckets[self._next].missing:
                 self._send(self._buckets[self._next])
 
@@ -282,7 +295,7 @@ class GradientBuffer:
         """Every gradient is missing, no bucket is sent."""
         self._next = 0
         for bucket in self._buckets:
-            bucket.missing = set(bucket.parameters)
+            bucket.missing = {id(p) for p, _ in bucket.members}
 
     def _send_rest(self) -> None:
         """Send what backward left: parameters without a gradient count as zero."""
@@ -291,12 +304,13 @@ class GradientBuffer:
 
     def _send(self, bucket: _Pending) -> None:
         self._next += 1
+        if bucket.whole is None:
+            bucket.whole = self._new_whole(bucket)
+        self._call_before_send(bucket)
         whole, received = bucket.whole, bucket.kept
         if self.zero_stage == 2:
             self._receive()  # so that one bucket at most is on its way
-            whole = self._new_whole(bucket) if whole is None else whole
             bucket.whole, received = None, torch.empty_like(bucket.kept)
-        assert whole is not None
         whole.div_(self.axis.size)
         if self.is_sharded:
             work = start_reduce_scatter(whole, received, self.axis)
@@ -305,6 +319,18 @@ class GradientBuffer:
         self._sent.append(_Sent(bucket, work, whole, received))
         if self.zero_stage == 2 and not self._overlap:
             self._receive()
+
+    def _call_before_send(self, bucket: _Pending) -> None:
+        if self._before_send is None:
+            return
+        assert bucket.whole is not None
+        if self.zero_stage == 2:  # for the moment
+            for parameter, slot in bucket.members:
+                parameter.main_grad = bucket.whole[slot].view_as(parameter)  # type: ignore[attr-defined]
+        self._before_send([parameter for parameter, _ in bucket.members])
+        if self.zero_stage == 2:
+            for parameter, _ in bucket.members:
+                del parameter.main_grad  # type: ignore[attr-defined]
 
     def _receive(self) -> None:
         """Wait for all that is under way."""

@@ -104,7 +104,7 @@ def _sum_of(name, alone):
     return alone[name][1]
 
 
-def _log_sends(layout, stage, micro_batches):
+def _log_sends(layout, stage, micro_batches, late=None):
     """What happens in which order: backwards that end, and buckets that are sent."""
     log = []
     name = "start_reduce_scatter" if stage else "start_all_reduce"
@@ -123,6 +123,7 @@ def _log_sends(layout, stage, micro_batches):
         bucket_bytes=BUCKET,
         zero_stage=stage,
         overlap=True,
+        late=None if late is None else lambda p: p is model.get_parameter(late),
     )
     for i in range(micro_batches):
         with buffer.micro_batch(is_last=i == micro_batches - 1):
@@ -138,6 +139,14 @@ def test_complete_buckets_are_sent_during_the_last_backward():
         assert log == ["backward", *["send"] * (buckets - 1), "backward", "send"]
 
 
+def test_late_gradients_are_waited_for():
+    for log, _ in run_distributed(2, _log_sends, 1, 1, "layers.2.bias"):  # of the first bucket
+        assert log[0] == "backward"
+    for log, buckets in run_distributed(2, _log_sends, 1, 1, "layers.0.weight"):
+        sent = log.index("backward")
+        assert 0 < sent < buckets - 1
+
+
 def test_stage_2_sends_in_every_backward():
     for log, buckets in run_distributed(2, _log_sends, 2, 2):
         assert log == [*["send"] * (buckets - 1), "backward", "send"] * 2
@@ -147,3 +156,41 @@ def test_context_ranks_share_the_shards_too():
     reference = _joined(run_distributed(4, _reduce, torch.float32, 1, 0, False, context=2), False)
     ranks = run_distributed(4, _reduce, torch.float32, 1, 1, True, context=2)
     assert _joined(ranks, True) == reference
+
+
+def _doubled(layout, stage, overlap):
+    """Gradients that are doubled before they are sent, and what was called with what."""
+    model, calls = _Model(torch.float32), []
+
+    def double(parameters):
+        calls.append(len(parameters))
+        for parameter in parameters:
+            parameter.main_grad.mul_(2)
+
+    buffer = GradientBuffer(
+        model.named_parameters(),
+        layout,
+        accumulate_in_fp32=False,
+        bucket_bytes=BUCKET,
+        zero_stage=stage,
+        overlap=overlap,
+        before_send=double,
+    )
+    with buffer.micro_batch(is_last=True):
+        _backward(model, 1)
+    buffer.reduce()
+    assert sum(calls) == len(list(model.parameters()))
+    return sum(view.double().sum().item() for view in buffer.views(lambda p: True))
+
+
+def test_what_must_happen_before_sending_happens_once():
+    alone = _doubled(Layout.single(), 0, False)
+    model = _Model(torch.float32)
+    _backward(model, 1)
+    expected = 2 * sum(
+        p.grad.double().sum().item() for p in model.parameters() if p is not model.unused
+    )
+    assert alone == pytest.approx(expected, rel=1e-5)
+    for stage, overlap in ((0, False), (0, True), (1, True), (2, False), (2, True)):
+        sums = run_distributed(2, _doubled, stage, overlap)
+        assert (sum(sums) if stage else sums[0]) == pytest.approx(expected, rel=1e-5)
