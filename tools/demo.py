@@ -29,7 +29,11 @@ from megatron.errors import DataError, StorageError, UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 MARKER = ".megatron-demo"  # says that a folder is ours to overwrite
-NOT_LIBRARY = {"test", "tests", "idlelib", "lib2to3", "encodings", "site-packages", "dist-packages"}
+# Folders of the standard library's place that hold other things than its code, or tables only.
+NOT_LIBRARY = {
+    *("test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages"),
+    *("encodings", "pydoc_data"),
+}
 
 VOCAB_SIZE = 2048
 SEQ_LENGTH = 128
@@ -70,6 +74,7 @@ def write_standard_library(path: Path) -> None:
         file
         for file in root.rglob("*.py")
         if NOT_LIBRARY.isdisjoint(file.relative_to(root).parts[:-1])
+        and not file.name.startswith("_sysconfigdata")  # how Python was built, generated
     )
     # Shuffled, so that the validation documents at the end are not all of one package.
     random.Random(1234).shuffle(files)
@@ -253,11 +258,11 @@ def demo(out: Path, source: Path | None, iterations: int) -> None:
         ["python", "tools/plot_loss.py", "--metrics", str(out / "metrics.jsonl")]
         + ["--output", str(out / "loss.png"), "--entropy", f"{validation.entropy:.4f}"],
     )
-    prompt = "def " if source is None else validation.start
+    prompt = "    def __init__(self" if source is None else validation.start
     run(
         "Let it write",
         ["python", "tools/generate_text.py", "--load", str(out / "checkpoints")]
-        + ["--prompt", prompt, "--max-new-tokens", "200"]
+        + ["--prompt", prompt, "--max-new-tokens", "200", "--num-samples", "2"]
         + ["--temperature", "0.7", "--top-k", "40", "--seed", "1"],
     )
     loss = last_validation_loss(out / "metrics.jsonl")
@@ -281,7 +286,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--input", type=Path, help='jsonl with {"text": ...} lines; unset: the standard library'
     )
     parser.add_argument(
-        "--iters", type=int, default=1200, help="training iterations (default: %(default)s)"
+        "--iters", type=int, default=1000, help="training iterations (default: %(default)s)"
     )
     return parser.parse_args(arguments)
 

@@ -94,7 +94,7 @@ class _Pool:
     def _collect(self, worker: int) -> Any:
         try:
             result, error = self._ends[worker].recv()
-        except (EOFError, ConnectionResetError):
+        except (EOFError, OSError):  # before a result, or in the middle of one
             process = self._processes[worker]
             process.join(timeout=5)
             raise RuntimeError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import os
@@ -407,7 +408,7 @@ def feed(tmp_path: Path) -> object:
 
 
 def wait_for_output(tmp_path: Path) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 90
     while time.monotonic() < deadline:
         sizes = [path.stat().st_size for path in (tmp_path / "out").glob("*.bin.tmp*")]
         if sizes and max(sizes) > 0:
@@ -437,7 +438,7 @@ def test_killed_run_leaves_nothing_under_the_final_names(tmp_path, tokenizer_fla
     workers = children(process.pid)
     assert len(workers) == 2
     process.send_signal(how)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=60)
     writer.close()
     assert process.returncode == (-9 if how == signal.SIGKILL else 128 + how)
     assert "Traceback" not in err
@@ -459,9 +460,11 @@ def test_killed_worker_ends_the_run(tmp_path, tokenizer_flags):
     wait_for_output(tmp_path)
     for worker in children(process.pid):
         os.kill(worker, signal.SIGKILL)
-    writer.write(gzip.compress(b'{"text": "more"}\n' * 10**6, 1))
+    # The run may end, and close its end of the pipe, before it read everything.
+    with contextlib.suppress(BrokenPipeError):
+        writer.write(gzip.compress(b'{"text": "more"}\n' * 10**6, 1))
     writer.close()
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "a worker process ended with exit code -9" in err
     assert names(tmp_path) == []

@@ -18,7 +18,8 @@ def say(text: str) -> None:
         tqdm.write(text)
         sys.stdout.flush()
     else:
-        print(text, flush=True)
+        sys.stdout.write(text + "\n")  # one write: lines of several ranks do not mix
+        sys.stdout.flush()
 
 
 class ProgressBar(Callback):
