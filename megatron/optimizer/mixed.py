@@ -178,6 +178,7 @@ class Optimizer:
         Collective over the world: all ranks agree. The gradients are used up. Waits for the
         device once.
         """
+        self.wait_for_weights()  # of modules that no forward has used since
         norm, zeros, nonfinite = self._measure()
         step = Step(
             lr=lr,

@@ -111,8 +111,12 @@ class Layout:
             if getattr(layout, name).size > 1
         }
         if layout.replica.size > 1:
-            group = mesh["data", "context"]._flatten("replica").get_group()
-            axes["replica"] = replace(layout.replica, group=group)
+            # Where one of the two axes is all of it, its group serves: groups cost memory.
+            alike = [
+                n for n in ("data", "context") if layout.replica.size == getattr(layout, n).size
+            ]
+            flat = mesh[alike[0]] if alike else mesh["data", "context"]._flatten("replica")
+            axes["replica"] = replace(layout.replica, group=flat.get_group())
         return replace(layout, world=replace(layout.world, group=dist.group.WORLD), **axes)
 
     def wait_for_all(self) -> None:
