@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,7 +70,41 @@ class Entry:
         return Box(tuple(self.offset), tuple(self.tensor.shape))
 
 
-State = dict[str, Entry]
+# By name; several entries where this process holds several boxes of one tensor.
+State = dict[str, Entry | Sequence[Entry]]
+
+
+def flatten(state: Mapping[str, Entry | Sequence[Entry]]) -> Iterator[tuple[str, Entry]]:
+    """Every entry with its name; a name comes as often as it has entries."""
+    for name, held in state.items():
+        for entry in [held] if isinstance(held, Entry) else held:
+            yield name, entry
+
+
+def boxes_of_range(shape: tuple[int, ...], start: int, end: int) -> list[Box]:
+    """The boxes that make up elements [start, end) of a tensor in row-major order.
+
+    In the elements' order, each box contiguous; at most 2n - 1 for n dimensions.
+    """
+    if start >= end:
+        return []
+    if not shape:
+        return [Box((), ())]
+    inner = shape[1:]
+    row_size = math.prod(inner)
+    (first, head), (last, tail) = divmod(start, row_size), divmod(end, row_size)
+
+    def in_row(row: int, start: int, end: int) -> list[Box]:
+        boxes = boxes_of_range(inner, start, end)
+        return [Box((row, *box.offset), (1, *box.shape)) for box in boxes]
+
+    if first == last:
+        return in_row(first, head, tail)
+    boxes = in_row(first, head, row_size) if head else []
+    whole = first + bool(head)  # the first row that is complete
+    if whole < last:
+        boxes.append(Box((whole, *(0 for _ in inner)), (last - whole, *inner)))
+    return boxes + in_row(last, 0, tail)
 
 
 def is_tiled(global_shape: tuple[int, ...], boxes: Iterable[Box]) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +57,18 @@ class TensorInfo:
     dtype: str
     global_shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
+
+
+def keys_in_files(name: str, files: Iterable[str]) -> list[str]:
+    """Under which key each piece of a tensor stands in its file, from the pieces' files in order.
+
+    The tensor's name; "name#1", "name#2", ... for further pieces in the same file.
+    """
+    keys, seen = [], Counter[str]()
+    for file in files:
+        keys.append(f"{name}#{seen[file]}" if seen[file] else name)
+        seen[file] += 1
+    return keys
 
 
 @dataclass(frozen=True)

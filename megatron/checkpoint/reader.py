@@ -20,6 +20,7 @@ from megatron.checkpoint.manifest import (
     ManifestError,
     Piece,
     TensorInfo,
+    keys_in_files,
     parse,
 )
 from megatron.checkpoint.shard import digest_of_range
@@ -205,21 +206,22 @@ class NativeReader:
         wanted = Box(tuple(offset), tuple(shape))
         check_request(self.path, name, info.global_shape, tuple(global_shape), wanted)
         result = torch.empty(wanted.shape, dtype=dtypes.BY_NAME[info.dtype])
-        for piece in info.pieces:
+        keys = keys_in_files(name, [piece.file for piece in info.pieces])
+        for key, piece in zip(keys, info.pieces, strict=True):
             common = piece.box.intersect(wanted)
             if common is not None:
-                part = self._read_piece(name, piece, common)
+                part = self._read_piece(key, piece, common)
                 result[common.within(wanted)] = part
         return result
 
-    def _read_piece(self, name: str, piece: Piece, part: Box) -> torch.Tensor:
+    def _read_piece(self, key: str, piece: Piece, part: Box) -> torch.Tensor:
         try:
             with safe_open(self.path / piece.file, framework="pt") as file:
                 if part == piece.box:
-                    return file.get_tensor(name)
-                return file.get_slice(name)[part.within(piece.box)]
+                    return file.get_tensor(key)
+                return file.get_slice(key)[part.within(piece.box)]
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{self.path / piece.file}: {name}: {error}") from error
+            raise CheckpointError(f"{self.path / piece.file}: {key}: {error}") from error
 
     def _info(self, name: str) -> TensorInfo:
         if name not in self.manifest.tensors:

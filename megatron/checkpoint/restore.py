@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 
-from megatron.checkpoint.entries import Entry
+from megatron.checkpoint.entries import State, flatten
 from megatron.checkpoint.manifest import describe
 from megatron.checkpoint.reader import Reader
 from megatron.errors import CheckpointError
@@ -16,7 +16,7 @@ _SHOWN = 10  # problems listed in a message
 
 def restore(
     reader: Reader,
-    entries: Mapping[str, Entry],
+    entries: State,
     *,
     prefixes: Iterable[str] = (),
     cast: bool = False,
@@ -41,7 +41,7 @@ def restore(
             f"{reader.path} does not fit this run: " + "; ".join(problems[:_SHOWN]) + more
         )
     with torch.no_grad():
-        for name, entry in entries.items():
+        for name, entry in flatten(entries):
             values = reader.read(
                 name,
                 global_shape=entry.global_shape,
@@ -53,7 +53,7 @@ def restore(
 
 def find_problems(
     reader: Reader,
-    entries: Mapping[str, Entry],
+    entries: State,
     *,
     prefixes: Iterable[str] = (),
     cast: bool = False,
@@ -67,10 +67,11 @@ def find_problems(
         for name in sorted(held - set(entries))
         if name.startswith(under)
     ]
-    for name in sorted(held & set(entries)):
-        entry = entries[name]
+    for name, entry in sorted(flatten(entries), key=lambda pair: pair[0]):
+        if name not in held:
+            continue
         here = (str(entry.tensor.dtype), tuple(entry.global_shape))
         there = (str(reader.dtype(name)), reader.global_shape(name))
         if here[1] != there[1] or (here[0] != there[0] and not cast):
             problems.append(f"{name} is {describe(*there)}, not {describe(*here)}")
-    return problems
+    return list(dict.fromkeys(problems))

@@ -30,10 +30,18 @@ from megatron.checkpoint.durable import (
     unique_suffix,
     write_file,
 )
-from megatron.checkpoint.entries import Box, Entry, Json, is_tiled
+from megatron.checkpoint.entries import Box, Json, State, flatten, is_tiled
 from megatron.checkpoint.exchange import Exchange
 from megatron.checkpoint.find import REPLACED, TRACKER, iteration_folder
-from megatron.checkpoint.manifest import MANIFEST, FileInfo, Manifest, Piece, TensorInfo, dump
+from megatron.checkpoint.manifest import (
+    MANIFEST,
+    FileInfo,
+    Manifest,
+    Piece,
+    TensorInfo,
+    dump,
+    keys_in_files,
+)
 from megatron.checkpoint.shard import digest_of, plan_shard, write_shard
 from megatron.errors import CheckpointError, StorageError
 from megatron.parallel.layout import AXES, Layout
@@ -69,9 +77,7 @@ class Plan:
         return sum(math.prod(self.shapes[name]) * size_of(self.dtypes[name]) for name in self.parts)
 
 
-def save(
-    root: Path | str, iteration: int, entries: Mapping[str, Entry], meta: Json, layout: Layout
-) -> Path:
+def save(root: Path | str, iteration: int, entries: State, meta: Json, layout: Layout) -> Path:
     """Save a state. Collective over all ranks of `layout`; returns the checkpoint's folder.
 
     Ranks may hold the same part of a tensor (data-parallel copies): the lowest one writes it.
@@ -92,11 +98,7 @@ def save(
     """
     exchange = Exchange(layout.world)
     plan = make_plan(exchange.gather(_describe(entries)))
-    mine = {
-        name: entries[name].tensor
-        for name, parts in plan.parts.items()
-        if any(part.rank == layout.world.rank for part in parts)
-    }
+    mine = _tensors_to_write(entries, plan, layout.world.rank)
     root = Path(root).absolute()
     temporary = Path(exchange.on_main(lambda: _prepare(root, iteration, plan.total_bytes)))
     try:
@@ -110,17 +112,18 @@ def save(
     return root / iteration_folder(iteration)
 
 
-def _describe(entries: Mapping[str, Entry]) -> Json:
-    """What a rank holds: type, global shape, offset and shape by name."""
-    return {
-        name: [
+def _describe(entries: State) -> Json:
+    """What a rank holds: name, type, global shape, offset and shape of every entry."""
+    return [
+        [
+            name,
             name_of(entry.tensor.dtype),
             list(entry.global_shape),
             list(entry.box.offset),
             list(entry.box.shape),
         ]
-        for name, entry in entries.items()
-    }
+        for name, entry in flatten(entries)
+    ]
 
 
 def make_plan(held: list[Json]) -> Plan:
@@ -130,20 +133,40 @@ def make_plan(held: list[Json]) -> Plan:
         ValueError: ranks differ about a tensor, or their parts leave gaps or overlap.
     """
     plan = Plan({}, {}, {})
+    planned: dict[str, set[Box]] = {}
     for rank, description in enumerate(held):
-        for name, (dtype, shape, offset, part_shape) in description.items():
+        for name, dtype, shape, offset, part_shape in description:
             box = Box(tuple(offset), tuple(part_shape))
             known = plan.dtypes.setdefault(name, dtype), plan.shapes.setdefault(name, tuple(shape))
             if known != (dtype, tuple(shape)):
                 raise ValueError(f"ranks differ about {name}: {known} and {dtype, tuple(shape)}")
-            parts = plan.parts.setdefault(name, [])
-            if all(part.box != box for part in parts):
-                parts.append(Part(rank, box))
+            if box not in planned.setdefault(name, set()):
+                planned[name].add(box)
+                plan.parts.setdefault(name, []).append(Part(rank, box))
     for name, parts in plan.parts.items():
         if not is_tiled(plan.shapes[name], (part.box for part in parts)):
             boxes = [part.box for part in parts]
             raise ValueError(f"{name} {plan.shapes[name]} is not made up by its parts: {boxes}")
     return plan
+
+
+def _tensors_to_write(entries: State, plan: Plan, rank: int) -> dict[str, torch.Tensor]:
+    """This rank's share of the plan, by key in its file."""
+    held = {(name, entry.box): entry.tensor for name, entry in flatten(entries)}
+    return {
+        key: held[name, part.box]
+        for name, parts in plan.parts.items()
+        for key, part in zip(_keys(name, parts), parts, strict=True)
+        if part.rank == rank
+    }
+
+
+def _keys(name: str, parts: list[Part]) -> list[str]:
+    return keys_in_files(name, [_file_of(part.rank) for part in parts])
+
+
+def _file_of(rank: int) -> str:
+    return f"rank_{rank:05d}.safetensors"
 
 
 def _prepare(root: Path, iteration: int, need: int) -> str:
@@ -193,7 +216,7 @@ def _write(folder: Path, rank: int, tensors: Mapping[str, torch.Tensor]) -> Json
     """Write this rank's shard and tell what it holds; None where it has nothing to write."""
     if not tensors:
         return None
-    name = f"rank_{rank:05d}.safetensors"
+    name = _file_of(rank)
     header, places = plan_shard(tensors)
     with storage_errors(folder / name):
         digests = write_shard(folder / name, tensors, header, places)
@@ -216,13 +239,15 @@ def _manifest(
         if report is not None
     }
 
-    def piece(name: str, part: Part) -> Piece:
-        start, size, digest = reports[part.rank]["tensors"][name]
+    def piece(key: str, part: Part) -> Piece:
+        start, size, digest = reports[part.rank]["tensors"][key]
         return Piece(reports[part.rank]["file"], part.box, start, size, digest)
 
     tensors = {
         name: TensorInfo(
-            plan.dtypes[name], plan.shapes[name], tuple(piece(name, part) for part in parts)
+            plan.dtypes[name],
+            plan.shapes[name],
+            tuple(map(piece, _keys(name, parts), parts)),
         )
         for name, parts in plan.parts.items()
     }

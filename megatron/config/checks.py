@@ -19,6 +19,7 @@ RULES: tuple[Rule, ...] = (
     rules_model.required,
     rules_model.bounds,
     rules_model.not_built_yet,
+    rules_model.sharding,
     rules_model.layout,
     rules_context.context,
     rules_model.tensor_parallel,

@@ -83,6 +83,23 @@ class ParallelConfig:
         off="--no-contiguous-buffers-in-local-ddp",
         notice="gradients always live in contiguous buffers, which cost no extra memory here",
     )
+    use_distributed_optimizer: bool = flag(
+        False,
+        "Share optimizer states and the update among data-parallel processes: --zero-stage 1.",
+    )
+    zero_stage: int | None = flag(
+        None,
+        "What data-parallel processes share instead of each holding all of it. 0: nothing. 1: "
+        "optimizer states. 2: gradients too, reduced in every micro-batch's backward. Unset: 1 "
+        "with --use-distributed-optimizer, else 0.",
+        choices=(0, 1, 2, 3),
+    )
+    overlap_grad_reduce: bool = flag(
+        False, "Reduce gradients while backward is still computing others."
+    )
+    overlap_param_gather: bool = flag(
+        False, "Gather updated weights while forward is computing already (with --zero-stage 1, 2)."
+    )
     use_cpu_initialization: bool = flag(
         False,
         "Draw the initial weights on the CPU (any device draws the same numbers).",

@@ -65,15 +65,6 @@ REFUSED: tuple[KnownFlag, ...] = (
         },
     ),
     *_group(
-        "sharded optimizer states are not built yet: drop the flag "
-        "(each data-parallel process keeps all of them)",
-        switches=("--use-distributed-optimizer",),
-    ),
-    *_group(
-        "gradients are reduced after the backward pass; overlap is not built yet: drop the flag",
-        switches=("--overlap-grad-reduce",),
-    ),
-    *_group(
         "weights depend on --seed, their name and position only, never on the process: "
         "drop the flag",
         switches=("--data-parallel-random-init",),
@@ -206,7 +197,7 @@ HONOURED: tuple[KnownFlag, ...] = (
     ),
     KnownFlag(
         "--no-delay-grad-reduce",
-        "gradients are reduced once, after the last micro-batch: nothing is delayed",
+        "each gradient bucket is reduced as soon as it is complete: nothing is delayed",
     ),
     KnownFlag(
         "--lazy-mpu-init",

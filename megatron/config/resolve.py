@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
+from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig, with_values
 from megatron.config.training import TrainingConfig
 
@@ -21,6 +22,7 @@ _DERIVED = (
     "optimizer.start_weight_decay",
     "optimizer.end_weight_decay",
     "training.recompute_granularity",
+    "parallel.zero_stage",
 )
 
 
@@ -30,6 +32,7 @@ def resolve(config: RunConfig, world_size: int) -> RunConfig:
     return replace(
         config,
         model=_model(config.model, data.seq_length),
+        parallel=_parallel(config.parallel),
         training=_training(config.training, data_parallel_size(config, world_size)),
         precision=replace(
             precision,
@@ -97,6 +100,12 @@ def _training(training: TrainingConfig, data_parallel: int) -> TrainingConfig:
         recompute_granularity=granularity,
         train_iters=train_iters,
     )
+
+
+def _parallel(parallel: ParallelConfig) -> ParallelConfig:
+    if parallel.zero_stage is not None:
+        return parallel
+    return replace(parallel, zero_stage=1 if parallel.use_distributed_optimizer else 0)
 
 
 def _optimizer(optimizer: OptimizerConfig) -> OptimizerConfig:

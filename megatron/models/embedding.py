@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,7 +15,7 @@ from megatron.models.initial import weight_init
 from megatron.models.sizes import sizes_of
 from megatron.parallel.layers import VocabularyEmbedding
 from megatron.parallel.layout import Layout
-from megatron.parallel.parameter import new_parameter
+from megatron.parallel.parameter import new_parameter, spec_of
 from megatron.parallel.random import split_region
 
 
@@ -117,6 +119,8 @@ class TiedWordEmbedding(nn.Module):
             device=device,
             dtype=dtype,
         )
+        weight = self.word.weight
+        weight.spec = replace(spec_of(weight), is_copy=True)  # type: ignore[attr-defined]
 
 
 class RotaryTable(nn.Module):

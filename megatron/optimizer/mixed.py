@@ -2,11 +2,14 @@
 
 A step runs on the device from start to end: norm, clipping, the non-finite check and the update
 follow one another without asking the host, which reads the outcome once, at the end.
+
+Where the gradients are sharded over the processes that hold the same weights (ZeRO), masters and
+moments exist for this process's shard alone: it updates that, and gathers the others' weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +30,7 @@ from megatron.optimizer.norms import (
 from megatron.optimizer.rules import Step, rule_of
 from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.layout import Layout
+from megatron.parallel.weights import WeightBuffer
 
 CLIP_EPS = 1e-6  # added to the norm before dividing by it, as in Megatron
 
@@ -53,22 +57,55 @@ class StepResult:
 
 @dataclass(frozen=True)
 class _Group:
-    """A parameter group with what is updated: `weights` fp32, the parameters or their masters."""
+    """What this process updates of a parameter group.
 
-    parameters: ParameterGroup
+    Attributes:
+        is_decayed: weight decay applies.
+        names: of the parameters.
+        parameters: those of which anything is updated here.
+        parts: what that is: the parameters themselves, or 1-D views of parts of them.
+        weights: the same in fp32: the parts, or their masters.
+        state: by kind, a tensor for each weight.
+    """
+
+    is_decayed: bool
+    names: list[str]
+    parameters: list[nn.Parameter]
+    parts: list[Tensor]
     weights: list[Tensor]
     state: dict[str, list[Tensor]]
 
     @classmethod
-    def allocate(cls, group: ParameterGroup, state_names: Iterable[str]) -> _Group:
-        weights = [p.detach() if _is_fp32(p) else p.detach().float() for p in group.parameters]
-        state = {name: [torch.zeros_like(w) for w in weights] for name in state_names}
-        return cls(group, weights, state)
+    def allocate(
+        cls, group: ParameterGroup, state_names: Iterable[str], gradients: GradientBuffer
+    ) -> _Group:
+        members = [
+            (name, p)
+            for name, p in zip(group.names, group.parameters, strict=True)
+            if gradients.owned(p).size or not gradients.is_sharded
+        ]
+        parts = [_owned_part(p, gradients) for _, p in members]
+        weights = [part if part.dtype == torch.float32 else part.float() for part in parts]
+        return cls(
+            is_decayed=group.is_decayed,
+            names=[name for name, _ in members],
+            parameters=[p for _, p in members],
+            parts=parts,
+            weights=weights,
+            state={name: [torch.zeros_like(w) for w in weights] for name in state_names},
+        )
 
-    def masters(self) -> list[tuple[str, nn.Parameter, Tensor]]:
-        """(name, 16-bit parameter, its fp32 master)."""
-        members = zip(self.parameters.names, self.parameters.parameters, self.weights, strict=True)
-        return [(name, p, weight) for name, p, weight in members if not _is_fp32(p)]
+    def masters(self) -> list[tuple[str, nn.Parameter, Tensor, Tensor]]:
+        """(name, 16-bit parameter, the part of it that is updated, the part's fp32 master)."""
+        members = zip(self.names, self.parameters, self.parts, self.weights, strict=True)
+        return [member for member in members if member[2].dtype != torch.float32]
+
+
+def _owned_part(parameter: nn.Parameter, gradients: GradientBuffer) -> Tensor:
+    if not gradients.is_sharded:
+        return parameter.detach()
+    own = gradients.owned(parameter)
+    return parameter.detach().view(-1)[own.start : own.end]
 
 
 class Optimizer:
@@ -81,6 +118,8 @@ class Optimizer:
         precision: the loss scale.
         layout: which processes hold the rest of the model.
         count_zeros: count the gradient entries that are exactly zero at every step.
+        overlap_gather_in: models whose next forward may begin while sharded weights are still
+            gathered (see `WeightBuffer`); None: `step` waits for them.
     """
 
     def __init__(
@@ -92,6 +131,7 @@ class Optimizer:
         layout: Layout,
         *,
         count_zeros: bool = False,
+        overlap_gather_in: Sequence[nn.Module] | None = None,
     ) -> None:
         self.gradients = gradients
         self._clip = config.clip_grad
@@ -100,12 +140,17 @@ class Optimizer:
         self._rule = rule_of(config)
         self._scale = loss_scale_of(precision)
         groups = split_groups(named_parameters)
-        self._groups = [_Group.allocate(group, self._rule.state_names) for group in groups]
+        self._sharded_weights: WeightBuffer | None = None
+        if gradients.is_sharded:
+            self._sharded_weights = WeightBuffer(
+                gradients.flats, gradients.axis, overlap_in=overlap_gather_in
+            )
+        self._groups = [_Group.allocate(g, self._rule.state_names, gradients) for g in groups]
         counted = [p for g in groups for p in g.parameters if is_counted_here(p, layout)]
-        self._counted_elements = sum(p.numel() for p in counted)
+        self._counted_elements = sum(gradients.owned(p).size for p in counted)
         counted_ids = {id(p) for p in counted}
         self._counted = gradients.views(lambda p: id(p) in counted_ids)
-        self._device = self._groups[0].weights[0].device
+        self._device = groups[0].parameters[0].device
         self._steps = 0
 
     @property
@@ -133,6 +178,7 @@ class Optimizer:
         Collective over the world: all ranks agree. The gradients are used up. Waits for the
         device once.
         """
+        self.wait_for_weights()  # of modules that no forward has used since
         norm, zeros, nonfinite = self._measure()
         step = Step(
             lr=lr,
@@ -141,7 +187,9 @@ class Optimizer:
             found_nonfinite=nonfinite.float(),
         )
         for group in self._groups:
-            self._update(group, step, weight_decay if group.parameters.is_decayed else 0.0)
+            self._update(group, step, weight_decay if group.is_decayed else 0.0)
+        if self._sharded_weights is not None:
+            self._sharded_weights.gather()
         outcome = torch.stack([norm, zeros, nonfinite]).tolist()  # the one wait for the device
         return self._settle(*outcome)
 
@@ -154,7 +202,9 @@ class Optimizer:
         sums = [sum_of_squares(self._counted, self._device)]
         if self._count_zeros:
             sums.append(self._counted_elements - count_nonzero(self._counted, self._device))
-        totals = sum_over_model(torch.stack(sums), self._layout)
+        totals = sum_over_model(
+            torch.stack(sums), self._layout, over_replicas=self.gradients.is_sharded
+        )
         norm = totals[0].sqrt() / self.loss_scale
         nonfinite = 1.0 - norm.isfinite().double()
         if self._layout.world.size > 1:
@@ -168,11 +218,15 @@ class Optimizer:
         return ((norm + CLIP_EPS) / self._clip).clamp(min=1.0)
 
     def _update(self, group: _Group, step: Step, weight_decay: float) -> None:
-        gradients = [self.gradients.gradient(p).float() for p in group.parameters.parameters]
+        if not group.weights:
+            return
+        gradients = [self.gradients.gradient(p).float() for p in group.parameters]
         self._rule.update(group.weights, gradients, group.state, step, weight_decay=weight_decay)
         masters = group.masters()
         if masters:
-            torch._foreach_copy_([p for _, p, _ in masters], [master for _, _, master in masters])
+            torch._foreach_copy_(
+                [part for _, _, part, _ in masters], [master for _, _, _, master in masters]
+            )
 
     def _settle(self, norm: float, zeros: float, nonfinite: float) -> StepResult:
         found = nonfinite > 0
@@ -187,26 +241,32 @@ class Optimizer:
             zeros=int(zeros) if self._count_zeros else None,
         )
 
+    def wait_for_weights(self) -> None:
+        """Call before reading parameters outside of their model's forward."""
+        if self._sharded_weights is not None:
+            self._sharded_weights.wait()
+
     def reload_masters(self) -> None:
         """Start the fp32 masters from the 16-bit weights: after loading weights alone."""
         with torch.no_grad():
             for group in self._groups:
-                for _, parameter, master in group.masters():
-                    master.copy_(parameter)
+                for _, _, part, master in group.masters():
+                    master.copy_(part)
 
     def named_tensors(self) -> dict[str, tuple[Tensor, nn.Parameter]]:
-        """Every state tensor with the parameter whose shape and split it shares.
+        """Every state tensor with the parameter it belongs to.
 
         "<parameter>.exp_avg" and "<parameter>.exp_avg_sq", or "<parameter>.momentum"; and
-        "<parameter>.master" for a 16-bit parameter. Loading copies into them in place.
+        "<parameter>.master" for a 16-bit parameter. Loading copies into them in place. They have
+        the parameter's shape and split; where gradients are sharded they are 1-D and hold the
+        elements `gradients.owned(parameter)` of it.
         """
         tensors: dict[str, tuple[Tensor, nn.Parameter]] = {}
         for group in self._groups:
-            members = zip(group.parameters.names, group.parameters.parameters, strict=True)
-            for i, (name, parameter) in enumerate(members):
+            for i, (name, parameter) in enumerate(zip(group.names, group.parameters, strict=True)):
                 for kind, state in group.state.items():
                     tensors[f"{name}.{kind}"] = (state[i], parameter)
-            for name, parameter, master in group.masters():
+            for name, parameter, _, master in group.masters():
                 tensors[f"{name}.master"] = (master, parameter)
         return tensors
 
@@ -218,7 +278,3 @@ class Optimizer:
         """Take over what `scalars` gave."""
         self._steps = int(scalars["step"])
         self._scale = self._scale.with_state(scalars["loss_scale"])
-
-
-def _is_fp32(parameter: nn.Parameter) -> bool:
-    return parameter.dtype == torch.float32

@@ -4,7 +4,8 @@ Each process adds up the tensors that it answers for, and the sums are added ove
 the pipeline axis: so every element of the model counts once. A tensor that all tensor ranks hold
 whole (`split_dim` None) is answered for by the first of them. A parameter with two uses (tied
 embeddings) is one tensor with one gradient and counts once. Data and context ranks hold equal
-gradients after the reduction; nothing is added over them.
+gradients after the reduction, and nothing is added over them; or, where gradients are sharded,
+each its own part.
 
 Everything stays on the device: no function but `parameters_norm` waits for it.
 """
@@ -27,8 +28,10 @@ ROW = 2**12
 def is_counted_here(parameter: nn.Parameter, layout: Layout) -> bool:
     """Whether this process answers for the parameter in sums over the whole model."""
     spec = getattr(parameter, "spec", None)
-    is_split = spec is not None and spec.split_dim is not None
-    return is_split or layout.tensor.is_first
+    if spec is None:
+        return layout.tensor.is_first
+    is_split = spec.split_dim is not None
+    return not spec.is_copy and (is_split or layout.tensor.is_first)
 
 
 def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -52,12 +55,14 @@ def count_nonzero(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     return total
 
 
-def sum_over_model(values: Tensor, layout: Layout) -> Tensor:
+def sum_over_model(values: Tensor, layout: Layout, *, over_replicas: bool = False) -> Tensor:
     """`values` added over the processes that hold different parts of the model, in place.
 
-    Collective over the tensor and pipeline axes.
+    Collective over the tensor and pipeline axes; with `over_replicas` (sharded gradients) over
+    the replica axis too.
     """
-    for axis in (layout.tensor, layout.pipeline):
+    axes = [layout.tensor, layout.pipeline, *([layout.replica] if over_replicas else [])]
+    for axis in axes:
         if axis.size > 1:
             dist.all_reduce(values, group=axis.group)
     return values

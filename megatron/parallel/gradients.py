@@ -1,102 +1,122 @@
-"""Gradients in contiguous buffers, averaged over the data-parallel processes in buckets.
+"""Gradients in contiguous buffers, averaged over the processes that hold the same weights.
 
-One flat buffer a gradient dtype. Backward reaches the last layers first, so parameters lie in
-reverse order: the buffer fills front to back, and a bucket is ready as soon as the parameters in
-it are. Where the gradient dtype equals the parameter's, autograd adds straight into the buffer.
-Elsewhere (16-bit parameters, fp32 gradients) a hook adds each finished gradient into it.
+One flat buffer for every pair of parameter and gradient dtype, cut into buckets (see `buckets`).
+Where the gradient dtype equals the parameter's, autograd adds straight into the buffer. Elsewhere
+(16-bit parameters, fp32 gradients) a hook adds each finished gradient into it.
+
+What a process holds of the gradients, for d processes and gradients of g bytes an element, by the
+stage of ZeRO (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+Models", 2020):
+
+    stage 0  all-reduce: everything, everywhere.                                 g bytes
+    stage 1  reduce-scatter: everything until then; its own shard counts after.  g bytes
+    stage 2  reduce-scatter in every micro-batch's backward: its own shard.      g / d bytes and
+             two buckets at most, one being filled and one on its way
+
+With overlap a bucket is sent as soon as all its gradients are complete, else after backward
+(stage 2: when complete, but waited for). All processes send the buckets in the buffer's order,
+whatever order their gradients come in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
-from math import prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.parallel.layout import Axis, Layout
-
-ALIGNMENT_BYTES = 256  # of every parameter's start: whole vector loads and cache lines
-BUCKET_BYTES = 64 * 2**20  # large enough that an all-reduce runs at full bandwidth
+from megatron.parallel.buckets import (
+    ALIGNMENT_BYTES,
+    BUCKET_BYTES,
+    Bucket,
+    Span,
+    plan_buckets,
+)
+from megatron.parallel.flat_collectives import start_all_reduce, start_reduce_scatter
+from megatron.parallel.layout import Layout
 
 
 @dataclass(frozen=True)
-class Slot:
-    """A parameter's place in a flat buffer: elements [start, start + size)."""
+class Flat:
+    """A flat buffer's contents, in order.
 
-    start: int
-    size: int
-
-    @property
-    def end(self) -> int:
-        return self.start + self.size
-
-
-def plan_slots(sizes: Sequence[int], alignment: int) -> list[Slot]:
-    """Places for tensors of `sizes` elements, in order, each start a multiple of `alignment`."""
-    slots, start = [], 0
-    for size in sizes:
-        slots.append(Slot(start, size))
-        start += -(-size // alignment) * alignment
-    return slots
-
-
-def plan_buckets(slots: Sequence[Slot], limit: int) -> list[slice]:
-    """Cut a buffer, in order and between parameters, into pieces of at least `limit` elements.
-
-    Together the slices cover every slot once; only the last may be smaller than the limit. A
-    bucket can be reduced once every slot inside it is complete.
+    Attributes:
+        members: the parameters, each with its slot.
+        buckets: what is communicated at once.
+        regions: what this process keeps after the reduction: spans, and their gradients.
     """
-    buckets, start = [], 0
-    for i, slot in enumerate(slots):
-        is_last = i == len(slots) - 1
-        end = slot.end if is_last else slots[i + 1].start
-        if is_last or end - start >= limit:
-            buckets.append(slice(start, end))
-            start = end
-    return buckets
 
-
-@dataclass(frozen=True)
-class _Flat:
-    """The gradients of one dtype: `storage` of zeros between slots, one slot a parameter."""
-
-    storage: Tensor
-    parameters: list[nn.Parameter]
-    slots: list[Slot]
-    buckets: list[slice]
-
-    @classmethod
-    def allocate(
-        cls, parameters: list[nn.Parameter], dtype: torch.dtype, bucket_bytes: int
-    ) -> _Flat:
-        slots = plan_slots([p.numel() for p in parameters], ALIGNMENT_BYTES // dtype.itemsize)
-        storage = torch.zeros(slots[-1].end, dtype=dtype, device=parameters[0].device)
-        buckets = plan_buckets(slots, bucket_bytes // dtype.itemsize)
-        return cls(storage, parameters, slots, buckets)
+    members: list[tuple[nn.Parameter, Span]]
+    buckets: list[Bucket]
+    regions: list[tuple[Span, Tensor]]
 
     def runs(self, select: Callable[[nn.Parameter], bool]) -> list[Tensor]:
         """The fewest 1-D views that hold the selected parameters (and zeros between them)."""
-        chosen = groupby(
-            zip(self.parameters, self.slots, strict=True), key=lambda pair: select(pair[0])
-        )
-        runs = [[slot for _, slot in pairs] for is_selected, pairs in chosen if is_selected]
-        return [self.storage[run[0].start : run[-1].end] for run in runs]
+        runs = []
+        for is_selected, members in groupby(self.members, key=lambda member: select(member[0])):
+            slots = [slot for _, slot in members]
+            if not is_selected:
+                continue
+            span = Span(slots[0].start, slots[-1].end)
+            for region, held in self.regions:
+                common = span.intersect(region)
+                if common is not None:
+                    runs.append(held[common.within(region)])
+        return runs
+
+
+@dataclass
+class _Pending:
+    """A bucket on its way from backward to the reduced gradient.
+
+    Attributes:
+        plan: its place in the buffer.
+        members: the parameters in it, each with its place in the bucket.
+        kept: where the reduced gradients go: the whole bucket or this process's shard.
+        whole: all gradients of the bucket; with stage 2 None until the first one arrives.
+        missing: parameters whose gradient is not complete yet.
+    """
+
+    plan: Bucket
+    members: list[tuple[nn.Parameter, slice]]
+    kept: Tensor
+    whole: Tensor | None
+    missing: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A reduction under way; `whole` and `received` live at least as long."""
+
+    bucket: _Pending
+    work: Any
+    whole: Tensor
+    received: Tensor
 
 
 class GradientBuffer:
-    """Where the gradients of a model live: `parameter.main_grad`, views of flat buffers.
+    """Where the gradients of a model live, and how they become averages.
+
+    Below stage 2 each parameter's gradient is `parameter.main_grad`, a view of a flat buffer.
 
     Args:
         named_parameters: as `model.named_parameters()` gives them, each tensor once; those that
             need no gradient are left out.
-        layout: gradients are averaged over its context and data axes.
+        layout: gradients are averaged over its replica axis (context and data).
         accumulate_in_fp32: keep 16-bit parameters' gradients in fp32 (always so with bf16).
         bucket_bytes: smallest piece (but the last) that is reduced on its own.
+        zero_stage: 0 to 2, see above. A single replica has nothing to share: always 0.
+        overlap: reduce during the backward of the last micro-batch.
+        late: parameters whose `main_grad` is complete only when `reduce` is called (tied weights
+            of two pipeline stages): their buckets and what follows wait for that. Below stage 2.
+        before_send: called once an update with the parameters of every bucket when backward is
+            done with them, in one order on all ranks: what must happen to `main_grad` before it is
+            averaged (sums over the tensor axis). With stage 2 once a micro-batch.
     """
 
     def __init__(
@@ -106,77 +126,216 @@ class GradientBuffer:
         *,
         accumulate_in_fp32: bool,
         bucket_bytes: int = BUCKET_BYTES,
+        zero_stage: int = 0,
+        overlap: bool = False,
+        late: Callable[[nn.Parameter], bool] | None = None,
+        before_send: Callable[[list[nn.Parameter]], None] | None = None,
     ) -> None:
         parameters = [p for _, p in named_parameters if p.requires_grad]
         assert len({id(p) for p in parameters}) == len(parameters), "a parameter came twice"
-        self._axes = [axis for axis in (layout.context, layout.data) if axis.size > 1]
-        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+        self.axis = layout.replica
+        self.zero_stage = zero_stage if self.axis.size > 1 else 0
+        self._overlap = overlap and self.axis.size > 1
+        self._late = frozenset(id(p) for p in parameters if late is not None and late(p))
+        self._before_send = before_send
+        assert not (self._late and self.zero_stage == 2), "stage 2 keeps no gradient to wait for"
+        self._collecting = False  # whether finished gradients may be sent
+        self._next = 0  # bucket to be sent
+        self._sent: list[_Sent] = []
+        self._buckets: list[_Pending] = []
+        self._storages: list[Tensor] = []
+        self._in_place: list[tuple[nn.Parameter, Tensor]] = []
+        self._owned: dict[int, tuple[Span, Tensor]] = {}
+        by_dtype: dict[tuple[torch.dtype, torch.dtype], list[nn.Parameter]] = {}
         for parameter in reversed(parameters):
             dtype = torch.float32 if accumulate_in_fp32 else parameter.dtype
-            by_dtype.setdefault(dtype, []).append(parameter)
-        self._flats = [
-            _Flat.allocate(members, dtype, bucket_bytes) for dtype, members in by_dtype.items()
+            by_dtype.setdefault((parameter.dtype, dtype), []).append(parameter)
+        self.flats = [
+            self._allocate(members, dtype, bucket_bytes // dtype.itemsize)
+            for (_, dtype), members in by_dtype.items()
         ]
-        self._in_place: list[nn.Parameter] = []
-        for flat in self._flats:
-            for parameter, slot in zip(flat.parameters, flat.slots, strict=True):
-                view = flat.storage[slot.start : slot.end].view_as(parameter)
-                self._attach(parameter, view)
+        self._expect_all()
 
-    def _attach(self, parameter: nn.Parameter, view: Tensor) -> None:
-        parameter.main_grad = view  # type: ignore[attr-defined]
-        if view.dtype == parameter.dtype:
-            parameter.grad = view
-            self._in_place.append(parameter)
-        else:
-            parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
+    @property
+    def is_sharded(self) -> bool:
+        """Each process keeps and updates its own shard only."""
+        return self.zero_stage > 0
+
+    def _allocate(self, parameters: list[nn.Parameter], dtype: torch.dtype, limit: int) -> Flat:
+        shards = self.axis.size if self.is_sharded else 1
+        rank = self.axis.rank if self.is_sharded else 0
+        buckets = plan_buckets(
+            [p.numel() for p in parameters],
+            alignment=ALIGNMENT_BYTES // dtype.itemsize,
+            limit=limit,
+            shards=self.axis.size,  # of equal sizes at every stage: sums are in one order then
+        )
+        total = buckets[-1].span.end
+        size = total // shards if self.zero_stage == 2 else total
+        storage = torch.zeros(size, dtype=dtype, device=parameters[0].device)
+        self._storages.append(storage)
+        rest = iter(parameters)
+        flat = Flat([], buckets, [])
+        for plan in buckets:
+            shard = plan.span.shard(rank, shards)
+            inside = [(next(rest), slot) for slot in plan.slots]
+            if self.zero_stage == 2:
+                start = plan.span.start // shards
+                whole, kept = None, storage[start : start + shard.size]
+            else:
+                whole = storage[plan.span.start : plan.span.end]
+                kept = whole[shard.within(plan.span)]
+            places = [(p, slot.within(plan.span)) for p, slot in inside]
+            pending = _Pending(plan, places, kept, whole)
+            for parameter, slot in inside:
+                own = slot.intersect(shard) or Span(slot.start, slot.start)
+                gradient = kept[own.within(shard)] if own.size else kept[:0]
+                self._owned[id(parameter)] = (own.relative_to(slot), gradient)
+                self._attach(parameter, slot.within(plan.span), pending)
+            self._buckets.append(pending)
+            flat.members.extend(inside)
+            flat.regions.append((shard, kept))
+        return flat if self.is_sharded else Flat(flat.members, buckets, [(Span(0, total), storage)])
+
+    def _attach(self, parameter: nn.Parameter, slot: slice, bucket: _Pending) -> None:
+        is_in_place = False
+        if bucket.whole is not None:
+            view = bucket.whole[slot].view_as(parameter)
+            parameter.main_grad = view  # type: ignore[attr-defined]
+            is_in_place = view.dtype == parameter.dtype
+            if is_in_place:
+                parameter.grad = view
+                self._in_place.append((parameter, view))
+        if not is_in_place or self._overlap:
+            collect = partial(self._collect, bucket, slot, is_in_place)
+            parameter.register_post_accumulate_grad_hook(collect)
+
+    def owned(self, parameter: nn.Parameter) -> Span:
+        """Which elements of the flattened parameter this process updates; may be none."""
+        return self._owned[id(parameter)][0]
 
     def gradient(self, parameter: nn.Parameter) -> Tensor:
-        """The accumulated gradient, in the parameter's shape and the buffer's dtype."""
+        """The gradient of what is `owned`, in the buffer's dtype.
+
+        In the parameter's shape; where the buffer is sharded, 1-D.
+        """
+        if self.is_sharded:
+            return self._owned[id(parameter)][1]
         view: Tensor = parameter.main_grad  # type: ignore[attr-defined]
         return view
 
     def views(self, select: Callable[[nn.Parameter], bool]) -> list[Tensor]:
-        """As few 1-D tensors as hold the gradients of all selected parameters.
+        """As few 1-D tensors as hold what is owned of all selected parameters' gradients.
 
         Between two parameters there may be padding, which is zero.
         """
-        return [run for flat in self._flats for run in flat.runs(select)]
+        return [run for flat in self.flats for run in flat.runs(select)]
 
     def zero(self) -> None:
         """Forget all gradients. Call before the first micro-batch of an update."""
-        for flat in self._flats:
-            flat.storage.zero_()
-        for parameter in self._in_place:  # somebody's zero_grad(set_to_none=True) may have cut it
-            parameter.grad = self.gradient(parameter)
+        for storage in self._storages:
+            storage.zero_()
+        for parameter, view in self._in_place:  # zero_grad(set_to_none=True) may have cut it
+            parameter.grad = view
+        self._expect_all()
+
+    @contextmanager
+    def micro_batch(self, *, is_last: bool) -> Iterator[None]:
+        """Around each backward. With overlap the last one sends buckets as they are complete.
+
+        Collective over the replica axis with overlap or stage 2.
+        """
+        self._collecting = self.zero_stage == 2 or (self._overlap and is_last)
+        try:
+            yield
+        finally:
+            self._collecting = False
+        if self.zero_stage == 2:
+            self._send_rest()
+            self._expect_all()
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Average over the data and context axes. Collective over them; alone, nothing to do.
+        """Average over the replica axis. Collective over it; alone, there is nobody to ask.
 
         Every element is summed on one process and sent to the others, so that all hold the same
         bits. Dividing first keeps fp16 sums in range.
         """
-        if not self._axes:
+        if self.axis.size == 1:
+            for bucket in self._buckets:
+                self._call_before_send(bucket)
             return
-        for flat in self._flats:
-            flat.storage.div_(prod(axis.size for axis in self._axes))
-        for axis in self._axes:
-            works = [
-                _start_sum(flat.storage[bucket], axis)
-                for flat in self._flats
-                for bucket in flat.buckets
-            ]
-            for work in works:
-                work.wait()
+        if self.zero_stage < 2:
+            self._send_rest()
+        self._receive()
+        self._expect_all()
 
+    @torch.no_grad()
+    def _collect(
+        self, bucket: _Pending, slot: slice, is_in_place: bool, parameter: nn.Parameter
+    ) -> None:
+        """Take over a finished gradient. Autograd adds up all uses of a parameter before that."""
+        if not is_in_place:
+            assert parameter.grad is not None
+            if bucket.whole is None:
+                assert self._collecting, "backward outside of micro_batch()"
+                bucket.whole = self._new_whole(bucket)
+            bucket.whole[slot].view_as(parameter).add_(parameter.grad)
+            parameter.grad = None
+        if self._collecting:
+            assert id(parameter) in bucket.missing, "a gradient came twice in one backward"
+            bucket.missing -= {id(parameter)} - self._late
+            while self._next < len(self._buckets) and not self._buckets[self._next].missing:
+                self._send(self._buckets[self._next])
 
-def _add_to_main_grad(parameter: nn.Parameter) -> None:
-    assert parameter.grad is not None
-    parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
-    parameter.grad = None
+    def _new_whole(self, bucket: _Pending) -> Tensor:
+        return bucket.kept.new_zeros(bucket.plan.span.size)
 
+    def _expect_all(self) -> None:
+        """Every gradient is missing, no bucket is sent."""
+        self._next = 0
+        for bucket in self._buckets:
+            bucket.missing = {id(p) for p, _ in bucket.members}
 
-def _start_sum(bucket: Tensor, axis: Axis) -> Any:
-    assert axis.group is not None, "a layout of several processes without groups cannot reduce"
-    return dist.all_reduce(bucket, group=axis.group, async_op=True)
+    def _send_rest(self) -> None:
+        """Send what backward left: parameters without a gradient count as zero."""
+        for bucket in self._buckets[self._next :]:
+            self._send(bucket)
+
+    def _send(self, bucket: _Pending) -> None:
+        self._next += 1
+        if bucket.whole is None:
+            bucket.whole = self._new_whole(bucket)
+        self._call_before_send(bucket)
+        whole, received = bucket.whole, bucket.kept
+        if self.zero_stage == 2:
+            self._receive()  # so that one bucket at most is on its way
+            bucket.whole, received = None, torch.empty_like(bucket.kept)
+        whole.div_(self.axis.size)
+        if self.is_sharded:
+            work = start_reduce_scatter(whole, received, self.axis)
+        else:
+            work = start_all_reduce(whole, self.axis)
+        self._sent.append(_Sent(bucket, work, whole, received))
+        if self.zero_stage == 2 and not self._overlap:
+            self._receive()
+
+    def _call_before_send(self, bucket: _Pending) -> None:
+        if self._before_send is None:
+            return
+        assert bucket.whole is not None
+        if self.zero_stage == 2:  # for the moment
+            for parameter, slot in bucket.members:
+                parameter.main_grad = bucket.whole[slot].view_as(parameter)  # type: ignore[attr-defined]
+        self._before_send([parameter for parameter, _ in bucket.members])
+        if self.zero_stage == 2:
+            for parameter, _ in bucket.members:
+                del parameter.main_grad  # type: ignore[attr-defined]
+
+    def _receive(self) -> None:
+        """Wait for all that is under way."""
+        for sent in self._sent:
+            sent.work.wait()
+            if self.zero_stage == 2:
+                sent.bucket.kept.add_(sent.received)
+        self._sent.clear()

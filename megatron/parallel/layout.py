@@ -47,6 +47,8 @@ class Axis:
 class Layout:
     """The grid of one run. Built once and passed to whatever needs it.
 
+    `replica` is data x context, context fastest: the processes that hold the same weights.
+
     Attributes:
         sequence_parallel: tensor ranks also divide activations between the split layers, along
             the sequence.
@@ -57,6 +59,7 @@ class Layout:
     context: Axis = Axis()
     data: Axis = Axis()
     pipeline: Axis = Axis()
+    replica: Axis = Axis()
     embedding: Axis = Axis()
     """The first and the last pipeline stage, which both hold tied word embeddings; on the stages
     between, and without a pipeline, an axis of one."""
@@ -91,7 +94,8 @@ class Layout:
             ranks = tuple(first + i * stride for i in range(size))
             axes[name] = Axis(size=size, rank=index, ranks=ranks)
         world = Axis(size=world_size, rank=rank, ranks=tuple(range(world_size)))
-        return cls(world=world, embedding=_ends(axes["pipeline"]), **axes)
+        replica = _replica(axes["data"], axes["context"])
+        return cls(world=world, replica=replica, embedding=_ends(axes["pipeline"]), **axes)
 
     @classmethod
     def create(
@@ -123,6 +127,13 @@ class Layout:
         }
         if layout.pipeline.size > 1:
             axes["embedding"] = replace(layout.embedding, group=_embedding_group(layout, mesh))
+        if layout.replica.size > 1:
+            # Where one of the two axes is all of it, its group serves: groups cost memory.
+            alike = [
+                n for n in ("data", "context") if layout.replica.size == getattr(layout, n).size
+            ]
+            flat = mesh[alike[0]] if alike else mesh["data", "context"]._flatten("replica")
+            axes["replica"] = replace(layout.replica, group=flat.get_group())
         return replace(layout, world=replace(layout.world, group=dist.group.WORLD), **axes)
 
     def wait_for_all(self) -> None:
@@ -136,6 +147,15 @@ class Layout:
         """The grid in words, for the start-up panel."""
         sizes = " x ".join(f"{name} {getattr(self, name).size}" for name in reversed(AXES))
         return f"{self.world.size} process(es) = {sizes}"
+
+
+def _replica(data: Axis, context: Axis) -> Axis:
+    own = data.ranks[data.rank]
+    return Axis(
+        size=data.size * context.size,
+        rank=data.rank * context.size + context.rank,
+        ranks=tuple(d + c - own for d in data.ranks for c in context.ranks),
+    )
 
 
 def grid_sizes(world_size: int, *, tensor: int, context: int, pipeline: int) -> dict[str, int]:

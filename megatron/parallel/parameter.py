@@ -37,6 +37,7 @@ class ParameterSpec:
         split_dim: the dimension split over tensor ranks; None where every rank holds all of it.
         partial_gradient: every tensor rank holds all of it but sees a part of the sequence only:
             gradients must be added over them, see `partial_gradients`.
+        is_copy: another pipeline stage holds the original, see `tied`.
     """
 
     global_shape: tuple[int, ...]
@@ -44,6 +45,7 @@ class ParameterSpec:
     init: Init
     split_dim: int | None = None
     partial_gradient: bool = False
+    is_copy: bool = False
 
 
 def new_parameter(

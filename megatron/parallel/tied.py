@@ -13,19 +13,26 @@ from torch import Tensor, nn
 
 from megatron.parallel.layout import Axis
 
-TIED = "embedding.word.weight"
+_TIED = "embedding.word.weight"
 
 
-def share_tied_gradients(parts: Iterable[nn.Module], embedding: Axis) -> None:
-    """Add the two copies' gradients. Collective over the axis of a pipeline's two ends.
+def tied_copy(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], embedding: Axis, *, is_tied: bool
+) -> nn.Parameter | None:
+    """The parameter that another stage holds too; None where there is none.
 
-    Nothing where the output has its own weights, or where both ends stand on one stage.
+    Args:
+        named_parameters: held by this process.
+        embedding: a pipeline's two ends, see `Layout.embedding`.
+        is_tied: the output layer uses the word embeddings.
     """
-    if embedding.size == 1:
-        return
-    held = [dict(part.named_parameters()) for part in parts]
-    untied = any("output.weight" in names for names in held)
-    for names in held:
-        if TIED in names and not untied:
-            gradient: Tensor = names[TIED].main_grad  # type: ignore[attr-defined]
-            dist.all_reduce(gradient, group=embedding.group)
+    if embedding.size == 1 or not is_tied:
+        return None
+    return dict(named_parameters)[_TIED]
+
+
+def share_tied_gradients(copy: nn.Parameter | None, embedding: Axis) -> None:
+    """Add the two copies' gradients. Collective over a pipeline's two ends, where both hold one."""
+    if copy is not None:
+        gradient: Tensor = copy.main_grad  # type: ignore[attr-defined]
+        dist.all_reduce(gradient, group=embedding.group)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megatron.checkpoint.entries import Entry, State
+from megatron.checkpoint.entries import Entry, State, boxes_of_range
 from megatron.checkpoint.reader import Reader, open_checkpoint
 from megatron.checkpoint.restore import restore
 from megatron.checkpoint.store import save
@@ -18,6 +18,7 @@ from megatron.config.model import NETWORK_FIELDS
 from megatron.config.run import describe_difference
 from megatron.config.yaml_file import from_dict, to_dict
 from megatron.errors import CheckpointError
+from megatron.parallel.buckets import Span
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import spec_of
 from megatron.training.callbacks.base import Callback, Leave
@@ -29,6 +30,7 @@ from megatron.training.step import StepOutcome
 def save_run(run: Run) -> Path:
     """Write the run's state under `--save`. Collective."""
     assert run.config.checkpoint.save
+    run.optimizer.wait_for_weights()
     state = model_state(run.parts)
     if not run.config.checkpoint.no_save_optim:
         state |= _optimizer_state(run)
@@ -50,7 +52,7 @@ def model_state(parts: Iterable[nn.Module]) -> State:
 
 def _optimizer_state(run: Run) -> State:
     return {
-        f"optimizer.{name}": _entry(tensor, parameter)
+        f"optimizer.{name}": _entries(tensor, parameter, run.optimizer.gradients.owned(parameter))
         for name, (tensor, parameter) in run.optimizer.named_tensors().items()
     }
 
@@ -58,6 +60,20 @@ def _optimizer_state(run: Run) -> State:
 def _entry(tensor: Tensor, parameter: nn.Parameter) -> Entry:
     spec = spec_of(parameter)
     return Entry(tensor, spec.global_shape, spec.offset)
+
+
+def _entries(tensor: Tensor, parameter: nn.Parameter, held: Span) -> list[Entry]:
+    """`tensor` holds the elements `held` of the flattened parameter: as boxes of the whole."""
+    spec, boxes = spec_of(parameter), boxes_of_range(tuple(parameter.shape), held.start, held.end)
+    values = tensor.view(-1).split([box.volume for box in boxes])
+    return [
+        Entry(
+            part.view(box.shape),
+            spec.global_shape,
+            tuple(map(sum, zip(spec.offset, box.offset, strict=True))),
+        )
+        for part, box in zip(values, boxes, strict=True)
+    ]
 
 
 def _meta(run: Run) -> dict[str, Any]:

@@ -26,6 +26,7 @@ def train(run: Run, callbacks: Sequence[Callback]) -> Leave | None:
         leave = _leave_after(run, outcome)
         for callback in callbacks:
             callback.after_step(run, outcome, leave)
+    run.optimizer.wait_for_weights()
     for callback in callbacks:
         callback.on_end(run, leave)
     return leave

@@ -38,16 +38,20 @@ def _amount(size: int) -> str:
     return f"{size / _GIB:.2f} GiB" if size >= _GIB else f"{size / _MIB:.1f} MiB"
 
 
-def estimate_memory(config: RunConfig, parameters: int, padded_vocab_size: int) -> MemoryEstimate:
-    """Memory of one process that holds `parameters` parameters."""
+def estimate_memory(
+    config: RunConfig, parameters: int, padded_vocab_size: int, replicas: int = 1
+) -> MemoryEstimate:
+    """Memory of one process of `replicas` that hold the same `parameters` parameters."""
     half = config.precision.fp16 or config.precision.bf16
     width = 2 if half else 4
     fp32_gradients = not half or config.precision.accumulate_allreduce_grads_in_fp32
     moments = 2 if config.optimizer.optimizer == "adam" else 1
+    stage = config.parallel.zero_stage or 0
+    updated = parameters // replicas if stage > 0 else parameters
     return MemoryEstimate(
         parameters=width * parameters,
-        gradients=(4 if fp32_gradients else 2) * parameters,
-        optimizer=(4 * moments + (4 if half else 0)) * parameters,
+        gradients=(4 if fp32_gradients else 2) * (updated if stage > 1 else parameters),
+        optimizer=(4 * moments + (4 if half else 0)) * updated,
         activations=_activations(config, width, padded_vocab_size),
     )
 

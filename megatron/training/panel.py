@@ -38,7 +38,7 @@ def size_rows(config: RunConfig, world_size: int, padded_vocab_size: int) -> lis
     parameters = count_parameters(config.model, padded_vocab_size)
     flops = flops_per_token(config.model, config.data.seq_length, padded_vocab_size)
     batch, micro = config.training.global_batch_size, config.training.micro_batch_size
-    memory = estimate_memory(config, parameters, padded_vocab_size)
+    memory = estimate_memory(config, parameters, padded_vocab_size, layout.replica.size)
     return [
         ("layout", layout.describe()),
         (

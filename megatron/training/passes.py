@@ -6,13 +6,18 @@ A model that is not cut is a pipeline of one stage: the same schedule, the same 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
 from megatron.config import RunConfig
-from megatron.parallel.pipeline.executor import ForwardStep, run_schedule
+from megatron.parallel.pipeline.executor import (
+    ForwardStep,
+    completing_operations,
+    run_schedule,
+)
 from megatron.parallel.pipeline.schedule import (
     Operation,
     Operations,
@@ -24,6 +29,8 @@ from megatron.parallel.pipeline.schedule import (
 from megatron.parallel.random import derive_seed, micro_batch_seed
 from megatron.training.recipe import Batch
 from megatron.training.run import Run
+
+_BACKWARD = {"backward", "backward_input", "backward_weight"}
 
 
 def schedule_kind(config: RunConfig, chunks: int) -> ScheduleKind:
@@ -75,22 +82,37 @@ class Passes:
         self._scale = scale
         self._loaded: dict[int, Batch] = {}
 
-    def forward_backward(self, before: Callable[[Operation], None] | None = None) -> None:
+    def forward_backward(self) -> None:
         """Run them all; gradients add up in the parameters. Collective over the pipeline."""
-        self._carry_out(backward=True, before=before)
+        operations = self._operations(backward=True)
+        last = set(completing_operations(operations).values())
+        with ExitStack() as around:  # what surrounds the operation under way
+
+            def before(operation: Operation) -> None:
+                around.close()
+                if operation.kind not in _BACKWARD:
+                    return
+                around.enter_context(self._run.timers.measure("backward-compute", level=2))
+                around.enter_context(self._run.gradients.micro_batch(is_last=operation in last))
+
+            self._carry_out(operations, before)
 
     def forward(self) -> None:
         """The losses alone. Collective over the pipeline."""
-        self._carry_out(backward=False, before=None)
+        self._carry_out(self._operations(backward=False), None)
 
-    def _carry_out(self, *, backward: bool, before: Callable[[Operation], None] | None) -> None:
-        run = self._run
-        chunks = len(run.parts)
+    def _operations(self, *, backward: bool) -> Operations:
+        run, chunks = self._run, len(self._run.parts)
         kind = schedule_kind(run.config, chunks)
         stages = run.layout.pipeline.size
         schedule = _schedule(kind, stages, chunks, self._count, backward=backward)
-        operations: Operations = schedule[run.layout.pipeline.rank]
-        steps: list[ForwardStep] = [partial(self._step, chunk) for chunk in range(chunks)]
+        return schedule[run.layout.pipeline.rank]
+
+    def _carry_out(
+        self, operations: Operations, before: Callable[[Operation], None] | None
+    ) -> None:
+        run = self._run
+        steps: list[ForwardStep] = [partial(self._step, chunk) for chunk in range(len(run.parts))]
         run_schedule(
             operations, steps, run.channel, weight_gradients=run.weight_gradients, before=before
         )

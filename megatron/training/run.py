@@ -52,6 +52,7 @@ class Run:
     tokenizer: Tokenizer
     padded_vocab_size: int
     parts: list[nn.Module]
+    tied: nn.Parameter | None
     gradients: GradientBuffer
     optimizer: Optimizer
     schedules: Schedules

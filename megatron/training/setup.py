@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -18,7 +19,9 @@ from megatron.optimizer.schedule import Schedules
 from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.initialization import initialize
 from megatron.parallel.layout import Layout
+from megatron.parallel.partial_gradients import sum_partial_gradients
 from megatron.parallel.pipeline.p2p import PipelineChannel
+from megatron.parallel.tied import tied_copy
 from megatron.parallel.weight_gradients import WeightGradientQueue, attach
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.vocabulary import padded_vocab_size
@@ -58,10 +61,19 @@ def build_run(
     ]
     named_parameters = [pair for part in parts for pair in part.named_parameters()]
     _initialize(named_parameters, config, loading=reader is not None)
+    tied = tied_copy(
+        named_parameters,
+        layout.embedding,
+        is_tied=not config.model.untie_embeddings_and_output_weights,
+    )
     gradients = GradientBuffer(
         named_parameters,
         layout,
         accumulate_in_fp32=config.precision.accumulate_allreduce_grads_in_fp32,
+        zero_stage=config.parallel.zero_stage or 0,
+        overlap=config.parallel.overlap_grad_reduce,
+        late=lambda parameter: parameter is tied,
+        before_send=partial(sum_partial_gradients, axis=layout.sequence),
     )
     batches = BatchPlan.from_config(config.training, layout.data.size)
     train_iterations = _train_iterations(config, batches)
@@ -74,6 +86,7 @@ def build_run(
         tokenizer=tokenizer,
         padded_vocab_size=vocabulary,
         parts=parts,
+        tied=tied,
         gradients=gradients,
         optimizer=Optimizer(
             named_parameters,
@@ -82,6 +95,7 @@ def build_run(
             config.precision,
             layout,
             count_zeros=config.logging.log_num_zeros_in_grad,
+            overlap_gather_in=parts if config.parallel.overlap_param_gather else None,
         ),
         schedules=Schedules.from_config(
             config.schedule, config.optimizer, config.training, global_batch=batches.global_batch

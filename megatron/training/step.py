@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.parallel.partial_gradients import sum_partial_gradients
 from megatron.parallel.tied import share_tied_gradients
 from megatron.training.passes import Passes
 from megatron.training.run import Run
@@ -95,8 +94,7 @@ def train_step(run: Run) -> StepOutcome:
 
 def reduce_gradients(run: Run) -> None:
     """From this process's gradients to those of the global batch. Collective."""
-    sum_partial_gradients(run.parameters(), run.layout.sequence)
-    share_tied_gradients(run.parts, run.layout.embedding)
+    share_tied_gradients(run.tied, run.layout.embedding)
     run.gradients.reduce()
 
 

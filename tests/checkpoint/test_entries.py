@@ -1,11 +1,13 @@
 """Boxes of indices: intersections, and whether parts tile a whole."""
 
 import itertools
+import math
 import random
 
+import pytest
 import torch
 
-from megatron.checkpoint.entries import Box, is_tiled
+from megatron.checkpoint.entries import Box, boxes_of_range, is_tiled
 
 
 def test_within_picks_the_common_part():
@@ -54,3 +56,16 @@ def test_tiling_agrees_with_counting_every_index():
         assert is_tiled(shape, boxes) == expected, (shape, boxes)
         verdicts.add(expected)
     assert verdicts == {True, False}
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (3, 4), (2, 1, 3), (2, 3, 2, 2)])
+def test_boxes_of_a_range_are_its_elements_in_order(shape):
+    whole = torch.arange(math.prod(shape)).reshape(shape)
+    for start, end in itertools.combinations_with_replacement(range(whole.numel() + 1), 2):
+        boxes = boxes_of_range(shape, start, end)
+        parts = [whole[box.within(Box((0,) * len(shape), shape))] for box in boxes]
+        assert [value for part in parts for value in part.flatten().tolist()] == list(
+            range(start, end)
+        )
+        assert len(boxes) <= max(2 * len(shape) - 1, 1)
+        assert all(part.numel() == box.volume for part, box in zip(parts, boxes, strict=True))

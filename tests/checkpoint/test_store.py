@@ -212,13 +212,13 @@ def test_a_failing_disk_is_never_reported_as_saved(tmp_path, monkeypatch, step):
 
 
 def test_ranks_that_differ_about_a_tensor_are_our_mistake():
-    here, there = ["F32", [4], [0], [2]], ["F32", [4], [2], [2]]
-    plan = make_plan([{"a": here}, {"a": there}, {"a": here}])
+    here, there = ["a", "F32", [4], [0], [2]], ["a", "F32", [4], [2], [2]]
+    plan = make_plan([[here], [there], [here]])
     assert [part.rank for part in plan.parts["a"]] == [0, 1]
     with pytest.raises(ValueError, match="ranks differ about a"):
-        make_plan([{"a": here}, {"a": ["F16", [4], [2], [2]]}])
+        make_plan([[here], [["a", "F16", [4], [2], [2]]]])
     with pytest.raises(ValueError, match="not made up"):
-        make_plan([{"a": here}])
+        make_plan([[here]])
 
 
 def test_meta_that_is_not_json_is_refused(tmp_path):

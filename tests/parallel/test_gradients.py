@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.parallel.gradients import ALIGNMENT_BYTES, GradientBuffer, plan_buckets, plan_slots
+from megatron.parallel.buckets import ALIGNMENT_BYTES
+from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.layout import Layout
 from tests.distributed import run_distributed
 
@@ -17,24 +18,6 @@ def _model(dtype=torch.float32):
 def _buffer(model, layout=None, **options):
     options = {"accumulate_in_fp32": False, **options}
     return GradientBuffer(model.named_parameters(), layout or Layout.single(), **options)
-
-
-def test_slots_are_aligned_and_do_not_overlap():
-    slots = plan_slots([3, 8, 1], alignment=4)
-    assert [(slot.start, slot.end) for slot in slots] == [(0, 3), (4, 12), (12, 13)]
-
-
-@pytest.mark.parametrize("limit", [1, 4, 5, 9, 100])
-def test_buckets_cover_every_slot_once_and_reach_the_limit(limit):
-    slots = plan_slots([3, 8, 1, 4, 2], alignment=4)
-    buckets = plan_buckets(slots, limit)
-    assert buckets[0].start == 0
-    assert buckets[-1].stop == slots[-1].end
-    assert all(a.stop == b.start for a, b in zip(buckets, buckets[1:], strict=False))
-    assert all(b.stop - b.start >= limit for b in buckets[:-1])
-    inside = [[s for s in slots if b.start <= s.start and s.end <= b.stop] for b in buckets]
-    assert [slot for members in inside for slot in members] == slots
-    assert all(members for members in inside)
 
 
 def test_parameters_lie_in_reverse_order_at_aligned_starts():

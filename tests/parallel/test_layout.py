@@ -17,6 +17,8 @@ def test_rank_order_is_tensor_context_data_pipeline():
     assert layout.context.ranks == (13, 15)
     assert layout.data.ranks == (9, 13)
     assert layout.pipeline.ranks == (5, 13)
+    assert layout.replica.ranks == (9, 11, 13, 15)
+    assert layout.replica.rank == 2
 
 
 def test_sizes_must_divide_the_world():
@@ -48,6 +50,19 @@ def _sum_over_ends(layout):
 def test_pipeline_ends_share_an_axis():
     results = run_distributed(6, _sum_over_ends, tensor=2, pipeline=3)
     assert results == [(4, 2), (6, 2), (2, 1), (3, 1), (4, 2), (6, 2)]
+
+
+def _replica_ranks(layout):
+    assert layout.replica.ranks[layout.replica.rank] == layout.world.rank
+    group = layout.replica.group
+    return dist.get_process_group_ranks(group) if group else None, layout.replica.ranks
+
+
+@pytest.mark.parametrize("sizes", [{}, {"context": 2}, {"context": 4}, {"tensor": 2}])
+def test_replicas_are_data_and_context_ranks(sizes):
+    for ranks, expected in run_distributed(4, _replica_ranks, **sizes):
+        assert ranks == list(expected)
+    assert run_distributed(4, _replica_ranks, tensor=4)[3] == (None, (3,))
 
 
 def _fail_on_one(layout):

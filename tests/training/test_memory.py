@@ -18,6 +18,17 @@ def test_bytes_of_what_is_kept_for_each_parameter():
     assert _estimate("--fp16").gradients == 2000
 
 
+def test_shared_states_shrink_with_the_processes():
+    def sharded(*flags):
+        config = parse_config([*TOY, "--train-iters", "1", "--bf16", *flags], world_size=4).config
+        return estimate_memory(config, 1000, 104, replicas=4)
+
+    first, second = sharded("--use-distributed-optimizer"), sharded("--zero-stage", "2")
+    assert (first.parameters, first.gradients, first.optimizer) == (2000, 4000, 3000)
+    assert (second.parameters, second.gradients, second.optimizer) == (2000, 1000, 3000)
+    assert sharded() == _estimate("--bf16")
+
+
 def test_recomputation_and_plain_attention_move_the_activations():
     full = ("--recompute-granularity", "full", "--recompute-method", "uniform",
             "--recompute-num-layers", "1")  # fmt: skip

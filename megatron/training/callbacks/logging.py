@@ -49,6 +49,7 @@ class LogLine(Callback):
             return
         norm = None
         if run.config.logging.log_params_norm:
+            run.optimizer.wait_for_weights()
             norm = parameters_norm(run.parameters(), run.layout)
         record = self._record(run, outcome, norm)
         if run.is_log_rank:

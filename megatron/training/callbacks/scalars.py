@@ -33,6 +33,7 @@ class Scalars(Callback):
         # All ranks take part in the norm, whether or not they write.
         norm = None
         if options.log_params_norm:
+            run.optimizer.wait_for_weights()
             norm = parameters_norm(run.parameters(), run.layout)
         if self._writers:
             self._write(run, step_scalars(run, outcome, norm, seconds))

@@ -1,0 +1,108 @@
+"""Weights in flat buffers: who waits for which of them, and when."""
+
+import torch
+from torch import nn
+
+from megatron.parallel import weights
+from megatron.parallel.gradients import GradientBuffer
+from megatron.parallel.layout import Axis, Layout
+from megatron.parallel.weights import WeightBuffer, first_users
+
+
+class _Table(nn.Module):
+    """Holds a weight and is never called, as an output matrix is."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(size, size))
+
+
+class _Model(nn.Module):
+    def __init__(self, log):
+        super().__init__()
+        self.log = log
+        self.first = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+        self.blocks = nn.ModuleDict(
+            {"0": nn.Linear(8, 8, bias=False), "1": nn.Linear(8, 8, bias=False)}
+        )
+        self.output = _Table(8)
+
+    def forward(self, x):
+        for name, module in (("first", self.first), *self.blocks.items()):
+            x = module(x)
+            self.log.append(name)
+        return x @ self.output.weight
+
+
+def test_the_outermost_called_module_waits():
+    model = _Model([])
+    users = {id(parameter): user for user, parameter in first_users(model)}
+    assert users.keys() == {id(p) for p in model.parameters()}
+    assert all(users[id(p)] is model.first for p in model.first.parameters())
+    assert all(users[id(p)] is model.blocks["1"] for p in model.blocks["1"].parameters())
+    assert users[id(model.output.weight)] is model
+
+
+def _gathering(monkeypatch, log, *, overlap):
+    """A model with a bucket for every weight."""
+    model = _Model(log)
+    gradients = GradientBuffer(
+        model.named_parameters(), Layout.single(), accumulate_in_fp32=False, bucket_bytes=256
+    )
+    starts = [bucket.span.start for flat in gradients.flats for bucket in flat.buckets]
+
+    class Work:
+        def __init__(self, whole):
+            self.name = starts.index(whole.storage_offset())
+
+        def wait(self):
+            log.append(self.name)
+
+    monkeypatch.setattr(weights, "start_all_gather", lambda shard, whole, axis: Work(whole))
+    buffer = WeightBuffer(gradients.flats, Axis(), overlap_in=[model] if overlap else None)
+    return model, buffer, len(starts)
+
+
+def test_forward_waits_for_what_it_uses_next(monkeypatch):
+    log: list[object] = []
+    model, buffer, count = _gathering(monkeypatch, log, overlap=True)
+    expected = model(torch.ones(2, 8))
+    log.clear()
+    buffer.gather()
+    assert log == []
+    assert torch.equal(model(torch.ones(2, 8)), expected)
+    waits = [entry for entry in log if isinstance(entry, int)]
+    assert sorted(waits) == list(range(count))  # each once
+    assert log[0] == 0  # the output's, by the model itself
+    assert log.index("first") > log.index(count - 1)
+    assert log.index(1) > log.index("0")  # block 1's is not waited for before block 0 is done
+    log.clear()
+    model(torch.ones(2, 8))
+    assert log == ["first", "0", "1"]
+
+
+def test_without_overlap_and_on_demand_everything_is_waited_for(monkeypatch):
+    log: list[object] = []
+    _, buffer, count = _gathering(monkeypatch, log, overlap=False)
+    buffer.gather()
+    assert sorted(log) == list(range(count))
+    log.clear()
+    _, buffer, count = _gathering(monkeypatch, log, overlap=True)
+    buffer.gather()
+    buffer.wait()
+    buffer.wait()
+    assert sorted(log) == list(range(count))
+
+
+def test_moved_parameters_keep_values_and_identity():
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+    before = {name: (p, p.detach().clone()) for name, p in model.named_parameters()}
+    gradients = GradientBuffer(model.named_parameters(), Layout.single(), accumulate_in_fp32=False)
+    WeightBuffer(gradients.flats, Axis())
+    storages = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    assert len(storages) == 1
+    for name, parameter in model.named_parameters():
+        assert parameter is before[name][0]
+        assert torch.equal(parameter, before[name][1])
+    model(torch.ones(2, 6)).sum().backward()
+    assert all(gradients.gradient(p).count_nonzero() for p in model[1].parameters())

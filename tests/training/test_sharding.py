@@ -1,0 +1,127 @@
+"""Training with shared optimizer states and overlap: the numbers of a single process."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from megatron.checkpoint.reader import open_checkpoint
+from megatron.config.parser import parse_config
+from megatron.errors import ConfigError
+from megatron.parallel.gradients import GradientBuffer
+from megatron.parallel.layout import Layout
+from megatron.training import setup
+from megatron.training.checkpointing import save_run
+from tests.checkpoint.states import read_whole
+from tests.distributed import run_distributed
+from tests.training.toy import TOY, build_toy, fingerprint, train_toy
+
+STAGE_1 = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
+STAGE_2 = ["--zero-stage", "2", "--overlap-grad-reduce", "--overlap-param-gather"]
+FP16 = ["--fp16", "--initial-loss-scale", "1024"]
+# The norm is added up in another order in shards, which clipping would carry into the weights.
+UNCLIPPED = ["--clip-grad", "0", "--eval-interval", "100", "--eval-iters", "0"]
+
+
+def _small_buckets():
+    setup.GradientBuffer = partial(GradientBuffer, bucket_bytes=2**13)  # in this process only
+
+
+def _train(layout, arguments):
+    _small_buckets()
+    recorder, run = train_toy(layout, [*UNCLIPPED, *arguments])
+    assert len(run.gradients.flats[0].buckets) > 5
+    return recorder.values("lm loss"), recorder.values("grad-norm"), fingerprint(run)
+
+
+@pytest.mark.parametrize("precision", [[], ["--bf16"], FP16], ids=["fp32", "bf16", "fp16"])
+def test_stages_and_overlap_change_nothing(precision):
+    """Four processes with one micro-batch each: bit for bit."""
+    recorder, _ = train_toy(Layout.single(), [*UNCLIPPED, *precision])
+    losses, norms = recorder.values("lm loss"), recorder.values("grad-norm")
+    (reference, *_), *_ = run_distributed(4, _train, precision)
+    assert reference == pytest.approx(losses, rel=1e-5 if not precision else 1e-3)
+    for flags in (["--overlap-grad-reduce"], ["--zero-stage", "1"], STAGE_1, STAGE_2):
+        for rank_losses, rank_norms, _ in run_distributed(4, _train, [*precision, *flags]):
+            assert rank_losses == reference, flags
+            assert rank_norms == pytest.approx(norms, rel=1e-4 if not precision else 1e-2)
+
+
+@pytest.mark.parametrize("flags", [STAGE_1, STAGE_2], ids=["stage 1", "stage 2"])
+def test_several_micro_batches_and_clipping(flags):
+    recorder, _ = train_toy(Layout.single(), ["--clip-grad", "0.5"])
+    losses = recorder.values("lm loss")
+    for ours, *_ in run_distributed(2, _train, [*flags, "--clip-grad", "0.5"]):
+        assert ours == pytest.approx(losses, rel=1e-5)
+
+
+def _steps(folder):
+    return ["--save", str(folder), "--save-interval", "3", "--exit-interval", "3"]
+
+
+@pytest.mark.parametrize("flags", [STAGE_1, [*STAGE_2, "--bf16"]], ids=["fp32 1", "bf16 2"])
+def test_resuming_in_the_same_layout_is_bit_for_bit(tmp_path, flags):
+    whole = run_distributed(2, _train, flags)
+    first = run_distributed(2, _train, [*flags, *_steps(tmp_path)])
+    second = run_distributed(2, _train, [*flags, "--load", str(tmp_path)])
+    for a, b, joined in zip(first, second, whole, strict=True):
+        assert len(a[0]) == 3
+        assert a[0] + b[0] == joined[0]
+        assert b[2] == joined[2]
+
+
+def _load_and_save(layout, arguments, folder):
+    _small_buckets()
+    run = build_toy(layout, [*arguments, "--save", folder, "--save-interval", "1"])
+    save_run(run)
+
+
+def test_a_sharded_checkpoint_loads_in_any_layout(tmp_path):
+    flags = ["--bf16", "--zero-stage", "1"]
+    whole = run_distributed(4, _train, flags)[0][0]
+    run_distributed(4, _train, [*flags, *_steps(tmp_path / "four")])
+    saved = open_checkpoint(tmp_path / "four")
+    names = saved.names()
+    kinds = {name.rpartition(".")[2] for name in names if name.startswith("optimizer.")}
+    assert kinds == {"exp_avg", "exp_avg_sq", "master"}
+    load = ["--bf16", "--load", str(tmp_path / "four")]
+    layouts = [(1, ["--zero-stage", "0"]), (2, ["--zero-stage", "1"]), (4, ["--zero-stage", "0"])]
+    for size, more in layouts:
+        folder = tmp_path / f"{size}{more[-1]}"
+        run_distributed(size, _load_and_save, [*load, *more], str(folder))
+        again = open_checkpoint(folder)
+        assert again.names() == names
+        for name in names:
+            assert torch.equal(read_whole(again, name), read_whole(saved, name)), name
+        for losses, *_ in run_distributed(size, _train, [*load, *more]):
+            assert losses == pytest.approx(whole[3:], rel=1e-3)
+
+
+def test_fp32_losses_go_on_after_resharding(tmp_path):
+    whole = run_distributed(4, _train, ["--zero-stage", "1"])[0][0]
+    run_distributed(4, _train, ["--zero-stage", "1", *_steps(tmp_path)])
+    for size, flags in ((1, []), (2, STAGE_2)):
+        for losses, *_ in run_distributed(size, _train, [*flags, "--load", str(tmp_path)]):
+            assert losses == pytest.approx(whole[3:], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--zero-stage 3", "--zero-stage 3: sharded weights are not built yet"),
+        ("--overlap-param-gather", "add --use-distributed-optimizer"),
+        ("--use-distributed-optimizer --zero-stage 0", "exclude each other"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(flags, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_config([*TOY, "--train-iters", "1", *flags.split()], world_size=2)
+
+
+def test_the_stage_follows_from_megatrons_flag():
+    def stage(*flags):
+        return parse_config([*TOY, "--train-iters", "1", *flags], world_size=2).config.parallel
+
+    assert stage().zero_stage == 0
+    assert stage("--use-distributed-optimizer").zero_stage == 1
+    assert stage("--use-distributed-optimizer", "--zero-stage", "2").zero_stage == 2
