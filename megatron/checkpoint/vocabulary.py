@@ -74,5 +74,5 @@ class PaddedReader:
 
 
 def _is_table(name: str) -> bool:
-    """The tables themselves, and the optimizer's state of them."""
-    return any(f".{table}" in f".{name}" for table in _TABLES)
+    """`model.` or `optimizer.`, then a table, then perhaps the kind of state."""
+    return name.partition(".")[2].startswith(_TABLES)

@@ -1,50 +1,17 @@
-"""Held against Megatron-LM 23.08: `gpt_fp32` goes on from iteration 20 as the original did."""
+"""Held against Megatron-LM 23.08: its runs go on from iteration 20 as the originals did."""
 
 import json
 
 import pytest
 
-from megatron.training.pretrain import main
-from pretrain_gpt import GPTRecipe
+from tests.distributed import run_distributed
+from tests.parity.golden import continue_run
 
 LOSS, GRAD_NORM = 1e-4, 2e-3  # relative tolerances
 
 
-def _arguments(data, cache, metrics, load):
-    return f"""
-        --num-layers 4 --hidden-size 64 --num-attention-heads 4
-        --seq-length 128 --max-position-embeddings 128
-        --micro-batch-size 4 --global-batch-size 16 --train-iters 40
-        --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-decay-iters 40
-        --lr-warmup-fraction 0.1 --attention-dropout 0 --hidden-dropout 0
-        --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion
-        --no-gradient-accumulation-fusion --no-async-tensor-model-parallel-allreduce
-        --no-persist-layer-norm
-        --data-path {data}/gpt_text_document --split 949,50,1 --data-cache-path {cache}
-        --tokenizer-type GPT2BPETokenizer --num-workers 0
-        --vocab-file {data}/gpt2-tiny-vocab.json --merge-file {data}/gpt2-tiny-merges.txt
-        --eval-interval 20 --eval-iters 5 --log-interval 1
-        --metrics-jsonl {metrics} --load {load}
-    """.split()
-
-
-@pytest.fixture(scope="module")
-def continued(golden, tmp_path_factory):
-    """Our iterations 21 to 40: metrics, the folder of the index cache, and the recording."""
-    folder = tmp_path_factory.mktemp("golden")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(golden)  # the cache's file names hash the data path as spelt
-        code = main(
-            GPTRecipe(), _arguments("data", folder / "cache", folder / "m.jsonl", "gpt_fp32/ckpt")
-        )
-    assert code == 0
-    records = [json.loads(line) for line in (folder / "m.jsonl").read_text().splitlines()]
-    recording = json.loads((golden / "gpt_fp32" / "run.json").read_text())
-    return records, folder / "cache", recording
-
-
-def test_training_goes_on_as_the_original(continued):
-    records, _, recording = continued
+def _compare(records, recording):
+    """Iterations 21 to 40 and both evaluations at the end, line by line."""
     ours = {r["iteration"]: r for r in records if "lm loss" in r}
     assert sorted(ours) == list(range(21, 41))
     for theirs in recording["train"][20:]:
@@ -53,19 +20,36 @@ def test_training_goes_on_as_the_original(continued):
         assert mine["grad-norm"] == pytest.approx(theirs["grad norm"], rel=GRAD_NORM)
         assert mine["consumed samples"] == theirs["consumed samples"]
         assert f"{mine['learning-rate']:.3E}" == f"{theirs['learning rate']:.3E}"
-
-
-def test_evaluation_gives_the_recorded_losses(continued):
-    records, _, recording = continued
     ours = [r["lm loss validation"] for r in records if "lm loss validation" in r]
     theirs = [v["lm loss"] for v in recording["validation"] if v["iteration"] == 40]
     assert ours == pytest.approx(theirs, rel=LOSS)
 
 
-def test_index_cache_is_the_original_byte_for_byte(continued, golden):
+@pytest.mark.parametrize("run_name", ["gpt_fp32", "gpt_tp2pp2_fp32"])
+def test_one_process_goes_on_as_the_original(golden, tmp_path, run_name):
+    recording = json.loads((golden / run_name / "run.json").read_text())
+    (records,) = run_distributed(1, continue_run, golden, run_name, tmp_path)
+    _compare(records, recording)
+
+
+TP2PP2 = """
+    --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel
+""".split()
+
+
+@pytest.mark.parametrize("run_name", ["gpt_fp32", "gpt_tp2pp2_fp32"])
+def test_four_processes_go_on_as_the_original(golden, tmp_path, run_name):
+    recording = json.loads((golden / run_name / "run.json").read_text())
+    for records in run_distributed(
+        4, continue_run, golden, run_name, tmp_path, TP2PP2, tensor=2, pipeline=2
+    ):
+        _compare(records, recording)
+
+
+def test_index_cache_is_the_original_byte_for_byte(golden, tmp_path):
     """File names hash the data path as it was spelt in the recorded run, so .dsc texts pair up."""
-    _, cache, _ = continued
-    ours = {path.read_text(): path for path in cache.glob("*.dsc")}
+    run_distributed(1, continue_run, golden, "gpt_fp32", tmp_path)
+    ours = {path.read_text(): path for path in tmp_path.glob("*.dsc")}
     recorded = sorted((golden / "gpt_fp32" / "index-cache").glob("*.dsc"))
     assert len(recorded) == 2
     for theirs in recorded:

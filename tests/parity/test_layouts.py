@@ -11,21 +11,42 @@ FLAGS = """
     --eval-interval 100 --eval-iters 0
 """.split()
 
+# processes, axes, further flags. Between them every size, every schedule and every sharding
+# stands alone once and in company.
 LAYOUTS = [
+    (2, "", ""),
+    (4, "", "--zero-stage 1"),
+    (4, "", "--zero-stage 1 --overlap-grad-reduce --overlap-param-gather"),
+    (2, "", "--zero-stage 2"),
     (2, "tensor=2", ""),
     (2, "tensor=2", "--sequence-parallel"),
     (4, "tensor=4", "--sequence-parallel"),
+    (4, "tensor=2", "--sequence-parallel --use-distributed-optimizer --overlap-grad-reduce"),
+    (4, "tensor=2", "--zero-stage 2"),
     (2, "pipeline=2", ""),
     (2, "pipeline=2", "--num-layers-per-virtual-pipeline-stage 1"),
     (2, "pipeline=2", "--pipeline-schedule gpipe"),
     (2, "pipeline=2", "--pipeline-schedule zero-bubble"),
+    (2, "pipeline=2", "--pipeline-model-parallel-layout Et|tttL"),
     (2, "pipeline=2", "--untie-embeddings-and-output-weights"),
     (4, "pipeline=4", ""),
+    (4, "pipeline=4", "--pipeline-schedule zero-bubble"),
+    (4, "pipeline=2", ""),
+    (4, "pipeline=2", "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
+    (4, "pipeline=2", "--num-layers-per-virtual-pipeline-stage 1 --overlap-grad-reduce"),
+    (4, "pipeline=2", "--pipeline-schedule zero-bubble --overlap-grad-reduce"),
     (2, "context=2", ""),
     (2, "context=2", "--cp-comm-type a2a"),
-    (4, "tensor=2 pipeline=2", "--sequence-parallel"),
+    (4, "context=2", "--use-distributed-optimizer"),
+    (4, "context=4", ""),
+    (4, "tensor=2 context=2", "--sequence-parallel"),
     (4, "context=2 pipeline=2", ""),
-    (4, "pipeline=2", ""),
+    (4, "tensor=2 pipeline=2", ""),
+    (4, "tensor=2 pipeline=2", "--sequence-parallel"),
+    (4, "tensor=2 pipeline=2", "--sequence-parallel --pipeline-schedule zero-bubble"),
+    (8, "tensor=2 pipeline=2", "--sequence-parallel --use-distributed-optimizer"),
+    (8, "tensor=2 context=2 pipeline=2", "--sequence-parallel"),
+    (8, "tensor=2 pipeline=4", "--sequence-parallel"),
 ]
 
 

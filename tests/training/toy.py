@@ -34,7 +34,7 @@ class Recorder:
         self.records: list[dict[str, Any]] = []
 
     def write(self, scalars: Mapping[str, float], iteration: int, samples: int) -> None:
-        self.records.append({"iteration": iteration, **scalars})
+        self.records.append({"iteration": iteration, "consumed samples": samples, **scalars})
 
     def close(self) -> None:
         pass
