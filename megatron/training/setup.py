@@ -54,11 +54,7 @@ def build_run(
     reader = open_for_loading(config, layout)
     if reader is not None:
         reader = PaddedReader(reader, rows=vocabulary, entries=tokenizer.vocab_size)
-    plan = plan_parts(known(config.model.num_layers), config.parallel)
-    parts = [
-        recipe.build_part(config, layout, device, vocabulary, part)
-        for part in parts_of_stage(plan, layout.pipeline.rank, layout.pipeline.size)
-    ]
+    parts = _build_parts(config, recipe, layout, device, vocabulary)
     named_parameters = [pair for part in parts for pair in part.named_parameters()]
     _initialize(named_parameters, config, loading=reader is not None)
     tied = tied_copy(
@@ -77,6 +73,7 @@ def build_run(
     )
     batches = BatchPlan.from_config(config.training, layout.data.size)
     train_iterations = _train_iterations(config, batches)
+    samples = samples_needed(config, train_iterations)
     run = Run(
         config=config,
         recipe=recipe,
@@ -104,16 +101,9 @@ def build_run(
         weight_gradients=_deferred_weight_gradients(config, parts),
         batches=batches,
         train_iterations=train_iterations,
-        datasets=recipe.build_datasets(
-            config, tokenizer, samples_needed(config, train_iterations), layout
-        ),
+        datasets=recipe.build_datasets(config, tokenizer, samples, layout),
         exit=exit_request,
-        timers=Timers(
-            level=config.logging.timing_log_level,
-            device=device,
-            world=layout.world,
-            barrier=config.logging.barrier_with_l1_time,
-        ),
+        timers=_timers(config, device, layout),
         progress=Progress(dropout_seed=config.training.seed),
     )
     if reader is not None:
@@ -122,12 +112,32 @@ def build_run(
     return run
 
 
+def _build_parts(
+    config: RunConfig, recipe: Recipe, layout: Layout, device: Device, vocabulary: int
+) -> list[torch.nn.Module]:
+    """The parts of the model that this pipeline stage holds."""
+    plan = plan_parts(known(config.model.num_layers), config.parallel)
+    return [
+        recipe.build_part(config, layout, device, vocabulary, part)
+        for part in parts_of_stage(plan, layout.pipeline.rank, layout.pipeline.size)
+    ]
+
+
 def _train_iterations(config: RunConfig, batches: BatchPlan) -> int:
     training = config.training
     if training.train_samples is not None:
         return batches.iterations_for(training.train_samples)
     assert training.train_iters is not None
     return training.train_iters
+
+
+def _timers(config: RunConfig, device: Device, layout: Layout) -> Timers:
+    return Timers(
+        level=config.logging.timing_log_level,
+        device=device,
+        world=layout.world,
+        barrier=config.logging.barrier_with_l1_time,
+    )
 
 
 def _connect(

@@ -38,6 +38,9 @@ _DEVIATIONS = {
 }
 # A value that our rules accept, where `_other_value` would make one that they refuse.
 _VALUES = {
+    "--tensor-model-parallel-size": "2",
+    "--pipeline-model-parallel-size": "2",
+    "--num-layers-per-virtual-pipeline-stage": "1",
     "--ffn-hidden-size": "300",
     "--hidden-size": "128",
     "--encoder-num-layers": "3",
@@ -46,8 +49,6 @@ _VALUES = {
     "--num-attention-heads": "8",
     "--max-position-embeddings": "256",
     "--seq-length": "64",
-    "--tensor-model-parallel-size": "2",
-    "--pipeline-model-parallel-size": "2",
     "--num-channels": "4",
     "--loss-scale-window": "500",
     "--make-vocab-size-divisible-by": "64",
@@ -75,6 +76,7 @@ _VALUES = {
 # What else a run needs, or must not have, for a flag to be accepted: (further words, without).
 _SAMPLES = ("--train-samples 1000", "--train-iters")
 _COMPANIONS = {
+    "--num-layers-per-virtual-pipeline-stage": ("--pipeline-model-parallel-size 2", ""),
     "--encoder-num-layers": ("", "--num-layers"),
     "--encoder-seq-length": ("", "--seq-length"),
     "--train-samples": ("", "--train-iters"),
@@ -108,7 +110,12 @@ _COMPANIONS = {
     "--wandb-id": ("--wandb-project p", ""),
 }
 # Fields that only take Megatron's default so far; any other value is refused by name.
-_ONE_VALUE = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--DDP-impl")
+_ONE_VALUE = ("--DDP-impl",)
+_WORLD = {
+    "--tensor-model-parallel-size": 2,
+    "--pipeline-model-parallel-size": 2,
+    "--num-layers-per-virtual-pipeline-stage": 2,
+}
 _NEEDS_PROGRAM = ("--use-checkpoint-args",)
 
 
@@ -191,7 +198,7 @@ def test_a_value_lands_in_its_field_or_is_answered_by_name(flag: dict[str, Any])
     if name in _OLD:
         _check_old(flag)
         return
-    run = parse(*words, more, without=without.split())
+    run = parse(*words, more, without=without.split(), world_size=_WORLD.get(name, 1))
     if name in _KNOWN:
         assert [line for line in run.notices if line.startswith(name)]
         return

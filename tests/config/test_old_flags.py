@@ -38,7 +38,6 @@ _TRANSLATED: dict[str, dict[str, Any]] = {
 }
 # Old words whose translation is refused by today's name.
 _REFUSED = {
-    "--model-parallel-size 2": "--tensor-model-parallel-size 2: ",
     "--distribute-checkpointed-activations": "--distribute-saved-activations: ",
     "--fp8-e4m3": "--fp8-format e4m3: ",
     "--fp8-hybrid": "--fp8-format hybrid: ",
@@ -116,3 +115,9 @@ def test_a_2019_script_is_answered_line_by_line() -> None:
         "--max-preds-per-seq 80 --lr-decay-style exponential"
     )
     assert len([line for line in lines if " is gone " in line]) == 7
+
+
+def test_model_parallel_size_is_the_tensor_parallel_size() -> None:
+    run = parse("--model-parallel-size", "2", world_size=2)
+    assert run.config.parallel.tensor_model_parallel_size == 2
+    assert [line for line in run.notices if "--model-parallel-size" in line]
