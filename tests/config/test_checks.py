@@ -32,7 +32,8 @@ _LINES = [
         "--num-layers 6 --pipeline-model-parallel-size 4",
         "--num-layers 6 does not divide over --pipeline-model-parallel-size 4 x 1 virtual "
         "stage(s): use a multiple of 4, or say who holds what with "
-        "--pipeline-model-parallel-layout or --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers",
+        "--pipeline-model-parallel-layout or --decoder-first-pipeline-num-layers and "
+        "--decoder-last-pipeline-num-layers",
     ),
     (
         "--context-parallel-size 4 --attention-dropout 0 --seq-length 124",
