@@ -3,20 +3,36 @@
 from __future__ import annotations
 
 from megatron.config.model import ModelConfig
+from megatron.config.stages import ModelPart, whole_model
 from megatron.models.sizes import Sizes, sizes_of
 
 
 def count_parameters(model: ModelConfig, padded_vocab_size: int) -> int:
     """Parameters of the whole model, tied ones once."""
+    whole = whole_model(sizes_of(model).layers)
+    return count_part_parameters(model, padded_vocab_size, whole, tensor=1)
+
+
+def count_part_parameters(
+    model: ModelConfig, padded_vocab_size: int, part: ModelPart, *, tensor: int
+) -> int:
+    """Parameters that one of `tensor` ranks holds of a part of the model.
+
+    The last part of a tied model cut in several holds a second copy of the word embeddings.
+    """
     sizes = sizes_of(model)
     norm = sizes.hidden * (1 if model.normalization == "RMSNorm" else 2)
-    layer = layer_matrix_parameters(sizes) + 2 * norm
+    layer = layer_matrix_parameters(sizes) // tensor + 2 * norm
     if model.add_bias_linear:
-        layer += sizes.qkv + sizes.hidden + sizes.up + sizes.hidden
-    tables = padded_vocab_size * (2 if model.untie_embeddings_and_output_weights else 1)
-    if model.position_embedding_type == "learned_absolute":
-        tables += sizes.positions
-    return tables * sizes.hidden + sizes.layers * layer + norm
+        layer += (sizes.qkv + sizes.up) // tensor + 2 * sizes.hidden
+    count = len(part.layers) * layer
+    tables = int(part.embedding)
+    if part.head:
+        count += norm
+        tables += int(model.untie_embeddings_and_output_weights or not part.embedding)
+    if part.embedding and model.position_embedding_type == "learned_absolute":
+        count += sizes.positions * sizes.hidden
+    return count + tables * padded_vocab_size // tensor * sizes.hidden
 
 
 def flops_per_token(model: ModelConfig, seq_length: int, padded_vocab_size: int) -> int:

@@ -9,6 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.config import RunConfig
+from megatron.config.run import known
+from megatron.config.stages import ModelPart, parts_of_stage, plan_parts
+from megatron.models.arithmetic import count_part_parameters
+from megatron.parallel.layout import Layout
+from megatron.parallel.pipeline.schedule import activation_bound, schedule_kind
 
 _GIB = 1024.0**3
 _MIB = 1024.0**2
@@ -39,57 +44,104 @@ def _amount(size: int) -> str:
 
 
 def estimate_memory(
-    config: RunConfig, parameters: int, padded_vocab_size: int, replicas: int = 1
+    config: RunConfig, padded_vocab_size: int, layout: Layout, micro_batches: int
 ) -> MemoryEstimate:
-    """Memory of one process of `replicas` that hold the same `parameters` parameters."""
+    """Memory of the process that `layout` describes, with `micro_batches` an update."""
     half = config.precision.fp16 or config.precision.bf16
     width = 2 if half else 4
+    plan = plan_parts(known(config.model.num_layers), config.parallel)
+    parts = parts_of_stage(plan, layout.pipeline.rank, layout.pipeline.size)
+    parameters = sum(
+        count_part_parameters(config.model, padded_vocab_size, part, tensor=layout.tensor.size)
+        for part in parts
+    )
     fp32_gradients = not half or config.precision.accumulate_allreduce_grads_in_fp32
     moments = 2 if config.optimizer.optimizer == "adam" else 1
     stage = config.parallel.zero_stage or 0
-    updated = parameters // replicas if stage > 0 else parameters
+    updated = parameters // layout.replica.size if stage > 0 else parameters
+    kind = schedule_kind(config.parallel, len(parts))
+    held = activation_bound(
+        kind, layout.pipeline.rank, layout.pipeline.size, len(parts), micro_batches
+    )
     return MemoryEstimate(
         parameters=width * parameters,
         gradients=(4 if fp32_gradients else 2) * (updated if stage > 1 else parameters),
         optimizer=(4 * moments + (4 if half else 0)) * updated,
-        activations=_activations(config, width, padded_vocab_size),
+        activations=sum(
+            _part_activations(config, part, layout, width) * held // len(parts) for part in parts
+        )
+        + (_logits(config, layout, width, padded_vocab_size) if parts[-1].head else 0),
     )
 
 
-def _activations(config: RunConfig, width: int, padded_vocab_size: int) -> int:
-    """Bytes saved for the backward of one micro-batch."""
-    model, training = config.model, config.training
-    assert model.num_layers and model.hidden_size and config.data.seq_length
-    assert training.micro_batch_size
-    tokens = config.data.seq_length * training.micro_batch_size
-    boundary = width * tokens * model.hidden_size
-    layer = _layer_activations(config, width, tokens)
-    layers = model.num_layers * layer
+def largest_process(config: RunConfig, padded_vocab_size: int, world_size: int) -> MemoryEstimate:
+    """Memory of the process that needs the most: stages differ, ranks of one stage do not."""
+    parallel, training = config.parallel, config.training
+    stages = parallel.pipeline_model_parallel_size
+    layouts = [
+        Layout.at(
+            stage * (world_size // stages),
+            world_size,
+            tensor=parallel.tensor_model_parallel_size,
+            context=parallel.context_parallel_size,
+            pipeline=stages,
+        )
+        for stage in range(stages)
+    ]
+    samples = known(training.micro_batch_size) * layouts[0].data.size
+    micro_batches = known(training.global_batch_size) // samples
+    estimates = [
+        estimate_memory(config, padded_vocab_size, layout, micro_batches) for layout in layouts
+    ]
+    return max(estimates, key=lambda estimate: estimate.total)
+
+
+def _tokens(config: RunConfig, layout: Layout) -> int:
+    """Of one micro-batch on one process."""
+    return (
+        known(config.data.seq_length)
+        * known(config.training.micro_batch_size)
+        // layout.context.size
+    )
+
+
+def _logits(config: RunConfig, layout: Layout, width: int, padded_vocab_size: int) -> int:
+    """In their own format and as fp32 softmax."""
+    return (width + 4) * _tokens(config, layout) * padded_vocab_size // layout.tensor.size
+
+
+def _part_activations(config: RunConfig, part: ModelPart, layout: Layout, width: int) -> int:
+    """Bytes saved for the backward of one micro-batch through the layers of a part."""
+    training, count = config.training, len(part.layers)
+    outside = layout.tensor.size if config.parallel.sequence_parallel else 1
+    boundary = width * _tokens(config, layout) * known(config.model.hidden_size) // outside
+    layer = _layer_activations(config, layout, width)
+    layers = count * layer
     if training.recompute_granularity == "full":
         group = training.recompute_num_layers or 1
         if training.recompute_method == "uniform":
-            layers = -(-model.num_layers // group) * boundary + group * layer
+            layers = -(-count // group) * boundary + min(group, count) * layer
         else:
-            kept = max(0, model.num_layers - group)
-            layers = (model.num_layers - kept) * boundary + max(kept, 1) * layer
-    logits = (width + 4) * tokens * padded_vocab_size  # in their own format and as fp32 softmax
-    return layers + 2 * boundary + logits
+            kept = max(0, count - group)
+            layers = (count - kept) * boundary + max(kept, 1) * layer
+    return layers + (int(part.embedding) + int(part.head)) * boundary
 
 
-def _layer_activations(config: RunConfig, width: int, tokens: int) -> int:
-    model = config.model
-    assert model.hidden_size and model.ffn_hidden_size and model.kv_channels
-    assert model.num_attention_heads and config.data.seq_length
-    heads = model.num_attention_heads * model.kv_channels
-    keys_values = 2 * model.kv_heads * model.kv_channels
-    inner = model.ffn_hidden_size * (3 if model.swiglu else 2)
+def _layer_activations(config: RunConfig, layout: Layout, width: int) -> int:
+    model, tokens = config.model, _tokens(config, layout)
+    tensor = layout.tensor.size
+    outside = tensor if config.parallel.sequence_parallel else 1
+    heads = known(model.num_attention_heads) * known(model.kv_channels)
+    keys_values = 2 * model.kv_heads * known(model.kv_channels)
+    inner = known(model.ffn_hidden_size) * (3 if model.swiglu else 2)
     # Two norm inputs, two norm outputs; query, key, value; attention output; MLP inner tensors.
-    elements = 4 * model.hidden_size + heads + keys_values + heads + inner
+    elements = 4 * known(model.hidden_size) // outside + (2 * heads + keys_values + inner) // tensor
     total = width * tokens * elements
     if model.hidden_dropout > 0:
-        total += 2 * tokens * model.hidden_size  # one byte a mask entry
+        total += 2 * tokens * known(model.hidden_size) // outside  # one byte a mask entry
     plain_scores = not model.masked_softmax_fusion
     if plain_scores and config.training.recompute_granularity != "selective":
-        scores = tokens * config.data.seq_length * model.num_attention_heads
+        keys = known(config.data.seq_length)
+        scores = tokens * keys * known(model.num_attention_heads) // tensor
         total += scores * (2 * width + (1 if model.attention_dropout > 0 else 0))
     return total

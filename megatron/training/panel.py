@@ -10,7 +10,7 @@ from megatron.config import RunConfig
 from megatron.device import Device
 from megatron.models.arithmetic import count_parameters, flops_per_token
 from megatron.parallel.layout import Layout
-from megatron.training.memory import estimate_memory
+from megatron.training.memory import largest_process
 
 Row = tuple[str, str]
 
@@ -38,7 +38,7 @@ def size_rows(config: RunConfig, world_size: int, padded_vocab_size: int) -> lis
     parameters = count_parameters(config.model, padded_vocab_size)
     flops = flops_per_token(config.model, config.data.seq_length, padded_vocab_size)
     batch, micro = config.training.global_batch_size, config.training.micro_batch_size
-    memory = estimate_memory(config, parameters, padded_vocab_size, layout.replica.size)
+    memory = largest_process(config, padded_vocab_size, world_size)
     return [
         ("layout", layout.describe()),
         (
@@ -49,7 +49,7 @@ def size_rows(config: RunConfig, world_size: int, padded_vocab_size: int) -> lis
         ("tokens an iteration", f"{batch * config.data.seq_length:,}"),
         ("parameters", f"{parameters:,} (vocabulary padded to {padded_vocab_size:,})"),
         ("model FLOPs a token", f"{flops / 1e9:.4g} GFLOP (causal attention counted half)"),
-        ("memory a process", f"about {memory.describe()}"),
+        ("memory a process", f"at most about {memory.describe()}"),
     ]
 
 

@@ -12,7 +12,6 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from megatron.config import RunConfig
 from megatron.parallel.pipeline.executor import (
     ForwardStep,
     completing_operations,
@@ -25,20 +24,13 @@ from megatron.parallel.pipeline.schedule import (
     ScheduleKind,
     forward_only,
     make_schedule,
+    schedule_kind,
 )
 from megatron.parallel.random import derive_seed, micro_batch_seed
 from megatron.training.recipe import Batch
 from megatron.training.run import Run
 
 _BACKWARD = {"backward", "backward_input", "backward_weight"}
-
-
-def schedule_kind(config: RunConfig, chunks: int) -> ScheduleKind:
-    """The schedule that the flags ask for: 1F1B unless told otherwise."""
-    asked = config.parallel.pipeline_schedule
-    if asked is not None:
-        return asked  # type: ignore[return-value] # the flag's choices
-    return "interleaved" if chunks > 1 else "1f1b"
 
 
 @lru_cache(maxsize=8)
@@ -103,7 +95,7 @@ class Passes:
 
     def _operations(self, *, backward: bool) -> Operations:
         run, chunks = self._run, len(self._run.parts)
-        kind = schedule_kind(run.config, chunks)
+        kind = schedule_kind(run.config.parallel, chunks)
         stages = run.layout.pipeline.size
         schedule = _schedule(kind, stages, chunks, self._count, backward=backward)
         return schedule[run.layout.pipeline.rank]

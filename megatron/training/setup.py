@@ -21,6 +21,7 @@ from megatron.parallel.initialization import initialize
 from megatron.parallel.layout import Layout
 from megatron.parallel.partial_gradients import sum_partial_gradients
 from megatron.parallel.pipeline.p2p import PipelineChannel
+from megatron.parallel.pipeline.schedule import schedule_kind
 from megatron.parallel.tied import tied_copy
 from megatron.parallel.weight_gradients import WeightGradientQueue, attach
 from megatron.tokenizer import build_tokenizer
@@ -29,7 +30,6 @@ from megatron.training.batch_size import BatchPlan
 from megatron.training.checkpointing import open_for_loading, restore_run
 from megatron.training.data import batches_from, samples_needed
 from megatron.training.exit import ExitRequest
-from megatron.training.passes import schedule_kind
 from megatron.training.recipe import Recipe
 from megatron.training.run import Progress, Run
 from megatron.training.timers import Timers
@@ -168,7 +168,7 @@ def _deferred_weight_gradients(
     config: RunConfig, parts: list[torch.nn.Module]
 ) -> WeightGradientQueue | None:
     """Where a zero-bubble schedule keeps weight gradients for later; None for the others."""
-    if schedule_kind(config, len(parts)) != "zero-bubble":
+    if schedule_kind(config.parallel, len(parts)) != "zero-bubble":
         return None
     queue = WeightGradientQueue()
     for part in parts:

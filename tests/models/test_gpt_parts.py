@@ -6,10 +6,11 @@ import torch
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.stages import plan_parts
+from megatron.models.arithmetic import count_part_parameters
 from megatron.models.gpt import GPTModel
 from megatron.parallel.initialization import initialize
 from megatron.parallel.layout import Layout
-from tests.models.small import VOCAB, batch, config
+from tests.models.small import LLAMA, VOCAB, batch, config
 
 NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
 
@@ -48,3 +49,22 @@ def test_parts_in_a_row_equal_the_whole(tied):
         torch.testing.assert_close(sum(gradients.pop(name)), parameter.grad)
     assert not gradients
     assert ("embedding.word.weight" in dict(last.named_parameters())) == tied
+
+
+@pytest.mark.parametrize("flags", [{}, {"untie_embeddings_and_output_weights": True}, LLAMA])
+def test_arithmetic_counts_what_each_process_holds(flags):
+    network = config(**{"num_layers": 4, **flags})
+    plan = plan_parts(4, ParallelConfig(pipeline_model_parallel_size=2))
+    for rank in range(4):
+        layout = Layout.at(rank, 4, tensor=2, pipeline=2)
+        part = plan[layout.pipeline.rank]
+        model = GPTModel(
+            network,
+            PrecisionConfig(),
+            layout,
+            padded_vocab_size=VOCAB,
+            part=part,
+            device=torch.device("meta"),
+        )
+        held = sum(parameter.numel() for parameter in model.parameters())
+        assert count_part_parameters(network, VOCAB, part, tensor=2) == held

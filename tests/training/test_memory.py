@@ -1,32 +1,53 @@
 """The memory estimate: exact where it is arithmetic, and growing with what costs memory."""
 
 from megatron.config.parser import parse_config
-from megatron.training.memory import estimate_memory
+from megatron.models.arithmetic import count_parameters
+from megatron.training.memory import largest_process
 from tests.training.toy import TOY
 
 
-def _estimate(*flags):
-    config = parse_config([*TOY, "--train-iters", "1", *flags], world_size=1).config
-    return estimate_memory(config, 1000, 104)
+def _estimate(*flags, world_size=1):
+    words = [*TOY, "--train-iters", "1", *flags]
+    config = parse_config(words, world_size=world_size).config
+    return largest_process(config, 104, world_size)
+
+
+PARAMETERS = count_parameters(
+    parse_config([*TOY, "--train-iters", "1"], world_size=1).config.model, 104
+)
+
+
+def _bytes(estimate):
+    kept = (estimate.parameters, estimate.gradients, estimate.optimizer)
+    return tuple(size / PARAMETERS for size in kept)
 
 
 def test_bytes_of_what_is_kept_for_each_parameter():
-    fp32, bf16, sgd = _estimate(), _estimate("--bf16"), _estimate("--optimizer", "sgd")
-    assert (fp32.parameters, fp32.gradients, fp32.optimizer) == (4000, 4000, 8000)
-    assert (bf16.parameters, bf16.gradients, bf16.optimizer) == (2000, 4000, 12000)
-    assert sgd.optimizer == 4000
-    assert _estimate("--fp16").gradients == 2000
+    assert _bytes(_estimate()) == (4, 4, 8)
+    assert _bytes(_estimate("--bf16")) == (2, 4, 12)
+    assert _bytes(_estimate("--fp16")) == (2, 2, 12)
+    assert _bytes(_estimate("--optimizer", "sgd")) == (4, 4, 4)
 
 
 def test_shared_states_shrink_with_the_processes():
-    def sharded(*flags):
-        config = parse_config([*TOY, "--train-iters", "1", "--bf16", *flags], world_size=4).config
-        return estimate_memory(config, 1000, 104, replicas=4)
+    first = _estimate("--bf16", "--use-distributed-optimizer", world_size=4)
+    second = _estimate("--bf16", "--zero-stage", "2", world_size=4)
+    assert _bytes(first) == (2, 4, 3)
+    assert _bytes(second) == (2, 1, 3)
+    assert _estimate("--bf16", world_size=4) == _estimate("--bf16")
 
-    first, second = sharded("--use-distributed-optimizer"), sharded("--zero-stage", "2")
-    assert (first.parameters, first.gradients, first.optimizer) == (2000, 4000, 3000)
-    assert (second.parameters, second.gradients, second.optimizer) == (2000, 1000, 3000)
-    assert sharded() == _estimate("--bf16")
+
+def test_a_split_model_needs_less_of_everything():
+    alone = _estimate("--global-batch-size", "1")
+    for flags in (
+        ["--tensor-model-parallel-size", "2"],
+        ["--pipeline-model-parallel-size", "2"],
+    ):
+        split = _estimate("--global-batch-size", "1", *flags, world_size=2)
+        assert split.parameters < alone.parameters
+        assert split.activations < alone.activations
+    context = ["--context-parallel-size", "2", "--attention-dropout", "0"]
+    assert _estimate(*context, world_size=2).activations < _estimate().activations
 
 
 def test_recomputation_and_plain_attention_move_the_activations():

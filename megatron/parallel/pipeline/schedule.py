@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal, NamedTuple, get_args
 
+from megatron.config.parallel import ParallelConfig
 from megatron.errors import ConfigError
 
 ScheduleKind = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
@@ -84,6 +85,14 @@ def make_schedule(kind: ScheduleKind, stages: int, chunks: int, micro_batches: i
         tuple(_with_messages(computes(stage, stages, chunks, micro_batches), stage, stages, chunks))
         for stage in range(stages)
     )
+
+
+def schedule_kind(parallel: ParallelConfig, chunks: int) -> ScheduleKind:
+    """The schedule that the flags ask for: 1F1B unless told otherwise."""
+    asked = parallel.pipeline_schedule
+    if asked is not None:
+        return asked  # type: ignore[return-value] # the flag's choices
+    return "interleaved" if chunks > 1 else "1f1b"
 
 
 def forward_only(schedule: Schedule) -> Schedule:

@@ -1,0 +1,53 @@
+"""A run saved in one layout goes on in another as if nothing had happened."""
+
+import pytest
+
+from megatron.parallel.layout import Layout
+from tests.distributed import run_distributed
+from tests.training.toy import train_toy
+
+FLAGS = """
+    --hidden-dropout 0 --attention-dropout 0 --num-layers 4 --global-batch-size 8 --eval-iters 0
+""".split()
+NAMES = {
+    "tensor": "--tensor-model-parallel-size",
+    "pipeline": "--pipeline-model-parallel-size",
+    "context": "--context-parallel-size",
+}
+ONE = (1, {}, [])
+SPLIT = (4, {"tensor": 2, "pipeline": 2}, ["--sequence-parallel"])
+SHARDED = (4, {"pipeline": 2}, ["--use-distributed-optimizer"])
+VIRTUAL = (2, {"pipeline": 2}, ["--num-layers-per-virtual-pipeline-stage", "1"])
+CONTEXT = (4, {"tensor": 2, "context": 2}, ["--zero-stage", "1"])
+
+
+def _train(layout, flags):
+    recorder, _ = train_toy(layout, flags)
+    return recorder.values("lm loss")
+
+
+def _run(layout, *flags):
+    processes, sizes, more = layout
+    words = [*FLAGS, *more, *flags]
+    for axis, size in sizes.items():
+        words += [NAMES[axis], str(size)]
+    return run_distributed(processes, _train, words, **sizes)[-1]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted():
+    return _train(Layout.single(), FLAGS)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(SPLIT, ONE), (ONE, SPLIT), (SHARDED, SPLIT), (SPLIT, VIRTUAL), (VIRTUAL, CONTEXT),
+     (CONTEXT, SHARDED)],
+    ids=["split-one", "one-split", "sharded-split", "split-virtual", "virtual-context",
+         "context-sharded"],
+)  # fmt: skip
+def test_losses_go_on(tmp_path, uninterrupted, before, after):
+    folder = str(tmp_path)
+    first = _run(before, "--save", folder, "--save-interval", "3", "--exit-interval", "3")
+    second = _run(after, "--load", folder)
+    assert [*first, *second] == pytest.approx(uninterrupted, rel=1e-5)
