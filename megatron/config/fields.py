@@ -88,8 +88,17 @@ def _field(entry: dataclasses.Field[Any], hint: Any) -> Field:
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that looks most like a misspelt one; None where none is near."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    """The known word that a misspelt or shortened one stands for; None where none is near.
+
+    Parts of a long flag, as in `--tensor-parallel`, say more than a similar sound.
+    """
+    known = list(known)
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.8)
+    parts = word.lstrip("-").split("-")
+    longer = [flag for flag in known if set(parts) <= set(flag.lstrip("-").split("-"))]
+    if not near and len(parts) > 1 and longer:
+        return min(longer, key=len)
+    near = near or difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     return near[0] if near else None
 
 

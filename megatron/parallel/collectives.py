@@ -1,8 +1,8 @@
 """Communication inside the network, each operation with its backward.
 
-Every function is the identity on an axis of one process. The upper ones take part in autograd:
-`copy_to` and `reduce_from` are each other's backward and bracket a computation that is split over
-the axis. The lower ones are plain; those called `start_` return before the data has arrived.
+Every function is the identity on an axis of one process. The upper ones take part in autograd (a
+split product's own communication is in `linear`). The lower ones are plain; those called `start_`
+return before the data has arrived.
 """
 
 from __future__ import annotations
@@ -19,11 +19,6 @@ from megatron.parallel.layout import Axis
 # torch 2.13 renamed both.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-def copy_to(x: Tensor, axis: Axis) -> Tensor:
-    """Hand one replicated tensor to the axis: forward nothing, backward all-reduce."""
-    return x if axis.size == 1 else _CopyTo.apply(x, axis)
 
 
 def reduce_from(x: Tensor, axis: Axis) -> Tensor:
@@ -76,21 +71,27 @@ def start_all_reduce(x: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> Pend
     return Pending(x, dist.all_reduce(x, op=op, group=_group(axis), async_op=True))
 
 
-def start_all_gather(x: Tensor, axis: Axis) -> Pending:
-    """Join the parts along dimension 0: [s, ...] -> [t s, ...]."""
+def start_all_gather(x: Tensor, axis: Axis, into: Tensor | None = None) -> Pending:
+    """Join the parts along dimension 0: [s, ...] -> [t s, ...], `into` where given.
+
+    In place where `x` is this rank's part of `into`.
+    """
     if axis.size == 1:
         return Pending(x)
-    result = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
+    result = x.new_empty((axis.size * x.shape[0], *x.shape[1:])) if into is None else into
     work = _all_gather(result, x.contiguous(), group=_group(axis), async_op=True)
     return Pending(result, work)
 
 
-def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
-    """Sum over the axis, each rank its part of dimension 0: [t s, ...] -> [s, ...]."""
+def start_reduce_scatter(x: Tensor, axis: Axis, into: Tensor | None = None) -> Pending:
+    """Sum over the axis, each rank its part of dimension 0: [t s, ...] -> [s, ...].
+
+    Goes `into` where given; in place where that is this rank's part of `x`.
+    """
     if axis.size == 1:
         return Pending(x)
     assert x.shape[0] % axis.size == 0, f"{tuple(x.shape)} does not divide over {axis.size} ranks"
-    result = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
+    result = x.new_empty((x.shape[0] // axis.size, *x.shape[1:])) if into is None else into
     work = _reduce_scatter(result, x.contiguous(), group=_group(axis), async_op=True)
     return Pending(result, work)
 
@@ -113,18 +114,6 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
 def _group(axis: Axis) -> dist.ProcessGroup:
     assert axis.group is not None, "a layout without process groups cannot communicate"
     return axis.group
-
-
-class _CopyTo(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        # A clone: autograd may hand the same gradient to another branch.
-        return all_reduce(grad.clone(memory_format=torch.contiguous_format), ctx.axis), None
 
 
 class _ReduceFrom(torch.autograd.Function):

@@ -37,7 +37,7 @@ from megatron.parallel.buckets import (
     Span,
     plan_buckets,
 )
-from megatron.parallel.flat_collectives import start_all_reduce, start_reduce_scatter
+from megatron.parallel.collectives import start_all_reduce, start_reduce_scatter
 from megatron.parallel.layout import Layout
 
 
@@ -313,7 +313,7 @@ class GradientBuffer:
             bucket.whole, received = None, torch.empty_like(bucket.kept)
         whole.div_(self.axis.size)
         if self.is_sharded:
-            work = start_reduce_scatter(whole, received, self.axis)
+            work = start_reduce_scatter(whole, self.axis, into=received)
         else:
             work = start_all_reduce(whole, self.axis)
         self._sent.append(_Sent(bucket, work, whole, received))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.parallel.flat_collectives import start_all_gather
+from megatron.parallel.collectives import start_all_gather
 from megatron.parallel.gradients import Flat
 from megatron.parallel.layout import Axis
 
@@ -64,7 +64,7 @@ class WeightBuffer:
         for index in self._order:
             whole = self._buckets[index]
             shard = whole.chunk(self._axis.size)[self._axis.rank]
-            self._works[index] = start_all_gather(shard, whole, self._axis)
+            self._works[index] = start_all_gather(shard, self._axis, into=whole)
         if not self._is_overlapped:
             self.wait()
 

@@ -3,7 +3,6 @@
 import torch
 
 from megatron.parallel.collectives import (
-    copy_to,
     gather_from,
     gather_to,
     reduce_from,
@@ -19,17 +18,6 @@ def _run(layout, function, weight):
     out = function(x, layout.tensor)
     out.backward(weight * torch.arange(1.0, out.numel() + 1).view_as(out))
     return out.tolist(), x.grad.tolist()
-
-
-def _copy(layout):
-    return _run(layout, copy_to, layout.tensor.rank + 1)
-
-
-def test_copy_sums_the_gradients():
-    first, second = run_distributed(2, _copy, tensor=2)
-    assert first[0] == [[1, 1], [1, 1]]
-    assert second[0] == [[2, 2], [2, 2]]
-    assert first[1] == second[1] == [[3, 6], [9, 12]]
 
 
 def _reduce(layout):
@@ -76,5 +64,5 @@ def test_reduce_scatter_keeps_the_own_part_and_backward_joins():
 
 def test_one_process_needs_no_groups():
     x = torch.ones(2)
-    for function in (copy_to, reduce_from, gather_from, gather_to, reduce_scatter_from):
+    for function in (reduce_from, gather_from, gather_to, reduce_scatter_from):
         assert function(x, Layout.single().tensor) is x

@@ -110,9 +110,9 @@ def _log_sends(layout, stage, micro_batches, late=None):
     name = "start_reduce_scatter" if stage else "start_all_reduce"
     start = getattr(gradients, name)
 
-    def logged(*arguments):
+    def logged(*arguments, **named):
         log.append("send")
-        return start(*arguments)
+        return start(*arguments, **named)
 
     setattr(gradients, name, logged)  # in this forked process only
     model = _Model(torch.float32)

@@ -58,7 +58,7 @@ def _gathering(monkeypatch, log, *, overlap):
         def wait(self):
             log.append(self.name)
 
-    monkeypatch.setattr(weights, "start_all_gather", lambda shard, whole, axis: Work(whole))
+    monkeypatch.setattr(weights, "start_all_gather", lambda shard, axis, into: Work(into))
     buffer = WeightBuffer(gradients.flats, Axis(), overlap_in=[model] if overlap else None)
     return model, buffer, len(starts)
 
