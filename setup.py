@@ -1,5 +1,36 @@
-"""For tools that still call setup.py; all metadata is in pyproject.toml."""
+"""Compiles the CUDA kernels during `pip install` where there is a CUDA; metadata is in
+pyproject.toml. A failed compilation says so in a line and never fails the installation."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
 
 from setuptools import setup
+from setuptools.command.build_py import build_py
 
-setup()
+HERE = Path(__file__).resolve().parent
+
+
+class BuildWithKernels(build_py):
+    """Adds compiled kernels to the package: for MEGATRON_CUDA_ARCHS, else for this machine's GPUs;
+    without either there is nothing to compile. What is missing is compiled at first use."""
+
+    def run(self) -> None:
+        super().run()
+        sys.path.insert(0, str(HERE))
+        from megatron.environment import cuda_architectures
+        from megatron.kernels import build
+
+        root = HERE if self.editable_mode else Path(self.build_lib)
+        for architecture in cuda_architectures() or build.detect_architectures():
+            try:
+                made = build.build(
+                    architecture, root / "megatron" / "kernels" / "built", build.say_on_stderr
+                )
+                made.with_suffix(".lock").unlink(missing_ok=True)
+            except Exception as error:  # whatever it is, the package works without
+                build.say_on_stderr(f"fused kernels: not compiled for {architecture}: {error}")
+
+
+setup(cmdclass={"build_py": BuildWithKernels})

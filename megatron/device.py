@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -66,9 +68,19 @@ class Device:
         return "CPU"
 
     @property
+    def capability(self) -> tuple[int, int]:
+        """Compute capability of a GPU, (9, 0) for Hopper; (0, 0) of a CPU."""
+        return torch.cuda.get_device_capability(self.torch_device) if self.is_gpu else (0, 0)
+
+    @property
+    def multiprocessors(self) -> int:
+        """How many blocks of threads run at a time, at least; 1 on a CPU."""
+        return _multiprocessors(self.torch_device) if self.is_gpu else 1
+
+    @property
     def has_flash(self) -> bool:
         """Whether PyTorch's flash attention kernels run here: on GPUs since Ampere."""
-        return self.is_gpu and torch.cuda.get_device_capability(self.torch_device) >= (8, 0)
+        return self.capability >= (8, 0)
 
     @property
     def peak_flops(self) -> float | None:
@@ -77,6 +89,17 @@ class Device:
             return None
         name = self.name
         return next((flops for part, flops in _PEAK_FLOPS if part in name), None)
+
+    @property
+    def stream_handle(self) -> int:
+        """Address of PyTorch's current stream here, for kernels of our own; 0 on a CPU."""
+        if not self.is_gpu:
+            return 0
+        return torch.cuda.current_stream(self.torch_device).cuda_stream
+
+    def as_current(self) -> AbstractContextManager[object]:
+        """Inside, this is the process's current device."""
+        return torch.cuda.device(self.torch_device) if self.is_gpu else nullcontext()
 
     def activate(self) -> None:
         """Make this the process's current device."""
@@ -124,6 +147,11 @@ class Device:
 
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return MemoryReport(allocated=peak, peak_allocated=peak, peak_reserved=peak)
+
+
+@lru_cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def parameter_dtype(*, fp16: bool, bf16: bool) -> torch.dtype:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron.errors import ConfigError
 
@@ -86,3 +87,24 @@ def use_one_math_thread() -> None:
     Tools that only move integers save 20 to 70 ms of start-up, and can be forked without threads.
     """
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+
+def cuda_home() -> Path | None:
+    """The CUDA toolkit that the user points at, if any."""
+    found = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    return Path(found) if found else None
+
+
+def cuda_architectures() -> list[str]:
+    """MEGATRON_CUDA_ARCHS: GPU architectures for `pip install` to compile for, as in
+    "sm_80,sm_90a"; empty where unset."""
+    return os.environ.get("MEGATRON_CUDA_ARCHS", "").replace(",", " ").split()
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels are kept: MEGATRON_CACHE, else the user's cache folder."""
+    asked = os.environ.get("MEGATRON_CACHE")
+    if asked:
+        return Path(asked).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "megatron"

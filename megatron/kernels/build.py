@@ -1,0 +1,238 @@
+"""Compiles the CUDA sources beside this file into one shared library, and keeps it.
+
+Needs nvcc and no GPU; imports no torch, so that `pip install` can use it. One library serves one
+GPU architecture. Its file name carries everything that it was made from, so a stale one is never
+found: `kernels-<architecture>-<digest of sources and flags>-cuda<nvcc version>.so`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.environment import cuda_home
+
+HERE = Path(__file__).parent
+PREBUILT = HERE / "built"  # filled by `pip install`
+FLAGS = ("-O3", "-std=c++17", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC")
+NVCC_LIMIT = 600  # seconds for one nvcc process; usual are 10 to 30
+LOCK_LIMIT = 900  # seconds to wait for another process that builds
+_LINK_FLAGS = ("-shared", "-cudart", "static", "-Xlinker", "--exclude-libs,ALL")
+
+Say = Callable[[str], None]
+
+
+class BuildError(Exception):
+    """The library cannot be built. The message is one line: what is missing, and the remedy."""
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """An nvcc."""
+
+    path: Path
+    version: str  # "13.0"
+    architectures: frozenset[int]  # 80, 90, ...: what it can compile for
+
+    def gencode(self, architecture: str) -> str:
+        """nvcc's flag for "sm_90a" and the like: machine code, or where this nvcc is too old for
+        the GPU, PTX of the newest it knows, which the driver compiles further."""
+        number = _number(architecture)
+        if number in self.architectures:
+            virtual = architecture.replace("sm_", "compute_")
+            return f"-gencode=arch={virtual},code={architecture}"
+        older = [known for known in self.architectures if known < number]
+        if not older:
+            raise BuildError(f"nvcc {self.version} cannot compile for {architecture}: update CUDA")
+        newest = f"compute_{max(older)}"
+        return f"-gencode=arch={newest},code={newest}"
+
+
+def find_compiler() -> Compiler:
+    """The nvcc of CUDA_HOME, of the PATH, or of /usr/local/cuda.
+
+    Raises:
+        BuildError: there is none, or it does not run.
+    """
+    home = cuda_home()
+    found = shutil.which("nvcc", path=str(home / "bin")) if home else shutil.which("nvcc")
+    found = found or shutil.which("nvcc", path="/usr/local/cuda/bin")
+    if found is None:
+        where = f"in CUDA_HOME={home}" if home else "on the PATH"
+        raise BuildError(f"no nvcc {where}: install the CUDA toolkit or set CUDA_HOME")
+    try:
+        said = _output(found, "--version")
+        listed = _output(found, "--list-gpu-arch")
+    except (OSError, subprocess.SubprocessError) as error:
+        raise BuildError(f"{found} does not run ({error}): mend the CUDA toolkit") from None
+    version = re.search(r"release (\d+\.\d+)", said)
+    if version is None:
+        raise BuildError(f"{found} --version names no release: mend the CUDA toolkit")
+    known = frozenset(int(number) for number in re.findall(r"compute_(\d+)", listed))
+    return Compiler(Path(found), version[1], known)
+
+
+def _output(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def _number(architecture: str) -> int:
+    match = re.fullmatch(r"sm_(\d+)[af]?", architecture)
+    if match is None:
+        raise BuildError(f"GPU architecture {architecture!r} is not of the form sm_90a")
+    return int(match[1])
+
+
+def source_files() -> list[Path]:
+    """Every .cu file."""
+    return sorted(HERE.glob("cuda/*.cu"))
+
+
+def digest() -> str:
+    """Of all sources, headers and flags."""
+    state = hashlib.sha256(repr((FLAGS, _LINK_FLAGS)).encode())
+    for file in sorted(HERE.glob("cuda/*.cu*")):
+        state.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    return state.hexdigest()[:16]
+
+
+def find_built(architecture: str, cache: Path, version: str = "*") -> Path | None:
+    """A library made from these sources: one of `pip install`, else one of the cache."""
+    stem = f"kernels-{architecture}-{digest()}-cuda"
+    candidates = [*PREBUILT.glob(f"{stem}*.so"), *cache.glob(f"{stem}{version}.so")]
+    return next(iter(candidates), None)
+
+
+def build(architecture: str, folder: Path, say: Say) -> Path:
+    """Find or make the library in `folder`; of several processes one builds, the others wait.
+
+    Args:
+        architecture: "sm_90a".
+        folder: cache.
+        say: prints one line.
+
+    Raises:
+        BuildError: no compiler, no place to write, or the compiler fails.
+    """
+    compiler = find_compiler()
+    target = folder / f"kernels-{architecture}-{digest()}-cuda{compiler.version}.so"
+    started = time.time()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _alone(target.with_suffix(".lock")):
+            if target.exists():
+                return target
+            failed = target.with_suffix(".failed")
+            if failed.exists() and failed.stat().st_mtime >= started:
+                raise BuildError(failed.read_text())  # another process just tried
+            try:
+                _make(compiler, architecture, target, say)
+            except BuildError as error:
+                failed.write_text(str(error))
+                raise
+            failed.unlink(missing_ok=True)
+    except OSError as error:
+        raise BuildError(
+            f"cannot write to {folder} ({error.strerror}): set MEGATRON_CACHE to another folder"
+        ) from None
+    return target
+
+
+def _make(compiler: Compiler, architecture: str, target: Path, say: Say) -> None:
+    sources = source_files()
+    say(
+        f"fused kernels: compiling {len(sources)} CUDA files for {architecture} with nvcc "
+        f"{compiler.version}, once; less than a minute"
+    )
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        made = compile_sources(compiler, architecture, Path(scratch))
+        made.replace(target)  # atomic: nobody ever sees half a library
+    say(f"fused kernels: compiled in {time.monotonic() - started:.0f} s, kept as {target}")
+
+
+def compile_sources(compiler: Compiler, architecture: str, scratch: Path, *more_flags: str) -> Path:
+    """Compile every source, all at once, and link them.
+
+    Raises:
+        BuildError: with the first error of nvcc.
+    """
+    command = [str(compiler.path), *FLAGS, *more_flags, compiler.gencode(architecture)]
+    sources = source_files()
+    objects = [scratch / (source.stem + ".o") for source in sources]
+    with ThreadPoolExecutor(len(sources)) as pool:
+        commands = [
+            [*command, "-c", str(source), "-o", str(made)]
+            for source, made in zip(sources, objects, strict=True)
+        ]
+        list(pool.map(_run, commands))
+    library = scratch / "library.so"
+    _run([str(compiler.path), *_LINK_FLAGS, *map(str, objects), "-o", str(library)])
+    return library
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=NVCC_LIMIT, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise BuildError(f"nvcc took more than {NVCC_LIMIT} s for {command[-3]}") from None
+    except OSError as error:
+        raise BuildError(f"{command[0]} does not run ({error.strerror})") from None
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "error" in line.lower()]
+        reason = next(iter([*lines, *done.stderr.splitlines()]), f"exit code {done.returncode}")
+        raise BuildError(f"nvcc failed: {reason.strip()}")
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Hold the lock file. Where a file system has no locks, go on without: files are renamed into
+    place, so building twice is a waste and no error."""
+    import fcntl
+
+    with path.open("w") as file:
+        deadline = time.monotonic() + LOCK_LIMIT
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.1)
+            except OSError:
+                break
+        yield
+
+
+def say_on_stderr(line: str) -> None:
+    """Print now, also where output is piped."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def detect_architectures() -> list[str]:
+    """Architectures of this machine's GPUs, as its driver says; none without a driver."""
+    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        said = _output(*command)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    found = {name_of(int(a), int(b)) for a, b in re.findall(r"^\s*(\d+)\.(\d+)", said, re.M)}
+    return sorted(found)
+
+
+def name_of(major: int, minor: int) -> str:
+    """(9, 0) -> "sm_90a": with the features of exactly that GPU where there are such."""
+    return f"sm_{major}{minor}" + ("a" if major >= 9 else "")

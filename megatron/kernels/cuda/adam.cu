@@ -1,0 +1,146 @@
+// AdamW over many tensors in one launch: gradient, fp32 weight and moments are read once; weight,
+// moments and the 16-bit copy of the weight are written once: 30 bytes a parameter.
+#include "common.cuh"
+
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWidth = 4;     // elements of one access: 16 bytes of fp32
+constexpr int kInFlight = 2;  // accesses to each tensor before the first use
+
+struct AdamTensor {  // kernels/tensor_table.py packs it: 64-bit fields alone
+  const void* gradient;
+  float* weight;
+  float* first;
+  float* second;
+  void* copy;  // in 16 bits, or null
+  int64_t size;
+};
+
+struct AdamNumbers {
+  double beta1, beta2;
+  float epsilon, rate, decay;
+  const float *step, *gradient_scale, *found_nonfinite;
+};
+
+struct Factors {  // of one step
+  float inverse_scale, step_size, root_correction, keep;
+  float beta1, rest1, beta2, rest2;  // rest = 1 - beta
+};
+
+__device__ Factors factors_of(const AdamNumbers& numbers) {
+  // In double: 1 - beta2 loses digits in fp32.
+  const double step = *numbers.step;
+  const double correction1 = 1. - pow(numbers.beta1, step);
+  const double correction2 = 1. - pow(numbers.beta2, step);
+  return {1.f / *numbers.gradient_scale,
+          static_cast<float>(numbers.rate / correction1),
+          static_cast<float>(sqrt(correction2)),
+          1.f - numbers.rate * numbers.decay,
+          static_cast<float>(numbers.beta1),
+          static_cast<float>(1. - numbers.beta1),
+          static_cast<float>(numbers.beta2),
+          static_cast<float>(1. - numbers.beta2)};
+}
+
+__device__ __forceinline__ void update(float gradient, float& weight, float& first, float& second,
+                                       float epsilon, const Factors& factors) {
+  gradient *= factors.inverse_scale;
+  weight *= factors.keep;
+  first = factors.beta1 * first + factors.rest1 * gradient;
+  second = factors.beta2 * second + factors.rest2 * gradient * gradient;
+  weight -= factors.step_size * first / (sqrtf(second) / factors.root_correction + epsilon);
+}
+
+// Times accesses of N elements a thread, from `start` on.
+template <typename G, typename C, int N, int Times>
+__device__ __forceinline__ void update_vectors(const AdamTensor& tensor, int64_t start,
+                                               float epsilon, const Factors& factors) {
+  Vector<G, N> gradient[Times];
+  Vector<float, N> weight[Times], first[Times], second[Times];
+  start += threadIdx.x * N;
+#pragma unroll
+  for (int k = 0; k < Times; ++k) {
+    const int64_t place = start + k * kThreads * N;
+    gradient[k] = load<G, N>(static_cast<const G*>(tensor.gradient) + place);
+    weight[k] = load<float, N>(tensor.weight + place);
+    first[k] = load<float, N>(tensor.first + place);
+    second[k] = load<float, N>(tensor.second + place);
+  }
+#pragma unroll
+  for (int k = 0; k < Times; ++k) {
+    const int64_t place = start + k * kThreads * N;
+    Vector<C, N> copy;
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      update(to_float(gradient[k].at[j]), weight[k].at[j], first[k].at[j], second[k].at[j],
+             epsilon, factors);
+      copy.at[j] = from_float<C>(weight[k].at[j]);
+    }
+    store(tensor.weight + place, weight[k]);
+    store(tensor.first + place, first[k]);
+    store(tensor.second + place, second[k]);
+    if (tensor.copy != nullptr) store(static_cast<C*>(tensor.copy) + place, copy);
+  }
+}
+
+__device__ __forceinline__ bool allows_vectors(const AdamTensor& tensor) {
+  const auto places = reinterpret_cast<uintptr_t>(tensor.gradient) |
+                      reinterpret_cast<uintptr_t>(tensor.weight) |
+                      reinterpret_cast<uintptr_t>(tensor.first) |
+                      reinterpret_cast<uintptr_t>(tensor.second) |
+                      reinterpret_cast<uintptr_t>(tensor.copy);
+  return places % 16 == 0;
+}
+
+// Block b updates `chunk` elements of tensor pieces[b].x from pieces[b].y on.
+template <typename G, typename C>
+__global__ void __launch_bounds__(kThreads)
+    adam_kernel(const AdamTensor* __restrict__ tensors, const longlong2* __restrict__ pieces,
+                int64_t chunk, AdamNumbers numbers) {
+  if (*numbers.found_nonfinite != 0.f) return;
+  __shared__ Factors shared;
+  if (threadIdx.x == 0) shared = factors_of(numbers);
+  const longlong2 piece = pieces[blockIdx.x];
+  const AdamTensor tensor = tensors[piece.x];
+  __syncthreads();
+  const Factors factors = shared;
+  int64_t i = piece.y;
+  const int64_t end = min(tensor.size, i + chunk);
+  if (allows_vectors(tensor)) {
+    constexpr int64_t kStride = kInFlight * kThreads * kWidth;
+    for (; i + kStride <= end; i += kStride) {
+      update_vectors<G, C, kWidth, kInFlight>(tensor, i, numbers.epsilon, factors);
+    }
+  }
+  for (; i + threadIdx.x < end; i += kThreads) {  // the rest, one by one
+    update_vectors<G, C, 1, 1>(tensor, i, numbers.epsilon, factors);
+  }
+}
+
+}  // namespace
+
+// One step for all pieces (tensor, first element), each of up to `chunk` elements; nothing where
+// *found_nonfinite is not 0. Gradients are divided by *gradient_scale.
+extern "C" int adam_update(const void* tensors, const void* pieces, const float* step,
+                           const float* gradient_scale, const float* found_nonfinite,
+                           int64_t count, int64_t chunk, int64_t gradient_dtype,
+                           int64_t copy_dtype, double beta1, double beta2, double epsilon,
+                           double rate, double decay, cudaStream_t stream) {
+  if (count == 0) return cudaSuccess;
+  const AdamNumbers numbers{beta1,
+                            beta2,
+                            static_cast<float>(epsilon),
+                            static_cast<float>(rate),
+                            static_cast<float>(decay),
+                            step,
+                            gradient_scale,
+                            found_nonfinite};
+  return with_type(gradient_dtype, [&](auto gradient) {
+    return with_type(copy_dtype, [&](auto copy) {
+      return launch(adam_kernel<decltype(gradient), decltype(copy)>, dim3(count), kThreads, 0,
+                    stream, static_cast<const AdamTensor*>(tensors),
+                    static_cast<const longlong2*>(pieces), chunk, numbers);
+    });
+  });
+}

@@ -1,0 +1,158 @@
+// Cross entropy over this rank's part of the vocabulary: one read forward, one read and one write
+// backward. A block takes a row of logits; sums are in a fixed order.
+#include "common.cuh"
+
+namespace {
+
+constexpr int kThreads = 512;
+constexpr int kInFlight = 4;  // independent 16-byte loads of a thread
+
+__device__ __forceinline__ float exp_of_difference(float x, float shift) {
+  float result;  // subtracting first keeps large logits exact
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"((x - shift) * 1.4426950408889634f));
+  return result;
+}
+
+// Calls each(i) for the elements of a row outside of its aligned middle, and gives the start of
+// that middle and the vectors in it: rows of odd sizes start anywhere.
+template <typename T, typename Each>
+__device__ __forceinline__ int64_t aligned_middle(const T* row, int64_t size, int64_t* vectors,
+                                                  Each each) {
+  constexpr int N = vector_size<T>;
+  const int64_t behind = reinterpret_cast<uintptr_t>(row) % 16 / sizeof(T);
+  const int64_t first = min(size, behind == 0 ? 0 : N - behind);
+  *vectors = (size - first) / N;
+  for (int64_t i = threadIdx.x; i < first; i += kThreads) each(i);
+  for (int64_t i = first + *vectors * N + threadIdx.x; i < size; i += kThreads) each(i);
+  return first;
+}
+
+struct Running {  // a maximum, and the sum of exponentials of differences from it; nan stays nan
+  float max = -INFINITY, sum = 0.f;
+
+  __device__ __forceinline__ float shift() const { return max == -INFINITY ? 0.f : max; }
+  __device__ __forceinline__ void raise(float to) {
+    if (to > max) {
+      sum *= exp_of_difference(max, to);
+      max = to;
+    }
+  }
+  template <typename T, int N, int K>
+  __device__ __forceinline__ void add(const Vector<T, N> (&loaded)[K]) {
+    float largest = -INFINITY, parts[K] = {};
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+#pragma unroll
+      for (int j = 0; j < N; ++j) largest = fmaxf(largest, to_float(loaded[k].at[j]));
+    raise(largest);
+    const float from = shift();
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+#pragma unroll
+      for (int j = 0; j < N; ++j) parts[k] += exp_of_difference(to_float(loaded[k].at[j]), from);
+#pragma unroll
+    for (int k = 0; k < K; ++k) sum += parts[k];
+  }
+};
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    statistics_kernel(const T* __restrict__ logits, const int64_t* __restrict__ labels,
+                      int64_t size, float* __restrict__ maxima, float* __restrict__ sums,
+                      float* __restrict__ targets) {
+  constexpr int N = vector_size<T>;
+  __shared__ float scratch[2][32];
+  const T* row = logits + blockIdx.x * size;
+  Running running;
+  int64_t vectors;
+  const int64_t first = aligned_middle(row, size, &vectors, [&](int64_t i) {
+    const Vector<T, 1> one[1] = {{{row[i]}}};
+    running.add(one);
+  });
+  const T* middle = row + first;
+  int64_t i = threadIdx.x;
+  for (; i + (kInFlight - 1) * kThreads < vectors; i += kInFlight * kThreads) {
+    Vector<T, N> loaded[kInFlight];
+#pragma unroll
+    for (int k = 0; k < kInFlight; ++k) loaded[k] = load<T, N>(middle + (i + k * kThreads) * N);
+    running.add(loaded);
+  }
+  for (; i < vectors; i += kThreads) {
+    const Vector<T, N> loaded[1] = {load<T, N>(middle + i * N)};
+    running.add(loaded);
+  }
+  const float largest = row_reduce<Max>(running.max, scratch[0]);
+  running.raise(largest);
+  const float sum = row_reduce<Sum>(running.sum, scratch[1]);
+  if (threadIdx.x == 0) {
+    const int64_t label = labels[blockIdx.x];
+    maxima[blockIdx.x] = largest;
+    sums[blockIdx.x] = sum;
+    targets[blockIdx.x] = label >= 0 && label < size ? to_float(row[label]) : 0.f;
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    gradient_kernel(const T* logits, T* result, const int64_t* __restrict__ labels, int64_t size,
+                    const float* __restrict__ maxima, const float* __restrict__ sums,
+                    const float* __restrict__ upstream) {
+  constexpr int N = vector_size<T>;
+  const T* row = logits + blockIdx.x * size;
+  T* out = result + blockIdx.x * size;
+  const float shift = maxima[blockIdx.x], grad = upstream[blockIdx.x];
+  const float scale = grad / sums[blockIdx.x];
+  const int64_t label = labels[blockIdx.x];
+  const auto value = [&](T x, int64_t i) {
+    const float softmax = exp_of_difference(to_float(x), shift) * scale;
+    return from_float<T>(i == label ? softmax - grad : softmax);
+  };
+  int64_t vectors;
+  const int64_t first =
+      aligned_middle(row, size, &vectors, [&](int64_t i) { out[i] = value(row[i], i); });
+  const auto write = [&](Vector<T, N> vector, int64_t place) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) vector.at[j] = value(vector.at[j], place + j);
+    store(out + place, vector);
+  };
+  int64_t i = threadIdx.x;
+  for (; i + (kInFlight - 1) * kThreads < vectors; i += kInFlight * kThreads) {
+    Vector<T, N> loaded[kInFlight];
+#pragma unroll
+    for (int k = 0; k < kInFlight; ++k) {
+      loaded[k] = load<T, N>(row + first + (i + k * kThreads) * N);
+    }
+#pragma unroll
+    for (int k = 0; k < kInFlight; ++k) write(loaded[k], first + (i + k * kThreads) * N);
+  }
+  for (; i < vectors; i += kThreads) write(load<T, N>(row + first + i * N), first + i * N);
+}
+
+}  // namespace
+
+// Of each row of logits [rows, size]: its maximum, the sum of exp(logit - maximum), and the logit
+// at its label, 0 where the label lies outside of [0, size).
+extern "C" int cross_entropy_statistics(const void* logits, const int64_t* labels, float* maxima,
+                                        float* sums, float* targets, int64_t rows, int64_t size,
+                                        int64_t dtype, cudaStream_t stream) {
+  if (rows == 0) return cudaSuccess;
+  return with_type(dtype, [&](auto type) {
+    using T = decltype(type);
+    return launch(statistics_kernel<T>, dim3(rows), kThreads, 0, stream,
+                  static_cast<const T*>(logits), labels, size, maxima, sums, targets);
+  });
+}
+
+// result = upstream * (exp(logit - maximum) / sum - [is the label]); result may be logits.
+extern "C" int cross_entropy_gradient(const void* logits, void* result, const int64_t* labels,
+                                      const float* maxima, const float* sums,
+                                      const float* upstream, int64_t rows, int64_t size,
+                                      int64_t dtype, cudaStream_t stream) {
+  if (rows == 0) return cudaSuccess;
+  return with_type(dtype, [&](auto type) {
+    using T = decltype(type);
+    return launch(gradient_kernel<T>, dim3(rows), kThreads, 0, stream,
+                  static_cast<const T*>(logits), static_cast<T*>(result), labels, size, maxima,
+                  sums, upstream);
+  });
+}

@@ -1,0 +1,157 @@
+"""The compiled CUDA kernels, loaded through ctypes: found or built once, called from operations.
+
+An operation's module declares the C functions that it calls as `Kernel` constants, and takes a
+`KernelLibrary` as an argument. Whether there is one is decided once, when a model is built:
+
+    choice = find_library(device)
+    norm = choose_norm(..., choice.library)  # None: the plain PyTorch form
+    print(choice)
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron.device import Device
+from megatron.environment import cache_folder, read_launch
+from megatron.kernels.build import BuildError, build, find_built, name_of, say_on_stderr
+
+OLDEST_CAPABILITY = (8, 0)  # bf16 and asynchronous copies
+DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # common.cuh has the same
+VECTOR_BYTES = 16  # kernels read and write this much at once
+
+Argument = Tensor | int | float | None
+_KINDS: dict[str, type[ctypes._SimpleCData]] = {
+    "p": ctypes.c_void_p,
+    "v": ctypes.c_void_p,
+    "i": ctypes.c_int64,
+    "d": ctypes.c_double,
+}
+
+
+class KernelError(RuntimeError):
+    """A kernel was called wrongly, or CUDA refused the launch: our mistake, not the user's."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A C function of the library.
+
+    Args:
+        name: of the function.
+        kinds: a letter an argument: p contiguous tensor or None, v tensor of any strides (which
+            are arguments too), i whole number or dtype code, d number. The stream comes after them.
+    """
+
+    name: str
+    kinds: str
+
+
+class KernelLibrary:
+    """Compiled kernels for one GPU architecture."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._loaded = ctypes.CDLL(str(path))
+        self._functions: dict[str, ctypes._NamedFuncPointer] = {}
+        for name in ("error_name", "error_text"):
+            function = self._loaded[name]
+            function.argtypes, function.restype = [ctypes.c_int64], ctypes.c_char_p
+        self._loaded.set_device.argtypes = [ctypes.c_int64]
+
+    def launch(self, kernel: Kernel, *arguments: Argument) -> None:
+        """Run a kernel on PyTorch's current stream of the device of the first tensor.
+
+        Raises:
+            KernelError: an argument does not fit, or CUDA reports an error.
+        """
+        if len(arguments) != len(kernel.kinds):
+            raise KernelError(f"{kernel.name} takes {len(kernel.kinds)} arguments")
+        device = next(x.device for x in arguments if isinstance(x, Tensor))
+        values = [
+            _pointer(kernel, kind, value, device) if kind in "pv" else value
+            for kind, value in zip(kernel.kinds, arguments, strict=True)
+        ]
+        function = self._functions.get(kernel.name) or self._find(kernel)
+        with Device(device).as_current():
+            # The library has its own CUDA runtime, which keeps its own current device.
+            error = self._loaded.set_device(device.index or 0)
+            error = error or function(*values, Device(device).stream_handle)
+        if error:
+            name = self._loaded.error_name(error).decode()
+            text = self._loaded.error_text(error).decode()
+            raise KernelError(f"{kernel.name}: {name} ({text})")
+
+    def _find(self, kernel: Kernel) -> ctypes._NamedFuncPointer:
+        function = self._loaded[kernel.name]
+        function.argtypes = [*(_KINDS[kind] for kind in kernel.kinds), ctypes.c_void_p]
+        function.restype = ctypes.c_int
+        self._functions[kernel.name] = function
+        return function
+
+
+def _pointer(kernel: Kernel, kind: str, value: Argument, device: torch.device) -> int | None:
+    if value is None:
+        return None
+    if not isinstance(value, Tensor) or value.device != device:
+        raise KernelError(f"{kernel.name} takes tensors of {device}, not {type(value).__name__}")
+    if kind == "p" and not value.is_contiguous():
+        raise KernelError(f"{kernel.name}: a tensor {list(value.shape)} is not contiguous")
+    return value.data_ptr()
+
+
+def aligned(*tensors: Tensor | None) -> bool:
+    """Whether 16-byte accesses may start at each tensor's first element."""
+    return all(x is None or x.data_ptr() % VECTOR_BYTES == 0 for x in tensors)
+
+
+@dataclass(frozen=True)
+class LibraryChoice:
+    """The library, or None for the plain PyTorch forms; and why."""
+
+    library: KernelLibrary | None
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{'fused' if self.library else 'plain PyTorch'} ({self.reason})"
+
+
+@cache
+def find_library(device: torch.device) -> LibraryChoice:
+    """The library for this device, compiled now if it is not there. Call outside of barriers and
+    of collectives' time limits. On a GPU that must do without, one line says why.
+
+    Never raises: without a library everything runs, slower, on PyTorch's operations.
+    """
+    ours = Device(device)
+    if not ours.is_gpu:
+        return LibraryChoice(None, f"no kernels for {ours.type}")
+    if ours.capability < OLDEST_CAPABILITY:
+        reason = f"{ours.name} is older than compute capability 8.0"
+    else:
+        try:
+            architecture = name_of(*ours.capability)
+            return LibraryChoice(KernelLibrary(find_or_build(architecture)), architecture)
+        except BuildError as error:
+            reason = str(error)
+        except (OSError, AttributeError) as error:  # a file that cannot be loaded
+            reason = f"cannot load the compiled kernels: {error}"
+    if read_launch().local_rank == 0:
+        say_on_stderr(f"fused kernels: off, plain PyTorch runs instead: {reason}")
+    return LibraryChoice(None, reason)
+
+
+def find_or_build(architecture: str) -> Path:
+    """A library for "sm_90a" and the like: installed, cached, or compiled now.
+
+    Raises:
+        BuildError: it is not there and cannot be compiled.
+    """
+    folder = cache_folder() / "kernels"
+    return find_built(architecture, folder) or build(architecture, folder, say_on_stderr)
