@@ -22,7 +22,7 @@ ENVIRONMENT_MODULES = {"megatron/environment.py"}
 ROOMS: dict[str, set[str]] = {
     "config": {"tokenizer"},
     "tokenizer": {"config"},
-    "parallel": {"config"},
+    "parallel": {"config", "kernels"},
     "kernels": {"config"},
     "models": {"config", "parallel", "kernels"},
     "data": {"config", "tokenizer", "parallel"},

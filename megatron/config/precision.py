@@ -34,8 +34,20 @@ class PrecisionConfig:
     embedding_weights_in_fp32: bool = flag(False, "Keep the word embeddings in fp32.")
     gradient_accumulation_fusion: bool = flag(
         True,
-        "Allow adding weight gradients into the fp32 buffer in the matrix product (no fused form "
-        "yet: the same result).",
+        "Add weight gradients to the fp32 buffer in the matrix product itself; off: in a 16-bit "
+        "product, then a sum.",
         off="--no-gradient-accumulation-fusion",
-        notice="weight gradients are added to the buffer by a separate operation already",
+    )
+    cross_entropy_loss_fusion: bool = flag(
+        True,
+        "Fuse the loss as --cross-entropy-fusion-impl says; off: plain PyTorch, a few rows in fp32 "
+        "at a time.",
+        off="--no-cross-entropy-loss-fusion",
+    )
+    cross_entropy_fusion_impl: str = flag(
+        "native",
+        "native, te: one kernel over the 16-bit logits each way, the gradient written over them "
+        "(Transformer Engine is not needed); linear: the output product too, a chunk of logits "
+        "at a time, computed again in backward.",
+        choices=("native", "te", "linear"),
     )

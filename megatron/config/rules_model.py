@@ -315,6 +315,12 @@ def precision(config: RunConfig, world_size: int) -> Iterator[str]:
         yield "--fp32-residual-connection has no meaning in fp32: drop it, or add --bf16 or --fp16"
     if numbers.fp16_lm_cross_entropy and not numbers.fp16:
         yield "--fp16-lm-cross-entropy needs --fp16: add it, or drop this flag"
+    impl = numbers.cross_entropy_fusion_impl
+    if impl != "native" and not numbers.cross_entropy_loss_fusion:
+        yield (
+            f"--cross-entropy-fusion-impl {impl} has no meaning with "
+            "--no-cross-entropy-loss-fusion: drop one of them"
+        )
     dynamic = numbers.fp16 and numbers.loss_scale is None
     if dynamic and numbers.min_loss_scale > numbers.initial_loss_scale:
         yield (

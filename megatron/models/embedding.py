@@ -13,6 +13,7 @@ from megatron.config.precision import PrecisionConfig
 from megatron.kernels.rope import Rotation, rotation_table
 from megatron.models.initial import weight_init
 from megatron.models.sizes import sizes_of
+from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.layers import VocabularyEmbedding
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import new_parameter, spec_of
@@ -79,6 +80,10 @@ class Embedding(nn.Module):
         self.position = None
         if model.position_embedding_type == "learned_absolute":
             self.position = PositionEmbedding(model, layout, device=device, dtype=dtype)
+
+    def take_slots(self, gradients: GradientBuffer) -> None:
+        """See `parallel.layers.attach_slots`."""
+        self.word.slot = gradients.slot(self.word.weight)
 
     def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
         """[b, s] -> [s, b, h]; [s/t, b, h] with sequence parallelism."""

@@ -20,12 +20,12 @@ from megatron.kernels.rope import Rotation
 from megatron.models.block import Block
 from megatron.models.context import over_context
 from megatron.models.embedding import Embedding, RotaryTable, TiedWordEmbedding
-from megatron.models.head import OutputWeight, vocabulary_logits
+from megatron.models.head import OutputWeight, TokenLoss, vocabulary_logits
 from megatron.models.norm import Stream, new_norm
 from megatron.models.recompute import RecomputePlan, layer_groups, recompute
 from megatron.models.sizes import sizes_of
 from megatron.parallel.context.split import local_positions
-from megatron.parallel.cross_entropy import vocabulary_cross_entropy
+from megatron.parallel.gradients import GradientBuffer, GradientSlot
 from megatron.parallel.layers import set_overlap
 from megatron.parallel.layout import Axis, Layout
 
@@ -68,7 +68,8 @@ class GPTModel(nn.Module):
         self.overlap = True  # of the output's communication; see `set_overlap`
         splits = recompute is not None and recompute.split_inputs and layout.sequence.size == 1
         self.saved_by = layout.tensor if splits else Axis()
-        self.loss_in_16_bits = precision.fp16_lm_cross_entropy
+        self.token_loss = TokenLoss.from_config(precision, device)
+        self.output_slot: GradientSlot | None = None  # where the output weight's gradient goes
         self.attention_choice = over_context(
             choose_attention(model, precision, device),
             cp_comm_type,
@@ -135,6 +136,11 @@ class GPTModel(nn.Module):
         set_overlap(model, parallel.async_tensor_model_parallel_allreduce)
         return model
 
+    def take_slots(self, gradients: GradientBuffer) -> None:
+        """See `parallel.layers.attach_slots`."""
+        if self.part.head:
+            self.output_slot = gradients.slot(self._output_weight())
+
     def forward(
         self,
         tokens: Tensor,
@@ -169,16 +175,12 @@ class GPTModel(nn.Module):
         stream = self._through_layers(hidden, mask, rotation)
         if self.final_norm is None:
             return stream.join()
-        _, normal = self.final_norm(stream)  # [s, b, h]
+        _, x = self.final_norm(stream)  # [s, b, h]
         weight = self._output_weight()
-        # [s, b, v/t]
-        logits = vocabulary_logits(normal, weight, self.layout, overlap=self.overlap)
-        if labels is None:
-            return logits.transpose(0, 1)
-        loss = vocabulary_cross_entropy(
-            logits, labels.t(), self.layout.tensor, in_16_bits=self.loss_in_16_bits
-        )
-        return loss.t()
+        options: dict[str, Any] = {"overlap": self.overlap, "slot": self.output_slot}
+        if labels is None:  # [s, b, v/t]
+            return vocabulary_logits(x, weight, self.layout, **options).transpose(0, 1)
+        return self.token_loss(x, weight, labels.t(), self.layout, **options).t()
 
     def _output_weight(self) -> nn.Parameter:
         if self.output is not None:

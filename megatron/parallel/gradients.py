@@ -2,7 +2,9 @@
 
 One flat buffer for every pair of parameter and gradient dtype, cut into buckets (see `buckets`).
 Where the gradient dtype equals the parameter's, autograd adds straight into the buffer. Elsewhere
-(16-bit parameters, fp32 gradients) a hook adds each finished gradient into it.
+(16-bit parameters, fp32 gradients) a hook adds each finished gradient into it. Or whoever computes
+a gradient asks for a `slot` and writes there himself: a product that adds to fp32 memory needs
+neither a 16-bit gradient nor a buffer of zeros.
 
 What a process holds of the gradients, for d processes and gradients of g bytes an element, by the
 stage of ZeRO (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
@@ -79,14 +81,14 @@ class _Pending:
         members: the parameters in it, each with its place in the bucket.
         kept: where the reduced gradients go: the whole bucket or this process's shard.
         whole: all gradients of the bucket; with stage 2 None until the first one arrives.
-        missing: parameters whose gradient is not complete yet.
+        missing: parameters whose gradient is not complete yet, and how often it will be added to.
     """
 
     plan: Bucket
     members: list[tuple[nn.Parameter, slice]]
     kept: Tensor
     whole: Tensor | None
-    missing: set[int] = field(default_factory=set)
+    missing: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,24 @@ class _Sent:
     work: Any
     whole: Tensor
     received: Tensor
+
+
+class GradientSlot:
+    """Where one use of a parameter adds its gradient, in place of autograd; once a backward."""
+
+    def __init__(self, buffer: GradientBuffer, parameter: nn.Parameter) -> None:
+        self._buffer = buffer
+        self._parameter = parameter
+
+    @contextmanager
+    def open(self) -> Iterator[tuple[Tensor, bool]]:
+        """The gradient [rows, columns], and whether to add to what it holds or to write over it.
+
+        After the block it is complete as far as this use goes, and may be sent. Without autograd.
+        """
+        into, accumulate = self._buffer.begin(self._parameter)
+        yield into.flatten(0, -2), accumulate
+        self._buffer.end(self._parameter)
 
 
 class GradientBuffer:
@@ -146,6 +166,9 @@ class GradientBuffer:
         self._storages: list[Tensor] = []
         self._in_place: list[tuple[nn.Parameter, Tensor]] = []
         self._owned: dict[int, tuple[Span, Tensor]] = {}
+        self._places: dict[int, tuple[_Pending, slice]] = {}
+        self._uses: dict[int, int] = {}  # slots handed out
+        self._stale: set[int] = set()  # gradients of an update before: to be written over
         by_dtype: dict[tuple[torch.dtype, torch.dtype], list[nn.Parameter]] = {}
         for parameter in reversed(parameters):
             dtype = torch.float32 if accumulate_in_fp32 else parameter.dtype
@@ -191,6 +214,7 @@ class GradientBuffer:
                 own = slot.intersect(shard) or Span(slot.start, slot.start)
                 gradient = kept[own.within(shard)] if own.size else kept[:0]
                 self._owned[id(parameter)] = (own.relative_to(slot), gradient)
+                self._places[id(parameter)] = (pending, slot.within(plan.span))
                 self._attach(parameter, slot.within(plan.span), pending)
             self._buckets.append(pending)
             flat.members.extend(inside)
@@ -224,6 +248,31 @@ class GradientBuffer:
         view: Tensor = parameter.main_grad  # type: ignore[attr-defined]
         return view
 
+    def slot(self, parameter: nn.Parameter) -> GradientSlot | None:
+        """A place for one use of the parameter, which must stand outside of autograd from now on.
+
+        With several uses (tied embeddings) each asks for its own: the gradient is complete when
+        all of them have added to it. None: no fp32 gradient of it is kept, autograd goes on.
+        """
+        if id(parameter) not in self._places:
+            return None
+        if self._places[id(parameter)][0].kept.dtype != torch.float32:
+            return None
+        self._uses[id(parameter)] = self._uses.get(id(parameter), 0) + 1
+        self._expect_all()
+        return GradientSlot(self, parameter)
+
+    def begin(self, parameter: nn.Parameter) -> tuple[Tensor, bool]:
+        """For slots: the gradient, and whether it holds something of this update already."""
+        bucket, place = self._places[id(parameter)]
+        is_stale = id(parameter) in self._stale
+        self._stale.discard(id(parameter))
+        return self._whole(bucket)[place].view_as(parameter), not is_stale
+
+    def end(self, parameter: nn.Parameter) -> None:
+        """For slots: one use has added its part."""
+        self._finish(self._places[id(parameter)][0], parameter)
+
     def views(self, select: Callable[[nn.Parameter], bool]) -> list[Tensor]:
         """As few 1-D tensors as hold what is owned of all selected parameters' gradients.
 
@@ -233,11 +282,31 @@ class GradientBuffer:
 
     def zero(self) -> None:
         """Forget all gradients. Call before the first micro-batch of an update."""
-        for storage in self._storages:
-            storage.zero_()
+        self._forget()
         for parameter, view in self._in_place:  # zero_grad(set_to_none=True) may have cut it
             parameter.grad = view
         self._expect_all()
+
+    def _forget(self) -> None:
+        """Zero what backward adds to. A slot's first use writes over what is there."""
+        if self.zero_stage == 2 or not self._uses:
+            for storage in self._storages:
+                storage.zero_()
+            return
+        for bucket in self._buckets:
+            assert bucket.whole is not None
+            for has_slot, members in groupby(bucket.members, lambda m: id(m[0]) in self._uses):
+                places = [place for _, place in members]
+                if not has_slot:
+                    bucket.whole[places[0].start : places[-1].stop].zero_()
+        self._stale = set(self._uses)
+
+    def complete(self) -> None:
+        """Zero the gradients that no backward of this update has reached. Before reading any."""
+        for stale in self._stale:
+            bucket, place = self._places[stale]
+            self._whole(bucket)[place].zero_()
+        self._stale.clear()
 
     @contextmanager
     def micro_batch(self, *, is_last: bool) -> Iterator[None]:
@@ -261,6 +330,7 @@ class GradientBuffer:
         Every element is summed on one process and sent to the others, so that all hold the same
         bits. Dividing first keeps fp16 sums in range.
         """
+        self.complete()
         if self.axis.size == 1:
             for bucket in self._buckets:
                 self._call_before_send(bucket)
@@ -275,18 +345,31 @@ class GradientBuffer:
         self, bucket: _Pending, slot: slice, is_in_place: bool, parameter: nn.Parameter
     ) -> None:
         """Take over a finished gradient. Autograd adds up all uses of a parameter before that."""
+        assert id(parameter) not in self._uses, "a parameter with slots is outside of autograd"
         if not is_in_place:
             assert parameter.grad is not None
-            if bucket.whole is None:
-                assert self._collecting, "backward outside of micro_batch()"
-                bucket.whole = self._new_whole(bucket)
-            bucket.whole[slot].view_as(parameter).add_(parameter.grad)
+            self._whole(bucket)[slot].view_as(parameter).add_(parameter.grad)
             parameter.grad = None
-        if self._collecting:
-            assert id(parameter) in bucket.missing, "a gradient came twice in one backward"
-            bucket.missing -= {id(parameter)} - self._late
-            while self._next < len(self._buckets) and not self._buckets[self._next].missing:
-                self._send(self._buckets[self._next])
+        self._finish(bucket, parameter)
+
+    def _finish(self, bucket: _Pending, parameter: nn.Parameter) -> None:
+        """Note that a parameter's gradient was added to, and send the buckets that are complete."""
+        if not self._collecting:
+            return
+        assert id(parameter) in bucket.missing, "a gradient came twice in one backward"
+        if id(parameter) in self._late:
+            return
+        bucket.missing[id(parameter)] -= 1
+        if bucket.missing[id(parameter)] == 0:
+            del bucket.missing[id(parameter)]
+        while self._next < len(self._buckets) and not self._buckets[self._next].missing:
+            self._send(self._buckets[self._next])
+
+    def _whole(self, bucket: _Pending) -> Tensor:
+        if bucket.whole is None:
+            assert self._collecting, "backward outside of micro_batch()"
+            bucket.whole = self._new_whole(bucket)
+        return bucket.whole
 
     def _new_whole(self, bucket: _Pending) -> Tensor:
         return bucket.kept.new_zeros(bucket.plan.span.size)
@@ -295,7 +378,7 @@ class GradientBuffer:
         """Every gradient is missing, no bucket is sent."""
         self._next = 0
         for bucket in self._buckets:
-            bucket.missing = {id(p) for p, _ in bucket.members}
+            bucket.missing = {id(p): self._uses.get(id(p), 1) for p, _ in bucket.members}
 
     def _send_rest(self) -> None:
         """Send what backward left: parameters without a gradient count as zero."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.kernels.embedding_gradient import EmbeddingGradient, choose_embedding_gradient
+from megatron.kernels.library import find_library
 from megatron.parallel.collectives import reduce_from, reduce_scatter_from
+from megatron.parallel.gradients import GradientBuffer, GradientSlot
 from megatron.parallel.layout import Layout
 from megatron.parallel.linear import Communication, WorkQueue, parallel_linear
 from megatron.parallel.parameter import ZEROS, Init, new_parameter
@@ -36,6 +39,7 @@ class Linear(nn.Module):
         overlap: communicate while computing; off: the same results.
         weight_gradients: where backward leaves the weight's gradient for later; None: it is
             computed at once.
+        slot: where the weight's gradient goes; None: to autograd.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class Linear(nn.Module):
         self.layout = layout
         self.overlap = True
         self.weight_gradients: WorkQueue | None = None
+        self.slot: GradientSlot | None = None
         axis = layout.tensor
         out = (out_features,) if parts == 1 else (parts, out_features // parts)
         out_dim = len(out) - 1
@@ -79,6 +84,10 @@ class Linear(nn.Module):
                 dtype=dtype,
             )
 
+    def take_slots(self, gradients: GradientBuffer) -> None:
+        """See `attach_slots`."""
+        self.slot = gradients.slot(self.weight)
+
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, in] -> [s, b, out]; the split side is divided by t, the other side's s by t too
         with sequence parallelism."""
@@ -93,7 +102,9 @@ class Linear(nn.Module):
         return out if self.bias is None else out + self.bias.flatten()
 
     def _product(self, x: Tensor, bias: Tensor | None, communication: Communication) -> Tensor:
-        return parallel_linear(x, self.weight, bias, communication, self.weight_gradients)
+        return parallel_linear(
+            x, self.weight, bias, communication, self.weight_gradients, self.slot
+        )
 
 
 def sum_over_ranks(x: Tensor, layout: Layout) -> Tensor:
@@ -113,6 +124,22 @@ def set_overlap(module: nn.Module, overlap: bool) -> None:
             part.overlap = overlap  # type: ignore[assignment]
 
 
+@runtime_checkable
+class TakesSlots(Protocol):
+    """A module that can write gradients of its weights where a buffer keeps them."""
+
+    def take_slots(self, gradients: GradientBuffer) -> None:
+        """Ask for a slot for each use of such a weight."""
+        ...
+
+
+def attach_slots(model: nn.Module, gradients: GradientBuffer) -> None:
+    """Let the products of all layers add to fp32 gradients themselves, autograd aside."""
+    for module in model.modules():
+        if isinstance(module, TakesSlots):
+            module.take_slots(gradients)
+
+
 class VocabularyEmbedding(nn.Module):
     """A vector for every vocabulary entry; rows are split over tensor ranks.
 
@@ -120,6 +147,9 @@ class VocabularyEmbedding(nn.Module):
         vocab_size: padded, of the whole table.
         lookup_in_fp32: look up in an fp32 copy of the weight, so that the gradients of an entry
             that occurs often are summed in fp32.
+
+    Attributes:
+        slot: where the weight's gradient goes, summed in its format; None: to autograd.
     """
 
     def __init__(
@@ -136,6 +166,9 @@ class VocabularyEmbedding(nn.Module):
         super().__init__()
         self.layout = layout
         self.lookup_in_fp32 = lookup_in_fp32
+        self.slot: GradientSlot | None = None
+        library = None if device is None else find_library(device).library
+        self.gradient_form = choose_embedding_gradient(library, hidden)
         self.weight = new_parameter(
             (vocab_size, hidden),
             init=init,
@@ -149,6 +182,10 @@ class VocabularyEmbedding(nn.Module):
         """Entries [s, ...] -> vectors [s, ..., h] in the weight's type, whole on every rank, or
         with sequence parallelism this rank's part of the sequence."""
         axis = self.layout.tensor
+        if self.slot is not None:
+            local = tokens - axis.rank * self.weight.shape[0]
+            vectors = _lookup(local, self.weight.detach(), self.slot, self.gradient_form)
+            return vectors if axis.size == 1 else sum_over_ranks(vectors, self.layout)
         weight = self.weight.float() if self.lookup_in_fp32 else self.weight
         if axis.size == 1:
             return F.embedding(tokens, weight).to(self.weight.dtype)
@@ -156,3 +193,34 @@ class VocabularyEmbedding(nn.Module):
         mine = (local >= 0) & (local < weight.shape[0])
         vectors = F.embedding(torch.where(mine, local, 0), weight) * mine.unsqueeze(-1)
         return sum_over_ranks(vectors.to(self.weight.dtype), self.layout)
+
+
+def _lookup(entries: Tensor, weight: Tensor, slot: GradientSlot, form: EmbeddingGradient) -> Tensor:
+    """Rows of the weight [v, h], zeros for entries outside of it; the gradient goes to the slot."""
+    anchor = weight.new_empty(0).requires_grad_()  # so that backward comes here
+    return _Lookup.apply(anchor, entries, weight, slot, form)
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: Tensor,
+        entries: Tensor,
+        weight: Tensor,
+        slot: GradientSlot,
+        form: EmbeddingGradient,
+    ) -> Tensor:
+        ctx.save_for_backward(entries)
+        ctx.slot, ctx.form = slot, form
+        inside = (entries >= 0) & (entries < weight.shape[0])
+        return F.embedding(torch.where(inside, entries, 0), weight) * inside.unsqueeze(-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
+        (entries,) = ctx.saved_tensors
+        with ctx.slot.open() as (into, accumulate):
+            if not accumulate:
+                into.zero_()
+            ctx.form(entries.flatten(), grad.flatten(0, -2), into)
+        return None, None, None, None, None

@@ -18,12 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.kernels.weight_gradient import weight_gradient
 from megatron.parallel.collectives import (
     Pending,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
 )
+from megatron.parallel.gradients import GradientSlot
 from megatron.parallel.layout import Axis
 
 
@@ -75,6 +77,7 @@ def parallel_linear(
     bias: Tensor | None,
     communication: Communication,
     queue: WorkQueue | None = None,
+    slot: GradientSlot | None = None,
 ) -> Tensor:
     """x W^T + b.
 
@@ -86,14 +89,17 @@ def parallel_linear(
         queue: where backward leaves the weight's product for later. The pushed work accumulates
             its result as autograd would have, hooks included. Of a product whose input is split
             along the sequence it is a collective.
+        slot: where the weight's gradient goes; None: to autograd.
 
     Returns:
         [s, b, out].
     """
     bias = None if bias is None else bias.flatten()
-    if queue is not None:
+    if queue is not None or slot is not None:
         # Outside of autograd: there hooks would run in every backward, gradient or not.
-        owner = _Owner(weight, queue)
+        owner = _Owner(weight, queue, slot)
+        if torch.is_grad_enabled() and not x.requires_grad:
+            x = x.detach().requires_grad_()  # backward must come here
         return _Product.apply(x, weight.detach().flatten(0, -2), bias, communication, owner)
     if communication.axis.size == 1:
         return F.linear(x, weight.flatten(0, -2), bias)
@@ -102,14 +108,30 @@ def parallel_linear(
 
 @dataclass(frozen=True)
 class _Owner:
-    """A weight that stands outside of autograd, and where its gradient's product may wait."""
+    """A weight that stands outside of autograd: where its gradient's product may wait, and where
+    its result goes."""
 
     weight: nn.Parameter
-    queue: WorkQueue
+    queue: WorkQueue | None
+    slot: GradientSlot | None
 
-    def accumulate(self, value: Tensor) -> None:
-        """Add to the gradient as autograd does, wherever a gradient buffer keeps it."""
-        torch.autograd.backward(self.weight, value.view_as(self.weight))
+    @property
+    def waits(self) -> bool:
+        return self.queue is not None and self.queue.is_collecting
+
+    def accumulate(self, grad: Tensor, x: Tensor) -> None:
+        """Add grad^T x to the gradient: in the slot, or as autograd does."""
+        if self.slot is None:
+            value = _weight_gradient(grad, x)
+            torch.autograd.backward(self.weight, value.view_as(self.weight))
+            return
+        with self.slot.open() as (into, accumulate):
+            weight_gradient(grad, x, into, accumulate=accumulate)
+
+    def accumulate_later(self, communication: Communication, grad: Tensor, x: Tensor) -> None:
+        """The same when the queue says so, from the input as it was kept."""
+        assert self.queue is not None
+        self.queue.push(partial(_accumulate_later, self, communication, grad, x))
 
 
 class _Product(torch.autograd.Function):
@@ -131,16 +153,17 @@ class _Product(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         communication, owner = ctx.communication, ctx.owner
-        waits = owner is not None and owner.queue.is_collecting
+        waits = owner is not None and owner.waits
         needs_weight = needs_weight if owner is None else owner.weight.requires_grad
         gathering = communication.start_gather(x) if needs_weight and not waits else None
         summing = communication.start_sum(grad @ weight) if needs_input else None
-        weight_grad = None if gathering is None else _weight_gradient(grad, gathering.wait())
-        if owner is not None and weight_grad is not None:
-            owner.accumulate(weight_grad)
-            weight_grad = None
+        weight_grad = None
         if needs_weight and waits:
-            owner.queue.push(partial(_accumulate_later, owner, communication, grad, x))
+            owner.accumulate_later(communication, grad, x)
+        elif gathering is not None and owner is not None:
+            owner.accumulate(grad, gathering.wait())
+        elif gathering is not None:
+            weight_grad = _weight_gradient(grad, gathering.wait())
         bias_grad = grad.flatten(0, -2).sum(0) if needs_bias else None
         input_grad = None if summing is None else summing.wait()
         return input_grad, weight_grad, bias_grad, None, None
@@ -152,4 +175,4 @@ def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _accumulate_later(owner: _Owner, communication: Communication, grad: Tensor, x: Tensor) -> None:
-    owner.accumulate(_weight_gradient(grad, communication.start_gather(x).wait()))
+    owner.accumulate(grad, communication.start_gather(x).wait())

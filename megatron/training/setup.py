@@ -18,6 +18,7 @@ from megatron.optimizer.mixed import Optimizer
 from megatron.optimizer.schedule import Schedules
 from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.initialization import initialize
+from megatron.parallel.layers import attach_slots
 from megatron.parallel.layout import Layout
 from megatron.parallel.partial_gradients import sum_partial_gradients
 from megatron.parallel.pipeline.p2p import PipelineChannel
@@ -71,6 +72,9 @@ def build_run(
         late=lambda parameter: parameter is tied,
         before_send=partial(sum_partial_gradients, axis=layout.sequence),
     )
+    if config.precision.gradient_accumulation_fusion:
+        for part in parts:
+            attach_slots(part, gradients)
     batches = BatchPlan.from_config(config.training, layout.data.size)
     train_iterations = _train_iterations(config, batches)
     samples = samples_needed(config, train_iterations)

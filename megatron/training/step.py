@@ -94,6 +94,7 @@ def train_step(run: Run) -> StepOutcome:
 
 def reduce_gradients(run: Run) -> None:
     """From this process's gradients to those of the global batch. Collective."""
+    run.gradients.complete()
     share_tied_gradients(run.tied, run.layout.embedding)
     run.gradients.reduce()
 

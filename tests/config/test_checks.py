@@ -359,7 +359,7 @@ def test_what_changes_nothing_is_said_once(words: str, line: str) -> None:
     assert notice.startswith(line)
 
 
-@pytest.mark.parametrize("words", ["", "--no-gradient-accumulation-fusion --lazy-mpu-init no"])
+@pytest.mark.parametrize("words", ["", "--no-persist-layer-norm --lazy-mpu-init no"])
 def test_a_quiet_run(words: str) -> None:
     assert len(parse(words).notices) == (1 if words else 0)
 

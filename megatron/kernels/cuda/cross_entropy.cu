@@ -8,9 +8,14 @@ constexpr int kThreads = 512;
 constexpr int kInFlight = 4;  // independent 16-byte loads of a thread
 
 __device__ __forceinline__ float exp_of_difference(float x, float shift) {
-  float result;  // subtracting first keeps large logits exact
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"((x - shift) * 1.4426950408889634f));
+  const float power = (x - shift) * 1.4426950408889634f;  // subtracting first keeps it exact
+#ifdef __CUDACC__
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(power));
   return result;
+#else
+  return exp2f(power);
+#endif
 }
 
 // Calls each(i) for the elements of a row outside of its aligned middle, and gives the start of

@@ -281,7 +281,7 @@ cudaError_t with_formats(int64_t dtype, int64_t fp8, F f) {
 
 // Blocks that keep every processor busy, no more than there is work for.
 int64_t persistent_blocks(int64_t work) {
-  int device = 0, processors = 0;
+  int device = 0, processors = 1;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   return min(divide_up(work, kThreads), static_cast<int64_t>(processors) * 2048 / kThreads);
@@ -293,11 +293,10 @@ dim3 tiles(int64_t rows, int64_t columns) {
 
 }  // namespace
 
-// amax = largest magnitude of x [size].
+// amax = max(amax, largest magnitude of x [size]): zero it before.
 extern "C" int fp8_amax(const void* x, float* amax, int64_t size, int64_t dtype,
                         cudaStream_t stream) {
-  const cudaError_t error = cudaMemsetAsync(amax, 0, sizeof(float), stream);
-  if (error != cudaSuccess || size == 0) return error;
+  if (size == 0) return cudaSuccess;
   return with_type(dtype, [&](auto type) {
     using T = decltype(type);
     return launch(amax_kernel<T>, dim3(persistent_blocks(divide_up(size, vector_size<T>))),
@@ -306,13 +305,11 @@ extern "C" int fp8_amax(const void* x, float* amax, int64_t size, int64_t dtype,
   });
 }
 
-// Largest magnitudes of x [rows, columns] by row and by column; columns a multiple of 8.
+// Largest magnitudes of x [rows, columns] by row and by column, zero before; columns a multiple
+// of 8.
 extern "C" int fp8_amax_both(const void* x, float* of_rows, float* of_columns, int64_t rows,
                              int64_t columns, int64_t dtype, cudaStream_t stream) {
-  cudaError_t error = cudaMemsetAsync(of_rows, 0, rows * sizeof(float), stream);
-  if (error != cudaSuccess) return error;
-  error = cudaMemsetAsync(of_columns, 0, columns * sizeof(float), stream);
-  if (error != cudaSuccess || rows == 0 || columns == 0) return error;
+  if (rows == 0 || columns == 0) return cudaSuccess;
   return with_type(dtype, [&](auto type) {
     using T = decltype(type);
     return launch(amax_both_kernel<T>, tiles(rows, columns), kThreads, 0, stream,

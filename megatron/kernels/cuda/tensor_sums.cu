@@ -1,5 +1,5 @@
-// Sum of squares and number of nonzero elements over many tensors: every block adds up one piece, a second
-// kernel the blocks' results, both in a fixed order, in fp64.
+// Sum of squares and number of nonzero elements over many tensors: every block adds up one piece,
+// a second kernel the blocks' results, both in a fixed order, in fp64.
 #include "common.cuh"
 
 namespace {
@@ -88,8 +88,8 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-// total = (sum of squares, number of nonzero elements) over all pieces (tensor, first element), each of up to
-// `chunk` elements. results: two doubles a piece.
+// total = (sum of squares, number of nonzero elements) over all pieces (tensor, first element),
+// each of up to `chunk` elements. results: two doubles a piece.
 extern "C" int tensor_sums(const void* tensors, const void* pieces, double* results, double* total,
                            int64_t count, int64_t chunk, int64_t dtype, cudaStream_t stream) {
   auto* parts = reinterpret_cast<Totals*>(results);

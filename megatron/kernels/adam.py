@@ -1,0 +1,138 @@
+"""AdamW over many tensors: one pass that also makes the 16-bit weights from the fp32 ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megatron.kernels.library import DTYPE_CODES, Kernel, KernelLibrary
+from megatron.kernels.tensor_table import CHUNK, TensorTable
+
+ADAM_UPDATE = Kernel("adam_update", "pppppiiiiddddd")
+
+
+@dataclass(frozen=True)
+class AdamTensors:
+    """What updates change, tensor by tensor. All contiguous, staying where they are.
+
+    Attributes:
+        weights: fp32.
+        copies: the same in 16 bits, written with each update; None where nobody needs them.
+        gradients: in fp32 or 16 bits. The plain form may change them.
+        exp_avg: fp32, mean of the gradients.
+        exp_avg_sq: fp32, mean of their squares.
+    """
+
+    weights: Sequence[Tensor]
+    copies: Sequence[Tensor | None]
+    gradients: Sequence[Tensor]
+    exp_avg: Sequence[Tensor]
+    exp_avg_sq: Sequence[Tensor]
+
+
+@dataclass(frozen=True)
+class AdamNumbers:
+    """One update.
+
+    Attributes:
+        lr: learning rate.
+        weight_decay: decoupled.
+        step: scalar fp32 on the device: which update this is, from 1.
+        gradient_scale: scalar fp32 on the device: gradients are divided by it.
+        found_nonfinite: scalar fp32 on the device: unless 0 nothing changes.
+    """
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: Tensor
+    gradient_scale: Tensor
+    found_nonfinite: Tensor
+
+
+def choose_adam(
+    tensors: AdamTensors, library: KernelLibrary | None
+) -> Callable[[AdamNumbers], None]:
+    """What carries out an update of these tensors, with kernels or (None) plain PyTorch."""
+    if library is None or not tensors.weights:
+        return partial(adam_reference, tensors)
+    by_formats: dict[tuple[torch.dtype, torch.dtype], list[tuple[Tensor | None, ...]]] = {}
+    for weight, copy, gradient, first, second in zip(
+        tensors.weights,
+        tensors.copies,
+        tensors.gradients,
+        tensors.exp_avg,
+        tensors.exp_avg_sq,
+        strict=True,
+    ):
+        formats = (gradient.dtype, weight.dtype if copy is None else copy.dtype)
+        row = (gradient.detach(), weight.detach(), first, second, copy)
+        by_formats.setdefault(formats, []).append(row)
+    device = tensors.weights[0].device
+    tables = [
+        (TensorTable.of(rows, device), DTYPE_CODES[gradient], DTYPE_CODES[copy])
+        for (gradient, copy), rows in by_formats.items()
+    ]
+    return partial(_adam, tables, library)
+
+
+def adam_reference(tensors: AdamTensors, numbers: AdamNumbers) -> None:
+    """m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;  with bias-corrected m', v':
+    w = w - lr (m' / (sqrt(v') + eps) + weight_decay w), by PyTorch's fused kernel; then copies.
+    """
+    if not tensors.weights:
+        return
+    torch._fused_adamw_(
+        list(tensors.weights),
+        [gradient.float() for gradient in tensors.gradients],
+        list(tensors.exp_avg),
+        list(tensors.exp_avg_sq),
+        [],
+        [numbers.step] * len(tensors.weights),
+        lr=numbers.lr,
+        beta1=numbers.beta1,
+        beta2=numbers.beta2,
+        weight_decay=numbers.weight_decay,
+        eps=numbers.eps,
+        amsgrad=False,
+        maximize=False,
+        grad_scale=numbers.gradient_scale,
+        found_inf=numbers.found_nonfinite,
+    )
+    copy_weights(tensors.weights, tensors.copies)
+
+
+def copy_weights(weights: Sequence[Tensor], copies: Sequence[Tensor | None]) -> None:
+    """Round each fp32 weight into its copy, where it has one."""
+    pairs = [(copy, w) for copy, w in zip(copies, weights, strict=True) if copy is not None]
+    if pairs:
+        torch._foreach_copy_([copy for copy, _ in pairs], [weight for _, weight in pairs])
+
+
+def _adam(
+    tables: Sequence[tuple[TensorTable, int, int]], library: KernelLibrary, numbers: AdamNumbers
+) -> None:
+    for table, gradient, copy in tables:
+        library.launch(
+            ADAM_UPDATE,
+            table.tensors,
+            table.pieces,
+            numbers.step,
+            numbers.gradient_scale,
+            numbers.found_nonfinite,
+            len(table.pieces),
+            CHUNK,
+            gradient,
+            copy,
+            numbers.beta1,
+            numbers.beta2,
+            numbers.eps,
+            numbers.lr,
+            numbers.weight_decay,
+        )

@@ -1,0 +1,131 @@
+"""Cross entropy over part of a vocabulary: statistics of each row of logits, and their gradient.
+
+Logits stay in their own format; fp32 values exist a few rows at a time (plain PyTorch) or in
+registers (kernel). Over the whole vocabulary, loss = log(sum) + maximum - target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.kernels.library import DTYPE_CODES, Kernel, KernelLibrary
+
+STATISTICS = Kernel("cross_entropy_statistics", "pppppiii")
+GRADIENT = Kernel("cross_entropy_gradient", "ppppppiii")
+CHUNK = 2**24  # logits held in fp32 at a time by the plain form: 64 MiB
+
+
+class Statistics(NamedTuple):
+    """Of each row, fp32 [n]: the largest logit, the sum of exp(logit - maximum), and the logit at
+    the label, 0 where the label lies outside of this part."""
+
+    maxima: Tensor
+    sums: Tensor
+    targets: Tensor
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """A form of the two functions.
+
+    Attributes:
+        statistics: (logits [n, v], labels [n] counted from this part's first entry) -> Statistics.
+        gradient: (logits, labels, maxima, sums, upstream, out): out [n, v], which may be the
+            logits' own memory, becomes upstream * (exp(logit - maximum) / sum - [is the label]).
+        name: for the start-up panel.
+    """
+
+    statistics: Callable[[Tensor, Tensor], Statistics]
+    gradient: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def choose_cross_entropy(library: KernelLibrary | None, *, in_16_bits: bool) -> CrossEntropy:
+    """The kernel where there is a library, else plain PyTorch.
+
+    Args:
+        library: see `library.find_library`.
+        in_16_bits: exponentials in the logits' own format: always plain PyTorch.
+    """
+    if in_16_bits:
+        return CrossEntropy(
+            partial(statistics_reference, in_16_bits=True),
+            partial(gradient_reference, in_16_bits=True),
+            "plain PyTorch, exponentials in 16 bits",
+        )
+    if library is None:
+        return REFERENCE
+    return CrossEntropy(partial(_statistics, library), partial(_gradient, library), "fused kernel")
+
+
+def statistics_reference(logits: Tensor, labels: Tensor, *, in_16_bits: bool = False) -> Statistics:
+    """See `CrossEntropy`; a few rows at a time."""
+    maxima = logits.amax(dim=-1)
+    shift = maxima if in_16_bits else maxima.float()  # and so is every difference from it
+    sums = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
+    for part in _row_chunks(logits):
+        differences = logits[part] - shift[part, None]
+        sums[part] = differences.exp_().sum(dim=-1, dtype=torch.float32)
+    mine = (labels >= 0) & (labels < logits.shape[1])
+    picked = logits.gather(1, torch.where(mine, labels, 0)[:, None])[:, 0].float()
+    return Statistics(maxima.float(), sums, picked.where(mine, 0.0))
+
+
+def gradient_reference(
+    logits: Tensor,
+    labels: Tensor,
+    maxima: Tensor,
+    sums: Tensor,
+    upstream: Tensor,
+    out: Tensor,
+    *,
+    in_16_bits: bool = False,
+) -> None:
+    """See `CrossEntropy`; a few rows at a time."""
+    shift = maxima.to(logits.dtype) if in_16_bits else maxima
+    mine = (labels >= 0) & (labels < logits.shape[1])
+    places, at_label = torch.where(mine, labels, 0)[:, None], -(upstream * mine)[:, None]
+    scale = (upstream / sums)[:, None]
+    for part in _row_chunks(logits):
+        chunk = (logits[part] - shift[part, None]).exp_().mul_(scale[part])
+        chunk.scatter_add_(1, places[part], at_label[part].to(chunk.dtype))
+        out[part] = chunk
+
+
+REFERENCE = CrossEntropy(statistics_reference, gradient_reference, "plain PyTorch")
+
+
+def _row_chunks(rows: Tensor) -> Iterator[slice]:
+    """Slices of rows with at most CHUNK elements each (but at least one row)."""
+    height = max(1, CHUNK // rows.shape[1])
+    return (slice(i, i + height) for i in range(0, rows.shape[0], height))
+
+
+def _statistics(library: KernelLibrary, logits: Tensor, labels: Tensor) -> Statistics:
+    rows, size = logits.shape
+    result = Statistics(*torch.empty(3, rows, dtype=torch.float32, device=logits.device))
+    labels = labels.contiguous()
+    library.launch(STATISTICS, logits, labels, *result, rows, size, DTYPE_CODES[logits.dtype])
+    return result
+
+
+def _gradient(
+    library: KernelLibrary,
+    logits: Tensor,
+    labels: Tensor,
+    maxima: Tensor,
+    sums: Tensor,
+    upstream: Tensor,
+    out: Tensor,
+) -> None:
+    arguments = [x.contiguous() for x in (labels, maxima, sums, upstream.float())]
+    library.launch(GRADIENT, logits, out, *arguments, *logits.shape, DTYPE_CODES[logits.dtype])

@@ -1,0 +1,158 @@
+"""Casts to fp8 with scales that never leave the device, and the transposed copies that the other
+products of a linear layer read.
+
+A tensor x becomes values = x * (largest fp8 value / amax), saturating, and the inverse scale that
+brings them back: what `torch._scaled_mm` takes. amax, the largest magnitude, is of this very
+tensor (current scaling) or of earlier ones (delayed scaling). Sizes are multiples of 16, as fp8
+products need them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron.kernels.library import DTYPE_CODES, Kernel, KernelLibrary
+
+AMAX = Kernel("fp8_amax", "ppii")
+AMAX_BOTH = Kernel("fp8_amax_both", "pppiii")
+CAST = Kernel("fp8_cast", "ppppiii")
+CAST_ROWS = Kernel("fp8_cast_rows", "pppiiii")
+CAST_TRANSPOSE = Kernel("fp8_cast_transpose", "pppppppiiii")
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FP8_CODES = {E4M3: 0, E5M2: 1}  # fp8.cu has the same
+SMALLEST = 1e-12  # amax of a tensor of zeros
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """A matrix in fp8.
+
+    Attributes:
+        values: [m, k], row-major.
+        inverse: fp32, times which values are the matrix: [] for all or [m, 1] for each row.
+    """
+
+    values: Tensor
+    inverse: Tensor
+
+    def dequantized(self) -> Tensor:
+        """The matrix in fp32."""
+        return self.values.float() * self.inverse
+
+
+class Fp8Casts(Protocol):
+    """Matrices x are [m, k], contiguous, in bf16, fp16 or fp32; `fp8` is E4M3 or E5M2."""
+
+    def amax(self, x: Tensor) -> Tensor:
+        """Largest magnitude: fp32 []. nan where x has one."""
+        ...
+
+    def cast(self, x: Tensor, amax: Tensor, fp8: torch.dtype) -> Fp8:
+        """x with one scale."""
+        ...
+
+    def cast_transpose(self, x: Tensor, amax: Tensor, fp8: torch.dtype) -> tuple[Fp8, Fp8]:
+        """x and its transpose [k, m] with one scale, the same for both."""
+        ...
+
+    def cast_rows(self, x: Tensor, fp8: torch.dtype) -> Fp8:
+        """x with its own scale for each row."""
+        ...
+
+    def cast_transpose_rows(self, x: Tensor, fp8: torch.dtype) -> tuple[Fp8, Fp8]:
+        """x with a scale for each row, and x^T with a scale for each of its rows."""
+        ...
+
+
+def choose_fp8_casts(library: KernelLibrary | None) -> Fp8Casts:
+    """Kernels where there is a library, else plain PyTorch."""
+    return ReferenceCasts() if library is None else KernelCasts(library)
+
+
+class ReferenceCasts:
+    """Plain PyTorch."""
+
+    def amax(self, x: Tensor) -> Tensor:
+        return x.abs().amax().float()
+
+    def cast(self, x: Tensor, amax: Tensor, fp8: torch.dtype) -> Fp8:
+        largest = torch.finfo(fp8).max
+        held = amax.float().clamp(min=SMALLEST)
+        scaled = x.float() * (largest / held)
+        return Fp8(scaled.clamp(-largest, largest).to(fp8), held / largest)
+
+    def cast_transpose(self, x: Tensor, amax: Tensor, fp8: torch.dtype) -> tuple[Fp8, Fp8]:
+        whole = self.cast(x, amax, fp8)
+        return whole, Fp8(whole.values.t().contiguous(), whole.inverse)
+
+    def cast_rows(self, x: Tensor, fp8: torch.dtype) -> Fp8:
+        return self.cast(x, x.abs().amax(dim=1, keepdim=True), fp8)
+
+    def cast_transpose_rows(self, x: Tensor, fp8: torch.dtype) -> tuple[Fp8, Fp8]:
+        return self.cast_rows(x, fp8), self.cast_rows(x.t().contiguous(), fp8)
+
+
+@dataclass(frozen=True)
+class KernelCasts:
+    """Compiled kernels: each reads x once, and writes what it gives once."""
+
+    library: KernelLibrary
+
+    def amax(self, x: Tensor) -> Tensor:
+        result = torch.zeros((), dtype=torch.float32, device=x.device)
+        self.library.launch(AMAX, x, result, x.numel(), DTYPE_CODES[x.dtype])
+        return result
+
+    def cast(self, x: Tensor, amax: Tensor, fp8: torch.dtype) -> Fp8:
+        out = Fp8(torch.empty_like(x, dtype=fp8), torch.empty_like(amax))
+        codes = (_size(x), DTYPE_CODES[x.dtype], FP8_CODES[fp8])
+        self.library.launch(CAST, x, out.values, amax, out.inverse, *codes)
+        return out
+
+    def cast_transpose(self, x: Tensor, amax: Tensor, fp8: torch.dtype) -> tuple[Fp8, Fp8]:
+        inverse = torch.empty_like(amax)
+        whole, turned = Fp8(_like(x, fp8), inverse), Fp8(_like(x.t(), fp8), inverse)
+        self._cast_transpose(x, amax, None, whole, turned)
+        return whole, turned
+
+    def cast_rows(self, x: Tensor, fp8: torch.dtype) -> Fp8:
+        _size(x)
+        out = Fp8(_like(x, fp8), x.new_empty(x.shape[0], 1, dtype=torch.float32))
+        codes = (*x.shape, DTYPE_CODES[x.dtype], FP8_CODES[fp8])
+        self.library.launch(CAST_ROWS, x, out.values, out.inverse, *codes)
+        return out
+
+    def cast_transpose_rows(self, x: Tensor, fp8: torch.dtype) -> tuple[Fp8, Fp8]:
+        rows, columns = x.shape
+        of_rows = x.new_zeros(rows, 1, dtype=torch.float32)
+        of_columns = x.new_zeros(columns, 1, dtype=torch.float32)
+        codes = (rows, columns, DTYPE_CODES[x.dtype])
+        self.library.launch(AMAX_BOTH, x, of_rows, of_columns, *codes)
+        whole = Fp8(_like(x, fp8), torch.empty_like(of_rows))
+        turned = Fp8(_like(x.t(), fp8), torch.empty_like(of_columns))
+        self._cast_transpose(x, of_rows, of_columns, whole, turned)
+        return whole, turned
+
+    def _cast_transpose(
+        self, x: Tensor, amax: Tensor, amax_columns: Tensor | None, whole: Fp8, turned: Fp8
+    ) -> None:
+        _size(x)
+        values, scales = (whole.values, turned.values), (whole.inverse, turned.inverse)
+        codes = (*x.shape, DTYPE_CODES[x.dtype], FP8_CODES[whole.values.dtype])
+        self.library.launch(CAST_TRANSPOSE, x, *values, amax, amax_columns, *scales, *codes)
+
+
+def _like(x: Tensor, fp8: torch.dtype) -> Tensor:
+    return torch.empty(x.shape, dtype=fp8, device=x.device)
+
+
+def _size(x: Tensor) -> int:
+    assert x.dim() == 2, x.shape
+    assert x.shape[0] % 16 == 0, f"fp8 products need multiples of 16, not {list(x.shape)}"
+    assert x.shape[1] % 16 == 0, f"fp8 products need multiples of 16, not {list(x.shape)}"
+    return x.numel()
