@@ -6,13 +6,14 @@ pass over memory does both.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
-from megatron.kernels.norm import layer_norm, rms_norm
+from megatron.kernels.library import find_library
+from megatron.kernels.norm import AddNorm, add_norm, choose_add_norm
 from megatron.models.sizes import sizes_of
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import ONES, ZEROS, new_parameter
@@ -43,12 +44,14 @@ class LayerNorm(nn.Module):
         epsilon: float,
         *,
         offset: bool = False,
+        form: AddNorm = add_norm,
         partial_gradient: bool = False,
         device: torch.device | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         self.epsilon = epsilon
+        self.form = form
         self.offset = offset
         init = ZEROS if offset else ONES
         self.weight = new_parameter(
@@ -60,9 +63,8 @@ class LayerNorm(nn.Module):
 
     def forward(self, stream: Stream) -> tuple[Tensor, Tensor]:
         """The joined stream [s, b, h], and the same normalized, in the weight's type."""
-        x = stream.join()
         weight = self.weight + 1 if self.offset else self.weight
-        return x, layer_norm(x, weight, self.bias, self.epsilon)
+        return self.form(*stream, weight, self.bias, self.epsilon)
 
 
 class RMSNorm(nn.Module):
@@ -73,20 +75,21 @@ class RMSNorm(nn.Module):
         hidden: int,
         epsilon: float,
         *,
+        form: AddNorm = add_norm,
         partial_gradient: bool = False,
         device: torch.device | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         self.epsilon = epsilon
+        self.form = form
         self.weight = new_parameter(
             (hidden,), init=ONES, partial_gradient=partial_gradient, device=device, dtype=dtype
         )
 
     def forward(self, stream: Stream) -> tuple[Tensor, Tensor]:
         """The joined stream [s, b, h], and the same normalized, in the weight's type."""
-        x = stream.join()
-        return x, rms_norm(x, self.weight, self.epsilon)
+        return self.form(*stream, self.weight, None, self.epsilon)
 
 
 def new_norm(
@@ -98,16 +101,13 @@ def new_norm(
 ) -> LayerNorm | RMSNorm:
     """The normalization that the flags ask for, of whole sequences or parts, as the layout is."""
     hidden = sizes_of(model).hidden
-    partial = layout.sequence.size > 1
+    library = None if device is None else find_library(device).library
+    options: dict[str, Any] = {
+        "form": choose_add_norm(library),
+        "partial_gradient": layout.sequence.size > 1,
+        "device": device,
+        "dtype": dtype,
+    }
     if model.normalization == "RMSNorm":
-        return RMSNorm(
-            hidden, model.norm_epsilon, partial_gradient=partial, device=device, dtype=dtype
-        )
-    return LayerNorm(
-        hidden,
-        model.norm_epsilon,
-        offset=model.apply_layernorm_1p,
-        partial_gradient=partial,
-        device=device,
-        dtype=dtype,
-    )
+        return RMSNorm(hidden, model.norm_epsilon, **options)
+    return LayerNorm(hidden, model.norm_epsilon, offset=model.apply_layernorm_1p, **options)
