@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 
-from megatron.config import rules_context, rules_data, rules_model, rules_training
+from megatron.config import rules_context, rules_data, rules_fp8, rules_model, rules_training
 from megatron.config.fields import fields_of
 from megatron.config.run import RunConfig, flatten, sections
 
@@ -29,6 +29,7 @@ RULES: tuple[Rule, ...] = (
     rules_model.activation_function,
     rules_model.normalization,
     rules_model.precision,
+    rules_fp8.fp8,
     rules_training.batch_size,
     rules_training.batch_size_ramp,
     rules_training.length,

@@ -32,6 +32,23 @@ class PrecisionConfig:
     )
     fp16_lm_cross_entropy: bool = flag(False, "Compute the loss in the model's 16-bit format.")
     embedding_weights_in_fp32: bool = flag(False, "Keep the word embeddings in fp32.")
+    fp8_format: str | None = flag(
+        None,
+        "Linear layers of attention and MLP multiply in 8 bits: e4m3 everywhere, or hybrid with "
+        "e5m2 for gradients. The output head stays in 16 bits.",
+        choices=("e4m3", "hybrid"),
+    )
+    fp8_recipe: str = flag(
+        "tensorwise",
+        "What shares a scale, taken from its values at that moment: a whole matrix (tensorwise) "
+        "or each of its rows (rowwise).",
+        choices=("tensorwise", "rowwise"),
+    )
+    fp8_wgrad: bool = flag(
+        True,
+        "Products for weight gradients in 8 bits too, else in 16.",
+        off="--no-fp8-wgrad",
+    )
     gradient_accumulation_fusion: bool = flag(
         True,
         "Add weight gradients to the fp32 buffer in the matrix product itself; off: in a 16-bit "

@@ -90,11 +90,9 @@ REFUSED: tuple[KnownFlag, ...] = (
         unset={"--decoder-num-layers": int, "--decoder-seq-length": int},
     ),
     *_group(
-        "fp8 is not built yet: use --bf16",
-        switches=("--no-fp8-wgrad",),
+        "fp8 scales follow each matrix as it is (--fp8-recipe), not its history: drop the flag",
         values={"--fp8-margin": 0, "--fp8-interval": 1, "--fp8-amax-history-len": 1},
         choices={
-            "--fp8-format": (None, "e4m3", "hybrid"),
             "--fp8-amax-compute-algo": ("most_recent", "max"),
         },
     ),

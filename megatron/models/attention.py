@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -14,6 +16,7 @@ from megatron.models.sizes import sizes_of
 from megatron.parallel.collectives import gather_to
 from megatron.parallel.layers import Linear
 from megatron.parallel.layout import Axis, Layout
+from megatron.parallel.products import Plain, Products
 from megatron.parallel.random import split_region
 
 
@@ -30,6 +33,7 @@ class SelfAttention(nn.Module):
         attention: form of the core.
         causal: without a mask, attend to the past only.
         recompute_core: compute the core again in backward instead of keeping its insides.
+        new_products: makes what a linear layer multiplies with.
     """
 
     def __init__(
@@ -41,6 +45,7 @@ class SelfAttention(nn.Module):
         *,
         causal: bool = True,
         recompute_core: bool = False,
+        new_products: Callable[[], Products] = Plain,
         device: torch.device | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -62,6 +67,7 @@ class SelfAttention(nn.Module):
             layout=layout,
             init=weight_init(model, sizes.hidden, sizes.qkv),
             bias=model.add_bias_linear,
+            products=new_products(),
             device=device,
             dtype=dtype,
         )
@@ -72,6 +78,7 @@ class SelfAttention(nn.Module):
             layout=layout,
             init=weight_init(model, sizes.query, sizes.hidden, ends_in_residual=True),
             bias=model.add_bias_linear,
+            products=new_products(),
             device=device,
             dtype=dtype,
         )

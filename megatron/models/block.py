@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,6 +15,7 @@ from megatron.models.attention import SelfAttention
 from megatron.models.mlp import MLP
 from megatron.models.norm import Stream, new_norm
 from megatron.parallel.layout import Layout
+from megatron.parallel.products import Plain, Products
 from megatron.parallel.random import split_region
 
 
@@ -26,6 +29,9 @@ class Block(nn.Module):
 
     Args:
         layer_number: from 1.
+        attention: form of the core.
+        recompute_core: compute the core again in backward instead of keeping its insides.
+        new_products: makes what a linear layer multiplies with.
     """
 
     def __init__(
@@ -36,6 +42,7 @@ class Block(nn.Module):
         attention: AttentionChoice,
         *,
         recompute_core: bool = False,
+        new_products: Callable[[], Products] = Plain,
         device: torch.device | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -51,11 +58,12 @@ class Block(nn.Module):
             layer_number,
             attention,
             recompute_core=recompute_core,
+            new_products=new_products,
             device=device,
             dtype=dtype,
         )
         self.mlp_norm = new_norm(model, layout, device=device, dtype=dtype)
-        self.mlp = MLP(model, layout, device=device, dtype=dtype)
+        self.mlp = MLP(model, layout, new_products=new_products, device=device, dtype=dtype)
 
     def forward(self, stream: Stream, mask: Tensor | None, rotation: Rotation | None) -> Stream:
         """[s, b, h] -> [s, b, h]; [s/t, b, h] with sequence parallelism."""

@@ -22,6 +22,7 @@ from megatron.models.context import over_context
 from megatron.models.embedding import Embedding, RotaryTable, TiedWordEmbedding
 from megatron.models.head import OutputWeight, TokenLoss, vocabulary_logits
 from megatron.models.norm import Stream, new_norm
+from megatron.models.precision import choose_products
 from megatron.models.recompute import RecomputePlan, layer_groups, recompute
 from megatron.models.sizes import sizes_of
 from megatron.parallel.context.split import local_positions
@@ -92,6 +93,7 @@ class GPTModel(nn.Module):
             self.embedding = TiedWordEmbedding(model, layout, **allocation)
         has_rope = model.position_embedding_type == "rope"
         self.rotary = RotaryTable(model, device=device) if has_rope else None
+        new_products = choose_products(precision, device)
         self.layers = nn.ModuleDict()
         for index in self.part.layers:
             self.layers[str(index)] = Block(
@@ -100,6 +102,7 @@ class GPTModel(nn.Module):
                 index + 1,
                 self.attention_choice,
                 recompute_core=recompute is not None and recompute.granularity == "selective",
+                new_products=new_products,
                 device=device,
                 dtype=dtype,
             )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -11,6 +13,7 @@ from megatron.models.initial import weight_init
 from megatron.models.sizes import sizes_of
 from megatron.parallel.layers import Linear
 from megatron.parallel.layout import Layout
+from megatron.parallel.products import Plain, Products
 
 
 class MLP(nn.Module):
@@ -21,6 +24,7 @@ class MLP(nn.Module):
         model: ModelConfig,
         layout: Layout,
         *,
+        new_products: Callable[[], Products] = Plain,
         device: torch.device | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -35,6 +39,7 @@ class MLP(nn.Module):
             init=weight_init(model, sizes.hidden, sizes.up),
             bias=model.add_bias_linear,
             parts=sizes.up_parts,
+            products=new_products(),
             device=device,
             dtype=dtype,
         )
@@ -45,6 +50,7 @@ class MLP(nn.Module):
             layout=layout,
             init=weight_init(model, sizes.ffn, sizes.hidden, ends_in_residual=True),
             bias=model.add_bias_linear,
+            products=new_products(),
             device=device,
             dtype=dtype,
         )

@@ -15,6 +15,7 @@ from megatron.parallel.gradients import GradientBuffer, GradientSlot
 from megatron.parallel.layout import Layout
 from megatron.parallel.linear import Communication, WorkQueue, parallel_linear
 from megatron.parallel.parameter import ZEROS, Init, new_parameter
+from megatron.parallel.products import PLAIN, Products
 
 Split = Literal["column", "row"]
 
@@ -34,6 +35,7 @@ class Linear(nn.Module):
         parts: the output is so many vectors of equal length (gate and up, for example), each of
             them split by itself. The weight's global shape is then [parts, out / parts, in].
         init: of the weight; biases start at zero.
+        products: in which number format it multiplies; one object a layer.
 
     Attributes:
         overlap: communicate while computing; off: the same results.
@@ -52,6 +54,7 @@ class Linear(nn.Module):
         init: Init,
         bias: bool = True,
         parts: int = 1,
+        products: Products = PLAIN,
         device: torch.device | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -61,6 +64,7 @@ class Linear(nn.Module):
         self.overlap = True
         self.weight_gradients: WorkQueue | None = None
         self.slot: GradientSlot | None = None
+        self.products = products
         axis = layout.tensor
         out = (out_features,) if parts == 1 else (parts, out_features // parts)
         out_dim = len(out) - 1
@@ -103,7 +107,7 @@ class Linear(nn.Module):
 
     def _product(self, x: Tensor, bias: Tensor | None, communication: Communication) -> Tensor:
         return parallel_linear(
-            x, self.weight, bias, communication, self.weight_gradients, self.slot
+            x, self.weight, bias, communication, self.weight_gradients, self.slot, self.products
         )
 
 
@@ -115,6 +119,13 @@ def sum_over_ranks(x: Tensor, layout: Layout) -> Tensor:
     if layout.sequence_parallel:
         return reduce_scatter_from(x, layout.tensor)
     return reduce_from(x, layout.tensor)
+
+
+def forget_weights(model: nn.Module) -> None:
+    """Call when weights have changed: drops copies of them in other number formats."""
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.products.forget()
 
 
 def set_overlap(module: nn.Module, overlap: bool) -> None:

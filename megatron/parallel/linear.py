@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.kernels.weight_gradient import weight_gradient
 from megatron.parallel.collectives import (
     Pending,
     start_all_gather,
@@ -27,6 +26,7 @@ from megatron.parallel.collectives import (
 )
 from megatron.parallel.gradients import GradientSlot
 from megatron.parallel.layout import Axis
+from megatron.parallel.products import PLAIN, Kept, Products
 
 
 class WorkQueue(Protocol):
@@ -78,6 +78,7 @@ def parallel_linear(
     communication: Communication,
     queue: WorkQueue | None = None,
     slot: GradientSlot | None = None,
+    products: Products = PLAIN,
 ) -> Tensor:
     """x W^T + b.
 
@@ -90,6 +91,7 @@ def parallel_linear(
             its result as autograd would have, hooks included. Of a product whose input is split
             along the sequence it is a collective.
         slot: where the weight's gradient goes; None: to autograd.
+        products: in which number format.
 
     Returns:
         [s, b, out].
@@ -100,10 +102,11 @@ def parallel_linear(
         owner = _Owner(weight, queue, slot)
         if torch.is_grad_enabled() and not x.requires_grad:
             x = x.detach().requires_grad_()  # backward must come here
-        return _Product.apply(x, weight.detach().flatten(0, -2), bias, communication, owner)
-    if communication.axis.size == 1:
+        detached = weight.detach().flatten(0, -2)
+        return _Product.apply(x, detached, bias, communication, products, owner)
+    if communication.axis.size == 1 and products is PLAIN:
         return F.linear(x, weight.flatten(0, -2), bias)
-    return _Product.apply(x, weight.flatten(0, -2), bias, communication, None)
+    return _Product.apply(x, weight.flatten(0, -2), bias, communication, products, None)
 
 
 @dataclass(frozen=True)
@@ -119,19 +122,56 @@ class _Owner:
     def waits(self) -> bool:
         return self.queue is not None and self.queue.is_collecting
 
-    def accumulate(self, grad: Tensor, x: Tensor) -> None:
-        """Add grad^T x to the gradient: in the slot, or as autograd does."""
+    def accumulate(self, product: _WeightProduct) -> None:
+        """Add to the gradient: in the slot, or as autograd does."""
         if self.slot is None:
-            value = _weight_gradient(grad, x)
+            value = product.alone(self.weight.flatten(0, -2))
             torch.autograd.backward(self.weight, value.view_as(self.weight))
             return
         with self.slot.open() as (into, accumulate):
-            weight_gradient(grad, x, into, accumulate=accumulate)
+            product.compute(into, accumulate=accumulate)
 
-    def accumulate_later(self, communication: Communication, grad: Tensor, x: Tensor) -> None:
-        """The same when the queue says so, from the input as it was kept."""
+    def accumulate_later(self, product: _WeightProduct) -> None:
+        """The same when the queue says so."""
         assert self.queue is not None
-        self.queue.push(partial(_accumulate_later, self, communication, grad, x))
+        self.queue.push(partial(self._accumulate_now, product))
+
+    @torch.no_grad()
+    def _accumulate_now(self, product: _WeightProduct) -> None:
+        product.start()
+        self.accumulate(product)
+
+
+class _WeightProduct:
+    """The weight's gradient, to be computed: grad^T x, for which x may have to be gathered."""
+
+    def __init__(
+        self,
+        products: Products,
+        communication: Communication,
+        x: Tensor | None,
+        kept: Kept,
+        grad: Kept,
+    ) -> None:
+        self._products, self._communication = products, communication
+        self._x, self._kept, self._grad = x, kept, grad
+        self._gathering: Pending | None = None
+
+    def start(self) -> None:
+        """Begin to gather the input, of which only a part was kept. Collective with a split one."""
+        if self._x is not None:
+            self._gathering = self._communication.start_gather(self._x)
+
+    def compute(self, into: Tensor, *, accumulate: bool) -> None:
+        """Write or add to `into` [out, in]."""
+        x = None if self._gathering is None else self._gathering.wait()
+        self._products.weight_gradient(self._grad, self._kept, x, into, accumulate=accumulate)
+
+    def alone(self, weight: Tensor) -> Tensor:
+        """As a tensor of its own, like the weight."""
+        value = torch.empty_like(weight)
+        self.compute(value, accumulate=False)
+        return value
 
 
 class _Product(torch.autograd.Function):
@@ -142,37 +182,36 @@ class _Product(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         communication: Communication,
+        products: Products,
         owner: _Owner | None,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.communication, ctx.owner = communication, owner
-        return F.linear(communication.start_gather(x).wait(), weight, bias)
+        out, kept = products.forward(communication.start_gather(x).wait(), weight, bias)
+        ctx.save_for_backward(x if products.keeps_input else None, weight, *kept)
+        ctx.communication, ctx.products, ctx.owner = communication, products, owner
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, weight, *kept = ctx.saved_tensors
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        communication, owner = ctx.communication, ctx.owner
+        communication, products, owner = ctx.communication, ctx.products, ctx.owner
         waits = owner is not None and owner.waits
         needs_weight = needs_weight if owner is None else owner.weight.requires_grad
-        gathering = communication.start_gather(x) if needs_weight and not waits else None
-        summing = communication.start_sum(grad @ weight) if needs_input else None
+        prepared = products.prepare(grad)
+        product = _WeightProduct(products, communication, x, tuple(kept), prepared)
+        if needs_weight and not waits:
+            product.start()
+        summing = None
+        if needs_input:
+            input_grad = products.input_gradient(prepared, tuple(kept))
+            summing = communication.start_sum(input_grad.view(*grad.shape[:-1], -1))
         weight_grad = None
         if needs_weight and waits:
-            owner.accumulate_later(communication, grad, x)
-        elif gathering is not None and owner is not None:
-            owner.accumulate(grad, gathering.wait())
-        elif gathering is not None:
-            weight_grad = _weight_gradient(grad, gathering.wait())
+            owner.accumulate_later(product)
+        elif needs_weight and owner is not None:
+            owner.accumulate(product)
+        elif needs_weight:
+            weight_grad = product.alone(weight)
         bias_grad = grad.flatten(0, -2).sum(0) if needs_bias else None
         input_grad = None if summing is None else summing.wait()
-        return input_grad, weight_grad, bias_grad, None, None
-
-
-def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    return grad.flatten(0, -2).t() @ x.flatten(0, -2)
-
-
-@torch.no_grad()
-def _accumulate_later(owner: _Owner, communication: Communication, grad: Tensor, x: Tensor) -> None:
-    owner.accumulate(grad, communication.start_gather(x).wait())
+        return input_grad, weight_grad, bias_grad, None, None, None

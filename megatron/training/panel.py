@@ -65,6 +65,7 @@ def device_rows(config: RunConfig, device: Device, attention: str) -> list[Row]:
     return [
         ("device", f"{device.name}, torch {torch.__version__}"),
         ("precision", f"{precision} ({reason})"),
+        *_fp8_rows(config),
         ("attention", attention),
         (
             "MFU",
@@ -73,3 +74,11 @@ def device_rows(config: RunConfig, device: Device, attention: str) -> list[Row]:
             else f"tokens/s x model FLOPs a token / {peak / 1e12:.0f} TFLOP/s (dense 16-bit peak)",
         ),
     ]
+
+
+def _fp8_rows(config: RunConfig) -> list[Row]:
+    numbers = config.precision
+    if numbers.fp8_format is None:
+        return []
+    scales = "one scale a matrix" if numbers.fp8_recipe == "tensorwise" else "a scale for each row"
+    return [("linear layers", f"fp8 {numbers.fp8_format}, {scales}")]

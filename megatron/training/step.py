@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.parallel.layers import forget_weights
 from megatron.parallel.tied import share_tied_gradients
 from megatron.training.passes import Passes
 from megatron.training.run import Run
@@ -70,6 +71,8 @@ def train_step(run: Run) -> StepOutcome:
             lr=run.schedules.learning_rate.at(progress.scheduled_samples),
             weight_decay=run.schedules.weight_decay.at(progress.scheduled_samples),
         )
+    for part in run.parts:
+        forget_weights(part)
     losses, exit_wanted = reduce_losses(passes.losses, run.exit.wanted, run)
     losses_are_finite = all(math.isfinite(value) for value in losses.values())
 

@@ -1,0 +1,51 @@
+"""Checks of `--fp8-format`. See `checks`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.config.run import RunConfig
+
+MULTIPLE = 16  # sizes of a matrix that hardware multiplies in 8 bits
+
+
+def fp8(config: RunConfig, world_size: int) -> Iterator[str]:
+    numbers = config.precision
+    if numbers.fp8_format is None:
+        if not numbers.fp8_wgrad:
+            yield "--no-fp8-wgrad has no meaning without --fp8-format: drop it"
+        if numbers.fp8_recipe != "tensorwise":
+            yield (
+                f"--fp8-recipe {numbers.fp8_recipe} has no meaning without --fp8-format: add it, "
+                "or drop the flag"
+            )
+        return
+    if not (numbers.bf16 or numbers.fp16):
+        yield f"--fp8-format {numbers.fp8_format} rounds 16-bit tensors: add --bf16"
+    yield from _sizes(config)
+
+
+def _sizes(config: RunConfig) -> Iterator[str]:
+    model, parallel = config.model, config.parallel
+    split = max(1, parallel.tensor_model_parallel_size)
+    tokens = _tokens(config)
+    sizes = {
+        "--hidden-size": (model.hidden_size, 1),
+        "--ffn-hidden-size": (model.ffn_hidden_size, split),
+        "--num-attention-heads x --kv-channels": (
+            (model.num_attention_heads or 0) * (model.kv_channels or 0),
+            split,
+        ),
+        "--micro-batch-size x --seq-length": (tokens, max(1, parallel.context_parallel_size)),
+    }
+    for name, (size, parts) in sizes.items():
+        if size and size % (MULTIPLE * parts):
+            share = f" on each of {parts} processes" if parts > 1 else ""
+            yield (
+                f"--fp8-format: {name} {size} is not a multiple of {MULTIPLE}{share}: use a "
+                f"multiple of {MULTIPLE * parts}, or drop the flag"
+            )
+
+
+def _tokens(config: RunConfig) -> int:
+    return (config.training.micro_batch_size or 0) * (config.data.seq_length or 0)

@@ -1,0 +1,200 @@
+"""The three matrix products of a linear layer, in a number format.
+
+With x [m, in], weight [out, in] and the output's gradient [m, out]:
+
+    output = x W^T        input gradient = grad W        weight gradient = grad^T x
+
+`Plain` multiplies in the tensors' own format. `Fp8Products` rounds both factors of each to 8 bits
+(Micikevicius et al., "FP8 Formats for Deep Learning", 2022), after scaling them to fill the
+format's range by what they hold at that moment: nothing is carried from step to step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.kernels.fp8 import E4M3, E5M2, Fp8, Fp8Casts
+from megatron.kernels.weight_gradient import weight_gradient
+
+FP8_MULTIPLE = 16  # both sizes of a matrix
+Kept = tuple[Tensor, ...]
+
+
+class Products(Protocol):
+    """How a layer multiplies; one object a layer.
+
+    Forward's `kept` and the layer's gradient, once prepared, are all that the two products of
+    backward need, besides the input where `keeps_input`.
+    """
+
+    @property
+    def keeps_input(self) -> bool:
+        """Whether the weight's gradient needs the input itself."""
+        ...
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Kept]:
+        """[..., in], [out, in], [out] -> [..., out], and what to keep."""
+        ...
+
+    def prepare(self, grad: Tensor) -> Kept:
+        """The output's gradient [..., out], as both products of backward take it."""
+        ...
+
+    def input_gradient(self, grad: Kept, kept: Kept) -> Tensor:
+        """[m, in]."""
+        ...
+
+    def weight_gradient(
+        self, grad: Kept, kept: Kept, x: Tensor | None, into: Tensor, *, accumulate: bool
+    ) -> None:
+        """Write [out, in] over what `into` holds, or add it, in its format."""
+        ...
+
+    def forget(self) -> None:
+        """The weight has changed: what was derived from it is void."""
+        ...
+
+
+class Plain:
+    """In the tensors' own format; weight gradients are added in fp32 where they are kept so."""
+
+    keeps_input = True
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Kept]:
+        return F.linear(x, weight, bias), (weight,)
+
+    def prepare(self, grad: Tensor) -> Kept:
+        return (grad.flatten(0, -2),)
+
+    def input_gradient(self, grad: Kept, kept: Kept) -> Tensor:
+        return grad[0] @ kept[0]
+
+    def weight_gradient(
+        self, grad: Kept, kept: Kept, x: Tensor | None, into: Tensor, *, accumulate: bool
+    ) -> None:
+        assert x is not None
+        weight_gradient(grad[0], x, into, accumulate=accumulate)
+
+    def forget(self) -> None:
+        pass
+
+
+PLAIN = Plain()
+
+
+@dataclass(frozen=True)
+class Fp8Format:
+    """What is rounded to what.
+
+    Attributes:
+        values: format of inputs and weights.
+        gradients: of outputs' gradients, which need range more than precision.
+        by_row: each row of a factor has its own scale, else the factor has one.
+        weight_gradient: this product is in 8 bits too, else in the tensors' own format.
+    """
+
+    values: torch.dtype = E4M3
+    gradients: torch.dtype = E5M2
+    by_row: bool = False
+    weight_gradient: bool = True
+
+
+class Fp8Products:
+    """In 8 bits, from 16-bit tensors whose sizes are multiples of 16.
+
+    Forward lets the hardware keep fewer bits of its sums, backward does not. Casts are shared: a
+    weight is cast once an update, an input and a gradient once for both of their products.
+
+    Args:
+        form: the formats.
+        casts: kernels, or plain PyTorch.
+    """
+
+    def __init__(self, form: Fp8Format, casts: Fp8Casts) -> None:
+        self._form = form
+        self._casts = casts
+        self._weight: tuple[Fp8, Fp8] | None = None
+
+    @property
+    def keeps_input(self) -> bool:
+        return not self._form.weight_gradient
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Kept]:
+        if self._weight is None:
+            self._weight = self._both(weight, self._form.values)
+        by_out, by_in = self._weight
+        rows = x.flatten(0, -2)
+        kept: Kept = (by_in.values, by_in.inverse)
+        if self.keeps_input:
+            left = self._one(rows, self._form.values)
+        else:
+            left, turned = self._both(rows, self._form.values)
+            kept += (turned.values, turned.inverse)
+        out = _multiply(left, by_out, x.dtype, bias=bias, fast=True)
+        return out.view(*x.shape[:-1], -1), kept
+
+    def prepare(self, grad: Tensor) -> Kept:
+        rows = grad.flatten(0, -2).contiguous()
+        if self.keeps_input:
+            left = self._one(rows, self._form.gradients)
+            return rows, left.values, left.inverse
+        left, turned = self._both(rows, self._form.gradients)
+        # The first tensor tells the format of the result.
+        return rows.new_empty(0), left.values, left.inverse, turned.values, turned.inverse
+
+    def input_gradient(self, grad: Kept, kept: Kept) -> Tensor:
+        return _multiply(Fp8(*grad[1:3]), Fp8(*kept[:2]), grad[0].dtype)
+
+    def weight_gradient(
+        self, grad: Kept, kept: Kept, x: Tensor | None, into: Tensor, *, accumulate: bool
+    ) -> None:
+        if x is not None:
+            weight_gradient(grad[0], x, into, accumulate=accumulate)
+            return
+        left, right = Fp8(*grad[3:]), Fp8(*kept[2:])
+        if accumulate:
+            into.add_(_multiply(left, right, into.dtype))
+        else:
+            _multiply(left, right, into.dtype, into=into)
+
+    def forget(self) -> None:
+        self._weight = None
+
+    def _one(self, x: Tensor, fp8: torch.dtype) -> Fp8:
+        if self._form.by_row:
+            return self._casts.cast_rows(x, fp8)
+        return self._casts.cast(x, self._casts.amax(x), fp8)
+
+    def _both(self, x: Tensor, fp8: torch.dtype) -> tuple[Fp8, Fp8]:
+        """[m, k] and its transpose [k, m]."""
+        if self._form.by_row:
+            return self._casts.cast_transpose_rows(x, fp8)
+        return self._casts.cast_transpose(x, self._casts.amax(x), fp8)
+
+
+def _multiply(
+    left: Fp8,
+    right: Fp8,
+    dtype: torch.dtype,
+    *,
+    bias: Tensor | None = None,
+    fast: bool = False,
+    into: Tensor | None = None,
+) -> Tensor:
+    """left [m, k] times the transpose of right [n, k]: [m, n]."""
+    inverse = right.inverse.t() if right.inverse.dim() == 2 else right.inverse
+    return torch._scaled_mm(
+        left.values,
+        right.values.t(),
+        left.inverse,
+        inverse,
+        bias=bias,
+        out_dtype=dtype,
+        use_fast_accum=fast,
+        **({} if into is None else {"out": into}),
+    )

@@ -1,0 +1,162 @@
+"""Products in 8 bits against products in fp64, and what layers make of them."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron.kernels.fp8 import E4M3, E5M2, ReferenceCasts
+from megatron.kernels.library import find_library
+from megatron.models.recompute import RecomputePlan
+from megatron.parallel.layers import Linear, forget_weights
+from megatron.parallel.layout import Layout
+from megatron.parallel.parameter import Init
+from megatron.parallel.products import Fp8Format, Fp8Products, Plain
+from tests.distributed import run_distributed
+from tests.models.small import LLAMA, gpt, loss_and_gradients
+
+FORMS = [
+    Fp8Format(gradients=gradients, by_row=by_row, weight_gradient=weight_gradient)
+    for gradients in (E4M3, E5M2)
+    for by_row in (False, True)
+    for weight_gradient in (True, False)
+]
+WIDE = {**LLAMA, "hidden_size": 64, "kv_channels": 16, "ffn_hidden_size": 64, "num_layers": 2}
+
+
+def _error(out, expected):
+    return ((out.double() - expected).norm() / expected.norm()).item()
+
+
+def _products(form, x, weight, grad):
+    products = Fp8Products(form, ReferenceCasts())
+    out, kept = products.forward(x, weight, None)
+    prepared = products.prepare(grad)
+    kept_input = x if products.keeps_input else None
+    total = torch.full(weight.shape, 3.0)
+    products.weight_gradient(prepared, kept, kept_input, total, accumulate=True)
+    result = torch.full(weight.shape, torch.nan)
+    products.weight_gradient(prepared, kept, kept_input, result, accumulate=False)
+    torch.testing.assert_close(total, result + 3)
+    return out, products.input_gradient(prepared, kept), result
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_products_are_right_to_the_formats_precision(form):
+    torch.manual_seed(5)
+    x = torch.randn(32, 2, 48, dtype=torch.bfloat16)
+    weight = torch.randn(80, 48, dtype=torch.bfloat16) * 0.02
+    grad = torch.randn(32, 2, 80, dtype=torch.bfloat16) * 1e-4
+    out, x_grad, weight_grad = _products(form, x, weight, grad)
+    rows, top = x.flatten(0, 1).double(), grad.flatten(0, 1).double()
+    coarse = 0.04 if form.gradients == E4M3 else 0.08  # 3 or 2 bits of mantissa
+    assert out.dtype == x_grad.dtype == torch.bfloat16
+    assert 0.005 < _error(out.flatten(0, 1), rows @ weight.double().t()) < 0.04
+    assert 0.005 < _error(x_grad, top @ weight.double()) < coarse
+    exact = 1e-5 if not form.weight_gradient else coarse
+    assert _error(weight_grad, top.t() @ rows) < exact
+
+
+def test_a_row_of_large_values_spoils_others_only_where_they_share_a_scale():
+    x = torch.randn(16, 32, dtype=torch.bfloat16)
+    x[0] *= 1e6
+    weight = torch.randn(16, 32, dtype=torch.bfloat16)
+    for by_row in (False, True):
+        out, _ = Fp8Products(Fp8Format(by_row=by_row), ReferenceCasts()).forward(x, weight, None)
+        error = _error(out[1:], x[1:].double() @ weight.double().t())
+        assert error < 0.05 if by_row else error > 0.9
+
+
+def test_a_weight_is_cast_again_only_when_it_has_changed():
+    products = Fp8Products(Fp8Format(), ReferenceCasts())
+    layer = Linear(
+        *(32, 16),
+        split=None,
+        layout=Layout.single(),
+        init=Init("normal", 1.0),
+        bias=False,
+        products=products,
+        dtype=torch.bfloat16,
+    )
+    torch.nn.init.normal_(layer.weight)
+    x = torch.randn(16, 1, 32, dtype=torch.bfloat16)
+    before = layer(x)
+    with torch.no_grad():
+        layer.weight.zero_()
+    assert torch.equal(layer(x), before)
+    forget_weights(layer)
+    assert not layer(x).any()
+
+
+def _fp8_gpt(layout, sequence=False, recompute=None, precision=None):
+    layout = replace(layout, sequence_parallel=sequence)
+    numbers = {"bf16": True, "fp8_format": "hybrid", **(precision or {})}
+    model = gpt(WIDE, numbers, layout=layout, recompute=recompute, dtype=torch.bfloat16)
+    assert isinstance(model.layers["0"].mlp.up.products, Fp8Products)
+    return loss_and_gradients(model)
+
+
+def test_a_model_in_8_bits_is_close_to_one_in_16():
+    with pytest.MonkeyPatch.context() as patch:  # 3 x 12 tokens are no multiple of 16
+        patch.setattr("tests.models.small.SEQUENCE", 16)
+        loss, grads = _fp8_gpt(Layout.single())
+        plain = gpt(WIDE, {"bf16": True}, dtype=torch.bfloat16)
+        assert isinstance(plain.layers["0"].mlp.up.products, Plain)
+        expected, expected_grads = loss_and_gradients(plain)
+    assert not torch.equal(loss, expected)
+    torch.testing.assert_close(loss, expected, rtol=0.02, atol=0)
+    for name, grad in grads.items():
+        assert _error(grad, expected_grads[name].double()) < 0.2, name
+
+
+@pytest.mark.parametrize("plan", [RecomputePlan("full"), RecomputePlan("selective")], ids=str)
+def test_recomputation_gives_the_same_bits(plan, monkeypatch):
+    monkeypatch.setattr("tests.models.small.SEQUENCE", 16)
+    expected = _fp8_gpt(Layout.single())
+    again = _fp8_gpt(Layout.single(), recompute=plan)
+    torch.testing.assert_close(again, expected, rtol=0, atol=0)
+
+
+def _split_loss(layout, sequence):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.models.small.SEQUENCE", 16)
+        return _fp8_gpt(layout, sequence)[0]
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+def test_split_layers_agree(sequence):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.models.small.SEQUENCE", 16)
+        expected = _fp8_gpt(Layout.single())[0]
+    for loss in run_distributed(2, _split_loss, sequence, tensor=2):
+        torch.testing.assert_close(loss, expected, rtol=0.02, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_the_gpu_multiplies_as_the_cpu_does(form):
+    from megatron.device import Device
+    from megatron.kernels.fp8 import choose_fp8_casts
+
+    device = Device.pick().torch_device
+    torch.manual_seed(6)
+    tensors = [
+        torch.randn(64, 96, dtype=torch.bfloat16),
+        torch.randn(48, 96, dtype=torch.bfloat16),
+        torch.randn(64, 48, dtype=torch.bfloat16),
+    ]
+    library = find_library(device).library
+    assert library is not None
+    products = Fp8Products(form, choose_fp8_casts(library))
+    reference = _products(form, *tensors)
+    x, weight, grad = (tensor.to(device) for tensor in tensors)
+    out, kept = products.forward(x, weight, None)
+    prepared = products.prepare(grad)
+    into = torch.empty(48, 96, device=device)
+    products.weight_gradient(
+        prepared, kept, x if products.keeps_input else None, into, accumulate=False
+    )
+    ours = (out, products.input_gradient(prepared, kept), into)
+    for mine, theirs in zip(ours, reference, strict=True):
+        assert _error(mine.cpu(), theirs.double()) < 0.01
