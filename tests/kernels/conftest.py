@@ -1,0 +1,55 @@
+"""Kernels to test: on a GPU where there is one, and on an emulator of one where nvcc is there."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.device import Device
+from megatron.kernels.build import find_compiler, source_files
+from megatron.kernels.library import KernelLibrary, find_library
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="session")
+def emulated(tmp_path_factory) -> KernelLibrary:
+    """The kernels compiled as C++, which run on CPU tensors: slow, so for small sizes."""
+    if shutil.which("nvcc") is None or shutil.which("g++") is None:
+        pytest.skip("needs nvcc (for its headers) and g++")
+    folder = tmp_path_factory.mktemp("emulator")
+    nvcc = str(find_compiler().path)
+    flags = ["-x", "c++", "-O1", "-std=c++17", "-U_FORTIFY_SOURCE", "-Xcompiler", "-fPIC,-w"]
+    header = ["-include", str(HERE / "emulator.h"), "-I", str(HERE)]
+
+    def translate(source: Path) -> str:
+        made = str(folder / (source.stem + ".o"))
+        command = [nvcc, *flags, *header, "-c", str(source), "-o", made]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return made
+
+    with ThreadPoolExecutor(2) as pool:
+        objects = list(pool.map(translate, [*source_files(), HERE / "emulator.cpp"]))
+    library = folder / "emulated.so"
+    command = ["g++", "-shared", "-Wl,-Bsymbolic", *objects, "-o", str(library)]
+    subprocess.run(command, check=True)
+    return KernelLibrary(library)
+
+
+@pytest.fixture(params=["emulated", pytest.param("gpu", marks=pytest.mark.gpu)])
+def kernels(request) -> tuple[KernelLibrary, torch.device]:
+    """A library and the device that its tensors live on."""
+    if request.param == "emulated":
+        return request.getfixturevalue("emulated"), torch.device("cpu")
+    device = Device.pick()
+    if not device.is_gpu:
+        pytest.skip("needs a GPU")
+    choice = find_library(device.torch_device)
+    assert choice.library is not None, choice.reason
+    return choice.library, device.torch_device

@@ -1,0 +1,100 @@
+// Runs CUDA kernels on a CPU, so that tests need no GPU: included before every .cu file, which then
+// compiles as C++. Threads of a block are fibers that take turns at barriers and shuffles; blocks
+// run one after another. Slow, and blind to races between blocks: for small sizes.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#include <stdint.h>
+#include <string.h>
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+
+#undef __shared__
+#define __shared__ static
+#undef __launch_bounds__
+#define __launch_bounds__(...)
+#define EMULATED 1
+
+using std::max;
+using std::min;
+
+extern dim3 gridDim, blockDim;
+extern uint3 blockIdx, threadIdx;
+
+namespace emulator {
+void run(dim3 grid, dim3 block, size_t shared, const std::function<void()>& body);
+void* shared_memory();
+void block_barrier();
+void warp_barrier();
+uint64_t* slot(unsigned lane);  // of this thread's warp; two sets take turns
+void next_slots();
+
+template <typename T>
+T exchange(T value, unsigned from_lane) {
+  uint64_t bits = 0;
+  memcpy(&bits, &value, sizeof(T));
+  const unsigned lane = (threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) % 32;
+  *slot(lane) = bits;
+  warp_barrier();
+  T got;
+  memcpy(&got, slot(from_lane % 32), sizeof(T));
+  next_slots();
+  return got;
+}
+
+inline unsigned lane() {
+  return (threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) % 32;
+}
+}  // namespace emulator
+
+inline void __syncthreads() { emulator::block_barrier(); }
+inline void __syncwarp(unsigned = ~0u) { emulator::warp_barrier(); }
+template <typename T>
+T __shfl_xor_sync(unsigned, T value, int mask, int = 32) {
+  return emulator::exchange(value, emulator::lane() ^ mask);
+}
+template <typename T>
+T __shfl_sync(unsigned, T value, int lane, int = 32) {
+  return emulator::exchange(value, lane);
+}
+template <typename T>
+T __shfl_down_sync(unsigned, T value, unsigned by, int = 32) {
+  const unsigned from = emulator::lane() + by;
+  return emulator::exchange(value, from < 32 ? from : emulator::lane());
+}
+inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
+inline float __expf(float x) { return expf(x); }
+inline float __logf(float x) { return logf(x); }
+inline float __fdividef(float x, float y) { return x / y; }
+inline float __frcp_rn(float x) { return 1.f / x; }
+inline float __fsqrt_rn(float x) { return sqrtf(x); }
+inline unsigned __umulhi(unsigned a, unsigned b) { return uint64_t(a) * b >> 32; }
+inline int __float_as_int(float x) { int y; memcpy(&y, &x, 4); return y; }
+inline unsigned __float_as_uint(float x) { unsigned y; memcpy(&y, &x, 4); return y; }
+inline float __uint_as_float(unsigned x) { float y; memcpy(&y, &x, 4); return y; }
+inline float __int_as_float(int x) { float y; memcpy(&y, &x, 4); return y; }
+template <typename T>
+T __ldg(const T* x) { return *x; }
+template <typename T>
+T __ldcs(const T* x) { return *x; }
+template <typename T>
+void __stcs(T* to, T x) { *to = x; }
+template <typename T>
+void __stcg(T* to, T x) { *to = x; }
+
+template <typename... Parameters, typename... Arguments>
+cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared,
+                   cudaStream_t, Arguments... arguments) {
+  if (block.x * block.y * block.z > 1024 || shared > 227 * 1024 || grid.y > 65535) {
+    return cudaErrorInvalidConfiguration;
+  }
+  emulator::run(grid, block, shared, [=] { kernel(static_cast<Parameters>(arguments)...); });
+  return cudaSuccess;
+}
+
+template <typename T>
+T* dynamic_shared() { return static_cast<T*>(emulator::shared_memory()); }
