@@ -21,7 +21,11 @@ Sums = Callable[[], Tensor]
 
 
 def choose_tensor_sums(
-    tensors: Sequence[Tensor], device: torch.device, library: KernelLibrary | None
+    tensors: Sequence[Tensor],
+    device: torch.device,
+    library: KernelLibrary | None,
+    *,
+    counts: bool = True,
 ) -> Sums:
     """What gives (sum of squares, nonzero elements), fp64 [2] on `device`, whenever it is called.
 
@@ -29,9 +33,11 @@ def choose_tensor_sums(
         tensors: contiguous, staying where they are.
         device: theirs; where there are none, of the result.
         library: of kernels; None: plain PyTorch.
+        counts: somebody asks for the second number, which plain PyTorch gets by reading all again;
+            off: it may be 0.
     """
     if library is None:
-        return partial(tensor_sums_reference, tensors, device)
+        return partial(tensor_sums_reference, tensors, device, counts=counts)
     by_dtype: dict[torch.dtype, list[tuple[Tensor]]] = {}
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append((tensor.detach(),))
@@ -41,9 +47,12 @@ def choose_tensor_sums(
     return partial(_tensor_sums, tables, device, library)
 
 
-def tensor_sums_reference(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """(sum of squares, nonzero elements): fp64 [2] on `device`."""
-    return torch.stack([sum_of_squares(tensors, device), count_nonzero(tensors, device)])
+def tensor_sums_reference(
+    tensors: Sequence[Tensor], device: torch.device, *, counts: bool = True
+) -> Tensor:
+    """(sum of squares, nonzero elements or 0): fp64 [2] on `device`."""
+    counted = tensors if counts else []
+    return torch.stack([sum_of_squares(tensors, device), count_nonzero(counted, device)])
 
 
 def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:

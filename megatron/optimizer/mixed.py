@@ -19,15 +19,12 @@ from torch import Tensor, nn
 
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.precision import PrecisionConfig
+from megatron.kernels.library import find_library
+from megatron.kernels.tensor_sums import choose_tensor_sums
 from megatron.optimizer.groups import ParameterGroup, split_groups
 from megatron.optimizer.loss_scale import loss_scale_of
-from megatron.optimizer.norms import (
-    count_nonzero,
-    is_counted_here,
-    sum_of_squares,
-    sum_over_model,
-)
-from megatron.optimizer.rules import Step, rule_of
+from megatron.optimizer.norms import is_counted_here, sum_over_model
+from megatron.optimizer.rules import Step, UpdateTensors, rule_of
 from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.layout import Layout
 from megatron.parallel.weights import WeightBuffer
@@ -100,6 +97,12 @@ class _Group:
         members = zip(self.names, self.parameters, self.parts, self.weights, strict=True)
         return [member for member in members if member[2].dtype != torch.float32]
 
+    def update_tensors(self, gradients: GradientBuffer) -> UpdateTensors:
+        """What the update rule works on."""
+        copies = [None if part.dtype == torch.float32 else part for part in self.parts]
+        found = [gradients.gradient(p) for p in self.parameters]
+        return UpdateTensors(self.weights, copies, found, self.state)
+
 
 def _owned_part(parameter: nn.Parameter, gradients: GradientBuffer) -> Tensor:
     if not gradients.is_sharded:
@@ -149,8 +152,16 @@ class Optimizer:
         counted = [p for g in groups for p in g.parameters if is_counted_here(p, layout)]
         self._counted_elements = sum(gradients.owned(p).size for p in counted)
         counted_ids = {id(p) for p in counted}
-        self._counted = gradients.views(lambda p: id(p) in counted_ids)
         self._device = groups[0].parameters[0].device
+        library = find_library(self._device).library
+        self._updates = [
+            (g.is_decayed, self._rule.bind(g.update_tensors(gradients), library))
+            for g in self._groups
+        ]
+        counted_views = gradients.views(lambda p: id(p) in counted_ids)
+        self._gradient_sums = choose_tensor_sums(
+            counted_views, self._device, library, counts=count_zeros
+        )
         self._steps = 0
 
     @property
@@ -186,8 +197,8 @@ class Optimizer:
             gradient_scale=(self.loss_scale * self._clip_divisor(norm)).float(),
             found_nonfinite=nonfinite.float(),
         )
-        for group in self._groups:
-            self._update(group, step, weight_decay if group.is_decayed else 0.0)
+        for is_decayed, update in self._updates:
+            update(step, weight_decay=weight_decay if is_decayed else 0.0)
         if self._sharded_weights is not None:
             self._sharded_weights.gather()
         outcome = torch.stack([norm, zeros, nonfinite]).tolist()  # the one wait for the device
@@ -199,11 +210,11 @@ class Optimizer:
         One inf or nan makes the sum of squares inf or nan, so a finite norm proves that every
         gradient is finite.
         """
-        sums = [sum_of_squares(self._counted, self._device)]
-        if self._count_zeros:
-            sums.append(self._counted_elements - count_nonzero(self._counted, self._device))
+        squares, nonzero = self._gradient_sums()
         totals = sum_over_model(
-            torch.stack(sums), self._layout, over_replicas=self.gradients.is_sharded
+            torch.stack((squares, self._counted_elements - nonzero)),
+            self._layout,
+            over_replicas=self.gradients.is_sharded,
         )
         norm = totals[0].sqrt() / self.loss_scale
         nonfinite = 1.0 - norm.isfinite().double()
@@ -216,17 +227,6 @@ class Optimizer:
         if self._clip <= 0:
             return torch.ones_like(norm)
         return ((norm + CLIP_EPS) / self._clip).clamp(min=1.0)
-
-    def _update(self, group: _Group, step: Step, weight_decay: float) -> None:
-        if not group.weights:
-            return
-        gradients = [self.gradients.gradient(p).float() for p in group.parameters]
-        self._rule.update(group.weights, gradients, group.state, step, weight_decay=weight_decay)
-        masters = group.masters()
-        if masters:
-            torch._foreach_copy_(
-                [part for _, _, part, _ in masters], [master for _, _, _, master in masters]
-            )
 
     def _settle(self, norm: float, zeros: float, nonfinite: float) -> StepResult:
         found = nonfinite > 0

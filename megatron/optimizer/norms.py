@@ -12,17 +12,14 @@ Everything stays on the device: no function but `parameters_norm` waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron.kernels.tensor_sums import sum_of_squares
 from megatron.parallel.layout import Layout
-
-# Elements whose squares are added in fp32, on a CPU nearly one after another: short rows keep the
-# relative error below 1e-5 where long ones lose 1e-2. The rows' sums are added in fp64.
-ROW = 2**12
 
 
 def is_counted_here(parameter: nn.Parameter, layout: Layout) -> bool:
@@ -32,27 +29,6 @@ def is_counted_here(parameter: nn.Parameter, layout: Layout) -> bool:
         return layout.tensor.is_first
     is_split = spec.split_dim is not None
     return not spec.is_copy and (is_split or layout.tensor.is_first)
-
-
-def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Scalar fp64 on `device`. 16-bit tensors are squared in fp32."""
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for tensor in tensors:
-        flat = tensor.detach().reshape(-1)
-        tail_length = flat.numel() % ROW
-        body, tail = flat.split([flat.numel() - tail_length, tail_length])
-        for rows in (body.view(-1, ROW), tail.view(1, -1)):
-            norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
-            total = total + norms.double().square().sum()
-    return total
-
-
-def count_nonzero(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Scalar fp64 (exact to 2**53) on `device`."""
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for tensor in tensors:
-        total = total + torch.count_nonzero(tensor)
-    return total
 
 
 def sum_over_model(values: Tensor, layout: Layout, *, over_replicas: bool = False) -> Tensor:

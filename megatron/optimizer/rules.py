@@ -1,22 +1,23 @@
 """Update rules: Adam with decoupled weight decay, and SGD with momentum.
 
 A rule is a few numbers and an update in place; its state tensors belong to the optimizer. Both
-are one fused PyTorch kernel a group, on CPU and GPU, that also divides the gradients by a scale
-and leaves everything as it is where non-finite gradients were found: neither needs the host.
+are one fused kernel a group, on CPU and GPU, that also divides the gradients by a scale and leaves
+everything as it is where non-finite gradients were found: neither needs the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megatron.config.optimizer import OptimizerConfig
-
-State = Mapping[str, list[Tensor]]
+from megatron.kernels.adam import AdamNumbers, AdamTensors, choose_adam, copy_weights
+from megatron.kernels.library import KernelLibrary
 
 
 @dataclass(frozen=True)
@@ -36,24 +37,41 @@ class Step:
     found_nonfinite: Tensor
 
 
+@dataclass(frozen=True)
+class UpdateTensors:
+    """What a rule changes, tensor by tensor. They stay where they are.
+
+    Attributes:
+        weights: fp32.
+        copies: the same in 16 bits, written with each update; None where nobody needs them.
+        gradients: in fp32 or 16 bits; an update may change them.
+        state: by name, of the weights' shapes, fp32, zero at the start.
+    """
+
+    weights: Sequence[Tensor]
+    copies: Sequence[Tensor | None]
+    gradients: Sequence[Tensor]
+    state: Mapping[str, Sequence[Tensor]]
+
+
+Update = Callable[..., None]  # (step, *, weight_decay)
+
+
 class UpdateRule(Protocol):
     """How weights follow from gradients."""
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """The state tensors, each of the weight's shape, fp32, zero at the start."""
+        """The state tensors."""
         ...
 
-    def update(
-        self,
-        weights: list[Tensor],
-        gradients: list[Tensor],
-        state: State,
-        step: Step,
-        *,
-        weight_decay: float,
-    ) -> None:
-        """Change fp32 `weights` and `state` in place. `gradients` (fp32) are overwritten."""
+    def bind(self, tensors: UpdateTensors, library: KernelLibrary | None) -> Update:
+        """What carries out an update of these tensors.
+
+        Args:
+            tensors: of one parameter group.
+            library: of kernels, where there are some.
+        """
         ...
 
 
@@ -71,31 +89,25 @@ class AdamW:
     def state_names(self) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq")
 
-    def update(
-        self,
-        weights: list[Tensor],
-        gradients: list[Tensor],
-        state: State,
-        step: Step,
-        *,
-        weight_decay: float,
+    def bind(self, tensors: UpdateTensors, library: KernelLibrary | None) -> Update:
+        means = (tensors.state[name] for name in self.state_names)
+        adam = AdamTensors(tensors.weights, tensors.copies, tensors.gradients, *means)
+        return partial(self._update, choose_adam(adam, library))
+
+    def _update(
+        self, adam: Callable[[AdamNumbers], None], step: Step, *, weight_decay: float
     ) -> None:
-        torch._fused_adamw_(
-            weights,
-            gradients,
-            state["exp_avg"],
-            state["exp_avg_sq"],
-            [],
-            [step.count] * len(weights),
-            lr=step.lr,
-            beta1=self.beta1,
-            beta2=self.beta2,
-            weight_decay=weight_decay,
-            eps=self.eps,
-            amsgrad=False,
-            maximize=False,
-            grad_scale=step.gradient_scale,
-            found_inf=step.found_nonfinite,
+        adam(
+            AdamNumbers(
+                lr=step.lr,
+                beta1=self.beta1,
+                beta2=self.beta2,
+                eps=self.eps,
+                weight_decay=weight_decay,
+                step=step.count,
+                gradient_scale=step.gradient_scale,
+                found_nonfinite=step.found_nonfinite,
+            )
         )
 
 
@@ -109,19 +121,16 @@ class SGD:
     def state_names(self) -> tuple[str, ...]:
         return ("momentum",) if self.momentum else ()
 
-    def update(
-        self,
-        weights: list[Tensor],
-        gradients: list[Tensor],
-        state: State,
-        step: Step,
-        *,
-        weight_decay: float,
-    ) -> None:
+    def bind(self, tensors: UpdateTensors, library: KernelLibrary | None) -> Update:
+        return partial(self._update, tensors)
+
+    def _update(self, tensors: UpdateTensors, step: Step, *, weight_decay: float) -> None:
+        if not tensors.weights:
+            return
         torch._fused_sgd_(
-            weights,
-            gradients,
-            state["momentum"] if self.momentum else [],
+            list(tensors.weights),
+            [gradient.float() for gradient in tensors.gradients],
+            list(tensors.state["momentum"]) if self.momentum else [],
             weight_decay=weight_decay,
             momentum=self.momentum,
             lr=step.lr,
@@ -132,6 +141,7 @@ class SGD:
             grad_scale=step.gradient_scale,
             found_inf=step.found_nonfinite,
         )
+        copy_weights(tensors.weights, tensors.copies)
 
 
 def rule_of(config: OptimizerConfig) -> UpdateRule:

@@ -65,17 +65,18 @@ class _CrossEntropy(torch.autograd.Function):
         rows = logits.reshape(-1, logits.shape[-1])
         local = _local_labels(labels, axis, rows.shape[1])
         maxima, sums, loss = _join(form.statistics(rows, local), local, rows.shape[1], axis)
-        ctx.save_for_backward(rows, local, maxima, sums)
+        ctx.save_for_backward(logits, local, maxima, sums)
         ctx.form, ctx.reuse_logits = form, reuse_logits
         return loss.view(labels.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, local, maxima, sums = ctx.saved_tensors  # raises where they were reused already
+        logits, local, maxima, sums = ctx.saved_tensors  # raises where they were reused already
+        rows = logits.reshape(-1, logits.shape[-1])
         result = rows if ctx.reuse_logits else torch.empty_like(rows)
         ctx.form.gradient(rows, local, maxima, sums, grad.reshape(-1), result)
         if ctx.reuse_logits:  # kernels write behind autograd's back
-            torch.autograd.graph.increment_version(rows)
+            torch.autograd.graph.increment_version(logits)
         return result.view(*grad.shape, -1), None, None, None, None
 
 

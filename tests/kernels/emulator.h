@@ -98,3 +98,18 @@ cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t 
 
 template <typename T>
 T* dynamic_shared() { return static_cast<T*>(emulator::shared_memory()); }
+
+// Blocks and threads take turns: nothing else runs between the read and the write.
+inline unsigned atomicMax(unsigned* at, unsigned value) {
+  const unsigned old = *at;
+  *at = max(old, value);
+  return old;
+}
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selectors) {
+  const uint64_t both = uint64_t(high) << 32 | low;
+  unsigned result = 0;
+  for (int i = 0; i < 4; i++) {
+    result |= unsigned(both >> 8 * (selectors >> 4 * i & 7) & 255) << 8 * i;
+  }
+  return result;
+}

@@ -8,6 +8,7 @@ from megatron.kernels import cross_entropy
 from megatron.kernels.cross_entropy import choose_cross_entropy
 from megatron.parallel.cross_entropy import linear_cross_entropy, vocabulary_cross_entropy
 from megatron.parallel.layout import Layout
+from megatron.parallel.linear import Communication
 from tests.distributed import run_distributed
 
 S, B, V = 5, 3, 14
@@ -89,3 +90,90 @@ def test_transposed_labels_and_gradients():
     back = labels.t().contiguous().t()
     loss = vocabulary_cross_entropy(logits, back, Layout.single().tensor).t()
     torch.testing.assert_close(loss.double(), expected()[0].t())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_may_take_the_logits_place(dtype):
+    logits, labels, weights = problem(dtype)
+    leaf = logits.clone().requires_grad_()
+    made = leaf * 1
+    loss = vocabulary_cross_entropy(made, labels, Layout.single().tensor, reuse_logits=True)
+    (loss * weights).sum().backward(retain_graph=True)
+    _, plain = run(Layout.single(), dtype)
+    assert torch.equal(leaf.grad, plain)
+    assert torch.equal(made.detach(), plain)  # no second tensor of that size
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.sum().backward()  # the logits are gone
+
+
+def test_reuse_is_refused_where_others_need_the_logits():
+    leaf = problem()[0].requires_grad_()
+    made = leaf * 1
+    squares = made.square().sum()  # keeps the logits for its own backward
+    loss = vocabulary_cross_entropy(made, problem()[1], Layout.single().tensor, reuse_logits=True)
+    loss.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squares.backward()
+
+
+H = 6
+
+
+def linear_problem(dtype=torch.float64):
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(6, B, H, generator=generator).to(dtype)
+    weight = torch.randn(V, H, generator=generator).to(dtype)
+    labels = torch.randint(V, (6, B), generator=generator)
+    return x, weight, labels, torch.rand(6, B, generator=generator)
+
+
+def linear_expected():
+    x, weight, labels, weights = linear_problem()
+    x.requires_grad_()
+    weight.requires_grad_()
+    logits = (x @ weight.t()).flatten(0, 1)
+    loss = F.cross_entropy(logits, labels.flatten(), reduction="none").view(6, B)
+    (loss * weights).sum().backward()
+    return loss.detach(), x.grad, weight.grad
+
+
+def run_linear(layout, sequence_parallel=False, chunk_logits=2**27, dtype=torch.float32):
+    """Loss, and gradients of x (this rank's part) and of the weight's part."""
+    x, weight, labels, weights = linear_problem(dtype)
+    axis = layout.tensor
+    if sequence_parallel:
+        x = x.chunk(axis.size)[axis.rank].clone()
+    x.requires_grad_()
+    part = weight.chunk(axis.size)[axis.rank].clone().requires_grad_()
+    communication = Communication(axis, sequence_parallel)
+    loss = linear_cross_entropy(x, part, labels, communication, chunk_logits=chunk_logits)
+    (loss * weights).sum().backward()
+    return loss.detach(), x.grad, part.grad
+
+
+@pytest.mark.parametrize("chunk_logits", [1, 5 * V, 2**27])
+def test_chunked_equals_whole(chunk_logits):
+    found = run_linear(Layout.single(), chunk_logits=chunk_logits)
+    for ours, theirs in zip(found, linear_expected(), strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_chunked_equals_whole_over_ranks(sequence_parallel):
+    results = run_distributed(2, run_linear, sequence_parallel, 5 * V, tensor=2)
+    loss, x_grad, weight_grad = linear_expected()
+    for found in results:
+        torch.testing.assert_close(found[0].double(), loss, rtol=1e-6, atol=1e-6)
+    parts = [x for _, x, _ in results]
+    whole = torch.cat(parts) if sequence_parallel else parts[0]
+    torch.testing.assert_close(whole.double(), x_grad, rtol=1e-6, atol=1e-6)
+    rows = torch.cat([weight for _, _, weight in results])
+    torch.testing.assert_close(rows.double(), weight_grad, rtol=1e-6, atol=1e-6)
+
+
+def test_chunked_sums_a_16_bit_weights_gradient_in_fp32():
+    found = run_linear(Layout.single(), chunk_logits=V, dtype=torch.bfloat16)
+    assert found[2].dtype == torch.bfloat16
+    for ours, theirs in zip(found, linear_expected(), strict=True):
+        error = (ours.double() - theirs).norm() / theirs.norm()
+        assert error < 2e-2

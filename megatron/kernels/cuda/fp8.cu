@@ -37,7 +37,10 @@ __device__ __forceinline__ unsigned magnitude_of(const Vector<T, vector_size<T>>
 
 __device__ unsigned block_max(unsigned value) {
   __shared__ unsigned parts[32];
-  value = __reduce_max_sync(0xffffffffu, value);
+#pragma unroll
+  for (int mask = 16; mask > 0; mask >>= 1) {
+    value = max(value, __shfl_xor_sync(0xffffffffu, value, mask));
+  }
   __syncthreads();  // an earlier call may still read parts
   if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = value;
   __syncthreads();
@@ -279,12 +282,10 @@ cudaError_t with_formats(int64_t dtype, int64_t fp8, F f) {
   });
 }
 
-// Blocks that keep every processor busy, no more than there is work for.
+// Blocks that keep every processor busy, no more than there is work for: 8 on each of the 132
+// processors of an H200.
 int64_t persistent_blocks(int64_t work) {
-  int device = 0, processors = 1;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  return min(divide_up(work, kThreads), static_cast<int64_t>(processors) * 2048 / kThreads);
+  return min(divide_up(work, kThreads), static_cast<int64_t>(8 * 132));
 }
 
 dim3 tiles(int64_t rows, int64_t columns) {

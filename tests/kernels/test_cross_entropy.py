@@ -1,0 +1,96 @@
+"""Cross entropy over part of a vocabulary against float64: plain form and kernel."""
+
+import math
+
+import pytest
+import torch
+
+from megatron.kernels.cross_entropy import REFERENCE, choose_cross_entropy
+
+N = 5
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+SIZES = [1, 7, 8, 1000, 17001]  # below, at and above what a block reads at once; odd starts of rows
+
+
+def problem(size, dtype, device="cpu"):
+    torch.seed()  # fresh numbers in every run
+    logits = (4 * torch.randn(N, size)).to(dtype)
+    labels = torch.randint(size, (N,))
+    labels[0], labels[-1] = -3, size  # on other ranks
+    upstream = torch.rand(N)
+    upstream[1] = 0
+    return [x.to(device) for x in (logits, labels, upstream)]
+
+
+def exact(logits, labels, upstream):
+    """Maxima, sums, targets, gradient."""
+    double = logits.double()
+    maxima = double.amax(-1)
+    powers = (double - maxima[:, None]).exp()
+    mine = (labels >= 0) & (labels < logits.shape[1])
+    targets = torch.zeros_like(maxima)
+    one_hot = torch.zeros_like(double)
+    for i in mine.nonzero()[:, 0].tolist():
+        targets[i], one_hot[i, labels[i]] = double[i, labels[i]], 1
+    gradient = upstream[:, None] * (powers / powers.sum(-1, keepdim=True) - one_hot)
+    return maxima, powers.sum(-1), targets, gradient
+
+
+def check(form, inputs, tolerance=1e-5):
+    logits, labels, upstream = inputs
+    maxima, sums, targets, gradient = exact(*inputs)
+    found = form.statistics(logits, labels)
+    assert torch.equal(found.maxima.double(), maxima)
+    assert torch.equal(found.targets.double(), targets)
+    torch.testing.assert_close(found.sums.double(), sums, rtol=tolerance, atol=0)
+    out = torch.full_like(logits, math.nan)
+    form.gradient(logits, labels, found.maxima, found.sums, upstream, out)
+    rounding = torch.finfo(logits.dtype).eps
+    torch.testing.assert_close(out.double(), gradient, rtol=rounding + 1e-5, atol=1e-6)
+    again = logits.clone()
+    form.gradient(again, labels, found.maxima, found.sums, upstream, again)
+    assert torch.equal(again, out)  # in place: the same bits
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_plain_equals_float64(size, dtype):
+    check(REFERENCE, problem(size, dtype))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernel_equals_float64(kernels, size, dtype):
+    library, device = kernels
+    check(choose_cross_entropy(library, in_16_bits=False), problem(size, dtype, device))
+
+
+@pytest.mark.gpu
+def test_kernel_at_training_sizes(kernels):
+    library, device = kernels
+    if device.type == "cpu":
+        pytest.skip("too large for the emulator")
+    form = choose_cross_entropy(library, in_16_bits=False)
+    for size in (131072, 128257):
+        check(form, problem(size, torch.bfloat16, device))
+        logits, labels, _ = problem(size, torch.bfloat16, device)
+        first, second = (form.statistics(logits, labels) for _ in range(2))
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_extreme_logits(kernels):
+    library, device = kernels
+    logits = torch.zeros(4, 2000, device=device)
+    logits[0, 3], logits[1], logits[2, 1999], logits[3, 5] = 1e4, -1e4, math.nan, -math.inf
+    labels = torch.zeros(4, dtype=torch.int64, device=device)
+    for form in (REFERENCE, choose_cross_entropy(library, in_16_bits=False)):
+        found = form.statistics(logits, labels)
+        assert found.maxima[:2].tolist() == [1e4, -1e4]
+        assert found.sums[:2].tolist() == [1, 2000]
+        assert found.sums[2].isnan()  # nobody overlooks it
+        assert found.sums[3].item() == pytest.approx(1999)
+
+
+def test_choice():
+    assert choose_cross_entropy(None, in_16_bits=False) is REFERENCE
+    assert "16 bits" in str(choose_cross_entropy(None, in_16_bits=True))

@@ -1,0 +1,44 @@
+"""An embedding's gradient against float64: plain form and kernel."""
+
+import pytest
+import torch
+
+from megatron.kernels.embedding_gradient import (
+    choose_embedding_gradient,
+    embedding_gradient_reference,
+)
+
+ROWS = 11
+
+
+def check(form, device, dtype, hidden, count=60):
+    torch.seed()
+    entries = torch.randint(-2, ROWS + 3, (count,), device=device)  # some belong to other ranks
+    entries[: count // 3] = 4  # a frequent one
+    grad = torch.randn(count, hidden, device=device).to(dtype)
+    into = torch.randn(ROWS, hidden, device=device)
+    expected = into.double()
+    for entry, row in zip(entries.tolist(), grad.double(), strict=True):
+        if 0 <= entry < ROWS:
+            expected[entry] += row
+    again = into.clone()
+    form(entries, grad, into)
+    form(entries, grad, again)
+    torch.testing.assert_close(into.double(), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(into, again)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_plain_equals_float64(dtype):
+    check(embedding_gradient_reference, "cpu", dtype, 20)
+
+
+@pytest.mark.parametrize("hidden", [8, 1032])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_kernel_equals_float64(kernels, dtype, hidden):
+    library, device = kernels
+    check(choose_embedding_gradient(library, hidden), device, dtype, hidden)
+
+
+def test_a_size_that_the_kernel_cannot_read_takes_the_plain_form(kernels):
+    assert choose_embedding_gradient(kernels[0], 20) is embedding_gradient_reference

@@ -1,0 +1,103 @@
+"""Casts to fp8: the plain form against float64, the kernels against the plain form's bits."""
+
+import math
+
+import pytest
+import torch
+
+from megatron.kernels.fp8 import E4M3, E5M2, ReferenceCasts, choose_fp8_casts
+
+REFERENCE = ReferenceCasts()
+SHAPES = [(16, 16), (144, 272)]  # less than a tile; two and a bit of them, cut at the edges
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def matrix(shape, dtype, device="cpu"):
+    torch.seed()
+    x = torch.randn(shape) * torch.logspace(-3, 1, shape[1])
+    x[3] = 0
+    return x.to(dtype).to(device)
+
+
+def same(ours, theirs):
+    assert ours.values.dtype == theirs.values.dtype
+    assert ours.values.is_contiguous()
+    assert torch.equal(ours.values.view(torch.uint8), theirs.values.view(torch.uint8))
+    assert torch.equal(ours.inverse, theirs.inverse)
+
+
+@pytest.mark.parametrize("fp8", [E4M3, E5M2])
+def test_plain_is_as_close_as_the_format_allows(fp8):
+    x = matrix((32, 48), torch.bfloat16)
+    step = torch.finfo(fp8).eps  # between neighbours, relative
+    for found in (REFERENCE.cast(x, REFERENCE.amax(x), fp8), REFERENCE.cast_rows(x, fp8)):
+        error = (found.dequantized().double() - x.double()).abs()
+        smallest = torch.finfo(fp8).smallest_normal * found.inverse.double()
+        assert (error <= step / 2 * x.double().abs().maximum(smallest) * 1.001).all()
+        largest = found.values.float().abs().amax().item()
+        assert largest == pytest.approx(torch.finfo(fp8).max)
+
+
+def test_values_above_an_earlier_amax_saturate():
+    x = matrix((16, 16), torch.bfloat16)
+    amax = REFERENCE.amax(x) / 4  # of an iteration before, say
+    found = REFERENCE.cast(x, amax, E4M3)
+    assert found.values.float().isfinite().all()
+    assert found.dequantized().abs().max().item() == pytest.approx(amax.item())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fp8", [E4M3, E5M2])
+def test_kernels_equal_the_plain_form(kernels, shape, dtype, fp8):
+    library, device = kernels
+    ours, x = choose_fp8_casts(library), matrix(shape, dtype, device)
+    amax = ours.amax(x)
+    assert torch.equal(amax, REFERENCE.amax(x))
+    same(ours.cast(x, amax, fp8), REFERENCE.cast(x, amax, fp8))
+    same(ours.cast(x, amax / 4, fp8), REFERENCE.cast(x, amax / 4, fp8))
+    same(ours.cast_rows(x, fp8), REFERENCE.cast_rows(x, fp8))
+    for a, b in zip(
+        ours.cast_transpose(x, amax, fp8), REFERENCE.cast_transpose(x, amax, fp8), strict=True
+    ):
+        same(a, b)
+    for a, b in zip(
+        ours.cast_transpose_rows(x, fp8), REFERENCE.cast_transpose_rows(x, fp8), strict=True
+    ):
+        same(a, b)
+
+
+def test_amax_of_odd_sizes_zeros_and_nan(kernels):
+    library, device = kernels
+    ours = choose_fp8_casts(library)
+    x = torch.zeros(37, 3, device=device)
+    assert ours.amax(x) == 0
+    x[36, 2] = -2.5
+    assert ours.amax(x) == 2.5
+    x[1, 1] = math.nan
+    assert ours.amax(x).isnan()
+    zeros = torch.zeros(16, 16, device=device)
+    same(ours.cast(zeros, ours.amax(zeros), E4M3), REFERENCE.cast(zeros, ours.amax(zeros), E4M3))
+
+
+def test_other_sizes_are_refused(kernels):
+    with pytest.raises(AssertionError, match="multiples of 16"):
+        choose_fp8_casts(kernels[0]).cast_rows(torch.ones(16, 24), E4M3)
+
+
+@pytest.mark.gpu
+def test_a_product_of_casts(kernels):
+    """Row-major times column-major, as the library wants them."""
+    library, device = kernels
+    if device.type == "cpu":
+        pytest.skip("a GPU's product")
+    ours = choose_fp8_casts(library)
+    x, weight = matrix((64, 128), torch.bfloat16, device), torch.randn(32, 128, device=device)
+    left = ours.cast(x, ours.amax(x), E4M3)
+    right = ours.cast(weight, ours.amax(weight), E4M3)
+    product = torch._scaled_mm(
+        left.values, right.values.t(), left.inverse, right.inverse, out_dtype=torch.bfloat16
+    )
+    expected = left.dequantized().double() @ right.dequantized().double().t()
+    error = (product.double() - expected).norm() / expected.norm()
+    assert error < 1e-2
