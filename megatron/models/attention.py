@@ -10,7 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.config.model import ModelConfig
 from megatron.kernels.attention import AttentionChoice
-from megatron.kernels.rope import Rotation, rotate
+from megatron.kernels.library import find_library
+from megatron.kernels.rope import Rotation, choose_split_rotate, rotate
 from megatron.models.initial import weight_init
 from megatron.models.sizes import sizes_of
 from megatron.parallel.collectives import gather_to
@@ -60,6 +61,8 @@ class SelfAttention(nn.Module):
         self.attend = attention.function
         self.causal = causal
         self.recompute_core = recompute_core
+        library = None if device is None else find_library(device).library
+        self.split_rotate = choose_split_rotate(library)
         self.qkv = Linear(
             sizes.hidden,
             sizes.qkv,
@@ -85,31 +88,28 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None, rotation: Rotation | None) -> Tensor:
         """[s, b, h] -> [s, b, h]; [s/t, b, h] with sequence parallelism."""
-        query, key, value = self._split_heads(self.qkv(x))
-        if rotation is not None:
-            query, key = rotate(query, rotation), rotate(key, rotation)
+        query, key, value = self._split_heads(self.qkv(x), rotation)
         if self.recompute_core and torch.is_grad_enabled():
             context = checkpoint(self._core, query, key, value, mask, use_reentrant=False)
         else:
             context = self._core(query, key, value, mask)
         return self.output(context)
 
-    def _split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _split_heads(self, qkv: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         """[s, b, (n + 2g) d / t] -> this rank's queries [s, b, n/t, d], keys and values
-        [s, b, g/t (at least 1), d]."""
-        ranks, per_group = self.axis.size, self.heads_per_group
+        [s, b, g/t (at least 1), d]; queries and keys rotated."""
+        ranks = self.axis.size
         if self.groups >= ranks:
-            by_group = qkv.unflatten(2, (self.groups // ranks, per_group + 2, self.head_size))
-            return (
-                by_group[:, :, :, :-2].flatten(2, 3),
-                by_group[:, :, :, -2],
-                by_group[:, :, :, -1],
-            )
-        by_group = gather_to(qkv, self.axis).unflatten(2, (self.groups, per_group + 2, -1))
+            return self.split_rotate(qkv, self.groups // ranks, self.head_size, rotation)
+        per_group = self.heads_per_group + 2
+        by_group = gather_to(qkv, self.axis).unflatten(2, (self.groups, per_group, -1))
         sharing = ranks // self.groups  # ranks a group
         mine = by_group[:, :, self.axis.rank // sharing]  # [s, b, n/g + 2, d]
-        heads = mine[:, :, :-2].chunk(sharing, dim=2)
-        return heads[self.axis.rank % sharing], mine[:, :, -2:-1], mine[:, :, -1:]
+        query = mine[:, :, :-2].chunk(sharing, dim=2)[self.axis.rank % sharing]
+        key, value = mine[:, :, -2:-1], mine[:, :, -1:]
+        if rotation is None:
+            return query, key, value
+        return rotate(query, rotation), rotate(key, rotation), value
 
     def _core(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         dropout = self.dropout if self.training else 0.0

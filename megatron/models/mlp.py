@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
 from megatron.kernels.activation import choose_activation
+from megatron.kernels.library import find_library
 from megatron.models.initial import weight_init
 from megatron.models.sizes import sizes_of
 from megatron.parallel.layers import Linear
@@ -30,7 +31,8 @@ class MLP(nn.Module):
     ) -> None:
         super().__init__()
         sizes = sizes_of(model)
-        self.activation = choose_activation(model)
+        library = None if device is None else find_library(device).library
+        self.activation = choose_activation(model, library)
         self.up = Linear(
             sizes.hidden,
             sizes.up,
@@ -38,6 +40,7 @@ class MLP(nn.Module):
             layout=layout,
             init=weight_init(model, sizes.hidden, sizes.up),
             bias=model.add_bias_linear,
+            adds_bias=False,  # the activation does
             parts=sizes.up_parts,
             products=new_products(),
             device=device,
@@ -57,4 +60,5 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, h] -> [s, b, h]."""
-        return self.down(self.activation(self.up(x)))
+        bias = None if self.up.bias is None else self.up.bias.flatten()
+        return self.down(self.activation(self.up(x), bias))

@@ -32,6 +32,7 @@ class Linear(nn.Module):
         in_features: of the whole layer.
         out_features: of the whole layer.
         split: how the weight is split over tensor ranks; None keeps all of it on every rank.
+        adds_bias: False leaves it to the caller, who adds `layer.bias`; not of a row.
         parts: the output is so many vectors of equal length (gate and up, for example), each of
             them split by itself. The weight's global shape is then [parts, out / parts, in].
         init: of the weight; biases start at zero.
@@ -53,6 +54,7 @@ class Linear(nn.Module):
         layout: Layout,
         init: Init,
         bias: bool = True,
+        adds_bias: bool = True,
         parts: int = 1,
         products: Products = PLAIN,
         device: torch.device | None = None,
@@ -65,6 +67,8 @@ class Linear(nn.Module):
         self.weight_gradients: WorkQueue | None = None
         self.slot: GradientSlot | None = None
         self.products = products
+        self.adds_bias = adds_bias
+        assert adds_bias or split != "row"
         axis = layout.tensor
         out = (out_features,) if parts == 1 else (parts, out_features // parts)
         out_dim = len(out) - 1
@@ -101,7 +105,7 @@ class Linear(nn.Module):
                 self.layout.tensor, self.layout.sequence_parallel, self.overlap
             )
         if self.split != "row" or self.layout.tensor.size == 1:
-            return self._product(x, self.bias, communication)
+            return self._product(x, self.bias if self.adds_bias else None, communication)
         out = sum_over_ranks(self._product(x, None, communication), self.layout)
         return out if self.bias is None else out + self.bias.flatten()
 

@@ -13,6 +13,7 @@ from megatron.parallel.initialization import initialize
 from megatron.parallel.layers import Linear, VocabularyEmbedding, set_overlap
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import Init, spec_of
+from megatron.parallel.products import Plain
 from tests.distributed import run_distributed
 
 INIT = Init("normal", 0.3)
@@ -228,13 +229,13 @@ def _order_of_events(layout, sequence, overlap):
     for name in ("start_all_gather", "start_all_reduce", "start_reduce_scatter"):
         short = name.removeprefix("start_")
         setattr(linear, name, starting(short, getattr(linear, name)))
-    product = linear._weight_gradient
 
-    def noted(grad, x):
-        events.append("weight")
-        return product(grad, x)
+    class Noting(Plain):
+        def weight_gradient(self, *args, **options):
+            events.append("weight")
+            super().weight_gradient(*args, **options)
 
-    linear._weight_gradient = noted
+    module.products = Noting()
     out = module(torch.ones(4, 1, 8).requires_grad_())
     events.clear()
     out.sum().backward()
