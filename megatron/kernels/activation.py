@@ -1,25 +1,54 @@
-"""Non-linearities of the MLP: each formula, and PyTorch's fused form where there is one."""
+"""Non-linearities of the MLP, with the bias of the projection before them.
+
+Each is the formula, PyTorch's form, and (through `fused_activation`) one CUDA kernel that adds the
+bias, applies the non-linearity, and in backward computes both again from its input.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.config.model import ModelConfig
+from megatron.device import Device
+from megatron.kernels.library import DTYPE_CODES, VECTOR_BYTES, Kernel, KernelLibrary, aligned
 
-Activation = Callable[[Tensor], Tensor]
+ACTIVATION_FORWARD = Kernel("activation_forward", "pppiiii")
+ACTIVATION_BACKWARD = Kernel("activation_backward", "ppppppiiiiii")
+KINDS = {"gelu_tanh": 0, "gelu": 1, "squared_relu": 2, "swiglu": 3}  # activation.cu has the same
+PARTIALS = 4  # rows of partial sums, for each multiprocessor
 
 
-def choose_activation(model: ModelConfig) -> Activation:
+class Activation(Protocol):
+    """What a model calls: x [..., f] (SwiGLU: [..., 2 f]) and a bias like its last dimension, or
+    None, -> [..., f]."""
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor: ...
+
+
+def choose_activation(model: ModelConfig, library: KernelLibrary | None = None) -> Activation:
     """The activation that the flags ask for, in Megatron's order of precedence.
 
     Megatron's fused bias-GeLU, its default, is the tanh form; without fusion, and so without
     biases, it takes the exact form.
+
+    Args:
+        model: flags. --no-bias-gelu-fusion also keeps GeLU off the fused kernels.
+        library: of fused kernels; None: PyTorch's operations.
     """
+    plain = _choose_formula(model)
+    gated_or_squared = plain in (swiglu, squared_relu)
+    if library is None or not (model.bias_gelu_fusion or gated_or_squared):
+        return plain
+    return partial(fused_activation, library, plain)
+
+
+def _choose_formula(model: ModelConfig) -> Activation:
     if model.swiglu:
         return swiglu
     if model.openai_gelu:
@@ -36,9 +65,9 @@ def gelu_reference(x: Tensor) -> Tensor:
     return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
 
 
-def gelu(x: Tensor) -> Tensor:
-    """The exact form, fused."""
-    return F.gelu(x)
+def gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The exact form by PyTorch."""
+    return F.gelu(_add(x, bias))
 
 
 def gelu_tanh_reference(x: Tensor) -> Tensor:
@@ -46,14 +75,14 @@ def gelu_tanh_reference(x: Tensor) -> Tensor:
     return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
-def gelu_tanh(x: Tensor) -> Tensor:
-    """The tanh approximation, fused."""
-    return F.gelu(x, approximate="tanh")
+def gelu_tanh(x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The tanh approximation by PyTorch."""
+    return F.gelu(_add(x, bias), approximate="tanh")
 
 
-def squared_relu(x: Tensor) -> Tensor:
+def squared_relu(x: Tensor, bias: Tensor | None = None) -> Tensor:
     """max(x, 0)^2 (Primer)."""
-    return F.relu(x).square()
+    return F.relu(_add(x, bias)).square()
 
 
 def swiglu_reference(x: Tensor) -> Tensor:
@@ -62,7 +91,70 @@ def swiglu_reference(x: Tensor) -> Tensor:
     return gate * torch.sigmoid(gate) * up
 
 
-def swiglu(x: Tensor) -> Tensor:
+def swiglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
     """The same with PyTorch's fused SiLU."""
-    gate, up = x.chunk(2, dim=-1)
+    gate, up = _add(x, bias).chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def _add(x: Tensor, bias: Tensor | None) -> Tensor:
+    return x if bias is None else x + bias
+
+
+def fused_activation(
+    library: KernelLibrary, plain: Activation, x: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """One of the functions above by one kernel, where the sizes allow; the bias's gradient is
+    summed in a fixed order.
+
+    Args:
+        library: of kernels.
+        plain: gelu, gelu_tanh, squared_relu or swiglu.
+        x: [..., f] (SwiGLU: [..., 2 f]).
+        bias: like the last dimension of x, or None.
+    """
+    columns = x.shape[-1] // (2 if plain is swiglu else 1)
+    fits = (
+        x.dtype in DTYPE_CODES
+        and columns % (VECTOR_BYTES // x.element_size()) == 0
+        and x.numel() > 0
+        and (bias is None or bias.dtype == x.dtype)
+        and aligned(x, bias)
+    )
+    if not fits:
+        return plain(x, bias)
+    return _FusedActivation.apply(x, bias, KINDS[getattr(plain, "__name__", "")], library)
+
+
+class _FusedActivation(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, kind: int, library: KernelLibrary
+    ) -> Tensor:
+        x = x.contiguous()
+        columns = x.shape[-1] // (2 if kind == KINDS["swiglu"] else 1)
+        out = x.new_empty(*x.shape[:-1], columns)
+        rows = x.numel() // x.shape[-1]
+        library.launch(ACTIVATION_FORWARD, x, bias, out, rows, columns, kind, DTYPE_CODES[x.dtype])
+        ctx.save_for_backward(x, bias)
+        ctx.kind, ctx.library = kind, library
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, bias = ctx.saved_tensors
+        grad_x = torch.empty_like(x)
+        grad_bias = None if bias is None else torch.empty_like(bias)
+        multiprocessors = Device(x.device).multiprocessors
+        partials = None
+        if bias is not None:
+            partials = torch.empty(
+                PARTIALS * multiprocessors, x.shape[-1], dtype=torch.float32, device=x.device
+            )
+        ctx.library.launch(
+            ACTIVATION_BACKWARD,
+            *(x, bias, grad.contiguous(), grad_x, grad_bias, partials),
+            *(PARTIALS * multiprocessors, multiprocessors, grad.numel() // grad.shape[-1]),
+            *(grad.shape[-1], ctx.kind, DTYPE_CODES[x.dtype]),
+        )
+        return grad_x, grad_bias, None, None

@@ -20,8 +20,8 @@ from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.device import Device
 from megatron.errors import ConfigError
+from megatron.kernels.softmax import MaskedSoftmax, masked_softmax
 
-MASKED = -10000.0  # score of a pair that may not attend, as in Megatron
 LARGEST_FLASH_HEAD = 256
 # Fastest first where more than one applies. cuDNN steps aside in deterministic mode.
 _GPU_KERNELS = [
@@ -125,11 +125,12 @@ def attention_reference(
     layer_number: int = 1,
     scale_by_layer: bool = False,
     softmax_in_fp32: bool = True,
+    softmax: MaskedSoftmax = masked_softmax,
 ) -> Tensor:
     """The formula, with every score in memory.
 
     With `scale_by_layer` scores are divided by the layer number before they are rounded to 16
-    bits, and multiplied back in fp32.
+    bits, and multiplied back in fp32. A fused `softmax` takes 16-bit scores and computes in fp32.
     """
     layer = layer_number if scale_by_layer else 1
     query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, n or g, s, d]
@@ -137,13 +138,8 @@ def attention_reference(
     scores = _scaled_product(query, key, 1 / (layer * math.sqrt(query.shape[-1])))  # [b, n, s, s]
     if softmax_in_fp32:
         scores = scores.float()
-    scores = scores * layer
-    if mask is None and causal:
-        s = scores.shape[-1]
-        mask = torch.ones(s, s, dtype=torch.bool, device=scores.device).tril()
-    if mask is not None:
-        scores = scores.masked_fill(~mask, MASKED)
-    weights = F.dropout(scores.softmax(dim=-1).to(value.dtype), dropout)
+    weights = softmax(scores, mask, causal=causal, factor=layer, dtype=value.dtype)
+    weights = F.dropout(weights, dropout)
     return (weights @ value).permute(2, 0, 1, 3).flatten(2)
 
 

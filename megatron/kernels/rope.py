@@ -6,8 +6,17 @@ by position / base^(2i/r). The rest passes unchanged.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Protocol
+
 import torch
 from torch import Tensor
+
+from megatron.kernels.library import DTYPE_CODES, VECTOR_BYTES, Kernel, KernelLibrary, aligned
+
+SPLIT_ROTATE = Kernel("split_rotate", "pppvvv" + "i" * 17)
+LARGEST_PAIRS = 256  # pairs of vectors in a head; rope.cu has the same
 
 Rotation = tuple[Tensor, Tensor]  # cosines and sines, fp32 [s, 1, 1, r]
 
@@ -45,3 +54,129 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     across = torch.cat((-second, first), dim=-1)
     turned = (turning * cosine + across * sine).to(x.dtype)
     return turned if still.shape[-1] == 0 else torch.cat((turned, still), dim=-1)
+
+
+class SplitRotate(Protocol):
+    """What a model calls."""
+
+    def __call__(
+        self, qkv: Tensor, groups: int, head_size: int, rotation: Rotation | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Cut a fused projection into heads, and rotate queries and keys.
+
+        Args:
+            qkv: [s, b, (n + 2g) d], by group: the group's n/g query heads, its key, its value.
+            groups: g, key-value heads.
+            head_size: d.
+            rotation: see `rotate`; None: nothing turns.
+
+        Returns:
+            Queries [s, b, n, d], keys and values [s, b, g, d].
+        """
+
+
+def choose_split_rotate(library: KernelLibrary | None) -> SplitRotate:
+    """The fused kernel where there is a library, else PyTorch's operations."""
+    return split_rotate if library is None else partial(fused_split_rotate, library)
+
+
+def split_rotate(
+    qkv: Tensor, groups: int, head_size: int, rotation: Rotation | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `SplitRotate`: views, and rotated copies."""
+    by_group = qkv.unflatten(2, (groups, -1, head_size))
+    query, key, value = (
+        by_group[:, :, :, :-2].flatten(2, 3),
+        by_group[..., -2, :],
+        by_group[..., -1, :],
+    )
+    if rotation is None:
+        return query, key, value
+    return rotate(query, rotation), rotate(key, rotation), value
+
+
+def fused_split_rotate(
+    library: KernelLibrary, qkv: Tensor, groups: int, head_size: int, rotation: Rotation | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `SplitRotate`: one kernel that writes contiguous heads, and in backward one that gathers
+    their gradients, in whatever layout attention leaves them, into that of the projection. Sizes
+    that the kernel does not take run on PyTorch's operations."""
+    if not _fits(qkv, head_size, rotation):
+        return split_rotate(qkv, groups, head_size, rotation)
+    cosine, sine = (None, None) if rotation is None else rotation
+    query, key, value = _SplitRotate.apply(qkv, cosine, sine, groups, head_size, library)
+    return query, key, value
+
+
+def _fits(qkv: Tensor, head_size: int, rotation: Rotation | None) -> bool:
+    if qkv.dtype not in DTYPE_CODES or qkv.numel() == 0 or not aligned(qkv):
+        return False
+    pair = 2 * VECTOR_BYTES // qkv.element_size()
+    if head_size % pair or head_size // pair > LARGEST_PAIRS:
+        return False
+    if rotation is None:
+        return True
+    size = rotation[0].shape[-1]
+    return size % pair == 0 and all(
+        x.dtype == torch.float32
+        and x.numel() == qkv.shape[0] * size  # one angle a position, whatever the sample
+        and x.is_contiguous()
+        and aligned(x)
+        for x in rotation
+    )
+
+
+class _SplitRotate(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        qkv: Tensor,
+        cosine: Tensor | None,
+        sine: Tensor | None,
+        groups: int,
+        head_size: int,
+        library: KernelLibrary,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        qkv = qkv.contiguous()
+        s, b, width = qkv.shape
+        query = qkv.new_empty(s, b, width // head_size - 2 * groups, head_size)
+        key, value = (qkv.new_empty(s, b, groups, head_size) for _ in range(2))
+        ctx.library = library
+        ctx.save_for_backward(cosine, sine)
+        _launch(library, qkv, (cosine, sine), (query, key, value), backward=False)
+        return query, key, value
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # The kernel takes any strides but that of channels.
+        heads = [x if x.stride(-1) == 1 and _even(x) else x.contiguous() for x in grads]
+        s, b, _, head_size = heads[0].shape
+        width = sum(x.shape[2] for x in heads) * head_size
+        grad = heads[0].new_empty(s, b, width)
+        _launch(ctx.library, grad, ctx.saved_tensors, heads, backward=True)
+        return grad, None, None, None, None, None
+
+
+def _even(x: Tensor) -> bool:
+    """Whether every head starts where a 16-byte access may."""
+    return aligned(x) and all(x.stride(i) * x.element_size() % VECTOR_BYTES == 0 for i in range(3))
+
+
+def _launch(
+    library: KernelLibrary,
+    fused: Tensor,
+    rotation: Sequence[Tensor | None],
+    heads: Sequence[Tensor],
+    *,
+    backward: bool,
+) -> None:
+    query, key, _ = heads
+    cosine, sine = rotation
+    strides = [x.stride(i) for x in heads for i in range(3)]
+    s, b, groups, head_size = key.shape
+    rotary = 0 if cosine is None else cosine.shape[-1]
+    library.launch(
+        SPLIT_ROTATE,
+        *(fused, cosine, sine, *heads, *strides, s, b, groups, query.shape[2] // groups),
+        *(head_size, rotary, int(backward), DTYPE_CODES[fused.dtype]),
+    )

@@ -11,7 +11,7 @@ from megatron.kernels.attention import AttentionChoice
 from megatron.kernels.rope import Rotation
 from megatron.models.attention import SelfAttention
 from megatron.models.mlp import MLP
-from megatron.models.norm import new_norm
+from megatron.models.norm import Stream, new_norm
 from megatron.parallel.layout import Layout
 from megatron.parallel.random import split_region
 
@@ -20,8 +20,9 @@ class Block(nn.Module):
     """A pre-norm layer.
 
     The residual is the layer's input, or with --apply-residual-connection-post-layernorm the
-    normalized input. An fp32 residual stream stays fp32: 16-bit outputs are added to it. With
-    sequence parallelism all of it but the split layers runs on this rank's part of the sequence.
+    normalized input. What the MLP adds to it is left to the next normalization (see `Stream`). An
+    fp32 residual stream stays fp32: 16-bit outputs are added to it. With sequence parallelism all
+    of it but the split layers runs on this rank's part of the sequence.
 
     Args:
         layer_number: from 1.
@@ -56,14 +57,13 @@ class Block(nn.Module):
         self.mlp_norm = new_norm(model, layout, device=device, dtype=dtype)
         self.mlp = MLP(model, layout, device=device, dtype=dtype)
 
-    def forward(self, x: Tensor, mask: Tensor | None, rotation: Rotation | None) -> Tensor:
+    def forward(self, stream: Stream, mask: Tensor | None, rotation: Rotation | None) -> Stream:
         """[s, b, h] -> [s, b, h]; [s/t, b, h] with sequence parallelism."""
-        normal = self.attention_norm(x)
-        residual = normal if self.residual_after_norm else x
-        x = residual + self._drop(self.attention(normal, mask, rotation), "attention output")
-        normal = self.mlp_norm(x)
-        residual = normal if self.residual_after_norm else x
-        return residual + self._drop(self.mlp(normal), "mlp output")
+        x, normal = self.attention_norm(stream)
+        update = self._drop(self.attention(normal, mask, rotation), "attention output")
+        x, normal = self.mlp_norm(Stream(normal if self.residual_after_norm else x, update))
+        update = self._drop(self.mlp(normal), "mlp output")
+        return Stream(normal if self.residual_after_norm else x, update)
 
     def _drop(self, x: Tensor, site: str) -> Tensor:
         if not self.training or self.dropout == 0:

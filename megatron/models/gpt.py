@@ -21,7 +21,7 @@ from megatron.models.block import Block
 from megatron.models.context import over_context
 from megatron.models.embedding import Embedding, RotaryTable, TiedWordEmbedding
 from megatron.models.head import OutputWeight, TokenLoss, vocabulary_logits
-from megatron.models.norm import new_norm
+from megatron.models.norm import Stream, new_norm
 from megatron.models.recompute import RecomputePlan, layer_groups, recompute
 from megatron.models.sizes import sizes_of
 from megatron.parallel.context.split import local_positions
@@ -172,19 +172,15 @@ class GPTModel(nn.Module):
         if hidden is None:
             assert isinstance(self.embedding, Embedding), "this part takes hidden states"
             hidden = self.embedding(tokens, position_ids)
-        x = hidden  # [s, b, h]
-        for group in self.groups:
-            if group.recomputed and torch.is_grad_enabled():
-                x = recompute(self._run, group.layers, x, mask, rotation, split_over=self.saved_by)
-            else:
-                x = self._run(group.layers, x, mask, rotation)
+        stream = self._through_layers(hidden, mask, rotation)
         if self.final_norm is None:
-            return x
-        x, weight = self.final_norm(x), self._output_weight()
+            return stream.join()
+        _, normal = self.final_norm(stream)  # [s, b, h]
+        weight = self._output_weight()
         options: dict[str, Any] = {"overlap": self.overlap, "slot": self.output_slot}
         if labels is None:  # [s, b, v/t]
-            return vocabulary_logits(x, weight, self.layout, **options).transpose(0, 1)
-        return self.token_loss(x, weight, labels.t(), self.layout, **options).t()
+            return vocabulary_logits(normal, weight, self.layout, **options).transpose(0, 1)
+        return self.token_loss(normal, weight, labels.t(), self.layout, **options).t()
 
     def _output_weight(self) -> nn.Parameter:
         if self.output is not None:
@@ -192,9 +188,30 @@ class GPTModel(nn.Module):
         assert self.embedding is not None
         return self.embedding.word.weight
 
-    def _run(
+    def _through_layers(
+        self, hidden: Tensor, mask: Tensor | None, rotation: Rotation | None
+    ) -> Stream:
+        stream = Stream(hidden)
+        for group in self.groups:
+            if group.recomputed and torch.is_grad_enabled():
+                # Joined: a group keeps one tensor.
+                x = stream.join()
+                x = recompute(
+                    self._joined, group.layers, x, mask, rotation, split_over=self.saved_by
+                )
+                stream = Stream(x)
+            else:
+                stream = self._run(group.layers, stream, mask, rotation)
+        return stream
+
+    def _joined(
         self, layers: range, x: Tensor, mask: Tensor | None, rotation: Rotation | None
     ) -> Tensor:
+        return self._run(layers, Stream(x), mask, rotation).join()
+
+    def _run(
+        self, layers: range, stream: Stream, mask: Tensor | None, rotation: Rotation | None
+    ) -> Stream:
         for index in layers:
-            x = self.layers[str(index)](x, mask, rotation)
-        return x
+            stream = self.layers[str(index)](stream, mask, rotation)
+        return stream

@@ -1,6 +1,12 @@
-"""The normalization in front of each half of a block."""
+"""The residual stream, and the normalization in front of each half of a block.
+
+What a half of a block computes is added to the stream by the normalization that reads it next: one
+pass over memory does both.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +16,22 @@ from megatron.kernels.norm import layer_norm, rms_norm
 from megatron.models.sizes import sizes_of
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import ONES, ZEROS, new_parameter
+
+
+class Stream(NamedTuple):
+    """Hidden states between two halves of blocks: their sum, not taken yet.
+
+    Attributes:
+        residual: [s, b, h].
+        update: what the last half has computed, [s, b, h]; None at the start of a part.
+    """
+
+    residual: Tensor
+    update: Tensor | None = None
+
+    def join(self) -> Tensor:
+        """The hidden states."""
+        return self.residual if self.update is None else self.residual + self.update
 
 
 class LayerNorm(nn.Module):
@@ -36,10 +58,11 @@ class LayerNorm(nn.Module):
             (hidden,), init=ZEROS, partial_gradient=partial_gradient, device=device, dtype=dtype
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., h] -> [..., h] in the weight's type."""
+    def forward(self, stream: Stream) -> tuple[Tensor, Tensor]:
+        """The joined stream [s, b, h], and the same normalized, in the weight's type."""
+        x = stream.join()
         weight = self.weight + 1 if self.offset else self.weight
-        return layer_norm(x, weight, self.bias, self.epsilon)
+        return x, layer_norm(x, weight, self.bias, self.epsilon)
 
 
 class RMSNorm(nn.Module):
@@ -60,9 +83,10 @@ class RMSNorm(nn.Module):
             (hidden,), init=ONES, partial_gradient=partial_gradient, device=device, dtype=dtype
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., h] -> [..., h] in the weight's type."""
-        return rms_norm(x, self.weight, self.epsilon)
+    def forward(self, stream: Stream) -> tuple[Tensor, Tensor]:
+        """The joined stream [s, b, h], and the same normalized, in the weight's type."""
+        x = stream.join()
+        return x, rms_norm(x, self.weight, self.epsilon)
 
 
 def new_norm(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -53,3 +54,11 @@ def kernels(request) -> tuple[KernelLibrary, torch.device]:
     choice = find_library(device.torch_device)
     assert choice.library is not None, choice.reason
     return choice.library, device.torch_device
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """Uninitialized memory is NaN, so that an element that no kernel writes shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)

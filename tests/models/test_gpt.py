@@ -246,7 +246,7 @@ def test_precision_switches_train_in_16_bits(precision):
 def test_fp32_residual_stream():
     kinds = []
     model = gpt(NO_DROPOUT, {"fp32_residual_connection": True}, dtype=torch.bfloat16)
-    model.layers["1"].register_forward_hook(lambda _m, _i, out: kinds.append(out.dtype))
+    model.layers["1"].register_forward_hook(lambda _m, _i, out: kinds.append(out.join().dtype))
     model.layers["1"].mlp.register_forward_hook(lambda _m, _i, out: kinds.append(out.dtype))
     model(batch()[0])
     assert kinds == [torch.bfloat16, torch.float32]

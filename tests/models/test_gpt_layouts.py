@@ -173,7 +173,7 @@ def _saved_bytes(layout, plan):
     inputs = []
     for block in model.layers.values():
         block.register_forward_pre_hook(
-            lambda _m, args: inputs.append(weakref.ref(args[0].untyped_storage()))
+            lambda _m, args: inputs.append(weakref.ref(args[0].residual.untyped_storage()))
         )
     tokens, labels = batch()
     loss = model(tokens, labels=labels)

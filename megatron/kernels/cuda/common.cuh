@@ -10,6 +10,8 @@
 #include <cuda_runtime.h>
 #include <stdint.h>
 
+#include <type_traits>
+
 // ---- element types ------------------------------------------------------------------------------
 
 enum DType : int64_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };  // library.py has the same

@@ -1,8 +1,6 @@
 // For kernels that keep a row in the registers of the threads that share it.
 #pragma once
 
-#include <type_traits>
-
 #include "common.cuh"
 
 // How a row is shared: `elements` a thread, `threads` a row (x), `rows` a block (y, more than one

@@ -1,0 +1,227 @@
+// Non-linearities of the MLP with the bias of the projection before them.
+#include "column_sums.cuh"
+#include "columns.cuh"
+
+enum Activation : int64_t { kGeluTanh = 0, kGelu = 1, kSquaredRelu = 2, kSwiGLU = 3 };
+
+// EXACT: library functions, for fp32. Otherwise the hardware's exponential and reciprocal, whose
+// error is far under a 16-bit rounding.
+template <bool EXACT>
+__device__ __forceinline__ float exponential(float x) {
+  return EXACT ? expf(x) : __expf(x);
+}
+
+template <bool EXACT>
+__device__ __forceinline__ float sigmoid(float x) {
+  const float below = 1.f + exponential<EXACT>(-x);
+  return EXACT ? 1.f / below : __fdividef(1.f, below);
+}
+
+// The normal distribution function. Fast form: Abramowitz and Stegun 7.1.26 (error 1.5e-7).
+template <bool EXACT>
+__device__ __forceinline__ float normal_distribution(float x) {
+  if (EXACT) return 0.5f * erfcf(-x * 0.70710678f);
+  const float z = fabsf(x) * 0.70710678f;
+  const float t = __fdividef(1.f, 1.f + 0.3275911f * z);
+  const float series =
+      t * (0.254829592f +
+           t * (-0.284496736f + t * (1.421413741f + t * (-1.453152027f + t * 1.061405429f))));
+  const float tail = 0.5f * series * __expf(-z * z);
+  return x < 0.f ? tail : 1.f - tail;
+}
+
+struct ValueAndSlope {
+  float value, slope;
+};
+
+template <int KIND, bool EXACT>
+__device__ __forceinline__ ValueAndSlope activation(float x) {
+  if (KIND == kGeluTanh) {  // x / 2 (1 + tanh u) = x sigmoid(2 u)
+    const float two_u = 1.5957691216f * x * (1.f + 0.044715f * x * x);
+    const float s = sigmoid<EXACT>(two_u);
+    return {x * s, s + x * s * (1.f - s) * 1.5957691216f * (1.f + 0.134145f * x * x)};
+  }
+  if (KIND == kGelu) {
+    const float below = normal_distribution<EXACT>(x);
+    return {x * below, below + x * 0.3989422804f * exponential<EXACT>(-0.5f * x * x)};
+  }
+  const float positive = fmaxf(x, 0.f);
+  return {positive * positive, 2.f * positive};
+}
+
+// Rows that a thread loads before it computes.
+template <int KIND>
+constexpr int rows_at_once = KIND == kSwiGLU ? 2 : 4;
+
+// x [rows, columns (or 2 columns for SwiGLU: gate, then up)], bias like a row of x or null.
+template <typename T, int KIND>
+__global__ void __launch_bounds__(256)
+    activation_forward_kernel(const T* __restrict__ x, const T* __restrict__ bias,
+                              T* __restrict__ out, int64_t rows, int columns) {
+  constexpr int V = vector_size<T>, R = rows_at_once<KIND>;
+  constexpr int P = KIND == kSwiGLU ? 2 : 1;
+  constexpr bool kExact = sizeof(T) == 4;
+  const int column = (blockIdx.y * blockDim.x + threadIdx.x) * V;
+  if (column >= columns) return;
+  const int64_t width = static_cast<int64_t>(columns) * P;
+  Vector<T, V> b[P];
+#pragma unroll
+  for (int p = 0; p < P; p++) {
+    if (bias) b[p] = load<T, V>(bias + p * columns + column);
+  }
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * R;
+  Vector<T, V> in[R][P];
+#pragma unroll
+  for (int r = 0; r < R; r++) {
+#pragma unroll
+    for (int p = 0; p < P; p++) {
+      if (first + r < rows) in[r][p] = load<T, V>(x + (first + r) * width + p * columns + column);
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < R; r++) {
+    if (first + r >= rows) break;
+    Vector<T, V> result;
+#pragma unroll
+    for (int i = 0; i < V; i++) {
+      float value = to_float(in[r][0].at[i]);
+      if (bias) value += to_float(b[0].at[i]);
+      if (KIND == kSwiGLU) {
+        float up = to_float(in[r][P - 1].at[i]);
+        if (bias) up += to_float(b[P - 1].at[i]);
+        result.at[i] = from_float<T>(value * sigmoid<kExact>(value) * up);
+      } else {
+        result.at[i] = from_float<T>(activation<KIND, kExact>(value).value);
+      }
+    }
+    store(out + (first + r) * columns + column, result);
+  }
+}
+
+// Blocks that one multiprocessor has registers for in backward.
+template <int KIND>
+constexpr int summing_residency = KIND == kSwiGLU ? 2 : 3;
+
+// The gradient of x; with `partial` fp32 [gridDim.x, width] also this block's sums of it.
+template <typename T, int KIND, bool SUM>
+__global__ void __launch_bounds__(256, summing_residency<KIND>)
+    activation_backward_kernel(const T* __restrict__ x, const T* __restrict__ bias,
+                               const T* __restrict__ grad, T* __restrict__ grad_x,
+                               float* __restrict__ partial, int64_t rows, int columns) {
+  constexpr int V = vector_size<T>, R = 2;
+  constexpr int P = KIND == kSwiGLU ? 2 : 1;
+  constexpr bool kExact = sizeof(T) == 4;
+  const int column = (blockIdx.y * blockDim.x + threadIdx.x) * V;
+  if (column >= columns) return;
+  const int64_t width = static_cast<int64_t>(columns) * P;
+  Vector<T, V> b[P];
+  float sums[P][V];
+#pragma unroll
+  for (int p = 0; p < P; p++) {
+    if (bias) b[p] = load<T, V>(bias + p * columns + column);
+#pragma unroll
+    for (int i = 0; i < V; i++) sums[p][i] = 0.f;
+  }
+  const int64_t step = static_cast<int64_t>(gridDim.x) * R;
+  for (int64_t first = static_cast<int64_t>(blockIdx.x) * R; first < rows; first += step) {
+    Vector<T, V> in[R][P], incoming[R];
+#pragma unroll
+    for (int r = 0; r < R; r++) {
+      if (first + r >= rows) break;
+#pragma unroll
+      for (int p = 0; p < P; p++) {
+        in[r][p] = load<T, V>(x + (first + r) * width + p * columns + column);
+      }
+      incoming[r] = load<T, V>(grad + (first + r) * columns + column);
+    }
+#pragma unroll
+    for (int r = 0; r < R; r++) {
+      if (first + r >= rows) break;
+#pragma unroll
+      for (int i = 0; i < V; i++) {
+        const float g = to_float(incoming[r].at[i]);
+        float value = to_float(in[r][0].at[i]);
+        if (bias) value += to_float(b[0].at[i]);
+        float down;
+        if (KIND == kSwiGLU) {
+          float up = to_float(in[r][P - 1].at[i]);
+          if (bias) up += to_float(b[P - 1].at[i]);
+          const float s = sigmoid<kExact>(value);
+          down = g * up * s * (1.f + value * (1.f - s));
+          const float down_up = g * value * s;
+          if (SUM) sums[P - 1][i] += down_up;
+          in[r][P - 1].at[i] = from_float<T>(down_up);
+        } else {
+          down = g * activation<KIND, kExact>(value).slope;
+        }
+        if (SUM) sums[0][i] += down;
+        in[r][0].at[i] = from_float<T>(down);
+      }
+#pragma unroll
+      for (int p = 0; p < P; p++) {
+        store(grad_x + (first + r) * width + p * columns + column, in[r][p]);
+      }
+    }
+  }
+  if (SUM) {
+#pragma unroll
+    for (int p = 0; p < P; p++) {
+      store_sums(partial + blockIdx.x * width + p * columns + column, sums[p]);
+    }
+  }
+}
+
+template <typename F>
+static cudaError_t with_kind(int64_t kind, F f) {
+  switch (kind) {
+    case kGeluTanh: return f(std::integral_constant<int, kGeluTanh>{});
+    case kGelu: return f(std::integral_constant<int, kGelu>{});
+    case kSquaredRelu: return f(std::integral_constant<int, kSquaredRelu>{});
+    case kSwiGLU: return f(std::integral_constant<int, kSwiGLU>{});
+  }
+  return cudaErrorInvalidValue;
+}
+
+// x [rows, columns (SwiGLU: 2 columns)], bias [columns (2 columns)] or null -> out [rows, columns].
+extern "C" int activation_forward(const void* x, const void* bias, void* out, int64_t rows,
+                                  int64_t columns, int64_t kind, int64_t dtype,
+                                  cudaStream_t stream) {
+  return with_type(dtype, [&](auto t) {
+    using T = decltype(t);
+    return with_kind(kind, [&](auto which) {
+      constexpr int KIND = decltype(which)::value;
+      const ColumnShape shape = column_shape(rows, columns / vector_size<T>, rows_at_once<KIND>, 0);
+      return launch(activation_forward_kernel<T, KIND>, shape.grid, dim3(shape.threads), 0, stream,
+                    static_cast<const T*>(x), static_cast<const T*>(bias), static_cast<T*>(out),
+                    rows, columns);
+    });
+  });
+}
+
+// The same inputs and grad [rows, columns] -> grad_x like x, and grad_bias like bias unless null,
+// through partial fp32 [capacity, width of x].
+extern "C" int activation_backward(const void* x, const void* bias, const void* grad, void* grad_x,
+                                   void* grad_bias, float* partial, int64_t capacity,
+                                   int64_t multiprocessors, int64_t rows, int64_t columns,
+                                   int64_t kind, int64_t dtype, cudaStream_t stream) {
+  return with_type(dtype, [&](auto t) {
+    using T = decltype(t);
+    return with_kind(kind, [&](auto which) {
+      constexpr int KIND = decltype(which)::value;
+      const int64_t vectors = columns / vector_size<T>;
+      const int64_t blocks = grad_bias ? summing_blocks(vectors, multiprocessors * summing_residency<KIND>,
+                                                        capacity)
+                                       : 0;
+      const ColumnShape shape = column_shape(rows, vectors, 2, blocks);
+      const auto kernel = grad_bias ? activation_backward_kernel<T, KIND, true>
+                                    : activation_backward_kernel<T, KIND, false>;
+      const cudaError_t error =
+          launch(kernel, shape.grid, dim3(shape.threads), 0, stream, static_cast<const T*>(x),
+                 static_cast<const T*>(bias), static_cast<const T*>(grad), static_cast<T*>(grad_x),
+                 partial, rows, columns);
+      if (error != cudaSuccess || !grad_bias) return error;
+      return column_sums(partial, nullptr, static_cast<T*>(grad_bias), static_cast<T*>(nullptr),
+                         shape.grid.x, columns * (KIND == kSwiGLU ? 2 : 1), stream);
+    });
+  });
+}

@@ -1,0 +1,155 @@
+// residual + dropout(x + bias). The mask is a function of (seed, element), so nothing of it is kept.
+#include "column_sums.cuh"
+#include "columns.cuh"
+#include "rows.cuh"
+
+constexpr int kGroup = 8;        // elements that one block of random words serves, 16 bits each
+constexpr int kRowsAtOnce = 2;
+constexpr int kResidency = 4;    // blocks that one multiprocessor has registers for in backward
+
+// Philox4x32-10 (Salmon et al., 2011).
+__device__ __forceinline__ uint4 philox(uint64_t counter, uint64_t key) {
+  uint4 x = make_uint4(static_cast<unsigned>(counter), static_cast<unsigned>(counter >> 32), 0, 0);
+  unsigned k0 = static_cast<unsigned>(key), k1 = static_cast<unsigned>(key >> 32);
+#pragma unroll
+  for (int round = 0; round < 10; round++) {
+    const unsigned high0 = __umulhi(0xD2511F53u, x.x), low0 = 0xD2511F53u * x.x;
+    const unsigned high1 = __umulhi(0xCD9E8D57u, x.z), low1 = 0xCD9E8D57u * x.z;
+    x = make_uint4(high1 ^ x.y ^ k0, low1, high0 ^ x.w ^ k1, low0);
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
+  }
+  return x;
+}
+
+// Bit i: element i of the group stays. `drop` of 65536 values drop an element.
+__device__ __forceinline__ unsigned kept(uint64_t group, uint64_t seed, unsigned drop) {
+  const uint4 words = philox(group, seed);
+  const unsigned all[4] = {words.x, words.y, words.z, words.w};
+  unsigned bits = 0;
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    bits |= ((all[i] & 0xffffu) >= drop) << (2 * i);
+    bits |= ((all[i] >> 16) >= drop) << (2 * i + 1);
+  }
+  return bits;
+}
+
+template <typename X, typename W>
+__global__ void __launch_bounds__(256)
+    bias_dropout_add_forward_kernel(const W* __restrict__ x, const W* __restrict__ bias,
+                                    const X* __restrict__ residual,
+                                    const uint64_t* __restrict__ seed, X* __restrict__ out,
+                                    int64_t rows, int columns, unsigned drop, float scale) {
+  constexpr int V = kGroup, R = kRowsAtOnce;
+  const int column = (blockIdx.y * blockDim.x + threadIdx.x) * V;
+  if (column >= columns) return;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * R;
+  Vector<W, V> in[R], b;
+  Vector<X, V> base[R];
+#pragma unroll
+  for (int r = 0; r < R; r++) {
+    if (first + r >= rows) break;
+    in[r] = load<W, V>(x + (first + r) * columns + column);
+    base[r] = load<X, V>(residual + (first + r) * columns + column);
+  }
+  if (bias) b = load<W, V>(bias + column);
+  const uint64_t key = *seed;
+#pragma unroll
+  for (int r = 0; r < R; r++) {
+    if (first + r >= rows) break;
+    const int64_t at = (first + r) * columns + column;
+    const unsigned bits = kept(at / V, key, drop);
+#pragma unroll
+    for (int i = 0; i < V; i++) {
+      float value = to_float(in[r].at[i]);
+      if (bias) value += to_float(b.at[i]);
+      value = (bits >> i & 1u) ? value * scale : 0.f;
+      base[r].at[i] = from_float<X>(to_float(base[r].at[i]) + value);
+    }
+    store(out + at, base[r]);
+  }
+}
+
+template <typename X, typename W, bool SUM>
+__global__ void __launch_bounds__(256, kResidency)
+    bias_dropout_add_backward_kernel(const X* __restrict__ grad, const uint64_t* __restrict__ seed,
+                                     W* __restrict__ grad_x, float* __restrict__ partial,
+                                     int64_t rows, int columns, unsigned drop, float scale) {
+  constexpr int V = kGroup, R = kRowsAtOnce;
+  const int column = (blockIdx.y * blockDim.x + threadIdx.x) * V;
+  if (column >= columns) return;
+  const uint64_t key = *seed;
+  float sums[V];
+#pragma unroll
+  for (int i = 0; i < V; i++) sums[i] = 0.f;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * R;
+  for (int64_t first = static_cast<int64_t>(blockIdx.x) * R; first < rows; first += step) {
+    Vector<X, V> incoming[R];
+#pragma unroll
+    for (int r = 0; r < R; r++) {
+      if (first + r < rows) incoming[r] = load<X, V>(grad + (first + r) * columns + column);
+    }
+#pragma unroll
+    for (int r = 0; r < R; r++) {
+      if (first + r >= rows) break;
+      const int64_t at = (first + r) * columns + column;
+      const unsigned bits = kept(at / V, key, drop);
+      Vector<W, V> out;
+#pragma unroll
+      for (int i = 0; i < V; i++) {
+        const float value = (bits >> i & 1u) ? to_float(incoming[r].at[i]) * scale : 0.f;
+        if (SUM) sums[i] += value;
+        out.at[i] = from_float<W>(value);
+      }
+      store(grad_x + at, out);
+    }
+  }
+  if (SUM) store_sums(partial + static_cast<int64_t>(blockIdx.x) * columns + column, sums);
+}
+
+// x [rows, columns], bias [columns] or null, both of w_dtype; residual and out of x_dtype; seed: one
+// int64 on the device. `drop` of 65536 random values drop an element; the rest is multiplied by
+// 65536 / (65536 - drop). columns is a multiple of 8.
+extern "C" int bias_dropout_add_forward(const void* x, const void* bias, const void* residual,
+                                        const void* seed, void* out, int64_t rows, int64_t columns,
+                                        int64_t drop, int64_t x_dtype, int64_t w_dtype,
+                                        cudaStream_t stream) {
+  const float scale = 65536.f / (65536.f - drop);
+  const ColumnShape shape = column_shape(rows, columns / kGroup, kRowsAtOnce, 0);
+  return with_residual_type(x_dtype, w_dtype, [&](auto stream_type, auto weight_type) {
+    using X = decltype(stream_type);
+    using W = decltype(weight_type);
+    return launch(bias_dropout_add_forward_kernel<X, W>, shape.grid, dim3(shape.threads), 0, stream,
+                  static_cast<const W*>(x), static_cast<const W*>(bias),
+                  static_cast<const X*>(residual), static_cast<const uint64_t*>(seed),
+                  static_cast<X*>(out), rows, columns, drop, scale);
+  });
+}
+
+// grad [rows, columns] of x_dtype -> grad_x of w_dtype, and grad_bias [columns] unless null, through
+// partial fp32 [capacity, columns].
+extern "C" int bias_dropout_add_backward(const void* grad, const void* seed, void* grad_x,
+                                         void* grad_bias, float* partial, int64_t capacity,
+                                         int64_t multiprocessors, int64_t rows, int64_t columns,
+                                         int64_t drop, int64_t x_dtype, int64_t w_dtype,
+                                         cudaStream_t stream) {
+  const float scale = 65536.f / (65536.f - drop);
+  const int64_t vectors = columns / kGroup;
+  const int64_t blocks = grad_bias ? summing_blocks(vectors, multiprocessors * kResidency, capacity)
+                                   : 0;
+  const ColumnShape shape = column_shape(rows, vectors, kRowsAtOnce, blocks);
+  return with_residual_type(x_dtype, w_dtype, [&](auto stream_type, auto weight_type) {
+    using X = decltype(stream_type);
+    using W = decltype(weight_type);
+    const auto kernel = grad_bias ? bias_dropout_add_backward_kernel<X, W, true>
+                                  : bias_dropout_add_backward_kernel<X, W, false>;
+    const cudaError_t error =
+        launch(kernel, shape.grid, dim3(shape.threads), 0, stream, static_cast<const X*>(grad),
+               static_cast<const uint64_t*>(seed), static_cast<W*>(grad_x), partial, rows, columns,
+               drop, scale);
+    if (error != cudaSuccess || !grad_bias) return error;
+    return column_sums(partial, nullptr, static_cast<W*>(grad_bias), static_cast<W*>(nullptr),
+                       shape.grid.x, columns, stream);
+  });
+}

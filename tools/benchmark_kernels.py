@@ -1,0 +1,73 @@
+"""Time every fused kernel against its memory-bandwidth floor and against what PyTorch has.
+
+    python tools/benchmark_kernels.py                 # all, a table in markdown
+    python tools/benchmark_kernels.py --only softmax  # those with this in their name
+
+Floor: the bytes that must move, over the bandwidth of a large copy on this very GPU. Medians of GPU
+time over inputs that rotate through more memory than the L2 cache holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib import import_module
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.errors import ConfigError, UserError
+
+GROUPS = ("layers",)  # files of tools/kernel_benchmarks
+
+
+def main() -> int:
+    """Print the table; exit code 9 where there are no kernels to time."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="Time operations with this in their name.")
+    parser.add_argument("--no-compile", action="store_true", help="Leave torch.compile out.")
+    args = parser.parse_args()
+    try:
+        _run(args.only, compiled=not args.no_compile)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def _run(only: str, *, compiled: bool) -> None:
+    import torch
+
+    from megatron.device import Device
+    from megatron.kernels.library import find_library
+    from tools.kernel_benchmarks.operation import Stopwatch, measure, table
+
+    device = Device.pick()
+    choice = find_library(device.torch_device)
+    if choice.library is None:
+        raise ConfigError(f"there are no fused kernels to time here: {choice.reason}")
+    operations = [
+        operation
+        for group in GROUPS
+        for operation in import_module(f"tools.kernel_benchmarks.{group}").operations(
+            choice.library, device.torch_device
+        )
+        if only in operation.name
+    ]
+    if not operations:
+        raise ConfigError(f"--only {only}: no operation has this in its name")
+    watch = Stopwatch(device.torch_device)
+    bandwidth = watch.copy_bandwidth()
+    print(
+        f"{device.name}, torch {torch.__version__}, copy {bandwidth / 1e12:.2f} TB/s; times in us"
+    )
+    rows = []
+    for operation in operations:
+        rows += measure(operation, watch, bandwidth, compiled=compiled)
+        print(f"timed {operation.name} {operation.shape}", file=sys.stderr, flush=True)
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,195 @@
+"""Operations of a transformer layer, at training sizes."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.kernels import activation, dropout, norm, rope, softmax
+from megatron.kernels.library import KernelLibrary
+from tools.kernel_benchmarks.operation import Inputs, Operation
+
+BF16, FP32 = torch.bfloat16, torch.float32
+EPSILON = 1e-5
+
+
+def operations(library: KernelLibrary, device: torch.device) -> list[Operation]:
+    """All of them."""
+    return [
+        add_norm(library, device, 16384, 2048, bias=False),
+        add_norm(library, device, 8192, 4096, bias=False),
+        add_norm(library, device, 8192, 8192, bias=False),
+        add_norm(library, device, 4096, 16384, bias=False),
+        add_norm(library, device, 16384, 2048, bias=False, stream=FP32),
+        add_norm(library, device, 16384, 2048, bias=True),
+        add_norm(library, device, 8192, 4096, bias=True),
+        activate(library, device, "swiglu", 16384, 5632, bias=False),
+        activate(library, device, "swiglu", 8192, 14336, bias=False),
+        activate(library, device, "gelu_tanh", 16384, 8192, bias=True),
+        activate(library, device, "gelu", 16384, 8192, bias=True),
+        activate(library, device, "squared_relu", 16384, 8192, bias=False),
+        split_rotate(library, device, 4096, 4, groups=16, per_group=1),
+        split_rotate(library, device, 8192, 1, groups=8, per_group=4),
+        bias_dropout_add(library, device, 16384, 2048, bias=True),
+        bias_dropout_add(library, device, 16384, 4096, bias=False),
+        masked_softmax(library, device, (4, 16, 2048), causal=True),
+        masked_softmax(library, device, (16, 16, 512), causal=False),
+    ]
+
+
+def add_norm(
+    library: KernelLibrary,
+    device: torch.device,
+    rows: int,
+    hidden: int,
+    *,
+    bias: bool,
+    stream: torch.dtype = BF16,
+) -> Operation:
+    """residual + delta and its LayerNorm (with a bias) or RMSNorm."""
+
+    def draw() -> Inputs:
+        return [
+            torch.randn(rows, hidden, device=device, dtype=stream),
+            torch.randn(rows, hidden, device=device, dtype=BF16),
+            torch.randn(hidden, device=device, dtype=BF16),
+            torch.randn(hidden, device=device, dtype=BF16) if bias else None,
+        ]
+
+    def by_formula(
+        residual: Tensor, delta: Tensor, weight: Tensor, b: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        total = residual + delta
+        if b is None:
+            return total, norm.rms_norm_reference(total, weight, EPSILON)
+        return total, norm.layer_norm_reference(total, weight, b, EPSILON)
+
+    wide, size = stream.itemsize, rows * hidden
+    extra = 0 if stream == BF16 else 2  # the gradient of the delta is then another tensor
+    return Operation(
+        name=f"residual add + {'LayerNorm' if bias else 'RMSNorm'}",
+        shape=f"[{rows}, {hidden}] {'bf16' if stream == BF16 else 'fp32 stream, bf16'}",
+        forward_bytes=size * (2 * wide + 4),
+        backward_bytes=size * (3 * wide + 2 + extra),
+        draw=draw,
+        ours=partial(_with_epsilon, partial(norm.fused_add_norm, library)),
+        eager=by_formula,
+        libraries={"F.layer_norm" if bias else "F.rms_norm": partial(_with_epsilon, norm.add_norm)},
+    )
+
+
+def _with_epsilon(function: norm.AddNorm, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+    residual, delta, weight, bias = inputs
+    return function(residual, delta, weight, bias, EPSILON)
+
+
+def activate(
+    library: KernelLibrary, device: torch.device, name: str, rows: int, columns: int, *, bias: bool
+) -> Operation:
+    """Bias and a non-linearity."""
+    plain = getattr(activation, name)
+    parts = 2 if name == "swiglu" else 1
+
+    def draw() -> Inputs:
+        width = parts * columns
+        x = torch.randn(rows, width, device=device, dtype=BF16)
+        return [x, torch.randn(width, device=device, dtype=BF16) if bias else None]
+
+    return Operation(
+        name=f"{'bias + ' if bias else ''}{name}",
+        shape=f"[{rows}, {columns}] bf16",
+        forward_bytes=2 * rows * columns * (parts + 1),
+        backward_bytes=2 * rows * columns * (2 * parts + 1),
+        draw=draw,
+        ours=partial(activation.fused_activation, library, plain),
+        eager=plain,
+    )
+
+
+def split_rotate(
+    library: KernelLibrary, device: torch.device, s: int, b: int, *, groups: int, per_group: int
+) -> Operation:
+    """Heads out of the fused projection, queries and keys rotated. Eager leaves values a view."""
+    d = 128
+    table = rope.rotation_table(s, d, device=device)[:, :, None, None]
+    rotation = (table[0], table[1])
+    width = groups * (per_group + 2) * d
+
+    def ours(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return rope.fused_split_rotate(library, qkv, groups, d, rotation)
+
+    def eager(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return rope.split_rotate(qkv, groups, d, rotation)
+
+    return Operation(
+        name="split query-key-value + rotary",
+        shape=f"[{s}, {b}, {groups} groups x ({per_group} + 2) x {d}] bf16",
+        forward_bytes=4 * s * b * width,
+        backward_bytes=4 * s * b * width,
+        draw=lambda: [torch.randn(s, b, width, device=device, dtype=BF16)],
+        ours=ours,
+        eager=eager,
+    )
+
+
+def bias_dropout_add(
+    library: KernelLibrary, device: torch.device, rows: int, hidden: int, *, bias: bool
+) -> Operation:
+    """residual + dropout(x + bias)."""
+
+    def draw() -> Inputs:
+        def tensor(*size: int) -> Tensor:
+            return torch.randn(*size, device=device, dtype=BF16)
+
+        return [tensor(rows, hidden), tensor(hidden) if bias else None, tensor(rows, hidden)]
+
+    def ours(x: Tensor, b: Tensor | None, residual: Tensor) -> Tensor:
+        return dropout.fused_bias_dropout_add(library, x, b, residual, 0.1)
+
+    def eager(x: Tensor, b: Tensor | None, residual: Tensor) -> Tensor:
+        return dropout.bias_dropout_add(x, b, residual, 0.1)
+
+    return Operation(
+        name=f"{'bias + ' if bias else ''}dropout + add",
+        shape=f"[{rows}, {hidden}] bf16",
+        forward_bytes=6 * rows * hidden,
+        backward_bytes=4 * rows * hidden,
+        draw=draw,
+        ours=ours,
+        eager=eager,
+    )
+
+
+def masked_softmax(
+    library: KernelLibrary, device: torch.device, sizes: tuple[int, int, int], *, causal: bool
+) -> Operation:
+    """Softmax of [b, n, s, s] scores, causal or with a mask a sample."""
+    b, n, s = sizes
+    options = {"causal": causal, "factor": 0.1, "dtype": BF16}
+    visible = (s + 1) / 2 / s if causal else 1.0
+    size = b * n * s * s
+
+    def draw() -> Inputs:
+        scores = torch.randn(b, n, s, s, device=device, dtype=BF16)
+        return [scores, None if causal else torch.rand(b, 1, s, s, device=device) > 0.1]
+
+    def plain(scores: Tensor, mask: Tensor | None) -> Tensor:
+        """In fp32 inside, as the kernel."""
+        return softmax.masked_softmax(scores.float(), mask, **options)
+
+    def library_form(scores: Tensor, mask: Tensor | None) -> Tensor:
+        return F.softmax(scores, dim=-1)
+
+    return Operation(
+        name=f"{'causal' if causal else 'masked'} softmax",
+        shape=f"[{b}, {n}, {s}, {s}] bf16",
+        forward_bytes=int(2 * size * (1 + visible)) + (0 if causal else b * s * s),
+        backward_bytes=int(2 * size * (1 + 2 * visible)) + (0 if causal else b * s * s),
+        draw=draw,
+        ours=lambda x, mask: softmax.fused_masked_softmax(library, x, mask, **options),
+        eager=plain,
+        libraries={"F.softmax without mask": library_form},
+    )

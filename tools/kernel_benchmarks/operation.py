@@ -1,0 +1,160 @@
+"""What is timed: an operation at a shape, in several forms; and how it is timed."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import cycle, islice
+
+import torch
+from torch import Tensor
+
+from megatron.device import Device
+
+Inputs = Sequence[Tensor | None]
+Form = Callable[..., Tensor | tuple[Tensor, ...]]
+ROTATED_BYTES = 512 * 2**20  # input sets together: several times the L2 cache
+REPEATS = 30
+WARM_UP = 3
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One row (forward) or two (and backward) of the table.
+
+    Args:
+        name: of the operation.
+        shape: what a reader needs to know of sizes and types.
+        forward_bytes: the fewest that must move: each input read once, each output written once.
+        backward_bytes: the same for backward; 0 where there is none.
+        draw: fresh random inputs; floating point ones get gradients where there is a backward.
+        ours: the fused kernel.
+        eager: PyTorch's operations one by one; also what torch.compile gets.
+        libraries: {name: form} of the best library kernels for it.
+        in_place: whether forms change their inputs (then there is no backward).
+    """
+
+    name: str
+    shape: str
+    forward_bytes: int
+    backward_bytes: int
+    draw: Callable[[], Inputs]
+    ours: Form
+    eager: Form
+    libraries: dict[str, Form] = field(default_factory=dict)
+    in_place: bool = False
+
+
+class Stopwatch:
+    """Times work on one GPU by events. A product queued first keeps the GPU busy while the host
+    queues the rest, so that the host's own time stays out."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._square = torch.randn(8192, 8192, dtype=torch.bfloat16, device=device)
+        self._product = torch.empty_like(self._square)
+
+    def median(self, works: Sequence[Callable[[], object]]) -> float:
+        """Seconds of one call, over calls that go through `works` in turn."""
+        for work in islice(cycle(works), max(WARM_UP, len(works))):
+            work()
+        pairs = [(self._event(), self._event()) for _ in range(REPEATS)]
+        Device(self.device).synchronize()
+        for _ in range(10):  # about 15 ms
+            torch.mm(self._square, self._square, out=self._product)
+        for (start, end), work in zip(pairs, cycle(works), strict=False):
+            start.record()
+            work()
+            end.record()
+        Device(self.device).synchronize()
+        return statistics.median(start.elapsed_time(end) / 1000 for start, end in pairs)
+
+    def _event(self) -> torch.Event:
+        return torch.Event(self.device.type, enable_timing=True)
+
+    def copy_bandwidth(self) -> float:
+        """Bytes per second, read and written, of a large copy."""
+        source = torch.randint(255, (2**30,), dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source)
+        return 2 * source.numel() / self.median([lambda: target.copy_(source)])
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Seconds of each form, by name, and the floor."""
+
+    operation: Operation
+    direction: str
+    floor: float
+    seconds: dict[str, float]
+
+
+def measure(
+    operation: Operation, watch: Stopwatch, bandwidth: float, *, compiled: bool
+) -> Iterator[Timed]:
+    """Time every form, forward and backward."""
+    torch.compiler.reset()  # or earlier shapes use up its recompilations
+    forms: dict[str, Form] = {"ours": operation.ours, "eager": operation.eager}
+    if compiled:
+        forms["compile"] = torch.compile(operation.eager, dynamic=False)
+    forms |= operation.libraries
+    sets = _input_sets(operation)
+    forward, backward = {}, {}
+    for name, form in forms.items():
+        forward[name] = watch.median([_caller(form, inputs) for inputs in sets])
+        if operation.backward_bytes:
+            backward[name] = watch.median([_backward_of(form, inputs) for inputs in sets])
+    yield Timed(operation, "forward", operation.forward_bytes / bandwidth, forward)
+    if backward:
+        yield Timed(operation, "backward", operation.backward_bytes / bandwidth, backward)
+
+
+def _input_sets(operation: Operation) -> list[Inputs]:
+    count = min(16, max(2, -(-ROTATED_BYTES // operation.forward_bytes)))
+    sets = [operation.draw() for _ in range(count)]
+    for inputs in sets:
+        for x in inputs:
+            if x is not None and x.is_floating_point() and operation.backward_bytes:
+                x.requires_grad_()
+    return sets
+
+
+def _caller(form: Form, inputs: Inputs) -> Callable[[], object]:
+    def call() -> object:
+        with torch.no_grad():
+            return form(*inputs)
+
+    return call
+
+
+def _backward_of(form: Form, inputs: Inputs) -> Callable[[], object]:
+    out = form(*inputs)
+    outputs = [out] if isinstance(out, Tensor) else list(out)
+    grads = [torch.randn_like(x) for x in outputs]
+    leaves = [x for x in inputs if x is not None and x.requires_grad]
+    return lambda: torch.autograd.grad(outputs, leaves, grads, retain_graph=True)
+
+
+def table(rows: Sequence[Timed]) -> str:
+    """Markdown; times in microseconds, the best library's name with its time."""
+    lines = [
+        "| operation | shape | pass | floor | ours | of floor | eager | compile | library |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        ours = row.seconds["ours"]
+        times = [_micro(row.seconds.get(name)) for name in ("eager", "compile")]
+        libraries = {name: row.seconds[name] for name in row.operation.libraries}
+        best = min(libraries, key=lambda name: libraries[name], default=None)
+        library = "-" if best is None else f"{_micro(libraries[best])} ({best})"
+        lines.append(
+            f"| {row.operation.name} | {row.operation.shape} | {row.direction} "
+            f"| {_micro(row.floor)} | {_micro(ours)} | {row.floor / ours:.0%} "
+            f"| {' | '.join(times)} | {library} |"
+        )
+    return "\n".join(lines)
+
+
+def _micro(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e6:.1f}"
