@@ -19,7 +19,7 @@ if __name__ == "__main__":
 
 from megatron.errors import ConfigError, UserError
 
-GROUPS = ("layers",)  # files of tools/kernel_benchmarks
+GROUPS = ("layers", "training")  # files of tools/kernel_benchmarks
 
 
 def main() -> int:

@@ -61,7 +61,7 @@ class KernelLibrary:
         self._loaded = ctypes.CDLL(str(path))
         self._functions: dict[str, ctypes._NamedFuncPointer] = {}
         for name in ("error_name", "error_text"):
-            function = self._loaded[name]
+            function = getattr(self._loaded, name)  # which the object keeps, unlike self[name]
             function.argtypes, function.restype = [ctypes.c_int64], ctypes.c_char_p
         self._loaded.set_device.argtypes = [ctypes.c_int64]
 

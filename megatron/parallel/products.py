@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.device import Device
 from megatron.kernels.fp8 import E4M3, E5M2, Fp8, Fp8Casts
 from megatron.kernels.weight_gradient import weight_gradient
 
@@ -187,6 +188,11 @@ def _multiply(
     into: Tensor | None = None,
 ) -> Tensor:
     """left [m, k] times the transpose of right [n, k]: [m, n]."""
+    if not Device(left.values.device).is_gpu:  # whose library knows no scales of rows
+        out = left.values.float() @ right.values.float().t() * left.inverse
+        out = out * (right.inverse.t() if right.inverse.dim() == 2 else right.inverse)
+        out = (out if bias is None else out + bias).to(dtype)
+        return out if into is None else into.copy_(out)
     inverse = right.inverse.t() if right.inverse.dim() == 2 else right.inverse
     return torch._scaled_mm(
         left.values,

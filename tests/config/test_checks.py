@@ -121,6 +121,11 @@ _LINES = [
         "--fp32-residual-connection has no meaning in fp32: drop it, or add --bf16 or --fp16",
     ),
     (
+        "--no-cross-entropy-loss-fusion --cross-entropy-fusion-impl linear",
+        "--cross-entropy-fusion-impl linear has no meaning with --no-cross-entropy-loss-fusion: "
+        "drop one of them",
+    ),
+    (
         "--fp16-lm-cross-entropy --bf16",
         "--fp16-lm-cross-entropy needs --fp16: add it, or drop this flag",
     ),

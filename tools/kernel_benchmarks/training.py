@@ -1,0 +1,260 @@
+"""Operations of loss, gradients, optimizer and fp8, at training sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.kernels.adam import AdamNumbers, AdamTensors, adam_reference, choose_adam
+from megatron.kernels.cross_entropy import CrossEntropy, choose_cross_entropy
+from megatron.kernels.embedding_gradient import choose_embedding_gradient
+from megatron.kernels.fp8 import E4M3, Fp8Casts, ReferenceCasts, choose_fp8_casts
+from megatron.kernels.library import KernelLibrary
+from megatron.kernels.tensor_sums import choose_tensor_sums
+from megatron.kernels.weight_gradient import weight_gradient
+from megatron.parallel.cross_entropy import vocabulary_cross_entropy
+from megatron.parallel.layout import Axis
+from tools.kernel_benchmarks.operation import Form, Inputs, Operation
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def operations(library: KernelLibrary, device: torch.device) -> list[Operation]:
+    """All of them."""
+    fp8 = [
+        cast
+        for rows, columns in ((16384, 2048), (16384, 5632), (8192, 14336))
+        for cast in fp8_casts(choose_fp8_casts(library), device, rows, columns)
+    ]
+    return [
+        cross_entropy(library, device, 16384, 131072),
+        cross_entropy(library, device, 8192, 128256),
+        cross_entropy(library, device, 16384, 50257),
+        adam(library, device, 2**28),
+        tensor_sums(library, device, 2**28),
+        embedding_gradient(library, device, 16384, 2048, 131072),
+        product_into_fp32(device, 16384, 2048, 5632),
+        product_into_fp32(device, 16384, 2048, 131072),
+        *fp8,
+    ]
+
+
+def cross_entropy(library: KernelLibrary, device: torch.device, rows: int, size: int) -> Operation:
+    """Loss of each token from 16-bit logits; backward into new memory, which costs the same."""
+
+    def draw() -> Inputs:
+        logits = 2 * torch.randn(rows, size, device=device, dtype=BF16)
+        return [logits, torch.randint(size, (rows,), device=device)]
+
+    def eager(logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits.float(), labels, reduction="none")
+
+    form = choose_cross_entropy(library, in_16_bits=False)
+    return Operation(
+        name="cross entropy",
+        shape=f"[{rows}, {size}] bf16",
+        forward_bytes=rows * size * 2,
+        backward_bytes=rows * size * 4,
+        draw=draw,
+        ours=partial(_cross_entropy, form),
+        eager=eager,
+        libraries={"F.cross_entropy in 16 bits": partial(F.cross_entropy, reduction="none")},
+    )
+
+
+def _cross_entropy(form: CrossEntropy, logits: Tensor, labels: Tensor) -> Tensor:
+    return vocabulary_cross_entropy(logits, labels, Axis(), form=form)
+
+
+def adam(library: KernelLibrary, device: torch.device, size: int) -> Operation:
+    """AdamW with fp32 states and bf16 weights, 64 tensors; 30 bytes a parameter."""
+
+    def draw() -> Inputs:
+        return [
+            torch.randn(size, device=device),
+            torch.randn(size, device=device, dtype=BF16),
+            torch.randn(size, device=device),
+            torch.randn(size, device=device),
+            torch.rand(size, device=device),
+        ]
+
+    one = torch.ones((), device=device)
+    numbers = AdamNumbers(1e-4, 0.9, 0.95, 1e-8, 0.1, one * 7, one * 2, one * 0)
+
+    def eager(weight: Tensor, copy: Tensor, grad: Tensor, mean: Tensor, square: Tensor) -> Tensor:
+        step = numbers.step
+        gradient = grad / numbers.gradient_scale
+        mean.lerp_(gradient, 1 - numbers.beta1)
+        square.mul_(numbers.beta2).addcmul_(gradient, gradient, value=1 - numbers.beta2)
+        root = (square / (1 - numbers.beta2**step)).sqrt() + numbers.eps
+        change = mean / (1 - numbers.beta1**step) / root + numbers.weight_decay * weight
+        weight.sub_(numbers.lr * change)
+        copy.copy_(weight)
+        return copy
+
+    def bind(which: Callable[[AdamTensors], Callable[[AdamNumbers], None]]) -> Form:
+        def prepare(*inputs: Tensor) -> Callable[[], object]:
+            update = which(AdamTensors(*(list(x.chunk(64)) for x in inputs)))
+            return partial(update, numbers)
+
+        return _Prepared(prepare)
+
+    return Operation(
+        name="AdamW, bf16 weights",
+        shape=f"{size // 2**20} Mi parameters",
+        forward_bytes=size * 30,
+        backward_bytes=0,
+        draw=draw,
+        ours=bind(lambda tensors: choose_adam(tensors, library)),
+        eager=eager,
+        libraries={
+            "torch._fused_adamw_ + copies": bind(lambda tensors: partial(adam_reference, tensors))
+        },
+        in_place=True,
+    )
+
+
+class _Prepared:
+    """A form that is bound to its inputs once, as the optimizer does it."""
+
+    def __init__(self, prepare: Callable[..., Callable[[], object]]) -> None:
+        self._prepare = prepare
+        self._bound: dict[int, Callable[[], object]] = {}
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        key = inputs[0].data_ptr()
+        if key not in self._bound:
+            self._bound[key] = self._prepare(*inputs)
+        self._bound[key]()
+        return inputs[0]
+
+
+def tensor_sums(library: KernelLibrary, device: torch.device, size: int) -> Operation:
+    """Squared norm and nonzero elements of fp32 gradients."""
+
+    def eager(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.square().sum(), x.count_nonzero()
+
+    def norm(x: Tensor) -> Tensor:
+        return torch._foreach_norm([x])[0]
+
+    return Operation(
+        name="sum of squares, zeros",
+        shape=f"{size // 2**20} Mi fp32",
+        forward_bytes=size * 4,
+        backward_bytes=0,
+        draw=lambda: [torch.randn(size, device=device)],
+        ours=_Prepared(lambda x: choose_tensor_sums([x], device, library)),
+        eager=eager,
+        libraries={"torch._foreach_norm, norm alone": norm},
+    )
+
+
+def embedding_gradient(
+    library: KernelLibrary, device: torch.device, count: int, hidden: int, rows: int
+) -> Operation:
+    """Into an fp32 buffer, the sorting of tokens included."""
+
+    def draw() -> Inputs:
+        return [
+            # Some tokens are frequent, as in text.
+            (rows * torch.rand(count, device=device) ** 4).long(),
+            torch.randn(count, hidden, device=device, dtype=BF16),
+            torch.zeros(rows, hidden, device=device),
+        ]
+
+    def eager(tokens: Tensor, grad: Tensor, into: Tensor) -> Tensor:
+        dense = torch.zeros(rows, hidden, dtype=grad.dtype, device=device)
+        return into.add_(dense.index_add_(0, tokens, grad))
+
+    def dense(tokens: Tensor, grad: Tensor, into: Tensor) -> Tensor:
+        return into.add_(torch.ops.aten.embedding_dense_backward(grad, tokens, rows, -1, False))
+
+    def ours(tokens: Tensor, grad: Tensor, into: Tensor) -> Tensor:
+        form(tokens, grad, into)
+        return into
+
+    form = choose_embedding_gradient(library, hidden)
+    touched = draw()[0]
+    assert touched is not None
+    return Operation(
+        name="embedding gradient into fp32",
+        shape=f"{count} of {rows} x {hidden} bf16",
+        forward_bytes=count * hidden * 2 + len(touched.unique()) * hidden * 8,
+        backward_bytes=0,
+        draw=draw,
+        ours=ours,
+        eager=eager,
+        libraries={"embedding_dense_backward + add": dense},
+        in_place=True,
+    )
+
+
+def product_into_fp32(device: torch.device, tokens: int, inner: int, outer: int) -> Operation:
+    """into += grad^T x. Bound by the product, not by memory: compare with eager alone."""
+
+    def draw() -> Inputs:
+        return [
+            torch.randn(tokens, outer, device=device, dtype=BF16),
+            torch.randn(tokens, inner, device=device, dtype=BF16),
+            torch.zeros(outer, inner, device=device),
+        ]
+
+    def ours(grad: Tensor, x: Tensor, into: Tensor) -> Tensor:
+        weight_gradient(grad, x, into, accumulate=True)
+        return into
+
+    return Operation(
+        name="weight gradient into fp32 (a product)",
+        shape=f"[{outer}, {tokens}] x [{tokens}, {inner}] bf16",
+        forward_bytes=tokens * (inner + outer) * 2 + inner * outer * 8,
+        backward_bytes=0,
+        draw=draw,
+        ours=ours,
+        eager=lambda grad, x, into: into.add_(grad.t() @ x),
+        in_place=True,
+    )
+
+
+def fp8_casts(casts: Fp8Casts, device: torch.device, rows: int, columns: int) -> list[Operation]:
+    """Current scaling: the largest magnitude first, then the cast."""
+
+    def whole(casts: Fp8Casts, x: Tensor) -> Tensor:
+        return casts.cast(x, casts.amax(x), E4M3).values
+
+    def both(casts: Fp8Casts, x: Tensor) -> tuple[Tensor, Tensor]:
+        first, second = casts.cast_transpose(x, casts.amax(x), E4M3)
+        return first.values, second.values
+
+    def by_row(casts: Fp8Casts, x: Tensor) -> Tensor:
+        return casts.cast_rows(x, E4M3).values
+
+    def both_by_row(casts: Fp8Casts, x: Tensor) -> tuple[Tensor, Tensor]:
+        first, second = casts.cast_transpose_rows(x, E4M3)
+        return first.values, second.values
+
+    size = rows * columns
+    # Where one scale serves all, x has to be read twice; a row fits the cache.
+    kinds: list[tuple[str, Callable[..., Tensor | tuple[Tensor, ...]], int]] = [
+        ("fp8: amax", lambda casts, x: casts.amax(x), 2),
+        ("fp8: amax, cast", whole, 5),
+        ("fp8: amax, cast + transpose", both, 6),
+        ("fp8: cast by rows", by_row, 3),
+        ("fp8: cast by rows + transpose by rows", both_by_row, 6),
+    ]
+    return [
+        Operation(
+            name=name,
+            shape=f"[{rows}, {columns}] bf16",
+            forward_bytes=size * per_element,
+            backward_bytes=0,
+            draw=lambda: [torch.randn(rows, columns, device=device, dtype=BF16)],
+            ours=partial(form, casts),
+            eager=partial(form, ReferenceCasts()),
+        )
+        for name, form, per_element in kinds
+    ]
