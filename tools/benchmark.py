@@ -29,8 +29,9 @@ if __package__ in (None, ""):
 
 from megatron.errors import ConfigError, DataError, UserError
 from tools.bench import report
-from tools.bench.breakdown import Breakdown, read_breakdown
+from tools.bench.breakdown import read_breakdown
 from tools.bench.launch import Measured, entry_command, measure, run_command
+from tools.bench.report import Result
 from tools.bench.workloads import (
     PRECISIONS,
     WORKLOADS,
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 _PROFILED = 4  # iterations, of which the inner ones are broken down
-_CEILING_SECONDS, _QUICK_CEILING_SECONDS = 2.0, 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,16 +80,6 @@ class Subject:
     root: Path
 
 
-@dataclasses.dataclass
-class Result:
-    """What the runs of one checkout gave; `unavailable` says why there is no breakdown."""
-
-    name: str
-    runs: list[Measured]
-    breakdown: Breakdown | None = None
-    unavailable: str = ""
-
-
 def build_parser() -> argparse.ArgumentParser:
     """The command line up to `--`."""
     parser = argparse.ArgumentParser(
@@ -107,9 +97,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--iterations", type=int, default=30, help="Timed iterations of a run (default: 30).")
     add("--warmup", type=int, default=10, help="Iterations before them (default: 10).")
     add("--repeat", type=int, default=3, help="Runs (default: 3).")
-    add("--quick", action="store_true", help="5 + 15 iterations, one run, short ceilings.")
+    add("--quick", action="store_true", help="5 + 15 iterations, one run, 0.5 s a ceiling.")
     add("--compare", metavar="COMMIT", help="Also measure this commit, or checkout in a folder.")
     add("--ceilings", action="store_true", help="Only measure what the machine can do.")
+    add("--ceiling-seconds", type=float, default=2.0, help="For each ceiling (default: 2).")
     add("--label", help="Name of this checkout in the output (default: its commit).")
     add("--output", type=Path, default=Path("runs/benchmark"), help="Default: runs/benchmark.")
     add("--timeout", type=float, default=600, help="Of one run, in seconds (default: 600).")
@@ -140,8 +131,8 @@ def make_plan(options: argparse.Namespace, further: Sequence[str]) -> Plan:
         flags=flags,
         config=read_flags(flags, options.gpus),
         folder=folder,
-        warmup=5 if options.quick else options.warmup,
-        iterations=15 if options.quick else options.iterations,
+        warmup=options.warmup,
+        iterations=options.iterations,
         timeout=options.timeout,
     )
 
@@ -202,17 +193,19 @@ def benchmark(options: argparse.Namespace, further: Sequence[str]) -> None:
     """Measure, print and write."""
     plan = make_plan(options, further)
     if options.ceilings:
-        _write_ceilings(plan, _ceilings_file(plan, options), quick=options.quick)
+        _write_ceilings(plan, _ceilings_file(plan, options), options.ceiling_seconds)
         return
-    ceilings = _known_ceilings(plan, options)
+    ceilings = _known_ceilings(plan, options, further)
     here = Subject(options.label or commit_of(ROOT), ROOT)
-    repeat = 1 if options.quick else options.repeat
     with _other_checkout(options.compare) as other:
-        subjects = [here] if other is None else [other, here]
+        subjects = [here]
+        if other is not None:
+            same = other.name == here.name
+            subjects.insert(0, Subject("other" if same else other.name, other.root))
         results = [Result(subject.name, []) for subject in subjects]
-        for number in range(1, repeat + 1):  # in turn, so that both see the machine alike
+        for number in range(1, options.repeat + 1):  # in turn, so that both see the machine alike
             for subject, result in zip(subjects, results, strict=True):
-                run_once(plan, subject, number, result, profile=number == repeat)
+                run_once(plan, subject, number, result, profile=number == options.repeat)
     facts = report.Facts.of(plan.config, plan.precision, plan.gpus, ceilings)
     print(report.describe(facts, results, plan.flags))
     target = plan.folder / "result.json"
@@ -226,28 +219,29 @@ def _ceilings_file(plan: Plan, options: argparse.Namespace) -> Path:
     return options.output.resolve() / f"ceilings-{options.workload}-m{micro}-{split}.json"
 
 
-def _known_ceilings(plan: Plan, options: argparse.Namespace) -> dict[str, Any]:
+def _known_ceilings(
+    plan: Plan, options: argparse.Namespace, further: Sequence[str]
+) -> dict[str, Any]:
     """Those of an earlier call if they were measured long enough, else measured now, in a process
     of its own that leaves no memory in use."""
     path = _ceilings_file(plan, options)
-    wanted = _QUICK_CEILING_SECONDS if options.quick else _CEILING_SECONDS
+    wanted = options.ceiling_seconds
     if not path.is_file() or json.loads(path.read_text(encoding="utf-8"))["seconds"] < wanted:
         words = ["--ceilings", "--workload", options.workload, "--precision", options.precision]
         words += ["--gpus", str(plan.gpus), "--output", str(options.output.resolve())]
-        words += ["--quick"] if options.quick else []
-        words += [f"--layout={options.layout}", "--", *options.further]
+        words += ["--ceiling-seconds", str(wanted)]
+        words += [f"--layout={options.layout}", "--", *further]
         command = [sys.executable, str(Path(__file__).resolve()), *words]
         run_command(command, root=ROOT, log=plan.folder / "ceilings.txt", timeout=options.timeout)
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def _write_ceilings(plan: Plan, path: Path, *, quick: bool) -> None:
+def _write_ceilings(plan: Plan, path: Path, seconds: float) -> None:
     from megatron.device import Device
     from tools.bench.ceilings import measure_ceilings, roofline_step
 
     device = Device.pick()
     device.activate()
-    seconds = _QUICK_CEILING_SECONDS if quick else _CEILING_SECONDS
     size = plan.workload.vocabulary
     ceilings = measure_ceilings(plan.config, device, size, seconds=seconds)
     steps = {
@@ -307,9 +301,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     cut = words.index("--") if "--" in words else len(words)
     options = build_parser().parse_args(words[:cut])
-    options.further = words[cut + 1 :]
+    if options.quick:
+        options.warmup, options.iterations, options.repeat = 5, 15, 1
+        options.ceiling_seconds = min(options.ceiling_seconds, 0.5)
     try:
-        benchmark(options, options.further)
+        benchmark(options, words[cut + 1 :])
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

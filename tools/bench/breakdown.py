@@ -39,7 +39,7 @@ _PATTERNS = tuple(
         (
             "cross entropy",
             r"cross_entropy|softmaxforward|softmaxbackward|log_?softmax|nll_loss"
-            r"|statistics_kernel|gradient_kernel",
+            r"|(?<![a-z_])(statistics|gradient)_kernel",
         ),
         ("optimizer", r"adam|multi_tensor|lpnorm|normtwoops|pieces_kernel|finish_kernel"),
         (

@@ -9,16 +9,25 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from tools.bench.breakdown import Breakdown
 from tools.bench.launch import Measured
 from tools.bench.workloads import tokens_of_step
 
 if TYPE_CHECKING:
     from megatron.config import RunConfig
-    from tools.bench.breakdown import Breakdown
-    from tools.benchmark import Result
 
 _GIB = 2**30
 _TERA = 1e12
+
+
+@dataclasses.dataclass
+class Result:
+    """What the runs of one checkout gave; `unavailable` says why there is no breakdown."""
+
+    name: str
+    runs: list[Measured]
+    breakdown: Breakdown | None = None
+    unavailable: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
