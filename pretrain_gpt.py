@@ -8,8 +8,13 @@ torchrun --nproc-per-node 8 pretrain_gpt.py --data-path ...  eight
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Mapping
+
+if __name__ == "__main__":
+    # The imports only add objects that stay: looking for garbage meanwhile takes 0.3 of 2.6 s.
+    gc.disable()
 
 from torch import Tensor
 
@@ -84,4 +89,6 @@ class GPTRecipe:
 
 
 if __name__ == "__main__":
+    gc.freeze()
+    gc.enable()
     sys.exit(main(GPTRecipe()))

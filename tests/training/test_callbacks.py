@@ -84,6 +84,12 @@ def test_profile_writes_a_trace(tmp_path):
                                 "4", "--profile-dir", str(tmp_path)])  # fmt: skip
     trace = json.loads((tmp_path / "rank0_iteration3.json").read_text())
     assert any("aten::" in str(event.get("name")) for event in trace["traceEvents"])
+    ranges = [e["name"] for e in trace["traceEvents"] if e.get("cat") == "user_annotation"]
+    assert [name for name in ranges if name.startswith("iteration")] == [
+        "iteration 2",
+        "iteration 3",
+    ]
+    assert ranges.count("optimizer") == 2
 
 
 def _sample_ids(layout, folder):

@@ -20,10 +20,15 @@ def profile_folder(config: RunConfig) -> Path:
 
 
 class Profile(Callback):
-    """Records iterations [start, end) and writes a trace for a browser's trace viewer."""
+    """Records iterations [start, end) and writes a trace for a browser's trace viewer.
+
+    In the trace every iteration is a range called "iteration N", and the parts that `Timers` knows
+    are ranges of their names.
+    """
 
     def __init__(self) -> None:
         self._profiler: Any = None
+        self._iteration: Any = None
 
     def before_step(self, run: Run) -> None:
         upcoming = run.progress.iteration + 1
@@ -32,10 +37,16 @@ class Profile(Callback):
 
             self._profiler = profile(record_shapes=True)
             self._profiler.__enter__()
+        if self._profiler is not None:
+            from torch.autograd.profiler import record_function
+
+            self._iteration = record_function(f"iteration {upcoming}")
+            self._iteration.__enter__()
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
         if self._profiler is None:
             return
+        self._iteration.__exit__(None, None, None)
         over = run.progress.iteration + 1 >= run.config.profiling.profile_step_end
         if over or leave or run.finished:
             self._finish(run)

@@ -1,0 +1,211 @@
+"""Where the time of a step goes, from a trace of `--profile`: parts that add up to the step.
+
+Kernels of several streams run at once, so each instant is given to one part only: to the first of
+`PARTS` that runs then. Communication comes last but for idle: what it is given is time in which
+nothing else ran, and the rest of it is hidden behind other work.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.errors import DataError
+
+PARTS = (
+    "matrix products",
+    "attention",
+    "cross entropy",
+    "optimizer",
+    "elementwise and normalization",
+    "copies, casts and fills",
+    "communication",
+    "idle",
+)
+# The first pattern that is found in a kernel's name says its part. Attention comes before matrix
+# products, because its kernels are built from CUTLASS too.
+_PATTERNS = tuple(
+    (part, re.compile(pattern, re.IGNORECASE))
+    for part, pattern in (
+        (
+            "communication",
+            r"nccl|nvshmem|symm_mem|multimem|(one|two)_shot_|all_?reduce|all_?gather|reduce_scatter",
+        ),
+        ("attention", r"flash|fmha|sdpa|compute_dot_do_o|convert_dq|attention"),
+        (
+            "cross entropy",
+            r"cross_entropy|softmaxforward|softmaxbackward|log_?softmax|nll_loss"
+            r"|(?<![a-z_])(statistics|gradient)_kernel",
+        ),
+        ("optimizer", r"adam|multi_tensor|lpnorm|normtwoops|pieces_kernel|finish_kernel"),
+        (
+            "matrix products",
+            r"nvjet|gemm|gemv|gemvx|splitk|cublas|cutlass|xmma|triton_mm|triton_tem|scaled_mm|dot_kernel",
+        ),
+        (
+            "copies, casts and fills",
+            r"memcpy|memset|fillfunctor|copy|catarray|amax|cast_(rows_|transpose_)?kernel",
+        ),
+    )
+)
+# Kernels of these parts are the optimizer's where its step launched them: their names do not say.
+_FOLLOW_THE_PHASE = {"elementwise and normalization", "copies, casts and fills"}
+_OPTIMIZER_PHASE = "optimizer"
+_MARK = re.compile(r"^iteration (\d+)$")
+_KERNEL_KINDS = {"kernel", "gpu_memcpy", "gpu_memset"}
+_LAUNCH_KINDS = {"cuda_runtime", "cuda_driver"}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Something that the device ran, from `start` to `end` in microseconds."""
+
+    name: str
+    part: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """Seconds of a mean step.
+
+    Attributes:
+        step: from one step's first kernel to the next one's.
+        parts: by name of PARTS; their sum is the step.
+        hidden: communication and copies that ran while something else did.
+        kernels: (name, part, seconds, launches) of the kernels that take most.
+    """
+
+    step: float
+    parts: Mapping[str, float]
+    hidden: Mapping[str, float]
+    kernels: Sequence[tuple[str, str, float, float]]
+
+
+def classify(name: str) -> str:
+    """The part of a step that a kernel belongs to, by its name."""
+    found = (part for part, pattern in _PATTERNS if pattern.search(name))
+    return next(found, "elementwise and normalization")
+
+
+def read_breakdown(path: Path, *, top: int = 15) -> Breakdown:
+    """Of a trace file.
+
+    Raises:
+        DataError: it has no kernels, or fewer than three marked iterations.
+    """
+    import orjson
+
+    events = orjson.loads(path.read_bytes())["traceEvents"]
+    try:
+        return break_down(events, top=top)
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from None
+
+
+def break_down(events: Sequence[Mapping[str, Any]], *, top: int = 15) -> Breakdown:
+    """Of the events of a trace, over all marked iterations but the first and the last.
+
+    The first one carries the start of the profiler, and where the last one ends is not known.
+    """
+    events = [event for event in events if event.get("ph") == "X"]
+    kernels = _kernels(events)
+    if not kernels:
+        raise DataError("no kernel of a GPU in it")
+    starts = _iteration_starts(events)
+    if len(starts) < 3:
+        raise DataError(f"{len(starts)} marked iterations in it, expected at least 3")
+    begin, end, steps = starts[1], starts[-1], len(starts) - 2
+    inside = [
+        Kernel(k.name, k.part, max(k.start, begin), min(k.end, end))
+        for k in kernels
+        if k.end > begin and k.start < end
+    ]
+    scale = 1e-6 / steps
+    given, hidden = share_out(inside, begin, end)
+    return Breakdown(
+        step=(end - begin) * scale,
+        parts={part: given[part] * scale for part in PARTS},
+        hidden={part: hidden[part] * scale for part in PARTS[-3:-1]},
+        kernels=_largest(inside, scale, steps, top),
+    )
+
+
+def _kernels(events: Iterable[Mapping[str, Any]]) -> list[Kernel]:
+    """What ran on the device, each with its part."""
+    launched = {
+        event["args"]["correlation"]: event["ts"]
+        for event in events
+        if event.get("cat") in _LAUNCH_KINDS and "correlation" in event.get("args", {})
+    }
+    phases = [
+        (event["ts"], event["ts"] + event["dur"])
+        for event in events
+        if event.get("cat") == "user_annotation" and event["name"] == _OPTIMIZER_PHASE
+    ]
+    kernels = []
+    for event in events:
+        if event.get("cat") not in _KERNEL_KINDS:
+            continue
+        part = classify(event["name"])
+        when = launched.get(event.get("args", {}).get("correlation"), -1.0)
+        if part in _FOLLOW_THE_PHASE and any(first <= when <= last for first, last in phases):
+            part = "optimizer"
+        kernels.append(Kernel(event["name"], part, event["ts"], event["ts"] + event["dur"]))
+    return kernels
+
+
+def _iteration_starts(events: Iterable[Mapping[str, Any]]) -> list[float]:
+    """When each marked iteration began on the device, in order; on the host where only that is
+    recorded."""
+    for kind in ("gpu_user_annotation", "user_annotation"):
+        starts: dict[int, float] = {}
+        for event in events:
+            mark = _MARK.match(event["name"]) if event.get("cat") == kind else None
+            if mark:
+                number = int(mark[1])
+                starts[number] = min(event["ts"], starts.get(number, event["ts"]))
+        if starts:
+            return sorted(starts.values())
+    return []
+
+
+def share_out(
+    kernels: Iterable[Kernel], begin: float, end: float
+) -> tuple[Counter[str], Counter[str]]:
+    """Microseconds from `begin` to `end` given to each part, and those of it that are hidden.
+
+    Hidden: some kernel of the part ran, and the instant was given to an earlier one of PARTS.
+    """
+    edges: list[tuple[float, int, str]] = []
+    for kernel in kernels:
+        edges += [(kernel.start, 1, kernel.part), (kernel.end, -1, kernel.part)]
+    edges.sort(key=lambda edge: edge[0])
+    given: Counter[str] = Counter()
+    hidden: Counter[str] = Counter()
+    running: Counter[str] = Counter()
+    now = begin
+    for when, change, part in [*edges, (end, 0, "idle")]:
+        active = [name for name in PARTS if running[name] > 0] or ["idle"]
+        given[active[0]] += when - now
+        for name in active[1:]:
+            hidden[name] += when - now
+        running[part] += change
+        now = when
+    return given, hidden
+
+
+def _largest(
+    kernels: Iterable[Kernel], scale: float, steps: int, top: int
+) -> list[tuple[str, str, float, float]]:
+    seconds: Counter[tuple[str, str]] = Counter()
+    launches: Counter[tuple[str, str]] = Counter()
+    for kernel in kernels:
+        seconds[kernel.name, kernel.part] += (kernel.end - kernel.start) * scale
+        launches[kernel.name, kernel.part] += 1
+    return [(*key, time, launches[key] / steps) for key, time in seconds.most_common(top)]

@@ -1,0 +1,245 @@
+"""What this machine can do at a workload's shapes, measured, and the speed that follows from it.
+
+Every product is kept going for some seconds: a card at its power limit is slower than at the start.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from megatron.config import RunConfig
+from megatron.config.run import known
+from megatron.device import Device
+from megatron.models.arithmetic import count_parameters
+from megatron.models.sizes import Sizes, sizes_of
+
+_BURST_SECONDS = 0.2  # of work queued at a time
+# Of the update, a parameter: gradient, master weight and two moments are read, the last three
+# and the 16-bit weight written.
+_OPTIMIZER_BYTES = 4 * 4 + 3 * 4 + 2
+_BACKWARD_OVER_FORWARD = 2.5  # attention: five products against two
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Measured limits of one device; None: it cannot do that.
+
+    Attributes:
+        device: its name.
+        datasheet: dense 16-bit peak, FLOP/s.
+        seconds: how long each was kept going.
+        products, products_fp8: FLOP/s of a layer's linear products, forward and both gradients.
+        head: FLOP/s of the output head's.
+        attention_forward, attention_backward: FLOP/s of causal attention, half of the square
+            counted, backward as 2.5 times forward.
+        copy: bytes/s of a copy on the device, read and written counted.
+        layer_seconds, layer_seconds_fp8, head_seconds, attention_seconds: of one micro-batch
+            through one layer (or the head), forward and backward.
+    """
+
+    device: str
+    datasheet: float | None
+    seconds: float
+    products: float
+    products_fp8: float | None
+    head: float
+    attention_forward: float
+    attention_backward: float
+    copy: float
+    layer_seconds: float
+    layer_seconds_fp8: float | None
+    head_seconds: float
+    attention_seconds: float
+
+
+def measure_ceilings(
+    config: RunConfig, device: Device, vocabulary: int, *, seconds: float
+) -> Ceilings:
+    """At the shapes that one process of `config` computes, `seconds` for each measurement."""
+    sizes, tensor = sizes_of(config.model), config.parallel.tensor_model_parallel_size
+    tokens = known(config.training.micro_batch_size) * known(config.data.seq_length)
+    tokens //= config.parallel.context_parallel_size
+    layer, head = layer_products(sizes, tensor), [(vocabulary // tensor, sizes.hidden)]
+
+    def timed(work: Callable[[], object]) -> float:
+        return time_sustained(work, device, seconds)
+
+    layer_seconds = timed(products_16bit(layer, tokens, device))
+    head_seconds = timed(products_16bit(head, tokens, device))
+    fp8 = device.is_gpu and hasattr(torch, "_scaled_mm")
+    layer_fp8 = timed(products_fp8(layer, tokens, device)) if fp8 else None
+    forward, backward = (timed(work) for work in attention_passes(config, sizes, device))
+    samples, sequence = known(config.training.micro_batch_size), known(config.data.seq_length)
+    square = 2 * samples * sequence**2 * sizes.query / tensor
+    flops = count_flops(layer, tokens)
+    return Ceilings(
+        device=device.name,
+        datasheet=device.peak_flops,
+        seconds=seconds,
+        products=flops / layer_seconds,
+        products_fp8=flops / layer_fp8 if layer_fp8 else None,
+        head=count_flops(head, tokens) / head_seconds,
+        attention_forward=square / forward,
+        attention_backward=_BACKWARD_OVER_FORWARD * square / backward,
+        copy=copy_rate(device, seconds),
+        layer_seconds=layer_seconds,
+        layer_seconds_fp8=layer_fp8,
+        head_seconds=head_seconds,
+        # Context-parallel processes share the square, whatever way the sequence is split.
+        attention_seconds=(forward + backward) / config.parallel.context_parallel_size,
+    )
+
+
+def layer_products(sizes: Sizes, tensor: int) -> list[tuple[int, int]]:
+    """(outputs, inputs) of a layer's matrices on one of `tensor` processes."""
+    return [
+        (sizes.qkv // tensor, sizes.hidden),
+        (sizes.hidden, sizes.query // tensor),
+        (sizes.up // tensor, sizes.hidden),
+        (sizes.hidden, sizes.ffn // tensor),
+    ]
+
+
+def count_flops(matrices: list[tuple[int, int]], tokens: int) -> int:
+    """Of forward and both gradients."""
+    return sum(6 * tokens * outputs * inputs for outputs, inputs in matrices)
+
+
+def time_sustained(work: Callable[[], object], device: Device, seconds: float) -> float:
+    """Seconds of one call of `work`, over as many as take about `seconds` after a warm-up."""
+    for _ in range(2):
+        work()
+    device.synchronize()
+    start = time.perf_counter()
+    work()
+    device.synchronize()
+    burst = max(1, int(_BURST_SECONDS / (time.perf_counter() - start)))
+    calls, start = 0, time.perf_counter()
+    while True:
+        for _ in range(burst):
+            work()
+        device.synchronize()
+        calls += burst
+        elapsed = time.perf_counter() - start
+        if elapsed >= seconds:
+            return elapsed / calls
+
+
+def products_16bit(
+    matrices: list[tuple[int, int]], tokens: int, device: Device
+) -> Callable[[], None]:
+    """Forward, input gradient and weight gradient of each matrix in bfloat16."""
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.bfloat16, device=device.torch_device)
+
+    tensors = [(random(tokens, i), random(o, i), random(tokens, o)) for o, i in matrices]
+
+    def work() -> None:
+        for x, weight, grad in tensors:
+            F.linear(x, weight)
+            grad @ weight
+            grad.t() @ x
+
+    return work
+
+
+def products_fp8(
+    matrices: list[tuple[int, int]], tokens: int, device: Device
+) -> Callable[[], None]:
+    """The same in float8 e4m3 with one scale a tensor and fast accumulation; no casts."""
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device.torch_device).to(torch.float8_e4m3fn)
+
+    one = torch.ones((), device=device.torch_device)
+    # (rows, inner, columns) of forward, input gradient and weight gradient. The second factor is
+    # stored by columns, as the hardware wants it.
+    shapes = [
+        shape for o, i in matrices for shape in ((tokens, i, o), (tokens, o, i), (o, tokens, i))
+    ]
+    factors = [(random(m, k), random(n, k).t()) for m, k, n in shapes]
+
+    def work() -> None:
+        for a, b in factors:
+            torch._scaled_mm(
+                a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
+            )
+
+    return work
+
+
+def attention_passes(
+    config: RunConfig, sizes: Sizes, device: Device
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Forward and backward of causal attention over a micro-batch, by cuDNN on a GPU."""
+    tensor = config.parallel.tensor_model_parallel_size
+    batch, sequence = known(config.training.micro_batch_size), known(config.data.seq_length)
+    heads, kv_heads = sizes.heads // tensor, max(1, sizes.kv_heads // tensor)
+
+    def random(count: int) -> Tensor:
+        shape = (batch, sequence, count, sizes.head_size)
+        x = torch.randn(shape, dtype=torch.bfloat16, device=device.torch_device)
+        return x.transpose(1, 2).requires_grad_()  # [b, n, s, d]
+
+    inputs = (random(heads), random(kv_heads), random(kv_heads))
+    kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    if device.is_gpu:
+        kernels.insert(0, SDPBackend.CUDNN_ATTENTION)
+
+    def attend() -> Tensor:
+        with sdpa_kernel(kernels, set_priority=True):
+            return F.scaled_dot_product_attention(
+                *inputs, is_causal=True, enable_gqa=kv_heads != heads
+            )
+
+    def forward() -> None:
+        with torch.no_grad():
+            attend()
+
+    result = attend()
+    grad = torch.randn_like(result)
+
+    def backward() -> object:
+        return torch.autograd.grad(result, inputs, grad, retain_graph=True)
+
+    return forward, backward
+
+
+def copy_rate(device: Device, seconds: float) -> float:
+    """Bytes/s of a copy on the device, read and written counted."""
+    size = 2**31 if device.is_gpu else 2**26
+    source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device.torch_device)
+    target = torch.empty_like(source)
+    return 2 * size / time_sustained(lambda: target.copy_(source), device, seconds)
+
+
+def roofline_step(
+    ceilings: Ceilings, config: RunConfig, gpus: int, vocabulary: int, *, fp8: bool
+) -> float | None:
+    """Seconds of an update if a GPU did matrix products, attention and the update's memory
+    traffic at these rates and nothing else; None where it cannot do fp8.
+
+    A pipeline's stages are taken as equal and communication as free.
+    """
+    layer = ceilings.layer_seconds_fp8 if fp8 else ceilings.layer_seconds
+    if layer is None:
+        return None
+    parallel = config.parallel
+    model = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    data = gpus // model // parallel.context_parallel_size
+    batch, micro = known(config.training.global_batch_size), known(config.training.micro_batch_size)
+    layers = known(config.model.num_layers)
+    pass_seconds = layers * (layer + ceilings.attention_seconds) + ceilings.head_seconds
+    passes = batch / micro / data / parallel.pipeline_model_parallel_size
+    parameters = count_parameters(config.model, vocabulary) / model
+    if parallel.zero_stage:
+        parameters /= data
+    return passes * pass_seconds + parameters * _OPTIMIZER_BYTES / ceilings.copy

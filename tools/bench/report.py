@@ -1,0 +1,255 @@
+"""Tables and JSON of what was measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tools.bench.breakdown import Breakdown
+from tools.bench.launch import Measured
+from tools.bench.workloads import tokens_of_step
+
+if TYPE_CHECKING:
+    from megatron.config import RunConfig
+
+_GIB = 2**30
+_TERA = 1e12
+
+
+@dataclasses.dataclass
+class Result:
+    """What the runs of one checkout gave; `unavailable` says why there is no breakdown."""
+
+    name: str
+    runs: list[Measured]
+    breakdown: Breakdown | None = None
+    unavailable: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What turns seconds into the other numbers.
+
+    Attributes:
+        tokens: of a step, for each GPU.
+        flops: model FLOPs of a token.
+        ceilings: as `tools.bench.ceilings.Ceilings`, with the roofline's seconds of a step.
+        roofline: seconds of a step; None where it is not known.
+    """
+
+    tokens: float
+    flops: int
+    precision: str
+    gpus: int
+    ceilings: Mapping[str, Any]
+    roofline: float | None
+
+    @classmethod
+    def of(cls, config: RunConfig, precision: str, gpus: int, ceilings: Mapping[str, Any]) -> Facts:
+        """For runs of `config`."""
+        from megatron.models.arithmetic import flops_per_token
+        from tools.bench.workloads import padded_vocabulary
+
+        assert config.data.seq_length is not None
+        vocabulary = padded_vocabulary(config)
+        return cls(
+            tokens=tokens_of_step(config) / gpus,
+            flops=flops_per_token(config.model, config.data.seq_length, vocabulary),
+            precision=precision,
+            gpus=gpus,
+            ceilings=ceilings,
+            roofline=ceilings["roofline_step_fp8" if precision == "fp8" else "roofline_step_16bit"],
+        )
+
+    def derived(self, seconds: float) -> dict[str, float | None]:
+        """Numbers that follow from the seconds of a step."""
+        speed = self.tokens / seconds
+        model = speed * self.flops
+        peak = self.ceilings["datasheet"]
+        return {
+            "tokens_per_second_per_gpu": speed,
+            "model_tflops": model / _TERA,
+            "mfu_datasheet": model / peak if peak else None,
+            "mfu_measured_products": model / self.ceilings["products"],
+            "share_of_roofline": self.roofline / seconds if self.roofline else None,
+        }
+
+
+def run_line(name: str, number: int, measured: Measured, tokens: float) -> str:
+    """One run, as soon as it has ended; `tokens` of a step for each GPU."""
+    return (
+        f"{name} run {number}: tokens/s per GPU best {tokens / measured.best:,.0f}, "
+        f"median {tokens / measured.median:,.0f}, by the clock {tokens / measured.mean:,.0f}; "
+        f"launch to iteration 1 {measured.first_iteration:.1f} s; "
+        f"loss {measured.first_loss:.3f} to {measured.last_loss:.3f}"
+    )
+
+
+def summary(result: Result) -> dict[str, float]:
+    """Over runs: best and median of their median iteration, best iteration of all, and maxima."""
+    medians = [run.median for run in result.runs]
+    return {
+        "best_run": min(medians),
+        "median_run": statistics.median(medians),
+        "worst_run": max(medians),
+        "best_iteration": min(run.best for run in result.runs),
+        "clock": statistics.median(run.mean for run in result.runs),
+        "first_iteration_best": min(run.first_iteration for run in result.runs),
+        "first_iteration_first": result.runs[0].first_iteration,
+        "peak_allocated": max(run.peak_allocated for run in result.runs),
+        "peak_reserved": max(run.peak_reserved for run in result.runs),
+    }
+
+
+def describe(facts: Facts, results: Sequence[Result], flags: Sequence[str]) -> str:
+    """Everything, for reading."""
+    blocks = [
+        f"pretrain_gpt.py {shlex.join(flags)}",
+        describe_ceilings(facts.ceilings, facts.tokens),
+    ]
+    for result in results:
+        blocks += [_describe_result(facts, result), _describe_breakdown(result)]
+    if len(results) == 2:
+        blocks.append(_describe_difference(facts, *results))
+    return "\n\n".join(["", *blocks])
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Columns under each other: the first to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def describe_ceilings(ceilings: Mapping[str, Any], tokens: float) -> str:
+    """What the machine can do; `tokens` of a step for each GPU."""
+    peak = ceilings["datasheet"]
+    rows = [(f"ceilings of {ceilings['device']}, {ceilings['seconds']:g} s each", "")]
+    rows.append(("datasheet, dense 16-bit", _rate(peak)))
+    for name, key in (
+        ("bf16 products of a layer, forward and gradients", "products"),
+        ("bf16 products of the output head", "head"),
+        ("fp8 products of a layer (_scaled_mm, no casts)", "products_fp8"),
+        ("causal attention forward", "attention_forward"),
+        ("causal attention backward (2.5 x forward counted)", "attention_backward"),
+    ):
+        rows.append((name, _rate(ceilings[key])))
+    rows.append(("copy on the device, read + write", f"{ceilings['copy'] / _TERA:.2f} TB/s"))
+    for name, key in (("bf16", "roofline_step_16bit"), ("fp8, bf16 head", "roofline_step_fp8")):
+        step = ceilings[key]
+        value = f"{tokens / step:,.0f} tokens/s per GPU" if step else "n/a"
+        rows.append((f"roofline, {name}", value))
+    return table(rows)
+
+
+def _rate(flops: float | None) -> str:
+    return "n/a" if flops is None else f"{flops / _TERA:,.4g} TFLOP/s"
+
+
+def _describe_result(facts: Facts, result: Result) -> str:
+    numbers = summary(result)
+    columns = [
+        ("best run", numbers["best_run"]),
+        ("median run", numbers["median_run"]),
+        ("best iteration", numbers["best_iteration"]),
+        ("by the clock", numbers["clock"]),
+    ]
+    derived = [facts.derived(seconds) for _, seconds in columns]
+    rows = [(f"{result.name}, {len(result.runs)} run(s)", *(name for name, _ in columns))]
+    rows.append(("step, ms", *(f"{seconds * 1e3:.1f}" for _, seconds in columns)))
+    for label, key, shown in (
+        ("tokens/s per GPU", "tokens_per_second_per_gpu", "{:,.0f}"),
+        ("model TFLOP/s", "model_tflops", "{:.4g}"),
+        ("MFU, datasheet 16-bit peak", "mfu_datasheet", "{:.1%}"),
+        ("MFU, measured bf16 products", "mfu_measured_products", "{:.1%}"),
+        ("share of the roofline", "share_of_roofline", "{:.1%}"),
+    ):
+        values = [numbers[key] for numbers in derived]
+        rows.append((label, *("n/a" if value is None else shown.format(value) for value in values)))
+    return (
+        f"{table(rows)}\n"
+        f"peak memory {numbers['peak_allocated'] / _GIB:.2f} GiB allocated, "
+        f"{numbers['peak_reserved'] / _GIB:.2f} GiB reserved; launch to the end of iteration 1: "
+        f"first run {numbers['first_iteration_first']:.1f} s, "
+        f"best {numbers['first_iteration_best']:.1f} s"
+    )
+
+
+def _describe_breakdown(result: Result) -> str:
+    breakdown = result.breakdown
+    if breakdown is None:
+        return f"where the time of a step goes: not available ({result.unavailable})"
+    timed = result.runs[-1].median
+    rows = [("where the time of a step goes", "ms", "share")]
+    for part, seconds in breakdown.parts.items():
+        rows.append((part, f"{seconds * 1e3:.2f}", f"{seconds / breakdown.step:.1%}"))
+    rows.append(("sum = step under the profiler", f"{sum(breakdown.parts.values()) * 1e3:.2f}", ""))
+    rows.append(("step without the profiler, same run", f"{timed * 1e3:.2f}", ""))
+    for part, seconds in breakdown.hidden.items():
+        rows.append((f"hidden behind other work: {part}", f"{seconds * 1e3:.2f}", ""))
+    return f"{table(rows)}\n\n{_largest_kernels(breakdown)}"
+
+
+def _largest_kernels(breakdown: Breakdown) -> str:
+    lines = ["largest kernels: ms a step, launches a step, part, name"]
+    for name, part, seconds, launches in breakdown.kernels:
+        lines.append(f"{seconds * 1e3:9.2f} {launches:7.1f}  {part[:22]:22}  {name[:90]}")
+    return "\n".join(lines)
+
+
+def _describe_difference(facts: Facts, old: Result, new: Result) -> str:
+    """Both commits beside each other; a difference within the spread of the runs is noise."""
+    before, after = summary(old), summary(new)
+    rows = [("", old.name, new.name, "difference")]
+    for label, key in (("median run", "median_run"), ("best run", "best_run")):
+        speeds = [facts.tokens / numbers[key] for numbers in (before, after)]
+        change = speeds[1] / speeds[0] - 1
+        rows.append((f"tokens/s, {label}", *(f"{s:,.0f}" for s in speeds), f"{change:+.2%}"))
+    spreads = [numbers["worst_run"] / numbers["best_run"] - 1 for numbers in (before, after)]
+    rows.append(("spread of the runs", *(f"{spread:.2%}" for spread in spreads), ""))
+    if old.breakdown and new.breakdown:
+        for part, seconds in new.breakdown.parts.items():
+            was = old.breakdown.parts[part]
+            shown = [f"{was * 1e3:.2f}", f"{seconds * 1e3:.2f}", f"{(seconds - was) * 1e3:+.2f}"]
+            rows.append((f"ms: {part}", *shown))
+    text = table(rows)
+    if len(old.runs) < 2:
+        return f"{text}\none run each: the spread is not known"
+    apart = after["worst_run"] < before["best_run"] or before["worst_run"] < after["best_run"]
+    return text + ("" if apart else "\nthe runs overlap: no difference was shown")
+
+
+def to_json(facts: Facts, results: Sequence[Result], flags: Sequence[str]) -> str:
+    """Everything, for programs."""
+    record = {
+        "flags": list(flags),
+        "precision": facts.precision,
+        "gpus": facts.gpus,
+        "tokens_per_step_per_gpu": facts.tokens,
+        "model_flops_per_token": facts.flops,
+        "ceilings": dict(facts.ceilings),
+        "results": [_result_record(facts, result) for result in results],
+    }
+    return json.dumps(record, indent=1) + "\n"
+
+
+def _result_record(facts: Facts, result: Result) -> dict[str, Any]:
+    numbers = summary(result)
+    breakdown = result.breakdown
+    return {
+        "name": result.name,
+        "summary": numbers,
+        "best": facts.derived(numbers["best_run"]),
+        "median": facts.derived(numbers["median_run"]),
+        "runs": [dataclasses.asdict(run) for run in result.runs],
+        "breakdown": result.unavailable if breakdown is None else dataclasses.asdict(breakdown),
+    }

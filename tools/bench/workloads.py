@@ -1,0 +1,152 @@
+"""The workloads as flags of pretrain_gpt.py, and the corpus that they train on.
+
+S and L are those of Megatron's and torchtitan's published numbers; `demo` is a toy for a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.config import RunConfig, parse_config
+from megatron.config.run import known
+
+_LLAMA = (
+    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --no-query-key-layer-scaling "
+    "--attention-dropout 0 --hidden-dropout 0"
+)
+_TRAINING = (
+    "--lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine --weight-decay 0.1 --adam-beta2 0.95 "
+    "--clip-grad 1.0 --split 100,0,0 --eval-iters 0"
+)
+PRECISIONS = {
+    "fp32": (),
+    "bf16": ("--bf16",),
+    "fp8": ("--bf16", "--fp8-format", "hybrid"),
+}
+_DOCUMENT_TOKENS = 1000  # mean length
+_CORPUS_SEED = 1234
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One model with its batch.
+
+    Attributes:
+        network: flags of the network.
+        vocabulary: entries, the end-of-document token included; no padding is added to it.
+        micro_batch: samples of a forward pass.
+        samples_per_gpu: samples of an update for each GPU.
+        corpus_tokens: size of the generated corpus.
+    """
+
+    network: str
+    vocabulary: int
+    micro_batch: int
+    samples_per_gpu: int
+    corpus_tokens: int
+
+
+WORKLOADS = {
+    "S": Workload(
+        "--num-layers 24 --hidden-size 2048 --ffn-hidden-size 5632 --num-attention-heads 16 "
+        f"--seq-length 4096 --max-position-embeddings 4096 {_LLAMA}",
+        vocabulary=131072,
+        micro_batch=4,
+        samples_per_gpu=4,
+        corpus_tokens=16_000_000,
+    ),
+    "L": Workload(
+        "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
+        "--group-query-attention --num-query-groups 8 --rotary-base 500000 "
+        f"--seq-length 8192 --max-position-embeddings 8192 {_LLAMA}",
+        vocabulary=128256,
+        micro_batch=1,
+        samples_per_gpu=4,
+        corpus_tokens=16_000_000,
+    ),
+    "demo": Workload(
+        "--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 "
+        f"--seq-length 64 --max-position-embeddings 64 {_LLAMA}",
+        vocabulary=1024,
+        micro_batch=2,
+        samples_per_gpu=2,
+        corpus_tokens=200_000,
+    ),
+}
+
+
+def training_flags(
+    workload: Workload, precision: str, gpus: int, corpus: Path, further: Sequence[str]
+) -> list[str]:
+    """Words for pretrain_gpt.py but for its length and what it writes; `further` come last."""
+    return [
+        *workload.network.split(),
+        *f"--micro-batch-size {workload.micro_batch}".split(),
+        *f"--global-batch-size {workload.samples_per_gpu * gpus}".split(),
+        *_TRAINING.split(),
+        *f"--tokenizer-type NullTokenizer --vocab-size {workload.vocabulary - 1}".split(),
+        *["--data-path", str(corpus)],
+        *PRECISIONS[precision],
+        *further,
+    ]
+
+
+def read_flags(flags: Sequence[str], gpus: int) -> RunConfig:
+    """The configuration that these flags mean; a length is filled in where there is none.
+
+    Raises:
+        ConfigError: the flags are wrong, before anything is launched.
+    """
+    return parse_config(["--train-iters", "1", *flags], world_size=gpus).config
+
+
+def tokens_of_step(config: RunConfig) -> int:
+    """Tokens of one update over all GPUs."""
+    return known(config.training.global_batch_size) * known(config.data.seq_length)
+
+
+def padded_vocabulary(config: RunConfig) -> int:
+    """Rows of the embedding table: the tokenizer's entries, padded."""
+    from megatron.tokenizer.vocabulary import padded_vocab_size
+
+    return padded_vocab_size(
+        known(config.tokenizer.vocab_size) + 1,  # and the end-of-document token
+        config.model.make_vocab_size_divisible_by,
+        config.parallel.tensor_model_parallel_size,
+    )
+
+
+def corpus_prefix(folder: Path, workload: Workload) -> Path:
+    """The corpus of a workload, generated if it is not there yet."""
+    from megatron.data.indexed import idx_path
+
+    prefix = folder / f"zipf_{workload.vocabulary}_{workload.corpus_tokens}"
+    if not idx_path(prefix).is_file():
+        write_corpus(prefix, workload.vocabulary, workload.corpus_tokens)
+    return prefix
+
+
+def write_corpus(prefix: Path, vocabulary: int, tokens: int) -> None:
+    """Documents of random ids whose frequencies fall as 1 / rank (Zipf), as those of words do.
+
+    The last id ends every document. Which id has which rank is shuffled, so that frequent ids lie
+    all over the embedding table.
+    """
+    import numpy as np
+
+    from megatron.data.indexed import IndexedDatasetBuilder, best_dtype
+
+    random = np.random.default_rng(_CORPUS_SEED)
+    words = vocabulary - 1
+    # The logarithm of a Zipf rank is uniform.
+    ranks = np.floor(np.exp(random.random(tokens) * np.log(words + 1))).astype(np.int64) - 1
+    ids = random.permutation(words)[np.clip(ranks, 0, words - 1)]
+    count = max(1, tokens // _DOCUMENT_TOKENS)
+    ends = np.unique([*random.integers(1, tokens, count - 1), tokens])
+    ids[ends - 1] = words
+    lengths = np.diff(ends, prepend=0)
+    with IndexedDatasetBuilder(prefix, best_dtype(vocabulary)) as builder:
+        builder.add_documents(ids, lengths, np.ones(len(lengths), np.int64))

@@ -1,0 +1,316 @@
+"""Measure pretraining: the real entry script with data loading, optimizer and logging.
+
+    python tools/benchmark.py --workload S --precision bf16
+    python tools/benchmark.py --workload L --gpus 8 --layout "--use-distributed-optimizer" \\
+        -- --overlap-grad-reduce --overlap-param-gather
+    python tools/benchmark.py --workload S --compare HEAD~1
+
+Prints speed, memory, start-up time, where a step's time goes, and what this machine could do at
+the workload's shapes; the same as JSON under --output. Words after -- go to pretrain_gpt.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if __package__ in (None, ""):
+    # Started as a file: the package beside this folder may not be installed.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.errors import ConfigError, DataError, UserError
+from tools.bench import report
+from tools.bench.breakdown import read_breakdown
+from tools.bench.launch import Measured, entry_command, measure, run_command
+from tools.bench.report import Result
+from tools.bench.workloads import (
+    PRECISIONS,
+    WORKLOADS,
+    Workload,
+    corpus_prefix,
+    read_flags,
+    tokens_of_step,
+    training_flags,
+)
+
+if TYPE_CHECKING:
+    from megatron.config import RunConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+_PROFILED = 4  # iterations, of which the inner ones are broken down
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is run, the same for every run of one call.
+
+    Attributes:
+        flags: words for pretrain_gpt.py but for length and output.
+        config: what they mean.
+        folder: for logs, traces and results.
+        warmup, iterations: iterations before timing, and timed.
+        timeout: of one run, in seconds.
+    """
+
+    workload: Workload
+    precision: str
+    gpus: int
+    flags: list[str]
+    config: RunConfig
+    folder: Path
+    warmup: int
+    iterations: int
+    timeout: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A checkout that is measured, and what to call it."""
+
+    name: str
+    root: Path
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line up to `--`."""
+    parser = argparse.ArgumentParser(
+        prog="benchmark.py",
+        description=__doc__,
+        usage="%(prog)s --workload S|L|demo [options] [-- flags of pretrain_gpt.py]",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--workload", choices=WORKLOADS, default="S", help="Model and batch (default: S).")
+    add("--precision", choices=PRECISIONS, default="bf16", help="Default: bf16.")
+    add("--gpus", type=int, default=1, help="Processes; more than one under torchrun (default: 1).")
+    add("--layout", default="", metavar="FLAGS", help="Flags of pretrain_gpt.py in one word.")
+    add("--iterations", type=int, default=30, help="Timed iterations of a run (default: 30).")
+    add("--warmup", type=int, default=10, help="Iterations before them (default: 10).")
+    add("--repeat", type=int, default=3, help="Runs (default: 3).")
+    add("--quick", action="store_true", help="5 + 15 iterations, one run, 0.5 s a ceiling.")
+    add("--compare", metavar="COMMIT", help="Also measure this commit, or checkout in a folder.")
+    add("--ceilings", action="store_true", help="Only measure what the machine can do.")
+    add("--ceiling-seconds", type=float, default=2.0, help="For each ceiling (default: 2).")
+    add("--label", help="Name of this checkout in the output (default: its commit).")
+    add("--output", type=Path, default=Path("runs/benchmark"), help="Default: runs/benchmark.")
+    add("--timeout", type=float, default=600, help="Of one run, in seconds (default: 600).")
+    return parser
+
+
+def make_plan(options: argparse.Namespace, further: Sequence[str]) -> Plan:
+    """Check the request and write the corpus.
+
+    Raises:
+        ConfigError: a number or a flag is wrong.
+    """
+    for name in ("gpus", "iterations", "warmup", "repeat"):
+        if getattr(options, name) < 1:
+            raise ConfigError(f"--{name} {getattr(options, name)}: give at least 1")
+    workload, output = WORKLOADS[options.workload], options.output.resolve()
+    further = [*shlex.split(options.layout), *further]
+    flags = training_flags(workload, options.precision, options.gpus, output / "corpus", further)
+    read_flags(flags, options.gpus)  # complain before the corpus is written
+    prefix = corpus_prefix(output / "corpus", workload)
+    flags = training_flags(workload, options.precision, options.gpus, prefix, further)
+    folder = output / f"{options.workload}-{options.precision}-{options.gpus}gpu"
+    folder.mkdir(parents=True, exist_ok=True)
+    return Plan(
+        workload=workload,
+        precision=options.precision,
+        gpus=options.gpus,
+        flags=flags,
+        config=read_flags(flags, options.gpus),
+        folder=folder,
+        warmup=options.warmup,
+        iterations=options.iterations,
+        timeout=options.timeout,
+    )
+
+
+def run_once(plan: Plan, subject: Subject, number: int, result: Result, *, profile: bool) -> None:
+    """One launch of the entry script; its numbers go to `result`.
+
+    The profile is of further iterations after the timed ones, so that it costs those nothing.
+    """
+    folder = plan.folder / subject.name / f"run{number}"
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in (*folder.glob("*.json"), *folder.glob("*.jsonl")):
+        old.unlink()
+    last = plan.warmup + plan.iterations
+    metrics = folder / "metrics.jsonl"
+    words = [*_length_flags(last, profile, folder), *plan.flags]
+    words += ["--metrics-jsonl", str(metrics), "--log-memory-to-tensorboard"]
+    command = entry_command(subject.root, plan.gpus, words)
+    lines = run_command(command, root=subject.root, log=folder / "log.txt", timeout=plan.timeout)
+    measured = measure(lines, warmup=plan.warmup, last=last)
+    result.runs.append(_with_memory_of(metrics, measured))
+    print(report.run_line(subject.name, number, measured, _tokens_per_gpu(plan)), flush=True)
+    if profile:
+        _break_down(folder, result)
+
+
+def _length_flags(last: int, profile: bool, folder: Path) -> list[str]:
+    if not profile:
+        return ["--train-iters", str(last), "--log-interval", "1"]
+    # One iteration between the timed and the profiled ones.
+    words = f"--train-iters {last + 1 + _PROFILED} --log-interval 1 --profile"
+    words += f" --profile-step-start {last + 2} --profile-step-end {last + 2 + _PROFILED}"
+    return [*words.split(), "--profile-dir", str(folder)]
+
+
+def _with_memory_of(metrics: Path, measured: Measured) -> Measured:
+    """With the peak at the end of the run: the log tells that of the first iterations only."""
+    records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    peak = max((record.get("mem-max-allocated-bytes", 0) for record in records), default=0)
+    return dataclasses.replace(measured, peak_allocated=max(measured.peak_allocated, peak))
+
+
+def _break_down(folder: Path, result: Result) -> None:
+    traces = sorted(folder.glob("rank*_iteration*.json"))
+    try:
+        if not traces:
+            raise DataError(f"{folder}: no trace in it")
+        result.breakdown = read_breakdown(traces[0])
+    except DataError as error:
+        result.unavailable = str(error)
+
+
+def _tokens_per_gpu(plan: Plan) -> float:
+    return tokens_of_step(plan.config) / plan.gpus
+
+
+def benchmark(options: argparse.Namespace, further: Sequence[str]) -> None:
+    """Measure, print and write."""
+    plan = make_plan(options, further)
+    if options.ceilings:
+        _write_ceilings(plan, _ceilings_file(plan, options), options.ceiling_seconds)
+        return
+    ceilings = _known_ceilings(plan, options, further)
+    here = Subject(options.label or commit_of(ROOT), ROOT)
+    with _other_checkout(options.compare) as other:
+        subjects = [here]
+        if other is not None:
+            same = other.name == here.name
+            subjects.insert(0, Subject("other" if same else other.name, other.root))
+        results = [Result(subject.name, []) for subject in subjects]
+        for number in range(1, options.repeat + 1):  # in turn, so that both see the machine alike
+            for subject, result in zip(subjects, results, strict=True):
+                run_once(plan, subject, number, result, profile=number == options.repeat)
+    facts = report.Facts.of(plan.config, plan.precision, plan.gpus, ceilings)
+    print(report.describe(facts, results, plan.flags))
+    target = plan.folder / "result.json"
+    target.write_text(report.to_json(facts, results, plan.flags), encoding="utf-8")
+    print(f"\nwritten: {target}")
+
+
+def _ceilings_file(plan: Plan, options: argparse.Namespace) -> Path:
+    parallel, micro = plan.config.parallel, plan.config.training.micro_batch_size
+    split = f"tp{parallel.tensor_model_parallel_size}-cp{parallel.context_parallel_size}"
+    return options.output.resolve() / f"ceilings-{options.workload}-m{micro}-{split}.json"
+
+
+def _known_ceilings(
+    plan: Plan, options: argparse.Namespace, further: Sequence[str]
+) -> dict[str, Any]:
+    """Those of an earlier call if they were measured long enough, else measured now, in a process
+    of its own that leaves no memory in use."""
+    path = _ceilings_file(plan, options)
+    wanted = options.ceiling_seconds
+    if not path.is_file() or json.loads(path.read_text(encoding="utf-8"))["seconds"] < wanted:
+        words = ["--ceilings", "--workload", options.workload, "--precision", options.precision]
+        words += ["--gpus", str(plan.gpus), "--output", str(options.output.resolve())]
+        words += ["--ceiling-seconds", str(wanted)]
+        words += [f"--layout={options.layout}", "--", *further]
+        command = [sys.executable, str(Path(__file__).resolve()), *words]
+        run_command(command, root=ROOT, log=plan.folder / "ceilings.txt", timeout=options.timeout)
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _write_ceilings(plan: Plan, path: Path, seconds: float) -> None:
+    from megatron.device import Device
+    from tools.bench.ceilings import measure_ceilings, roofline_step
+
+    device = Device.pick()
+    device.activate()
+    size = plan.workload.vocabulary
+    ceilings = measure_ceilings(plan.config, device, size, seconds=seconds)
+    steps = {
+        f"roofline_step_{name}": roofline_step(ceilings, plan.config, plan.gpus, size, fp8=fp8)
+        for name, fp8 in (("16bit", False), ("fp8", True))
+    }
+    record = {**dataclasses.asdict(ceilings), **steps}
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(report.describe_ceilings(record, _tokens_per_gpu(plan)))
+    print(f"\nwritten: {path}")
+
+
+def commit_of(root: Path) -> str:
+    """Short commit of a checkout, with -changed where files differ from it; "here" without git."""
+    head = _git(root, "rev-parse", "--short", "HEAD")
+    if head is None:
+        return "here"
+    return head + ("-changed" if _git(root, "status", "--porcelain", "-uno") else "")
+
+
+def _git(root: Path, *words: str) -> str | None:
+    """What a git command prints; None where it fails."""
+    done = subprocess.run(
+        ["git", *words], cwd=root, capture_output=True, text=True, timeout=60, check=False
+    )
+    return None if done.returncode else done.stdout.strip()
+
+
+@contextmanager
+def _other_checkout(asked: str | None) -> Iterator[Subject | None]:
+    """What --compare names: a folder with a checkout, or a commit in a worktree for the time.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if asked is None:
+        yield None
+        return
+    if (Path(asked) / "pretrain_gpt.py").is_file():
+        yield Subject(Path(asked).resolve().name, Path(asked).resolve())
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "checkout"
+        if _git(ROOT, "worktree", "add", "--detach", str(tree), asked) is None:
+            raise ConfigError(
+                f"--compare {asked}: neither a commit of this checkout nor a folder with "
+                "pretrain_gpt.py; without git, unpack the other commit somewhere and name that"
+            )
+        try:
+            yield Subject(commit_of(tree), tree)
+        finally:
+            _git(ROOT, "worktree", "remove", "--force", str(tree))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0 done, else that of the error."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    cut = words.index("--") if "--" in words else len(words)
+    options = build_parser().parse_args(words[:cut])
+    if options.quick:
+        options.warmup, options.iterations, options.repeat = 5, 15, 1
+        options.ceiling_seconds = min(options.ceiling_seconds, 0.5)
+    try:
+        benchmark(options, words[cut + 1 :])
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
