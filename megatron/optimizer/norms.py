@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Layout
 
 # Elements whose squares are added in fp32, on a CPU nearly one after another: short rows keep the
@@ -63,8 +63,7 @@ def sum_over_model(values: Tensor, layout: Layout, *, over_replicas: bool = Fals
     """
     axes = [layout.tensor, layout.pipeline, *([layout.replica] if over_replicas else [])]
     for axis in axes:
-        if axis.size > 1:
-            dist.all_reduce(values, group=axis.group)
+        all_reduce(values, axis)
     return values
 
 
