@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import traceback
 
@@ -61,7 +62,7 @@ def end_run(
     else:
         gone = watchdog.missing()
         who = ranks_text(gone) + " went away without a word" if gone else "a connection broke"
-        reason = f"{who}, in {where} ({type(error).__name__}: {str(error).splitlines()[0]})"
+        reason = f"{who}, in {where} ({_said(error)})"
         verdict = watchdog.end_run(code, reason)
         if verdict.rank == launch.rank:
             print(
@@ -74,6 +75,12 @@ def end_run(
     if farewell is not None:
         print(farewell, file=sys.stderr, flush=True)
     return RunEndedError(verdict.code)
+
+
+def _said(error: Exception) -> str:
+    """What a communication library says, without where in its source and without advice."""
+    text = (str(error) or type(error).__name__).splitlines()[0]
+    return re.sub(r"^\[\S*\] ", "", text).split(". ")[0]
 
 
 def _may_follow_from_another(error: Exception, journal: Journal) -> bool:

@@ -40,6 +40,8 @@ from megatron.training.setup import build_run
 from megatron.training.standard import standard_callbacks, start_panel
 from megatron.training.writers import open_writers
 
+_TURN = 2.0  # seconds
+
 
 def main(recipe: Recipe, argv: Sequence[str] | None = None) -> int:
     """Run one process of a pretraining job; the exit code.
@@ -66,6 +68,8 @@ def main(recipe: Recipe, argv: Sequence[str] | None = None) -> int:
     except UserError as error:  # before the processes have met, or with one alone
         if launch.rank == 0 or not isinstance(error, ConfigError):
             report(error, launch)
+        else:
+            time.sleep(_TURN)  # torchrun ends all when the first leaves: rank 0 is to print
         return error.exit_code
     except RunEndedError as ended:
         return ended.code
