@@ -74,6 +74,7 @@ def end_run(
     farewell = watchdog.farewell(verdict)
     if farewell is not None:
         print(farewell, file=sys.stderr, flush=True)
+    watchdog.let_others_hear()
     return RunEndedError(verdict.code)
 
 

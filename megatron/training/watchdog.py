@@ -114,8 +114,16 @@ class Watchdog:
         return self.verdict_within(_SILENCE) or own
 
     def missing(self) -> frozenset[int]:
-        """Ranks that give no sign of life; takes some seconds."""
-        return self._survey()[1]
+        """Ranks that give no sign of life; takes some seconds. None where nobody can be asked."""
+        try:
+            return self._survey()[1]
+        except dist.DistError:
+            return frozenset()
+
+    def let_others_hear(self) -> None:
+        """Rank 0 leaves last: the store may end with it or with its launcher."""
+        if self._rank == 0:
+            time.sleep(_LINGER)
 
     def _talk(self) -> None:
         try:
@@ -140,6 +148,7 @@ class Watchdog:
             self._verdict = Verdict(**json.loads(self._store.get("verdict")))
             self._known.set()
             if self._verdict.code == HangError.exit_code and self._verdict.rank != self._rank:
+                self.let_others_hear()
                 self._leave(self._verdict.code, self.farewell(self._verdict))
 
     def _judge(self, verdict: Verdict) -> bool:

@@ -1,7 +1,8 @@
 """`pretrain_gpt.py` with a fault: FAULT=kind:rank:iteration says whose, and when (from 1).
 
-Kinds: stop (SIGSTOP), kill (SIGKILL), sleep (in its forward), load (a sample that never comes), skip
-(leaves the reduction of gradients out), mistake (a UserError), bug (another exception), none.
+Only before the first restart. Kinds: stop (SIGSTOP), kill (SIGKILL), sleep (in its forward), load
+(a sample that never comes), skip (leaves the reduction of gradients out), mistake (a UserError),
+bug (another exception), none.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ class Fault:
     """What goes wrong in this process, and when."""
 
     def __init__(self, kind: str, rank: int, iteration: int) -> None:
-        self.kind = kind if int(os.environ.get("RANK", "0")) == rank else "none"
+        restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        is_here = int(os.environ.get("RANK", "0")) == rank and restarts == 0
+        self.kind = kind if is_here else "none"
         self.iteration = iteration
 
     def strike(self, iteration: int) -> None:
