@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import socket
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +16,8 @@ WORLD_SIZE_ENV = "WORLD_SIZE"
 LOCAL_RANK_ENV = "LOCAL_RANK"
 LOCAL_WORLD_SIZE_ENV = "LOCAL_WORLD_SIZE"
 RESTART_COUNT_ENV = "TORCHELASTIC_RESTART_COUNT"
+_GLOO_INTERFACE_ENV = "GLOO_SOCKET_IFNAME"
+_GET_ADDRESS = 0x8915  # ioctl SIOCGIFADDR
 
 
 @dataclass(frozen=True)
@@ -73,12 +78,38 @@ def prepare(launch: Launch, *, deterministic: bool) -> None:
     os.environ[RANK_ENV] = str(launch.rank)
     os.environ[WORLD_SIZE_ENV] = str(launch.world_size)
     os.environ[LOCAL_RANK_ENV] = str(launch.local_rank)
+    if launch.local_world_size < launch.world_size and _GLOO_INTERFACE_ENV not in os.environ:
+        # gloo would take the address that the machine's name stands for: often the loopback's,
+        # which no other machine reaches.
+        interface = _interface_towards(os.environ.get("MASTER_ADDR", ""))
+        if interface is not None:
+            os.environ[_GLOO_INTERFACE_ENV] = interface
     # One hardware queue keeps kernels in launch order, so that communication launched before a
     # matrix product also starts before it.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         os.environ.setdefault("NCCL_ALGO", "Ring")
+
+
+def _interface_towards(host: str) -> str | None:
+    """The network interface by which this machine reaches `host`; None where that is unclear."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))  # sends nothing: only chooses a route
+        except OSError:
+            return None
+        address = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(
+                    probe.fileno(), _GET_ADDRESS, struct.pack("256s", name.encode())
+                )
+            except OSError:  # an interface without an address
+                continue
+            if socket.inet_ntoa(answer[20:24]) == address and not address.startswith("127."):
+                return name
+    return None
 
 
 def use_one_math_thread() -> None:

@@ -10,6 +10,7 @@ import torch
 
 from megatron.checkpoint.entries import Json
 from megatron.errors import CheckpointError, StorageError
+from megatron.parallel.collectives import all_gather, all_reduce
 from megatron.parallel.layout import Axis
 
 
@@ -27,17 +28,14 @@ class Exchange:
         """Every rank's value, on every rank, in rank order. Collective."""
         if self.world.size == 1:
             return [value]
-        import torch.distributed as dist
-
-        group, device = self.world.group, self._device()
+        device = self._device()
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         sizes = torch.zeros(self.world.size, dtype=torch.int64, device=device)
         sizes[self.world.rank] = data.numel()
-        dist.all_reduce(sizes, group=group)
+        all_reduce(sizes, self.world)
         mine = torch.zeros(int(sizes.max()), dtype=torch.uint8, device=device)
         mine[: data.numel()] = data.to(device)
-        texts = [torch.empty_like(mine) for _ in range(self.world.size)]
-        dist.all_gather(texts, mine, group=group)
+        texts = all_gather(mine, self.world).chunk(self.world.size)
         lengths = sizes.tolist()
         return [
             json.loads(text[:length].cpu().numpy().tobytes())

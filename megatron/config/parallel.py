@@ -68,8 +68,10 @@ class ParallelConfig:
     distributed_backend: str = flag(
         "nccl", "Communication library on GPUs (a CPU always uses gloo).", choices=("nccl", "gloo")
     )
-    distributed_timeout_minutes: int = flag(
-        10, "A collective that takes longer ends the run.", unit="minutes"
+    distributed_timeout_minutes: float = flag(
+        10.0,
+        "A process that others wait for longer than this ends the run, by name. Fractions count.",
+        unit="minutes",
     )
     ddp_impl: str = flag(
         "local",

@@ -47,7 +47,6 @@ _AT_LEAST: Mapping[str, int] = {
     "parallel.tensor_model_parallel_size": 1,
     "parallel.pipeline_model_parallel_size": 1,
     "parallel.context_parallel_size": 1,
-    "parallel.distributed_timeout_minutes": 1,
     "parallel.local_rank": 0,
     "tokenizer.vocab_size": 1,
     "tokenizer.vocab_extra_ids": 0,
@@ -64,6 +63,7 @@ _AT_LEAST: Mapping[str, int] = {
 _ABOVE_ZERO = (
     "model.norm_epsilon",
     "model.rotary_base",
+    "parallel.distributed_timeout_minutes",
     "precision.loss_scale",
     "precision.initial_loss_scale",
     "precision.min_loss_scale",

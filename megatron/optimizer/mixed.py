@@ -25,6 +25,7 @@ from megatron.optimizer.groups import ParameterGroup, split_groups
 from megatron.optimizer.loss_scale import loss_scale_of
 from megatron.optimizer.norms import is_counted_here, sum_over_model
 from megatron.optimizer.rules import Step, UpdateTensors, rule_of
+from megatron.parallel.collectives import all_reduce
 from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.layout import Layout
 from megatron.parallel.weights import WeightBuffer
@@ -218,8 +219,7 @@ class Optimizer:
         )
         norm = totals[0].sqrt() / self.loss_scale
         nonfinite = 1.0 - norm.isfinite().double()
-        if self._layout.world.size > 1:
-            dist.all_reduce(nonfinite, dist.ReduceOp.MAX, group=self._layout.world.group)
+        all_reduce(nonfinite, self._layout.world, dist.ReduceOp.MAX)
         return norm, totals[-1], nonfinite
 
     def _clip_divisor(self, norm: Tensor) -> Tensor:

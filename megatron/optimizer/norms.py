@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.kernels.tensor_sums import sum_of_squares
+from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Layout
 
 
@@ -39,8 +39,7 @@ def sum_over_model(values: Tensor, layout: Layout, *, over_replicas: bool = Fals
     """
     axes = [layout.tensor, layout.pipeline, *([layout.replica] if over_replicas else [])]
     for axis in axes:
-        if axis.size > 1:
-            dist.all_reduce(values, group=axis.group)
+        all_reduce(values, axis)
     return values
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.parallel.journal import Transfer
 from megatron.parallel.layout import Axis
 
 # torch 2.13 renamed both.
@@ -55,12 +56,12 @@ class Pending:
     """A collective under way. Nobody may touch its input before `wait` has returned."""
 
     result: Tensor
-    work: Any = None
+    transfer: Transfer | None = None
 
     def wait(self) -> Tensor:
         """The result. On a GPU later kernels wait, not this process."""
-        if self.work is not None:
-            self.work.wait()
+        if self.transfer is not None:
+            self.transfer.wait()
         return self.result
 
 
@@ -68,7 +69,8 @@ def start_all_reduce(x: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> Pend
     """All-reduce `x` in place."""
     if axis.size == 1:
         return Pending(x)
-    return Pending(x, dist.all_reduce(x, op=op, group=_group(axis), async_op=True))
+    work = dist.all_reduce(x, op=op, group=_group(axis), async_op=True)
+    return Pending(x, axis.transfer("all-reduce", work))
 
 
 def start_all_gather(x: Tensor, axis: Axis, into: Tensor | None = None) -> Pending:
@@ -80,7 +82,7 @@ def start_all_gather(x: Tensor, axis: Axis, into: Tensor | None = None) -> Pendi
         return Pending(x)
     result = x.new_empty((axis.size * x.shape[0], *x.shape[1:])) if into is None else into
     work = _all_gather(result, x.contiguous(), group=_group(axis), async_op=True)
-    return Pending(result, work)
+    return Pending(result, axis.transfer("all-gather", work))
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis, into: Tensor | None = None) -> Pending:
@@ -93,7 +95,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis, into: Tensor | None = None) -> P
     assert x.shape[0] % axis.size == 0, f"{tuple(x.shape)} does not divide over {axis.size} ranks"
     result = x.new_empty((x.shape[0] // axis.size, *x.shape[1:])) if into is None else into
     work = _reduce_scatter(result, x.contiguous(), group=_group(axis), async_op=True)
-    return Pending(result, work)
+    return Pending(result, axis.transfer("reduce-scatter", work))
 
 
 def all_reduce(x: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> Tensor:

@@ -6,10 +6,11 @@ T, context size C and data size D, rank = ((p * D + d) * C + c) * T + t.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from megatron.errors import ConfigError
+from megatron.parallel.journal import Journal, Transfer
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -27,12 +28,14 @@ class Axis:
         rank: place of this process among them.
         ranks: their global ranks, in order.
         group: for collectives; None where there is nobody to talk to.
+        journal: where this process notes its communication; one for the whole layout.
     """
 
     size: int = 1
     rank: int = 0
     ranks: tuple[int, ...] = (0,)
     group: ProcessGroup | None = None
+    journal: Journal = field(default_factory=Journal, compare=False, repr=False)
 
     @property
     def is_first(self) -> bool:
@@ -41,6 +44,17 @@ class Axis:
     @property
     def is_last(self) -> bool:
         return self.rank == self.size - 1
+
+    def transfer(self, kind: str, work: Any) -> Transfer:
+        """A started collective of this axis under its name."""
+        return self.journal.transfer(kind, self.ranks, work)
+
+    def barrier(self) -> None:
+        """Return once every process of the axis has called it."""
+        if self.size > 1:
+            import torch.distributed as dist
+
+            self.transfer("barrier", dist.barrier(group=self.group, async_op=True)).wait()
 
 
 @dataclass(frozen=True)
@@ -107,12 +121,14 @@ class Layout:
         tensor: int = 1,
         context: int = 1,
         pipeline: int = 1,
+        journal: Journal | None = None,
     ) -> Layout:
         """The same with process groups. Collective: `init_process_group` must have run.
 
         A world of one has no groups and needs no initialization.
         """
         layout = cls.at(rank, world_size, tensor=tensor, context=context, pipeline=pipeline)
+        layout = layout._with_journal(journal or Journal())
         if world_size == 1:
             return layout
         import torch.distributed as dist
@@ -136,12 +152,21 @@ class Layout:
             axes["replica"] = replace(layout.replica, group=flat.get_group())
         return replace(layout, world=replace(layout.world, group=dist.group.WORLD), **axes)
 
+    def _with_journal(self, journal: Journal) -> Layout:
+        axes = {
+            name: replace(getattr(self, name), journal=journal)
+            for name in (*AXES, "world", "replica", "embedding")
+        }
+        return replace(self, **axes)
+
+    @property
+    def journal(self) -> Journal:
+        """Where this process is, for the watchdog."""
+        return self.world.journal
+
     def wait_for_all(self) -> None:
         """Return once every process has called it."""
-        if self.world.size > 1:
-            import torch.distributed as dist
-
-            dist.barrier(group=self.world.group)
+        self.world.barrier()
 
     def describe(self) -> str:
         """The grid in words, for the start-up panel."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Axis
 
 _TIED = "embedding.word.weight"
@@ -35,4 +35,4 @@ def share_tied_gradients(copy: nn.Parameter | None, embedding: Axis) -> None:
     """Add the two copies' gradients. Collective over a pipeline's two ends, where both hold one."""
     if copy is not None:
         gradient: Tensor = copy.main_grad  # type: ignore[attr-defined]
-        dist.all_reduce(gradient, group=embedding.group)
+        all_reduce(gradient, embedding)

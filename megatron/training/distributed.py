@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from megatron.config.parallel import ParallelConfig
 from megatron.device import Device
 from megatron.environment import Launch
+from megatron.errors import HangError
+from megatron.parallel.journal import Journal
 from megatron.parallel.layout import Layout
+from megatron.training.failure import end_run
+from megatron.training.watchdog import Watchdog
+
+# What the communication library waits longer than we do: it aborts without saying for whom.
+_BACKSTOP = timedelta(minutes=1)
 
 
 @contextmanager
@@ -20,6 +29,10 @@ def process_group(config: ParallelConfig, launch: Launch, device: Device) -> Ite
 
     A world of one starts no process group. On GPUs, tensors on the CPU (checkpoint receipts,
     timers) travel over gloo through the same groups.
+
+    Raises:
+        HangError: the processes did not come together.
+        RunEndedError: a process failed. It has said why.
     """
     sizes = {
         "tensor": config.tensor_model_parallel_size,
@@ -30,13 +43,75 @@ def process_group(config: ParallelConfig, launch: Launch, device: Device) -> Ite
         yield Layout.at(0, 1, **sizes)
         return
     backend = device.backend(config.distributed_backend)
+    timeout = timedelta(minutes=config.distributed_timeout_minutes)
+    store = _meet(launch, timeout)
     dist.init_process_group(
         backend if backend == "gloo" else f"cpu:gloo,{device.type}:{backend}",
+        store=_of_this_attempt(store, launch),
         rank=launch.rank,
         world_size=launch.world_size,
-        timeout=timedelta(minutes=config.distributed_timeout_minutes),
+        timeout=timeout + _BACKSTOP,
+    )
+    journal = Journal(device.marks())
+    watchdog = Watchdog(
+        dist.PrefixStore(f"watchdog/{_token(launch)}", _connect_again(store, timeout)),
+        launch.rank,
+        launch.world_size,
+        machine=_machine(launch),
+        journal=journal,
+        seconds=timeout.total_seconds(),
     )
     try:
-        yield Layout.create(device.type, launch.rank, launch.world_size, **sizes)
+        yield Layout.create(device.type, launch.rank, launch.world_size, journal=journal, **sizes)
+    except Exception as error:
+        raise end_run(error, launch, journal, watchdog) from error
     finally:
         dist.destroy_process_group()
+        watchdog.stop()
+
+
+def _meet(launch: Launch, timeout: timedelta) -> dist.TCPStore:
+    """The launcher's store, once all processes are there."""
+    try:
+        store, _, _ = next(
+            dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timeout)
+        )
+        return store
+    except dist.DistError as error:
+        raise HangError(
+            f"the {launch.world_size} processes did not come together within "
+            f"--distributed-timeout-minutes {timeout.total_seconds() / 60:g} ({error}): is the "
+            "command running on every machine, and does each reach the first one's address and "
+            "port?"
+        ) from error
+
+
+def _of_this_attempt(store: dist.Store, launch: Launch) -> dist.Store:
+    """A part of the store that no earlier attempt has written to.
+
+    torchrun keeps its store when it restarts the processes, and with it the addresses of those
+    that are gone. Machines count restarts each for itself: there it must make a new store, see
+    docs/several-machines.md.
+    """
+    if launch.local_world_size < launch.world_size:
+        return store
+    return dist.PrefixStore(f"attempt/{launch.restart_count}", store)
+
+
+def _machine(launch: Launch) -> range:
+    """The ranks on this machine."""
+    first = launch.rank - launch.local_rank
+    return range(first, first + launch.local_world_size)
+
+
+def _token(launch: Launch) -> int:
+    """A number that no other attempt has. Collective."""
+    token = torch.tensor([secrets.randbits(62) if launch.rank == 0 else 0])
+    dist.all_reduce(token)
+    return int(token.item())
+
+
+def _connect_again(store: dist.TCPStore, timeout: timedelta) -> dist.TCPStore:
+    return dist.TCPStore(
+        store.host, store.port, is_master=False, wait_for_workers=False, timeout=timeout
+    )

@@ -81,6 +81,7 @@ class Passes:
         with ExitStack() as around:  # what surrounds the operation under way
 
             def before(operation: Operation) -> None:
+                self._run.layout.journal.enter(operation)
                 around.close()
                 if operation.kind not in _BACKWARD:
                     return
@@ -91,7 +92,7 @@ class Passes:
 
     def forward(self) -> None:
         """The losses alone. Collective over the pipeline."""
-        self._carry_out(self._operations(backward=False), None)
+        self._carry_out(self._operations(backward=False), self._run.layout.journal.enter)
 
     def _operations(self, *, backward: bool) -> Operations:
         run, chunks = self._run, len(self._run.parts)
@@ -100,9 +101,7 @@ class Passes:
         schedule = _schedule(kind, stages, chunks, self._count, backward=backward)
         return schedule[run.layout.pipeline.rank]
 
-    def _carry_out(
-        self, operations: Operations, before: Callable[[Operation], None] | None
-    ) -> None:
+    def _carry_out(self, operations: Operations, before: Callable[[Operation], None]) -> None:
         run = self._run
         steps: list[ForwardStep] = [partial(self._step, chunk) for chunk in range(len(run.parts))]
         run_schedule(
@@ -142,7 +141,11 @@ class Passes:
     def _batch(self, micro_batch: int, *, is_last_use: bool) -> Batch:
         """The micro-batch on the device, kept until the last part here has seen it."""
         while len(self.sample_ids) <= micro_batch:
-            with self._run.timers.measure("batch-generator", level=2):
+            loading = f"loading of micro-batch {len(self.sample_ids)}"
+            with (
+                self._run.layout.journal.inside(loading),
+                self._run.timers.measure("batch-generator", level=2),
+            ):
                 batch = next(self._batches)
             number = len(self.sample_ids)
             self.sample_ids.append(batch["id"].tolist())

@@ -22,7 +22,6 @@ from megatron.errors import (
     EXIT_OK,
     EXIT_SAVED_ON_SIGNAL,
     ConfigError,
-    NumericsError,
     StorageError,
     UserError,
 )
@@ -32,6 +31,7 @@ from megatron.training.callbacks.terminal import say
 from megatron.training.checkpointing import network_of
 from megatron.training.distributed import process_group
 from megatron.training.evaluation import final_evaluation
+from megatron.training.failure import RunEndedError, report
 from megatron.training.loop import train
 from megatron.training.panel import format_panel, size_rows
 from megatron.training.recipe import Recipe
@@ -39,6 +39,8 @@ from megatron.training.run import Run
 from megatron.training.setup import build_run
 from megatron.training.standard import standard_callbacks, start_panel
 from megatron.training.writers import open_writers
+
+_TURN = 2.0  # seconds
 
 
 def main(recipe: Recipe, argv: Sequence[str] | None = None) -> int:
@@ -63,19 +65,14 @@ def main(recipe: Recipe, argv: Sequence[str] | None = None) -> int:
         if parsed.config.training.dry_run:
             return _dry_run(parsed.config, launch)
         return _pretrain(parsed.config, recipe, launch, started)
-    except UserError as error:
-        report(error, launch)
+    except UserError as error:  # before the processes have met, or with one alone
+        if launch.rank == 0 or not isinstance(error, ConfigError):
+            report(error, launch)
+        else:
+            time.sleep(_TURN)  # torchrun ends all when the first leaves: rank 0 is to print
         return error.exit_code
-
-
-def report(error: UserError, launch: Launch) -> None:
-    """Print what to mend: once for mistakes that all ranks see alike, else with the rank."""
-    alike = isinstance(error, ConfigError | NumericsError)
-    if alike and launch.rank:
-        return
-    where = "" if alike or launch.world_size == 1 else f"[rank {launch.rank}] "
-    for problem in error.problems if isinstance(error, ConfigError) else [str(error)]:
-        print(f"{where}error: {problem}", file=sys.stderr, flush=True)
+    except RunEndedError as ended:
+        return ended.code
 
 
 def _dry_run(config: RunConfig, launch: Launch) -> int:

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layers import forget_weights
 from megatron.parallel.tied import share_tied_gradients
 from megatron.training.passes import Passes
@@ -50,6 +50,8 @@ class StepOutcome:
 def train_step(run: Run) -> StepOutcome:
     """Consume one global batch and update the parameters. Collective."""
     progress = run.progress
+    journal = run.layout.journal
+    journal.iteration = progress.iteration + 1
     samples = run.batches.global_batch_at(progress.consumed_samples)
     loss_scale = run.optimizer.loss_scale
     passes = Passes(
@@ -64,8 +66,10 @@ def train_step(run: Run) -> StepOutcome:
     run.gradients.zero()
     with run.timers.measure("forward-backward"):
         passes.forward_backward()
+    journal.enter("reduction of the gradients")
     with run.timers.measure("all-grads-sync"):
         reduce_gradients(run)
+    journal.enter("optimizer step")
     with run.timers.measure("optimizer"):
         result = run.optimizer.step(
             lr=run.schedules.learning_rate.at(progress.scheduled_samples),
@@ -73,9 +77,11 @@ def train_step(run: Run) -> StepOutcome:
         )
     for part in run.parts:
         forget_weights(part)
+    journal.enter("reduction of the losses")
     losses, exit_wanted = reduce_losses(passes.losses, run.exit.wanted, run)
     losses_are_finite = all(math.isfinite(value) for value in losses.values())
 
+    journal.enter("end of the iteration")
     progress.iteration += 1
     progress.consumed_samples += samples
     if result.applied:
@@ -129,7 +135,5 @@ def reduce_losses(
         means = torch.stack([torch.stack(losses[name]).float().mean() for name in names])
         packed[:-1] = means / (layout.data.size * layout.context.size)
     packed[-1] = float(exit_wanted)
-    if layout.world.size > 1:
-        dist.all_reduce(packed, group=layout.world.group)
-    *values, flag = packed.tolist()
+    *values, flag = all_reduce(packed, layout.world).tolist()
     return dict(zip(names, values, strict=True)), flag > 0

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch.autograd.profiler import record_function  # torch.profiler takes long to import
 
 from megatron.device import Device
+from megatron.parallel.collectives import all_gather
 from megatron.parallel.layout import Axis
 
 
@@ -53,7 +53,7 @@ class Timers:
     def _wait(self, level: int) -> None:
         self._device.synchronize()
         if self._barrier and level == 1:
-            dist.barrier(group=self._world.group)
+            self._world.barrier()
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -68,9 +68,7 @@ class Timers:
         mine = torch.tensor([self._seconds[name] for name in names], dtype=torch.float64)
         if self._world.size == 1 or not names:
             return {name: [value] for name, value in zip(names, mine.tolist(), strict=True)}
-        everyone = [torch.empty_like(mine) for _ in range(self._world.size)]
-        dist.all_gather(everyone, mine, group=self._world.group)
-        columns = torch.stack(everyone).T.tolist()
+        columns = all_gather(mine[None], self._world).T.tolist()
         return dict(zip(names, columns, strict=True))
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.parallel.context.block import BlockAttention, merge
+from megatron.parallel.journal import Transfer
 from megatron.parallel.layout import Axis
 
 
@@ -87,7 +88,7 @@ def ring_attention(
 class _Transfer:
     """A tensor on its way to the next rank, and another coming from the one before."""
 
-    works: list[Any]
+    messages: list[Transfer]
     sent: Tensor  # kept until it has left
     received: Tensor
 
@@ -102,11 +103,17 @@ class _Transfer:
                 dist.P2POp(dist.irecv, received, previous, axis.group),
             ]
         )
-        return cls(works, x, received)
+        # NCCL makes one work of both: what comes is what one waits for.
+        ends = (("send", following), ("receive", previous))[-len(works) :]
+        messages = [
+            axis.journal.message(kind, peer, work)
+            for (kind, peer), work in zip(ends, works, strict=True)
+        ]
+        return cls(messages, x, received)
 
     def wait(self) -> Tensor:
-        for work in self.works:
-            work.wait()
+        for message in self.messages:
+            message.wait()
         return self.received
 
 

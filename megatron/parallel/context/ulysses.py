@@ -74,5 +74,6 @@ class _Exchange(torch.autograd.Function):
 def _exchange(x: Tensor, axis: Axis) -> Tensor:
     x = x.contiguous()
     received = torch.empty_like(x)
-    dist.all_to_all_single(received, x, group=axis.group)
+    work = dist.all_to_all_single(received, x, group=axis.group, async_op=True)
+    axis.transfer("all-to-all", work).wait()
     return received

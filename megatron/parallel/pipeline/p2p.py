@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.parallel.journal import Journal, Transfer
 from megatron.parallel.layout import Layout
 from megatron.parallel.pipeline.schedule import SENDS, Operation
 
@@ -27,7 +28,8 @@ class _Edge:
 
     group: Any
     peer: int
-    pending: deque[tuple[Any, Tensor]] = field(default_factory=deque)  # oldest first
+    journal: Journal
+    pending: deque[tuple[Transfer, Tensor]] = field(default_factory=deque)  # oldest first
 
 
 EdgeKey = tuple[str, int]  # kind of operation, peer stage
@@ -96,8 +98,8 @@ class PipelineChannel:
 
         A process on a CPU waits for it; on a GPU what is computed from now on does.
         """
-        work, buffer = self._edge(operation).pending.popleft()
-        work.wait()
+        message, buffer = self._edge(operation).pending.popleft()
+        message.wait()
         return buffer
 
     def send(self, operation: Operation, tensor: Tensor) -> None:
@@ -147,10 +149,14 @@ def connect(layout: Layout, *, ring: bool, device: torch.device) -> dict[EdgeKey
             group = groups["wrap" if low == stages - 1 else "odd" if low % 2 else "even"]
             hello = torch.zeros(1, device=device)
             if stage == source:
-                edge = edges[f"send_{kind}", destination] = _Edge(group, ranks[destination])
+                edge = edges[f"send_{kind}", destination] = _Edge(
+                    group, ranks[destination], layout.journal
+                )
                 _start(dist.isend, hello, edge).wait()
             elif stage == destination:
-                edge = edges[f"receive_{kind}", source] = _Edge(group, ranks[source])
+                edge = edges[f"receive_{kind}", source] = _Edge(
+                    group, ranks[source], layout.journal
+                )
                 _start(dist.irecv, hello, edge).wait()
     return edges
 
@@ -172,7 +178,8 @@ def _groups(layout: Layout, ring: bool) -> dict[str, Any]:
     return mine
 
 
-def _start(transfer: Any, tensor: Tensor, edge: _Edge) -> Any:
+def _start(transfer: Any, tensor: Tensor, edge: _Edge) -> Transfer:
     work = transfer(tensor, edge.peer, group=edge.group)
     assert work is not None, "the group of an edge holds both its ends"
-    return work
+    kind = "send" if transfer is dist.isend else "receive"
+    return edge.journal.message(kind, edge.peer, work)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
 from megatron.errors import NumericsError
-from megatron.parallel.layout import Axis
+from megatron.parallel.collectives import all_gather
 from megatron.training.callbacks.base import Callback, Leave
 from megatron.training.callbacks.terminal import say
 from megatron.training.run import Run
@@ -65,15 +64,6 @@ def _suspects(run: Run, outcome: StepOutcome) -> list[int]:
     mine = torch.tensor(outcome.sample_ids).reshape(-1, width)
     bad = ~torch.tensor(outcome.finite).reshape(-1, 1)
     table = torch.cat([mine, bad.long().expand(-1, 1)], dim=1)
-    rows = gather_rows(table, run.layout.world)  # the end of the model may stand on another rank
+    rows = all_gather(table, run.layout.world)  # the end of the model may stand on another rank
     chosen = rows[rows[:, -1] > 0] if bool((rows[:, -1] > 0).any()) else rows
     return sorted(set(chosen[:, :-1].flatten().tolist()))
-
-
-def gather_rows(table: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Rows of all ranks, one below the other. Collective; equal shapes on every rank."""
-    if axis.size == 1:
-        return table
-    parts = [torch.empty_like(table) for _ in range(axis.size)]
-    dist.all_gather(parts, table, group=axis.group)
-    return torch.cat(parts)

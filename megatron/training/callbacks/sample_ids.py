@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
+from megatron.parallel.collectives import all_gather
 from megatron.training.callbacks.base import Callback, Leave
-from megatron.training.callbacks.nonfinite import gather_rows
 from megatron.training.run import Run
 from megatron.training.step import StepOutcome
 
@@ -21,7 +21,7 @@ class SampleIds(Callback):
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
         mine = torch.tensor(outcome.sample_ids).reshape(-1, run.batches.micro_batch)
-        ids = sorted(gather_rows(mine, run.layout.data).flatten().tolist())
+        ids = sorted(all_gather(mine, run.layout.data).flatten().tolist())
         if not run.is_log_rank:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)

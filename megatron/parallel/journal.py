@@ -1,0 +1,143 @@
+"""Where a process is: iteration, operation, and the communication that it waits for.
+
+Training writes it as it goes, at the price of a few assignments; the watchdog reads it from another
+thread, to say of a run that hangs who did not come and to what.
+
+On a GPU the process runs ahead of its device, and waits where the device's results are needed, not
+where a communication is. There the journal also sends marks through the device's queue: the last
+one that came back says in which operation the device is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+# Half as many kernels as a device's queue takes (about 1,000) must hold more communications than
+# this: a process that fills the queue has then sent marks that its device has not come to.
+_WAITS_A_MARK = 8
+_KEPT_PLACES = 4096  # more than a process is ever ahead of its device
+
+
+class DeviceMarks(Protocol):
+    """Numbers that travel through a device's queue: `device.StreamMarks`."""
+
+    def put(self, number: int) -> None: ...
+    def behind(self, number: int) -> int: ...
+
+
+class Place(NamedTuple):
+    """One line of the journal, the `number`-th."""
+
+    number: int
+    iteration: int
+    operation: object  # put into words only when somebody asks
+
+
+class Transfer:
+    """A communication under way, and who takes part: a `torch.distributed.Work` with its name.
+
+    Attributes:
+        kind: "all-reduce", "receive" ...
+        ranks: the global ranks of the group, this one among them; of a message the one other end.
+        number: how many this process has started with these ranks, this one included; None of a
+            message.
+    """
+
+    def __init__(
+        self, journal: Journal, kind: str, ranks: tuple[int, ...], number: int | None, work: Any
+    ) -> None:
+        self.kind, self.ranks, self.number = kind, ranks, number
+        self._journal, self._work = journal, work
+
+    def wait(self) -> None:
+        """Return once the data is there. On a GPU later kernels wait, not this process."""
+        self._journal.begin_wait(self)
+        self._work.wait()
+        self._journal.end_wait()  # not after an error: what was waited for says what it means
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+
+class Journal:
+    """Written by the thread that trains (autograd's threads too), read by any.
+
+    Args:
+        marks: to follow a GPU; None where the process itself computes.
+
+    Attributes:
+        iteration: the update under way, from 1; 0 before the first.
+        waits_for: the communication that the process waits for.
+        started: communications started so far, by the global ranks that take part.
+    """
+
+    def __init__(self, marks: DeviceMarks | None = None) -> None:
+        self.iteration = 0
+        self.waits_for: Transfer | None = None
+        self.started: dict[tuple[int, ...], int] = {}
+        self._marks = marks
+        self._waits = 0
+        self._moved = time.monotonic()
+        self._place = Place(0, 0, "start-up")
+        self._places = deque([self._place], maxlen=_KEPT_PLACES if marks is not None else 1)
+
+    def enter(self, operation: object) -> None:
+        """From now on the process is in `operation`; its `str` is what a user reads."""
+        self._moved = time.monotonic()
+        number = self._place.number + 1
+        self._place = Place(number, self.iteration, operation)
+        self._places.append(self._place)
+        if self._marks is not None:
+            self._marks.put(number)
+
+    @contextmanager
+    def inside(self, operation: object) -> Iterator[None]:
+        """In `operation` for the length of the block, then again where it was before."""
+        outer = self._place.operation
+        self.enter(operation)
+        yield
+        self.enter(outer)
+
+    def transfer(self, kind: str, ranks: tuple[int, ...], work: Any) -> Transfer:
+        """Note that a collective of `ranks` has been started."""
+        number = self.started[ranks] = self.started.get(ranks, 0) + 1
+        return Transfer(self, kind, ranks, number, work)
+
+    def message(self, kind: str, peer: int, work: Any) -> Transfer:
+        """Note that a message to or from global rank `peer` has been started."""
+        return Transfer(self, kind, (peer,), None, work)
+
+    def begin_wait(self, transfer: Transfer) -> None:
+        self._moved = time.monotonic()
+        self.waits_for = transfer
+
+    def end_wait(self) -> None:
+        self.waits_for = None
+        self._moved = time.monotonic()
+        if self._marks is not None:
+            self._waits += 1
+            if self._waits % _WAITS_A_MARK == 0:
+                self.enter(self._place.operation)
+
+    @property
+    def place(self) -> Place:
+        """Where the process is, or its device, which follows it."""
+        if self._marks is None:
+            return self._place
+        behind = self._marks.behind(self._place.number)
+        places = list(self._places)
+        return places[max(0, len(places) - 1 - behind)]
+
+    @property
+    def device_is_behind(self) -> bool:
+        """Work that the process has queued is not done."""
+        return self._marks is not None and self._marks.behind(self._place.number) > 0
+
+    @property
+    def progress(self) -> tuple[float, int]:
+        """Changes whenever process or device gets on."""
+        return self._moved, self.place.number

@@ -1,0 +1,108 @@
+"""`pretrain_gpt.py` with a fault: FAULT=kind:rank:iteration says whose, and when (from 1).
+
+Only before the first restart. Kinds: stop (SIGSTOP), kill (SIGKILL), sleep (in its forward), load
+(a sample that never comes), skip (leaves the reduction of gradients out), mistake (a UserError),
+bug (another exception), none.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megatron.errors import DataError
+from megatron.training import step
+from megatron.training.pretrain import main
+from megatron.training.run import Run
+from pretrain_gpt import GPTRecipe
+
+
+class Fault:
+    """What goes wrong in this process, and when."""
+
+    def __init__(self, kind: str, rank: int, iteration: int) -> None:
+        restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        is_here = int(os.environ.get("RANK", "0")) == rank and restarts == 0
+        self.kind = kind if is_here else "none"
+        self.iteration = iteration
+
+    def strike(self, iteration: int) -> None:
+        """Do it, if it is time."""
+        if iteration != self.iteration or self.kind not in {
+            *("stop", "kill", "sleep", "mistake", "bug"),
+        }:
+            return
+        Path(os.environ["FAULT_LOG"]).write_text(str(time.time()))
+        if self.kind == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif self.kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self.kind == "sleep":
+            time.sleep(3600)
+        elif self.kind == "mistake":
+            raise DataError("--data-path corpus: sample 17 is damaged: build the corpus again")
+        else:
+            raise KeyError("a bug of ours")
+
+
+class StuckDataset:
+    """A dataset whose sample `index` never comes."""
+
+    def __init__(self, dataset: Any, index: int) -> None:
+        self._dataset, self._index = dataset, index
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        if index >= self._index:
+            Path(os.environ["FAULT_LOG"]).write_text(str(time.time()))
+            time.sleep(3600)
+        return self._dataset[index]
+
+
+class FaultyRecipe(GPTRecipe):
+    """The toy that breaks."""
+
+    def __init__(self, fault: Fault) -> None:
+        self._fault = fault
+
+    def build_datasets(self, *arguments: Any) -> Any:
+        train, *others = super().build_datasets(*arguments)
+        if self._fault.kind == "load":
+            train = StuckDataset(train, 8 * (self._fault.iteration - 1))
+        return (train, *others)
+
+    def forward(self, part: Any, *arguments: Any) -> Tensor | Mapping[str, Tensor]:
+        layout = arguments[-1]
+        if part.training:
+            self._fault.strike(layout.journal.iteration)
+        return super().forward(part, *arguments)
+
+
+def skip_reduction(fault: Fault) -> None:
+    """Let this process leave the reduction out once."""
+    reduce = step.reduce_gradients
+
+    def reduce_or_not(run: Run) -> None:
+        if run.progress.iteration + 1 == fault.iteration:
+            Path(os.environ["FAULT_LOG"]).write_text(str(time.time()))
+        else:
+            reduce(run)
+
+    step.reduce_gradients = reduce_or_not
+
+
+if __name__ == "__main__":
+    kind, rank, iteration = os.environ["FAULT"].split(":")
+    planned = Fault(kind, int(rank), int(iteration))
+    if planned.kind == "skip":
+        skip_reduction(planned)
+    sys.exit(main(FaultyRecipe(planned)))

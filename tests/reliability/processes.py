@@ -1,0 +1,140 @@
+"""The faulty toy, each rank a process of this test or under torchrun."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.repository import ROOT
+
+TIMEOUT = 4.0  # seconds that a rank may keep others waiting
+TOY = [
+    *("--config", str(ROOT / "examples" / "gpt_tiny.yaml"), "--num-workers", "0"),
+    *("--micro-batch-size", "1", "--global-batch-size", "4", "--seq-length", "16"),
+    *("--hidden-size", "32", "--train-iters", "4", "--eval-iters", "0"),
+    *("--distributed-timeout-minutes", f"{TIMEOUT / 60:.4f}"),
+]
+_MODULE = ["-m", "tests.reliability.faulty_pretrain", *TOY]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of a rank: its exit code, its error output, and seconds from the fault until it ended."""
+
+    code: int
+    errors: str
+    seconds: float
+
+
+def environment(fault: str, log: Path) -> dict[str, str]:
+    """For a process that is to meet `fault`, "kind:rank:iteration"."""
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "FAULT": fault,
+        "FAULT_LOG": str(log),
+    }
+
+
+def run_ranks(count: int, fault: str, folder: Path, *flags: str) -> list[Outcome | None]:
+    """Every rank's outcome; None of one that does not end (a stopped one, which is killed)."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = str(probe.getsockname()[1])
+    log = folder / "fault"
+    common = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_PORT": port}
+    processes = []
+    for rank in range(count):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "localhost"}
+        with (folder / f"errors{rank}").open("w") as errors:
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, *_MODULE, *flags],
+                    env=environment(fault, log) | common | own,
+                    stdout=subprocess.DEVNULL,
+                    stderr=errors,
+                )
+            )
+    ends = _wait(processes, 90.0)
+    struck = float(log.read_text()) if log.exists() else time.time()
+    return [
+        Outcome(process.returncode, (folder / f"errors{rank}").read_text(), end - struck)
+        if (end := ends.get(rank)) is not None
+        else None
+        for rank, process in enumerate(processes)
+    ]
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], seconds: float) -> dict[int, float]:
+    """When each ended. All but stopped ones must within `seconds`; the rest are killed."""
+    ends: dict[int, float] = {}
+    deadline = time.monotonic() + seconds
+    while len(ends) < len(processes) and time.monotonic() < deadline:
+        time.sleep(0.05)
+        for rank, process in enumerate(processes):
+            if rank not in ends and process.poll() is not None:
+                ends[rank] = time.time()
+        running = [p for rank, p in enumerate(processes) if rank not in ends]
+        if running and all(_is_stopped(p.pid) for p in running):
+            break
+    for process in processes:
+        process.kill()
+        process.wait()
+    return ends
+
+
+def _is_stopped(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False
+
+
+@contextmanager
+def torchrun(
+    words: list[str], fault: str, folder: Path, *, inside: tuple[str, ...] = (), name: str = "out"
+) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    """torchrun of the toy, `inside` a namespace, and its output; at the end all of it is killed."""
+    output = folder / name
+    program = [*inside, sys.executable, "-m", "torch.distributed.run"]
+    with output.open("w") as stream:
+        process = subprocess.Popen(
+            [*program, *words],
+            env=environment(fault, folder / "fault"),
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            cwd=ROOT,
+        )
+    try:
+        yield process, output
+    finally:
+        for pid in [*children(process.pid), process.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+
+def children(pid: int) -> list[int]:
+    """Processes that `pid` has started and that have not ended."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+            if int(parent) == pid and state != "Z":
+                found.append(int(stat.parent.name))
+    return found
+
+
+def module(*flags: str) -> list[str]:
+    """What torchrun is to run."""
+    return [*_MODULE, *flags]

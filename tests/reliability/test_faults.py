@@ -1,0 +1,71 @@
+"""A rank hangs, fails or dies: the others say so and end in time, with the documented code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.reliability.processes import TIMEOUT, Outcome, module, run_ranks, torchrun
+
+_TENSOR = ("--tensor-model-parallel-size", "2")
+_LATEST = TIMEOUT + 10.0
+
+
+def _errors(outcomes: list[Outcome | None]) -> str:
+    return "".join(outcome.errors for outcome in outcomes if outcome is not None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "flags", "said"),
+    [
+        ("stop", _TENSOR, "rank 3: no sign of life"),
+        ("sleep", ("--pipeline-model-parallel-size", "2"), "rank 3: alive in iteration 2, forward"),
+        ("load", (), "rank 3: alive in iteration 2, loading of micro-batch 0"),
+        ("skip", _TENSOR, "rank 3: waits in iteration 2, optimizer step"),
+    ],
+)
+def test_a_hang_is_explained_and_ends(
+    kind: str, flags: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    outcomes = run_ranks(4, f"{kind}:3:2", tmp_path, *flags)
+    assert (outcomes[3] is None) == (kind == "stop")
+    for outcome in outcomes:
+        if outcome is not None:
+            assert outcome.code == 5, outcome.errors
+            assert TIMEOUT < outcome.seconds < _LATEST
+    errors = _errors(outcomes)
+    assert errors.count("error: hang in iteration 2") == 1, errors
+    assert "rank 3 did not join the" in errors
+    assert said in errors
+    assert "Traceback" not in errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "code", "said"),
+    [
+        ("mistake", 6, "[rank 1] error: --data-path corpus: sample 17 is damaged"),
+        ("bug", 1, "[rank 1] error: this is a bug"),
+        ("kill", 1, "rank 1 went away without a word, in iteration 2"),
+    ],
+)
+def test_an_error_is_told_once(kind: str, code: int, said: str, tmp_path: Path) -> None:
+    outcomes = run_ranks(4, f"{kind}:1:2", tmp_path, *_TENSOR)
+    codes = [outcome and outcome.code for outcome in outcomes]
+    assert codes == [code, -9 if kind == "kill" else code, code, code]
+    errors = _errors(outcomes)
+    assert errors.count("error: ") == 1, errors
+    assert errors.count("Traceback") == (kind == "bug")
+    assert said in errors
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_a_run(tmp_path: Path) -> None:
+    words = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", *module()]
+    with torchrun(words, "kill:1:2", tmp_path) as (process, output):
+        assert process.wait(timeout=120) == 0, output.read_text()
+    text = output.read_text()
+    assert "iteration        1/       4" in text
+    assert "iteration        4/       4" in text

@@ -1,0 +1,80 @@
+"""Who is to blame for a hang, from what the processes say."""
+
+from megatron.training.hang import State, Wait, explain, ranks_text
+
+ALL = (0, 1, 2, 3)
+
+
+def _state(operation="optimizer step", wait=None, *, place=7, behind=False, **started):
+    counts = {tuple(map(int, name[1:])): count for name, count in started.items()}
+    return State(9, 2, operation, place, wait, behind, counts, "step.py:70 in train_step")
+
+
+def test_a_state_survives_the_store():
+    state = _state(wait=Wait("all-reduce", (0, 1), 3), r01=3)
+    assert State.from_json(state.to_json()) == state
+    assert State.from_json(_state().to_json()) == _state()
+
+
+def test_the_rank_that_does_not_wait_is_named():
+    wait = Wait("all-reduce", (0, 1), 3)
+    states = {0: _state(wait=wait, r01=3), 1: _state("forward of micro-batch 0", r01=2)}
+    missing, report = explain(states, frozenset(), 60.0)
+    assert missing == {1}
+    headline, first, second, _ = report.splitlines()
+    assert headline == (
+        "hang in iteration 2, optimizer step: rank 1 did not join the all-reduce within 60 s "
+        "(--distributed-timeout-minutes 1)"
+    )
+    assert first.startswith("  rank 1: alive in iteration 2, forward of micro-batch 0, at step.py")
+    assert second.startswith("  rank 0: waits in iteration 2, optimizer step, for all-reduce with")
+
+
+def test_a_silent_rank_is_named_and_those_that_wait_for_its_victims_are_not():
+    states = {
+        0: _state(wait=Wait("all-reduce", (0, 1), 5), r01=5),
+        1: _state("forward of micro-batch 0", Wait("receive", (3,), None), r01=4, place=3),
+        2: None,
+        3: _state("forward of micro-batch 0"),
+    }
+    missing, report = explain(states, frozenset({2, 3}), 60.0)
+    assert missing == {3}
+    assert "hang in iteration 2, forward of micro-batch 0: rank 3 did not join the rec" in report
+    assert "rank 3: no sign of life" in report
+    assert "rank 2: never said anything" in report
+
+
+def test_where_all_wait_whoever_went_past_a_communication_is_named():
+    first, later = Wait("all-reduce", (0, 1), 4), Wait("all-reduce", ALL, 9)
+    states = {
+        0: _state("reduction of the gradients", first, place=5, r01=4, r0123=8),
+        1: _state(wait=later, r01=3, r0123=9),
+        2: _state(wait=later, r0123=9),
+        3: _state(wait=later, r0123=9),
+    }
+    missing, report = explain(states, frozenset(), 60.0)
+    assert missing == {1}
+    assert report.startswith("hang in iteration 2, reduction of the gradients: rank 1 did not")
+
+
+def test_devices_that_wait_are_compared_by_what_was_started():
+    states = {
+        0: _state(behind=True, r0123=9, r01=4),
+        1: _state("loading of micro-batch 3", r0123=8, r01=4),
+        2: _state(behind=True, r0123=9),
+        3: _state(behind=True, r0123=9),
+    }
+    assert explain(states, frozenset(), 60.0)[0] == {1}
+
+
+def test_where_all_have_joined_the_network_is_suspected():
+    wait = Wait("all-reduce", (0, 1), 3)
+    missing, report = explain(dict.fromkeys((0, 1), _state(wait=wait, r01=3)), frozenset(), 60.0)
+    assert not missing
+    assert "every rank has joined the all-reduce" in report
+    assert "ranks 0-1: waits" in report or "rank 0: waits" in report
+
+
+def test_ranks_are_written_short():
+    assert ranks_text([3]) == "rank 3"
+    assert ranks_text({5, 0, 2, 1}) == "ranks 0-2, 5"
