@@ -12,6 +12,7 @@ import argparse
 import os
 import platform
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,15 +31,19 @@ Every layout starts from the weights of one process, from the same seed and with
 checkpoint, and trains on the same samples. Each row is a toy GPT in fp32 on CPU processes (gloo),
 dropout off, {iterations} iterations: the largest relative difference of its loss and of its
 gradient norm from one process's, over all ranks and iterations. The tests refuse more than
-{loss:.0e} in a loss and {norm:.0e} in a norm.
-
-This page is written by
+{loss:.0e} in a loss and {norm:.0e} in a norm. This page is written by
 
 ```bash
 python tools/compare_layouts.py --out docs/layouts.md
 ```
 
-What a layout's name leaves out is 1. {flags}
+What a layout's name leaves out is 1. One process runs
+
+```bash
+{command}
+```
+
+and the others the row's flags besides, with micro-batches as small as their number asks for.
 
 """
 _COLUMNS = ("layout", "processes", "flags", "loss", "gradient norm", "machine")
@@ -53,19 +58,15 @@ def machine() -> str:
 
 def page(rows: Iterable[tuple[LayoutCase, Difference]], where: str) -> str:
     """The documentation page: a row a layout."""
-    from tests.parity.layouts import (
-        ITERATIONS,
-        LOSS_TOLERANCE,
-        NORM_TOLERANCE,
-        LayoutCase,
-    )
+    from tests.parity.layouts import ITERATIONS, LOSS_TOLERANCE, NORM_TOLERANCE, LayoutCase
+    from tests.training.toy import TOY
 
-    common = " ".join(LayoutCase(1).words())
+    words = ["python pretrain_gpt.py", *TOY, *LayoutCase(1).words()]
     heading = _HEADING.format(
         iterations=ITERATIONS,
         loss=LOSS_TOLERANCE,
         norm=NORM_TOLERANCE,
-        flags=f"One process ran with `{common}`\nand the flags of `tests/training/toy.py`.",
+        command=" \\\n    ".join(textwrap.wrap(" ".join(words), 90, break_on_hyphens=False)),
     )
     lines = [_row(_COLUMNS), _row(["---"] * len(_COLUMNS))]
     lines += [_row(cells(case, difference, where)) for case, difference in rows]
