@@ -18,10 +18,10 @@ from pretrain_gpt import GPTRecipe
 from tests.distributed import run_distributed
 from tests.training.toy import TOY, Recorder, build_toy
 
-FORWARD, BACKWARD = 0.05, 0.08  # seconds; the toy model itself takes some milliseconds
+FORWARD, BACKWARD = 0.08, 0.12  # seconds; the toy model itself takes some milliseconds
 FLAGS = """
     --hidden-dropout 0 --attention-dropout 0 --num-layers 4 --global-batch-size 4
-    --eval-interval 100 --eval-iters 0 --train-iters 3 --log-pipeline-bubble
+    --eval-interval 100 --eval-iters 0 --train-iters 4 --log-pipeline-bubble
 """.split()
 
 
@@ -78,20 +78,19 @@ def _imposed(kind, factors, chunks):
     [
         ("1f1b", (1, 1), []),
         ("1f1b", (0.5, 1.5), []),
-        ("gpipe", (1, 1), ["--pipeline-schedule", "gpipe"]),
-        ("interleaved", (1, 1), ["--num-layers-per-virtual-pipeline-stage", "1"]),
+        ("interleaved", (0.3, 0.9), ["--num-layers-per-virtual-pipeline-stage", "1"]),
     ],
-    ids=["even", "uneven", "gpipe", "interleaved"],
+    ids=["even", "uneven", "interleaved"],
 )
 def test_bubble_measured_predicted_and_imposed_agree(kind, factors, flags):
     results = run_distributed(2, _measure, factors, flags, pipeline=2)
     assert results[0][:2] == [[], []]  # the last rank tells
     measured, predicted, losses = results[-1]
-    assert len(measured) == len(losses) == 3
+    assert len(measured) == len(losses) == 4
     imposed = _imposed(kind, factors, 2 if kind == "interleaved" else 1)
     # The best of the iterations: other work on the machine only makes stages wait more.
     gaps = [abs(a - b) for a, b in zip(measured, predicted, strict=True)]
-    assert min(gaps) < 0.1 * imposed
+    assert min(gaps) < 0.15 * imposed
     assert min(abs(value - imposed) for value in measured) < 0.15 * imposed
 
 
