@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -119,6 +121,18 @@ class Device:
         if self.is_gpu:
             torch.cuda.synchronize(self.torch_device)
 
+    def mark(self) -> Any:
+        """A point in the work queued so far, for `seconds_between`; costs no waiting."""
+        if not self.is_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.torch_device))
+        return event
+
+    def seconds_between(self, start: Any, end: Any) -> float:
+        """Time from one mark to a later one; all work up to it must be done (`synchronize`)."""
+        return start.elapsed_time(end) / 1000.0 if self.is_gpu else end - start
+
     def empty_cache(self) -> None:
         """Give unused memory back to the driver."""
         if self.is_gpu:
@@ -179,6 +193,11 @@ class StreamMarks:
     def behind(self, number: int) -> int:
         """How many numbers before `number`, the last one put, the device is."""
         return (number - int(self._arrived.item())) % self._NUMBERS
+
+
+def gpu_count() -> int:
+    """GPUs that this process sees."""
+    return torch.cuda.device_count()
 
 
 def parameter_dtype(*, fp16: bool, bf16: bool) -> torch.dtype:

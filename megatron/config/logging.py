@@ -21,6 +21,11 @@ class LoggingConfig:
         True, "Synchronize ranks around level-1 timers.", off="--no-barrier-with-level-1-timing"
     )
     timing_log_option: str = flag("minmax", "Timers over ranks.", choices=("max", "minmax", "all"))
+    log_pipeline_bubble: bool = flag(
+        False,
+        "Time every operation of the pipeline, and log the share of time in which stages wait "
+        "beside what the schedule predicts for the times measured.",
+    )
     tensorboard_dir: str | None = flag(None, "Folder for TensorBoard. Unset: none.")
     tensorboard_log_interval: int = flag(
         1, "Iterations between TensorBoard points.", unit="iterations"

@@ -205,6 +205,11 @@ def profiling(config: RunConfig, world_size: int) -> Iterator[str]:
 
 def logging(config: RunConfig, world_size: int) -> Iterator[str]:
     logging = config.logging
+    if logging.log_pipeline_bubble and config.parallel.pipeline_model_parallel_size == 1:
+        yield (
+            "--log-pipeline-bubble: one pipeline stage never waits for another: give "
+            "--pipeline-model-parallel-size, or drop the flag"
+        )
     for name, value in (
         ("--wandb-entity", logging.wandb_entity),
         ("--wandb-name", logging.wandb_name),

@@ -34,11 +34,23 @@ _BACKWARD = {"backward", "backward_input", "backward_weight"}
 
 
 @lru_cache(maxsize=8)
-def _schedule(
-    kind: ScheduleKind, stages: int, chunks: int, micro_batches: int, *, backward: bool
-) -> Schedule:
-    whole = make_schedule(kind, stages, chunks, micro_batches)
-    return whole if backward else forward_only(whole)
+def _schedule(kind: ScheduleKind, stages: int, chunks: int, micro_batches: int) -> Schedule:
+    return make_schedule(kind, stages, chunks, micro_batches)
+
+
+@lru_cache(maxsize=8)
+def _forward_schedule(kind: ScheduleKind, stages: int, chunks: int, micro_batches: int) -> Schedule:
+    return forward_only(_schedule(kind, stages, chunks, micro_batches))
+
+
+def training_schedule(run: Run, micro_batches: int) -> Schedule:
+    """What every stage does in an update of so many micro-batches a data-parallel process."""
+    return _schedule(*_shape(run), micro_batches)
+
+
+def _shape(run: Run) -> tuple[ScheduleKind, int, int]:
+    chunks = len(run.parts)
+    return schedule_kind(run.config.parallel, chunks), run.layout.pipeline.size, chunks
 
 
 class Passes:
@@ -76,30 +88,32 @@ class Passes:
 
     def forward_backward(self) -> None:
         """Run them all; gradients add up in the parameters. Collective over the pipeline."""
-        operations = self._operations(backward=True)
+        schedule = training_schedule(self._run, self._count)
+        operations = schedule[self._run.layout.pipeline.rank]
         last = set(completing_operations(operations).values())
+        clock = self._run.operation_clock
+        if clock is not None:
+            clock.start()
         with ExitStack() as around:  # what surrounds the operation under way
 
             def before(operation: Operation) -> None:
                 self._run.layout.journal.enter(operation)
                 around.close()
+                if clock is not None:
+                    clock.before(operation)
                 if operation.kind not in _BACKWARD:
                     return
                 around.enter_context(self._run.timers.measure("backward-compute", level=2))
                 around.enter_context(self._run.gradients.micro_batch(is_last=operation in last))
 
             self._carry_out(operations, before)
+        if clock is not None:
+            clock.stop()
 
     def forward(self) -> None:
         """The losses alone. Collective over the pipeline."""
-        self._carry_out(self._operations(backward=False), self._run.layout.journal.enter)
-
-    def _operations(self, *, backward: bool) -> Operations:
-        run, chunks = self._run, len(self._run.parts)
-        kind = schedule_kind(run.config.parallel, chunks)
-        stages = run.layout.pipeline.size
-        schedule = _schedule(kind, stages, chunks, self._count, backward=backward)
-        return schedule[run.layout.pipeline.rank]
+        schedule = _forward_schedule(*_shape(self._run), self._count)
+        self._carry_out(schedule[self._run.layout.pipeline.rank], self._run.layout.journal.enter)
 
     def _carry_out(self, operations: Operations, before: Callable[[Operation], None]) -> None:
         run = self._run

@@ -19,6 +19,7 @@ from megatron.parallel.weight_gradients import WeightGradientQueue
 from megatron.tokenizer.base import Tokenizer
 from megatron.training.batch_size import BatchPlan
 from megatron.training.exit import ExitRequest
+from megatron.training.operation_clock import OperationClock
 from megatron.training.recipe import Batch, Recipe, Splits
 from megatron.training.timers import Timers
 
@@ -63,6 +64,7 @@ class Run:
     datasets: Splits
     exit: ExitRequest
     timers: Timers
+    operation_clock: OperationClock | None
     progress: Progress
     train_batches: Iterator[Batch] = iter(())
 

@@ -31,6 +31,7 @@ from megatron.training.batch_size import BatchPlan
 from megatron.training.checkpointing import open_for_loading, restore_run
 from megatron.training.data import batches_from, samples_needed
 from megatron.training.exit import ExitRequest
+from megatron.training.operation_clock import OperationClock
 from megatron.training.recipe import Recipe
 from megatron.training.run import Progress, Run
 from megatron.training.timers import Timers
@@ -108,6 +109,9 @@ def build_run(
         datasets=recipe.build_datasets(config, tokenizer, samples, layout),
         exit=exit_request,
         timers=_timers(config, device, layout),
+        operation_clock=OperationClock(device, layout)
+        if config.logging.log_pipeline_bubble
+        else None,
         progress=Progress(dropout_seed=config.training.seed),
     )
     if reader is not None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron.models.arithmetic import flops_per_token
 from megatron.training.callbacks.base import Callback
+from megatron.training.callbacks.bubble import PipelineBubble
 from megatron.training.callbacks.garbage import EmptyCache, GarbageCollection
 from megatron.training.callbacks.logging import LogLine
 from megatron.training.callbacks.nonfinite import NonFinitePolicy
@@ -46,6 +47,8 @@ def standard_callbacks(
     if config.training.empty_unused_memory_level:
         callbacks.append(EmptyCache())
     callbacks += [LogLine(flops), ProgressBar()]
+    if run.operation_clock is not None:
+        callbacks.append(PipelineBubble(run.operation_clock, writers))
     if config.checkpoint.save:
         callbacks.append(Checkpoints())
     if config.evaluation.eval_iters:

@@ -2,76 +2,40 @@
 
 import pytest
 
-from megatron.parallel.layout import Layout
-from tests.distributed import run_distributed
-from tests.training.toy import train_toy
-
-FLAGS = """
-    --hidden-dropout 0 --attention-dropout 0 --num-layers 4 --global-batch-size 8
-    --eval-interval 100 --eval-iters 0
-""".split()
-
-# processes, axes, further flags. Between them every size, every schedule and every sharding
-# stands alone once and in company.
-LAYOUTS = [
-    (2, "", ""),
-    (4, "", "--zero-stage 1"),
-    (4, "", "--zero-stage 1 --overlap-grad-reduce --overlap-param-gather"),
-    (2, "", "--zero-stage 2"),
-    (2, "tensor=2", ""),
-    (2, "tensor=2", "--sequence-parallel"),
-    (4, "tensor=4", "--sequence-parallel"),
-    (4, "tensor=2", "--sequence-parallel --use-distributed-optimizer --overlap-grad-reduce"),
-    (4, "tensor=2", "--zero-stage 2"),
-    (2, "pipeline=2", ""),
-    (2, "pipeline=2", "--num-layers-per-virtual-pipeline-stage 1"),
-    (2, "pipeline=2", "--pipeline-schedule gpipe"),
-    (2, "pipeline=2", "--pipeline-schedule zero-bubble"),
-    (2, "pipeline=2", "--pipeline-model-parallel-layout Et|tttL"),
-    (2, "pipeline=2", "--untie-embeddings-and-output-weights"),
-    (4, "pipeline=4", ""),
-    (4, "pipeline=4", "--pipeline-schedule zero-bubble"),
-    (4, "pipeline=2", ""),
-    (4, "pipeline=2", "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
-    (4, "pipeline=2", "--num-layers-per-virtual-pipeline-stage 1 --overlap-grad-reduce"),
-    (4, "pipeline=2", "--pipeline-schedule zero-bubble --overlap-grad-reduce"),
-    (2, "context=2", ""),
-    (2, "context=2", "--cp-comm-type a2a"),
-    (4, "context=2", "--use-distributed-optimizer"),
-    (4, "context=4", ""),
-    (4, "tensor=2 context=2", "--sequence-parallel"),
-    (4, "context=2 pipeline=2", ""),
-    (4, "tensor=2 pipeline=2", ""),
-    (4, "tensor=2 pipeline=2", "--sequence-parallel"),
-    (4, "tensor=2 pipeline=2", "--sequence-parallel --pipeline-schedule zero-bubble"),
-    (8, "tensor=2 pipeline=2", "--sequence-parallel --use-distributed-optimizer"),
-    (8, "tensor=2 context=2 pipeline=2", "--sequence-parallel"),
-    (8, "tensor=2 pipeline=4", "--sequence-parallel"),
-]
+from tests.parity.layouts import (
+    ITERATIONS,
+    LAYOUTS,
+    LOSS_TOLERANCE,
+    NORM_TOLERANCE,
+    LayoutCase,
+    compare,
+    largest_difference,
+    single_process,
+)
 
 
-def _train(layout, flags):
-    recorder, _ = train_toy(layout, flags)
-    return recorder.values("lm loss"), recorder.values("grad-norm")
+def _id(case: LayoutCase) -> str:
+    return f"{case.name} {case.shown_flags}"
 
 
-def _flags(sizes, more):
-    names = {
-        "tensor": "--tensor-model-parallel-size",
-        "pipeline": "--pipeline-model-parallel-size",
-        "context": "--context-parallel-size",
-    }
-    flags = [*FLAGS, *more.split()]
-    for axis, size in sizes.items():
-        flags += [names[axis], str(size)]
-    return flags
+@pytest.mark.parametrize("case", LAYOUTS, ids=_id)
+def test_losses_and_norms_equal_the_single_process(case):
+    difference = compare(case)
+    assert difference.loss <= LOSS_TOLERANCE
+    assert difference.norm <= NORM_TOLERANCE
 
 
-@pytest.mark.parametrize(("world", "axes", "more"), LAYOUTS)
-def test_losses_and_norms_equal_the_single_process(world, axes, more):
-    sizes = {name: int(size) for name, size in (axis.split("=") for axis in axes.split())}
-    single = more if "untie" in more else ""
-    losses, norms = _train(Layout.single(), _flags({}, single))
-    for rank_losses, rank_norms in run_distributed(world, _train, _flags(sizes, more), **sizes):
-        assert rank_losses == pytest.approx(losses, rel=1e-5)
-        assert rank_norms == pytest.approx(norms, rel=1e-4)
+def test_the_curves_are_those_of_a_training():
+    losses, norms = single_process("")
+    assert len(losses) == len(norms) == ITERATIONS
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_a_difference_is_seen_wherever_it_is():
+    assert largest_difference([1.0, 2.0, 4.4], [1.0, 2.0, 4.0]) == pytest.approx(0.1)
+    assert largest_difference([1.0, float("nan")], [1.0, 2.0]) == float("inf")
+    assert largest_difference([1.0], [1.0, 2.0]) == float("inf")
+
+
+def test_no_layout_stands_twice():
+    assert len({(case.processes, case.name, case.shown_flags) for case in LAYOUTS}) == len(LAYOUTS)

@@ -47,7 +47,7 @@ def build_toy(layout: Layout, arguments: Sequence[str] = ()) -> Run:
     """A run of the toy model; later flags win over the toy's own."""
     size, rank = layout.world.size, layout.world.rank
     words = [*TOY, *arguments]
-    words += [] if "--train-samples" in words else ["--train-iters", "6"]
+    words += [] if {"--train-samples", "--train-iters"} & set(words) else ["--train-iters", "6"]
     words += [] if "--exit-signal-handler" in words else ["--no-exit-signal-handler"]
     parsed = parse_config(words, world_size=size)
     return build_run(parsed.config, GPTRecipe(), Launch(rank, size), Device.cpu(), layout)

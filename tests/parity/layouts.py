@@ -1,0 +1,178 @@
+"""The layouts that are compared with one process, and the comparison: of the tests and of
+`tools/compare_layouts.py`, which writes its table into the documentation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+from megatron.parallel.layout import Layout, grid_sizes
+from tests.distributed import run_distributed
+from tests.training.toy import train_toy
+
+ITERATIONS = 20
+LOSS_TOLERANCE = 1e-5  # relative, at every iteration
+NORM_TOLERANCE = 1e-4
+_GLOBAL_BATCH = 8
+_BASE = f"""
+    --hidden-dropout 0 --attention-dropout 0 --num-layers 4 --global-batch-size {_GLOBAL_BATCH}
+    --eval-interval 100 --eval-iters 0 --train-iters {ITERATIONS}
+""".split()
+_LLAMA = (
+    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2"
+)
+_RECOMPUTE = "--recompute-granularity full --recompute-method uniform"
+
+
+@dataclass(frozen=True)
+class LayoutCase:
+    """One way to train the toy model.
+
+    Attributes:
+        processes: in all; what the three sizes leave is data parallel.
+        flags: further ones, of the layout: they change no number.
+        network: further ones that the single process gets too.
+    """
+
+    processes: int
+    tensor: int = 1
+    context: int = 1
+    pipeline: int = 1
+    flags: str = ""
+    network: str = ""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """As Layout.create takes them."""
+        return {"tensor": self.tensor, "context": self.context, "pipeline": self.pipeline}
+
+    @property
+    def name(self) -> str:
+        """The grid in words, for example "tensor 2 x data 4"."""
+        sizes = grid_sizes(self.processes, **self.sizes)
+        return " x ".join(f"{axis} {size}" for axis, size in reversed(sizes.items()) if size > 1)
+
+    @property
+    def shown_flags(self) -> str:
+        return " ".join(f"{self.flags} {self.network}".split())
+
+    def words(self) -> list[str]:
+        """The command line. Micro-batches: four fill a pipeline, two accumulate gradients."""
+        data = grid_sizes(self.processes, **self.sizes)["data"]
+        micro_batches = 4 if self.pipeline > 1 else 2
+        return [
+            *_BASE,
+            *("--tensor-model-parallel-size", str(self.tensor)),
+            *("--context-parallel-size", str(self.context)),
+            *("--pipeline-model-parallel-size", str(self.pipeline)),
+            *("--micro-batch-size", str(max(1, _GLOBAL_BATCH // data // micro_batches))),
+            *self.flags.split(),
+            *self.network.split(),
+        ]
+
+
+# Between them every size, schedule and sharding stands alone once and in company.
+_SP = "--sequence-parallel"
+_OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
+_VIRTUAL = "--num-layers-per-virtual-pipeline-stage 1"
+LAYOUTS: tuple[LayoutCase, ...] = (
+    LayoutCase(2),
+    LayoutCase(4),
+    LayoutCase(2, flags="--zero-stage 1"),
+    LayoutCase(4, flags=f"--zero-stage 1 {_OVERLAP}"),
+    LayoutCase(2, flags="--zero-stage 2"),
+    LayoutCase(4, flags=f"--zero-stage 2 {_OVERLAP}"),
+    LayoutCase(2, tensor=2),
+    LayoutCase(2, tensor=2, flags=_SP),
+    LayoutCase(2, tensor=2, flags=f"{_RECOMPUTE} --distribute-saved-activations"),
+    LayoutCase(4, tensor=4, flags=_SP),
+    LayoutCase(4, tensor=4, flags=_SP, network=_LLAMA),
+    LayoutCase(4, tensor=2, flags=f"{_SP} --zero-stage 1 --overlap-grad-reduce"),
+    LayoutCase(4, tensor=2, flags="--zero-stage 2"),
+    LayoutCase(8, tensor=4, flags=f"{_SP} --zero-stage 1"),
+    LayoutCase(8, tensor=2, flags=f"{_SP} --zero-stage 2"),
+    LayoutCase(2, pipeline=2),
+    LayoutCase(2, pipeline=2, flags=_VIRTUAL),
+    LayoutCase(2, pipeline=2, flags="--pipeline-schedule gpipe"),
+    LayoutCase(2, pipeline=2, flags="--pipeline-schedule zero-bubble"),
+    LayoutCase(2, pipeline=2, flags="--decoder-first-pipeline-num-layers 1"),
+    LayoutCase(2, pipeline=2, flags="--pipeline-model-parallel-layout Et|tttL"),
+    LayoutCase(2, pipeline=2, network="--untie-embeddings-and-output-weights"),
+    LayoutCase(4, pipeline=4),
+    LayoutCase(4, pipeline=4, flags=_VIRTUAL, network="--num-layers 8"),
+    LayoutCase(4, pipeline=4, flags="--pipeline-schedule zero-bubble"),
+    LayoutCase(4, pipeline=4, flags="--pipeline-model-parallel-layout Et|tt|t|L"),
+    LayoutCase(4, pipeline=2),
+    LayoutCase(4, pipeline=2, flags=f"--zero-stage 1 {_OVERLAP}"),
+    LayoutCase(4, pipeline=2, flags=f"{_VIRTUAL} --overlap-grad-reduce"),
+    LayoutCase(4, pipeline=2, flags="--pipeline-schedule zero-bubble --overlap-grad-reduce"),
+    LayoutCase(8, pipeline=4, flags=f"--zero-stage 1 {_OVERLAP}"),
+    LayoutCase(8, pipeline=2, flags=f"--zero-stage 1 {_VIRTUAL}"),
+    LayoutCase(2, context=2),
+    LayoutCase(2, context=2, flags="--cp-comm-type a2a"),
+    LayoutCase(4, context=2, flags="--zero-stage 1"),
+    LayoutCase(4, context=2, flags="--zero-stage 2"),
+    LayoutCase(4, context=4),
+    LayoutCase(4, tensor=2, context=2, flags=_SP),
+    LayoutCase(4, context=2, pipeline=2),
+    LayoutCase(4, context=2, pipeline=2, flags=f"--cp-comm-type a2a {_VIRTUAL}"),
+    LayoutCase(4, tensor=2, pipeline=2),
+    LayoutCase(4, tensor=2, pipeline=2, flags=_SP),
+    LayoutCase(4, tensor=2, pipeline=2, flags=f"{_SP} {_VIRTUAL}"),
+    LayoutCase(4, tensor=2, pipeline=2, flags=f"{_SP} --pipeline-schedule zero-bubble"),
+    LayoutCase(8, tensor=2, pipeline=2, flags=f"{_SP} --zero-stage 1"),
+    LayoutCase(8, tensor=2, pipeline=2, flags=f"{_SP} --zero-stage 1 {_OVERLAP} {_VIRTUAL}"),
+    LayoutCase(8, tensor=2, context=2, flags=f"{_SP} --zero-stage 1"),
+    LayoutCase(8, tensor=2, context=2, pipeline=2, flags=_SP),
+    LayoutCase(8, tensor=2, context=2, pipeline=2, flags=_SP, network=_LLAMA),
+    LayoutCase(8, tensor=2, pipeline=4, flags=_SP),
+    LayoutCase(8, tensor=4, pipeline=2, flags=_SP),
+)
+
+
+class Curves(NamedTuple):
+    """What one process recorded: a value an iteration."""
+
+    losses: list[float]
+    norms: list[float]
+
+
+class Difference(NamedTuple):
+    """The largest relative difference from one process, over ranks and iterations."""
+
+    loss: float
+    norm: float
+
+
+def train_curves(layout: Layout, words: Sequence[str]) -> Curves:
+    """Train the toy model to its end."""
+    recorder, _ = train_toy(layout, words)
+    return Curves(recorder.values("lm loss"), recorder.values("grad-norm"))
+
+
+@cache
+def single_process(network: str) -> Curves:
+    """The same training on one process."""
+    return train_curves(Layout.single(), LayoutCase(1, network=network).words())
+
+
+def compare(case: LayoutCase) -> Difference:
+    """Train in gloo processes as `case` says, and on one."""
+    expected = single_process(case.network)
+    got: list[Curves] = run_distributed(case.processes, train_curves, case.words(), **case.sizes)
+    return Difference(
+        max(largest_difference(curves.losses, expected.losses) for curves in got),
+        max(largest_difference(curves.norms, expected.norms) for curves in got),
+    )
+
+
+def largest_difference(values: Sequence[float], expected: Sequence[float]) -> float:
+    """Relative, over a curve; infinite where they have different lengths or no numbers."""
+    if len(values) != len(expected) or not expected:
+        return math.inf
+    pairs = zip(values, expected, strict=True)
+    return max(abs(a - b) / abs(b) if math.isfinite(a) else math.inf for a, b in pairs)

@@ -1,0 +1,126 @@
+"""The tool that measures layouts: real runs at toy size, and what its table says of failures."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+
+import pytest
+
+from megatron.config.parser import parse_config
+from megatron.errors import ConfigError
+from tools.benchmark_layouts import build_parser, choose, data_flags, main
+from tools.layouts.measure import RunFailedError, error_line, launch, measure
+from tools.layouts.models import BenchmarkLayout, models
+from tools.layouts.table import Measurement, Row, as_markdown, loss_difference
+
+MOCK = data_flags(build_parser().parse_args(["--model", "toy"]))
+TOY = [*models()["toy"].flags.split(), *MOCK, "--micro-batch-size", "2"]
+MEASURED = Measurement((4.0, 2.0), (1.5, 1.25), 12.5, 4000.0, 45.25, 10.5, 10.0, 0.25, 0.2)
+
+
+@pytest.mark.parametrize("model", sorted(models()))
+def test_every_layout_is_valid(model):
+    entry = models()[model]
+    for layout in entry.layouts:
+        words = [*entry.flags.split(), *MOCK, *layout.flags.split(), "--train-iters", "12"]
+        problems = []
+        try:
+            config = parse_config(words, world_size=layout.processes).config
+        except ConfigError as error:
+            problems = error.problems
+        else:
+            assert config.model.hidden_dropout == config.model.attention_dropout == 0
+        # Stage 3 is refused until it is built: its row then says so.
+        assert all("--zero-stage 3" in problem for problem in problems), layout.name
+    assert len({layout.name for layout in entry.layouts}) == len(entry.layouts)
+
+
+def test_runs_layouts_one_after_another(tmp_path, capsys):
+    out, lines = tmp_path / "table.md", tmp_path / "runs.jsonl"
+    words = ["--model", "toy", "--processes", "2", "--train-iters", "3", "--pipeline-bubble"]
+    words += ["--layouts", "one", "pipeline 2", "tensor 2 x pipeline 2"]
+    words += ["--out", str(out), "--jsonl", str(lines), "--", "--num-workers", "0"]
+    assert main(words) == 0
+    one, pipeline, skipped = (json.loads(line) for line in lines.read_text().splitlines())
+    assert pipeline["measured"]["losses"] == pytest.approx(one["measured"]["losses"], rel=1e-5)
+    assert len(one["measured"]["losses"]) == 3
+    assert one["measured"]["predicted_gib"] > 0
+    assert one["measured"]["bubble"] is None
+    assert 0 < pipeline["measured"]["predicted_bubble"] < 1
+    assert skipped["problem"] == "skipped: 4 needed, 2 present"
+    printed = capsys.readouterr().out
+    assert printed == out.read_text()
+    assert [row.split(" | ")[0] for row in printed.splitlines()[2:]] == [
+        "| one", "| pipeline 2", "| tensor 2 x pipeline 2"
+    ]  # fmt: skip
+
+
+def _measure(flags, timeout=60.0):
+    layout = BenchmarkLayout(1, "one", "")
+    words = [*TOY, *flags]
+    return measure(layout, words, present=1, iterations=2, timeout=timeout, bubble=True)
+
+
+def test_a_refused_layout_says_why_in_its_row():
+    row = _measure(["--tensor-model-parallel-size", "3"])
+    assert row.failed
+    assert "--tensor-model-parallel-size 3" in row.problem
+    assert "--tensor-model-parallel-size 3" in as_markdown([row])
+
+
+def test_a_run_that_fails_leaves_its_error_line(tmp_path):
+    row = _measure(["--load", str(tmp_path), "--exit-on-missing-checkpoint"])
+    assert row.failed
+    assert row.measured is None
+    assert row.problem.startswith("error: --load")
+
+
+def test_a_run_that_takes_too_long_is_ended():
+    started = time.monotonic()
+    with pytest.raises(RunFailedError, match="ended after 0.5 s"):
+        launch([*TOY, "--train-iters", "1000000"], 1, 0.5)
+    assert time.monotonic() - started < 40
+
+
+def test_error_line_prefers_our_own():
+    traceback = "[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried\n"
+    summary = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"
+    assert error_line(traceback + summary, 1) == traceback.strip()
+    assert error_line(f"{traceback}[rank 3] error: --load x: no\n", 4) == (
+        "[rank 3] error: --load x: no"
+    )
+    assert error_line("nothing to see\n", 139) == "exit code 139"
+
+
+def test_table_compares_with_the_first_row_of_the_same_batch():
+    first = Row("one", 1, "--a", "8 x 16", MEASURED)
+    failed = Row("bad", 2, "--b", problem="out|of\nmemory", failed=True)
+    other = replace(first, layout="long", batch="1 x 99")
+    near = replace(first, layout="two", measured=replace(MEASURED, losses=(4.0, 2.1)))
+    shorter = replace(first, measured=replace(MEASURED, losses=(4.0,)))
+    rows = [failed, first, other, near, shorter]
+    differences = [loss_difference(row, rows) for row in rows]
+    assert differences == [None, None, None, pytest.approx(0.05), None]
+    lines = as_markdown(rows).splitlines()
+    assert lines[2].startswith("| bad | 2 | `--b` | out\\|of memory | - |")
+    assert lines[5] == (
+        "| two | 1 | `--a` | 2.100000 | 5.0e-02 | 1.250 | 12 | 4,000 | 45.2% | 10.50 | 10.00 "
+        "| 25.0% | 20.0% |"
+    )
+    assert len({line.replace("\\|", "").count("|") for line in lines}) == 1
+
+
+def test_mistakes_are_one_line(capsys):
+    assert main(["--model", "toy", "--layouts", "seven", "--processes", "1"]) == 9
+    assert "--layouts seven: use some of one, data 2" in capsys.readouterr().err
+    assert main(["--model", "toy", "--data-path", "x", "--processes", "1"]) == 9
+    assert "give all three" in capsys.readouterr().err
+
+
+def test_a_list_needs_no_gpu(capsys):
+    assert main(["--model", "7b", "--list"]) == 0
+    names = capsys.readouterr().out.splitlines()
+    assert len(names) == len(choose(build_parser().parse_args(["--model", "7b"])))
+    assert any(line.startswith("tensor 8 (8): ") for line in names)

@@ -1,0 +1,136 @@
+"""The pipeline's bubble: measured where stages take imposed times, it is the predicted one."""
+
+import time
+
+import pytest
+import torch
+
+from megatron.config.parser import parse_config
+from megatron.errors import ConfigError
+from megatron.parallel.layout import Layout
+from megatron.parallel.pipeline.schedule import make_schedule
+from megatron.parallel.pipeline.simulate import Times, simulate, time_table
+from megatron.training.callbacks.bubble import bubble_line
+from megatron.training.loop import train
+from megatron.training.operation_clock import Bubble, compare_with_prediction
+from megatron.training.standard import standard_callbacks
+from pretrain_gpt import GPTRecipe
+from tests.distributed import run_distributed
+from tests.training.toy import TOY, Recorder, build_toy
+
+FORWARD, BACKWARD = 0.08, 0.12  # seconds; the toy model itself takes some milliseconds
+FLAGS = """
+    --hidden-dropout 0 --attention-dropout 0 --num-layers 4 --global-batch-size 4
+    --eval-interval 100 --eval-iters 0 --train-iters 4 --log-pipeline-bubble
+""".split()
+
+
+class _Slow(torch.autograd.Function):
+    """The identity, after a while."""
+
+    @staticmethod
+    def forward(ctx, x, forward, backward):
+        ctx.backward_seconds = backward
+        time.sleep(forward)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(ctx.backward_seconds)
+        return gradient, None, None
+
+
+class _SlowRecipe(GPTRecipe):
+    """A GPT each of whose parts takes at least so long; `factors` stretch the stages' times."""
+
+    def __init__(self, factors):
+        self.factors = factors
+
+    def forward(self, part, batch, hidden, config, tokenizer, layout):
+        result = super().forward(part, batch, hidden, config, tokenizer, layout)
+        factor = self.factors[layout.pipeline.rank]
+        times = (factor * FORWARD, factor * BACKWARD)
+        if isinstance(result, torch.Tensor):
+            return _Slow.apply(result, *times)
+        return {name: _Slow.apply(value, *times) for name, value in result.items()}
+
+
+def _measure(layout, factors, flags):
+    run = build_toy(layout, [*FLAGS, "--pipeline-model-parallel-size", str(len(factors)), *flags])
+    run.recipe, recorder = _SlowRecipe(factors), Recorder()
+    train(run, standard_callbacks(run, [recorder])[0])
+    names = ("pipeline-bubble", "pipeline-bubble predicted", "lm loss")
+    return [recorder.values(name) for name in names]
+
+
+def _imposed(kind, factors, chunks):
+    stages = len(factors)
+    tables = [
+        time_table("", [factor * seconds * chunks for factor in factors], stages, chunks)
+        for seconds in (FORWARD, BACKWARD)
+    ]
+    nothing = time_table("", [0.0], stages, chunks)
+    return simulate(make_schedule(kind, stages, chunks, 4), Times(*tables, nothing)).bubble
+
+
+@pytest.mark.parametrize(
+    ("kind", "factors", "flags"),
+    [
+        ("1f1b", (1, 1), []),
+        ("1f1b", (0.5, 1.5), []),
+        ("interleaved", (0.3, 0.9), ["--num-layers-per-virtual-pipeline-stage", "1"]),
+    ],
+    ids=["even", "uneven", "interleaved"],
+)
+def test_bubble_measured_predicted_and_imposed_agree(kind, factors, flags):
+    results = run_distributed(2, _measure, factors, flags, pipeline=2)
+    assert results[0][:2] == [[], []]  # the last rank tells
+    measured, predicted, losses = results[-1]
+    assert len(measured) == len(losses) == 4
+    imposed = _imposed(kind, factors, 2 if kind == "interleaved" else 1)
+    # The best of the iterations: other work on the machine only makes stages wait more.
+    gaps = [abs(a - b) for a, b in zip(measured, predicted, strict=True)]
+    assert min(gaps) < 0.15 * imposed
+    assert min(abs(value - imposed) for value in measured) < 0.15 * imposed
+
+
+def _losses(layout, flags):
+    run, recorder = build_toy(layout, [*FLAGS[:-1], *flags]), Recorder()
+    train(run, standard_callbacks(run, [recorder])[0])
+    return recorder.values("lm loss"), recorder.values("pipeline-bubble")
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_measuring_changes_no_loss(schedule):
+    flags = ["--pipeline-model-parallel-size", "2", "--pipeline-schedule", schedule]
+    plain, none = run_distributed(2, _losses, flags, pipeline=2)[-1]
+    timed, bubbles = run_distributed(2, _losses, [*flags, FLAGS[-1]], pipeline=2)[-1]
+    assert timed == plain
+    assert none == []
+    assert all(0 < bubble < 1 for bubble in bubbles)
+
+
+def test_waiting_beyond_the_schedule_is_seen():
+    """Two stages, one micro-batch: forward 1 s, backward 2 s; a stage that starts 3 s late."""
+    schedule = make_schedule("1f1b", 2, 1, 1)
+    operations = [1.0, 1.0, 1.0, 2.0, 0.0, 0.0]  # how often and seconds, of the three kinds
+    on_time = torch.tensor([[6.0, *operations], [4.0, *operations]], dtype=torch.float64)
+    assert compare_with_prediction(on_time, schedule) == pytest.approx((0.5, 0.5, 6.0, 6.0))
+    late = on_time + torch.tensor([3.0] + [0.0] * 6)
+    assert compare_with_prediction(late, schedule) == pytest.approx((6 / 9, 0.5, 9.0, 6.0))
+
+
+def test_the_line_shows_means():
+    bubbles = [Bubble(0.1, 0.2, 1.0, 1.2), Bubble(0.3, 0.2, 2.0, 2.2)]
+    assert bubble_line(bubbles) == (
+        " pipeline bubble | measured: 20.00% of 1500.0 ms | predicted: 20.00% of 1700.0 ms |"
+    )
+
+
+def test_without_a_pipeline_there_is_nothing_to_measure():
+    with pytest.raises(ConfigError, match="--log-pipeline-bubble: one pipeline stage"):
+        parse_config([*TOY, "--train-iters", "1", "--log-pipeline-bubble"], world_size=1)
+
+
+def test_a_single_process_has_no_clock():
+    assert build_toy(Layout.single()).operation_clock is None

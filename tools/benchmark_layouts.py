@@ -1,0 +1,133 @@
+"""Train one model in many layouts for some iterations each, and write the table of what came out.
+
+    python tools/benchmark_layouts.py --model 350m --data-path novels_text_document \\
+        --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt --out table.md
+
+Every row is `torchrun pretrain_gpt.py` with the flags that the table shows. Layouts of more GPUs
+than are present are left out by name; a run that fails leaves its error in its row. Each row is
+written as soon as it is there. Flags after `--` go to every run and win.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+if __package__ in (None, ""):
+    # Started as a file: the packages beside this folder may not be installed.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.errors import ConfigError, UserError
+from tools.layouts.models import BenchmarkLayout, models
+from tools.layouts.table import Row, as_markdown
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="benchmark_layouts.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--model", required=True, choices=sorted(models()), help="What to train.")
+    add("--layouts", nargs="+", metavar="NAME", help="Only these. Unset: all that fit.")
+    add("--list", action="store_true", help="Print the model's layouts and their flags, and end.")
+    add("--processes", type=int, help="At most so many. Unset: the GPUs present.")
+    add("--train-iters", type=int, default=12, help="Iterations of a run (default: 12).")
+    add("--timeout", type=float, default=300.0, help="Seconds for one run (default: 300).")
+    add("--pipeline-bubble", action="store_true", help="Also measure and predict the bubble.")
+    add("--data-path", help="Prefix of a GPT-2 BPE dataset. Unset: generated tokens.")
+    add("--vocab-file", help="GPT-2 vocabulary, with --data-path.")
+    add("--merge-file", help="GPT-2 merges, with --data-path.")
+    add("--out", type=Path, help="Markdown table to write.")
+    add("--jsonl", type=Path, help="File to append one object a run to: curves and all.")
+    add("further", nargs="*", metavar="-- FLAG", help="Further flags of every run.")
+    return parser
+
+
+def data_flags(options: argparse.Namespace) -> list[str]:
+    """Where the runs' tokens come from.
+
+    Raises:
+        ConfigError: a dataset without its vocabulary.
+    """
+    given = (options.data_path, options.vocab_file, options.merge_file)
+    if not any(given):
+        return ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "50257"]
+    if not all(given):
+        raise ConfigError("--data-path, --vocab-file and --merge-file go together: give all three")
+    return [
+        *("--data-path", options.data_path, "--split", "98,2,0"),
+        *("--tokenizer-type", "GPT2BPETokenizer"),
+        *("--vocab-file", options.vocab_file, "--merge-file", options.merge_file),
+    ]
+
+
+def choose(options: argparse.Namespace) -> list[BenchmarkLayout]:
+    """The layouts to run, in the model's order.
+
+    Raises:
+        ConfigError: a name that the model does not have.
+    """
+    layouts = models()[options.model].layouts
+    names = [layout.name for layout in layouts]
+    unknown = [name for name in options.layouts or () if name not in names]
+    if unknown:
+        raise ConfigError(f"--layouts {' '.join(unknown)}: use some of {', '.join(names)}")
+    return [layout for layout in layouts if layout.name in (options.layouts or names)]
+
+
+def run(options: argparse.Namespace) -> list[Row]:
+    """Run them one after another; a row each, written as soon as it is there."""
+    from megatron.device import gpu_count
+    from tools.layouts.measure import measure
+
+    layouts, data = choose(options), data_flags(options)
+    present = options.processes or gpu_count()
+    if present < 1:
+        raise ConfigError("no GPU is present: give --processes to run on the CPU")
+    rows: list[Row] = []
+    print(as_markdown([]), end="", flush=True)
+    for layout in layouts:
+        row = measure(
+            layout,
+            [*models()[options.model].flags.split(), *data, *layout.flags.split()]
+            + options.further,
+            present=present,
+            iterations=options.train_iters,
+            timeout=options.timeout,
+            bubble=options.pipeline_bubble,
+        )
+        rows.append(row)
+        print(as_markdown(rows).splitlines()[-1], flush=True)
+        if options.out is not None:
+            options.out.write_text(as_markdown(rows), encoding="utf-8")
+        if options.jsonl is not None:
+            with options.jsonl.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"model": options.model, **asdict(row)}) + "\n")
+    return rows
+
+
+def main(words: Sequence[str]) -> int:
+    """The exit code: 1 when a run failed."""
+    options = build_parser().parse_args(words)
+    try:
+        if options.list:
+            for layout in choose(options):
+                print(f"{layout.name} ({layout.processes}): {layout.flags}")
+            return 0
+        rows = run(options)
+    except UserError as error:
+        print(f"benchmark_layouts: {error}", file=sys.stderr)
+        return error.exit_code
+    return int(any(row.failed for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

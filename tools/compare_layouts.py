@@ -1,0 +1,115 @@
+"""Train the toy model in every layout that the tests compare, and write the table of differences.
+
+    python tools/compare_layouts.py --out docs/layouts.md
+
+Takes some minutes on two CPU cores: up to eight gloo processes, no GPU. The layouts and the
+comparison are those of `tests/parity`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+import textwrap
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if __package__ in (None, ""):
+    # Started as a file: the package beside this folder may not be installed.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+if TYPE_CHECKING:
+    from tests.parity.layouts import Difference, LayoutCase
+
+_HEADING = """\
+# Layouts compared with one process
+
+Every layout starts from the weights of one process, from the same seed and without a seed
+checkpoint, and trains on the same samples. Each row is a toy GPT in fp32 on CPU processes (gloo),
+dropout off, {iterations} iterations: the largest relative difference of its loss and of its
+gradient norm from one process's, over all ranks and iterations. The tests refuse more than
+{loss:.0e} in a loss and {norm:.0e} in a norm. This page is written by
+
+```bash
+python tools/compare_layouts.py --out docs/layouts.md
+```
+
+What a layout's name leaves out is 1. One process runs
+
+```bash
+{command}
+```
+
+and the others the row's flags besides, with micro-batches as small as their number asks for.
+
+"""
+_COLUMNS = ("layout", "processes", "flags", "loss", "gradient norm", "machine")
+
+
+def machine() -> str:
+    """What the comparison ran on, in a few words."""
+    import torch
+
+    return f"{os.cpu_count()} CPU cores ({platform.machine()}), torch {torch.__version__}"
+
+
+def page(rows: Iterable[tuple[LayoutCase, Difference]], where: str) -> str:
+    """The documentation page: a row a layout."""
+    from tests.parity.layouts import ITERATIONS, LOSS_TOLERANCE, NORM_TOLERANCE, LayoutCase
+    from tests.training.toy import TOY
+
+    words = ["python pretrain_gpt.py", *TOY, *LayoutCase(1).words()]
+    heading = _HEADING.format(
+        iterations=ITERATIONS,
+        loss=LOSS_TOLERANCE,
+        norm=NORM_TOLERANCE,
+        command=" \\\n    ".join(textwrap.wrap(" ".join(words), 90, break_on_hyphens=False)),
+    )
+    lines = [_row(_COLUMNS), _row(["---"] * len(_COLUMNS))]
+    lines += [_row(cells(case, difference, where)) for case, difference in rows]
+    return heading + "\n".join(lines) + "\n"
+
+
+def cells(case: LayoutCase, difference: Difference, where: str) -> list[str]:
+    """Of one row."""
+    flags = f"`{case.shown_flags}`".replace("|", "\\|") if case.shown_flags else ""
+    numbers = (f"{difference.loss:.1e}", f"{difference.norm:.1e}")
+    return [case.name, str(case.processes), flags, *numbers, where]
+
+
+def _row(values: Sequence[str]) -> str:
+    return f"| {' | '.join(values)} |"
+
+
+def main(words: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="compare_layouts.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="PAGE.md", help="Page to write, for example "
+        "docs/layouts.md."
+    )  # fmt: skip
+    options = parser.parse_args(words)
+
+    import torch
+
+    from tests.parity.layouts import LAYOUTS, compare
+
+    torch.set_num_threads(1)  # as in the tests: forked ranks start clean
+    rows = []
+    for number, case in enumerate(LAYOUTS, 1):
+        difference = compare(case)
+        print(f"{number}/{len(LAYOUTS)} {case.name} {case.shown_flags}: {difference}", flush=True)
+        rows.append((case, difference))
+    options.out.write_text(page(rows, machine()), encoding="utf-8")
+    print(f"wrote {options.out}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

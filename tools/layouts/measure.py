@@ -1,0 +1,173 @@
+"""One run of `pretrain_gpt.py` under torchrun, and what it tells about itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from megatron.config import RunConfig
+from megatron.config.parser import parse_config
+from megatron.config.run import known
+from megatron.errors import UserError
+from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.vocabulary import padded_vocab_size
+from megatron.training.memory import largest_process
+from tools.layouts.models import BenchmarkLayout
+from tools.layouts.table import Measurement, Row
+
+_ROOT = Path(__file__).resolve().parents[2]
+_GIB = 1024.0**3
+_MIB_A_GIB = 1024.0
+_PATIENCE = 45  # seconds that torchrun gets to end its workers
+
+
+class RunFailedError(UserError):
+    """A run that ended early; the message is its error line."""
+
+
+def measure(
+    layout: BenchmarkLayout,
+    flags: Sequence[str],
+    *,
+    present: int,
+    iterations: int,
+    timeout: float,
+    bubble: bool,
+) -> Row:
+    """Train in one layout; its row, whatever happens.
+
+    Args:
+        flags: of the model, the data and the layout, and further ones.
+        present: GPUs, or processes on a CPU.
+        iterations: of the run, unless the layout has fewer.
+        timeout: seconds after which the run is ended.
+        bubble: also measure the pipeline's.
+    """
+    row = Row(layout.name, layout.processes, layout.flags)
+    if layout.processes > present:
+        return replace(row, problem=f"skipped: {layout.processes} needed, {present} present")
+    iterations = min(iterations, layout.most_iterations or iterations)
+    words = [*flags, "--train-iters", str(iterations)]
+    words += ["--log-interval", str(max(1, min(2, iterations)))]
+    words += ["--log-timers-to-tensorboard", "--no-exit-signal-handler"]
+    try:
+        config = parse_config(words, world_size=layout.processes).config
+        if bubble and config.parallel.pipeline_model_parallel_size > 1:
+            words.append("--log-pipeline-bubble")
+        log, records = launch(words, layout.processes, timeout)
+        measured = read_measurement(config, layout.processes, log, records)
+    except UserError as error:
+        return replace(row, problem=str(error), failed=True)
+    sequence, batch = config.data.seq_length, config.training.global_batch_size
+    return replace(row, batch=f"{batch} x {sequence}", measured=measured)
+
+
+def launch(
+    words: Sequence[str], processes: int, timeout: float
+) -> tuple[str, list[dict[str, Any]]]:
+    """Run it; what it printed, and what it wrote for every iteration.
+
+    Raises:
+        RunFailedError: it ended with an error, or not in time.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        metrics, printed = Path(folder) / "metrics.jsonl", Path(folder) / "log"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(processes), str(_ROOT / "pretrain_gpt.py")]
+        command += [*words, "--metrics-jsonl", str(metrics)]
+        with printed.open("w", encoding="utf-8") as output:
+            process = subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=_environment(),
+                start_new_session=True,
+            )
+            code = _wait(process, timeout)
+        log = printed.read_text(encoding="utf-8", errors="replace")
+        if code is None:
+            raise RunFailedError(f"ended after {timeout:g} s, the time it had")
+        if code:
+            raise RunFailedError(error_line(log, code))
+        lines = metrics.read_text(encoding="utf-8").splitlines()
+        return log, [json.loads(line) for line in lines]
+
+
+def _environment() -> dict[str, str]:
+    """Ours, with this checkout first and one thread a process where nobody chose."""
+    path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
+    return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path}
+
+
+def _wait(process: subprocess.Popen[bytes], timeout: float) -> int | None:
+    """The exit code; None where the process had to be ended. Nothing of it stays behind."""
+    try:
+        return process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun ends its workers, which are not of its process group
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_PATIENCE)
+        return None
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def error_line(log: str, code: int) -> str:
+    """The line that says what went wrong: our own errors first, then Python's."""
+    for pattern in (r"^(?:\[rank \d+\] )?error: .*", r"^(?:\[rank\d+\]: )?[\w.]*Error: .*"):
+        found = [
+            line for line in re.findall(pattern, log, re.MULTILINE) if "ChildFailed" not in line
+        ]
+        if found:
+            return str(found[0])[:300]
+    return f"exit code {code}"
+
+
+def read_measurement(
+    config: RunConfig, processes: int, log: str, records: Sequence[dict[str, Any]]
+) -> Measurement:
+    """The numbers of a run that came to its end."""
+    steps = [record for record in records if "lm loss" in record]
+    settled = len(steps) // 3
+    seconds = median(record["iteration-time"] for record in steps[settled:])
+    tokens = known(config.training.global_batch_size) * known(config.data.seq_length)
+    utilization = re.findall(r"MFU: ([\d.]+)%", log)
+    memory = [float(text) for text in re.findall(r"max allocated: ([\d.]+)", log)]
+    return Measurement(
+        losses=tuple(record["lm loss"] for record in steps),
+        norms=tuple(record["grad-norm"] for record in steps),
+        milliseconds=1000.0 * seconds,
+        tokens_per_second=tokens / seconds / processes,
+        mfu=float(utilization[-1]) if utilization else None,
+        peak_gib=max(memory) / _MIB_A_GIB if memory else None,
+        predicted_gib=_predicted(config, processes),
+        bubble=_mean_of(records, "pipeline-bubble", settled),
+        predicted_bubble=_mean_of(records, "pipeline-bubble predicted", settled),
+    )
+
+
+def _mean_of(records: Sequence[dict[str, Any]], name: str, settled: int) -> float | None:
+    values = [record[name] for record in records if name in record][settled:]
+    return mean(values) if values else None
+
+
+def _predicted(config: RunConfig, processes: int) -> float:
+    """GiB of the largest process, as `--dry-run` shows them."""
+    vocabulary = padded_vocab_size(
+        build_tokenizer(config.tokenizer).vocab_size,
+        config.model.make_vocab_size_divisible_by,
+        config.parallel.tensor_model_parallel_size,
+    )
+    return largest_process(config, vocabulary, processes).total / _GIB

@@ -1,0 +1,166 @@
+"""What `benchmark_layouts.py` trains, and in which layouts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class BenchmarkLayout:
+    """One row of the table.
+
+    Attributes:
+        processes: GPUs.
+        name: the grid in words.
+        flags: besides the model's.
+        most_iterations: of a run that takes long; None: as many as are asked for.
+    """
+
+    processes: int
+    name: str
+    flags: str
+    most_iterations: int | None = None
+
+
+@dataclass(frozen=True)
+class BenchmarkModel:
+    """A network, its batch and its optimizer, in flags, and the layouts to compare."""
+
+    flags: str
+    layouts: tuple[BenchmarkLayout, ...]
+
+
+_SP = "--sequence-parallel"
+_OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
+_ZERO_1 = f"--use-distributed-optimizer {_OVERLAP}"
+_ZERO_BUBBLE = "--pipeline-schedule zero-bubble"
+_COMMON = (
+    "--attention-dropout 0 --hidden-dropout 0 --lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine "
+    "--lr-warmup-fraction 0.1 --weight-decay 0.1 --adam-beta2 0.95 --eval-iters 0 "
+    "--eval-interval 1000 "
+)
+
+
+def _grid(tensor: int = 1, pipeline: int = 1, context: int = 1) -> str:
+    sizes = {
+        "--tensor-model-parallel-size": tensor,
+        "--pipeline-model-parallel-size": pipeline,
+        "--context-parallel-size": context,
+    }
+    return " ".join(f"{flag} {size}" for flag, size in sizes.items() if size > 1)
+
+
+def _micro(size: int, *flags: str) -> str:
+    return " ".join((f"--micro-batch-size {size}", *flags))
+
+
+_TOY = BenchmarkModel(
+    _COMMON + "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
+    "--max-position-embeddings 16 --global-batch-size 8",
+    (
+        BenchmarkLayout(1, "one", _micro(2)),
+        BenchmarkLayout(2, "data 2", _micro(2, "--zero-stage 1")),
+        BenchmarkLayout(2, "tensor 2", _micro(2, _grid(tensor=2), _SP)),
+        BenchmarkLayout(2, "pipeline 2", _micro(2, _grid(pipeline=2))),
+        BenchmarkLayout(4, "tensor 2 x pipeline 2", _micro(2, _grid(2, 2), _SP)),
+    ),
+)
+
+_350M = BenchmarkModel(
+    _COMMON + "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 "
+    "--max-position-embeddings 1024 --global-batch-size 64 --bf16",
+    (
+        BenchmarkLayout(1, "one", _micro(8)),
+        BenchmarkLayout(2, "data 2", _micro(8)),
+        BenchmarkLayout(2, "data 2, stage 1", _micro(8, _ZERO_1)),
+        BenchmarkLayout(2, "data 2, stage 3", _micro(8, "--zero-stage 3")),
+        BenchmarkLayout(2, "tensor 2", _micro(8, _grid(tensor=2), _SP)),
+        BenchmarkLayout(2, "pipeline 2", _micro(4, _grid(pipeline=2))),
+        BenchmarkLayout(2, "pipeline 2, zero-bubble", _micro(4, _grid(pipeline=2), _ZERO_BUBBLE)),
+        BenchmarkLayout(2, "context 2", _micro(8, _grid(context=2))),
+        BenchmarkLayout(4, "data 4", _micro(8)),
+        BenchmarkLayout(4, "data 4, stage 1", _micro(8, _ZERO_1)),
+        BenchmarkLayout(4, "data 4, stage 2", _micro(16, "--zero-stage 2 --overlap-grad-reduce")),
+        BenchmarkLayout(4, "data 4, stage 3", _micro(16, "--zero-stage 3")),
+        BenchmarkLayout(
+            4,
+            "tensor 2 x data 2, stage 1",
+            _micro(8, _grid(tensor=2), _SP, "--use-distributed-optimizer"),
+        ),
+        BenchmarkLayout(4, "tensor 4", _micro(8, _grid(tensor=4), _SP)),
+        BenchmarkLayout(4, "pipeline 4", _micro(4, _grid(pipeline=4))),
+        BenchmarkLayout(
+            4,
+            "pipeline 4, interleaved",
+            _micro(4, _grid(pipeline=4), "--num-layers-per-virtual-pipeline-stage 3"),
+        ),
+        BenchmarkLayout(4, "pipeline 4, zero-bubble", _micro(4, _grid(pipeline=4), _ZERO_BUBBLE)),
+        BenchmarkLayout(4, "tensor 2 x pipeline 2", _micro(4, _grid(2, 2), _SP)),
+        BenchmarkLayout(4, "pipeline 2 x data 2, stage 1", _micro(4, _grid(pipeline=2), _ZERO_1)),
+        BenchmarkLayout(4, "context 2 x data 2", _micro(8, _grid(context=2))),
+        BenchmarkLayout(4, "context 4, ring", _micro(8, _grid(context=4))),
+        BenchmarkLayout(
+            4, "context 4, all-to-all", _micro(8, _grid(context=4), "--cp-comm-type a2a")
+        ),
+        BenchmarkLayout(
+            8,
+            "tensor 2 x pipeline 2 x data 2, stage 1",
+            _micro(4, _grid(2, 2), _SP, "--use-distributed-optimizer"),
+        ),
+        BenchmarkLayout(8, "pipeline 8", _micro(4, _grid(pipeline=8))),
+        BenchmarkLayout(8, "data 8, stage 1", _micro(8, _ZERO_1)),
+    ),
+)
+
+_FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+# One sequence an update; its losses are compared among such rows only.
+_LONG = f"--seq-length 131072 --max-position-embeddings 131072 --global-batch-size 1 {_FULL}"
+
+_7B = BenchmarkModel(
+    _COMMON + "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 "
+    "--ffn-hidden-size 11008 --swiglu --normalization RMSNorm --position-embedding-type rope "
+    "--disable-bias-linear --untie-embeddings-and-output-weights --seq-length 4096 "
+    "--max-position-embeddings 4096 --global-batch-size 16 --bf16",
+    (
+        BenchmarkLayout(2, "tensor 2", _micro(1, _grid(tensor=2), _SP)),
+        BenchmarkLayout(2, "pipeline 2", _micro(1, _grid(pipeline=2))),
+        BenchmarkLayout(2, "data 2, stage 1", _micro(1, _ZERO_1)),
+        BenchmarkLayout(2, "data 2, stage 3", _micro(1, "--zero-stage 3")),
+        BenchmarkLayout(
+            4,
+            "tensor 2 x pipeline 2, stage 1",
+            _micro(1, _grid(2, 2), _SP, "--use-distributed-optimizer"),
+        ),
+        BenchmarkLayout(4, "tensor 4", _micro(1, _grid(tensor=4), _SP)),
+        BenchmarkLayout(4, "pipeline 4", _micro(1, _grid(pipeline=4))),
+        BenchmarkLayout(4, "pipeline 4, zero-bubble", _micro(1, _grid(pipeline=4), _ZERO_BUBBLE)),
+        BenchmarkLayout(4, "data 4, stage 1", _micro(1, _ZERO_1)),
+        BenchmarkLayout(4, "data 4, stage 3", _micro(1, "--zero-stage 3")),
+        BenchmarkLayout(
+            4,
+            "context 4, 131,072 tokens",
+            _micro(1, _grid(context=4), _LONG, "--use-distributed-optimizer"),
+            most_iterations=5,
+        ),
+        BenchmarkLayout(
+            8,
+            "tensor 2 x pipeline 2 x data 2, stage 1",
+            _micro(1, _grid(2, 2), _SP, "--use-distributed-optimizer"),
+        ),
+        BenchmarkLayout(8, "tensor 8", _micro(1, _grid(tensor=8), _SP)),
+        BenchmarkLayout(8, "pipeline 8", _micro(1, _grid(pipeline=8))),
+        BenchmarkLayout(8, "data 8, stage 1", _micro(1, _ZERO_1)),
+        BenchmarkLayout(8, "data 8, stage 3", _micro(1, "--zero-stage 3")),
+        BenchmarkLayout(
+            8,
+            "context 8, 131,072 tokens",
+            _micro(1, _grid(context=8), _LONG, "--use-distributed-optimizer"),
+            most_iterations=5,
+        ),
+    ),
+)
+
+
+def models() -> dict[str, BenchmarkModel]:
+    """By the name that `--model` takes."""
+    return {"toy": _TOY, "350m": _350M, "7b": _7B}
