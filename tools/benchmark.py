@@ -300,7 +300,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 done, else that of the error."""
     words = list(sys.argv[1:] if argv is None else argv)
     cut = words.index("--") if "--" in words else len(words)
-    options = build_parser().parse_args(words[:cut])
+    own = words[:cut]
+    if "--layout" in own[:-1]:  # argparse takes a value that is one flag for a flag of its own
+        at = own.index("--layout")
+        own[at : at + 2] = [f"--layout={own[at + 1]}"]
+    options = build_parser().parse_args(own)
     if options.quick:
         options.warmup, options.iterations, options.repeat = 5, 15, 1
         options.ceiling_seconds = min(options.ceiling_seconds, 0.5)

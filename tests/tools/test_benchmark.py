@@ -140,6 +140,7 @@ def test_several_gpus_go_under_torchrun(tmp_path) -> None:
         (["--repeat", "0"], "--repeat 0: give at least 1"),
         (["--", "--num-layer", "3"], "did you mean --num-layers"),
         (["--gpus", "3", "--layout", "--tensor-model-parallel-size 2"], "--tensor-model-parallel"),
+        (["--layout", "--sequence-paralel"], "did you mean --sequence-parallel"),
         (["--compare", "no-such-commit"], "--compare no-such-commit: neither a commit"),
     ],
 )
