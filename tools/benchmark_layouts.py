@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -41,6 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--processes", type=int, help="At most so many. Unset: the GPUs present.")
     add("--train-iters", type=int, default=12, help="Iterations of a run (default: 12).")
     add("--timeout", type=float, default=300.0, help="Seconds for one run (default: 300).")
+    add("--budget", type=float, help="Seconds for all runs together. Unset: no limit.")
     add("--pipeline-bubble", action="store_true", help="Also measure and predict the bubble.")
     add("--data-path", help="Prefix of a GPT-2 BPE dataset. Unset: generated tokens.")
     add("--vocab-file", help="GPT-2 vocabulary, with --data-path.")
@@ -92,6 +94,7 @@ def run(options: argparse.Namespace) -> list[Row]:
     present = options.processes or gpu_count()
     if present < 1:
         raise ConfigError("no GPU is present: give --processes to run on the CPU")
+    deadline = time.monotonic() + (options.budget or float("inf"))
     rows: list[Row] = []
     print(as_markdown([]), end="", flush=True)
     for layout in layouts:
@@ -101,7 +104,7 @@ def run(options: argparse.Namespace) -> list[Row]:
             + options.further,
             present=present,
             iterations=options.train_iters,
-            timeout=options.timeout,
+            timeout=min(options.timeout, deadline - time.monotonic()),
             bubble=options.pipeline_bubble,
         )
         rows.append(row)

@@ -84,6 +84,12 @@ def test_a_run_that_takes_too_long_is_ended():
     assert time.monotonic() - started < 40
 
 
+def test_without_time_left_nothing_starts():
+    row = _measure([], timeout=-1.0)
+    assert row.problem == "skipped: no time is left for it"
+    assert not row.failed
+
+
 def test_error_line_prefers_our_own():
     traceback = "[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried\n"
     summary = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"

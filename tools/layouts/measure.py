@@ -51,10 +51,12 @@ def measure(
         flags: of the model, the data and the layout, and further ones.
         present: GPUs, or processes on a CPU.
         iterations: of the run, unless the layout has fewer.
-        timeout: seconds after which the run is ended.
+        timeout: seconds after which the run is ended; none left: it is skipped.
         bubble: also measure the pipeline's.
     """
     row = Row(layout.name, layout.processes, layout.flags)
+    if timeout <= 0:
+        return replace(row, problem="skipped: no time is left for it")
     if layout.processes > present:
         return replace(row, problem=f"skipped: {layout.processes} needed, {present} present")
     iterations = min(iterations, layout.most_iterations or iterations)
@@ -97,7 +99,7 @@ def launch(
             code = _wait(process, timeout)
         log = printed.read_text(encoding="utf-8", errors="replace")
         if code is None:
-            raise RunFailedError(f"ended after {timeout:g} s, the time it had")
+            raise RunFailedError(f"ended after {timeout:.3g} s, the time it had")
         if code:
             raise RunFailedError(error_line(log, code))
         lines = metrics.read_text(encoding="utf-8").splitlines()

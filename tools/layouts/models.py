@@ -140,7 +140,7 @@ _7B = BenchmarkModel(
             4,
             "context 4, 131,072 tokens",
             _micro(1, _grid(context=4), _LONG, "--use-distributed-optimizer"),
-            most_iterations=5,
+            most_iterations=4,
         ),
         BenchmarkLayout(
             8,
@@ -155,7 +155,7 @@ _7B = BenchmarkModel(
             8,
             "context 8, 131,072 tokens",
             _micro(1, _grid(context=8), _LONG, "--use-distributed-optimizer"),
-            most_iterations=5,
+            most_iterations=4,
         ),
     ),
 )

@@ -1,0 +1,34 @@
+"""Times that the device's own queue tells."""
+
+import time
+
+import pytest
+import torch
+
+from megatron.device import Device, gpu_count
+
+DEVICE = Device.pick()
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not DEVICE.is_gpu, reason="needs a GPU"),
+]
+
+
+def test_marks_time_the_work_between_them_and_wait_for_nothing():
+    x = torch.randn(8192, 8192, device=DEVICE.torch_device)
+    x @ x  # loads the library
+    DEVICE.synchronize()
+    started = time.perf_counter()
+    before = DEVICE.mark()
+    for _ in range(20):
+        x @ x
+    after = DEVICE.mark()
+    queued = time.perf_counter() - started
+    DEVICE.synchronize()
+    finished = time.perf_counter() - started
+    assert queued < 0.5 * finished
+    assert DEVICE.seconds_between(before, after) == pytest.approx(finished, rel=0.2)
+
+
+def test_there_is_a_gpu_to_count():
+    assert gpu_count() >= 1
