@@ -16,10 +16,11 @@ from torch import Tensor
 
 from megatron.config.model import ModelConfig
 from megatron.device import Device
+from megatron.kernels.amax import Amaxes
 from megatron.kernels.library import DTYPE_CODES, VECTOR_BYTES, Kernel, KernelLibrary, aligned
 
-ACTIVATION_FORWARD = Kernel("activation_forward", "pppiiii")
-ACTIVATION_BACKWARD = Kernel("activation_backward", "ppppppiiiiii")
+ACTIVATION_FORWARD = Kernel("activation_forward", "ppppiiii")
+ACTIVATION_BACKWARD = Kernel("activation_backward", "pppppppiiiiii")
 KINDS = {"gelu_tanh": 0, "gelu": 1, "squared_relu": 2, "swiglu": 3}  # activation.cu has the same
 PARTIALS = 4  # rows of partial sums, for each multiprocessor
 
@@ -31,7 +32,9 @@ class Activation(Protocol):
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor: ...
 
 
-def choose_activation(model: ModelConfig, library: KernelLibrary | None = None) -> Activation:
+def choose_activation(
+    model: ModelConfig, library: KernelLibrary | None = None, amaxes: Amaxes | None = None
+) -> Activation:
     """The activation that the flags ask for, in Megatron's order of precedence.
 
     Megatron's fused bias-GeLU, its default, is the tanh form; without fusion, and so without
@@ -40,12 +43,14 @@ def choose_activation(model: ModelConfig, library: KernelLibrary | None = None) 
     Args:
         model: flags. --no-bias-gelu-fusion also keeps GeLU off the fused kernels.
         library: of fused kernels; None: PyTorch's operations.
+        amaxes: where the kernel leaves the largest magnitudes of its result and of the gradient of
+            x; None: it measures none.
     """
     plain = _choose_formula(model)
     gated_or_squared = plain in (swiglu, squared_relu)
     if library is None or not (model.bias_gelu_fusion or gated_or_squared):
         return plain
-    return partial(fused_activation, library, plain)
+    return partial(fused_activation, library, plain, amaxes=amaxes)
 
 
 def _choose_formula(model: ModelConfig) -> Activation:
@@ -102,7 +107,12 @@ def _add(x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def fused_activation(
-    library: KernelLibrary, plain: Activation, x: Tensor, bias: Tensor | None = None
+    library: KernelLibrary,
+    plain: Activation,
+    x: Tensor,
+    bias: Tensor | None = None,
+    *,
+    amaxes: Amaxes | None = None,
 ) -> Tensor:
     """One of the functions above by one kernel, where the sizes allow; the bias's gradient is
     summed in a fixed order.
@@ -112,6 +122,7 @@ def fused_activation(
         plain: gelu, gelu_tanh, squared_relu or swiglu.
         x: [..., f] (SwiGLU: [..., 2 f]).
         bias: like the last dimension of x, or None.
+        amaxes: see `choose_activation`.
     """
     columns = x.shape[-1] // (2 if plain is swiglu else 1)
     fits = (
@@ -123,21 +134,28 @@ def fused_activation(
     )
     if not fits:
         return plain(x, bias)
-    return _FusedActivation.apply(x, bias, KINDS[getattr(plain, "__name__", "")], library)
+    return _FusedActivation.apply(x, bias, KINDS[getattr(plain, "__name__", "")], library, amaxes)
 
 
 class _FusedActivation(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, kind: int, library: KernelLibrary
+        ctx: Any,
+        x: Tensor,
+        bias: Tensor | None,
+        kind: int,
+        library: KernelLibrary,
+        amaxes: Amaxes | None,
     ) -> Tensor:
         x = x.contiguous()
         columns = x.shape[-1] // (2 if kind == KINDS["swiglu"] else 1)
         out = x.new_empty(*x.shape[:-1], columns)
         rows = x.numel() // x.shape[-1]
-        library.launch(ACTIVATION_FORWARD, x, bias, out, rows, columns, kind, DTYPE_CODES[x.dtype])
+        amax = None if amaxes is None else amaxes.measure(out)
+        sizes = (rows, columns, kind, DTYPE_CODES[x.dtype])
+        library.launch(ACTIVATION_FORWARD, x, bias, out, amax, *sizes)
         ctx.save_for_backward(x, bias)
-        ctx.kind, ctx.library = kind, library
+        ctx.kind, ctx.library, ctx.amaxes = kind, library, amaxes
         return out
 
     @staticmethod
@@ -154,7 +172,8 @@ class _FusedActivation(torch.autograd.Function):
         ctx.library.launch(
             ACTIVATION_BACKWARD,
             *(x, bias, grad.contiguous(), grad_x, grad_bias, partials),
+            None if ctx.amaxes is None else ctx.amaxes.measure(grad_x),
             *(PARTIALS * multiprocessors, multiprocessors, grad.numel() // grad.shape[-1]),
             *(grad.shape[-1], ctx.kind, DTYPE_CODES[x.dtype]),
         )
-        return grad_x, grad_bias, None, None
+        return grad_x, grad_bias, None, None, None

@@ -9,12 +9,13 @@ products need them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from megatron.kernels.amax import Amaxes
 from megatron.kernels.library import DTYPE_CODES, Kernel, KernelLibrary
 
 AMAX = Kernel("fp8_amax", "ppii")
@@ -69,9 +70,14 @@ class Fp8Casts(Protocol):
         ...
 
 
-def choose_fp8_casts(library: KernelLibrary | None) -> Fp8Casts:
-    """Kernels where there is a library, else plain PyTorch."""
-    return ReferenceCasts() if library is None else KernelCasts(library)
+def choose_fp8_casts(library: KernelLibrary | None, amaxes: Amaxes | None = None) -> Fp8Casts:
+    """Kernels where there is a library, else plain PyTorch.
+
+    Args:
+        library: of kernels.
+        amaxes: where other kernels leave what they measure.
+    """
+    return ReferenceCasts() if library is None else KernelCasts(library, amaxes or Amaxes())
 
 
 class ReferenceCasts:
@@ -101,12 +107,17 @@ class ReferenceCasts:
 
 @dataclass(frozen=True)
 class KernelCasts:
-    """Compiled kernels: each reads x once, and writes what it gives once."""
+    """Compiled kernels: each reads x once, and writes what it gives once. A tensor that the kernel
+    before has measured is not measured again."""
 
     library: KernelLibrary
+    amaxes: Amaxes = field(default_factory=Amaxes)
 
     def amax(self, x: Tensor) -> Tensor:
-        result = torch.zeros((), dtype=torch.float32, device=x.device)
+        known = self.amaxes.take(x)
+        if known is not None:
+            return known
+        result = self.amaxes.new(x.device)
         self.library.launch(AMAX, x, result, x.numel(), DTYPE_CODES[x.dtype])
         return result
 

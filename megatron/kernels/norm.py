@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.device import Device
+from megatron.kernels.amax import Amaxes
 from megatron.kernels.library import DTYPE_CODES, VECTOR_BYTES, Kernel, KernelLibrary, aligned
 
-ADD_NORM_FORWARD = Kernel("add_norm_forward", "ppppppppiiiid")
-ADD_NORM_BACKWARD = Kernel("add_norm_backward", "pppppppppppiiiiii")
+ADD_NORM_FORWARD = Kernel("add_norm_forward", "pppppppppiiiid")
+ADD_NORM_BACKWARD = Kernel("add_norm_backward", "ppppppppppppiiiiii")
 LONGEST_ROW = {2: 16384, 4: 8192}  # elements, by bytes of a weight; rows.cuh has the same
 MOST_BLOCKS = 64  # a multiprocessor, in backward
 _BYTES_IN_FLIGHT = 64 * 1024
@@ -48,9 +49,15 @@ class AddNorm(Protocol):
         """
 
 
-def choose_add_norm(library: KernelLibrary | None) -> AddNorm:
-    """The fused kernel where there is a library, else PyTorch's operations."""
-    return add_norm if library is None else partial(fused_add_norm, library)
+def choose_add_norm(library: KernelLibrary | None, amaxes: Amaxes | None = None) -> AddNorm:
+    """The fused kernel where there is a library, else PyTorch's operations.
+
+    Args:
+        library: of kernels.
+        amaxes: where the kernel leaves the largest magnitudes of the normalized sum and of delta's
+            gradient; None: it measures none.
+    """
+    return add_norm if library is None else partial(fused_add_norm, library, amaxes=amaxes)
 
 
 def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
@@ -102,13 +109,15 @@ def fused_add_norm(
     weight: Tensor,
     bias: Tensor | None,
     epsilon: float,
+    *,
+    amaxes: Amaxes | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `AddNorm`: one kernel forward, and in backward one that takes the gradients of both
     results and gives one of the sum, with those of weight and bias (the same bits every time).
     Sizes that the kernel does not take run on PyTorch's operations."""
     if not _fits(residual, delta, weight, bias):
         return add_norm(residual, delta, weight, bias, epsilon)
-    total, normal = _AddNorm.apply(residual, delta, weight, bias, epsilon, library)
+    total, normal = _AddNorm.apply(residual, delta, weight, bias, epsilon, library, amaxes)
     return total, normal
 
 
@@ -136,6 +145,7 @@ class _AddNorm(torch.autograd.Function):
         bias: Tensor | None,
         epsilon: float,
         library: KernelLibrary,
+        amaxes: Amaxes | None,
     ) -> tuple[Tensor, Tensor]:
         residual = residual.contiguous()
         delta = None if delta is None else delta.contiguous()
@@ -148,11 +158,12 @@ class _AddNorm(torch.autograd.Function):
         library.launch(
             ADD_NORM_FORWARD,
             *(residual, delta, weight, bias, total, normal, mean, rstd),
+            None if amaxes is None else amaxes.measure(normal),
             *(rows, hidden, DTYPE_CODES[residual.dtype], DTYPE_CODES[weight.dtype], epsilon),
         )
         ctx.save_for_backward(residual if delta is None else total, weight, mean, rstd)
         ctx.set_materialize_grads(False)
-        ctx.library = library
+        ctx.library, ctx.amaxes = library, amaxes
         ctx.added = delta is not None
         return total, normal
 
@@ -164,14 +175,15 @@ class _AddNorm(torch.autograd.Function):
         added = ctx.added
         if grad_normal is None:  # only the sum was used
             passed = grad_total.to(weight.dtype) if added and grad_total is not None else None
-            return grad_total, passed, None, None, None, None
+            return grad_total, passed, *(None,) * 5
         grad, grad_delta, grad_weight, grad_bias = add_norm_backward(
             ctx.library,
             *(total, grad_normal, grad_total, weight, mean, rstd),
             round_for_delta=added and total.dtype != weight.dtype,
+            amaxes=ctx.amaxes if added else None,
         )
         for_delta = (grad if grad_delta is None else grad_delta) if added else None
-        return grad, for_delta, grad_weight, grad_bias, None, None
+        return grad, for_delta, grad_weight, grad_bias, None, None, None
 
 
 def add_norm_backward(
@@ -184,8 +196,10 @@ def add_norm_backward(
     rstd: Tensor,
     *,
     round_for_delta: bool,
+    amaxes: Amaxes | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """Gradients of the sum (in its type, and if asked in the weights'), of weight and of bias."""
+    """Gradients of the sum (in its type, and if asked in the weights'), of weight and of bias.
+    With `amaxes` that in the weights' type is measured."""
     hidden, rows = weight.numel(), rstd.numel()
     grad_normal = grad_normal.contiguous()
     grad_total = None if grad_total is None else grad_total.contiguous()
@@ -201,7 +215,9 @@ def add_norm_backward(
     library.launch(
         ADD_NORM_BACKWARD,
         *(total, grad_normal, grad_total, weight, mean, rstd),
-        *(grad, grad_delta, grad_weight, grad_bias, partials, partials.shape[1]),
-        *(multiprocessors, rows, hidden, DTYPE_CODES[total.dtype], DTYPE_CODES[weight.dtype]),
+        *(grad, grad_delta, grad_weight, grad_bias, partials),
+        None if amaxes is None else amaxes.measure(grad if grad_delta is None else grad_delta),
+        *(partials.shape[1], multiprocessors, rows, hidden),
+        *(DTYPE_CODES[total.dtype], DTYPE_CODES[weight.dtype]),
     )
     return grad, grad_delta, grad_weight, grad_bias

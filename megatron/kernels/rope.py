@@ -13,9 +13,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from megatron.kernels.amax import Amaxes
 from megatron.kernels.library import DTYPE_CODES, VECTOR_BYTES, Kernel, KernelLibrary, aligned
 
-SPLIT_ROTATE = Kernel("split_rotate", "pppvvv" + "i" * 17)
+SPLIT_ROTATE = Kernel("split_rotate", "pppvvvp" + "i" * 17)
 LARGEST_PAIRS = 256  # pairs of vectors in a head; rope.cu has the same
 
 Rotation = tuple[Tensor, Tensor]  # cosines and sines, fp32 [s, 1, 1, r]
@@ -75,9 +76,15 @@ class SplitRotate(Protocol):
         """
 
 
-def choose_split_rotate(library: KernelLibrary | None) -> SplitRotate:
-    """The fused kernel where there is a library, else PyTorch's operations."""
-    return split_rotate if library is None else partial(fused_split_rotate, library)
+def choose_split_rotate(library: KernelLibrary | None, amaxes: Amaxes | None = None) -> SplitRotate:
+    """The fused kernel where there is a library, else PyTorch's operations.
+
+    Args:
+        library: of kernels.
+        amaxes: where the kernel leaves the largest magnitude of the projection's gradient; None:
+            it does not measure it.
+    """
+    return split_rotate if library is None else partial(fused_split_rotate, library, amaxes=amaxes)
 
 
 def split_rotate(
@@ -96,7 +103,13 @@ def split_rotate(
 
 
 def fused_split_rotate(
-    library: KernelLibrary, qkv: Tensor, groups: int, head_size: int, rotation: Rotation | None
+    library: KernelLibrary,
+    qkv: Tensor,
+    groups: int,
+    head_size: int,
+    rotation: Rotation | None,
+    *,
+    amaxes: Amaxes | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `SplitRotate`: one kernel that writes contiguous heads, and in backward one that gathers
     their gradients, in whatever layout attention leaves them, into that of the projection. Sizes
@@ -104,7 +117,7 @@ def fused_split_rotate(
     if not _fits(qkv, head_size, rotation):
         return split_rotate(qkv, groups, head_size, rotation)
     cosine, sine = (None, None) if rotation is None else rotation
-    query, key, value = _SplitRotate.apply(qkv, cosine, sine, groups, head_size, library)
+    query, key, value = _SplitRotate.apply(qkv, cosine, sine, groups, head_size, library, amaxes)
     return query, key, value
 
 
@@ -136,14 +149,15 @@ class _SplitRotate(torch.autograd.Function):
         groups: int,
         head_size: int,
         library: KernelLibrary,
+        amaxes: Amaxes | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         qkv = qkv.contiguous()
         s, b, width = qkv.shape
         query = qkv.new_empty(s, b, width // head_size - 2 * groups, head_size)
         key, value = (qkv.new_empty(s, b, groups, head_size) for _ in range(2))
-        ctx.library = library
+        ctx.library, ctx.amaxes = library, amaxes
         ctx.save_for_backward(cosine, sine)
-        _launch(library, qkv, (cosine, sine), (query, key, value), backward=False)
+        _launch(library, qkv, (cosine, sine), (query, key, value), None, backward=False)
         return query, key, value
 
     @staticmethod
@@ -153,8 +167,9 @@ class _SplitRotate(torch.autograd.Function):
         s, b, _, head_size = heads[0].shape
         width = sum(x.shape[2] for x in heads) * head_size
         grad = heads[0].new_empty(s, b, width)
-        _launch(ctx.library, grad, ctx.saved_tensors, heads, backward=True)
-        return grad, None, None, None, None, None
+        amax = None if ctx.amaxes is None else ctx.amaxes.measure(grad)
+        _launch(ctx.library, grad, ctx.saved_tensors, heads, amax, backward=True)
+        return grad, *(None,) * 6
 
 
 def _even(x: Tensor) -> bool:
@@ -167,6 +182,7 @@ def _launch(
     fused: Tensor,
     rotation: Sequence[Tensor | None],
     heads: Sequence[Tensor],
+    amax: Tensor | None,
     *,
     backward: bool,
 ) -> None:
@@ -177,6 +193,6 @@ def _launch(
     rotary = 0 if cosine is None else cosine.shape[-1]
     library.launch(
         SPLIT_ROTATE,
-        *(fused, cosine, sine, *heads, *strides, s, b, groups, query.shape[2] // groups),
+        *(fused, cosine, sine, *heads, amax, *strides, s, b, groups, query.shape[2] // groups),
         *(head_size, rotary, int(backward), DTYPE_CODES[fused.dtype]),
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -13,11 +11,11 @@ from megatron.kernels.attention import AttentionChoice
 from megatron.kernels.library import find_library
 from megatron.kernels.rope import Rotation, choose_split_rotate, rotate
 from megatron.models.initial import weight_init
+from megatron.models.precision import IN_MODEL_FORMAT, LinearFormat
 from megatron.models.sizes import sizes_of
 from megatron.parallel.collectives import gather_to
 from megatron.parallel.layers import Linear
 from megatron.parallel.layout import Axis, Layout
-from megatron.parallel.products import Plain, Products
 from megatron.parallel.random import split_region
 
 
@@ -34,7 +32,7 @@ class SelfAttention(nn.Module):
         attention: form of the core.
         causal: without a mask, attend to the past only.
         recompute_core: compute the core again in backward instead of keeping its insides.
-        new_products: makes what a linear layer multiplies with.
+        linear: how the projections multiply.
     """
 
     def __init__(
@@ -46,7 +44,7 @@ class SelfAttention(nn.Module):
         *,
         causal: bool = True,
         recompute_core: bool = False,
-        new_products: Callable[[], Products] = Plain,
+        linear: LinearFormat = IN_MODEL_FORMAT,
         device: torch.device | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -62,7 +60,7 @@ class SelfAttention(nn.Module):
         self.causal = causal
         self.recompute_core = recompute_core
         library = None if device is None else find_library(device).library
-        self.split_rotate = choose_split_rotate(library)
+        self.split_rotate = choose_split_rotate(library, linear.amaxes)
         self.qkv = Linear(
             sizes.hidden,
             sizes.qkv,
@@ -70,7 +68,7 @@ class SelfAttention(nn.Module):
             layout=layout,
             init=weight_init(model, sizes.hidden, sizes.qkv),
             bias=model.add_bias_linear,
-            products=new_products(),
+            products=linear.new_products(),
             device=device,
             dtype=dtype,
         )
@@ -81,7 +79,7 @@ class SelfAttention(nn.Module):
             layout=layout,
             init=weight_init(model, sizes.query, sizes.hidden, ends_in_residual=True),
             bias=model.add_bias_linear,
-            products=new_products(),
+            products=linear.new_products(),
             device=device,
             dtype=dtype,
         )

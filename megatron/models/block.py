@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,8 +12,8 @@ from megatron.kernels.rope import Rotation
 from megatron.models.attention import SelfAttention
 from megatron.models.mlp import MLP
 from megatron.models.norm import Stream, new_norm
+from megatron.models.precision import IN_MODEL_FORMAT, LinearFormat
 from megatron.parallel.layout import Layout
-from megatron.parallel.products import Plain, Products
 from megatron.parallel.random import split_region
 
 
@@ -31,7 +29,7 @@ class Block(nn.Module):
         layer_number: from 1.
         attention: form of the core.
         recompute_core: compute the core again in backward instead of keeping its insides.
-        new_products: makes what a linear layer multiplies with.
+        linear: how the linear layers multiply.
     """
 
     def __init__(
@@ -42,7 +40,7 @@ class Block(nn.Module):
         attention: AttentionChoice,
         *,
         recompute_core: bool = False,
-        new_products: Callable[[], Products] = Plain,
+        linear: LinearFormat = IN_MODEL_FORMAT,
         device: torch.device | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -51,19 +49,19 @@ class Block(nn.Module):
         self.dropout = model.hidden_dropout
         self.sequence = layout.sequence
         self.layer_number = layer_number
-        self.attention_norm = new_norm(model, layout, device=device, dtype=dtype)
+        self.attention_norm = new_norm(model, layout, linear.amaxes, device=device, dtype=dtype)
         self.attention = SelfAttention(
             model,
             layout,
             layer_number,
             attention,
             recompute_core=recompute_core,
-            new_products=new_products,
+            linear=linear,
             device=device,
             dtype=dtype,
         )
-        self.mlp_norm = new_norm(model, layout, device=device, dtype=dtype)
-        self.mlp = MLP(model, layout, new_products=new_products, device=device, dtype=dtype)
+        self.mlp_norm = new_norm(model, layout, linear.amaxes, device=device, dtype=dtype)
+        self.mlp = MLP(model, layout, linear=linear, device=device, dtype=dtype)
 
     def forward(self, stream: Stream, mask: Tensor | None, rotation: Rotation | None) -> Stream:
         """[s, b, h] -> [s, b, h]; [s/t, b, h] with sequence parallelism."""

@@ -22,7 +22,7 @@ from megatron.models.context import over_context
 from megatron.models.embedding import Embedding, RotaryTable, TiedWordEmbedding
 from megatron.models.head import OutputWeight, TokenLoss, vocabulary_logits
 from megatron.models.norm import Stream, new_norm
-from megatron.models.precision import choose_products
+from megatron.models.precision import choose_linear_format
 from megatron.models.recompute import RecomputePlan, layer_groups, recompute
 from megatron.models.sizes import sizes_of
 from megatron.parallel.context.split import local_positions
@@ -93,7 +93,7 @@ class GPTModel(nn.Module):
             self.embedding = TiedWordEmbedding(model, layout, **allocation)
         has_rope = model.position_embedding_type == "rope"
         self.rotary = RotaryTable(model, device=device) if has_rope else None
-        new_products = choose_products(precision, device)
+        linear = choose_linear_format(precision, device)
         self.layers = nn.ModuleDict()
         for index in self.part.layers:
             self.layers[str(index)] = Block(
@@ -102,13 +102,13 @@ class GPTModel(nn.Module):
                 index + 1,
                 self.attention_choice,
                 recompute_core=recompute is not None and recompute.granularity == "selective",
-                new_products=new_products,
+                linear=linear,
                 device=device,
                 dtype=dtype,
             )
         self.final_norm = self.output = None
         if self.part.head:
-            self.final_norm = new_norm(model, layout, device=device, dtype=dtype)
+            self.final_norm = new_norm(model, layout, linear.amaxes, device=device, dtype=dtype)
             self.output = None if tied else OutputWeight(model, layout, **allocation)
 
     @classmethod

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
@@ -11,10 +9,10 @@ from megatron.config.model import ModelConfig
 from megatron.kernels.activation import choose_activation
 from megatron.kernels.library import find_library
 from megatron.models.initial import weight_init
+from megatron.models.precision import IN_MODEL_FORMAT, LinearFormat
 from megatron.models.sizes import sizes_of
 from megatron.parallel.layers import Linear
 from megatron.parallel.layout import Layout
-from megatron.parallel.products import Plain, Products
 
 
 class MLP(nn.Module):
@@ -25,14 +23,14 @@ class MLP(nn.Module):
         model: ModelConfig,
         layout: Layout,
         *,
-        new_products: Callable[[], Products] = Plain,
+        linear: LinearFormat = IN_MODEL_FORMAT,
         device: torch.device | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         sizes = sizes_of(model)
         library = None if device is None else find_library(device).library
-        self.activation = choose_activation(model, library)
+        self.activation = choose_activation(model, library, linear.amaxes)
         self.up = Linear(
             sizes.hidden,
             sizes.up,
@@ -42,7 +40,7 @@ class MLP(nn.Module):
             bias=model.add_bias_linear,
             adds_bias=False,  # the activation does
             parts=sizes.up_parts,
-            products=new_products(),
+            products=linear.new_products(),
             device=device,
             dtype=dtype,
         )
@@ -53,7 +51,7 @@ class MLP(nn.Module):
             layout=layout,
             init=weight_init(model, sizes.ffn, sizes.hidden, ends_in_residual=True),
             bias=model.add_bias_linear,
-            products=new_products(),
+            products=linear.new_products(),
             device=device,
             dtype=dtype,
         )

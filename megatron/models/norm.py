@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
+from megatron.kernels.amax import Amaxes
 from megatron.kernels.library import find_library
 from megatron.kernels.norm import AddNorm, add_norm, choose_add_norm
 from megatron.models.sizes import sizes_of
@@ -95,15 +96,20 @@ class RMSNorm(nn.Module):
 def new_norm(
     model: ModelConfig,
     layout: Layout,
+    amaxes: Amaxes | None = None,
     *,
     device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> LayerNorm | RMSNorm:
-    """The normalization that the flags ask for, of whole sequences or parts, as the layout is."""
+    """The normalization that the flags ask for, of whole sequences or parts, as the layout is.
+
+    Args:
+        amaxes: of the layers that cast what it gives; see `choose_add_norm`.
+    """
     hidden = sizes_of(model).hidden
     library = None if device is None else find_library(device).library
     options: dict[str, Any] = {
-        "form": choose_add_norm(library),
+        "form": choose_add_norm(library, amaxes),
         "partial_gradient": layout.sequence.size > 1,
         "device": device,
         "dtype": dtype,

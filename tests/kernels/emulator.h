@@ -66,6 +66,10 @@ T __shfl_down_sync(unsigned, T value, unsigned by, int = 32) {
   const unsigned from = emulator::lane() + by;
   return emulator::exchange(value, from < 32 ? from : emulator::lane());
 }
+inline unsigned __reduce_max_sync(unsigned, unsigned value) {
+  for (int mask = 16; mask > 0; mask >>= 1) value = max(value, __shfl_xor_sync(~0u, value, mask));
+  return value;
+}
 inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
 inline float __expf(float x) { return expf(x); }
 inline float __logf(float x) { return logf(x); }

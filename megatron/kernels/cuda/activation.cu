@@ -1,4 +1,5 @@
 // Non-linearities of the MLP with the bias of the projection before them.
+#include "amax.cuh"
 #include "column_sums.cuh"
 #include "columns.cuh"
 
@@ -57,18 +58,21 @@ constexpr int rows_at_once = KIND == kSwiGLU ? 2 : 4;
 template <typename T, int KIND>
 __global__ void __launch_bounds__(256)
     activation_forward_kernel(const T* __restrict__ x, const T* __restrict__ bias,
-                              T* __restrict__ out, int64_t rows, int columns) {
+                              T* __restrict__ out, unsigned* __restrict__ amax, int64_t rows,
+                              int columns) {
   constexpr int V = vector_size<T>, R = rows_at_once<KIND>;
   constexpr int P = KIND == kSwiGLU ? 2 : 1;
   constexpr bool kExact = sizeof(T) == 4;
   const int column = (blockIdx.y * blockDim.x + threadIdx.x) * V;
-  if (column >= columns) return;
+  const bool inside = column < columns;
+  if (!inside) rows = 0;  // nothing to do but to meet the others
   const int64_t width = static_cast<int64_t>(columns) * P;
   Vector<T, V> b[P];
 #pragma unroll
   for (int p = 0; p < P; p++) {
-    if (bias) b[p] = load<T, V>(bias + p * columns + column);
+    if (bias && inside) b[p] = load<T, V>(bias + p * columns + column);
   }
+  unsigned largest = 0;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * R;
   Vector<T, V> in[R][P];
 #pragma unroll
@@ -95,7 +99,9 @@ __global__ void __launch_bounds__(256)
       }
     }
     store(out + (first + r) * columns + column, result);
+    if (amax) largest = max(largest, magnitude_of(result));
   }
+  if (amax) raise_by_block(amax, largest);
 }
 
 // Blocks that one multiprocessor has registers for in backward.
@@ -107,21 +113,24 @@ template <typename T, int KIND, bool SUM>
 __global__ void __launch_bounds__(256, summing_residency<KIND>)
     activation_backward_kernel(const T* __restrict__ x, const T* __restrict__ bias,
                                const T* __restrict__ grad, T* __restrict__ grad_x,
-                               float* __restrict__ partial, int64_t rows, int columns) {
+                               float* __restrict__ partial, unsigned* __restrict__ amax,
+                               int64_t rows, int columns) {
   constexpr int V = vector_size<T>, R = 2;
   constexpr int P = KIND == kSwiGLU ? 2 : 1;
   constexpr bool kExact = sizeof(T) == 4;
   const int column = (blockIdx.y * blockDim.x + threadIdx.x) * V;
-  if (column >= columns) return;
+  const bool inside = column < columns;
+  if (!inside) rows = 0;  // nothing to do but to meet the others
   const int64_t width = static_cast<int64_t>(columns) * P;
   Vector<T, V> b[P];
   float sums[P][V];
 #pragma unroll
   for (int p = 0; p < P; p++) {
-    if (bias) b[p] = load<T, V>(bias + p * columns + column);
+    if (bias && inside) b[p] = load<T, V>(bias + p * columns + column);
 #pragma unroll
     for (int i = 0; i < V; i++) sums[p][i] = 0.f;
   }
+  unsigned largest = 0;
   const int64_t step = static_cast<int64_t>(gridDim.x) * R;
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * R; first < rows; first += step) {
     Vector<T, V> in[R][P], incoming[R];
@@ -160,15 +169,17 @@ __global__ void __launch_bounds__(256, summing_residency<KIND>)
 #pragma unroll
       for (int p = 0; p < P; p++) {
         store(grad_x + (first + r) * width + p * columns + column, in[r][p]);
+        if (amax) largest = max(largest, magnitude_of(in[r][p]));
       }
     }
   }
-  if (SUM) {
+  if (SUM && inside) {
 #pragma unroll
     for (int p = 0; p < P; p++) {
       store_sums(partial + blockIdx.x * width + p * columns + column, sums[p]);
     }
   }
+  if (amax) raise_by_block(amax, largest);
 }
 
 template <typename F>
@@ -182,9 +193,10 @@ static cudaError_t with_kind(int64_t kind, F f) {
   return cudaErrorInvalidValue;
 }
 
-// x [rows, columns (SwiGLU: 2 columns)], bias [columns (2 columns)] or null -> out [rows, columns].
-extern "C" int activation_forward(const void* x, const void* bias, void* out, int64_t rows,
-                                  int64_t columns, int64_t kind, int64_t dtype,
+// x [rows, columns (SwiGLU: 2 columns)], bias [columns (2 columns)] or null -> out [rows, columns], and
+// its largest magnitude in amax (zero before) unless null.
+extern "C" int activation_forward(const void* x, const void* bias, void* out, unsigned* amax,
+                                  int64_t rows, int64_t columns, int64_t kind, int64_t dtype,
                                   cudaStream_t stream) {
   return with_type(dtype, [&](auto t) {
     using T = decltype(t);
@@ -193,17 +205,18 @@ extern "C" int activation_forward(const void* x, const void* bias, void* out, in
       const ColumnShape shape = column_shape(rows, columns / vector_size<T>, rows_at_once<KIND>, 0);
       return launch(activation_forward_kernel<T, KIND>, shape.grid, dim3(shape.threads), 0, stream,
                     static_cast<const T*>(x), static_cast<const T*>(bias), static_cast<T*>(out),
-                    rows, columns);
+                    amax, rows, columns);
     });
   });
 }
 
 // The same inputs and grad [rows, columns] -> grad_x like x, and grad_bias like bias unless null,
-// through partial fp32 [capacity, width of x].
+// through partial fp32 [capacity, width of x]; amax is that of grad_x.
 extern "C" int activation_backward(const void* x, const void* bias, const void* grad, void* grad_x,
-                                   void* grad_bias, float* partial, int64_t capacity,
-                                   int64_t multiprocessors, int64_t rows, int64_t columns,
-                                   int64_t kind, int64_t dtype, cudaStream_t stream) {
+                                   void* grad_bias, float* partial, unsigned* amax,
+                                   int64_t capacity, int64_t multiprocessors, int64_t rows,
+                                   int64_t columns, int64_t kind, int64_t dtype,
+                                   cudaStream_t stream) {
   return with_type(dtype, [&](auto t) {
     using T = decltype(t);
     return with_kind(kind, [&](auto which) {
@@ -218,7 +231,7 @@ extern "C" int activation_backward(const void* x, const void* bias, const void* 
       const cudaError_t error =
           launch(kernel, shape.grid, dim3(shape.threads), 0, stream, static_cast<const T*>(x),
                  static_cast<const T*>(bias), static_cast<const T*>(grad), static_cast<T*>(grad_x),
-                 partial, rows, columns);
+                 partial, amax, rows, columns);
       if (error != cudaSuccess || !grad_bias) return error;
       return column_sums(partial, nullptr, static_cast<T*>(grad_bias), static_cast<T*>(nullptr),
                          shape.grid.x, columns * (KIND == kSwiGLU ? 2 : 1), stream);

@@ -3,7 +3,7 @@
 // magnitude and derives the scale itself. fp8 value = x * (largest fp8 / amax), saturating.
 #include <cuda_fp8.h>
 
-#include "common.cuh"
+#include "amax.cuh"
 
 namespace {
 
@@ -24,17 +24,6 @@ __device__ __forceinline__ Scale scale_of(float amax, int64_t fp8) {
   return {largest / held, held / largest};
 }
 
-// Magnitudes order as their bits do; nan is above inf.
-__device__ __forceinline__ unsigned magnitude(float x) { return __float_as_uint(x) & 0x7fffffffu; }
-
-template <typename T>
-__device__ __forceinline__ unsigned magnitude_of(const Vector<T, vector_size<T>>& vector) {
-  unsigned result = 0;
-#pragma unroll
-  for (int j = 0; j < vector_size<T>; ++j) result = max(result, magnitude(to_float(vector.at[j])));
-  return result;
-}
-
 __device__ unsigned block_max(unsigned value) {
   __shared__ unsigned parts[32];
 #pragma unroll
@@ -49,7 +38,7 @@ __device__ unsigned block_max(unsigned value) {
   return value;
 }
 
-// amax (bits, zero before) = largest magnitude. The maximum is the same in any order.
+// amax (bits, zero before) = largest magnitude.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     amax_kernel(const T* __restrict__ x, int64_t size, unsigned* __restrict__ amax) {
@@ -63,12 +52,11 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int k = 0; k < kInFlight; ++k) loaded[k] = load<T, N>(x + (i + k * stride) * N);
 #pragma unroll
-    for (int k = 0; k < kInFlight; ++k) largest = max(largest, magnitude_of<T>(loaded[k]));
+    for (int k = 0; k < kInFlight; ++k) largest = max(largest, magnitude_of(loaded[k]));
   }
-  for (; i < vectors; i += stride) largest = max(largest, magnitude_of<T>(load<T, N>(x + i * N)));
+  for (; i < vectors; i += stride) largest = max(largest, magnitude_of(load<T, N>(x + i * N)));
   if (mine < size % N) largest = max(largest, magnitude(to_float(x[vectors * N + mine])));
-  largest = block_max(largest);
-  if (threadIdx.x == 0) atomicMax(amax, largest);
+  raise_by_block(amax, largest);
 }
 
 template <int N>
@@ -132,7 +120,7 @@ __global__ void __launch_bounds__(kThreads)
   const T* row = x + blockIdx.x * columns;
   unsigned largest = 0;
   for (int64_t i = threadIdx.x * N; i < columns; i += kThreads * N) {
-    largest = max(largest, magnitude_of<T>(load<T, N>(row + i)));
+    largest = max(largest, magnitude_of(load<T, N>(row + i)));
   }
   const Scale scale = scale_of(__uint_as_float(block_max(largest)), fp8);
   if (threadIdx.x == 0) inverse[blockIdx.x] = scale.inverse;

@@ -2,6 +2,7 @@
 // memory by asynchronous copies while this one is worked on. Gradients of weight and bias are summed
 // in registers over a block's rows, then over blocks in a fixed order: no atomics, the same bits
 // every time.
+#include "amax.cuh"
 #include "column_sums.cuh"
 #include "rows.cuh"
 
@@ -63,7 +64,7 @@ __global__ void __launch_bounds__(row_threads<E, W>, residency<E, LAYER>)
                              const float* __restrict__ mean, const float* __restrict__ rstd,
                              X* __restrict__ grad, W* __restrict__ grad_delta,
                              float* __restrict__ partial_weight, float* __restrict__ partial_bias,
-                             int64_t rows, int hidden, int stages) {
+                             unsigned* __restrict__ amax, int64_t rows, int hidden, int stages) {
   constexpr int V = vector_size<W>;
   constexpr int K = E / V;
   __shared__ float2 scratch[2][32];
@@ -98,6 +99,7 @@ __global__ void __launch_bounds__(row_threads<E, W>, residency<E, LAYER>)
   }
   copy_async_commit();
   int turn = 0;
+  unsigned largest = 0;
   for (int64_t row = first; row < rows; row += step, turn ^= 1) {
     const int place = stages == 2 ? turn : 0;
     const int64_t next = row + step;
@@ -160,6 +162,7 @@ __global__ void __launch_bounds__(row_threads<E, W>, residency<E, LAYER>)
       }
       store(grad + row * hidden + column, out);
       if (grad_delta) store(grad_delta + row * hidden + column, out_delta);
+      if (amax) largest = max(largest, magnitude_of(out_delta));
     }
     if (stages == 1) {
       if (next < rows) fetch(next, 0);
@@ -179,18 +182,20 @@ __global__ void __launch_bounds__(row_threads<E, W>, residency<E, LAYER>)
       if (LAYER) store(partial_bias + at, *reinterpret_cast<Vector<float, 4>*>(&bias_sum[k][i]));
     }
   }
+  if (amax) raise_by_block(amax, largest);
 }
 
 // Inputs as add_norm_forward's; gradients grad_normal of w_dtype, grad_sum of x_dtype or null ->
 // grad [rows, hidden] of x_dtype, the same in grad_delta of w_dtype (or null), grad_weight and
 // grad_bias [hidden] of w_dtype. partial: fp32 [2, capacity, hidden] to work in (LayerNorm; [1, ...]
-// otherwise); `multiprocessors` of this GPU.
+// otherwise); the largest magnitude of grad in w_dtype in amax (zero before) unless null;
+// `multiprocessors` of this GPU.
 extern "C" int add_norm_backward(const void* sum, const void* grad_normal, const void* grad_sum,
                                  const void* weight, const float* mean, const float* rstd,
                                  void* grad, void* grad_delta, void* grad_weight, void* grad_bias,
-                                 float* partial, int64_t capacity, int64_t multiprocessors,
-                                 int64_t rows, int64_t hidden, int64_t x_dtype, int64_t w_dtype,
-                                 cudaStream_t stream) {
+                                 float* partial, unsigned* amax, int64_t capacity,
+                                 int64_t multiprocessors, int64_t rows, int64_t hidden,
+                                 int64_t x_dtype, int64_t w_dtype, cudaStream_t stream) {
   const RowShape shape = row_shape(hidden);
   return with_residual_type(x_dtype, w_dtype, [&](auto x, auto w) {
     using X = decltype(x);
@@ -213,7 +218,7 @@ extern "C" int add_norm_backward(const void* sum, const void* grad_normal, const
           kernel, dim3(blocks), shape.block(), stages * bytes, stream, static_cast<const X*>(sum),
           static_cast<const W*>(grad_normal), static_cast<const X*>(grad_sum),
           static_cast<const W*>(weight), mean, rstd, static_cast<X*>(grad),
-          static_cast<W*>(grad_delta), partial, partial_bias, rows, hidden, stages);
+          static_cast<W*>(grad_delta), partial, partial_bias, amax, rows, hidden, stages);
       if (error != cudaSuccess) return error;
       return column_sums(partial, partial_bias, static_cast<W*>(grad_weight),
                          static_cast<W*>(grad_bias), partials, hidden, stream);

@@ -1,4 +1,5 @@
 // residual + delta, and its LayerNorm or RMSNorm, in one pass.
+#include "amax.cuh"
 #include "rows.cuh"
 
 // A row stays in registers, so each input is read once. `mean` is null for RMSNorm.
@@ -7,7 +8,8 @@ __global__ void __launch_bounds__(row_threads<E, W>)
     add_norm_forward_kernel(const X* __restrict__ residual, const W* __restrict__ delta,
                             const W* __restrict__ weight, const W* __restrict__ bias,
                             X* __restrict__ sum, W* __restrict__ normal, float* __restrict__ mean,
-                            float* __restrict__ rstd, int64_t rows, int hidden, float epsilon) {
+                            float* __restrict__ rstd, unsigned* __restrict__ amax, int64_t rows,
+                            int hidden, float epsilon) {
   constexpr int V = vector_size<W>;
   constexpr int K = E / V;
   __shared__ float scratch[2][32];
@@ -74,6 +76,7 @@ __global__ void __launch_bounds__(row_threads<E, W>)
     if (LAYER) mean[row] = centre;
     rstd[row] = scale;
   }
+  unsigned largest = 0;
 #pragma unroll
   for (int k = 0; k < K; k++) {
     const int column = (k * blockDim.x + threadIdx.x) * V;
@@ -90,16 +93,25 @@ __global__ void __launch_bounds__(row_threads<E, W>)
       out.at[i] = from_float<W>(value);
     }
     store(normal + start + column, out);
+    if (amax) largest = max(largest, magnitude_of(out));
+  }
+  if (!amax) return;
+  if (blockDim.y > 1) {  // rows of one warp, some of which may have left
+    raise_by_warp(amax, largest);
+  } else {
+    raise_by_block(amax, largest);
   }
 }
 
 // residual [rows, hidden] of x_dtype, delta [rows, hidden] of w_dtype or null, weight and bias
 // [hidden] (bias null: RMSNorm) -> sum like residual (unused without delta), normal [rows, hidden]
-// of w_dtype, mean (LayerNorm only) and rstd fp32 [rows].
+// of w_dtype, mean (LayerNorm only) and rstd fp32 [rows]; the largest magnitude of normal in amax
+// (zero before) unless null.
 extern "C" int add_norm_forward(const void* residual, const void* delta, const void* weight,
                                 const void* bias, void* sum, void* normal, float* mean,
-                                float* rstd, int64_t rows, int64_t hidden, int64_t x_dtype,
-                                int64_t w_dtype, double epsilon, cudaStream_t stream) {
+                                float* rstd, unsigned* amax, int64_t rows, int64_t hidden,
+                                int64_t x_dtype, int64_t w_dtype, double epsilon,
+                                cudaStream_t stream) {
   const RowShape shape = row_shape(hidden);
   return with_residual_type(x_dtype, w_dtype, [&](auto x, auto w) {
     using X = decltype(x);
@@ -111,8 +123,8 @@ extern "C" int add_norm_forward(const void* residual, const void* delta, const v
       return launch(kernel, dim3(divide_up(rows, shape.rows)), shape.block(), 0, stream,
                     static_cast<const X*>(residual), static_cast<const W*>(delta),
                     static_cast<const W*>(weight), static_cast<const W*>(bias),
-                    static_cast<X*>(sum), static_cast<W*>(normal), mean, rstd, rows, hidden,
-                    epsilon);
+                    static_cast<X*>(sum), static_cast<W*>(normal), mean, rstd, amax, rows,
+                    hidden, epsilon);
     });
   });
 }

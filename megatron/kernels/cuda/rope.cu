@@ -1,6 +1,6 @@
 // Splits the fused product of queries, keys and values into heads and rotates queries and keys, in
 // one pass; backward gathers the three gradients and rotates them back, in one pass.
-#include "common.cuh"
+#include "amax.cuh"
 
 // Heads [s, b, n, d] with any strides (in elements) but that of d, which is 1.
 template <typename T>
@@ -18,8 +18,8 @@ template <typename T, bool BACKWARD>
 __global__ void __launch_bounds__(256, 3)
     split_rotate_kernel(T* __restrict__ fused, const float* __restrict__ cosine,
                         const float* __restrict__ sine, Heads<T> query, Heads<T> key,
-                        Heads<T> value, int batch, int groups, int per_group, int head_size,
-                        int rotary) {
+                        Heads<T> value, unsigned* __restrict__ amax, int batch, int groups,
+                        int per_group, int head_size, int rotary) {
   constexpr int V = vector_size<T>, H = kHeadsAtOnce;
   const int64_t position = blockIdx.x;
   const int turning = rotary / (2 * V);
@@ -40,6 +40,7 @@ __global__ void __launch_bounds__(256, 3)
   }
   const int heads = groups * (per_group + 2);
   const int items = batch * heads;
+  unsigned largest = 0;
   for (int first = threadIdx.y; first < items; first += blockDim.y * H) {
     Vector<T, V> a[H], b[H];
     T* to[H];
@@ -73,15 +74,18 @@ __global__ void __launch_bounds__(256, 3)
       }
       store(to[h] + low, a[h]);
       store(to[h] + high, b[h]);
+      if (BACKWARD && amax) largest = max(largest, max(magnitude_of(a[h]), magnitude_of(b[h])));
     }
   }
+  if (BACKWARD && amax) raise_by_block(amax, largest);
 }
 
 // fused [s, b, groups, per_group + 2, d] <-> query [s, b, groups * per_group, d], key and value
 // [s, b, groups, d] of the given strides; cosine and sine fp32 [s, rotary], whose second half repeats
-// the first (null and 0: nothing turns). backward: from heads into fused, turning back.
+// the first (null and 0: nothing turns). backward: from heads into fused, turning back; the largest
+// magnitude of fused then in amax (zero before) unless null.
 extern "C" int split_rotate(void* fused, const float* cosine, const float* sine, void* query,
-                            void* key, void* value, int64_t query_s, int64_t query_b,
+                            void* key, void* value, unsigned* amax, int64_t query_s, int64_t query_b,
                             int64_t query_n, int64_t key_s, int64_t key_b, int64_t key_n,
                             int64_t value_s, int64_t value_b, int64_t value_n, int64_t positions,
                             int64_t batch, int64_t groups, int64_t per_group, int64_t head_size,
@@ -97,7 +101,7 @@ extern "C" int split_rotate(void* fused, const float* cosine, const float* sine,
     return launch(kernel, dim3(positions), dim3(pairs, lanes), 0, stream, static_cast<T*>(fused),
                   cosine, sine, Heads<T>{static_cast<T*>(query), query_s, query_b, query_n},
                   Heads<T>{static_cast<T*>(key), key_s, key_b, key_n},
-                  Heads<T>{static_cast<T*>(value), value_s, value_b, value_n}, batch, groups,
-                  per_group, head_size, rotary);
+                  Heads<T>{static_cast<T*>(value), value_s, value_b, value_n}, amax, batch,
+                  groups, per_group, head_size, rotary);
   });
 }

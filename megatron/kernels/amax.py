@@ -1,0 +1,64 @@
+"""Largest magnitudes on their way from the kernel that writes a tensor to the cast that reads it.
+
+A cast to fp8 needs the largest magnitude of its tensor first: one more pass over memory, which is
+saved where the kernel that wrote the tensor has found it already. Only the two ends know of it:
+what lies between (autograd, a gather over ranks, a dropout) may give the cast another tensor, which
+it then measures itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+POOL = 512  # results that are zeroed at once
+
+
+class _Measured(NamedTuple):
+    tensor: Tensor  # held, so that no other can take its memory
+    version: int
+    amax: Tensor
+
+
+class Amaxes:
+    """Where the kernels of a model leave what they measure, and its casts find it.
+
+    Holds the last tensor measured, until a cast has asked for it or there is a newer one.
+    """
+
+    def __init__(self) -> None:
+        self._zeros: Iterator[Tensor] = iter(())
+        self._last: _Measured | None = None
+
+    def new(self, device: torch.device) -> Tensor:
+        """A zero for a kernel to raise: fp32 []."""
+        zero = next(self._zeros, None)
+        if zero is None or zero.device != device:
+            # One fill for many: they are never used again, and freed with the last of them.
+            self._zeros = iter(torch.zeros(POOL, device=device).unbind())
+            zero = next(self._zeros)
+        return zero
+
+    def measure(self, x: Tensor) -> Tensor:
+        """A zero for the kernel that writes x to raise to the largest magnitude in it."""
+        amax = self.new(x.device)
+        x = x.detach()  # shares memory and version; holds no graph
+        self._last = _Measured(x, x._version, amax)
+        return amax
+
+    def take(self, x: Tensor) -> Tensor | None:
+        """The largest magnitude of x, fp32 []; None if x as it is now was not the last measured."""
+        last = self._last
+        if (
+            last is None
+            or x.data_ptr() != last.tensor.data_ptr()
+            or x.numel() != last.tensor.numel()
+            or x.dtype != last.tensor.dtype
+            or x._version != last.version
+        ):
+            return None
+        self._last = None
+        return last.amax
