@@ -59,7 +59,7 @@ class ModelConfig:
     onnx_safe: bool | None = flag(None, "Exact (erf) GeLU, the form that ONNX exports.")
     bias_gelu_fusion: bool = flag(
         True,
-        "tanh GeLU as Megatron's fused kernel computes it; off: exact (erf) GeLU.",
+        "tanh GeLU with its bias in one kernel; off: exact (erf) GeLU by PyTorch's operations.",
         off="--no-bias-gelu-fusion",
     )
     untie_embeddings_and_output_weights: bool = flag(
@@ -81,14 +81,15 @@ class ModelConfig:
     )
     bias_dropout_fusion: bool = flag(
         True,
-        "Allow fusing bias, dropout and residual (no fused form yet: the same result).",
+        "Bias, hidden dropout and residual in one kernel, which draws masks of its own; off: "
+        "PyTorch's operations.",
         off="--no-bias-dropout-fusion",
-        notice="bias, dropout and residual are separate operations already",
     )
     no_persist_layer_norm: bool = flag(
         False,
-        "Do not use Apex's persistent LayerNorm kernel (we have none: the same result).",
-        notice="there is no persistent LayerNorm kernel to turn off",
+        "Not Apex's persistent LayerNorm kernel but its other one (there is one here: the same "
+        "result).",
+        notice="there is one LayerNorm kernel, for rows of every length, and no other to turn to",
     )
 
     @property

@@ -79,19 +79,26 @@ class SelfAttention(nn.Module):
             layout=layout,
             init=weight_init(model, sizes.query, sizes.hidden, ends_in_residual=True),
             bias=model.add_bias_linear,
+            adds_bias=model.hidden_dropout == 0,  # else the dropout's kernel does
             products=linear.new_products(),
             device=device,
             dtype=dtype,
         )
 
     def forward(self, x: Tensor, mask: Tensor | None, rotation: Rotation | None) -> Tensor:
-        """[s, b, h] -> [s, b, h]; [s/t, b, h] with sequence parallelism."""
+        """[s, b, h] -> [s, b, h], to which `bias_to_add` remains to be added; [s/t, b, h] with
+        sequence parallelism."""
         query, key, value = self._split_heads(self.qkv(x), rotation)
         if self.recompute_core and torch.is_grad_enabled():
             context = checkpoint(self._core, query, key, value, mask, use_reentrant=False)
         else:
             context = self._core(query, key, value, mask)
         return self.output(context)
+
+    @property
+    def bias_to_add(self) -> Tensor | None:
+        """[h]; see `Linear`."""
+        return self.output.bias_to_add
 
     def _split_heads(self, qkv: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         """[s, b, (n + 2g) d / t] -> this rank's queries [s, b, n/t, d], keys and values

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
 from megatron.kernels.attention import AttentionChoice
+from megatron.kernels.dropout import choose_bias_dropout_add
+from megatron.kernels.library import find_library
 from megatron.kernels.rope import Rotation
 from megatron.models.attention import SelfAttention
 from megatron.models.mlp import MLP
@@ -21,9 +22,10 @@ class Block(nn.Module):
     """A pre-norm layer.
 
     The residual is the layer's input, or with --apply-residual-connection-post-layernorm the
-    normalized input. What the MLP adds to it is left to the next normalization (see `Stream`). An
-    fp32 residual stream stays fp32: 16-bit outputs are added to it. With sequence parallelism all
-    of it but the split layers runs on this rank's part of the sequence.
+    normalized input. What a half computes is added to it by the next normalization (see `Stream`),
+    or by its dropout where it has one. An fp32 residual stream stays fp32: 16-bit outputs are added
+    to it. With sequence parallelism all of it but the split layers runs on this rank's part of the
+    sequence.
 
     Args:
         layer_number: from 1.
@@ -47,6 +49,8 @@ class Block(nn.Module):
         super().__init__()
         self.residual_after_norm = model.apply_residual_connection_post_layernorm
         self.dropout = model.hidden_dropout
+        library = None if device is None else find_library(device).library
+        self.bias_dropout_add = choose_bias_dropout_add(model, library)
         self.sequence = layout.sequence
         self.layer_number = layer_number
         self.attention_norm = new_norm(model, layout, linear.amaxes, device=device, dtype=dtype)
@@ -66,13 +70,16 @@ class Block(nn.Module):
     def forward(self, stream: Stream, mask: Tensor | None, rotation: Rotation | None) -> Stream:
         """[s, b, h] -> [s, b, h]; [s/t, b, h] with sequence parallelism."""
         x, normal = self.attention_norm(stream)
-        update = self._drop(self.attention(normal, mask, rotation), "attention output")
-        x, normal = self.mlp_norm(Stream(normal if self.residual_after_norm else x, update))
-        update = self._drop(self.mlp(normal), "mlp output")
-        return Stream(normal if self.residual_after_norm else x, update)
+        residual = normal if self.residual_after_norm else x
+        update = self.attention(normal, mask, rotation)
+        stream = self._add(residual, update, self.attention.bias_to_add, "attention output")
+        x, normal = self.mlp_norm(stream)
+        residual = normal if self.residual_after_norm else x
+        return self._add(residual, self.mlp(normal), self.mlp.bias_to_add, "mlp output")
 
-    def _drop(self, x: Tensor, site: str) -> Tensor:
+    def _add(self, residual: Tensor, update: Tensor, bias: Tensor | None, site: str) -> Stream:
+        """residual + dropout(update + bias), or without dropout the sum still to be taken."""
         if not self.training or self.dropout == 0:
-            return x
-        with split_region(self.sequence, x.device, self.layer_number, site):
-            return F.dropout(x, self.dropout)
+            return Stream(residual, update if bias is None else update + bias)
+        with split_region(self.sequence, update.device, self.layer_number, site):
+            return Stream(self.bias_dropout_add(update, bias, residual, self.dropout))

@@ -51,12 +51,17 @@ class MLP(nn.Module):
             layout=layout,
             init=weight_init(model, sizes.ffn, sizes.hidden, ends_in_residual=True),
             bias=model.add_bias_linear,
+            adds_bias=model.hidden_dropout == 0,  # else the dropout's kernel does
             products=linear.new_products(),
             device=device,
             dtype=dtype,
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """[s, b, h] -> [s, b, h]."""
-        bias = None if self.up.bias is None else self.up.bias.flatten()
-        return self.down(self.activation(self.up(x), bias))
+        """[s, b, h] -> [s, b, h], to which `bias_to_add` remains to be added."""
+        return self.down(self.activation(self.up(x), self.up.bias_to_add))
+
+    @property
+    def bias_to_add(self) -> Tensor | None:
+        """[h]; see `Linear`."""
+        return self.down.bias_to_add

@@ -25,7 +25,8 @@ class Stream(NamedTuple):
 
     Attributes:
         residual: [s, b, h].
-        update: what the last half has computed, [s, b, h]; None at the start of a part.
+        update: what the last half has computed, [s, b, h]; None at the start of a part, and where
+            dropout has added it already.
     """
 
     residual: Tensor

@@ -32,7 +32,7 @@ class Linear(nn.Module):
         in_features: of the whole layer.
         out_features: of the whole layer.
         split: how the weight is split over tensor ranks; None keeps all of it on every rank.
-        adds_bias: False leaves it to the caller, who adds `layer.bias`; not of a row.
+        adds_bias: False leaves it to the caller, who adds `bias_to_add`.
         parts: the output is so many vectors of equal length (gate and up, for example), each of
             them split by itself. The weight's global shape is then [parts, out / parts, in].
         init: of the weight; biases start at zero.
@@ -68,7 +68,6 @@ class Linear(nn.Module):
         self.slot: GradientSlot | None = None
         self.products = products
         self.adds_bias = adds_bias
-        assert adds_bias or split != "row"
         axis = layout.tensor
         out = (out_features,) if parts == 1 else (parts, out_features // parts)
         out_dim = len(out) - 1
@@ -92,6 +91,11 @@ class Linear(nn.Module):
                 dtype=dtype,
             )
 
+    @property
+    def bias_to_add(self) -> Tensor | None:
+        """[out] for the caller to add to the result; None where there is nothing to add."""
+        return None if self.bias is None or self.adds_bias else self.bias.flatten()
+
     def take_slots(self, gradients: GradientBuffer) -> None:
         """See `attach_slots`."""
         self.slot = gradients.slot(self.weight)
@@ -104,10 +108,11 @@ class Linear(nn.Module):
             communication = Communication(
                 self.layout.tensor, self.layout.sequence_parallel, self.overlap
             )
+        bias = self.bias if self.adds_bias else None
         if self.split != "row" or self.layout.tensor.size == 1:
-            return self._product(x, self.bias if self.adds_bias else None, communication)
+            return self._product(x, bias, communication)
         out = sum_over_ranks(self._product(x, None, communication), self.layout)
-        return out if self.bias is None else out + self.bias.flatten()
+        return out if bias is None else out + bias.flatten()
 
     def _product(self, x: Tensor, bias: Tensor | None, communication: Communication) -> Tensor:
         return parallel_linear(

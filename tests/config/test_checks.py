@@ -348,7 +348,7 @@ def test_splits_that_are_not(text: str) -> None:
         ("--num-query-groups 2", "--num-query-groups 2 changes nothing without"),
         ("--save-interval 5", "--save-interval 5 changes nothing without --save"),
         ("--skip-train", "--skip-train without --load: evaluating an untrained model"),
-        ("--no-bias-dropout-fusion", "--no-bias-dropout-fusion: bias, dropout and residual"),
+        ("--no-persist-layer-norm", "--no-persist-layer-norm: there is one LayerNorm kernel"),
         ("--use-cpu-initialization", "--use-cpu-initialization: every device draws"),
         ("--sequence-parallel", "--sequence-parallel: one tensor-parallel process"),
         (

@@ -12,8 +12,11 @@ from megatron.kernels.dropout import (
     choose_bias_dropout_add,
     fused_bias_dropout_add,
 )
+from megatron.kernels.library import LibraryChoice
+from megatron.models.recompute import RecomputePlan
 from megatron.parallel.initialization import philox
 from tests.kernels.compare import BF16, FP16, FP32, TOLERANCE, check, fresh
+from tests.models.small import batch, gpt, loss_and_gradients
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 TYPES = [(FP32, FP32), (BF16, BF16), (FP16, FP16), (FP32, BF16)]
@@ -87,6 +90,21 @@ def test_everything_is_dropped_with_probability_one(kernels):
     library, device = kernels
     (x, bias, residual), _ = inputs_of((4, 64), FP32, FP32, device, bias=True)
     assert torch.equal(fused_bias_dropout_add(library, x, bias, residual, 1.0), residual)
+
+
+def test_a_model_recomputes_the_same(emulated, monkeypatch):
+    """A block draws through the kernel, and the same in a recomputation."""
+    fused = LibraryChoice(emulated, "emulated")
+    monkeypatch.setattr("megatron.models.block.find_library", lambda _: fused)
+    flags = {"hidden_dropout": 0.3, "attention_dropout": 0.0}
+    expected = loss_and_gradients(gpt(flags))
+    again = loss_and_gradients(gpt(flags, recompute=RecomputePlan("full")))
+    torch.testing.assert_close(again, expected, rtol=0, atol=0)
+    other, _ = loss_and_gradients(gpt({**flags, "bias_dropout_fusion": False}))
+    assert not torch.equal(other, expected[0])
+    whole = gpt(flags).eval()(batch()[0])
+    plain = gpt({**flags, "hidden_dropout": 0.0}).eval()(batch()[0])
+    torch.testing.assert_close(whole, plain)
 
 
 def test_choice(kernels):

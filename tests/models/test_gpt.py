@@ -140,6 +140,22 @@ def test_dropout_places():
     assert not torch.equal(no_attention(tokens)[:, 0], no_attention(changed)[:, 0])
 
 
+@pytest.mark.parametrize("after_norm", [False, True])
+def test_dropout_leaves_the_rest_of_a_block_as_it_is(after_norm):
+    """Biases that dropout takes over from the layers are added all the same."""
+    flags = {**NO_DROPOUT, "apply_residual_connection_post_layernorm": after_norm}
+    models = [gpt(flags), gpt({**flags, "hidden_dropout": 1e-9})]  # which drops nothing
+    for model in models:
+        torch.manual_seed(8)
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                torch.nn.init.normal_(parameter)
+    expected, found = (loss_and_gradients(model) for model in models)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    expected, found = (model.eval()(batch()[0]) for model in models)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_plain_and_fused_attention_agree():
     fused = loss_and_gradients(gpt(NO_DROPOUT))
     plain = loss_and_gradients(gpt({**NO_DROPOUT, "masked_softmax_fusion": False}))

@@ -23,6 +23,8 @@ NETWORKS = {
     "plain": {**NO_DROPOUT, "masked_softmax_fusion": False, "swiglu": True},
     "one group": {**NO_DROPOUT, "group_query_attention": True, "num_query_groups": 1},
     "norms": {**NO_DROPOUT, "apply_residual_connection_post_layernorm": True, "kv_channels": 6},
+    # Dropout's way through a block, with nothing dropped.
+    "dropout": {**NO_DROPOUT, "hidden_dropout": 1e-9},
 }
 
 
