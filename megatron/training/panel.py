@@ -8,6 +8,7 @@ import torch
 
 from megatron.config import RunConfig
 from megatron.device import Device
+from megatron.kernels.library import find_library
 from megatron.models.arithmetic import count_parameters, flops_per_token
 from megatron.parallel.layout import Layout
 from megatron.training.memory import largest_process
@@ -67,6 +68,7 @@ def device_rows(config: RunConfig, device: Device, attention: str) -> list[Row]:
         ("precision", f"{precision} ({reason})"),
         *_fp8_rows(config),
         ("attention", attention),
+        ("other kernels", str(find_library(device.torch_device))),
         (
             "MFU",
             "n/a: no peak FLOP/s known for this device"

@@ -25,6 +25,7 @@ from megatron.errors import (
     StorageError,
     UserError,
 )
+from megatron.kernels.library import find_library
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.vocabulary import padded_vocab_size
 from megatron.training.callbacks.terminal import say
@@ -99,6 +100,7 @@ def _pretrain(config: RunConfig, recipe: Recipe, launch: Launch, started: float)
         _be_deterministic()
     device = Device.pick(launch.local_rank)
     device.activate()
+    find_library(device.torch_device)  # may compile for a minute, while no process waits in a group
     with process_group(config.parallel, launch, device) as layout, ExitStack() as stack:
         if config.checkpoint.save is not None and layout.world.rank == 0:
             stack.enter_context(_claim_folder(config, Path(config.checkpoint.save)))

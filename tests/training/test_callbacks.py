@@ -122,8 +122,17 @@ def test_log_line_timers_and_memory(capsys):
 
 def test_start_panel_tells_the_decisions():
     panel = start_panel(build_toy(Layout.single()), 1.0)
-    for expected in ("CPU", "fp32", "attention", "1 process(es)", "4 samples", "NullTokenizer"):
+    for expected in (
+        "CPU",
+        "fp32",
+        "attention",
+        "no kernels for cpu",
+        "1 process(es)",
+        "4 samples",
+        "NullTokenizer",
+    ):
         assert expected in panel
+    assert "plain PyTorch (no kernels for cpu)" in panel
 
 
 def _timed(layout):

@@ -3,6 +3,8 @@
 import pytest
 
 from megatron.config import yaml_file
+from megatron.errors import ConfigError
+from megatron.training import pretrain
 from megatron.training.pretrain import main
 from pretrain_gpt import GPTRecipe
 from tests.training.toy import TOY
@@ -38,6 +40,20 @@ def test_all_mistakes_are_told_at_once_and_nothing_runs(capsys):
     assert "--num-attention-heads" in errors
     assert "'fast'" in errors
     assert "did you mean --seed?" in errors
+
+
+def test_kernels_are_there_before_processes_wait_for_each_other(monkeypatch):
+    """Compiling takes a minute, which is no hang."""
+    order = []
+
+    def meet(*_):
+        order.append("processes")
+        raise ConfigError("far enough")
+
+    monkeypatch.setattr(pretrain, "find_library", lambda _: order.append("kernels"))
+    monkeypatch.setattr(pretrain, "process_group", meet)
+    assert _main() == 9
+    assert order == ["kernels", "processes"]
 
 
 def test_network_from_the_checkpoint(tmp_path, capsys):
