@@ -92,13 +92,6 @@ class Device:
         name = self.name
         return next((flops for part, flops in _PEAK_FLOPS if part in name), None)
 
-    @property
-    def stream_handle(self) -> int:
-        """Address of PyTorch's current stream here, for kernels of our own; 0 on a CPU."""
-        if not self.is_gpu:
-            return 0
-        return torch.cuda.current_stream(self.torch_device).cuda_stream
-
     def as_current(self) -> AbstractContextManager[object]:
         """Inside, this is the process's current device."""
         return torch.cuda.device(self.torch_device) if self.is_gpu else nullcontext()
@@ -193,6 +186,16 @@ class StreamMarks:
     def behind(self, number: int) -> int:
         """How many numbers before `number`, the last one put, the device is."""
         return (number - int(self._arrived.item())) % self._NUMBERS
+
+
+def current_gpu() -> int:
+    """Index of the process's current GPU. Quick, once there is a tensor on one."""
+    return torch._C._cuda_getDevice()
+
+
+def stream_handle(gpu: int) -> int:
+    """Address of PyTorch's current stream on a GPU, for kernels of our own. As quick."""
+    return torch._C._cuda_getCurrentRawStream(gpu)
 
 
 def gpu_count() -> int:

@@ -11,14 +11,17 @@ An operation's module declares the C functions that it calls as `Kernel` constan
 from __future__ import annotations
 
 import ctypes
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.device import Device
+from megatron.device import Device, current_gpu, stream_handle
 from megatron.environment import cache_folder, read_launch
 from megatron.kernels.build import BuildError, build, find_built, name_of, say_on_stderr
 
@@ -53,12 +56,19 @@ class Kernel:
     kinds: str
 
 
+class _Thread(threading.local):
+    """Each thread's current GPU for the library, whose CUDA runtime is not PyTorch's."""
+
+    gpu = -1
+
+
 class KernelLibrary:
     """Compiled kernels for one GPU architecture."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._loaded = ctypes.CDLL(str(path))
+        self._thread = _Thread()
         self._functions: dict[str, ctypes._NamedFuncPointer] = {}
         for name in ("error_name", "error_text"):
             function = getattr(self._loaded, name)  # which the object keeps, unlike self[name]
@@ -71,18 +81,17 @@ class KernelLibrary:
         Raises:
             KernelError: an argument does not fit, or CUDA reports an error.
         """
-        if len(arguments) != len(kernel.kinds):
-            raise KernelError(f"{kernel.name} takes {len(kernel.kinds)} arguments")
-        device = next(x.device for x in arguments if isinstance(x, Tensor))
-        values = [
-            _pointer(kernel, kind, value, device) if kind in "pv" else value
-            for kind, value in zip(kernel.kinds, arguments, strict=True)
-        ]
+        values, tensor = _values(kernel, arguments)
         function = self._functions.get(kernel.name) or self._find(kernel)
-        with Device(device).as_current():
-            # The library has its own CUDA runtime, which keeps its own current device.
-            error = self._loaded.set_device(device.index or 0)
-            error = error or function(*values, Device(device).stream_handle)
+        gpu = tensor.get_device()
+        if gpu < 0:  # an emulator's
+            error = function(*values, 0)
+        elif gpu == self._thread.gpu == current_gpu():
+            error = function(*values, stream_handle(gpu))
+        else:
+            with Device(tensor.device).as_current():
+                error = self._loaded.set_device(gpu) or function(*values, stream_handle(gpu))
+            self._thread.gpu = gpu
         if error:
             name = self._loaded.error_name(error).decode()
             text = self._loaded.error_text(error).decode()
@@ -96,14 +105,28 @@ class KernelLibrary:
         return function
 
 
-def _pointer(kernel: Kernel, kind: str, value: Argument, device: torch.device) -> int | None:
-    if value is None:
-        return None
-    if not isinstance(value, Tensor) or value.device != device:
-        raise KernelError(f"{kernel.name} takes tensors of {device}, not {type(value).__name__}")
-    if kind == "p" and not value.is_contiguous():
-        raise KernelError(f"{kernel.name}: a tensor {list(value.shape)} is not contiguous")
-    return value.data_ptr()
+def _values(kernel: Kernel, arguments: Sequence[Argument]) -> tuple[list[Any], Tensor]:
+    """What the C function takes, and the first tensor. Called a thousand times a step."""
+    if len(arguments) != len(kernel.kinds):
+        raise KernelError(f"{kernel.name} takes {len(kernel.kinds)} arguments")
+    values: list[Any] = []
+    first, gpu = None, -1
+    for kind, value in zip(kernel.kinds, arguments, strict=True):
+        if value is None or kind in "id":
+            values.append(value)  # ctypes refuses what is no number
+            continue
+        if not isinstance(value, Tensor):
+            raise KernelError(f"{kernel.name} takes a tensor, not {value}")
+        if first is None:
+            first, gpu = value, value.get_device()
+        elif value.get_device() != gpu:
+            raise KernelError(f"{kernel.name}: tensors of {first.device} and {value.device}")
+        if kind == "p" and not value.is_contiguous():
+            raise KernelError(f"{kernel.name}: a tensor {list(value.shape)} is not contiguous")
+        values.append(value.data_ptr())
+    if first is None:
+        raise KernelError(f"{kernel.name} takes tensors")
+    return values, first
 
 
 def aligned(*tensors: Tensor | None) -> bool:
@@ -124,8 +147,8 @@ class LibraryChoice:
 
 @cache
 def find_library(device: torch.device) -> LibraryChoice:
-    """The library for this device, compiled now if it is not there. Call outside of barriers and
-    of collectives' time limits. On a GPU that must do without, one line says why.
+    """The library for this device, compiled now if it is not there, so ask for it before processes
+    wait for each other. On a GPU that must do without, one line says why.
 
     Never raises: without a library everything runs, slower, on PyTorch's operations.
     """
