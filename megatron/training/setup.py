@@ -25,7 +25,6 @@ from megatron.parallel.partial_gradients import sum_partial_gradients
 from megatron.parallel.pipeline.p2p import PipelineChannel
 from megatron.parallel.pipeline.schedule import schedule_kind
 from megatron.parallel.replicas import Gradients, shares_weights
-from megatron.parallel.sharded import ShardedModel
 from megatron.parallel.tied import tied_copy
 from megatron.parallel.torch_ddp import TorchDataParallel
 from megatron.parallel.weight_gradients import WeightGradientQueue, attach
@@ -131,6 +130,8 @@ def _share(
     add_up = partial(sum_partial_gradients, axis=layout.sequence)
     sharded = None
     if shares_weights(config.parallel, layout):
+        from megatron.parallel.sharded import ShardedModel  # imports much
+
         sharded = ShardedModel(
             parts,
             layout,

@@ -9,7 +9,9 @@ from megatron.parallel.layout import Layout
 from tests.distributed import run_distributed
 from tests.training.toy import TOY, train_toy
 
-FLAGS = "--hidden-dropout 0 --attention-dropout 0 --global-batch-size 8 --DDP-impl torch".split()
+FLAGS = """
+    --hidden-dropout 0 --attention-dropout 0 --global-batch-size 8 --eval-iters 0 --DDP-impl torch
+""".split()
 TENSOR = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 CONTEXT = ["--context-parallel-size", "2"]
 
