@@ -63,6 +63,9 @@ class Gradients(Protocol):
     def micro_batch(self, *, is_last: bool) -> AbstractContextManager[None]:
         """Around each backward of an update."""
 
+    def complete(self) -> None:
+        """Zero the gradients that no backward of this update has reached. Before reading any."""
+
     def reduce(self) -> None:
         """Finish the average. Collective over the replica axis."""
 

@@ -145,6 +145,9 @@ class ShardedModel:
         """Around each backward, which itself reduces what it computes. Collective."""
         yield
 
+    def complete(self) -> None:
+        """Nothing: `zero` has zeroed all."""
+
     @torch.no_grad()
     def reduce(self) -> None:
         """Finish the average: only what `before_update` does is left."""
