@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 import threading
 import time
@@ -24,10 +23,11 @@ if __package__ in (None, ""):
     # Started as a file: the package beside this folder may not be installed.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megatron.command import run_command
 from megatron.config.arguments import add_flags, from_namespace
 from megatron.config.data import TokenizerConfig
 from megatron.environment import use_one_math_thread
-from megatron.errors import ConfigError, UserError
+from megatron.errors import ConfigError
 from megatron.tokenizer import build_tokenizer
 
 if TYPE_CHECKING:
@@ -298,18 +298,7 @@ def _summarize(
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 done, 6 bad data, 8 storage, 9 bad flags, 130 or 143 interrupted."""
     options = build_parser().parse_args(argv)
-    # SIGTERM unwinds like Ctrl-C, so that temporary files go.
-    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        run(options)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-    return 0
+    return run_command(lambda: run(options))
 
 
 if __name__ == "__main__":
