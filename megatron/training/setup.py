@@ -62,9 +62,6 @@ def build_run(
         reader = PaddedReader(reader, rows=vocabulary, entries=tokenizer.vocab_size)
     parts = _build_parts(config, recipe, layout, device, vocabulary)
     gradients, tied = _share(config, parts, layout, device)
-    if config.precision.gradient_accumulation_fusion and isinstance(gradients, GradientBuffer):
-        for part in parts:
-            attach_slots(part, gradients)
     named_parameters = [pair for part in parts for pair in part.named_parameters()]
     _initialize(named_parameters, gradients, config, loading=reader is not None)
     batches = BatchPlan.from_config(config.training, layout.data.size)
@@ -154,16 +151,23 @@ def _share(
         layout.embedding,
         is_tied=not config.model.untie_embeddings_and_output_weights,
     )
-    return sharded or GradientBuffer(
+    if sharded is not None:
+        return sharded, tied
+    is_torch = _uses_torch_ddp(config, layout)
+    buffer = GradientBuffer(
         named_parameters,
         # Alone: PyTorch's averages the gradients in place.
-        replace(layout, replica=Axis()) if _uses_torch_ddp(config, layout) else layout,
+        replace(layout, replica=Axis()) if is_torch else layout,
         accumulate_in_fp32=in_fp32,
         zero_stage=config.parallel.zero_stage or 0,
         overlap=config.parallel.overlap_grad_reduce,
         late=lambda parameter: parameter is tied,
         before_send=add_up,
-    ), tied
+    )
+    if numbers.gradient_accumulation_fusion and not is_torch:  # which waits for autograd
+        for part in parts:
+            attach_slots(part, buffer)
+    return buffer, tied
 
 
 def _uses_torch_ddp(config: RunConfig, layout: Layout) -> bool:
