@@ -25,7 +25,8 @@ if __package__ in (None, ""):
     # Started as a file: the package beside this folder may not be installed.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.errors import DataError, UserError
+from megatron.command import run_command
+from megatron.errors import DataError
 
 _TOOL = Path(__file__).resolve().with_name("preprocess_data.py")
 _DOCUMENT_CHARACTERS = 4050
@@ -152,12 +153,7 @@ def _measure_encoding(options: argparse.Namespace, corpus: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 done, 6 no text."""
     options = build_parser().parse_args(argv)
-    try:
-        run(options)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    return run_command(lambda: run(options))
 
 
 if __name__ == "__main__":

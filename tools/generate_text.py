@@ -10,37 +10,41 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from megatron.errors import UserError
+from megatron.command import run_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the prompt and what follows; the exit code."""
     options = _parser().parse_args(argv)
+    return run_command(lambda: run(options))
+
+
+def run(options: argparse.Namespace) -> None:
+    """Generate and print.
+
+    Raises:
+        UserError: there is no checkpoint to load, or a flag needs mending.
+    """
     from megatron.device import Device
     from megatron.inference.generate import generate
     from megatron.inference.load import load_gpt
 
-    try:
-        loaded = load_gpt(options.load, Device.pick())
-        assert loaded.config.data.seq_length
-        for number in range(options.num_samples):
-            text = generate(
-                loaded.model,
-                loaded.tokenizer,
-                options.prompt,
-                max_new_tokens=options.max_new_tokens,
-                window=loaded.config.data.seq_length,
-                temperature=options.temperature,
-                top_k=options.top_k,
-                seed=options.seed + number,
-            )
-            if options.num_samples > 1:
-                print(f"----- sample {number + 1}")
-            print(text)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    loaded = load_gpt(options.load, Device.pick())
+    assert loaded.config.data.seq_length
+    for number in range(options.num_samples):
+        text = generate(
+            loaded.model,
+            loaded.tokenizer,
+            options.prompt,
+            max_new_tokens=options.max_new_tokens,
+            window=loaded.config.data.seq_length,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            seed=options.seed + number,
+        )
+        if options.num_samples > 1:
+            print(f"----- sample {number + 1}")
+        print(text)
 
 
 def _parser() -> argparse.ArgumentParser:

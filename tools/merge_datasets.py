@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +17,8 @@ if __package__ in (None, ""):
     # Started as a file: the package beside this folder may not be installed.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.errors import DataError, UserError
+from megatron.command import run_command
+from megatron.errors import DataError
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -102,18 +102,7 @@ def run(options: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 done, 6 bad data, 8 storage."""
     options = build_parser().parse_args(argv)
-    # SIGTERM unwinds like Ctrl-C, so that temporary files go.
-    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        run(options)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-    return 0
+    return run_command(lambda: run(options))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.errors import ConfigError, UserError
+from megatron.command import run_command
+from megatron.errors import ConfigError
 from megatron.parallel.pipeline.check import check, check_all
 from megatron.parallel.pipeline.schedule import SCHEDULE_KINDS, OperationKind, make_schedule
 from megatron.parallel.pipeline.simulate import Span, Timeline, Times, simulate, time_table
@@ -220,8 +221,4 @@ def main(words: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except UserError as error:
-        print(f"show_schedule: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    sys.exit(run_command(lambda: main(sys.argv[1:])))

@@ -20,7 +20,8 @@ if __package__ in (None, ""):
     # Started as a file: the package beside this folder may not be installed.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.errors import ConfigError, DataError, StorageError, UserError
+from megatron.command import run_command
+from megatron.errors import ConfigError, DataError, StorageError
 
 _END = "<|endoftext|>"
 _SMALLEST = 257  # the bytes and the end of a document
@@ -175,14 +176,7 @@ def _write(tokenizer: Any, folder: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 done, 6 bad data, 8 storage, 9 bad flags."""
     options = build_parser().parse_args(argv)
-    try:
-        run(options)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return run_command(lambda: run(options))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 
-from megatron.config import rules_context, rules_data, rules_fp8, rules_model, rules_training
+from megatron.config import (
+    rules_context,
+    rules_data,
+    rules_fp8,
+    rules_model,
+    rules_sharding,
+    rules_training,
+)
 from megatron.config.fields import fields_of
 from megatron.config.run import RunConfig, flatten, sections
 
@@ -18,8 +25,8 @@ Rule = Callable[[RunConfig, int], Iterator[str]]
 RULES: tuple[Rule, ...] = (
     rules_model.required,
     rules_model.bounds,
-    rules_model.not_built_yet,
-    rules_model.sharding,
+    rules_sharding.sharding,
+    rules_sharding.torch_ddp,
     rules_model.layout,
     rules_context.context,
     rules_model.tensor_parallel,
@@ -78,7 +85,7 @@ def find_notices(config: RunConfig) -> list[str]:
         for field in fields_of(section)
         if field.info.notice and values[f"{name}.{field.name}"] != field.default
     ]
-    return [*lines, *_no_effect(config)]
+    return [*lines, *rules_sharding.no_effect(config), *_no_effect(config)]
 
 
 def _no_effect(config: RunConfig) -> Iterator[str]:

@@ -23,6 +23,10 @@ class OptimizerConfig:
     adam_beta2: float = flag(0.999, "Decay of the second moment.")
     adam_eps: float = flag(1e-8, "Added to the denominator.")
     sgd_momentum: float = flag(0.9, "Momentum of sgd.")
+    optimizer_cpu_offload: bool = flag(
+        False,
+        "Keep fp32 weights and optimizer states in host memory and compute the update there.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -75,7 +75,8 @@ class ParallelConfig:
     )
     ddp_impl: str = flag(
         "local",
-        "Gradient reduction (local so far).",
+        "Who averages gradients over data-parallel processes: local, in contiguous buffers; torch, "
+        "PyTorch's DistributedDataParallel.",
         names="--DDP-impl",
         choices=("local", "torch"),
     )
@@ -92,8 +93,8 @@ class ParallelConfig:
     zero_stage: int | None = flag(
         None,
         "What data-parallel processes share instead of each holding all of it. 0: nothing. 1: "
-        "optimizer states. 2: gradients too, reduced in every micro-batch's backward. Unset: 1 "
-        "with --use-distributed-optimizer, else 0.",
+        "optimizer states. 2: gradients too, reduced in every micro-batch's backward. 3: weights "
+        "too, gathered layer by layer. Unset: 1 with --use-distributed-optimizer, else 0.",
         choices=(0, 1, 2, 3),
     )
     overlap_grad_reduce: bool = flag(

@@ -22,6 +22,11 @@ def fp8(config: RunConfig, world_size: int) -> Iterator[str]:
         return
     if not (numbers.bf16 or numbers.fp16):
         yield f"--fp8-format {numbers.fp8_format} rounds 16-bit tensors: add --bf16"
+    if config.parallel.zero_stage == 3:
+        yield (
+            "--fp8-format keeps 8-bit copies of whole weights, which --zero-stage 3 is there to "
+            "avoid: use --zero-stage 1, or drop the flag"
+        )
     yield from _sizes(config)
 
 

@@ -130,31 +130,6 @@ def bounds(config: RunConfig, world_size: int) -> Iterator[str]:
         yield f"--seed {config.training.seed}: must be below 2**32"
 
 
-def not_built_yet(config: RunConfig, world_size: int) -> Iterator[str]:
-    parallel = config.parallel
-    if parallel.ddp_impl == "torch":
-        yield "--DDP-impl torch: not built yet: use local"
-    if parallel.zero_stage == 3:
-        yield "--zero-stage 3: sharded weights are not built yet: use 2"
-
-
-def sharding(config: RunConfig, world_size: int) -> Iterator[str]:
-    parallel = config.parallel
-    stage, pipeline = parallel.zero_stage or 0, parallel.pipeline_model_parallel_size
-    if parallel.use_distributed_optimizer and stage == 0:
-        yield "--use-distributed-optimizer and --zero-stage 0 exclude each other: keep one"
-    if parallel.overlap_param_gather and stage == 0:
-        yield (
-            "--overlap-param-gather: without a shared update there is nothing to gather: add "
-            "--use-distributed-optimizer, or drop the flag"
-        )
-    if stage > 1 and pipeline > 1:
-        yield (
-            f"--zero-stage {stage} with --pipeline-model-parallel-size {pipeline} would reduce the "
-            "gradients of every micro-batch: use --zero-stage 1"
-        )
-
-
 def layout(config: RunConfig, world_size: int) -> Iterator[str]:
     parallel, model = config.parallel, config.model
     tensor, pipeline, context = (

@@ -78,16 +78,21 @@ class Counts:
 
 
 class BlockEncoder:
-    """Reads, parses and encodes blocks. Sent to another process, it is built there again."""
+    """Reads, parses and encodes blocks. Sent to another process, it is built there again.
 
-    def __init__(self, options: EncodingOptions) -> None:
+    Args:
+        options: what decides the ids.
+        tokenizer: built from `options.tokenizer`.
+    """
+
+    def __init__(self, options: EncodingOptions, tokenizer: Tokenizer) -> None:
         self.options = options
-        self.tokenizer: Tokenizer = build_tokenizer(options.tokenizer)
-        self.dtype = best_dtype(self.tokenizer.vocab_size)
-        self._end = np.array([self.tokenizer.eod] if options.append_eod else [], self.dtype)
+        self.tokenizer = tokenizer
+        self.dtype = best_dtype(tokenizer.vocab_size)
+        self._end = np.array([tokenizer.eod] if options.append_eod else [], self.dtype)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return BlockEncoder, (self.options,)
+        return _build_block_encoder, (self.options,)
 
     def __call__(self, block: Block) -> EncodedBlock:
         documents = parse_lines(block.read(), self.options.keys)
@@ -147,6 +152,10 @@ class BlockEncoder:
             except DataError as error:
                 refused.append(BadLine(*place, str(error)))
         return kept, refused
+
+
+def _build_block_encoder(options: EncodingOptions) -> BlockEncoder:
+    return BlockEncoder(options, build_tokenizer(options.tokenizer))
 
 
 def preprocess(

@@ -29,6 +29,7 @@ from megatron.parallel.context.split import local_positions
 from megatron.parallel.gradients import GradientBuffer, GradientSlot
 from megatron.parallel.layers import set_overlap
 from megatron.parallel.layout import Axis, Layout
+from megatron.parallel.replicas import shares_weights
 
 
 class GPTModel(nn.Module):
@@ -46,7 +47,8 @@ class GPTModel(nn.Module):
             the whole model.
         recompute: what to compute again in backward; None: nothing.
         cp_comm_type: how context ranks attend to each other, "p2p" or "a2a".
-        device: of the parameters; "meta" counts without allocating.
+        device: where it runs.
+        parameter_device: of the parameters where it is another: "meta" leaves them without memory.
         dtype: of the parameters.
     """
 
@@ -61,6 +63,7 @@ class GPTModel(nn.Module):
         recompute: RecomputePlan | None = None,
         cp_comm_type: str = "p2p",
         device: torch.device,
+        parameter_device: torch.device | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
@@ -82,7 +85,7 @@ class GPTModel(nn.Module):
         self.groups = layer_groups(recompute, self.part.layers)
         allocation: dict[str, Any] = {
             "padded_vocab_size": padded_vocab_size,
-            "device": device,
+            "device": parameter_device or device,
             "dtype": dtype,
         }
         tied = not model.untie_embeddings_and_output_weights
@@ -103,12 +106,14 @@ class GPTModel(nn.Module):
                 self.attention_choice,
                 recompute_core=recompute is not None and recompute.granularity == "selective",
                 linear=linear,
-                device=device,
+                device=parameter_device or device,
                 dtype=dtype,
             )
         self.final_norm = self.output = None
         if self.part.head:
-            self.final_norm = new_norm(model, layout, linear.amaxes, device=device, dtype=dtype)
+            self.final_norm = new_norm(
+                model, layout, linear.amaxes, device=parameter_device or device, dtype=dtype
+            )
             self.output = None if tied else OutputWeight(model, layout, **allocation)
 
     @classmethod
@@ -120,8 +125,13 @@ class GPTModel(nn.Module):
         padded_vocab_size: int,
         part: ModelPart | None = None,
     ) -> GPTModel:
-        """The model that a run's flags describe, or a part of it."""
-        parallel = config.parallel
+        """The model that a run's flags describe, or a part of it.
+
+        Weights that processes share are fp32 and have no memory yet: see `ShardedModel`.
+        """
+        parallel, numbers = config.parallel, config.precision
+        is_shared = shares_weights(parallel, layout)
+        dtype = parameter_dtype(fp16=numbers.fp16, bf16=numbers.bf16)
         recompute = RecomputePlan.from_config(
             config.training, split_inputs=parallel.distribute_saved_activations
         )
@@ -134,7 +144,8 @@ class GPTModel(nn.Module):
             recompute=recompute,
             cp_comm_type=parallel.cp_comm_type,
             device=device.torch_device,
-            dtype=parameter_dtype(fp16=config.precision.fp16, bf16=config.precision.bf16),
+            parameter_device=torch.device("meta") if is_shared else None,
+            dtype=torch.float32 if is_shared else dtype,
         )
         set_overlap(model, parallel.async_tensor_model_parallel_allreduce)
         return model

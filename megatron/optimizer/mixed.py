@@ -3,6 +3,9 @@
 A step runs on the device from start to end: norm, clipping, the non-finite check and the update
 follow one another without asking the host, which reads the outcome once, at the end.
 
+With --optimizer-cpu-offload fp32 weights, masters or copies, and moments are in host memory. The
+update runs there: gradients go to the host, new weights come back, and the step waits for both.
+
 Where the gradients are sharded over the processes that hold the same weights (ZeRO), masters and
 moments exist for this process's shard alone: it updates that, and gathers the others' weights.
 """
@@ -19,16 +22,16 @@ from torch import Tensor, nn
 
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.precision import PrecisionConfig
-from megatron.kernels.library import find_library
+from megatron.kernels.library import KernelLibrary, find_library
 from megatron.kernels.tensor_sums import choose_tensor_sums
 from megatron.optimizer.groups import ParameterGroup, split_groups
 from megatron.optimizer.loss_scale import loss_scale_of
 from megatron.optimizer.norms import is_counted_here, sum_over_model
-from megatron.optimizer.rules import Step, UpdateTensors, rule_of
+from megatron.optimizer.offload import OffloadedUpdate, on_host
+from megatron.optimizer.rules import Step, Update, UpdateRule, UpdateTensors, rule_of
 from megatron.parallel.collectives import all_reduce
-from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.layout import Layout
-from megatron.parallel.weights import WeightBuffer
+from megatron.parallel.replicas import Gradients
 
 CLIP_EPS = 1e-6  # added to the norm before dividing by it, as in Megatron
 
@@ -62,7 +65,8 @@ class _Group:
         names: of the parameters.
         parameters: those of which anything is updated here.
         parts: what that is: the parameters themselves, or 1-D views of parts of them.
-        weights: the same in fp32: the parts, or their masters.
+        formats: what forward computes in.
+        weights: the same in fp32: the parts, or copies of them.
         state: by kind, a tensor for each weight.
     """
 
@@ -70,46 +74,67 @@ class _Group:
     names: list[str]
     parameters: list[nn.Parameter]
     parts: list[Tensor]
+    formats: list[torch.dtype]
     weights: list[Tensor]
     state: dict[str, list[Tensor]]
 
     @classmethod
     def allocate(
-        cls, group: ParameterGroup, state_names: Iterable[str], gradients: GradientBuffer
+        cls,
+        group: ParameterGroup,
+        state_names: Iterable[str],
+        gradients: Gradients,
+        *,
+        offload: bool,
     ) -> _Group:
         members = [
             (name, p)
             for name, p in zip(group.names, group.parameters, strict=True)
             if gradients.owned(p).size or not gradients.is_sharded
         ]
-        parts = [_owned_part(p, gradients) for _, p in members]
-        weights = [part if part.dtype == torch.float32 else part.float() for part in parts]
+        parts = [gradients.part(p) for _, p in members]
+        weights = [
+            p if p.dtype == torch.float32 and not offload else _new_fp32(p, offload) for p in parts
+        ]
         return cls(
             is_decayed=group.is_decayed,
             names=[name for name, _ in members],
             parameters=[p for _, p in members],
             parts=parts,
+            formats=[gradients.compute_dtype(p) for _, p in members],
             weights=weights,
-            state={name: [torch.zeros_like(w) for w in weights] for name in state_names},
+            state={
+                name: [_new_fp32(part, offload).zero_() for part in parts] for name in state_names
+            },
         )
 
-    def masters(self) -> list[tuple[str, nn.Parameter, Tensor, Tensor]]:
-        """(name, 16-bit parameter, the part of it that is updated, the part's fp32 master)."""
-        members = zip(self.names, self.parameters, self.parts, self.weights, strict=True)
-        return [member for member in members if member[2].dtype != torch.float32]
+    def masters(self) -> list[tuple[str, nn.Parameter, Tensor]]:
+        """(name, parameter, fp32 master) of all that forward computes with in 16 bits."""
+        members = zip(self.names, self.parameters, self.weights, self.formats, strict=True)
+        return [(n, p, weight) for n, p, weight, dtype in members if dtype != torch.float32]
 
-    def update_tensors(self, gradients: GradientBuffer) -> UpdateTensors:
-        """What the update rule works on."""
+    def bind(
+        self,
+        rule: UpdateRule,
+        gradients: Gradients,
+        library: KernelLibrary | None,
+        *,
+        offload: bool,
+    ) -> Update:
+        """What carries out the group's updates."""
         copies = [None if part.dtype == torch.float32 else part for part in self.parts]
         found = [gradients.gradient(p) for p in self.parameters]
-        return UpdateTensors(self.weights, copies, found, self.state)
+        tensors = UpdateTensors(self.weights, copies, found, self.state)
+        if offload:
+            return OffloadedUpdate(rule, tensors, self.parts)
+        return rule.bind(tensors, library)
 
 
-def _owned_part(parameter: nn.Parameter, gradients: GradientBuffer) -> Tensor:
-    if not gradients.is_sharded:
-        return parameter.detach()
-    own = gradients.owned(parameter)
-    return parameter.detach().view(-1)[own.start : own.end]
+def _new_fp32(like: Tensor, offload: bool) -> Tensor:
+    """In host memory, or where `like` is."""
+    if offload:
+        return on_host(like, torch.float32)
+    return torch.empty_like(like, dtype=torch.float32)
 
 
 class Optimizer:
@@ -129,7 +154,7 @@ class Optimizer:
     def __init__(
         self,
         named_parameters: Iterable[tuple[str, nn.Parameter]],
-        gradients: GradientBuffer,
+        gradients: Gradients,
         config: OptimizerConfig,
         precision: PrecisionConfig,
         layout: Layout,
@@ -144,19 +169,19 @@ class Optimizer:
         self._rule = rule_of(config)
         self._scale = loss_scale_of(precision)
         groups = split_groups(named_parameters)
-        self._sharded_weights: WeightBuffer | None = None
-        if gradients.is_sharded:
-            self._sharded_weights = WeightBuffer(
-                gradients.flats, gradients.axis, overlap_in=overlap_gather_in
-            )
-        self._groups = [_Group.allocate(g, self._rule.state_names, gradients) for g in groups]
+        self._shared_weights = gradients.share_weights(overlap_gather_in)
+        self._offload = config.optimizer_cpu_offload
+        self._groups = [
+            _Group.allocate(g, self._rule.state_names, gradients, offload=self._offload)
+            for g in groups
+        ]
         counted = [p for g in groups for p in g.parameters if is_counted_here(p, layout)]
         self._counted_elements = sum(gradients.owned(p).size for p in counted)
         counted_ids = {id(p) for p in counted}
         self._device = groups[0].parameters[0].device
         library = find_library(self._device).library
         self._updates = [
-            (g.is_decayed, self._rule.bind(g.update_tensors(gradients), library))
+            (g.is_decayed, g.bind(self._rule, gradients, library, offload=self._offload))
             for g in self._groups
         ]
         counted_views = gradients.views(lambda p: id(p) in counted_ids)
@@ -164,6 +189,7 @@ class Optimizer:
             counted_views, self._device, library, counts=count_zeros
         )
         self._steps = 0
+        self.reload_masters()
 
     @property
     def loss_scale(self) -> float:
@@ -188,20 +214,21 @@ class Optimizer:
         """Unscale, clip and apply the gradients, or leave all as it is where they are not finite.
 
         Collective over the world: all ranks agree. The gradients are used up. Waits for the
-        device once.
+        device once, but for what offloading copies.
         """
         self.wait_for_weights()  # of modules that no forward has used since
         norm, zeros, nonfinite = self._measure()
+        device = torch.device("cpu") if self._offload else self._device
         step = Step(
             lr=lr,
-            count=torch.full((), self._steps + 1, dtype=torch.float32, device=self._device),
-            gradient_scale=(self.loss_scale * self._clip_divisor(norm)).float(),
-            found_nonfinite=nonfinite.float(),
+            count=torch.full((), self._steps + 1, dtype=torch.float32, device=device),
+            gradient_scale=(self.loss_scale * self._clip_divisor(norm)).float().to(device),
+            found_nonfinite=nonfinite.float().to(device),
         )
         for is_decayed, update in self._updates:
             update(step, weight_decay=weight_decay if is_decayed else 0.0)
-        if self._sharded_weights is not None:
-            self._sharded_weights.gather()
+        if self._shared_weights is not None:
+            self._shared_weights.gather()
         outcome = torch.stack([norm, zeros, nonfinite]).tolist()  # the one wait for the device
         return self._settle(*outcome)
 
@@ -243,15 +270,22 @@ class Optimizer:
 
     def wait_for_weights(self) -> None:
         """Call before reading parameters outside of their model's forward."""
-        if self._sharded_weights is not None:
-            self._sharded_weights.wait()
+        if self._shared_weights is not None:
+            self._shared_weights.wait()
 
-    def reload_masters(self) -> None:
-        """Start the fp32 masters from the 16-bit weights: after loading weights alone."""
+    def reload_masters(self, *, of_16_bits: bool = True) -> None:
+        """Start the fp32 copies of weights from the weights: after loading these.
+
+        Args:
+            of_16_bits: those of 16-bit weights too; not where they were loaded themselves.
+        """
         with torch.no_grad():
             for group in self._groups:
-                for _, _, part, master in group.masters():
-                    master.copy_(part)
+                for part, weight, dtype in zip(
+                    group.parts, group.weights, group.formats, strict=True
+                ):
+                    if dtype == torch.float32 or of_16_bits:
+                        weight.copy_(part.to(dtype))
 
     def named_tensors(self) -> dict[str, tuple[Tensor, nn.Parameter]]:
         """Every state tensor with the parameter it belongs to.
@@ -266,7 +300,7 @@ class Optimizer:
             for i, (name, parameter) in enumerate(zip(group.names, group.parameters, strict=True)):
                 for kind, state in group.state.items():
                     tensors[f"{name}.{kind}"] = (state[i], parameter)
-            for name, parameter, _, master in group.masters():
+            for name, parameter, master in group.masters():
                 tensors[f"{name}.master"] = (master, parameter)
         return tensors
 

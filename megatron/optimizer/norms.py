@@ -12,7 +12,7 @@ Everything stays on the device: no function but `parameters_norm` waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -44,9 +44,18 @@ def sum_over_model(values: Tensor, layout: Layout, *, over_replicas: bool = Fals
 
 
 @torch.no_grad()
-def parameters_norm(parameters: Iterable[nn.Parameter], layout: Layout) -> float:
-    """L2 norm of all parameters of the model. Collective; waits for the device."""
+def parameters_norm(
+    parameters: Iterable[nn.Parameter],
+    layout: Layout,
+    *,
+    shard: Callable[[nn.Parameter], Tensor] | None = None,
+) -> float:
+    """L2 norm of all parameters of the model. Collective; waits for the device.
+
+    Args:
+        shard: where processes share the weights, gives what this one holds of a parameter.
+    """
     held = list(parameters)
-    counted = [p for p in held if is_counted_here(p, layout)]
+    counted = [p if shard is None else shard(p) for p in held if is_counted_here(p, layout)]
     square = sum_of_squares(counted, held[0].device)
-    return sum_over_model(square, layout).sqrt().item()
+    return sum_over_model(square, layout, over_replicas=shard is not None).sqrt().item()

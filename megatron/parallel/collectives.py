@@ -35,20 +35,12 @@ def reduce_scatter_from(x: Tensor, axis: Axis) -> Tensor:
     return x if axis.size == 1 else _ReduceScatterFrom.apply(x, axis)
 
 
-def gather_from(x: Tensor, axis: Axis) -> Tensor:
-    """Join the axis' parts along the last dimension: forward all-gather, backward own slice.
-
-    Backward expects the same gradient on every rank.
-    """
-    return x if axis.size == 1 else _GatherFrom.apply(x, axis, False)
-
-
 def gather_to(x: Tensor, axis: Axis) -> Tensor:
     """Join parts along the last dimension for a computation that is split over the axis.
 
     Forward all-gather; backward reduce-scatter: every rank has its share of the gradient.
     """
-    return x if axis.size == 1 else _GatherFrom.apply(x, axis, True)
+    return x if axis.size == 1 else _GatherTo.apply(x, axis)
 
 
 @dataclass(frozen=True)
@@ -139,16 +131,13 @@ class _ReduceScatterFrom(torch.autograd.Function):
         return all_gather(grad, ctx.axis), None
 
 
-class _GatherFrom(torch.autograd.Function):
+class _GatherTo(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, sums: bool) -> Tensor:
-        ctx.axis, ctx.sums = axis, sums
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
         return all_gather(x.movedim(-1, 0), axis).movedim(0, -1).contiguous()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        if ctx.sums:
-            part = reduce_scatter(grad.movedim(-1, 0), ctx.axis).movedim(0, -1)
-        else:
-            part = grad.chunk(ctx.axis.size, dim=-1)[ctx.axis.rank]
-        return part.contiguous(), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        part = reduce_scatter(grad.movedim(-1, 0), ctx.axis).movedim(0, -1)
+        return part.contiguous(), None

@@ -22,7 +22,7 @@ whatever order their gradients come in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,36 +40,9 @@ from megatron.parallel.buckets import (
     plan_buckets,
 )
 from megatron.parallel.collectives import start_all_reduce, start_reduce_scatter
+from megatron.parallel.flat import Flat
 from megatron.parallel.layout import Layout
-
-
-@dataclass(frozen=True)
-class Flat:
-    """A flat buffer's contents, in order.
-
-    Attributes:
-        members: the parameters, each with its slot.
-        buckets: what is communicated at once.
-        regions: what this process keeps after the reduction: spans, and their gradients.
-    """
-
-    members: list[tuple[nn.Parameter, Span]]
-    buckets: list[Bucket]
-    regions: list[tuple[Span, Tensor]]
-
-    def runs(self, select: Callable[[nn.Parameter], bool]) -> list[Tensor]:
-        """The fewest 1-D views that hold the selected parameters (and zeros between them)."""
-        runs = []
-        for is_selected, members in groupby(self.members, key=lambda member: select(member[0])):
-            slots = [slot for _, slot in members]
-            if not is_selected:
-                continue
-            span = Span(slots[0].start, slots[-1].end)
-            for region, held in self.regions:
-                common = span.intersect(region)
-                if common is not None:
-                    runs.append(held[common.within(region)])
-        return runs
+from megatron.parallel.weights import WeightBuffer
 
 
 @dataclass
@@ -184,6 +157,11 @@ class GradientBuffer:
         """Each process keeps and updates its own shard only."""
         return self.zero_stage > 0
 
+    @property
+    def shares_weights(self) -> bool:
+        """Every process holds all weights of its part of the model."""
+        return False
+
     def _allocate(self, parameters: list[nn.Parameter], dtype: torch.dtype, limit: int) -> Flat:
         shards = self.axis.size if self.is_sharded else 1
         rank = self.axis.rank if self.is_sharded else 0
@@ -238,6 +216,17 @@ class GradientBuffer:
         """Which elements of the flattened parameter this process updates; may be none."""
         return self._owned[id(parameter)][0]
 
+    def part(self, parameter: nn.Parameter) -> Tensor:
+        """The weights that are `owned`: the parameter, or where sharded a 1-D view of it."""
+        if not self.is_sharded:
+            return parameter.detach()
+        own = self.owned(parameter)
+        return parameter.detach().view(-1)[own.start : own.end]
+
+    def compute_dtype(self, parameter: nn.Parameter) -> torch.dtype:
+        """What forward computes in."""
+        return parameter.dtype
+
     def gradient(self, parameter: nn.Parameter) -> Tensor:
         """The gradient of what is `owned`, in the buffer's dtype.
 
@@ -279,6 +268,18 @@ class GradientBuffer:
         Between two parameters there may be padding, which is zero.
         """
         return [run for flat in self.flats for run in flat.runs(select)]
+
+    def share_weights(self, overlap_in: Sequence[nn.Module] | None) -> WeightBuffer | None:
+        """The other half of a sharded update; None where every process updates everything.
+
+        Moves the parameters' values: call it before `part`.
+
+        Args:
+            overlap_in: see `WeightBuffer`.
+        """
+        if not self.is_sharded:
+            return None
+        return WeightBuffer(self.flats, self.axis, overlap_in=overlap_in)
 
     def zero(self) -> None:
         """Forget all gradients. Call before the first micro-batch of an update."""

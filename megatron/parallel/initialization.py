@@ -34,7 +34,13 @@ def initialize(named_parameters: Iterable[tuple[str, nn.Parameter]], seed: int) 
         seed: of the run.
     """
     for name, parameter in named_parameters:
-        fill(parameter, spec_of(parameter), derive_key(seed, name))
+        initialize_part(name, parameter, spec_of(parameter), seed)
+
+
+@torch.no_grad()
+def initialize_part(name: str, tensor: Tensor, spec: ParameterSpec, seed: int) -> None:
+    """Fill `tensor` with what parameter `name` starts with at the place that `spec` names."""
+    fill(tensor, spec, derive_key(seed, name))
 
 
 def fill(tensor: Tensor, spec: ParameterSpec, key: tuple[int, int]) -> None:

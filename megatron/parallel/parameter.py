@@ -6,6 +6,7 @@ its `ParameterSpec` alone, so none of them depends on how the model is split.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -82,3 +83,14 @@ def spec_of(parameter: nn.Parameter) -> ParameterSpec:
     """The spec that `new_parameter` attached."""
     spec: ParameterSpec = parameter.spec  # type: ignore[attr-defined]
     return spec
+
+
+def part_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    """Shape of this rank's part in the whole tensor's dimensions; the tensor may be flatter."""
+    spec = spec_of(parameter)
+    if spec.split_dim is None:
+        return spec.global_shape
+    shape = list(spec.global_shape)
+    shape[spec.split_dim] = 1
+    shape[spec.split_dim] = parameter.numel() // math.prod(shape)
+    return tuple(shape)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.parallel.collectives import start_all_gather
-from megatron.parallel.gradients import Flat
+from megatron.parallel.flat import Flat
 from megatron.parallel.layout import Axis
 
 

@@ -9,7 +9,7 @@ import importlib.util
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from megatron.tokenizer import rank_cache
 from megatron.tokenizer.byte_level import byte_of_character
@@ -32,27 +32,39 @@ class Encoder(Protocol):
         """Ids of each text."""
 
 
-def build_encoder(vocab: Mapping[str, int], merges: Sequence[str], key: str) -> Encoder:
-    """The fastest encoder that is installed.
+def build_encoder(vocab: Mapping[str, int], merges: Sequence[str], end: int, key: str) -> Encoder:
+    """The fastest encoder that is installed; kept compiled where it can be.
 
     Args:
         vocab: entry in GPT-2's spelling of bytes to id.
         merges: lines `left right`, first merge first.
-        key: digest of both.
+        end: id that ends a document.
+        key: digest of all three.
     """
     if importlib.util.find_spec("gigatoken") is None:
         return TiktokenEncoder(vocab, merges)
     from gigatoken.gigatoken_rs import load_hf_json
 
     encoder = GigatokenEncoder(partial(load_hf_json, _tokenizer_json(vocab, merges)))
-    rank_cache.store(key, vocab, merges, encoder.backend)
+    rank_cache.store(key, vocab, merges, end, encoder.backend)
     return encoder
 
 
-def compiled_encoder(key: str) -> Encoder | None:
-    """The encoder that an earlier `build_encoder` with this key compiled, or None."""
-    path = rank_cache.find(key) if importlib.util.find_spec("gigatoken") is not None else None
-    return None if path is None else GigatokenEncoder(partial(rank_cache.load, path))
+class CompiledEncoder(NamedTuple):
+    """An encoder with the size of its vocabulary and the id that ends a document."""
+
+    encoder: Encoder
+    vocab_size: int
+    end: int
+
+
+def compiled_encoder(key: str) -> CompiledEncoder | None:
+    """What an earlier `build_encoder` with this key compiled, or None."""
+    found = rank_cache.find(key) if importlib.util.find_spec("gigatoken") is not None else None
+    if found is None:
+        return None
+    encoder = GigatokenEncoder(partial(rank_cache.load, found.path))
+    return CompiledEncoder(encoder, found.vocab_size, found.end)
 
 
 class GigatokenEncoder:

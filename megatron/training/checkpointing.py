@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megatron.checkpoint.entries import Entry, State, boxes_of_range
@@ -20,7 +21,8 @@ from megatron.config.yaml_file import from_dict, to_dict
 from megatron.errors import CheckpointError
 from megatron.parallel.buckets import Span
 from megatron.parallel.layout import Layout
-from megatron.parallel.parameter import spec_of
+from megatron.parallel.parameter import part_shape, spec_of
+from megatron.parallel.replicas import Gradients
 from megatron.training.callbacks.base import Callback, Leave
 from megatron.training.callbacks.terminal import say
 from megatron.training.run import Run
@@ -31,7 +33,7 @@ def save_run(run: Run) -> Path:
     """Write the run's state under `--save`. Collective."""
     assert run.config.checkpoint.save
     run.optimizer.wait_for_weights()
-    state = model_state(run.parts)
+    state = _weights_state(run, is_copy=True)
     if not run.config.checkpoint.no_save_optim:
         state |= _optimizer_state(run)
     root = Path(run.config.checkpoint.save)
@@ -50,6 +52,34 @@ def model_state(parts: Iterable[nn.Module]) -> State:
     }
 
 
+def shard_state(
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    gradients: Gradients,
+    *,
+    is_copy: bool = False,
+) -> State:
+    """The same where processes share the weights: each names its fp32 shards.
+
+    Args:
+        is_copy: in the format that forward computes in, as checkpoints have it: where that has 16
+            bits, copies.
+    """
+    return {
+        f"model.{name}": _entries(
+            gradients.part(p).to(gradients.compute_dtype(p) if is_copy else torch.float32),
+            p,
+            gradients.owned(p),
+        )
+        for name, p in named_parameters
+    }
+
+
+def _weights_state(run: Run, *, is_copy: bool) -> State:
+    if run.gradients.shares_weights:
+        return shard_state(run.named_parameters(), run.gradients, is_copy=is_copy)
+    return model_state(run.parts)
+
+
 def _optimizer_state(run: Run) -> State:
     return {
         f"optimizer.{name}": _entries(tensor, parameter, run.optimizer.gradients.owned(parameter))
@@ -64,7 +94,7 @@ def _entry(tensor: Tensor, parameter: nn.Parameter) -> Entry:
 
 def _entries(tensor: Tensor, parameter: nn.Parameter, held: Span) -> list[Entry]:
     """`tensor` holds the elements `held` of the flattened parameter: as boxes of the whole."""
-    spec, boxes = spec_of(parameter), boxes_of_range(tuple(parameter.shape), held.start, held.end)
+    spec, boxes = spec_of(parameter), boxes_of_range(part_shape(parameter), held.start, held.end)
     values = tensor.view(-1).split([box.volume for box in boxes])
     return [
         Entry(
@@ -143,7 +173,8 @@ def restore_run(run: Run, reader: Reader) -> None:
     """Weights, optimizer and position from the checkpoint, as far as the flags ask."""
     options = run.config.checkpoint
     weights_only = options.finetune or options.no_load_optim
-    state = model_state(run.parts)
+    # Loaded alone, 16-bit weights go straight into their masters.
+    state = _weights_state(run, is_copy=not weights_only)
     if not weights_only:
         if not reader.meta.get("optimizer"):
             raise CheckpointError(
@@ -157,6 +188,7 @@ def restore_run(run: Run, reader: Reader) -> None:
     if weights_only:
         run.optimizer.reload_masters()
     else:
+        run.optimizer.reload_masters(of_16_bits=False)
         run.optimizer.load_scalars(reader.meta["optimizer"])
     if not options.finetune:
         _restore_position(run, reader)

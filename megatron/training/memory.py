@@ -6,7 +6,9 @@ backward. Temporary buffers, the allocator's rounding and the CUDA context are n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 from megatron.config import RunConfig
 from megatron.config.run import known
@@ -14,6 +16,7 @@ from megatron.config.stages import ModelPart, parts_of_stage, plan_parts
 from megatron.models.arithmetic import count_part_parameters
 from megatron.parallel.layout import Layout
 from megatron.parallel.pipeline.schedule import activation_bound, schedule_kind
+from megatron.parallel.replicas import shares_weights
 
 _GIB = 1024.0**3
 _MIB = 1024.0**2
@@ -27,6 +30,8 @@ class MemoryEstimate:
     gradients: int
     optimizer: int
     activations: int
+    host: int = 0
+    """What offloading keeps in host memory."""
 
     @property
     def total(self) -> int:
@@ -35,7 +40,8 @@ class MemoryEstimate:
     def describe(self) -> str:
         names = ("parameters", "gradients", "optimizer", "activations")
         parts = ", ".join(f"{name} {_amount(getattr(self, name))}" for name in names)
-        return f"{_amount(self.total)} ({parts})"
+        host = f", and {_amount(self.host)} of host memory" if self.host else ""
+        return f"{_amount(self.total)} ({parts}){host}"
 
 
 def _amount(size: int) -> str:
@@ -51,27 +57,61 @@ def estimate_memory(
     width = 2 if half else 4
     plan = plan_parts(known(config.model.num_layers), config.parallel)
     parts = parts_of_stage(plan, layout.pipeline.rank, layout.pipeline.size)
-    parameters = sum(
-        count_part_parameters(config.model, padded_vocab_size, part, tensor=layout.tensor.size)
-        for part in parts
-    )
-    fp32_gradients = not half or config.precision.accumulate_allreduce_grads_in_fp32
-    moments = 2 if config.optimizer.optimizer == "adam" else 1
-    stage = config.parallel.zero_stage or 0
-    updated = parameters // layout.replica.size if stage > 0 else parameters
+    kept = _kept_for_weights(config, padded_vocab_size, layout, parts)
     kind = schedule_kind(config.parallel, len(parts))
     held = activation_bound(
         kind, layout.pipeline.rank, layout.pipeline.size, len(parts), micro_batches
     )
-    return MemoryEstimate(
-        parameters=width * parameters,
-        gradients=(4 if fp32_gradients else 2) * (updated if stage > 1 else parameters),
-        optimizer=(4 * moments + (4 if half else 0)) * updated,
-        activations=sum(
-            _part_activations(config, part, layout, width) * held // len(parts) for part in parts
-        )
-        + (_logits(config, layout, width, padded_vocab_size) if parts[-1].head else 0),
+    activations = sum(
+        _part_activations(config, part, layout, width) * held // len(parts) for part in parts
     )
+    if parts[-1].head:
+        activations += _logits(config, layout, width, padded_vocab_size)
+    return replace(kept, activations=activations)
+
+
+def _kept_for_weights(
+    config: RunConfig, padded_vocab_size: int, layout: Layout, parts: Sequence[ModelPart]
+) -> MemoryEstimate:
+    """Weights, gradients and optimizer states of the parts that a process holds."""
+    half = config.precision.fp16 or config.precision.bf16
+    in_fp32 = not half or config.precision.accumulate_allreduce_grads_in_fp32
+    width, summed = 2 if half else 4, 4 if in_fp32 else 2
+    layer, outside = _count_weights(config, padded_vocab_size, layout, parts)
+    parameters = layer * sum(len(part.layers) for part in parts) + outside
+    moments = 2 if config.optimizer.optimizer == "adam" else int(config.optimizer.sgd_momentum > 0)
+    on_host, stage = config.optimizer.optimizer_cpu_offload, config.parallel.zero_stage or 0
+    updated = parameters // layout.replica.size if stage > 0 else parameters
+    copies = 4 if on_host or (half and not shares_weights(config.parallel, layout)) else 0
+    states = (4 * moments + copies) * updated
+    if shares_weights(config.parallel, layout):
+        # Whole for a while: this layer and the next, which arrives in one piece and is cut then.
+        gathered = width * (outside + 3 * layer)
+        leaving = width * outside + (width + summed) * layer
+        weights, gradients, summed = 4 * updated + gathered, 4 * updated + leaving, 4
+    else:
+        weights = width * parameters
+        gradients = summed * (updated if stage > 1 else parameters)
+        if config.parallel.ddp_impl == "torch" and layout.replica.size > 1:
+            gradients *= 2  # its own buckets
+    return MemoryEstimate(
+        parameters=weights,
+        gradients=gradients,
+        optimizer=0 if on_host else states,
+        activations=0,
+        host=states + summed * updated if on_host else 0,
+    )
+
+
+def _count_weights(
+    config: RunConfig, padded_vocab_size: int, layout: Layout, parts: Sequence[ModelPart]
+) -> tuple[int, int]:
+    """Parameters of one layer, and of all that the parts hold outside of their layers."""
+    count = partial(
+        count_part_parameters, config.model, padded_vocab_size, tensor=layout.tensor.size
+    )
+    layer = count(part=ModelPart(range(1), embedding=False, head=False))
+    return layer, sum(count(part=replace(part, layers=range(0))) for part in parts)
 
 
 def largest_process(config: RunConfig, padded_vocab_size: int, world_size: int) -> MemoryEstimate:

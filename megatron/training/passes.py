@@ -128,9 +128,11 @@ class Passes:
         batch = self._batch(micro_batch, is_last_use=chunk == len(run.parts) - 1)
         self._seed(chunk, micro_batch)
         with run.timers.measure("forward-compute", level=2):
-            result = run.recipe.forward(
-                run.parts[chunk], batch, hidden, run.config, run.tokenizer, run.layout
-            )
+            inputs = (batch, hidden, run.config, run.tokenizer, run.layout)
+            if run.torch_ddp is None:
+                result = run.recipe.forward(run.parts[chunk], *inputs)
+            else:
+                result = run.torch_ddp(*inputs, is_last=micro_batch == self._count - 1)
         if isinstance(result, Tensor):
             return result
         return self._record(result)

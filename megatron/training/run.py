@@ -11,10 +11,12 @@ from megatron.config import RunConfig
 from megatron.device import Device
 from megatron.environment import Launch
 from megatron.optimizer.mixed import Optimizer
+from megatron.optimizer.norms import parameters_norm
 from megatron.optimizer.schedule import Schedules
-from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.layout import Layout
 from megatron.parallel.pipeline.p2p import PipelineChannel
+from megatron.parallel.replicas import Gradients
+from megatron.parallel.torch_ddp import TorchDataParallel
 from megatron.parallel.weight_gradients import WeightGradientQueue
 from megatron.tokenizer.base import Tokenizer
 from megatron.training.batch_size import BatchPlan
@@ -54,7 +56,8 @@ class Run:
     padded_vocab_size: int
     parts: list[nn.Module]
     tied: nn.Parameter | None
-    gradients: GradientBuffer
+    gradients: Gradients
+    torch_ddp: TorchDataParallel | None
     optimizer: Optimizer
     schedules: Schedules
     channel: PipelineChannel | None
@@ -76,6 +79,12 @@ class Run:
     def parameters(self) -> Iterator[nn.Parameter]:
         for _, parameter in self.named_parameters():
             yield parameter
+
+    def parameters_norm(self) -> float:
+        """L2 norm of all parameters of the model. Collective; waits for the device."""
+        self.optimizer.wait_for_weights()
+        shard = self.gradients.part if self.gradients.shares_weights else None
+        return parameters_norm(self.parameters(), self.layout, shard=shard)
 
     @property
     def is_log_rank(self) -> bool:

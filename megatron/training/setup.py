@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from megatron.checkpoint.entries import flatten
 from megatron.checkpoint.vocabulary import PaddedReader
 from megatron.config import RunConfig
 from megatron.config.run import known
@@ -17,18 +18,21 @@ from megatron.errors import ConfigError
 from megatron.optimizer.mixed import Optimizer
 from megatron.optimizer.schedule import Schedules
 from megatron.parallel.gradients import GradientBuffer
-from megatron.parallel.initialization import initialize
+from megatron.parallel.initialization import initialize, initialize_part
 from megatron.parallel.layers import attach_slots
-from megatron.parallel.layout import Layout
+from megatron.parallel.layout import Axis, Layout
+from megatron.parallel.parameter import spec_of
 from megatron.parallel.partial_gradients import sum_partial_gradients
 from megatron.parallel.pipeline.p2p import PipelineChannel
 from megatron.parallel.pipeline.schedule import schedule_kind
+from megatron.parallel.replicas import Gradients, shares_weights
 from megatron.parallel.tied import tied_copy
+from megatron.parallel.torch_ddp import TorchDataParallel
 from megatron.parallel.weight_gradients import WeightGradientQueue, attach
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.vocabulary import padded_vocab_size
 from megatron.training.batch_size import BatchPlan
-from megatron.training.checkpointing import open_for_loading, restore_run
+from megatron.training.checkpointing import open_for_loading, restore_run, shard_state
 from megatron.training.data import batches_from, samples_needed
 from megatron.training.exit import ExitRequest
 from megatron.training.operation_clock import OperationClock
@@ -57,25 +61,9 @@ def build_run(
     if reader is not None:
         reader = PaddedReader(reader, rows=vocabulary, entries=tokenizer.vocab_size)
     parts = _build_parts(config, recipe, layout, device, vocabulary)
+    gradients, tied = _share(config, parts, layout, device)
     named_parameters = [pair for part in parts for pair in part.named_parameters()]
-    _initialize(named_parameters, config, loading=reader is not None)
-    tied = tied_copy(
-        named_parameters,
-        layout.embedding,
-        is_tied=not config.model.untie_embeddings_and_output_weights,
-    )
-    gradients = GradientBuffer(
-        named_parameters,
-        layout,
-        accumulate_in_fp32=config.precision.accumulate_allreduce_grads_in_fp32,
-        zero_stage=config.parallel.zero_stage or 0,
-        overlap=config.parallel.overlap_grad_reduce,
-        late=lambda parameter: parameter is tied,
-        before_send=partial(sum_partial_gradients, axis=layout.sequence),
-    )
-    if config.precision.gradient_accumulation_fusion:
-        for part in parts:
-            attach_slots(part, gradients)
+    _initialize(named_parameters, gradients, config, loading=reader is not None)
     batches = BatchPlan.from_config(config.training, layout.data.size)
     train_iterations = _train_iterations(config, batches)
     samples = samples_needed(config, train_iterations)
@@ -90,6 +78,9 @@ def build_run(
         parts=parts,
         tied=tied,
         gradients=gradients,
+        torch_ddp=TorchDataParallel(parts[0], recipe.forward, layout.replica)
+        if _uses_torch_ddp(config, layout)
+        else None,
         optimizer=Optimizer(
             named_parameters,
             gradients,
@@ -129,6 +120,58 @@ def _build_parts(
         recipe.build_part(config, layout, device, vocabulary, part)
         for part in parts_of_stage(plan, layout.pipeline.rank, layout.pipeline.size)
     ]
+
+
+def _share(
+    config: RunConfig, parts: list[torch.nn.Module], layout: Layout, device: Device
+) -> tuple[Gradients, torch.nn.Parameter | None]:
+    """The parts' gradients as their replicas share them; the parameter tied to another stage's.
+
+    Stage 3 puts shards in the place of the parts' parameters.
+    """
+    numbers = config.precision
+    in_fp32 = numbers.accumulate_allreduce_grads_in_fp32
+    dtype = parameter_dtype(fp16=numbers.fp16, bf16=numbers.bf16)
+    add_up = partial(sum_partial_gradients, axis=layout.sequence)
+    sharded = None
+    if shares_weights(config.parallel, layout):
+        from megatron.parallel.sharded import ShardedModel  # imports much
+
+        sharded = ShardedModel(
+            parts,
+            layout,
+            device=device.torch_device,
+            compute_dtype=dtype,
+            reduce_dtype=torch.float32 if in_fp32 else dtype,
+            before_update=add_up,
+        )
+    named_parameters = [pair for part in parts for pair in part.named_parameters()]
+    tied = tied_copy(
+        named_parameters,
+        layout.embedding,
+        is_tied=not config.model.untie_embeddings_and_output_weights,
+    )
+    if sharded is not None:
+        return sharded, tied
+    is_torch = _uses_torch_ddp(config, layout)
+    buffer = GradientBuffer(
+        named_parameters,
+        # Alone: PyTorch's averages the gradients in place.
+        replace(layout, replica=Axis()) if is_torch else layout,
+        accumulate_in_fp32=in_fp32,
+        zero_stage=config.parallel.zero_stage or 0,
+        overlap=config.parallel.overlap_grad_reduce,
+        late=lambda parameter: parameter is tied,
+        before_send=add_up,
+    )
+    if numbers.gradient_accumulation_fusion and not is_torch:  # which waits for autograd
+        for part in parts:
+            attach_slots(part, buffer)
+    return buffer, tied
+
+
+def _uses_torch_ddp(config: RunConfig, layout: Layout) -> bool:
+    return config.parallel.ddp_impl == "torch" and layout.replica.size > 1
 
 
 def _train_iterations(config: RunConfig, batches: BatchPlan) -> int:
@@ -185,7 +228,11 @@ def _deferred_weight_gradients(
 
 
 def _initialize(
-    named_parameters: list[tuple[str, torch.nn.Parameter]], config: RunConfig, *, loading: bool
+    named_parameters: list[tuple[str, torch.nn.Parameter]],
+    gradients: Gradients,
+    config: RunConfig,
+    *,
+    loading: bool,
 ) -> None:
     if loading and not config.model.perform_initialization:
         return
@@ -194,7 +241,14 @@ def _initialize(
             "--no-initialization: no checkpoint is loaded, so the weights would be garbage: "
             "give --load with a checkpoint, or drop the flag"
         )
-    initialize(named_parameters, config.training.seed)
+    seed = config.training.seed
+    if not gradients.shares_weights:
+        initialize(named_parameters, seed)
+        return
+    specs = {f"model.{name}": spec_of(parameter) for name, parameter in named_parameters}
+    for name, entry in flatten(shard_state(named_parameters, gradients)):
+        spec = replace(specs[name], offset=entry.offset)
+        initialize_part(name.removeprefix("model."), entry.tensor, spec, seed)
 
 
 def _open_training_data(run: Run) -> None:

@@ -109,8 +109,6 @@ _COMPANIONS = {
     "--wandb-name": ("--wandb-project p", ""),
     "--wandb-id": ("--wandb-project p", ""),
 }
-# Fields that only take Megatron's default so far; any other value is refused by name.
-_ONE_VALUE = ("--DDP-impl",)
 _WORLD = {
     "--tensor-model-parallel-size": 2,
     "--pipeline-model-parallel-size": 2,
@@ -188,7 +186,7 @@ def test_every_flag_is_known_with_its_type_and_default(flag: dict[str, Any]) -> 
 def test_a_value_lands_in_its_field_or_is_answered_by_name(flag: dict[str, Any]) -> None:
     name, words = _name(flag), _words(flag)
     more, without = _COMPANIONS.get(name, ("", ""))
-    refused = {entry.name for entry in REFUSED} | {*_ONE_VALUE, *_NEEDS_PROGRAM}
+    refused = {entry.name for entry in REFUSED} | {*_NEEDS_PROGRAM}
     if name in refused:
         load = ["--load", "x"] if name in _NEEDS_PROGRAM else []
         lines = problems(*words, *load, world_size=2)

@@ -3,7 +3,6 @@
 import torch
 
 from megatron.parallel.collectives import (
-    gather_from,
     gather_to,
     reduce_from,
     reduce_scatter_from,
@@ -30,17 +29,6 @@ def test_reduce_sums_the_values():
         assert grad == [[1, 2], [3, 4]]
 
 
-def _gather(layout):
-    return _run(layout, gather_from, 1)
-
-
-def test_gather_joins_and_backward_takes_the_own_slice():
-    first, second = run_distributed(2, _gather, tensor=2)
-    assert first[0] == second[0] == [[1, 1, 2, 2], [1, 1, 2, 2]]
-    assert first[1] == [[1, 2], [5, 6]]
-    assert second[1] == [[3, 4], [7, 8]]
-
-
 def _gather_to(layout):
     return _run(layout, gather_to, layout.tensor.rank + 1)
 
@@ -64,5 +52,5 @@ def test_reduce_scatter_keeps_the_own_part_and_backward_joins():
 
 def test_one_process_needs_no_groups():
     x = torch.ones(2)
-    for function in (reduce_from, gather_from, gather_to, reduce_scatter_from):
+    for function in (reduce_from, gather_to, reduce_scatter_from):
         assert function(x, Layout.single().tensor) is x

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.parallel import linear
-from megatron.parallel.collectives import Pending, gather_from
+from megatron.parallel.collectives import Pending, gather_to
 from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.initialization import initialize
 from megatron.parallel.layers import Linear, VocabularyEmbedding, set_overlap
@@ -41,11 +41,13 @@ def run_linear(layout, split, parts):
     x = torch.cos(torch.arange(40.0)).view(5, 1, 8).requires_grad_()
     fed = x.chunk(layout.tensor.size, -1)[layout.tensor.rank] if split == "row" else x
     out = module(fed)
+    share = 1.0
     if split == "column":
-        out = gather_from(out, layout.tensor)
+        share = 1 / layout.tensor.size  # gather_to sums the gradients of the ranks
+        out = gather_to(out, layout.tensor)
         if parts == 2 and layout.tensor.size == 2:  # [gate0 up0 gate1 up1] -> [gate, up]
             out = torch.cat([out.chunk(4, -1)[i] for i in (0, 2, 1, 3)], -1)
-    out.backward(torch.sin(torch.arange(60.0)).view_as(out))
+    out.backward(share * torch.sin(torch.arange(60.0)).view_as(out))
     return out.detach(), x.grad, gradients(module)
 
 
@@ -214,17 +216,17 @@ def _order_of_events(layout, sequence, overlap):
         def start(x, axis):
             events.append(name)
             pending = function(x, axis)
-            return Pending(pending.result, Work(name, pending.work))
+            return Pending(pending.result, Work(name, pending.transfer))
 
         return start
 
     class Work:
-        def __init__(self, name, work):
-            self.name, self.work = name, work
+        def __init__(self, name, transfer):
+            self.name, self.transfer = name, transfer
 
         def wait(self):
             events.append(f"{self.name} done")
-            self.work.wait()
+            self.transfer.wait()
 
     for name in ("start_all_gather", "start_all_reduce", "start_reduce_scatter"):
         short = name.removeprefix("start_")

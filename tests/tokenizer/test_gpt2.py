@@ -95,12 +95,12 @@ def test_all_encoders_equal_the_reference(shared_data, cache_folder, name):
     reference = Reference(vocab, merges)
     texts = awkward_texts()
     expected = [reference.encode(text) for text in texts]
-    encoders = {
-        "fresh": build_encoder(vocab, merges, "key"),
-        "compiled": compiled_encoder("key"),
-        "tiktoken": TiktokenEncoder(vocab, merges),
-    }
-    assert encoders["compiled"] is not None, "the order of GPT-2's ids must be recognized"
+    fresh = build_encoder(vocab, merges, vocab["<|endoftext|>"], "key")
+    compiled = compiled_encoder("key")
+    assert compiled is not None, "the order of GPT-2's ids must be recognized"
+    assert (compiled.vocab_size, compiled.end) == (len(vocab), vocab["<|endoftext|>"])
+    tiktoken = TiktokenEncoder(vocab, merges)
+    encoders = {"fresh": fresh, "compiled": compiled.encoder, "tiktoken": tiktoken}
     for kind, encoder in encoders.items():
         got = [ids.tolist() for ids in encoder.encode(texts)]
         assert got == expected, kind
@@ -109,7 +109,7 @@ def test_all_encoders_equal_the_reference(shared_data, cache_folder, name):
 def test_ids_in_another_order_are_not_compiled(shared_data, cache_folder):
     vocab, merges = load_files(shared_data / "tokenizers" / "gpt2-tiny", "gpt2-tiny")
     moved = {entry: (index + 1) % len(vocab) for entry, index in vocab.items()}
-    encoder = build_encoder(moved, merges, "key")
+    encoder = build_encoder(moved, merges, moved["<|endoftext|>"], "key")
     assert compiled_encoder("key") is None
     texts = awkward_texts()[:200]
     reference = Reference(moved, merges)
@@ -124,6 +124,24 @@ def test_damaged_compiled_file_is_not_used(tiny, cache_folder):
     compiled.write_bytes(compiled.read_bytes()[:-100])
     assert compiled_encoder(compiled.stem.split("-")[0]) is None
     assert build_tokenizer(tiny).tokenize("a tale of two cities") == expected
+
+
+def test_compiled_file_of_another_name_is_not_used(tiny, cache_folder):
+    tokenizer = build_tokenizer(tiny)
+    (compiled,) = cache_folder.glob("*.tiktoken")
+    key, size, end, rest = compiled.name.split("-")
+    for name in (f"{key}-{size}-{int(end) - 1}-{rest}", f"{key}-{int(size) + 1}-{end}-{rest}"):
+        compiled = compiled.rename(cache_folder / name)
+        assert compiled_encoder(key) is None
+        assert build_tokenizer(tiny).eod == tokenizer.eod == tokenizer.vocab["<|endoftext|>"]
+        next(path for path in cache_folder.glob("*.tiktoken") if path != compiled).unlink()
+
+
+def test_a_compiled_tokenizer_knows_its_vocabulary(tiny, cache_folder):
+    fresh, compiled = build_tokenizer(tiny), build_tokenizer(tiny)
+    assert (compiled.vocab_size, compiled.eod) == (fresh.vocab_size, fresh.eod)
+    assert compiled.vocab == fresh.vocab
+    assert compiled.detokenize(compiled.tokenize("a tale")) == "a tale"
 
 
 def test_encoder_forgets_and_goes_on(tiny, monkeypatch):

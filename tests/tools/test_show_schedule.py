@@ -56,7 +56,7 @@ def test_a_wrong_layout_is_one_line() -> None:
         check=False,
     )
     assert done.returncode == ConfigError.exit_code
-    assert done.stderr == ("show_schedule: micro-batches of an update 0: must be at least 1\n")
+    assert done.stderr == ("error: micro-batches of an update 0: must be at least 1\n")
 
 
 def test_proves_every_layout_up_to_a_size(capsys) -> None:

@@ -1,5 +1,7 @@
 """The memory estimate: exact where it is arithmetic, and growing with what costs memory."""
 
+import pytest
+
 from megatron.config.parser import parse_config
 from megatron.models.arithmetic import count_parameters
 from megatron.training.memory import largest_process
@@ -35,6 +37,31 @@ def test_shared_states_shrink_with_the_processes():
     assert _bytes(first) == (2, 4, 3)
     assert _bytes(second) == (2, 1, 3)
     assert _estimate("--bf16", world_size=4) == _estimate("--bf16")
+
+
+def test_sharded_weights_are_whole_a_few_layers_at_a_time():
+    sizes = ("--num-layers", "64")
+    alone = _estimate("--bf16", *sizes).parameters // 2
+    third = _estimate("--bf16", "--zero-stage", "3", *sizes, world_size=4)
+    assert third.parameters + third.gradients == pytest.approx(8 * alone // 4, rel=0.15)
+    assert third.optimizer == 8 * (alone // 4)
+    assert _estimate("--bf16", "--zero-stage", "3", *sizes).optimizer == 12 * alone
+
+
+def test_offloading_moves_states_and_copies_to_the_host():
+    for flags, states in ((["--bf16"], 12), ([], 12), (["--bf16", "--zero-stage", "3"], 12)):
+        here = _estimate(*flags)
+        there = _estimate(*flags, "--optimizer-cpu-offload")
+        assert there.optimizer == 0
+        assert there.parameters == here.parameters
+        assert there.host == (states + 4) * PARAMETERS  # and gradients on their way
+        assert "of host memory" in there.describe()
+
+
+def test_torch_ddp_has_buckets_of_its_own():
+    theirs = _estimate("--DDP-impl", "torch", world_size=2)
+    assert theirs.gradients == 2 * _estimate(world_size=2).gradients
+    assert _estimate("--DDP-impl", "torch") == _estimate()
 
 
 def test_a_split_model_needs_less_of_everything():

@@ -37,16 +37,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
 
-    from megatron.checkpoint.summary import summarize
-    from megatron.errors import CheckpointError
+    from megatron.command import run_command
 
-    try:
-        lines, sound = summarize(args.folder, verify=not args.no_verify, details=args.details)
-    except CheckpointError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    return run_command(lambda: _inspect(args))
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from megatron.checkpoint.summary import summarize
+    from megatron.errors import EXIT_OK, CheckpointError
+
+    lines, sound = summarize(args.folder, verify=not args.no_verify, details=args.details)
     print("\n".join(lines))
-    return 0 if sound else CheckpointError.exit_code
+    return EXIT_OK if sound else CheckpointError.exit_code
 
 
 if __name__ == "__main__":

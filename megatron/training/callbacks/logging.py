@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 
-from megatron.optimizer.norms import parameters_norm
 from megatron.training.callbacks.base import Callback, Leave
 from megatron.training.callbacks.terminal import say
 from megatron.training.log_line import LogRecord, training_line
@@ -49,8 +48,7 @@ class LogLine(Callback):
             return
         norm = None
         if run.config.logging.log_params_norm:
-            run.optimizer.wait_for_weights()
-            norm = parameters_norm(run.parameters(), run.layout)
+            norm = run.parameters_norm()
         record = self._record(run, outcome, norm)
         if run.is_log_rank:
             say(training_line(record))

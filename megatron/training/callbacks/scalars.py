@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
-from megatron.optimizer.norms import parameters_norm
 from megatron.training.callbacks.base import Callback, Leave
 from megatron.training.log_line import perplexity
 from megatron.training.run import Run
@@ -33,8 +32,7 @@ class Scalars(Callback):
         # All ranks take part in the norm, whether or not they write.
         norm = None
         if options.log_params_norm:
-            run.optimizer.wait_for_weights()
-            norm = parameters_norm(run.parameters(), run.layout)
+            norm = run.parameters_norm()
         if self._writers:
             self._write(run, step_scalars(run, outcome, norm, seconds))
 

@@ -1,0 +1,28 @@
+"""How a command line ends: errors that tell the user what to mend, interruptions, exit codes."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+
+from megatron.errors import EXIT_OK, UserError
+
+
+def run_command(work: Callable[[], int | None]) -> int:
+    """Do a command's work; its exit code.
+
+    0, or what `work` returns; a UserError's own code, after its message on stderr; 130 after
+    Ctrl-C. SIGTERM unwinds like Ctrl-C, so that temporary files go, and exits with 143. Call it
+    from the main thread.
+    """
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        return work() or EXIT_OK
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    finally:
+        signal.signal(signal.SIGTERM, previous)

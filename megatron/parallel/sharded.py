@@ -1,0 +1,207 @@
+"""Every tensor of a model in shards (ZeRO stage 3), on PyTorch's `fully_shard`.
+
+A layer's weights are whole from just before its forward or backward to the end of it: gathered
+from the processes that hold the same part of the model, in the format that forward computes in.
+What stands outside of the layers (embeddings, final normalization, output) is gathered at once and
+stays from the start of forward to the end of backward, so that tied embeddings meet whole.
+
+What a process keeps is a shard of every parameter in fp32, which with 16-bit weights serves as
+their master, and of its gradient in fp32. Each backward reduces gradients at once and adds them to
+the shard: for d processes 4/d + 4/d bytes a parameter, and the optimizer's states.
+
+Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from megatron.parallel.buckets import Span
+from megatron.parallel.layout import Layout
+from megatron.parallel.parameter import spec_of
+
+
+class ShardedModel:
+    """Shards the parts of a model in place, and is their gradients and weights (`Gradients`).
+
+    The modules' parameters become sharded tensors under the same names, allocated on `device` and
+    not filled. Each knows its `spec` still and has its gradient's shard as `main_grad`, 1-D.
+
+    Args:
+        parts: built with fp32 parameters, without memory ("meta"), or not to be missed.
+        layout: who shares: its replica axis, of several processes.
+        device: of the shards.
+        compute_dtype: what forward computes in.
+        reduce_dtype: what gradients travel in.
+        before_update: called with all parameters when the last backward is done: what must happen
+            to `main_grad` (sums over the tensor axis).
+    """
+
+    is_sharded = True
+    shares_weights = True
+
+    def __init__(
+        self,
+        parts: Sequence[nn.Module],
+        layout: Layout,
+        *,
+        device: torch.device,
+        compute_dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
+        before_update: Callable[[list[nn.Parameter]], None] | None = None,
+    ) -> None:
+        self.axis = layout.replica
+        assert self.axis.group is not None, "one process has nobody to share with"
+        self._compute_dtype = compute_dtype
+        self._before_update = before_update
+        mesh = DeviceMesh.from_group(self.axis.group, device.type)
+        policy = MixedPrecisionPolicy(
+            param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
+        )
+        self._roots = [_shard(part, mesh, policy, device) for part in parts]
+        self._parameters = [p for part in parts for p in part.parameters() if p.requires_grad]
+        self._shards = {id(p): _local(p) for p in self._parameters}
+        self._storage = torch.zeros(sum(s.numel() for s in self._shards.values()), device=device)
+        self._slots: dict[int, Span] = {}
+        self._gradients: list[tuple[nn.Parameter, DTensor]] = []
+        end = 0
+        for parameter in self._parameters:
+            slot = Span(end, end + self._shards[id(parameter)].numel())
+            self._slots[id(parameter)], end = slot, slot.end
+            self._gradients.append((parameter, self._attach(parameter, slot)))
+
+    def _attach(self, parameter: nn.Parameter, slot: Span) -> DTensor:
+        """The parameter's gradient as autograd wants it, in our storage."""
+        flat = self._storage[slot.start : slot.end]
+        parameter.main_grad = flat  # type: ignore[attr-defined]
+        assert isinstance(parameter, DTensor)
+        return DTensor.from_local(
+            flat.view_as(self._shards[id(parameter)]),
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+
+    def owned(self, parameter: nn.Parameter) -> Span:
+        """Which elements of the flattened parameter this process holds; may be none."""
+        rows, size = parameter.shape[0], self.axis.size
+        first = min(self.axis.rank * -(-rows // size), rows)
+        start = first * (parameter.numel() // rows)
+        return Span(start, start + self._slots[id(parameter)].size)
+
+    def part(self, parameter: nn.Parameter) -> Tensor:
+        """The weights that are `owned`, fp32, 1-D."""
+        return self._shards[id(parameter)].view(-1)
+
+    def gradient(self, parameter: nn.Parameter) -> Tensor:
+        """The gradient of `part`, fp32, 1-D."""
+        slot = self._slots[id(parameter)]
+        return self._storage[slot.start : slot.end]
+
+    def compute_dtype(self, parameter: nn.Parameter) -> torch.dtype:
+        """What forward computes in."""
+        return self._compute_dtype
+
+    def views(self, select: Callable[[nn.Parameter], bool]) -> list[Tensor]:
+        """As few 1-D tensors as hold what is owned of all selected parameters' gradients."""
+        runs = []
+        for is_selected, members in groupby(self._parameters, key=select):
+            slots = [self._slots[id(parameter)] for parameter in members]
+            if is_selected:
+                runs.append(self._storage[slots[0].start : slots[-1].end])
+        return runs
+
+    def share_weights(self, overlap_in: Sequence[nn.Module] | None) -> ShardedModel:
+        """Itself: see `gather` and `wait`."""
+        return self
+
+    def gather(self) -> None:
+        """Nothing: the next forward gathers what it needs when it needs it."""
+
+    def wait(self) -> None:
+        """Give back what forward alone, without a backward, has left whole."""
+        for root in self._roots:
+            root.reshard()
+
+    def zero(self) -> None:
+        """Forget all gradients. Call before the first micro-batch of an update."""
+        self._storage.zero_()
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+
+    @contextmanager
+    def micro_batch(self, *, is_last: bool) -> Iterator[None]:
+        """Around each backward, which itself reduces what it computes. Collective."""
+        yield
+
+    def complete(self) -> None:
+        """Nothing: `zero` has zeroed all."""
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Finish the average: only what `before_update` does is left."""
+        for parameter, gradient in self._gradients:
+            assert parameter.grad is gradient, "backward has put a gradient elsewhere"
+        if self._before_update is not None:
+            self._before_update(self._parameters)
+
+
+def _shard(
+    part: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, device: torch.device
+) -> FSDPModule:
+    """Shard a part layer by layer, then what is left; allocate the shards alone."""
+    # Of torch 2.13: a layer's output must not be changed in place, which no part does.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
+    _merge_leading_dimensions(part)
+    specs = {name: spec_of(parameter) for name, parameter in part.named_parameters()}
+    for layer in _layers(part):
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    root = fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    # As `to_empty` does, but buffers keep their values.
+    part._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
+    for name, parameter in part.named_parameters():
+        parameter.spec = specs[name]  # type: ignore[attr-defined]
+    return root
+
+
+def _merge_leading_dimensions(part: nn.Module) -> None:
+    """Make every parameter a matrix or a vector.
+
+    Shards are runs of rows: of a weight [2, f, h] (gate and up) two processes at most would hold
+    something.
+    """
+    for module in part.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.ndim > 2:
+                matrix = nn.Parameter(parameter.detach().flatten(0, -2))
+                matrix.spec = spec_of(parameter)  # type: ignore[attr-defined]
+                setattr(module, name, matrix)
+
+
+def _layers(part: nn.Module) -> Iterable[nn.Module]:
+    """The modules that stand in a list or dict of the part: its layers."""
+    for child in part.children():
+        if isinstance(child, nn.ModuleDict):
+            yield from child.values()
+        elif isinstance(child, nn.ModuleList):
+            yield from child
+
+
+@torch.no_grad()
+def _local(parameter: nn.Parameter) -> Tensor:
+    """This process's rows of a sharded parameter, sharing its memory."""
+    assert isinstance(parameter, DTensor)
+    rows = parameter.to_local()
+    assert rows.is_contiguous()
+    return rows

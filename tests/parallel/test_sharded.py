@@ -1,0 +1,110 @@
+"""A model in shards: what a process holds, and that it is all there together."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megatron.parallel.layers import Linear
+from megatron.parallel.parameter import Init, part_shape, spec_of
+from megatron.parallel.sharded import ShardedModel
+from tests.distributed import run_distributed
+
+pytestmark = pytest.mark.usefixtures("sharding_loaded")
+
+
+class _Network(nn.Module):
+    """Layers of [2, 64, 64] (as gate and up) and [64, 128], and a normalization outside."""
+
+    def __init__(self, layout, device):
+        super().__init__()
+        options = {"layout": layout, "init": Init("normal", 0.1), "bias": False, "device": device}
+        self.layers = nn.ModuleList(
+            nn.Sequential(
+                Linear(64, 128, split="column", parts=2, **options),
+                Linear(128, 64, split="row", **options),
+            )
+            for _ in range(4)
+        )
+        self.first = Linear(64, 64, split=None, **options)
+        self.register_buffer("shift", torch.full((64,), 0.5), persistent=False)
+
+    def forward(self, x):
+        x = self.first(x) + self.shift.to(x.dtype)
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def _build(layout, dtype):
+    network = _Network(layout, torch.device("meta"))
+    network.shift = torch.full((64,), 0.5)
+    sharded = ShardedModel(
+        [network],
+        layout,
+        device=torch.device("cpu"),
+        compute_dtype=dtype,
+        reduce_dtype=torch.float32,
+    )
+    return network, sharded
+
+
+def _held_bytes():
+    """Of all tensors with memory, shared memory counted once."""
+    gc.collect()
+    held = {}
+    for thing in gc.get_objects():
+        if isinstance(thing, torch.Tensor):
+            local = thing.to_local() if isinstance(thing, DTensor) else thing
+            if not local.is_meta:
+                held[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
+    return sum(held.values())
+
+
+@torch.no_grad()
+def _bytes_a_parameter(layout, dtype):
+    before = _held_bytes()
+    network, sharded = _build(layout, dtype)
+    for p in network.parameters():
+        sharded.part(p).fill_(0.01)
+    for _ in range(2):
+        sharded.zero()
+        with torch.enable_grad(), sharded.micro_batch(is_last=True):
+            network(torch.ones(2, 1, 64, dtype=dtype)).float().sum().backward()
+        sharded.reduce()
+    assert all(sharded.gradient(p).all() for p in network.parameters())
+    assert network.shift.tolist() == [0.5] * 64
+    return (_held_bytes() - before) / sum(p.numel() for p in network.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_process_keeps_a_shard_of_weights_and_gradients(size, dtype):
+    for measured in run_distributed(size, _bytes_a_parameter, dtype):
+        assert measured == pytest.approx(8 / size, rel=0.02)
+
+
+def _describe(layout):
+    network, sharded = _build(layout, torch.float32)
+    counted = sharded.views(lambda p: spec_of(p).split_dim is None)
+    return {
+        name: (sharded.owned(p), part_shape(p), spec_of(p).global_shape, sharded.part(p).shape)
+        for name, p in network.named_parameters()
+    }, [view.numel() for view in counted]
+
+
+def test_spans_tile_every_parameter_evenly():
+    """Two tensor ranks, two replicas: the weight of two parts is shared by both replicas."""
+    answers = run_distributed(4, _describe, tensor=2)
+    for rank, (parameters, counted) in enumerate(answers):
+        assert counted == [64 * 32]
+        for name, (owned, shape, whole, held) in parameters.items():
+            size = torch.Size(shape).numel()
+            replica = rank // 2
+            assert (owned.start, owned.end) == (replica * size // 2, (replica + 1) * size // 2)
+            assert held == (size // 2,)
+            if name.endswith("0.0.weight"):
+                assert whole == (2, 64, 64)
+                assert shape == (2, 32, 64)
