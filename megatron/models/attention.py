@@ -8,10 +8,9 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.config.model import ModelConfig
 from megatron.kernels.attention import AttentionChoice
-from megatron.kernels.library import find_library
 from megatron.kernels.rope import Rotation, choose_split_rotate, rotate
 from megatron.models.initial import weight_init
-from megatron.models.precision import IN_MODEL_FORMAT, LinearFormat
+from megatron.models.kernels import PLAIN_KERNELS, Kernels
 from megatron.models.sizes import sizes_of
 from megatron.parallel.collectives import gather_to
 from megatron.parallel.layers import Linear
@@ -32,7 +31,7 @@ class SelfAttention(nn.Module):
         attention: form of the core.
         causal: without a mask, attend to the past only.
         recompute_core: compute the core again in backward instead of keeping its insides.
-        linear: how the projections multiply.
+        kernels: what to compute with.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class SelfAttention(nn.Module):
         *,
         causal: bool = True,
         recompute_core: bool = False,
-        linear: LinearFormat = IN_MODEL_FORMAT,
+        kernels: Kernels = PLAIN_KERNELS,
         device: torch.device | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -59,8 +58,7 @@ class SelfAttention(nn.Module):
         self.attend = attention.function
         self.causal = causal
         self.recompute_core = recompute_core
-        library = None if device is None else find_library(device).library
-        self.split_rotate = choose_split_rotate(library, linear.amaxes)
+        self.split_rotate = choose_split_rotate(kernels.library, kernels.amaxes)
         self.qkv = Linear(
             sizes.hidden,
             sizes.qkv,
@@ -68,7 +66,7 @@ class SelfAttention(nn.Module):
             layout=layout,
             init=weight_init(model, sizes.hidden, sizes.qkv),
             bias=model.add_bias_linear,
-            products=linear.new_products(),
+            products=kernels.new_products(),
             device=device,
             dtype=dtype,
         )
@@ -80,7 +78,7 @@ class SelfAttention(nn.Module):
             init=weight_init(model, sizes.query, sizes.hidden, ends_in_residual=True),
             bias=model.add_bias_linear,
             adds_bias=model.hidden_dropout == 0,  # else the dropout's kernel does
-            products=linear.new_products(),
+            products=kernels.new_products(),
             device=device,
             dtype=dtype,
         )

@@ -8,12 +8,11 @@ from torch import Tensor, nn
 from megatron.config.model import ModelConfig
 from megatron.kernels.attention import AttentionChoice
 from megatron.kernels.dropout import choose_bias_dropout_add
-from megatron.kernels.library import find_library
 from megatron.kernels.rope import Rotation
 from megatron.models.attention import SelfAttention
+from megatron.models.kernels import PLAIN_KERNELS, Kernels
 from megatron.models.mlp import MLP
 from megatron.models.norm import Stream, new_norm
-from megatron.models.precision import IN_MODEL_FORMAT, LinearFormat
 from megatron.parallel.layout import Layout
 from megatron.parallel.random import split_region
 
@@ -31,7 +30,7 @@ class Block(nn.Module):
         layer_number: from 1.
         attention: form of the core.
         recompute_core: compute the core again in backward instead of keeping its insides.
-        linear: how the linear layers multiply.
+        kernels: what to compute with.
     """
 
     def __init__(
@@ -42,30 +41,29 @@ class Block(nn.Module):
         attention: AttentionChoice,
         *,
         recompute_core: bool = False,
-        linear: LinearFormat = IN_MODEL_FORMAT,
+        kernels: Kernels = PLAIN_KERNELS,
         device: torch.device | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         self.residual_after_norm = model.apply_residual_connection_post_layernorm
         self.dropout = model.hidden_dropout
-        library = None if device is None else find_library(device).library
-        self.bias_dropout_add = choose_bias_dropout_add(model, library)
+        self.bias_dropout_add = choose_bias_dropout_add(model, kernels.library)
         self.sequence = layout.sequence
         self.layer_number = layer_number
-        self.attention_norm = new_norm(model, layout, linear.amaxes, device=device, dtype=dtype)
+        self.attention_norm = new_norm(model, layout, kernels, device=device, dtype=dtype)
         self.attention = SelfAttention(
             model,
             layout,
             layer_number,
             attention,
             recompute_core=recompute_core,
-            linear=linear,
+            kernels=kernels,
             device=device,
             dtype=dtype,
         )
-        self.mlp_norm = new_norm(model, layout, linear.amaxes, device=device, dtype=dtype)
-        self.mlp = MLP(model, layout, linear=linear, device=device, dtype=dtype)
+        self.mlp_norm = new_norm(model, layout, kernels, device=device, dtype=dtype)
+        self.mlp = MLP(model, layout, kernels=kernels, device=device, dtype=dtype)
 
     def forward(self, stream: Stream, mask: Tensor | None, rotation: Rotation | None) -> Stream:
         """[s, b, h] -> [s, b, h]; [s/t, b, h] with sequence parallelism."""

@@ -12,6 +12,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.kernels.rope import Rotation, rotation_table
 from megatron.models.initial import weight_init
+from megatron.models.kernels import PLAIN_KERNELS, Kernels
 from megatron.models.sizes import sizes_of
 from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.layers import VocabularyEmbedding
@@ -58,6 +59,7 @@ class Embedding(nn.Module):
         model: ModelConfig,
         precision: PrecisionConfig,
         layout: Layout,
+        kernels: Kernels = PLAIN_KERNELS,
         *,
         padded_vocab_size: int,
         device: torch.device | None = None,
@@ -74,6 +76,7 @@ class Embedding(nn.Module):
             layout=layout,
             init=weight_init(model, hidden, padded_vocab_size),
             lookup_in_fp32=precision.embedding_weights_in_fp32,
+            library=kernels.library,
             device=device,
             dtype=dtype,
         )

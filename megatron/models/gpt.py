@@ -21,8 +21,8 @@ from megatron.models.block import Block
 from megatron.models.context import over_context
 from megatron.models.embedding import Embedding, RotaryTable, TiedWordEmbedding
 from megatron.models.head import OutputWeight, TokenLoss, vocabulary_logits
+from megatron.models.kernels import choose_kernels
 from megatron.models.norm import Stream, new_norm
-from megatron.models.precision import choose_linear_format
 from megatron.models.recompute import RecomputePlan, layer_groups, recompute
 from megatron.models.sizes import sizes_of
 from megatron.parallel.context.split import local_positions
@@ -83,20 +83,17 @@ class GPTModel(nn.Module):
             device,
         )
         self.groups = layer_groups(recompute, self.part.layers)
-        allocation: dict[str, Any] = {
-            "padded_vocab_size": padded_vocab_size,
-            "device": parameter_device or device,
-            "dtype": dtype,
-        }
+        kernels = choose_kernels(precision, device)
+        allocation: dict[str, Any] = {"device": parameter_device or device, "dtype": dtype}
+        words = {"padded_vocab_size": padded_vocab_size, **allocation}
         tied = not model.untie_embeddings_and_output_weights
         self.embedding: Embedding | TiedWordEmbedding | None = None
         if self.part.embedding:
-            self.embedding = Embedding(model, precision, layout, **allocation)
+            self.embedding = Embedding(model, precision, layout, kernels, **words)
         elif self.part.head and tied:
-            self.embedding = TiedWordEmbedding(model, layout, **allocation)
+            self.embedding = TiedWordEmbedding(model, layout, **words)
         has_rope = model.position_embedding_type == "rope"
         self.rotary = RotaryTable(model, device=device) if has_rope else None
-        linear = choose_linear_format(precision, device)
         self.layers = nn.ModuleDict()
         for index in self.part.layers:
             self.layers[str(index)] = Block(
@@ -105,16 +102,13 @@ class GPTModel(nn.Module):
                 index + 1,
                 self.attention_choice,
                 recompute_core=recompute is not None and recompute.granularity == "selective",
-                linear=linear,
-                device=parameter_device or device,
-                dtype=dtype,
+                kernels=kernels,
+                **allocation,
             )
         self.final_norm = self.output = None
         if self.part.head:
-            self.final_norm = new_norm(
-                model, layout, linear.amaxes, device=parameter_device or device, dtype=dtype
-            )
-            self.output = None if tied else OutputWeight(model, layout, **allocation)
+            self.final_norm = new_norm(model, layout, kernels, **allocation)
+            self.output = None if tied else OutputWeight(model, layout, **words)
 
     @classmethod
     def from_config(

@@ -7,9 +7,8 @@ from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
 from megatron.kernels.activation import choose_activation
-from megatron.kernels.library import find_library
 from megatron.models.initial import weight_init
-from megatron.models.precision import IN_MODEL_FORMAT, LinearFormat
+from megatron.models.kernels import PLAIN_KERNELS, Kernels
 from megatron.models.sizes import sizes_of
 from megatron.parallel.layers import Linear
 from megatron.parallel.layout import Layout
@@ -23,14 +22,13 @@ class MLP(nn.Module):
         model: ModelConfig,
         layout: Layout,
         *,
-        linear: LinearFormat = IN_MODEL_FORMAT,
+        kernels: Kernels = PLAIN_KERNELS,
         device: torch.device | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         sizes = sizes_of(model)
-        library = None if device is None else find_library(device).library
-        self.activation = choose_activation(model, library, linear.amaxes)
+        self.activation = choose_activation(model, kernels.library, kernels.amaxes)
         self.up = Linear(
             sizes.hidden,
             sizes.up,
@@ -40,7 +38,7 @@ class MLP(nn.Module):
             bias=model.add_bias_linear,
             adds_bias=False,  # the activation does
             parts=sizes.up_parts,
-            products=linear.new_products(),
+            products=kernels.new_products(),
             device=device,
             dtype=dtype,
         )
@@ -52,7 +50,7 @@ class MLP(nn.Module):
             init=weight_init(model, sizes.ffn, sizes.hidden, ends_in_residual=True),
             bias=model.add_bias_linear,
             adds_bias=model.hidden_dropout == 0,  # else the dropout's kernel does
-            products=linear.new_products(),
+            products=kernels.new_products(),
             device=device,
             dtype=dtype,
         )

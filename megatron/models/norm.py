@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
-from megatron.kernels.amax import Amaxes
-from megatron.kernels.library import find_library
 from megatron.kernels.norm import AddNorm, add_norm, choose_add_norm
+from megatron.models.kernels import PLAIN_KERNELS, Kernels
 from megatron.models.sizes import sizes_of
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import ONES, ZEROS, new_parameter
@@ -97,7 +96,7 @@ class RMSNorm(nn.Module):
 def new_norm(
     model: ModelConfig,
     layout: Layout,
-    amaxes: Amaxes | None = None,
+    kernels: Kernels = PLAIN_KERNELS,
     *,
     device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
@@ -105,12 +104,11 @@ def new_norm(
     """The normalization that the flags ask for, of whole sequences or parts, as the layout is.
 
     Args:
-        amaxes: of the layers that cast what it gives; see `choose_add_norm`.
+        kernels: what to compute with.
     """
     hidden = sizes_of(model).hidden
-    library = None if device is None else find_library(device).library
     options: dict[str, Any] = {
-        "form": choose_add_norm(library, amaxes),
+        "form": choose_add_norm(kernels.library, kernels.amaxes),
         "partial_gradient": layout.sequence.size > 1,
         "device": device,
         "dtype": dtype,

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.kernels.embedding_gradient import EmbeddingGradient, choose_embedding_gradient
-from megatron.kernels.library import find_library
+from megatron.kernels.library import KernelLibrary
 from megatron.parallel.collectives import reduce_from, reduce_scatter_from
 from megatron.parallel.gradients import GradientBuffer, GradientSlot
 from megatron.parallel.layout import Layout
@@ -167,6 +167,7 @@ class VocabularyEmbedding(nn.Module):
         vocab_size: padded, of the whole table.
         lookup_in_fp32: look up in an fp32 copy of the weight, so that the gradients of an entry
             that occurs often are summed in fp32.
+        library: of fused kernels; None: PyTorch's operations.
 
     Attributes:
         slot: where the weight's gradient goes, summed in its format; None: to autograd.
@@ -180,6 +181,7 @@ class VocabularyEmbedding(nn.Module):
         layout: Layout,
         init: Init,
         lookup_in_fp32: bool = False,
+        library: KernelLibrary | None = None,
         device: torch.device | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -187,7 +189,6 @@ class VocabularyEmbedding(nn.Module):
         self.layout = layout
         self.lookup_in_fp32 = lookup_in_fp32
         self.slot: GradientSlot | None = None
-        library = None if device is None else find_library(device).library
         self.gradient_form = choose_embedding_gradient(library, hidden)
         self.weight = new_parameter(
             (vocab_size, hidden),

@@ -146,9 +146,8 @@ def test_a_model_gives_the_same_bits(emulated, flags, wgrad, monkeypatch):
     """Handed over or measured again; only weights and attention's output are measured apart."""
     monkeypatch.setattr("tests.models.small.SEQUENCE", 16)
     library = Counting(emulated.path)
-    for module in ("attention", "mlp", "norm", "precision"):
-        choice = LibraryChoice(library, "emulated")
-        monkeypatch.setattr(f"megatron.models.{module}.find_library", lambda _, c=choice: c)
+    fused = LibraryChoice(library, "emulated")
+    monkeypatch.setattr("megatron.models.kernels.find_library", lambda _: fused)
     numbers = {"bf16": True, "fp8_format": "hybrid", "fp8_wgrad": wgrad}
 
     def run():

@@ -5,7 +5,11 @@ import math
 import pytest
 import torch
 
+from megatron.config.precision import PrecisionConfig
+from megatron.kernels.library import LibraryChoice
+from megatron.models.gpt import GPTModel
 from megatron.models.recompute import RecomputePlan
+from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import spec_of
 from tests.models.small import BATCH, LLAMA, SEQUENCE, VOCAB, batch, config, gpt, loss_and_gradients
 
@@ -160,6 +164,31 @@ def test_plain_and_fused_attention_agree():
     fused = loss_and_gradients(gpt(NO_DROPOUT))
     plain = loss_and_gradients(gpt({**NO_DROPOUT, "masked_softmax_fusion": False}))
     torch.testing.assert_close(plain, fused, rtol=1e-5, atol=1e-6)
+
+
+def test_kernels_are_those_of_the_device_it_runs_on(monkeypatch):
+    """Parameters may have no memory yet, on "meta"."""
+    library = object()
+    asked = []
+
+    def find(device):
+        asked.append(device.type)
+        return LibraryChoice(library, "a test's")
+
+    monkeypatch.setattr("megatron.models.kernels.find_library", find)
+    model = GPTModel(
+        config(),
+        PrecisionConfig(),
+        Layout.single(),
+        padded_vocab_size=VOCAB,
+        device=torch.device("cpu"),
+        parameter_device=torch.device("meta"),
+    )
+    assert asked == ["cpu"]
+    assert all(parameter.is_meta for parameter in model.parameters())
+    block = model.layers["0"]
+    for form in (model.final_norm.form, block.mlp.activation, block.attention.split_rotate):
+        assert form.args[0] is library
 
 
 def test_tied_output_shares_the_word_embedding():

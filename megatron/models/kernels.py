@@ -1,4 +1,4 @@
-"""In which number format linear layers multiply: decided when a model is built."""
+"""What the modules of a model compute with: decided when it is built."""
 
 from __future__ import annotations
 
@@ -12,37 +12,43 @@ from megatron.device import Device
 from megatron.errors import ConfigError
 from megatron.kernels.amax import Amaxes
 from megatron.kernels.fp8 import E4M3, E5M2, choose_fp8_casts
-from megatron.kernels.library import find_library
+from megatron.kernels.library import KernelLibrary, find_library
 from megatron.parallel.products import Fp8Format, Fp8Products, Plain, Products
 
 OLDEST_FP8 = (8, 9)
 
 
 @dataclass(frozen=True)
-class LinearFormat:
-    """How the linear layers of attention and MLP multiply.
+class Kernels:
+    """What to run.
 
     Attributes:
-        new_products: makes what one layer multiplies with.
-        amaxes: where kernels leave the largest magnitudes of what they write for a layer to cast;
-            None: layers do not ask.
+        library: of fused kernels; None: PyTorch's operations.
+        new_products: makes what one linear layer of attention or MLP multiplies with.
+        amaxes: where kernels leave the largest magnitudes of what they write for such a layer to
+            cast; None: layers do not ask.
     """
 
+    library: KernelLibrary | None = None
     new_products: Callable[[], Products] = Plain
     amaxes: Amaxes | None = None
 
 
-IN_MODEL_FORMAT = LinearFormat()
+PLAIN_KERNELS = Kernels()
 
 
-def choose_linear_format(precision: PrecisionConfig, device: torch.device) -> LinearFormat:
-    """What the flags ask for.
+def choose_kernels(precision: PrecisionConfig, device: torch.device) -> Kernels:
+    """What the flags ask for and the device can do.
+
+    Args:
+        device: where the model runs, which need not be where its parameters are.
 
     Raises:
         ConfigError: --fp8-format on a GPU that cannot multiply in 8 bits.
     """
+    library = find_library(device).library
     if precision.fp8_format is None:
-        return IN_MODEL_FORMAT
+        return Kernels(library)
     ours = Device(device)
     if ours.is_gpu and ours.capability < OLDEST_FP8:
         raise ConfigError(
@@ -56,5 +62,5 @@ def choose_linear_format(precision: PrecisionConfig, device: torch.device) -> Li
         weight_gradient=precision.fp8_wgrad,
     )
     amaxes = Amaxes()
-    casts = choose_fp8_casts(find_library(device).library, amaxes)
-    return LinearFormat(lambda: Fp8Products(form, casts), None if form.by_row else amaxes)
+    casts = choose_fp8_casts(library, amaxes)
+    return Kernels(library, lambda: Fp8Products(form, casts), None if form.by_row else amaxes)
