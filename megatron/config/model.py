@@ -79,6 +79,11 @@ class ModelConfig:
         "Allow a fused attention kernel; off: plain scores, mask and softmax.",
         off="--no-masked-softmax-fusion",
     )
+    apply_rope_fusion: bool = flag(
+        True,
+        "Split queries, keys and values and rotate them in one kernel; off: PyTorch's operations.",
+        off="--no-rope-fusion",
+    )
     bias_dropout_fusion: bool = flag(
         True,
         "Bias, hidden dropout and residual in one kernel, which draws masks of its own; off: "

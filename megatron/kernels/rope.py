@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from megatron.config.model import ModelConfig
 from megatron.kernels.amax import Amaxes
 from megatron.kernels.library import DTYPE_CODES, VECTOR_BYTES, Kernel, KernelLibrary, aligned
 
@@ -76,15 +77,20 @@ class SplitRotate(Protocol):
         """
 
 
-def choose_split_rotate(library: KernelLibrary | None, amaxes: Amaxes | None = None) -> SplitRotate:
-    """The fused kernel where there is a library, else PyTorch's operations.
+def choose_split_rotate(
+    model: ModelConfig, library: KernelLibrary | None, amaxes: Amaxes | None = None
+) -> SplitRotate:
+    """The fused kernel where there is a library, but for --no-rope-fusion.
 
     Args:
+        model: flags.
         library: of kernels.
         amaxes: where the kernel leaves the largest magnitude of the projection's gradient; None:
             it does not measure it.
     """
-    return split_rotate if library is None else partial(fused_split_rotate, library, amaxes=amaxes)
+    if library is None or not model.apply_rope_fusion:
+        return split_rotate
+    return partial(fused_split_rotate, library, amaxes=amaxes)
 
 
 def split_rotate(

@@ -58,7 +58,7 @@ class SelfAttention(nn.Module):
         self.attend = attention.function
         self.causal = causal
         self.recompute_core = recompute_core
-        self.split_rotate = choose_split_rotate(kernels.library, kernels.amaxes)
+        self.split_rotate = choose_split_rotate(model, kernels.library, kernels.amaxes)
         self.qkv = Linear(
             sizes.hidden,
             sizes.qkv,

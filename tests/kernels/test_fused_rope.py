@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 
+from megatron.config.model import ModelConfig
 from megatron.kernels.rope import (
     choose_split_rotate,
     fused_split_rotate,
@@ -90,5 +91,7 @@ def test_odd_heads_take_the_plain_form(kernels, size, rotary):
 
 
 def test_choice(kernels):
-    assert choose_split_rotate(None) is split_rotate
-    assert isinstance(choose_split_rotate(kernels[0]), partial)
+    off = ModelConfig(apply_rope_fusion=False)
+    assert choose_split_rotate(ModelConfig(), None) is split_rotate
+    assert choose_split_rotate(off, kernels[0]) is split_rotate
+    assert isinstance(choose_split_rotate(ModelConfig(), kernels[0]), partial)
