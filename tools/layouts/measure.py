@@ -130,7 +130,9 @@ def error_line(log: str, code: int) -> str:
     """The line that says what went wrong: our own errors first, then Python's."""
     for pattern in (r"^(?:\[rank \d+\] )?error: .*", r"^(?:\[rank\d+\]: )?[\w.]*Error: .*"):
         found = [
-            line for line in re.findall(pattern, log, re.MULTILINE) if "ChildFailed" not in line
+            line
+            for line in re.findall(pattern, log, re.MULTILINE)
+            if "ChildFailed" not in line and "this is a bug" not in line
         ]
         if found:
             return str(found[0])[:300]
