@@ -10,6 +10,7 @@ from megatron.config.model import ModelConfig
 from megatron.kernels.attention import AttentionChoice
 from megatron.kernels.rope import Rotation, rotate
 from megatron.models.initial import weight_init
+from megatron.models.norm import Stream, new_head_norm
 from megatron.models.sizes import sizes_of
 from megatron.parallel.collectives import gather_to
 from megatron.parallel.layers import Linear
@@ -61,7 +62,7 @@ class SelfAttention(nn.Module):
             split="column",
             layout=layout,
             init=weight_init(model, sizes.hidden, sizes.qkv),
-            bias=model.add_bias_linear,
+            bias=model.add_bias_linear or model.add_qkv_bias,
             device=device,
             dtype=dtype,
         )
@@ -75,10 +76,17 @@ class SelfAttention(nn.Module):
             device=device,
             dtype=dtype,
         )
+        self.query_norm = self.key_norm = None
+        if model.qk_layernorm:
+            self.query_norm = new_head_norm(model, layout, device=device, dtype=dtype)
+            self.key_norm = new_head_norm(model, layout, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, mask: Tensor | None, rotation: Rotation | None) -> Tensor:
         """[s, b, h] -> [s, b, h]; [s/t, b, h] with sequence parallelism."""
         query, key, value = self._split_heads(self.qkv(x))
+        if self.query_norm is not None and self.key_norm is not None:
+            _, query = self.query_norm(Stream(query))
+            _, key = self.key_norm(Stream(key))
         if rotation is not None:
             query, key = rotate(query, rotation), rotate(key, rotation)
         if self.recompute_core and torch.is_grad_enabled():

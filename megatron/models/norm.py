@@ -97,8 +97,24 @@ def new_norm(
     dtype: torch.dtype = torch.float32,
 ) -> LayerNorm | RMSNorm:
     """The normalization that the flags ask for, of whole sequences or parts, as the layout is."""
-    hidden = sizes_of(model).hidden
     partial = layout.sequence.size > 1
+    return _norm(model, sizes_of(model).hidden, partial, device, dtype)
+
+
+def new_head_norm(
+    model: ModelConfig,
+    layout: Layout,
+    *,
+    device: torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> LayerNorm | RMSNorm:
+    """The same over the channels of a head; every tensor rank has it for its own heads."""
+    return _norm(model, sizes_of(model).head_size, layout.tensor.size > 1, device, dtype)
+
+
+def _norm(
+    model: ModelConfig, hidden: int, partial: bool, device: torch.device | None, dtype: torch.dtype
+) -> LayerNorm | RMSNorm:
     if model.normalization == "RMSNorm":
         return RMSNorm(
             hidden, model.norm_epsilon, partial_gradient=partial, device=device, dtype=dtype

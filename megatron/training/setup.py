@@ -69,7 +69,7 @@ def build_run(
         zero_stage=config.parallel.zero_stage or 0,
         overlap=config.parallel.overlap_grad_reduce,
         late=lambda parameter: parameter is tied,
-        before_send=partial(sum_partial_gradients, axis=layout.sequence),
+        before_send=partial(sum_partial_gradients, axis=layout.tensor),
     )
     batches = BatchPlan.from_config(config.training, layout.data.size)
     train_iterations = _train_iterations(config, batches)

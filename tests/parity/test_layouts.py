@@ -20,6 +20,7 @@ LAYOUTS = [
     (2, "", "--zero-stage 2"),
     (2, "tensor=2", ""),
     (2, "tensor=2", "--sequence-parallel"),
+    (2, "tensor=2", "--qk-layernorm --disable-bias-linear --add-qkv-bias"),
     (4, "tensor=4", "--sequence-parallel"),
     (4, "tensor=2", "--sequence-parallel --use-distributed-optimizer --overlap-grad-reduce"),
     (4, "tensor=2", "--zero-stage 2"),
@@ -48,6 +49,7 @@ LAYOUTS = [
     (8, "tensor=2 context=2 pipeline=2", "--sequence-parallel"),
     (8, "tensor=2 pipeline=4", "--sequence-parallel"),
 ]
+NETWORKS = ("--untie", "--qk-layernorm")  # flags of the network, which one process has too
 
 
 def _train(layout, flags):
@@ -70,7 +72,7 @@ def _flags(sizes, more):
 @pytest.mark.parametrize(("world", "axes", "more"), LAYOUTS)
 def test_losses_and_norms_equal_the_single_process(world, axes, more):
     sizes = {name: int(size) for name, size in (axis.split("=") for axis in axes.split())}
-    single = more if "untie" in more else ""
+    single = more if any(name in more for name in NETWORKS) else ""
     losses, norms = _train(Layout.single(), _flags({}, single))
     for rank_losses, rank_norms in run_distributed(world, _train, _flags(sizes, more), **sizes):
         assert rank_losses == pytest.approx(losses, rel=1e-5)
