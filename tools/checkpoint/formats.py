@@ -255,12 +255,17 @@ def _tokenizer_files(source: Source, options: argparse.Namespace) -> dict[str, b
     """Those of the flags or of the checkpoint's configuration, under the names of Hugging Face."""
     config = from_namespace(TokenizerConfig, options)
     config = source.config.tokenizer if config == TokenizerConfig() else config
-    names = {"vocab_file": files.VOCAB, "merge_file": files.MERGES}
+    is_json = (config.tokenizer_model or "").endswith(".json")
+    names = {
+        "tokenizer_model": files.TOKENIZER_JSON if is_json else files.TOKENIZER_MODEL,
+        "vocab_file": files.VOCAB,
+        "merge_file": files.MERGES,
+    }
     found = {}
-    for field in ("tokenizer_model", "vocab_file", "merge_file"):
+    for field, name in names.items():
         path = getattr(config, field)
         if path is not None and Path(path).is_file():
-            found[names.get(field, Path(path).name)] = _read(path, field)
+            found[name] = _read(path, field)
     return found
 
 
