@@ -33,6 +33,7 @@ from megatron.tokenizer import build_tokenizer
 
 COMPANION_FOLDER = "huggingface"  # in a folder of checkpoints: tokenizer files, config.json
 _EMBEDDING = f"{WEIGHTS}embedding.word.weight"
+_POSITIONS = f"{WEIGHTS}embedding.position.weight"
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,11 @@ def _find_companions(root: Path, config: RunConfig) -> Path | None:
 
 def _complete(config: RunConfig, reader: Reader) -> RunConfig:
     """What a converted model's configuration leaves open: derived sizes, window, precision."""
-    config = resolve(config, world_size=1)
+    positions = config.model.max_position_embeddings
+    if positions is None and _POSITIONS in reader.names():
+        positions = reader.global_shape(_POSITIONS)[0]
+    model = replace(config.model, max_position_embeddings=positions)
+    config = resolve(replace(config, model=model), world_size=1)
     dtype = reader.dtype(_EMBEDDING)
     precision = replace(config.precision, fp16=dtype == torch.float16, bf16=dtype == torch.bfloat16)
     length = config.data.seq_length or config.model.max_position_embeddings

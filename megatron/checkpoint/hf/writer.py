@@ -56,7 +56,12 @@ class Export:
         """By their names, in order; each is read when it is written."""
         found: Tensors = {}
         for rule in self.family.rules(self.model, self.vocab):
-            dtype = self.reader.dtype(rule.name)
+            held, dtype = self.reader.global_shape(rule.name), self.reader.dtype(rule.name)
+            if held != rule.shape:
+                raise CheckpointError(
+                    f"{self.reader.path}: {rule.name} has shape {list(held)}, by its configuration "
+                    f"{list(rule.shape)}"
+                )
             for index, (name, shape) in enumerate(zip(rule.theirs, rule.shapes(), strict=True)):
                 shown = name.removeprefix(self.family.prefix) if self.bare_names else name
                 found[shown] = DeferredTensor(shape, dtype, partial(self._read, rule, index))
