@@ -133,7 +133,8 @@ def _llama_shapes(case: Case) -> dict[str, tuple[int, ...]]:
     config, size = case.config, _head_size(case.config)
     rows = {"q": HEADS * size, "k": config["num_key_value_heads"] * size}
     rows["v"] = rows["k"]
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, HIDDEN)}
+    table = (config["vocab_size"], HIDDEN)
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": table}
     for layer in range(LAYERS):
         at = f"model.layers.{layer}."
         for kind, out in rows.items():
@@ -149,7 +150,7 @@ def _llama_shapes(case: Case) -> dict[str, tuple[int, ...]]:
         shapes[f"{at}post_attention_layernorm.weight"] = (HIDDEN,)
     shapes["model.norm.weight"] = (HIDDEN,)
     if not config["tie_word_embeddings"]:
-        shapes["lm_head.weight"] = (VOCAB, HIDDEN)
+        shapes["lm_head.weight"] = table
     return shapes
 
 
