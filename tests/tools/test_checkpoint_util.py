@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import weakref
 from argparse import Namespace
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from megatron.checkpoint.hf.reader import HFReader
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.summary import summarize
 from megatron.config.parser import parse_config
@@ -287,3 +290,30 @@ def test_megatron_s_checkpoints_go_to_ours_and_to_gpt2(tmp_path: Path, capsys) -
     capsys.readouterr()
     assert convert("native", "native", tmp_path / "megatron", tmp_path / "again") == 4
     assert "is another kind: use --loader megatron" in capsys.readouterr().err
+
+
+def test_no_more_than_a_few_tensors_are_held_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive, most, lock = 0, 0, threading.Lock()
+    read = HFReader.read
+
+    def watched(self: HFReader, *args, **kwargs) -> torch.Tensor:
+        nonlocal alive, most
+        values = read(self, *args, **kwargs)
+        with lock:
+            alive += 1
+            most = max(most, alive)
+        weakref.finalize(values, gone)
+        return values
+
+    def gone() -> None:
+        nonlocal alive
+        alive -= 1
+
+    monkeypatch.setattr(HFReader, "read", watched)
+    case = CASES["qwen2"]
+    folder = write_folder(tmp_path / "a", case.config, tensors_of(case))
+    assert convert("hf", "native", folder, tmp_path / "b") == 0
+    assert convert("hf", "hf", folder, tmp_path / "c") == 0
+    assert 1 <= most <= 4  # the threads that write a file
