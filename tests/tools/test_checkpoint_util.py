@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from megatron.checkpoint.hf.files import COMPANION_FOLDER
 from megatron.checkpoint.hf.reader import HFReader
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.summary import summarize
@@ -30,7 +31,7 @@ from tests.checkpoint.legacy import megatron_files
 from tests.checkpoint.legacy.megatron_files import whole_model
 from tests.checkpoint.states import read_whole
 from tools import generate_text
-from tools.checkpoint import formats, util
+from tools.checkpoint import formats, util, verify
 
 
 def convert(loader: str, saver: str, source: Path, target: Path, *more: str) -> int:
@@ -104,7 +105,7 @@ def test_without_the_original_s_files_a_config_is_written_that_reads_the_same(
         folder = write_folder(tmp_path / name / "original", case.config, tensors_of(case))
         native, out = tmp_path / name / "native", tmp_path / name / "exported"
         assert convert("hf", "native", folder, native) == 0
-        (native / formats.COMPANION_FOLDER / "config.json").unlink()
+        (native / COMPANION_FOLDER / "config.json").unlink()
         assert convert("native", "hf", native, out) == 0
         again = tmp_path / name / "again"
         assert convert("hf", "native", out, again) == 0
@@ -176,6 +177,13 @@ def test_megatron_s_flags_say_that_they_change_nothing(tmp_path: Path, capsys) -
     assert "--megatron-path /m: not needed" in out
 
 
+def test_verify_says_plainly_that_it_did_not_check(tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(verify, "find_spec", lambda _: None)
+    folder = write_folder(tmp_path / "a", CASES["llama"].config, tensors_of(CASES["llama"]))
+    assert convert("hf", "native", folder, tmp_path / "b", "--verify") == 0
+    assert "NOT CHECKED: transformers is not installed" in capsys.readouterr().out
+
+
 def test_the_command_line_offers_what_the_tables_have() -> None:
     assert set(util.LOADERS) == set(formats.LOADERS)
     assert set(util.SAVERS) == set(formats.SAVERS)
@@ -222,7 +230,8 @@ def test_text_is_generated_from_what_came_in(imported: Path, capsys) -> None:
         ids.append(int(logits(case, tensors_of(case), tokens)[0, -1].argmax()))
     assert 69 not in ids  # the end of a document, which would not be printed
     words = ["--prompt", "w3 w1 w4", "--max-new-tokens", "6", "--temperature", "0"]
-    assert generate_text.main(["--load", str(imported), *words]) == 0
+    moved = imported.rename(imported.with_name("moved"))
+    assert generate_text.main(["--load", str(moved), *words]) == 0
     assert capsys.readouterr().out.split() == [f"w{index}" for index in ids]
 
 
@@ -235,7 +244,7 @@ TRAINING = """
 
 
 def training_flags(imported: Path, out: Path) -> list[str]:
-    tokenizer = imported / formats.COMPANION_FOLDER / "tokenizer.json"
+    tokenizer = imported / COMPANION_FOLDER / "tokenizer.json"
     words = ["--load", str(imported), "--save", str(out), "--tokenizer-model", str(tokenizer)]
     return [*TRAINING, *words]
 

@@ -31,7 +31,6 @@ from megatron.config.yaml_file import from_dict
 from megatron.errors import CheckpointError, UserError
 from megatron.tokenizer import build_tokenizer
 
-COMPANION_FOLDER = "huggingface"  # in a folder of checkpoints: tokenizer files, config.json
 _EMBEDDING = f"{WEIGHTS}embedding.word.weight"
 _POSITIONS = f"{WEIGHTS}embedding.position.weight"
 
@@ -108,7 +107,7 @@ def _load_own(options: argparse.Namespace, expected: str) -> Source:
 def _find_companions(root: Path, config: RunConfig) -> Path | None:
     """The folder that an import left: in the same place, or where a run's tokenizer lies."""
     tokenizer = (config.tokenizer.tokenizer_model, config.tokenizer.vocab_file)
-    places = [root / COMPANION_FOLDER, *(Path(name).parent for name in tokenizer if name)]
+    places = [root / files.COMPANION_FOLDER, *(Path(name).parent for name in tokenizer if name)]
     return next((place for place in places if (place / files.CONFIG).is_file()), None)
 
 
@@ -161,7 +160,7 @@ def _with_rows(reader: Reader, rows: int) -> Reader:
 
 def _adopt_files(source: Source, options: argparse.Namespace) -> TokenizerConfig:
     """Copy what belongs to the model into the folder of checkpoints; the tokenizer, from there."""
-    folder = Path(options.save_dir).absolute() / COMPANION_FOLDER
+    folder = Path(options.save_dir).absolute() / files.COMPANION_FOLDER
     found = dict(files.companions(source.companions)) if source.companions else {}
     given = from_namespace(TokenizerConfig, options)
     if given == TokenizerConfig() and not source.companions:

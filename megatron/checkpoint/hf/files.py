@@ -12,6 +12,7 @@ from megatron.errors import CheckpointError
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
+COMPANION_FOLDER = "huggingface"  # in a folder of checkpoints: where an import puts them
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 TOKENIZER_JSON = "tokenizer.json"

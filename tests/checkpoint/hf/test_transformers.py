@@ -5,9 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.checkpoint.hf.reader import HFReader
+from megatron.config.yaml_file import from_dict
+from megatron.errors import CheckpointError
 from tests.checkpoint.hf.models import CASES, logits, tensors_of, write_folder
 from tests.checkpoint.hf.test_logits import TOKENS
 from tools.checkpoint import util
+from tools.checkpoint.verify import verify
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -46,3 +50,14 @@ def test_a_random_model_comes_in_verified_and_goes_out_as_it_was(
     exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     state = exported.state_dict()
     assert all(torch.equal(tensor, state[key]) for key, tensor in model.state_dict().items())
+
+
+def test_verify_finds_another_model_out(tmp_path: Path) -> None:
+    case = CASES["llama"]
+    folder = write_folder(tmp_path / "a", case.config, tensors_of(case))
+    other = write_folder(tmp_path / "b", case.config, tensors_of(case, seed=1))
+    reader = HFReader(folder)
+    config = from_dict(reader.meta["config"], "a")
+    assert "differ by at most" in verify(reader, config, folder, tolerance=1e-5)
+    with pytest.raises(CheckpointError, match="more than 1e-05 of it"):
+        verify(reader, config, other, tolerance=1e-5)
