@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from tests.repository import ROOT, name
 
@@ -72,8 +73,53 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
         "TOKENIZER_MODEL": str(folder / "tokenizer.model"),
         "NPROC_PER_NODE": "2",
         "MASTER_PORT": str(_free_port()),
+        "CHECKPOINT": str(_small_llama(folder)),
     }
     return Toy(environment, folder / "corpus_text_document")
+
+
+def _small_llama(folder: Path) -> Path:
+    """An imported Llama for the toy tokenizer."""
+    from tests.checkpoint.hf.models import CASES, Case, tensors_of, write_folder
+    from tools.checkpoint import util
+
+    case = Case({**CASES["llama"].config, "vocab_size": 200})
+    original = write_folder(folder / "llama", case.config, tensors_of(case))
+    ends = ["--load-dir", str(original), "--save-dir", str(folder / "imported")]
+    assert util.main(["--model-type", "GPT", "--loader", "hf", "--saver", "native", *ends]) == 0
+    return folder / "imported"
+
+
+def _llama2_shape(folder: Path, script: Path) -> Path:
+    """A checkpoint that says what Llama 2's does about its network, without its tensors."""
+    from megatron.checkpoint.entries import Entry
+    from megatron.checkpoint.hf.families import families
+    from megatron.checkpoint.hf.settings import Settings
+    from megatron.checkpoint.store import save
+    from megatron.config.run import RunConfig
+    from megatron.config.yaml_file import to_dict
+    from megatron.parallel.layout import Layout
+
+    hidden, ffn, layers, heads, kv_heads = {
+        "7b": (4096, 11008, 32, 32, 32),
+        "13b": (5120, 13824, 40, 40, 40),
+        "70b": (8192, 28672, 80, 64, 8),
+    }[script.stem.rpartition("_")[2]]
+    values = {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 32000,
+    }
+    model = families()["llama"].read(Settings(values, "config.json")).model
+    state = {"model.final_norm.weight": Entry.whole(torch.ones(hidden))}
+    save(folder, 0, state, {"config": to_dict(RunConfig(model=model))}, Layout.single())
+    return folder
 
 
 def _free_port() -> int:
@@ -114,6 +160,9 @@ def test_script_is_valid_bash_and_says_what_to_set(script: Path) -> None:
 def test_script_is_valid_at_full_size(script: Path, toy: Toy, tmp_path: Path) -> None:
     environment = {**toy.environment, "OUT": str(tmp_path), "NPROC_PER_NODE": "1"}
     gpus = "8" if "torchrun" in script.read_text() else "1"
+    if script.parent.name == "llama2":
+        environment["CHECKPOINT"] = str(_llama2_shape(tmp_path / "llama2", script))
+        gpus = "32" if "70b" in script.name else gpus
     done = _start([str(script), "--dry-run", "--dry-run-world-size", gpus], environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "configuration is valid" in done.stdout
@@ -122,6 +171,7 @@ def test_script_is_valid_at_full_size(script: Path, toy: Toy, tmp_path: Path) ->
 @pytest.mark.parametrize("script", SCRIPTS, ids=name)
 def test_script_trains_at_toy_size(script: Path, toy: Toy, tmp_path: Path) -> None:
     environment = {**toy.environment, "OUT": str(tmp_path), "PRECISION": ""}
+    environment |= {"TENSOR_PARALLEL": "2", "PIPELINE_PARALLEL": "1"}
     own = script.read_text()
     words = [
         str(script),

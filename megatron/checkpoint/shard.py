@@ -45,8 +45,15 @@ def digest_of(data: bytes | memoryview) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def plan_shard(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, Placement]]:
-    """The header's bytes and every tensor's place, from names, types and shapes alone."""
+def plan_shard(
+    tensors: Mapping[str, torch.Tensor], *, metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, dict[str, Placement]]:
+    """The header's bytes and every tensor's place, from names, types and shapes alone.
+
+    Args:
+        tensors: by name.
+        metadata: safetensors' `__metadata__`, what others expect of the file; None: none.
+    """
     # Widest types first: every tensor then starts at a multiple of its element size.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     spans: dict[str, tuple[int, int]] = {}
@@ -62,7 +69,8 @@ def plan_shard(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, Pl
         }
         for name, span in spans.items()
     }
-    text = json.dumps(entries, separators=(",", ":")).encode()
+    about = {} if metadata is None else {"__metadata__": dict(metadata)}
+    text = json.dumps(about | entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
     places = {

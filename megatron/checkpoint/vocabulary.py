@@ -13,14 +13,19 @@ import torch
 from megatron.checkpoint.reader import Reader
 from megatron.errors import CheckpointError
 
+_ROWS = 4096  # read at a time
 _TABLES = ("embedding.word.weight", "output.weight")
 
 
 class PaddedReader:
     """Presents a checkpoint's vocabulary tables with `rows` rows.
 
-    Rows that the file has beyond them are left out; rows that it lacks read as zero. Either way
-    they stand for no entry.
+    Rows that the file has beyond them are left out. Rows that it lacks stand for no entry, but
+    take part in the softmax: of a weight (and its fp32 master) they read as the mean of the
+    entries' rows, of the optimizer's moments as zero. The logit of a mean row is the mean logit,
+    whose exponential is at most the mean of the exponentials (Jensen): a padding entry gets no
+    more than an even share of the probability. To a row of zeros, whose logit is 0, GPT-2 gives
+    nearly everything: its other logits are far below.
 
     Raises:
         CheckpointError: the file has fewer rows than the tokenizer has entries.
@@ -29,6 +34,7 @@ class PaddedReader:
     def __init__(self, reader: Reader, *, rows: int, entries: int) -> None:
         self._reader = reader
         self._rows = rows
+        self._entries = entries
         self.format, self.path = reader.format, reader.path
         self.iteration, self.meta = reader.iteration, reader.meta
         for name in filter(_is_table, reader.names()):
@@ -66,11 +72,24 @@ class PaddedReader:
             return self._reader.read(name, global_shape=global_shape, offset=offset, shape=shape)
         part = torch.zeros(tuple(shape), dtype=self._reader.dtype(name))
         count = min(shape[0], max(0, held[0] - offset[0]))
+        if count < shape[0] and (name.startswith("model.") or name.endswith(".master")):
+            part[:] = self._mean_row(name)[offset[1] : offset[1] + shape[1]]
         if count:
             part[:count] = self._reader.read(
                 name, global_shape=held, offset=offset, shape=(count, *shape[1:])
             )
         return part
+
+    def _mean_row(self, name: str) -> torch.Tensor:
+        """Mean [h] of the entries' rows, in fp32; read in pieces, which no rank holds together."""
+        held = self._reader.global_shape(name)
+        total = torch.zeros(held[1], dtype=torch.float64)
+        for start in range(0, self._entries, _ROWS):
+            shape = (min(_ROWS, self._entries - start), held[1])
+            total += self._reader.read(name, global_shape=held, offset=(start, 0), shape=shape).sum(
+                0, dtype=torch.float64
+            )
+        return (total / self._entries).float()
 
 
 def _is_table(name: str) -> bool:

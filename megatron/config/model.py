@@ -38,6 +38,12 @@ class ModelConfig:
     rotary_seq_len_interpolation_factor: int | None = flag(
         None, "Divide positions by this factor before rotating. Unset: 1."
     )
+    use_rope_scaling: bool = flag(
+        False, "Slow the rotary frequencies down as Llama 3.1 does, whose first context was 8192."
+    )
+    rope_scaling_factor: float = flag(
+        8.0, "How much --use-rope-scaling slows the lowest frequencies down."
+    )
     make_vocab_size_divisible_by: int = flag(
         128,
         "Pad the vocabulary to a multiple of this times the tensor-parallel size.",
@@ -66,6 +72,12 @@ class ModelConfig:
         False, "Give the output layer its own weights instead of the word embeddings."
     )
     add_bias_linear: bool = flag(True, "Biases in the linear layers.", off="--disable-bias-linear")
+    add_qkv_bias: bool = flag(
+        False, "Biases of queries, keys and values, even with --disable-bias-linear."
+    )
+    qk_layernorm: bool = flag(
+        False, "Normalize each head's query and key, with --normalization, before they meet."
+    )
     attention_dropout: float = flag(0.1, "Dropout on attention probabilities.", unit="0 to 1")
     hidden_dropout: float = flag(0.1, "Dropout on block outputs and embeddings.", unit="0 to 1")
     init_method_std: float = flag(0.02, "Standard deviation of the initial weights.")
@@ -120,6 +132,8 @@ NETWORK_FIELDS = (
     "rotary_percent",
     "rotary_base",
     "rotary_seq_len_interpolation_factor",
+    "use_rope_scaling",
+    "rope_scaling_factor",
     "normalization",
     "norm_epsilon",
     "apply_layernorm_1p",
@@ -129,4 +143,6 @@ NETWORK_FIELDS = (
     "swiglu",
     "untie_embeddings_and_output_weights",
     "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
 )

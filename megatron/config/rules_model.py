@@ -64,6 +64,7 @@ _ABOVE_ZERO = (
     "model.norm_epsilon",
     "model.rotary_base",
     "parallel.distributed_timeout_minutes",
+    "model.rope_scaling_factor",
     "precision.loss_scale",
     "precision.initial_loss_scale",
     "precision.min_loss_scale",
@@ -253,6 +254,16 @@ def positions(config: RunConfig, world_size: int) -> Iterator[str]:
                 f"--rotary-percent {model.rotary_percent} of --kv-channels {model.kv_channels} "
                 f"rotates {rotating} channels: they turn in pairs, choose an even number"
             )
+    if model.use_rope_scaling and model.position_embedding_type != "rope":
+        yield (
+            "--use-rope-scaling scales rotary frequencies: add --position-embedding-type rope, or "
+            "drop it"
+        )
+    if model.use_rope_scaling and (model.rotary_seq_len_interpolation_factor or 1) > 1:
+        yield (
+            "--use-rope-scaling and --rotary-seq-len-interpolation-factor "
+            f"{model.rotary_seq_len_interpolation_factor} both stretch the context: keep one"
+        )
 
 
 def activation_function(config: RunConfig, world_size: int) -> Iterator[str]:

@@ -21,10 +21,15 @@ def count_part_parameters(
     The last part of a tied model cut in several holds a second copy of the word embeddings.
     """
     sizes = sizes_of(model)
-    norm = sizes.hidden * (1 if model.normalization == "RMSNorm" else 2)
+    vectors = 1 if model.normalization == "RMSNorm" else 2
+    norm = sizes.hidden * vectors
     layer = layer_matrix_parameters(sizes) // tensor + 2 * norm
+    if model.add_bias_linear or model.add_qkv_bias:
+        layer += sizes.qkv // tensor
     if model.add_bias_linear:
-        layer += (sizes.qkv + sizes.up) // tensor + 2 * sizes.hidden
+        layer += sizes.up // tensor + 2 * sizes.hidden
+    if model.qk_layernorm:
+        layer += 2 * sizes.head_size * vectors
     count = len(part.layers) * layer
     tables = int(part.embedding)
     if part.head:

@@ -11,6 +11,7 @@ from megatron.kernels.attention import AttentionChoice
 from megatron.kernels.rope import Rotation, choose_split_rotate, rotate
 from megatron.models.initial import weight_init
 from megatron.models.kernels import PLAIN_KERNELS, Kernels
+from megatron.models.norm import Stream, new_head_norm
 from megatron.models.sizes import sizes_of
 from megatron.parallel.collectives import gather_to
 from megatron.parallel.layers import Linear
@@ -65,7 +66,7 @@ class SelfAttention(nn.Module):
             split="column",
             layout=layout,
             init=weight_init(model, sizes.hidden, sizes.qkv),
-            bias=model.add_bias_linear,
+            bias=model.add_bias_linear or model.add_qkv_bias,
             products=kernels.new_products(),
             device=device,
             dtype=dtype,
@@ -82,11 +83,22 @@ class SelfAttention(nn.Module):
             device=device,
             dtype=dtype,
         )
+        self.query_norm = self.key_norm = None
+        if model.qk_layernorm:
+            self.query_norm = new_head_norm(model, layout, kernels, device=device, dtype=dtype)
+            self.key_norm = new_head_norm(model, layout, kernels, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, mask: Tensor | None, rotation: Rotation | None) -> Tensor:
         """[s, b, h] -> [s, b, h], to which `bias_to_add` remains to be added; [s/t, b, h] with
         sequence parallelism."""
-        query, key, value = self._split_heads(self.qkv(x), rotation)
+        if self.query_norm is None or self.key_norm is None:
+            query, key, value = self._split_heads(self.qkv(x), rotation)
+        else:
+            query, key, value = self._split_heads(self.qkv(x), None)
+            _, query = self.query_norm(Stream(query))
+            _, key = self.key_norm(Stream(key))
+            if rotation is not None:
+                query, key = rotate(query, rotation), rotate(key, rotation)
         if self.recompute_core and torch.is_grad_enabled():
             context = checkpoint(self._core, query, key, value, mask, use_reentrant=False)
         else:

@@ -142,6 +142,7 @@ class RotaryTable(nn.Module):
             int(sizes.head_size * model.rotary_percent),
             base=model.rotary_base,
             interpolation=model.rotary_seq_len_interpolation_factor,
+            scaling=model.rope_scaling_factor if model.use_rope_scaling else None,
             device=device,
         )
         self.register_buffer("table", table[:, :, None, None], persistent=False)

@@ -106,13 +106,38 @@ def new_norm(
     Args:
         kernels: what to compute with.
     """
-    hidden = sizes_of(model).hidden
+    form = choose_add_norm(kernels.library, kernels.amaxes)
+    is_partial = layout.sequence.size > 1
+    return _norm(model, sizes_of(model).hidden, form, is_partial, device, dtype)
+
+
+def new_head_norm(
+    model: ModelConfig,
+    layout: Layout,
+    kernels: Kernels = PLAIN_KERNELS,
+    *,
+    device: torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> LayerNorm | RMSNorm:
+    """The same over the channels of a head; every tensor rank has it for its own heads."""
+    form = choose_add_norm(kernels.library)  # no product reads the result
+    return _norm(model, sizes_of(model).head_size, form, layout.tensor.size > 1, device, dtype)
+
+
+def _norm(
+    model: ModelConfig,
+    size: int,
+    form: AddNorm,
+    is_partial: bool,
+    device: torch.device | None,
+    dtype: torch.dtype,
+) -> LayerNorm | RMSNorm:
     options: dict[str, Any] = {
-        "form": choose_add_norm(kernels.library, kernels.amaxes),
-        "partial_gradient": layout.sequence.size > 1,
+        "form": form,
+        "partial_gradient": is_partial,
         "device": device,
         "dtype": dtype,
     }
     if model.normalization == "RMSNorm":
-        return RMSNorm(hidden, model.norm_epsilon, **options)
-    return LayerNorm(hidden, model.norm_epsilon, offset=model.apply_layernorm_1p, **options)
+        return RMSNorm(size, model.norm_epsilon, **options)
+    return LayerNorm(size, model.norm_epsilon, offset=model.apply_layernorm_1p, **options)

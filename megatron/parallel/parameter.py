@@ -36,8 +36,8 @@ class ParameterSpec:
         offset: index of this part's first element, per dimension.
         init: how the whole tensor starts.
         split_dim: the dimension split over tensor ranks; None where every rank holds all of it.
-        partial_gradient: every tensor rank holds all of it but sees a part of the sequence only:
-            gradients must be added over them, see `partial_gradients`.
+        partial_gradient: every tensor rank holds all of it but sees a part of the sequence, or
+            some heads, only: gradients must be added over them, see `partial_gradients`.
         is_copy: another pipeline stage holds the original, see `tied`.
     """
 

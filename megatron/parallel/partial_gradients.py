@@ -1,7 +1,8 @@
 """Gradients of replicated parameters that each tensor rank knows in part.
 
 With sequence parallelism a norm's weight is the same on every tensor rank, but each rank runs the
-norm on its part of the sequence. The whole gradient is the sum.
+norm on its part of the sequence. The norm of queries and keys sees this rank's heads only. The
+whole gradient is the sum.
 """
 
 from __future__ import annotations

@@ -151,7 +151,10 @@ def network_of(folder: str) -> dict[str, Any]:
             f"--use-checkpoint-args: --load {folder} holds no checkpoint: give its flags instead"
         )
     saved = reader.meta["config"]["model"]
-    return {f"model.{name}": saved[name] for name in NETWORK_FIELDS if name in saved}
+    # How the vocabulary is padded is no part of the network, but decides the padding entries'
+    # share of the softmax.
+    names = (*NETWORK_FIELDS, "make_vocab_size_divisible_by")
+    return {f"model.{name}": saved[name] for name in names if name in saved}
 
 
 def _check_network(config: RunConfig, reader: Reader) -> None:

@@ -132,7 +132,7 @@ def _share(
     numbers = config.precision
     in_fp32 = numbers.accumulate_allreduce_grads_in_fp32
     dtype = parameter_dtype(fp16=numbers.fp16, bf16=numbers.bf16)
-    add_up = partial(sum_partial_gradients, axis=layout.sequence)
+    add_up = partial(sum_partial_gradients, axis=layout.tensor)
     sharded = None
     if shares_weights(config.parallel, layout):
         from megatron.parallel.sharded import ShardedModel  # imports much

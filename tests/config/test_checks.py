@@ -102,6 +102,16 @@ _LINES = [
         "an even number",
     ),
     (
+        "--use-rope-scaling",
+        "--use-rope-scaling scales rotary frequencies: add --position-embedding-type rope, or "
+        "drop it",
+    ),
+    (
+        "--position-embedding-type rope --use-rope-scaling --rotary-seq-len-interpolation-factor 2",
+        "--use-rope-scaling and --rotary-seq-len-interpolation-factor 2 both stretch the context: "
+        "keep one",
+    ),
+    (
         "--swiglu --squared-relu",
         "--swiglu and --squared-relu: an MLP has one activation function: keep one",
     ),

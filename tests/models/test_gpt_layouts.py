@@ -22,6 +22,8 @@ NETWORKS = {
     "llama": LLAMA,
     "plain": {**NO_DROPOUT, "masked_softmax_fusion": False, "swiglu": True},
     "one group": {**NO_DROPOUT, "group_query_attention": True, "num_query_groups": 1},
+    "qwen2": {**LLAMA, "add_qkv_bias": True},
+    "qwen3": {**LLAMA, "qk_layernorm": True, "kv_channels": 6},
     "norms": {**NO_DROPOUT, "apply_residual_connection_post_layernorm": True, "kv_channels": 6},
     # Dropout's way through a block, with nothing dropped.
     "dropout": {**NO_DROPOUT, "hidden_dropout": 1e-9},
@@ -199,3 +201,10 @@ def test_partial_gradients_are_those_of_parameters_outside_the_split_layers():
     assert partial == replicated
     whole = gpt(NO_DROPOUT, layout=replace(layout, sequence_parallel=False))
     assert not any(spec_of(p).partial_gradient for p in whole.parameters())
+
+
+def test_the_norm_of_heads_is_partial_without_sequence_parallelism():
+    model = gpt({**LLAMA, "qk_layernorm": True}, layout=Layout.at(0, 2, tensor=2))
+    partial = {n for n, p in model.named_parameters() if spec_of(p).partial_gradient}
+    assert len(partial) == 6
+    assert all("query_norm" in name or "key_norm" in name for name in partial)

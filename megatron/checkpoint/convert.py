@@ -1,0 +1,59 @@
+"""The weights of one checkpoint as another, whatever formats both have; a few tensors at a time."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from megatron.checkpoint.deferred import DeferredTensor
+from megatron.checkpoint.entries import Entry, Json, State
+from megatron.checkpoint.lock import SaveLock
+from megatron.checkpoint.reader import Reader
+from megatron.checkpoint.store import save
+from megatron.config.run import RunConfig
+from megatron.config.yaml_file import to_dict
+from megatron.parallel.layout import Layout
+
+WEIGHTS = "model."
+
+
+def weights_of(reader: Reader) -> State:
+    """The model's parameters, each read when it is written."""
+    names = [name for name in reader.names() if name.startswith(WEIGHTS)]
+    return {name: Entry.whole(_deferred(reader, name)) for name in names}
+
+
+def _deferred(reader: Reader, name: str) -> DeferredTensor:
+    shape = reader.global_shape(name)
+    read = partial(reader.read, name, global_shape=shape, offset=(0,) * len(shape), shape=shape)
+    return DeferredTensor(shape, reader.dtype(name), read)
+
+
+def save_weights(reader: Reader, root: Path, config: RunConfig, extra: Json | None = None) -> Path:
+    """Write a native checkpoint of the weights alone, at the reader's iteration.
+
+    Training goes on from it by `--finetune`, or with a fresh optimizer by `--no-load-optim`.
+
+    Args:
+        reader: an opened checkpoint; its vocabulary tables decide the padded vocabulary.
+        root: folder of checkpoints.
+        config: of the run that the checkpoint is to stand for.
+        extra: further keys for the checkpoint's meta data.
+
+    Raises:
+        StorageError: it cannot be written.
+        CheckpointError: another job writes there, or the source turns out damaged.
+    """
+    meta = {
+        "iteration": reader.iteration,
+        "consumed_train_samples": reader.meta.get("consumed_train_samples", 0),
+        "padded_vocab_size": reader.global_shape(f"{WEIGHTS}embedding.word.weight")[0],
+        "optimizer": None,
+        "schedule": None,
+        "rng": None,
+        "tokenizer": None,
+        "config": to_dict(config),
+        **(extra or {}),
+    }
+    with SaveLock(root):
+        return save(root, reader.iteration, weights_of(reader), meta, Layout.single())

@@ -1,0 +1,112 @@
+"""What each family of models offers to reader and writer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megatron.checkpoint.hf.rules import Rule
+from megatron.checkpoint.hf.settings import Settings
+from megatron.config.model import NETWORK_FIELDS, ModelConfig
+
+
+@dataclass(frozen=True)
+class Described:
+    """What a config.json describes.
+
+    Attributes:
+        model: the network by our flags.
+        vocab: rows of the word embedding.
+        notices: lines for the user about what is different here.
+    """
+
+    model: ModelConfig
+    vocab: int
+    notices: tuple[str, ...] = ()
+
+
+class Family(Protocol):
+    """Models that share a config.json and tensor names."""
+
+    @property
+    def name(self) -> str:
+        """`model_type` in config.json."""
+
+    @property
+    def architecture(self) -> str:
+        """The class of `transformers` that has a language model's head."""
+
+    @property
+    def prefix(self) -> str:
+        """Begins the names of all tensors but the head's; some files leave it out. Or empty."""
+
+    def read(self, settings: Settings) -> Described:
+        """The network of a config.json.
+
+        Raises:
+            CheckpointError: names the key whose value our network cannot express.
+        """
+
+    def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
+        """A config.json for a network; of one that the family cannot express, the nearest.
+
+        See `misfits`.
+        """
+
+    def rules(self, model: ModelConfig, vocab: int) -> list[Rule]:
+        """How each parameter is made of tensors, in the order in which files hold them."""
+
+    def is_derived(self, name: str) -> bool:
+        """Whether a tensor in a file follows from config.json (masks, frequencies)."""
+
+
+def misfits(family: Family, model: ModelConfig, vocab: int) -> list[str]:
+    """What the family's config.json cannot say about a network, a line each."""
+    written = Settings(family.write(model, vocab), "config.json")
+    said = family.read(written).model
+    return [
+        f"{name} is {getattr(model, name)}, a {family.name} model has {getattr(said, name)}"
+        for name in differing_fields(model, said)
+    ]
+
+
+def differing_fields(one: ModelConfig, other: ModelConfig) -> list[str]:
+    """Names of the network fields whose values mean different networks."""
+    return [
+        name
+        for name in NETWORK_FIELDS
+        if not _irrelevant(one, name) and _meaning(one, name) != _meaning(other, name)
+    ]
+
+
+def _irrelevant(model: ModelConfig, name: str) -> bool:
+    """Without rotary positions their settings mean nothing; the activation is compared as one."""
+    if name in ("rotary_percent", "rotary_base", "rotary_seq_len_interpolation_factor"):
+        return model.position_embedding_type != "rope"
+    return name == "rope_scaling_factor" and not model.use_rope_scaling
+
+
+def _meaning(model: ModelConfig, name: str) -> Any:
+    match name:
+        case "num_query_groups" | "group_query_attention":
+            return model.kv_heads
+        case "rotary_seq_len_interpolation_factor":
+            return model.rotary_seq_len_interpolation_factor or 1
+        case "openai_gelu":
+            return activation_of(model)
+        case "add_qkv_bias":
+            return model.add_bias_linear or model.add_qkv_bias
+    return getattr(model, name)
+
+
+def activation_of(model: ModelConfig) -> str:
+    """Name of the MLP's non-linearity; see `kernels.activation.choose_activation`."""
+    if model.swiglu:
+        return "swiglu"
+    if model.openai_gelu:
+        return "gelu_tanh"
+    if model.onnx_safe:
+        return "gelu"
+    if model.squared_relu:
+        return "squared_relu"
+    return "gelu_tanh" if model.bias_gelu_fusion and model.add_bias_linear else "gelu"

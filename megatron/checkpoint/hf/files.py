@@ -1,0 +1,102 @@
+"""The files of a folder that comes from elsewhere: which are read, and where they may lie."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron.checkpoint.hf.settings import read_json
+from megatron.errors import CheckpointError
+
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+COMPANION_FOLDER = "huggingface"  # in a folder of checkpoints: where an import puts them
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+TOKENIZER_JSON = "tokenizer.json"
+TOKENIZER_MODEL = "tokenizer.model"
+VOCAB, MERGES = "vocab.json", "merges.txt"
+# What goes along with a model: text, never code.
+COMPANIONS = (
+    CONFIG,
+    GENERATION_CONFIG,
+    TOKENIZER_JSON,
+    TOKENIZER_MODEL,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    VOCAB,
+    MERGES,
+)
+MAX_COMPANION = 256 << 20  # bytes; the largest tokenizer files have some ten million
+
+_SHARD = re.compile(r"[A-Za-z0-9][\w.-]{0,200}\.safetensors")
+_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth")
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The path of a file in the folder.
+
+    Raises:
+        CheckpointError: it is missing, or a link that leads out of the folder. Links of the hub's
+            cache, from `snapshots/REVISION` into `blobs` of the same model, are followed.
+    """
+    path = folder / name
+    if not path.is_file():
+        raise CheckpointError(f"{path}: there is no such file")
+    homes = [folder.resolve()]
+    if folder.absolute().parent.name == "snapshots":
+        homes.append(folder.absolute().parents[1].resolve() / "blobs")
+    target = path.resolve()
+    if not any(target.is_relative_to(home) for home in homes):
+        raise CheckpointError(f"{path}: a link out of the folder, which is not followed")
+    return path
+
+
+def find_shards(folder: Path) -> dict[str, Path]:
+    """Every tensor's name with its file; for one file without an index, {"": file}.
+
+    Raises:
+        CheckpointError: there are none that can be read, or the index names other than plain
+            files of this folder.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: not a folder; give a local one (nothing is downloaded)")
+    if (folder / INDEX).exists():
+        listed = read_json(inside(folder, INDEX)).get("weight_map")
+        if not isinstance(listed, dict) or not listed:
+            raise CheckpointError(f"{folder / INDEX}: no weight_map")
+        for name in listed.values():
+            if not isinstance(name, str) or not _SHARD.fullmatch(name):
+                raise CheckpointError(f"{folder / INDEX}: {name!r} is no name of a shard")
+        return {tensor: inside(folder, name) for tensor, name in listed.items()}
+    if (folder / SINGLE).exists():
+        return {"": inside(folder, SINGLE)}
+    pickled = [name for name in _PICKLED if (folder / name).exists()]
+    if pickled:
+        raise CheckpointError(
+            f"{folder}: {pickled[0]} is a pickle, which can run code when it is read; only "
+            "safetensors is read: save the model again with save_pretrained"
+        )
+    raise CheckpointError(f"{folder}: neither {SINGLE} nor {INDEX}")
+
+
+def companions(folder: Path) -> Iterator[tuple[str, bytes]]:
+    """Names and contents of the small files that belong to the model."""
+    for name in COMPANIONS:
+        if not (folder / name).exists():
+            continue
+        path = inside(folder, name)
+        with open(path, "rb") as file:
+            data = file.read(MAX_COMPANION + 1)
+        if len(data) > MAX_COMPANION:
+            raise CheckpointError(f"{path}: larger than {MAX_COMPANION:,} bytes")
+        yield name, data
+
+
+def json_bytes(value: object) -> bytes:
+    """JSON as `transformers` writes it: indented, sorted, a newline at the end."""
+    return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()

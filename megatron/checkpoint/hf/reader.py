@@ -1,0 +1,169 @@
+"""A Hugging Face folder behind the interface of our own checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from megatron.checkpoint import dtypes
+from megatron.checkpoint.entries import Box
+from megatron.checkpoint.hf.families import family_named
+from megatron.checkpoint.hf.family import Family
+from megatron.checkpoint.hf.files import CONFIG, find_shards, inside
+from megatron.checkpoint.hf.rules import Rule, Shape
+from megatron.checkpoint.hf.settings import Settings, read_json
+from megatron.checkpoint.manifest import describe
+from megatron.checkpoint.reader import check_request
+from megatron.config.run import RunConfig
+from megatron.config.yaml_file import to_dict
+from megatron.errors import CheckpointError
+
+_FLOATS = ("F32", "F16", "BF16", "F64")
+_HEAD = "lm_head.weight"
+_SHOWN = 10  # problems listed in a message
+
+
+class HFReader:
+    """Reads safetensors of the known families under our names; see `checkpoint.reader.Reader`.
+
+    Opening checks every name, shape and type against config.json and reads no tensor.
+
+    Attributes:
+        family: of the model.
+        bare_names: the files leave the family's prefix out of tensor names.
+        notices: lines for the user about what is different here.
+    """
+
+    format = "hf"
+    iteration = 0
+
+    def __init__(self, path: Path) -> None:
+        """Raises CheckpointError: what is missing, not known, or does not fit config.json."""
+        self.path = path
+        shards = find_shards(path)
+        config_path = inside(path, CONFIG)
+        values = read_json(config_path)
+        self.family: Family = family_named(values.get("model_type"), config_path)
+        described = self.family.read(Settings(values, config_path))
+        self.vocab, self.notices = described.vocab, described.notices
+        self._held = _open_shards(path, shards)
+        prefix = self.family.prefix
+        self.bare_names = bool(prefix) and not any(n.startswith(prefix) for n in self._held)
+        self._rules = {
+            rule.name: rule for rule in self.family.rules(described.model, described.vocab)
+        }
+        self._check()
+        if _HEAD in self._held and not described.model.untie_embeddings_and_output_weights:
+            self._check_tied_head()
+        self.meta = {
+            "padded_vocab_size": described.vocab,
+            "config": to_dict(RunConfig(model=described.model)),
+        }
+
+    def names(self) -> list[str]:
+        return sorted(self._rules)
+
+    def global_shape(self, name: str) -> Shape:
+        return self._rule(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return dtypes.BY_NAME[self._held[self._name(self._rule(name).theirs[0])].dtype]
+
+    def read(
+        self,
+        name: str,
+        *,
+        global_shape: Sequence[int],
+        offset: Sequence[int],
+        shape: Sequence[int],
+    ) -> torch.Tensor:
+        rule = self._rule(name)
+        part = Box(tuple(offset), tuple(shape))
+        check_request(self.path, name, rule.shape, tuple(global_shape), part)
+        whole = rule.form.join([self._held[self._name(one)].load() for one in rule.theirs])
+        return whole[part.within(Box((0,) * len(rule.shape), rule.shape))].contiguous()
+
+    def _rule(self, name: str) -> Rule:
+        if name not in self._rules:
+            raise CheckpointError(f"{self.path}: holds no tensor {name!r}")
+        return self._rules[name]
+
+    def _name(self, name: str) -> str:
+        """Of a tensor in the files."""
+        return name.removeprefix(self.family.prefix) if self.bare_names else name
+
+    def _check(self) -> None:
+        """Raise CheckpointError unless the files hold what config.json describes, and no more."""
+        problems: list[str] = []
+        expected: dict[str, Shape] = {}
+        for rule in self._rules.values():
+            parts = {self._name(name): name for name in rule.theirs}
+            expected |= dict(zip(parts, rule.shapes(), strict=True))
+            kinds = {self._held[name].dtype for name in parts if name in self._held}
+            if len(kinds) > 1:
+                problems.append(f"{', '.join(parts)} have several types: {', '.join(kinds)}")
+        for name, shape in expected.items():
+            held = self._held.get(name)
+            if held is None:
+                problems.append(f"{name} is missing")
+            elif held.shape != shape:
+                problems.append(
+                    f"{name} is {describe(held.dtype, held.shape)}, config.json says {list(shape)}"
+                )
+            elif held.dtype not in _FLOATS:
+                problems.append(f"{name} is {held.dtype}: only plain floating point is read")
+        for name in sorted(self._held.keys() - expected.keys()):
+            if name != _HEAD and not self.family.is_derived(name):
+                problems.append(f"{name} has no place in a {self.family.name} model")
+        if problems:
+            more = f" and {len(problems) - _SHOWN} more" * (len(problems) > _SHOWN)
+            raise CheckpointError(f"{self.path}: {'; '.join(problems[:_SHOWN])}{more}")
+
+    def _check_tied_head(self) -> None:
+        rule = self._rules["model.embedding.word.weight"]
+        embedding = self._held[self._name(rule.theirs[0])].load()
+        if not torch.equal(self._held[_HEAD].load(), embedding):
+            raise CheckpointError(
+                f"{self.path}: {_HEAD} differs from the word embeddings, although config.json "
+                "says tie_word_embeddings: set that to false in a copy, or remove the tensor"
+            )
+
+
+class _Held:
+    """A tensor in a file: its type's name in safetensors, its shape, its values on demand."""
+
+    def __init__(self, path: Path, name: str, dtype: str, shape: Shape) -> None:
+        self.path, self.name, self.dtype, self.shape = path, name, dtype, shape
+
+    def load(self) -> torch.Tensor:
+        """The values; pages of the file until something is computed from them."""
+        try:
+            with safe_open(self.path, framework="pt") as file:
+                return file.get_tensor(self.name)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{self.path}: {self.name}: {error}") from error
+
+
+def _open_shards(folder: Path, shards: dict[str, Path]) -> dict[str, _Held]:
+    """All tensors of the files; CheckpointError where they are not those of the index."""
+    held: dict[str, _Held] = {}
+    for path in sorted(set(shards.values())):
+        with ExitStack() as stack:
+            try:
+                file = stack.enter_context(safe_open(path, framework="pt"))
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{path}: not a safetensors file: {error}") from error
+            for name in file.keys():  # noqa: SIM118  not a dict
+                if name in held:
+                    raise CheckpointError(f"{path}: {name} is in {held[name].path.name} too")
+                part = file.get_slice(name)
+                held[name] = _Held(path, name, part.get_dtype(), tuple(part.get_shape()))
+    if "" not in shards:
+        missing = sorted(shards.keys() - held.keys()) + sorted(held.keys() - shards.keys())
+        if missing:
+            raise CheckpointError(f"{folder}: index and files disagree about {missing[0]}")
+    return held

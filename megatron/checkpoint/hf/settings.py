@@ -1,0 +1,156 @@
+"""config.json, read key by key: what nobody asks for is refused, not ignored.
+
+A key that this program does not know may change the network (another attention, a quantization, a
+file of Python code), so the weights would be read as something that they are not.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.errors import CheckpointError
+
+MAX_BYTES = 1 << 20  # of a JSON file that describes a model; real ones have some thousand
+# Larger than any model's, and small enough to compute with.
+_MOST = 1 << 24
+MOST_LAYERS = 1 << 14
+MOST_HEADS = 1 << 16  # and channels of a head
+
+# Say nothing about what the network computes.
+_HARMLESS = frozenset(
+    """
+    _commit_hash _name_or_path architectures attn_implementation bos_token_id
+    chunk_size_feed_forward decoder_start_token_id dtype eos_token_id finetuning_task id2label
+    initializer_range is_decoder is_encoder_decoder keys_to_ignore_at_inference label2id n_ctx
+    output_attentions output_hidden_states pad_token_id prefix pretraining_tp problem_type
+    return_dict return_dict_in_generate sep_token_id summary_activation summary_first_dropout
+    summary_proj_to_labels summary_type summary_use_proj task_specific_params tokenizer_class
+    torch_dtype torchscript transformers_version use_cache
+    """.split()
+)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object from a JSON file of moderate size.
+
+    Raises:
+        CheckpointError: it is missing, too large, or no JSON object.
+    """
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    if len(data) > MAX_BYTES:
+        raise CheckpointError(f"{path}: larger than {MAX_BYTES:,} bytes: no description of a model")
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: expected a JSON object")
+    return value
+
+
+class Settings:
+    """The keys of a config.json, each with its type checked when it is taken.
+
+    Args:
+        values: the file's object, or a part of it.
+        path: where it stands, for messages.
+    """
+
+    def __init__(self, values: Mapping[str, Any], path: Path | str) -> None:
+        # Absent and null are the same.
+        self.values = {key: value for key, value in values.items() if value is not None}
+        self.path = path
+        self._taken: set[str] = set()
+
+    def size(self, key: str, default: int | None = None, most: int = _MOST) -> int:
+        """A positive integer; CheckpointError where it is missing without a default."""
+        value = self._take(key, default)
+        if type(value) is not int or not 0 < value <= most:
+            raise self.error(key, f"expected an integer from 1 to {most}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A finite number above 0."""
+        value = self._take(key, default)
+        if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
+            raise self.error(key, "expected a number above 0")
+        return float(value)
+
+    def share(self, key: str, default: float) -> float:
+        """A number from 0 to below 1."""
+        value = self._take(key, default)
+        if type(value) not in (int, float) or not 0 <= value < 1:
+            raise self.error(key, "expected a number from 0 to below 1")
+        return float(value)
+
+    def switch(self, key: str, default: bool) -> bool:
+        """true or false."""
+        value = self._take(key, default)
+        if type(value) is not bool:
+            raise self.error(key, "expected true or false")
+        return value
+
+    def word(self, key: str, choices: Mapping[str, Any], default: str | None = None) -> Any:
+        """What `choices` has for the key's text.
+
+        Raises:
+            CheckpointError: another text, with those that are possible.
+        """
+        value = self._take(key, default)
+        if not isinstance(value, str) or value not in choices:
+            raise self.error(key, f"possible here: {', '.join(choices)}")
+        return choices[value]
+
+    def words(self, key: str) -> list[str]:
+        """A list of texts; empty where there is none."""
+        value = self._take(key, [])
+        if not isinstance(value, list) or not all(type(word) is str for word in value):
+            raise self.error(key, "expected a list of texts")
+        return value
+
+    def part(self, key: str) -> Settings:
+        """An object within; empty where there is none."""
+        value = self._take(key, {})
+        if not isinstance(value, dict):
+            raise self.error(key, "expected an object")
+        return Settings(value, f"{self.path}: {key}")
+
+    def must_be(self, key: str, expected: Any) -> None:
+        """The key is absent or has this value.
+
+        Raises:
+            CheckpointError: it has another, which our network cannot express.
+        """
+        if self._take(key, expected) != expected:
+            raise self.error(key, f"only {json.dumps(expected)} can be expressed here")
+
+    def refuse_the_rest(self) -> None:
+        """Raise CheckpointError, with all of them, where keys are left that nobody took."""
+        rest = sorted(self.values.keys() - self._taken - _HARMLESS)
+        if rest:
+            raise CheckpointError(
+                f"{self.path}: {', '.join(rest)}: not known here, and may change the network: if "
+                "you know that it does not, convert a copy of the folder without it"
+            )
+
+    def error(self, key: str, what: str) -> CheckpointError:
+        """An error that names the key and its value."""
+        shown = json.dumps(self.values.get(key))
+        return CheckpointError(f"{self.path}: {key} {shown[:80]}: {what}")
+
+    def _take(self, key: str, default: Any) -> Any:
+        self._taken.add(key)
+        return self.values.get(key, default)
+
+
+def harmless(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The pairs that say nothing about the network: they stay when another network is written."""
+    return ((key, value) for key, value in values.items() if key in _HARMLESS)

@@ -1,0 +1,176 @@
+"""A checkpoint as a Hugging Face folder: safetensors in shards, index, config.json, companions."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.checkpoint.deferred import DeferredTensor
+from megatron.checkpoint.durable import (
+    TEMPORARY,
+    remove_tree,
+    storage_errors,
+    sync_folder,
+    unique_suffix,
+    write_file,
+)
+from megatron.checkpoint.hf.family import Family, differing_fields
+from megatron.checkpoint.hf.files import CONFIG, INDEX, SINGLE, json_bytes
+from megatron.checkpoint.hf.rules import Rule
+from megatron.checkpoint.hf.settings import Settings, harmless
+from megatron.checkpoint.reader import Reader
+from megatron.checkpoint.shard import plan_shard, write_shard
+from megatron.config.model import ModelConfig
+from megatron.errors import CheckpointError, StorageError
+
+_DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+Tensors = dict[str, DeferredTensor]
+
+
+@dataclass(frozen=True)
+class Export:
+    """What becomes a folder.
+
+    Attributes:
+        reader: a checkpoint whose vocabulary tables have `vocab` rows.
+        family: as which it is written.
+        model: its network.
+        vocab: rows of the word embedding.
+        bare_names: leave the family's prefix out of tensor names, as the original did.
+    """
+
+    reader: Reader
+    family: Family
+    model: ModelConfig
+    vocab: int
+    bare_names: bool = False
+
+    def tensors(self) -> Tensors:
+        """By their names, in order; each is read when it is written."""
+        found: Tensors = {}
+        for rule in self.family.rules(self.model, self.vocab):
+            held, dtype = self.reader.global_shape(rule.name), self.reader.dtype(rule.name)
+            if held != rule.shape:
+                raise CheckpointError(
+                    f"{self.reader.path}: {rule.name} has shape {list(held)}, by its configuration "
+                    f"{list(rule.shape)}"
+                )
+            for index, (name, shape) in enumerate(zip(rule.theirs, rule.shapes(), strict=True)):
+                shown = name.removeprefix(self.family.prefix) if self.bare_names else name
+                found[shown] = DeferredTensor(shape, dtype, partial(self._read, rule, index))
+        extra = {name for name in self.reader.names() if name.startswith("model.")}
+        extra -= {rule.name for rule in self.family.rules(self.model, self.vocab)}
+        if extra:
+            raise CheckpointError(
+                f"{self.reader.path}: {sorted(extra)[0]} has no place in a {self.family.name} model"
+            )
+        return found
+
+    def _read(self, rule: Rule, index: int) -> torch.Tensor:
+        zeros = (0,) * len(rule.shape)
+        whole = self.reader.read(rule.name, global_shape=rule.shape, offset=zeros, shape=rule.shape)
+        return rule.form.split(whole)[index]
+
+    def config(self, template: Mapping[str, Any] | None) -> dict[str, Any]:
+        """config.json: the template's where it describes this network, else a new one.
+
+        A new one keeps what the template says about tokens and the like.
+        """
+        dtype = _DTYPES.get(self.reader.dtype("model.embedding.word.weight"), "float32")
+        if template and self._is_described_by(template):
+            key = "torch_dtype" if "torch_dtype" in template else "dtype"
+            return {**template, key: dtype}
+        kept = dict(harmless(template or {}))
+        kept.pop("dtype", None)
+        return {**kept, **self.family.write(self.model, self.vocab), "torch_dtype": dtype}
+
+    def _is_described_by(self, template: Mapping[str, Any]) -> bool:
+        if template.get("model_type") != self.family.name:
+            return False
+        described = self.family.read(Settings(template, CONFIG))
+        return described.vocab == self.vocab and not differing_fields(self.model, described.model)
+
+
+def write_folder(
+    folder: Path, export: Export, companions: Mapping[str, bytes], *, max_shard_bytes: int
+) -> None:
+    """Write a new folder; it has its name only once it is whole.
+
+    Args:
+        folder: must not exist, or be empty.
+        export: what.
+        companions: further files by name; config.json among them is the template, see
+            `Export.config`.
+        max_shard_bytes: a shard gets no further tensor that would make it larger.
+
+    Raises:
+        StorageError: it cannot be written; nothing is left behind.
+        CheckpointError: there is something already, or the checkpoint does not fit the family.
+    """
+    folder = folder.absolute()
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise CheckpointError(f"--save-dir {folder} exists: give a new folder")
+    shards = plan_shards(export.tensors(), max_shard_bytes)
+    temporary = folder.with_name(folder.name + unique_suffix(TEMPORARY))
+    try:
+        with storage_errors(folder):
+            temporary.mkdir(parents=True)
+            _check_space(temporary, sum(_size(shard) for shard in shards.values()))
+            for name, data in companions.items():
+                write_file(temporary / name, data)
+            for name, tensors in shards.items():
+                header, places = plan_shard(tensors, metadata={"format": "pt"})
+                write_shard(temporary / name, tensors, header, places)
+            if len(shards) > 1:
+                write_file(temporary / INDEX, _index(shards))
+            sync_folder(temporary)
+            os.rename(temporary, folder)
+            sync_folder(folder.parent)
+    except BaseException:
+        remove_tree(temporary)
+        raise
+
+
+def _check_space(folder: Path, need: int) -> None:
+    disk = os.statvfs(folder)
+    free = disk.f_bavail * disk.f_frsize
+    if free < need:
+        raise StorageError(
+            f"--save-dir {folder.parent}: {need:,} bytes are needed and {free:,} are free"
+        )
+
+
+def plan_shards(tensors: Tensors, most: int) -> dict[str, Tensors]:
+    """Files by name, with their tensors, in order; at most `most` bytes each where possible."""
+    groups: list[Tensors] = [{}]
+    for name, tensor in tensors.items():
+        if groups[-1] and _size(groups[-1]) + _bytes(tensor) > most:
+            groups.append({})
+        groups[-1][name] = tensor
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    return {
+        f"model-{number:05d}-of-{len(groups):05d}.safetensors": group
+        for number, group in enumerate(groups, 1)
+    }
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _size(tensors: Tensors) -> int:
+    return sum(map(_bytes, tensors.values()))
+
+
+def _index(shards: Mapping[str, Tensors]) -> bytes:
+    total = sum(map(_size, shards.values()))
+    places = {name: file for file, tensors in shards.items() for name in tensors}
+    return json_bytes({"metadata": {"total_size": total}, "weight_map": places})

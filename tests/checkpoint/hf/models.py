@@ -1,0 +1,287 @@
+"""Small models of every family, written down here a second time: plain PyTorch over the tensors of
+a Hugging Face folder, by their names there, in float64. Nothing of the package is used."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+
+Tensors = dict[str, Tensor]
+LAYERS, HIDDEN, HEADS, KV_HEADS, FFN, VOCAB, POSITIONS = 2, 32, 4, 2, 48, 70, 24
+
+_COMMON: dict[str, Any] = {
+    "hidden_act": "silu",
+    "hidden_size": HIDDEN,
+    "intermediate_size": FFN,
+    "max_position_embeddings": POSITIONS,
+    "num_attention_heads": HEADS,
+    "num_hidden_layers": LAYERS,
+    "num_key_value_heads": KV_HEADS,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "vocab_size": VOCAB,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model: its config.json, and what its family has.
+
+    Attributes:
+        config: of the folder.
+        qkv_bias: biases of queries, keys, values.
+        head_norm: norms of queries and keys.
+    """
+
+    config: dict[str, Any]
+    qkv_bias: bool = False
+    head_norm: bool = False
+
+    @property
+    def is_gpt2(self) -> bool:
+        return self.config["model_type"] == "gpt2"
+
+
+def _like_llama(kind: str, name: str, **changes: Any) -> dict[str, Any]:
+    return {**_COMMON, "model_type": kind, "architectures": [f"{name}ForCausalLM"], **changes}
+
+
+_GPT2 = {
+    "activation_function": "gelu_new",
+    "architectures": ["GPT2LMHeadModel"],
+    "layer_norm_epsilon": 1e-5,
+    "model_type": "gpt2",
+    "n_ctx": POSITIONS,
+    "n_embd": HIDDEN,
+    "n_head": HEADS,
+    "n_layer": LAYERS,
+    "n_positions": POSITIONS,
+    "torch_dtype": "float32",
+    "vocab_size": 71,  # odd, as GPT-2's 50257 is
+}
+CASES: dict[str, Case] = {
+    "llama": Case(_like_llama("llama", "Llama")),
+    "llama without groups": Case(_like_llama("llama", "Llama", num_key_value_heads=HEADS)),
+    "llama 3.2": Case(
+        _like_llama(
+            "llama", "Llama", tie_word_embeddings=True, rope_scaling=_LLAMA3, rope_theta=1e5
+        )
+    ),
+    "llama stretched": Case(
+        _like_llama("llama", "Llama", rope_scaling={"type": "linear", "factor": 2.0})
+    ),
+    "llama of transformers 5": Case(
+        {
+            **_like_llama("llama", "Llama", rope_theta=None),
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        }
+    ),
+    "mistral": Case(_like_llama("mistral", "Mistral", sliding_window=None)),
+    "mistral wide": Case(_like_llama("mistral", "Mistral", sliding_window=4096, head_dim=12)),
+    "qwen2": Case(
+        _like_llama(
+            "qwen2",
+            "Qwen2",
+            use_sliding_window=False,
+            sliding_window=8,
+            max_window_layers=1,
+            tie_word_embeddings=True,
+        ),
+        qkv_bias=True,
+    ),
+    "qwen3": Case(_like_llama("qwen3", "Qwen3", head_dim=16), head_norm=True),
+    "gpt2": Case(_GPT2),
+    "gpt2 exact": Case({**_GPT2, "activation_function": "gelu", "n_inner": 40}),
+}
+
+
+def tensors_of(case: Case, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensors:
+    """Random tensors of a folder; a folder's layer has the same values whatever else it has."""
+    shapes = _gpt2_shapes(case.config) if case.is_gpt2 else _llama_shapes(case)
+    generator = torch.Generator().manual_seed(seed)
+    return {name: _draw(name, shape, generator).to(dtype) for name, shape in shapes.items()}
+
+
+def _draw(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    is_norm = len(shape) == 1 and name.endswith("weight")
+    return torch.randn(shape, generator=generator) * 0.2 + float(is_norm)
+
+
+def _head_size(config: Mapping[str, Any]) -> int:
+    return config.get("head_dim") or HIDDEN // HEADS
+
+
+def _llama_shapes(case: Case) -> dict[str, tuple[int, ...]]:
+    config, size = case.config, _head_size(case.config)
+    rows = {"q": HEADS * size, "k": config["num_key_value_heads"] * size}
+    rows["v"] = rows["k"]
+    table = (config["vocab_size"], HIDDEN)
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": table}
+    for layer in range(LAYERS):
+        at = f"model.layers.{layer}."
+        for kind, out in rows.items():
+            shapes[f"{at}self_attn.{kind}_proj.weight"] = (out, HIDDEN)
+            if case.qkv_bias:
+                shapes[f"{at}self_attn.{kind}_proj.bias"] = (out,)
+        if case.head_norm:
+            shapes |= {f"{at}self_attn.{kind}_norm.weight": (size,) for kind in "qk"}
+        shapes[f"{at}self_attn.o_proj.weight"] = (HIDDEN, HEADS * size)
+        shapes[f"{at}mlp.gate_proj.weight"] = shapes[f"{at}mlp.up_proj.weight"] = (FFN, HIDDEN)
+        shapes[f"{at}mlp.down_proj.weight"] = (HIDDEN, FFN)
+        shapes[f"{at}input_layernorm.weight"] = (HIDDEN,)
+        shapes[f"{at}post_attention_layernorm.weight"] = (HIDDEN,)
+    shapes["model.norm.weight"] = (HIDDEN,)
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = table
+    return shapes
+
+
+def _gpt2_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    inner = config.get("n_inner") or 4 * HIDDEN
+    shapes: dict[str, tuple[int, ...]] = {
+        "transformer.wte.weight": (config["vocab_size"], HIDDEN),
+        "transformer.wpe.weight": (POSITIONS, HIDDEN),
+    }
+    for layer in range(LAYERS):
+        at = f"transformer.h.{layer}."
+        for name, (size, out) in {
+            "attn.c_attn": (HIDDEN, 3 * HIDDEN),
+            "attn.c_proj": (HIDDEN, HIDDEN),
+            "mlp.c_fc": (HIDDEN, inner),
+            "mlp.c_proj": (inner, HIDDEN),
+        }.items():
+            shapes |= {f"{at}{name}.weight": (size, out), f"{at}{name}.bias": (out,)}
+        for name in ("ln_1", "ln_2"):
+            shapes |= {f"{at}{name}.{kind}": (HIDDEN,) for kind in ("weight", "bias")}
+    return shapes | {f"transformer.ln_f.{kind}": (HIDDEN,) for kind in ("weight", "bias")}
+
+
+def write_folder(
+    folder: Path, config: Mapping[str, Any], tensors: Tensors, shards: int = 1
+) -> Path:
+    """A folder as `transformers` leaves it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True))
+    if shards == 1:
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        return folder
+    places = {}
+    for index in range(shards):
+        file = f"model-{index + 1:05d}-of-{shards:05d}.safetensors"
+        part = {name: tensors[name] for name in sorted(tensors)[index::shards]}
+        save_file(part, folder / file, {"format": "pt"})
+        places |= dict.fromkeys(part, file)
+    index_text = json.dumps({"metadata": {}, "weight_map": places})
+    (folder / "model.safetensors.index.json").write_text(index_text)
+    return folder
+
+
+def logits(case: Case, tensors: Tensors, tokens: Tensor) -> Tensor:
+    """[b, s] -> [b, s, v], computed in float64."""
+    wide = {name: tensor.double() for name, tensor in tensors.items()}
+    return (_gpt2 if case.is_gpt2 else _llama)(case, wide, tokens)
+
+
+def _llama(case: Case, w: Tensors, tokens: Tensor) -> Tensor:
+    config, eps = case.config, case.config["rms_norm_eps"]
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * w[f"{name}.weight"]
+
+    def project(x: Tensor, name: str) -> Tensor:
+        return F.linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
+
+    x = w["model.embed_tokens.weight"][tokens]
+    angles = _angles(config, tokens.shape[1])
+    for layer in range(LAYERS):
+        at = f"model.layers.{layer}"
+        normal = norm(x, f"{at}.input_layernorm")
+        q, k, v = (
+            project(normal, f"{at}.self_attn.{kind}_proj").unflatten(-1, (-1, _head_size(config)))
+            for kind in "qkv"
+        )
+        if case.head_norm:
+            q, k = norm(q, f"{at}.self_attn.q_norm"), norm(k, f"{at}.self_attn.k_norm")
+        context = _attention(_turn(q, angles), _turn(k, angles), v)
+        x = x + project(context, f"{at}.self_attn.o_proj")
+        normal = norm(x, f"{at}.post_attention_layernorm")
+        gate, up = (project(normal, f"{at}.mlp.{kind}_proj") for kind in ("gate", "up"))
+        x = x + project(F.silu(gate) * up, f"{at}.mlp.down_proj")
+    head = w.get("lm_head.weight", w["model.embed_tokens.weight"])
+    return F.linear(norm(x, "model.norm"), head)
+
+
+def _angles(config: Mapping[str, Any], length: int) -> Tensor:
+    """[s, d/2]: by how much a plane of channels turns at each place."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    base = config.get("rope_theta") or rope["rope_theta"]
+    size, angles = _head_size(config), []
+    for plane in range(size // 2):
+        frequency = base ** (-2 * plane / size)
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind == "linear":
+            frequency /= rope["factor"]
+        if kind == "llama3":
+            wavelength = 2 * math.pi / frequency
+            if wavelength > 8192:
+                frequency /= rope["factor"]
+            elif wavelength > 2048:
+                share = (8192 / wavelength - 1) / 3
+                frequency = (1 - share) * frequency / rope["factor"] + share * frequency
+        angles.append(torch.arange(length, dtype=torch.float64) * frequency)
+    return torch.stack(angles, -1)
+
+
+def _turn(x: Tensor, angles: Tensor) -> Tensor:
+    """Channels i and i + d/2 of [b, s, n, d] as a complex number."""
+    real, imaginary = x.chunk(2, dim=-1)
+    turned = torch.complex(real, imaginary) * torch.polar(torch.ones_like(angles), angles)[:, None]
+    return torch.cat((turned.real, turned.imag), -1)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """[b, s, n, d] and keys, values [b, s, g, d] -> [b, s, n d]; causal."""
+    length, sharing = q.shape[1], q.shape[2] // k.shape[2]
+    k, v = k.repeat_interleave(sharing, 2), v.repeat_interleave(sharing, 2)
+    scores = torch.einsum("bsnd,btnd->bnst", q, k) / math.sqrt(q.shape[-1])
+    future = torch.ones(length, length).triu(1).bool()
+    weights = scores.masked_fill(future, -math.inf).softmax(-1)
+    return torch.einsum("bnst,btnd->bsnd", weights, v).flatten(2)
+
+
+def _gpt2(case: Case, w: Tensors, tokens: Tensor) -> Tensor:
+    def norm(x: Tensor, name: str) -> Tensor:
+        return F.layer_norm(x, (HIDDEN,), w[f"{name}.weight"], w[f"{name}.bias"], 1e-5)
+
+    def project(x: Tensor, name: str) -> Tensor:
+        return x @ w[f"{name}.weight"] + w[f"{name}.bias"]
+
+    exact = case.config["activation_function"] == "gelu"
+    x = w["transformer.wte.weight"][tokens] + w["transformer.wpe.weight"][: tokens.shape[1]]
+    for layer in range(LAYERS):
+        at = f"transformer.h.{layer}"
+        parts = project(norm(x, f"{at}.ln_1"), f"{at}.attn.c_attn").chunk(3, dim=-1)
+        q, k, v = (part.unflatten(-1, (HEADS, -1)) for part in parts)
+        x = x + project(_attention(q, k, v), f"{at}.attn.c_proj")
+        inner = project(norm(x, f"{at}.ln_2"), f"{at}.mlp.c_fc")
+        inner = F.gelu(inner, approximate="none" if exact else "tanh")
+        x = x + project(inner, f"{at}.mlp.c_proj")
+    return norm(x, "transformer.ln_f") @ w["transformer.wte.weight"].t()

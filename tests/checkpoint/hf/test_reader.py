@@ -1,0 +1,162 @@
+"""What a folder from elsewhere may hold, and what is refused by name."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.checkpoint.hf.reader import HFReader
+from megatron.errors import CheckpointError
+from tests.checkpoint.hf.models import CASES, tensors_of, write_folder
+
+LLAMA = CASES["llama"]
+
+
+def folder_with(tmp_path: Path, name: str = "llama", **changes: Any) -> Path:
+    case = CASES[name]
+    return write_folder(tmp_path, {**case.config, **changes}, tensors_of(case))
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"model_type": "mamba"}, "model_type 'mamba' is not known: possible are llama,"),
+    ("llama", {"hidden_act": "relu"}, 'hidden_act "relu": only "silu" can be expressed'),
+    ("llama", {"attention_bias": True}, "attention_bias true: only false"),
+    ("llama", {"mlp_bias": True}, "mlp_bias true: only false"),
+    ("llama", {"hidden_size": "32"}, 'hidden_size "32": expected an integer'),
+    ("llama", {"hidden_size": True}, "hidden_size true: expected an integer"),
+    ("llama", {"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000: expected an integer"),
+    ("llama", {"num_attention_heads": -4}, "num_attention_heads -4: expected an integer"),
+    ("llama", {"num_key_value_heads": 3}, "num_key_value_heads 3: does not divide 4 heads"),
+    ("llama", {"rms_norm_eps": None}, "rms_norm_eps null: expected a number above 0"),
+    ("llama", {"rope_theta": 1e400}, "rope_theta Infinity: expected a number above 0"),
+    ("llama", {"quantization_config": {"bits": 4}}, "quantization_config: not known here"),
+    ("llama", {"auto_map": {"AutoModel": "evil.Evil"}}, "auto_map: not known here"),
+    ("llama", {"_attn_implementation_internal": "x/y"}, "_attn_implementation_internal: not"),
+    ("llama", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, 'type "yarn": possible here: d'),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 1.5}}, "factor 1.5: --rotary-seq-len"),
+    (
+        "llama 3.2",
+        {
+            "rope_scaling": {
+                **CASES["llama 3.2"].config["rope_scaling"],
+                "original_max_position_embeddings": 4096,
+            }
+        },
+        "original_max_position_embeddings 4096: only 8192",
+    ),
+    ("mistral", {"num_key_value_heads": None}, "num_key_value_heads null: expected an integer"),
+    ("qwen2", {"layer_types": ["linear_attention"] * 2}, "linear_attention is not known here"),
+    ("qwen3", {"attention_bias": True}, "attention_bias true: only false"),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx true: only false"),
+    ("gpt2", {"activation_function": "relu"}, 'activation_function "relu": possible here: gelu'),
+    ("gpt2", {"n_head": 5}, "n_head 5: does not divide n_embd 32"),
+    ("llama", {"intermediate_size": 40}, "config.json says [40, 32]"),
+    ("llama", {"num_hidden_layers": 3}, "model.layers.2.self_attn.q_proj.weight is missing"),
+    ("llama", {"num_hidden_layers": 1}, "has no place in a llama model"),
+    ("llama", {"tie_word_embeddings": True}, "lm_head.weight differs from the word embeddings"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), REFUSED, ids=str)
+def test_what_our_network_cannot_express_is_refused_by_name(
+    name: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        HFReader(folder_with(tmp_path, name, **changes))
+    assert message in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_all_misfitting_tensors_are_shown_at_once(tmp_path: Path) -> None:
+    tensors = tensors_of(LLAMA)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.float8_e4m3fn)
+    tensors["model.layers.0.self_attn.k_proj.weight"] = torch.zeros(16, 32).bfloat16()
+    del tensors["lm_head.weight"]
+    with pytest.raises(CheckpointError) as caught:
+        HFReader(write_folder(tmp_path, LLAMA.config, tensors))
+    for text in ("norm.weight is F8_E4M3: only", "have several types", "lm_head.weight is missing"):
+        assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("window", "positions", "told"), [(8, 8, True), (24, 24, False), (4096, 24, False)]
+)
+def test_a_window_limits_the_context(
+    window: int, positions: int, told: bool, tmp_path: Path
+) -> None:
+    """Within it, attending to the window and to everything are the same."""
+    reader = HFReader(folder_with(tmp_path, "mistral", sliding_window=window))
+    assert reader.meta["config"]["model"]["max_position_embeddings"] == positions
+    assert bool(reader.notices) == told
+
+
+def _refusal(folder: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        HFReader(folder)
+    return str(caught.value)
+
+
+def test_pickles_are_named_and_not_read(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    assert "pytorch_model.bin is a pickle" in _refusal(folder)
+    (folder / "pytorch_model.bin").unlink()
+    assert "neither model.safetensors nor" in _refusal(folder)
+
+
+@pytest.mark.parametrize(
+    "place", ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", "x.bin", 3]
+)
+def test_an_index_names_files_of_its_folder_only(place: Any, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model", LLAMA.config, tensors_of(LLAMA), shards=2)
+    write_folder(tmp_path, LLAMA.config, tensors_of(LLAMA))
+    (tmp_path / "model.safetensors").rename(tmp_path / "secret.safetensors")
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["lm_head.weight"] = place
+    index.write_text(json.dumps(content))
+    assert "is no name of a shard" in _refusal(folder)
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
+def test_links_out_of_the_folder_are_not_followed(file: str, tmp_path: Path) -> None:
+    folder = folder_with(tmp_path / "model")
+    (folder / file).rename(tmp_path / file)
+    (folder / file).symlink_to(tmp_path / file)
+    assert "a link out of the folder" in _refusal(folder)
+
+
+def test_the_hub_s_cache_is_read(tmp_path: Path) -> None:
+    """Its snapshots are links into the blobs of the same model."""
+    folder = folder_with(tmp_path / "models--x--y" / "snapshots" / "0123")
+    blobs = tmp_path / "models--x--y" / "blobs"
+    blobs.mkdir()
+    for file in list(folder.iterdir()):
+        os.rename(file, blobs / f"digest-{file.name}")
+        file.symlink_to(Path("../../blobs") / f"digest-{file.name}")
+    assert HFReader(folder).vocab == LLAMA.config["vocab_size"]
+
+
+def test_an_index_that_lies_is_found_out(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, LLAMA.config, tensors_of(LLAMA), shards=2)
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["more"] = "model-00001-of-00002.safetensors"
+    index.write_text(json.dumps(content))
+    assert "index and files disagree about more" in _refusal(folder)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000, "1" * 2_000_000], ids=range(5))
+def test_a_damaged_config_is_an_error_not_a_traceback(text: str, tmp_path: Path) -> None:
+    folder = folder_with(tmp_path)
+    (folder / "config.json").write_text(text)
+    assert "config.json" in _refusal(folder)
+
+
+def test_a_truncated_file_is_an_error_not_a_traceback(tmp_path: Path) -> None:
+    file = folder_with(tmp_path) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert "not a safetensors file" in _refusal(tmp_path)

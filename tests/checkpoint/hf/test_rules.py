@@ -1,0 +1,75 @@
+"""Each form on rows that one can read."""
+
+import pytest
+import torch
+
+from megatron.checkpoint.deferred import DeferredTensor
+from megatron.checkpoint.hf.families import families
+from megatron.checkpoint.hf.rules import ByGroup, FusedByHead, GateUp, Same, Transposed
+from megatron.checkpoint.hf.settings import Settings
+from tests.checkpoint.hf.models import CASES
+
+
+def test_queries_keys_and_values_are_ordered_by_group() -> None:
+    q = torch.tensor([[1], [2], [3], [4], [5], [6], [7], [8]])  # 4 heads of 2 rows
+    k, v = torch.tensor([[10], [11], [12], [13]]), torch.tensor([[20], [21], [22], [23]])
+    rows = ByGroup(heads=4, groups=2).join([q, k, v]).flatten().tolist()
+    assert rows == [1, 2, 3, 4, 10, 11, 20, 21, 5, 6, 7, 8, 12, 13, 22, 23]
+
+
+def test_the_fused_matrix_of_gpt2_is_ordered_by_head() -> None:
+    columns = torch.tensor([[1, 2, 3, 4, 10, 20, 30, 40, 100, 200, 300, 400]])  # 2 heads of 2
+    rows = FusedByHead(heads=2).join([columns]).flatten().tolist()
+    assert rows == [1, 2, 10, 20, 100, 200, 3, 4, 30, 40, 300, 400]
+
+
+@pytest.mark.parametrize(
+    ("form", "shapes"),
+    [
+        (Same(), [(3, 4)]),
+        (Transposed(), [(3, 4)]),
+        (GateUp(), [(5, 4), (5, 4)]),
+        (ByGroup(6, 2), [(18, 4), (6, 4), (6, 4)]),
+        (ByGroup(6, 6), [(18,), (18,), (18,)]),
+        (FusedByHead(3), [(4, 27)]),
+        (FusedByHead(3), [(27,)]),
+    ],
+)
+def test_split_undoes_join(form, shapes) -> None:
+    parts = [torch.randn(shape) for shape in shapes]
+    back = form.split(form.join(parts))
+    assert len(back) == len(parts)
+    assert all(torch.equal(one, other) for one, other in zip(back, parts, strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rules_take_every_tensor_once(name: str) -> None:
+    config = CASES[name].config
+    family = families()[config["model_type"]]
+    described = family.read(Settings(config, "config.json"))
+    rules = family.rules(described.model, described.vocab)
+    theirs = [one for rule in rules for one in rule.theirs]
+    assert len(theirs) == len(set(theirs))
+    assert len({rule.name for rule in rules}) == len(rules)
+
+
+def test_a_deferred_tensor_reads_when_it_is_used_and_keeps_nothing() -> None:
+    reads = []
+
+    def read() -> torch.Tensor:
+        reads.append(1)
+        return torch.arange(6.0).view(2, 3)
+
+    tensor = DeferredTensor((2, 3), torch.float32, read)
+    assert (tensor.shape, tensor.dtype, tensor.numel(), tensor.element_size()) == (
+        (2, 3),
+        torch.float32,
+        6,
+        4,
+    )
+    assert not reads
+    values = tensor.detach().to("cpu").contiguous()
+    assert type(values) is torch.Tensor
+    assert torch.equal(values, read())
+    assert torch.equal(tensor + 1, read() + 1)
+    assert len(reads) == 4

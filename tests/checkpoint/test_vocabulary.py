@@ -1,0 +1,68 @@
+"""Vocabulary tables of another size: entries stay, padding takes an even share at most."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.checkpoint.entries import Entry
+from megatron.checkpoint.reader import open_checkpoint
+from megatron.checkpoint.vocabulary import PaddedReader
+from megatron.errors import CheckpointError
+from tests.checkpoint.states import read_whole, save_state
+
+ENTRIES, HIDDEN = 50, 8
+NAME = "embedding.word.weight"
+KINDS = (f"model.{NAME}", f"optimizer.{NAME}.exp_avg", f"optimizer.{NAME}.master")
+
+
+@pytest.fixture
+def tables(tmp_path: Path) -> dict[str, torch.Tensor]:
+    tables = {kind: torch.randn(ENTRIES, HIDDEN) - 3 for kind in KINDS}
+    save_state(tmp_path, 1, {kind: Entry.whole(table) for kind, table in tables.items()})
+    return tables
+
+
+def padded(tmp_path: Path, rows: int, entries: int = ENTRIES) -> PaddedReader:
+    reader = open_checkpoint(tmp_path)
+    assert reader is not None
+    return PaddedReader(reader, rows=rows, entries=entries)
+
+
+def test_rows_that_are_missing_are_the_mean_of_the_entries(tmp_path: Path, tables) -> None:
+    reader = padded(tmp_path, 64)
+    for kind, table in tables.items():
+        found = read_whole(reader, kind)
+        mean = table.mean(0) if "exp_avg" not in kind else torch.zeros(HIDDEN)
+        assert torch.equal(found[:ENTRIES], table)
+        torch.testing.assert_close(found[ENTRIES:], mean.expand(14, HIDDEN))
+
+
+def test_any_part_reads_as_in_the_whole(tmp_path: Path, tables) -> None:
+    reader = padded(tmp_path, 64)
+    whole = read_whole(reader, KINDS[0])
+    for rows, columns in ((slice(0, 16), slice(0, 8)), (slice(48, 64), slice(2, 5))):
+        part = reader.read(
+            KINDS[0],
+            global_shape=(64, HIDDEN),
+            offset=(rows.start, columns.start),
+            shape=(rows.stop - rows.start, columns.stop - columns.start),
+        )
+        assert torch.equal(part, whole[rows, columns])
+
+
+def test_padding_gets_no_more_than_an_even_share_of_the_probability(tmp_path: Path, tables) -> None:
+    """Whatever the hidden state, also where all logits of entries are far below zero."""
+    weight = read_whole(padded(tmp_path, 64), KINDS[0])
+    states = torch.randn(1000, HIDDEN).abs() * 5  # logits around -100
+    logits = states @ weight.t()
+    more = logits.logsumexp(-1) - logits[:, :ENTRIES].logsumexp(-1)
+    assert logits[:, :ENTRIES].mean() < -50
+    assert more.max() <= math.log(64 / ENTRIES) + 1e-5
+
+
+def test_rows_beyond_are_left_out_and_entries_never(tmp_path: Path, tables) -> None:
+    assert torch.equal(read_whole(padded(tmp_path, 48, 48), KINDS[0]), tables[KINDS[0]][:48])
+    with pytest.raises(CheckpointError, match="has 50 rows, the tokenizer 51 entries"):
+        padded(tmp_path, 64, 51)

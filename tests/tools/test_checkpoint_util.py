@@ -1,0 +1,328 @@
+"""tools/checkpoint/util.py: in, out, bit for bit; and training on what came in."""
+
+from __future__ import annotations
+
+import json
+import threading
+import weakref
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from megatron.checkpoint.hf.files import COMPANION_FOLDER
+from megatron.checkpoint.hf.reader import HFReader
+from megatron.checkpoint.reader import open_checkpoint
+from megatron.checkpoint.summary import summarize
+from megatron.config.parser import parse_config
+from megatron.device import Device
+from megatron.environment import Launch
+from megatron.parallel.layout import Layout
+from megatron.tokenizer.vocabulary import padded_vocab_size
+from megatron.training.checkpointing import network_of
+from megatron.training.pretrain import main
+from megatron.training.setup import build_run
+from pretrain_gpt import GPTRecipe
+from tests.checkpoint.hf.models import CASES, logits, tensors_of, write_folder
+from tests.checkpoint.legacy import megatron_files
+from tests.checkpoint.legacy.megatron_files import whole_model
+from tests.checkpoint.states import read_whole
+from tools import generate_text
+from tools.checkpoint import formats, util, verify
+
+
+def convert(loader: str, saver: str, source: Path, target: Path, *more: str) -> int:
+    words = ["--model-type", "GPT", "--loader", loader, "--saver", saver, *more]
+    return util.main([*words, "--load-dir", str(source), "--save-dir", str(target)])
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    """All of a folder, by the names of its files."""
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            assert opened.metadata() == {"format": "pt"}
+        found |= load_file(file)
+    return found
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert tensor.dtype == other[name].dtype, name
+        assert torch.equal(tensor, other[name]), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_in_and_out_again_is_the_original_bit_for_bit(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    case, text = CASES[name], str(dtype).removeprefix("torch.")
+    tensors = tensors_of(case, dtype=dtype)
+    config = {**case.config, "torch_dtype": text}
+    folder = write_folder(tmp_path / "original", config, tensors, shards=2)
+    (folder / "generation_config.json").write_text('{"eos_token_id": 2}')
+    assert convert("hf", "native", folder, tmp_path / "native") == 0
+    assert summarize(tmp_path / "native", verify=True, details=False)[1]
+    assert convert("native", "hf", tmp_path / "native", tmp_path / "exported") == 0
+    assert_same(tensors_in(tmp_path / "exported"), tensors)
+    for file in ("config.json", "generation_config.json"):
+        assert (tmp_path / "exported" / file).read_bytes() == (folder / file).read_bytes()
+
+
+def test_bare_names_of_gpt2_stay_bare(tmp_path: Path) -> None:
+    case = CASES["gpt2"]
+    tensors = {n.removeprefix("transformer."): t for n, t in tensors_of(case).items()}
+    folder = write_folder(tmp_path / "original", case.config, tensors)
+    assert convert("hf", "native", folder, tmp_path / "native") == 0
+    assert convert("native", "hf", tmp_path / "native", tmp_path / "exported") == 0
+    assert_same(tensors_in(tmp_path / "exported"), tensors)
+
+
+def test_shards_are_cut_by_size_and_indexed(tmp_path: Path) -> None:
+    case = CASES["llama"]
+    folder = write_folder(tmp_path / "original", case.config, tensors_of(case))
+    assert convert("hf", "hf", folder, tmp_path / "cut", "--max-shard-size", "20KB") == 0
+    files = sorted((tmp_path / "cut").glob("*.safetensors"))
+    assert len(files) == 5
+    assert files[0].name == "model-00001-of-00005.safetensors"
+    assert all(sum(t.nbytes for t in load_file(file).values()) <= 20_000 for file in files)
+    index = json.loads((tmp_path / "cut" / "model.safetensors.index.json").read_text())
+    held = {name: file.name for file in files for name in load_file(file)}
+    assert index["weight_map"] == held
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors_of(case).values())
+    assert_same(tensors_in(tmp_path / "cut"), tensors_of(case))
+
+
+def test_without_the_original_s_files_a_config_is_written_that_reads_the_same(
+    tmp_path: Path,
+) -> None:
+    for name, case in CASES.items():
+        folder = write_folder(tmp_path / name / "original", case.config, tensors_of(case))
+        native, out = tmp_path / name / "native", tmp_path / name / "exported"
+        assert convert("hf", "native", folder, native) == 0
+        (native / COMPANION_FOLDER / "config.json").unlink()
+        assert convert("native", "hf", native, out) == 0
+        again = tmp_path / name / "again"
+        assert convert("hf", "native", out, again) == 0
+        models = [_config(root)["model"] for root in (native, again)]
+        # A window that is as wide as the context says nothing any more.
+        assert models[0] == models[1], name
+
+
+def _config(root: Path) -> dict:
+    reader = open_checkpoint(root)
+    assert reader is not None
+    return reader.meta["config"]
+
+
+def test_a_network_is_written_as_the_first_family_that_has_it(tmp_path: Path, capsys) -> None:
+    case = CASES["mistral"]
+    folder = write_folder(tmp_path / "original", case.config, tensors_of(case))
+    assert convert("hf", "native", folder, tmp_path / "native") == 0
+    more = ["--model-family", "llama"]
+    assert convert("native", "hf", tmp_path / "native", tmp_path / "as-llama", *more) == 0
+    assert json.loads((tmp_path / "as-llama" / "config.json").read_text())["model_type"] == "llama"
+    more = ["--model-family", "gpt2"]
+    assert convert("native", "hf", tmp_path / "native", tmp_path / "as-gpt2", *more) == 4
+    assert "swiglu is True, a gpt2 model has False" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("entries", "rows", "multiple"),
+    [(32000, 32000, 1), (50257, 50257, 1), (151665, 151936, 1187), (128000, 128256, 334)],
+)
+def test_the_vocabulary_is_padded_to_the_model_s_own_rows(entries, rows, multiple) -> None:
+    assert formats.padding_multiple(entries, rows) == multiple
+    for ranks in (size for size in (1, 2, 4, 8) if rows % size == 0):
+        assert padded_vocab_size(entries, multiple, ranks) == rows
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["--saver", "megatron"], 9, "--saver megatron: Megatron-LM's own files are not written"),
+        (["--loader", "native"], 4, "there is no checkpoint in it"),
+        (["--loader", "hf"], 4, "neither model.safetensors nor"),
+        (["--loader", "native", "--verify"], 9, "--verify compares ours with Hugging Face"),
+        (["--loader", "hf", "--saver", "hf", "--verify"], 9, "--verify compares ours with"),
+    ],
+)
+def test_mistakes_say_what_to_mend(words, code, message, tmp_path: Path, capsys) -> None:
+    given = ["--model-type", "GPT", "--saver", "native", "--load-dir", str(tmp_path)]
+    assert util.main([*given, "--save-dir", str(tmp_path / "out"), *words]) == code
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_existing_folder_is_not_overwritten(tmp_path: Path, capsys) -> None:
+    folder = write_folder(tmp_path, CASES["llama"].config, tensors_of(CASES["llama"]))
+    assert convert("hf", "hf", folder, folder) == 4
+    assert "exists: give a new folder" in capsys.readouterr().err
+    assert convert("hf", "hf", folder, tmp_path / "new", "--max-shard-size", "5 GB") == 4
+    assert "--max-shard-size 5 GB: expected a size" in capsys.readouterr().err
+
+
+def test_megatron_s_flags_say_that_they_change_nothing(tmp_path: Path, capsys) -> None:
+    folder = write_folder(tmp_path / "a", CASES["llama"].config, tensors_of(CASES["llama"]))
+    more = "--target-tensor-parallel-size 2 --target-pipeline-parallel-size 4 --megatron-path /m"
+    assert convert("llama2_hf", "native", folder, tmp_path / "b", *more.split()) == 0
+    out = capsys.readouterr().out
+    assert "--target-tensor-parallel-size 2: changes nothing: what is written loads in any" in out
+    assert "--target-pipeline-parallel-size 4: changes nothing" in out
+    assert "--megatron-path /m: not needed" in out
+
+
+def test_verify_says_plainly_that_it_did_not_check(tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(verify, "find_spec", lambda _: None)
+    folder = write_folder(tmp_path / "a", CASES["llama"].config, tensors_of(CASES["llama"]))
+    assert convert("hf", "native", folder, tmp_path / "b", "--verify") == 0
+    assert "NOT CHECKED: transformers is not installed" in capsys.readouterr().out
+
+
+def test_the_command_line_offers_what_the_tables_have() -> None:
+    assert set(util.LOADERS) == set(formats.LOADERS)
+    assert set(util.SAVERS) == set(formats.SAVERS)
+
+
+def test_padding_rows_are_dropped_on_request(tmp_path: Path) -> None:
+    case = CASES["llama"]
+    folder = write_folder(tmp_path / "a", case.config, tensors_of(case))
+    assert convert("hf", "native", folder, tmp_path / "b", "--true-vocab-size", "66") == 0
+    reader = open_checkpoint(tmp_path / "b")
+    assert reader is not None
+    words = read_whole(reader, "model.embedding.word.weight")
+    assert torch.equal(words, tensors_of(case)["model.embed_tokens.weight"][:66])
+    assert convert("native", "hf", tmp_path / "b", tmp_path / "c") == 0
+    assert json.loads((tmp_path / "c" / "config.json").read_text())["vocab_size"] == 66
+
+
+@pytest.fixture
+def imported(tmp_path: Path) -> Path:
+    """A small Llama with a tokenizer of its own, imported."""
+    case = CASES["llama"]
+    folder = write_folder(tmp_path / "original", case.config, tensors_of(case))
+    write_word_tokenizer(folder, case.config["vocab_size"])
+    assert convert("llama2_hf", "native", folder, tmp_path / "native") == 0
+    return tmp_path / "native"
+
+
+def write_word_tokenizer(folder: Path, entries: int) -> None:
+    """tokenizer.json with words "w0", "w1", ... and an end of document."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+
+    vocab = {f"w{index}": index for index in range(entries - 1)} | {"</s>": entries - 1}
+    tokenizer = Tokenizer(WordLevel(vocab, unk_token="w0"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def test_text_is_generated_from_what_came_in(imported: Path, capsys) -> None:
+    case, ids = CASES["llama"], [3, 1, 4]
+    for _ in range(6):
+        tokens = torch.tensor([ids])
+        ids.append(int(logits(case, tensors_of(case), tokens)[0, -1].argmax()))
+    assert 69 not in ids  # the end of a document, which would not be printed
+    words = ["--prompt", "w3 w1 w4", "--max-new-tokens", "6", "--temperature", "0"]
+    moved = imported.rename(imported.with_name("moved"))
+    assert generate_text.main(["--load", str(moved), *words]) == 0
+    assert capsys.readouterr().out.split() == [f"w{index}" for index in ids]
+
+
+TRAINING = """
+    --finetune --use-checkpoint-args --seq-length 16 --micro-batch-size 2 --train-iters 2
+    --lr 1e-3 --lr-decay-style constant --attention-dropout 0 --hidden-dropout 0
+    --mock-data --tokenizer-type HuggingFaceTokenizer --num-workers 0 --log-interval 1
+    --eval-iters 0 --save-interval 2 --no-exit-signal-handler
+""".split()
+
+
+def training_flags(imported: Path, out: Path) -> list[str]:
+    tokenizer = imported / COMPANION_FOLDER / "tokenizer.json"
+    words = ["--load", str(imported), "--save", str(out), "--tokenizer-model", str(tokenizer)]
+    return [*TRAINING, *words]
+
+
+def test_training_goes_on_from_what_came_in_and_out_again(
+    imported: Path, tmp_path: Path, capsys
+) -> None:
+    out, exported = tmp_path / "finetuned", tmp_path / "exported"
+    assert main(GPTRecipe(), training_flags(imported, out)) == 0
+    assert "iteration        2/       2" in capsys.readouterr().out
+    assert convert("native", "hf", out, exported) == 0
+    original, trained = tensors_in(tmp_path / "original"), tensors_in(exported)
+    assert original.keys() == trained.keys()
+    for name, tensor in original.items():
+        assert trained[name].shape == tensor.shape
+        assert not torch.equal(trained[name], tensor), name
+        torch.testing.assert_close(trained[name], tensor, rtol=0, atol=0.01)
+    for file in ("config.json", "tokenizer.json"):
+        assert (exported / file).read_bytes() == (tmp_path / "original" / file).read_bytes()
+
+
+def test_the_run_starts_with_the_model_s_own_loss(imported: Path, tmp_path: Path) -> None:
+    words = training_flags(imported, tmp_path / "out")
+    parsed = parse_config(words, world_size=1, read_checkpoint=network_of)
+    run = build_run(parsed.config, GPTRecipe(), Launch(), Device.cpu(), Layout.single())
+    assert run.padded_vocab_size == 70  # the model's own rows: its softmax is over these
+    tokens = torch.arange(32).view(2, 16)
+    case = CASES["llama"]
+    expected = logits(case, tensors_of(case), tokens).float()
+    with torch.no_grad():
+        found = run.parts[0].eval()(tokens)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_megatron_s_checkpoints_go_to_ours_and_to_gpt2(tmp_path: Path, capsys) -> None:
+    model = whole_model()
+    form = megatron_files.Form(tensor=2, stages=2)
+    args = Namespace(**vars(megatron_files.arguments(form)), ffn_hidden_size=24)
+    megatron_files.write(tmp_path / "megatron", form, model, args=args)
+    assert convert("megatron", "native", tmp_path / "megatron", tmp_path / "native") == 0
+    reader = open_checkpoint(tmp_path / "native")
+    assert reader is not None
+    assert reader.iteration == 3
+    assert_same({name: read_whole(reader, f"model.{name}") for name in model}, model)
+    more = ["--true-vocab-size", "15"]
+    assert convert("megatron", "hf", tmp_path / "megatron", tmp_path / "gpt2", *more) == 0
+    found = tensors_in(tmp_path / "gpt2")
+    assert torch.equal(found["transformer.wte.weight"], model["embedding.word.weight"][:15])
+    assert torch.equal(
+        found["transformer.h.1.mlp.c_fc.weight"].t(), model["layers.1.mlp.up.weight"]
+    )
+    capsys.readouterr()
+    assert convert("native", "native", tmp_path / "megatron", tmp_path / "again") == 4
+    assert "is another kind: use --loader megatron" in capsys.readouterr().err
+
+
+def test_no_more_than_a_few_tensors_are_held_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive, most, lock = 0, 0, threading.Lock()
+    read = HFReader.read
+
+    def watched(self: HFReader, *args, **kwargs) -> torch.Tensor:
+        nonlocal alive, most
+        values = read(self, *args, **kwargs)
+        with lock:
+            alive += 1
+            most = max(most, alive)
+        weakref.finalize(values, gone)
+        return values
+
+    def gone() -> None:
+        nonlocal alive
+        alive -= 1
+
+    monkeypatch.setattr(HFReader, "read", watched)
+    case = CASES["qwen2"]
+    folder = write_folder(tmp_path / "a", case.config, tensors_of(case))
+    assert convert("hf", "native", folder, tmp_path / "b") == 0
+    assert convert("hf", "hf", folder, tmp_path / "c") == 0
+    assert 1 <= most <= 4  # the threads that write a file

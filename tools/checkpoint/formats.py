@@ -1,0 +1,324 @@
+"""What `tools/checkpoint/util.py` reads and writes: a table of loaders and one of savers.
+
+A new format is a function in a table. Between the two stands a `Source`: any reader, with the
+configuration and the files that belong to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from megatron.checkpoint.convert import WEIGHTS, save_weights
+from megatron.checkpoint.durable import replace_file, storage_errors
+from megatron.checkpoint.hf import files
+from megatron.checkpoint.hf.families import family_for
+from megatron.checkpoint.hf.reader import HFReader
+from megatron.checkpoint.hf.settings import read_json
+from megatron.checkpoint.hf.writer import Export, write_folder
+from megatron.checkpoint.reader import Reader, open_checkpoint
+from megatron.checkpoint.vocabulary import PaddedReader
+from megatron.config.arguments import from_namespace
+from megatron.config.data import TokenizerConfig
+from megatron.config.resolve import resolve
+from megatron.config.run import RunConfig
+from megatron.config.yaml_file import from_dict
+from megatron.errors import CheckpointError, UserError
+from megatron.tokenizer import build_tokenizer
+
+_EMBEDDING = f"{WEIGHTS}embedding.word.weight"
+_POSITIONS = f"{WEIGHTS}embedding.position.weight"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint that was opened.
+
+    Attributes:
+        reader: its tensors.
+        config: the run that it stands for.
+        companions: folder of Hugging Face files that belong to it; None: there is none.
+        family: `model_type` that it came as; None: it did not come from Hugging Face.
+        bare_names: its Hugging Face names lacked the family's prefix.
+        notices: lines for the user.
+    """
+
+    reader: Reader
+    config: RunConfig
+    companions: Path | None = None
+    family: str | None = None
+    bare_names: bool = False
+    notices: tuple[str, ...] = ()
+
+    @property
+    def rows(self) -> int:
+        """Of the word embedding."""
+        return self.reader.global_shape(_EMBEDDING)[0]
+
+
+def load_hf(options: argparse.Namespace) -> Source:
+    """A folder of safetensors with config.json."""
+    reader = HFReader(options.load_dir)
+    return Source(
+        reader=reader,
+        config=_complete(from_dict(reader.meta["config"], str(reader.path)), reader),
+        companions=reader.path,
+        family=reader.family.name,
+        bare_names=reader.bare_names,
+        notices=reader.notices,
+    )
+
+
+def load_native(options: argparse.Namespace) -> Source:
+    """The newest checkpoint that this program wrote."""
+    return _load_own(options, "native")
+
+
+def load_megatron(options: argparse.Namespace) -> Source:
+    """The newest checkpoint that Megatron-LM up to 23.08 wrote."""
+    return _load_own(options, "legacy")
+
+
+def _load_own(options: argparse.Namespace, expected: str) -> Source:
+    reader = open_checkpoint(options.load_dir)
+    if reader is None:
+        raise CheckpointError(f"--load-dir {options.load_dir}: there is no checkpoint in it")
+    loader = {"native": "native", "legacy": "megatron"}[reader.format]
+    if reader.format != expected:
+        raise CheckpointError(
+            f"--loader {options.loader}: {reader.path} is another kind: use --loader {loader}"
+        )
+    config = _complete(from_dict(reader.meta["config"], str(reader.path)), reader)
+    origin = reader.meta.get("huggingface") or {}
+    return Source(
+        reader=reader,
+        config=config,
+        companions=options.hf_files or _find_companions(options.load_dir, config),
+        family=origin.get("family"),
+        bare_names=origin.get("bare_names", False),
+    )
+
+
+def _find_companions(root: Path, config: RunConfig) -> Path | None:
+    """The folder that an import left: in the same place, or where a run's tokenizer lies."""
+    tokenizer = (config.tokenizer.tokenizer_model, config.tokenizer.vocab_file)
+    places = [root / files.COMPANION_FOLDER, *(Path(name).parent for name in tokenizer if name)]
+    return next((place for place in places if (place / files.CONFIG).is_file()), None)
+
+
+def _complete(config: RunConfig, reader: Reader) -> RunConfig:
+    """What a converted model's configuration leaves open: derived sizes, window, precision."""
+    positions = config.model.max_position_embeddings
+    if positions is None and _POSITIONS in reader.names():
+        positions = reader.global_shape(_POSITIONS)[0]
+    model = replace(config.model, max_position_embeddings=positions)
+    config = resolve(replace(config, model=model), world_size=1)
+    dtype = reader.dtype(_EMBEDDING)
+    precision = replace(config.precision, fp16=dtype == torch.float16, bf16=dtype == torch.bfloat16)
+    length = config.data.seq_length or config.model.max_position_embeddings
+    return replace(config, precision=precision, data=replace(config.data, seq_length=length))
+
+
+def save_native(source: Source, options: argparse.Namespace) -> Path:
+    """A checkpoint of ours, with the model's small files beside it."""
+    tokenizer = _adopt_files(source, options)
+    rows = options.true_vocab_size or source.rows
+    entries = _entries(tokenizer)
+    multiple = source.config.model.make_vocab_size_divisible_by
+    if entries is not None and entries <= rows:
+        multiple = padding_multiple(entries, rows)
+    model = replace(source.config.model, make_vocab_size_divisible_by=multiple)
+    extra = {"huggingface": {"family": source.family, "bare_names": source.bare_names}}
+    return save_weights(
+        _with_rows(source.reader, rows),
+        options.save_dir,
+        replace(source.config, model=model, tokenizer=tokenizer),
+        extra if source.family else None,
+    )
+
+
+def padding_multiple(entries: int, rows: int) -> int:
+    """The smallest --make-vocab-size-divisible-by that pads `entries` to `rows`, so that training
+    goes on with the very rows that the model has: all of them take part in its softmax."""
+    return next(
+        m for m in range(rows - entries + 1, rows + 1) if math.ceil(entries / m) * m == rows
+    )
+
+
+def _entries(config: TokenizerConfig) -> int | None:
+    return build_tokenizer(config).vocab_size if config.tokenizer_type else None
+
+
+def _with_rows(reader: Reader, rows: int) -> Reader:
+    return PaddedReader(reader, rows=rows, entries=rows)
+
+
+def _adopt_files(source: Source, options: argparse.Namespace) -> TokenizerConfig:
+    """Copy what belongs to the model into the folder of checkpoints; the tokenizer, from there."""
+    folder = Path(options.save_dir).absolute() / files.COMPANION_FOLDER
+    found = dict(files.companions(source.companions)) if source.companions else {}
+    given = from_namespace(TokenizerConfig, options)
+    if given == TokenizerConfig() and not source.companions:
+        return source.config.tokenizer
+    paths = {}
+    for field in ("tokenizer_model", "vocab_file", "merge_file"):
+        path = getattr(given, field)
+        if path is not None:
+            found[Path(path).name] = _read(path, field)
+            paths[field] = str(folder / Path(path).name)
+    with storage_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, data in found.items():
+            replace_file(folder / name, data)
+    if not paths:
+        return _tokenizer_in(folder, given)
+    return replace(
+        given,
+        tokenizer_type=given.tokenizer_type or _kind_of(paths),
+        tokenizer_model=paths.get("tokenizer_model"),
+        vocab_file=paths.get("vocab_file"),
+        merge_file=paths.get("merge_file"),
+    )
+
+
+def _read(path: str, field: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise CheckpointError(
+            f"--{field.replace('_', '-')} {path}: cannot be read: {error.strerror}"
+        ) from error
+
+
+def _kind_of(paths: Mapping[str, str]) -> str:
+    model = paths.get("tokenizer_model")
+    if model is None:
+        return "GPT2BPETokenizer"
+    return "HuggingFaceTokenizer" if model.endswith(".json") else "Llama2Tokenizer"
+
+
+def _tokenizer_in(folder: Path, given: TokenizerConfig) -> TokenizerConfig:
+    """The tokenizer of a folder of Hugging Face files; without a type where it has none."""
+    paths = {name: str(folder / name) for name in files.COMPANIONS if (folder / name).is_file()}
+    if files.TOKENIZER_JSON in paths:
+        return replace(
+            given,
+            tokenizer_type="HuggingFaceTokenizer",
+            tokenizer_model=paths[files.TOKENIZER_JSON],
+        )
+    if files.TOKENIZER_MODEL in paths:
+        return replace(
+            given, tokenizer_type="Llama2Tokenizer", tokenizer_model=paths[files.TOKENIZER_MODEL]
+        )
+    if files.VOCAB in paths and files.MERGES in paths:
+        return replace(
+            given,
+            tokenizer_type="GPT2BPETokenizer",
+            vocab_file=paths[files.VOCAB],
+            merge_file=paths[files.MERGES],
+        )
+    return given
+
+
+def save_hf(source: Source, options: argparse.Namespace) -> Path:
+    """A folder that `transformers` opens."""
+    companions = dict(files.companions(source.companions)) if source.companions else {}
+    template = None
+    if files.CONFIG in companions:
+        assert source.companions is not None
+        template = read_json(source.companions / files.CONFIG)
+    vocab = _true_vocabulary(source, options, template)
+    wanted = options.model_family or source.family
+    if wanted is None and template is not None:
+        wanted = template.get("model_type")
+    export = Export(
+        _with_rows(source.reader, vocab),
+        family_for(source.config.model, vocab, wanted),
+        source.config.model,
+        vocab,
+        bare_names=source.bare_names,
+    )
+    companions |= _tokenizer_files(source, options)
+    written = export.config(template)
+    if written != template:
+        companions[files.CONFIG] = files.json_bytes(written)
+    if files.GENERATION_CONFIG not in companions:
+        companions[files.GENERATION_CONFIG] = files.json_bytes(_generation_config(written))
+    write_folder(
+        options.save_dir, export, companions, max_shard_bytes=parse_bytes(options.max_shard_size)
+    )
+    return Path(options.save_dir)
+
+
+def _tokenizer_files(source: Source, options: argparse.Namespace) -> dict[str, bytes]:
+    """Those of the flags or of the checkpoint's configuration, under the names of Hugging Face."""
+    config = from_namespace(TokenizerConfig, options)
+    config = source.config.tokenizer if config == TokenizerConfig() else config
+    is_json = (config.tokenizer_model or "").endswith(".json")
+    names = {
+        "tokenizer_model": files.TOKENIZER_JSON if is_json else files.TOKENIZER_MODEL,
+        "vocab_file": files.VOCAB,
+        "merge_file": files.MERGES,
+    }
+    found = {}
+    for field, name in names.items():
+        path = getattr(config, field)
+        if path is not None and Path(path).is_file():
+            found[name] = _read(path, field)
+    return found
+
+
+def _generation_config(config: Mapping[str, object]) -> dict[str, object]:
+    keys = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return {key: config[key] for key in keys if config.get(key) is not None}
+
+
+def _true_vocabulary(
+    source: Source, options: argparse.Namespace, template: Mapping[str, object] | None
+) -> int:
+    """Rows to write: as told, as the original had, as the tokenizer has, or all."""
+    if options.true_vocab_size is not None:
+        return int(options.true_vocab_size)
+    original = template.get("vocab_size") if template else None
+    if isinstance(original, int) and original <= source.rows:
+        return original
+    config = from_namespace(TokenizerConfig, options)
+    config = source.config.tokenizer if config == TokenizerConfig() else config
+    try:
+        entries = _entries(config)
+    except UserError:  # its files are not here any more
+        entries = None
+    return entries if entries is not None and entries <= source.rows else source.rows
+
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def parse_bytes(text: str) -> int:
+    """`5GB` in bytes, as `transformers` counts them.
+
+    Raises:
+        CheckpointError: not a size.
+    """
+    number = text.rstrip("KMGB")
+    unit = _UNITS.get(text[len(number) :])
+    if not number.isdigit() or int(number) == 0 or unit is None:
+        raise CheckpointError(f"--max-shard-size {text}: expected a size such as 5GB or 500MB")
+    return int(number) * unit
+
+
+LOADERS: Mapping[str, Callable[[argparse.Namespace], Source]] = {
+    "native": load_native,
+    "megatron": load_megatron,
+    "hf": load_hf,
+    "llama2_hf": load_hf,
+}
+SAVERS: Mapping[str, Callable[[Source, argparse.Namespace], Path]] = {
+    "native": save_native,
+    "hf": save_hf,
+}

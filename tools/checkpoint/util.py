@@ -1,0 +1,157 @@
+"""Convert a checkpoint: Megatron-LM's or Hugging Face's to ours, and out again.
+
+    python tools/checkpoint/util.py --model-type GPT --loader llama2_hf --saver native \\
+        --load-dir Llama-2-7b-hf --save-dir checkpoints/llama2-7b --verify
+    python tools/checkpoint/util.py --model-type GPT --loader native --saver hf \\
+        --load-dir checkpoints/finetuned --save-dir exported
+
+Weights only: an optimizer stays with its own checkpoint. Nothing is downloaded, and no code of a
+folder is run. A native checkpoint loads in any layout, so there is none to convert to.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    # Python puts this script's folder first on the path, where inspect.py would hide the standard
+    # library's; the package may not be installed.
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import argparse
+from collections.abc import Iterator, Sequence
+
+from megatron.config.arguments import add_flags
+from megatron.config.data import TokenizerConfig
+from megatron.errors import ConfigError, UserError
+
+LOADERS = ("native", "megatron", "hf", "llama2_hf")
+SAVERS = ("native", "hf")
+_HF = ("hf", "llama2_hf")
+_SAVER_MEGATRON = (
+    "--saver megatron: Megatron-LM's own files are not written yet: use --saver native, which "
+    "trains here in any layout, or --saver hf"
+)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line: Megatron's flags, and ours."""
+    parser = argparse.ArgumentParser(
+        prog="util.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--model-type", required=True, choices=("GPT",), help="Kind of model.")
+    parser.add_argument("--loader", default="megatron", choices=LOADERS, help="Format to read.")
+    parser.add_argument(
+        "--saver", default="megatron", choices=(*SAVERS, "megatron"), help="Format to write."
+    )
+    parser.add_argument("--load-dir", required=True, type=Path, help="Folder to read.")
+    parser.add_argument("--save-dir", required=True, type=Path, help="Folder to write.")
+    parser.add_argument(
+        "--true-vocab-size", type=int, help="Rows of the vocabulary to keep: padding is dropped."
+    )
+    export = parser.add_argument_group("To Hugging Face")
+    export.add_argument(
+        "--max-shard-size", default="5GB", help="Largest file, for example 500MB. Default: 5GB."
+    )
+    export.add_argument(
+        "--model-family",
+        choices=("llama", "mistral", "qwen2", "qwen3", "gpt2"),
+        help="Write as this. Unset: as it came, else the first that fits.",
+    )
+    export.add_argument(
+        "--hf-files",
+        type=Path,
+        help="Folder with the original's config.json and tokenizer files. Unset: the one that an "
+        "import made, if the checkpoint's tokenizer lies in it.",
+    )
+    check = parser.add_argument_group("Check")
+    check.add_argument(
+        "--verify", action="store_true", help="Compare logits with those of transformers."
+    )
+    check.add_argument(
+        "--verify-tolerance",
+        type=float,
+        default=1e-5,
+        help="Largest difference, as a share of the largest logit. Default: 1e-5.",
+    )
+    add_flags(parser, TokenizerConfig)
+    without = parser.add_argument_group("Flags of Megatron-LM that change nothing here")
+    without.add_argument("--target-tensor-parallel-size", type=int)
+    without.add_argument("--target-pipeline-parallel-size", type=int)
+    without.add_argument("--megatron-path")
+    without.add_argument("--max-queue-size", type=int)
+    without.add_argument("--no-checking", action="store_true")
+    return parser
+
+
+def notices(options: argparse.Namespace) -> Iterator[str]:
+    """What becomes of flags that change nothing."""
+    for name in ("target_tensor_parallel_size", "target_pipeline_parallel_size"):
+        value = getattr(options, name)
+        if value is not None:
+            yield (
+                f"--{name.replace('_', '-')} {value}: changes nothing: what is written loads in any"
+                " layout"
+            )
+    if options.megatron_path is not None:
+        yield f"--megatron-path {options.megatron_path}: not needed: no code of it is imported"
+    if options.max_queue_size is not None:
+        yield f"--max-queue-size {options.max_queue_size}: there is no queue: one process converts"
+    if options.no_checking:
+        yield "--no-checking: names and shapes are always checked"
+
+
+def run(options: argparse.Namespace) -> Iterator[str]:
+    """Convert; lines for the user on the way.
+
+    Raises:
+        UserError: what cannot be read, expressed or written.
+    """
+    if options.saver == "megatron":
+        raise ConfigError(_SAVER_MEGATRON)
+    from tools.checkpoint import formats
+
+    if options.verify and (options.loader in _HF) == (options.saver in _HF):
+        raise ConfigError("--verify compares ours with Hugging Face: one side must be each")
+    yield from notices(options)
+    source = formats.LOADERS[options.loader](options)
+    yield from source.notices
+    path = formats.SAVERS[options.saver](source, options)
+    yield f"{source.reader.path} -> {path}"
+    if options.verify:
+        yield _verify(source, options)
+
+
+def _verify(source: object, options: argparse.Namespace) -> str:
+    """Compare what was written with what was read."""
+    from tools.checkpoint import formats
+    from tools.checkpoint.verify import verify
+
+    assert isinstance(source, formats.Source)
+    if options.saver == "hf":
+        folder, reader = options.save_dir, source.reader
+    else:
+        written = argparse.Namespace(**{**vars(options), "loader": "native"})
+        written.load_dir = options.save_dir
+        folder, reader = options.load_dir, formats.load_native(written).reader
+    return verify(reader, source.config, folder, tolerance=options.verify_tolerance)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0 done, else that of the error."""
+    options = build_parser().parse_args(argv)
+    try:
+        for line in run(options):
+            print(line, flush=True)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
