@@ -36,6 +36,8 @@ _DEVIATIONS = {
     "--no-load-rng": "off instead of unset: the same meaning",
     "--use-cpu-initialization": "off instead of unset: the same meaning",
 }
+# Types that differ: numbers instead of text, and fractions of a minute.
+_KINDS = {"--rampup-batch-size": "int", "--distributed-timeout-minutes": "float"}
 # A value that our rules accept, where `_other_value` would make one that they refuse.
 _VALUES = {
     "--tensor-model-parallel-size": "2",
@@ -97,6 +99,8 @@ _COMPANIONS = {
     "--use-flash-attn": ("--bf16", ""),
     "--fp32-residual-connection": ("--bf16", ""),
     "--fp16-lm-cross-entropy": ("--fp16", ""),
+    "--fp8-format": ("--bf16", ""),
+    "--no-fp8-wgrad": ("--bf16 --fp8-format hybrid", ""),
     "--save": ("--save-interval 5", ""),
     "--exit-on-missing-checkpoint": ("--load folder", ""),
     "--profile-step-start": ("--profile-step-end 20", ""),
@@ -169,7 +173,7 @@ def test_every_flag_is_known_with_its_type_and_default(flag: dict[str, Any]) -> 
         assert field.is_switch == (flag["nargs"] == 0)
         assert field.many == (flag["nargs"] in ("*", "+"))
         assert choices <= set(field.info.choices or ())
-        kind = "int" if name == "--rampup-batch-size" else flag["type"]
+        kind = _KINDS.get(name, flag["type"])
         assert field.is_switch or field.kind.__name__ == (kind or "str")
         assert (field.default == default) != (name in _DEVIATIONS)
         return

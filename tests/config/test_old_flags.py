@@ -35,12 +35,12 @@ _TRANSLATED: dict[str, dict[str, Any]] = {
     "--use-rotary-position-embeddings": {"model.position_embedding_type": "rope"},
     "--no-position-embedding": {"model.position_embedding_type": "none"},
     "--model-parallel-size 1": {"parallel.tensor_model_parallel_size": 1},
+    "--fp8-e4m3": {"precision.fp8_format": "e4m3"},
+    "--fp8-hybrid": {"precision.fp8_format": "hybrid"},
 }
 # Old words whose translation is refused by today's name.
 _REFUSED = {
     "--distribute-checkpointed-activations": "--distribute-saved-activations: ",
-    "--fp8-e4m3": "--fp8-format e4m3: ",
-    "--fp8-hybrid": "--fp8-format hybrid: ",
     "--report-topk-accuracies 1 5": "--retriever-report-topk-accuracies 1 5: ",
     "--img-dim 64": "--img-h 64: ",
 }
@@ -49,7 +49,8 @@ _REFUSED = {
 @pytest.mark.parametrize("words", _TRANSLATED)
 def test_translated_with_one_notice(words: str) -> None:
     without = ["--micro-batch-size"] if words.startswith("--batch-size") else []
-    run = parse(words, without=without)
+    more = ["--bf16"] if words.startswith("--fp8") else []
+    run = parse(words, *more, without=without)
     values = flatten(run.config)
     assert {path: values[path] for path in _TRANSLATED[words]} == _TRANSLATED[words]
     assert len(run.notices) == 1

@@ -69,9 +69,9 @@ def test_compiles_without_a_gpu(tmp_path, architecture, monkeypatch):
     if architecture != "sm_90a":
         return  # an older GPU may spill a little
     text = "\n".join(reports)
-    spilled = re.findall(r"([1-9]\d*) bytes spill", text)
-    assert not spilled, text
-    assert not re.findall(r"([1-9]\d*) bytes stack frame", text), text
+    # Two words at most: an array in local memory would be far more.
+    for bytes_used in re.findall(r"(\d+) bytes (?:spill|stack frame)", text):
+        assert int(bytes_used) <= 8, text
 
 
 def _fake(folder, script):
