@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from megatron.errors import CheckpointError
 
 # Anything json.dumps takes: dict with text keys, list, text, number, bool, None.
 Json = Any
@@ -125,3 +128,15 @@ def is_tiled(global_shape: tuple[int, ...], boxes: Iterable[Box]) -> bool:
             return False
         active.append(box)
     return True
+
+
+def check_request(
+    path: Path, name: str, held: tuple[int, ...], wanted: tuple[int, ...], part: Box
+) -> None:
+    """Raise CheckpointError unless the whole tensor is as wanted; the part must lie in it."""
+    if held != wanted:
+        raise CheckpointError(
+            f"{path}: {name} has shape {list(held)}, this run needs {list(wanted)}: the "
+            "network's shape must be that of the checkpoint (--use-checkpoint-args takes it)"
+        )
+    assert part.fits(held), f"{name}: {part} outside {held}"

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megatron.checkpoint import dtypes
-from megatron.checkpoint.entries import Box, Json
+from megatron.checkpoint.entries import Box, Json, check_request
 from megatron.checkpoint.exchange import Exchange
 from megatron.checkpoint.find import Found, list_checkpoints, warn
 from megatron.checkpoint.manifest import (
@@ -227,18 +227,6 @@ class NativeReader:
         if name not in self.manifest.tensors:
             raise CheckpointError(f"{self.path}: holds no tensor {name!r}")
         return self.manifest.tensors[name]
-
-
-def check_request(
-    path: Path, name: str, held: tuple[int, ...], wanted: tuple[int, ...], part: Box
-) -> None:
-    """Raise CheckpointError unless the whole tensor is as wanted; the part must lie in it."""
-    if held != wanted:
-        raise CheckpointError(
-            f"{path}: {name} has shape {list(held)}, this run needs {list(wanted)}: the "
-            "network's shape must be that of the checkpoint (--use-checkpoint-args takes it)"
-        )
-    assert part.fits(held), f"{name}: {part} outside {held}"
 
 
 def _load_manifest(path: Path) -> Manifest:

@@ -10,14 +10,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megatron.checkpoint import dtypes
-from megatron.checkpoint.entries import Box
+from megatron.checkpoint.entries import Box, check_request
 from megatron.checkpoint.hf.families import family_named
 from megatron.checkpoint.hf.family import Family
 from megatron.checkpoint.hf.files import CONFIG, find_shards, inside
 from megatron.checkpoint.hf.rules import Rule, Shape
 from megatron.checkpoint.hf.settings import Settings, read_json
 from megatron.checkpoint.manifest import describe
-from megatron.checkpoint.reader import check_request
 from megatron.config.run import RunConfig
 from megatron.config.yaml_file import to_dict
 from megatron.errors import CheckpointError

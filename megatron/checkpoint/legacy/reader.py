@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.entries import Box, Json
+from megatron.checkpoint.entries import Box, Json, check_request
 from megatron.checkpoint.find import RELEASE, warn
 from megatron.checkpoint.legacy.arguments import consumed_samples, legacy_config, plain_arguments
 from megatron.checkpoint.legacy.inert import TensorRef, show
@@ -240,8 +240,6 @@ class LegacyReader:
         offset: Sequence[int],
         shape: Sequence[int],
     ) -> torch.Tensor:
-        from megatron.checkpoint.reader import check_request
-
         wanted = Box(tuple(offset), tuple(shape))
         check_request(self.path, name, self.global_shape(name), tuple(global_shape), wanted)
         result = torch.empty(wanted.shape, dtype=self.dtype(name))
