@@ -23,7 +23,7 @@ if __package__ in (None, ""):
     # Started as a file: the package beside this folder may not be installed.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.command import run_command
+from megatron.command import leave, run_command
 from megatron.config.arguments import add_flags, from_namespace
 from megatron.config.data import TokenizerConfig
 from megatron.environment import use_one_math_thread
@@ -302,4 +302,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())
