@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron.config.run import known
 from megatron.errors import DataError
 from megatron.training import step
 from megatron.training.pretrain import main
@@ -77,7 +78,8 @@ class FaultyRecipe(GPTRecipe):
     def build_datasets(self, *arguments: Any) -> Any:
         train, *others = super().build_datasets(*arguments)
         if self._fault.kind == "load":
-            train = StuckDataset(train, 8 * (self._fault.iteration - 1))
+            batch = known(arguments[0].training.global_batch_size)
+            train = StuckDataset(train, batch * (self._fault.iteration - 1))
         return (train, *others)
 
     def forward(self, part: Any, *arguments: Any) -> Tensor | Mapping[str, Tensor]:
