@@ -12,10 +12,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import threading
 import time
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -176,11 +174,7 @@ def run(options: argparse.Namespace) -> None:
     started = time.monotonic()
     use_one_math_thread()
     tokenizer_config = from_namespace(TokenizerConfig, options)
-    # Importing numpy holds Python's lock, loading a vocabulary mostly does not: 50 ms saved.
-    imports = threading.Thread(target=import_module, args=("megatron.data.preprocess",))
-    imports.start()
     tokenizer = build_tokenizer(tokenizer_config)
-    imports.join()
     from megatron.data.preprocess import BlockEncoder, EncodingOptions, choose_workers, preprocess
     from megatron.data.text_input import find_inputs
 
