@@ -23,24 +23,30 @@ from megatron.parallel.buckets import Span
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import part_shape, spec_of
 from megatron.parallel.replicas import Gradients
-from megatron.training.callbacks.base import Callback, Leave
 from megatron.training.callbacks.terminal import say
 from megatron.training.run import Run
-from megatron.training.step import StepOutcome
 
 
 def save_run(run: Run) -> Path:
     """Write the run's state under `--save`. Collective."""
     assert run.config.checkpoint.save
+    root = Path(run.config.checkpoint.save)
+    path = save(root, run.progress.iteration, state_of(run), meta_of(run), run.layout)
+    if run.layout.world.rank == 0:
+        say(f"  successfully saved checkpoint at iteration {run.progress.iteration:7d} to {path}")
+    return path
+
+
+def state_of(run: Run) -> State:
+    """The tensors of this process that a checkpoint holds, as far as the flags ask.
+
+    Those of the run, not copies; but weights that processes share are copies in their own format.
+    """
     run.optimizer.wait_for_weights()
     state = _weights_state(run, is_copy=True)
     if not run.config.checkpoint.no_save_optim:
         state |= _optimizer_state(run)
-    root = Path(run.config.checkpoint.save)
-    path = save(root, run.progress.iteration, state, _meta(run), run.layout)
-    if run.layout.world.rank == 0:
-        say(f"  successfully saved checkpoint at iteration {run.progress.iteration:7d} to {path}")
-    return path
+    return state
 
 
 def model_state(parts: Iterable[nn.Module]) -> State:
@@ -106,7 +112,8 @@ def _entries(tensor: Tensor, parameter: nn.Parameter, held: Span) -> list[Entry]
     ]
 
 
-def _meta(run: Run) -> dict[str, Any]:
+def meta_of(run: Run) -> dict[str, Any]:
+    """What a checkpoint holds beside tensors: position, scalars, configuration; JSON."""
     progress, options = run.progress, run.config.checkpoint
     return {
         "iteration": progress.iteration,
@@ -230,14 +237,3 @@ def _changed_settings(config: RunConfig, reader: Reader) -> Iterator[str]:
         saved, checkpoint=config.checkpoint, logging=config.logging, profiling=config.profiling
     )
     yield from describe_difference(same, config)
-
-
-class Checkpoints(Callback):
-    """Saves every `--save-interval` iterations, when leaving and at the end; before evaluation."""
-
-    def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
-        interval = run.config.checkpoint.save_interval
-        due = interval is not None and run.progress.iteration % interval == 0
-        if due or leave is not None or run.finished:
-            with run.timers.measure("save-checkpoint"):
-                save_run(run)

@@ -8,6 +8,7 @@ from pathlib import Path
 from megatron.models.arithmetic import flops_per_token
 from megatron.training.callbacks.base import Callback
 from megatron.training.callbacks.bubble import PipelineBubble
+from megatron.training.callbacks.checkpoints import Checkpoints
 from megatron.training.callbacks.garbage import EmptyCache, GarbageCollection
 from megatron.training.callbacks.logging import LogLine
 from megatron.training.callbacks.nonfinite import NonFinitePolicy
@@ -15,7 +16,6 @@ from megatron.training.callbacks.profiling import Profile
 from megatron.training.callbacks.sample_ids import SampleIds
 from megatron.training.callbacks.scalars import Scalars
 from megatron.training.callbacks.terminal import ProgressBar
-from megatron.training.checkpointing import Checkpoints
 from megatron.training.evaluation import Evaluation, EvaluationListener
 from megatron.training.panel import Row, device_rows, format_panel, size_rows
 from megatron.training.run import Run
