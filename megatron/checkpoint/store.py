@@ -29,7 +29,7 @@ from megatron.checkpoint.durable import (
 )
 from megatron.checkpoint.entries import Json, State
 from megatron.checkpoint.exchange import Exchange
-from megatron.checkpoint.find import REPLACED, TRACKER, iteration_folder
+from megatron.checkpoint.find import REPLACED, TRACKER, iteration_folder, warn
 from megatron.checkpoint.manifest import (
     MANIFEST,
     FileInfo,
@@ -39,6 +39,7 @@ from megatron.checkpoint.manifest import (
     dump,
 )
 from megatron.checkpoint.plan import Part, Plan, describe, file_of, keys_of, make_plan, share_of
+from megatron.checkpoint.retention import prune
 from megatron.checkpoint.shard import digest_of, plan_shard, write_shard
 from megatron.errors import CheckpointError, StorageError
 from megatron.parallel.layout import AXES, Layout
@@ -86,24 +87,37 @@ def write_checkpoint(
     mine: Mapping[str, torch.Tensor],
     meta: Json,
     layout: Layout,
+    *,
+    keep: int | None = None,
 ) -> Path:
     """`save` from where it is settled who writes what.
 
     Args:
         mine: this rank's share of the plan; nobody changes it meanwhile.
+        keep: delete all but so many of the newest afterwards; None: none.
     """
     exchange = Exchange(layout.world)
     root = Path(root).absolute()
     temporary = Path(exchange.on_main(lambda: _prepare(root, iteration, plan.total_bytes)))
     try:
         reports = exchange.together(lambda: _write(temporary, layout.world.rank, mine))
-        manifest = _manifest(iteration, layout, plan, reports, meta)
-        exchange.on_main(lambda: _publish(root, temporary, manifest))
+        exchange.on_main(
+            lambda: _publish(root, temporary, _manifest(iteration, layout, plan, reports, meta))
+        )
     except BaseException:
         if exchange.is_main:
             remove_tree(temporary)
         raise
+    if keep is not None and exchange.is_main:
+        _prune(root, iteration, keep)
     return root / iteration_folder(iteration)
+
+
+def _prune(root: Path, newest: int, keep: int) -> None:
+    try:
+        prune(root, newest, keep)
+    except OSError as error:  # what was saved is saved
+        warn(f"{error.filename or root}: an old checkpoint stays: {error.strerror}")
 
 
 def _prepare(root: Path, iteration: int, need: int) -> str:

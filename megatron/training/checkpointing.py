@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.checkpoint.background import Saved
 from megatron.checkpoint.entries import Entry, State, boxes_of_range
+from megatron.checkpoint.plan import share_of
 from megatron.checkpoint.reader import Reader, open_checkpoint
 from megatron.checkpoint.restore import restore
-from megatron.checkpoint.store import save
+from megatron.checkpoint.store import agree, write_checkpoint
 from megatron.config import RunConfig
 from megatron.config.model import NETWORK_FIELDS
 from megatron.config.run import describe_difference
@@ -30,11 +33,30 @@ from megatron.training.run import Run
 def save_run(run: Run) -> Path:
     """Write the run's state under `--save`. Collective."""
     assert run.config.checkpoint.save
-    root = Path(run.config.checkpoint.save)
-    path = save(root, run.progress.iteration, state_of(run), meta_of(run), run.layout)
+    started, state = time.perf_counter(), state_of(run)
+    plan = agree(state, run.layout)
+    path = write_checkpoint(
+        run.config.checkpoint.save,
+        run.progress.iteration,
+        plan,
+        share_of(plan, state, run.layout.world.rank),
+        meta_of(run),
+        run.layout,
+        keep=run.config.checkpoint.keep_latest,
+    )
     if run.layout.world.rank == 0:
-        say(f"  successfully saved checkpoint at iteration {run.progress.iteration:7d} to {path}")
+        seconds = time.perf_counter() - started
+        report_saved(Saved(run.progress.iteration, path, plan.total_bytes, seconds, seconds))
     return path
+
+
+def report_saved(saved: Saved) -> None:
+    """Say what is on the disk now, and what it has cost."""
+    speed = f"{saved.size / 1e9:.3g} GB in {saved.seconds:.2f} s"
+    say(
+        f"  successfully saved checkpoint at iteration {saved.iteration:7d} to {saved.path} "
+        f"({speed}; training waited {saved.waited:.2f} s)"
+    )
 
 
 def state_of(run: Run) -> State:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron.config.checkpoint import CheckpointConfig
 from megatron.models.arithmetic import flops_per_token
 from megatron.training.callbacks.base import Callback
 from megatron.training.callbacks.bubble import PipelineBubble
@@ -89,9 +90,20 @@ def _describe_checkpoints(run: Run) -> str:
         if options.finetune
         else "starting fresh"
     )
-    saved = (
-        f"saving to {options.save} every {options.save_interval} iterations and at the end"
-        if options.save
-        else "not saving (--save is not given)"
-    )
-    return f"{loaded}; {saved}"
+    return f"{loaded}; {_describe_saving(options)}"
+
+
+def _describe_saving(options: CheckpointConfig) -> str:
+    if not options.save:
+        return "not saving (--save is not given)"
+    every = [
+        f"{number:g} {unit}"
+        for number, unit in (
+            (options.save_interval, "iterations"),
+            (options.save_interval_in_mins, "minutes"),
+        )
+        if number is not None
+    ]
+    how = " in the background" if options.async_save else ""
+    kept = f", keeping the newest {options.keep_latest}" if options.keep_latest else ""
+    return f"saving to {options.save} every {' or '.join(every)}{how}{kept}, and at the end"
