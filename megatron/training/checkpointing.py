@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.checkpoint.background import Saved
 from megatron.checkpoint.entries import Entry, State, boxes_of_range
+from megatron.checkpoint.plan import share_of
 from megatron.checkpoint.reader import Reader, open_checkpoint
 from megatron.checkpoint.restore import restore
-from megatron.checkpoint.store import save
+from megatron.checkpoint.store import agree, write_checkpoint
 from megatron.config import RunConfig
 from megatron.config.model import NETWORK_FIELDS
 from megatron.config.run import describe_difference
@@ -23,24 +26,49 @@ from megatron.parallel.buckets import Span
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import part_shape, spec_of
 from megatron.parallel.replicas import Gradients
-from megatron.training.callbacks.base import Callback, Leave
 from megatron.training.callbacks.terminal import say
 from megatron.training.run import Run
-from megatron.training.step import StepOutcome
 
 
 def save_run(run: Run) -> Path:
     """Write the run's state under `--save`. Collective."""
     assert run.config.checkpoint.save
+    started, state = time.perf_counter(), state_of(run)
+    plan = agree(state, run.layout)
+    path = write_checkpoint(
+        run.config.checkpoint.save,
+        run.progress.iteration,
+        plan,
+        share_of(plan, state, run.layout.world.rank),
+        meta_of(run),
+        run.layout,
+        keep=run.config.checkpoint.keep_latest,
+    )
+    if run.layout.world.rank == 0:
+        seconds = time.perf_counter() - started
+        report_saved(Saved(run.progress.iteration, path, plan.total_bytes, seconds, seconds))
+    return path
+
+
+def report_saved(saved: Saved) -> None:
+    """Say what is on the disk now, and what it has cost."""
+    speed = f"{saved.size / 1e9:.3g} GB in {saved.seconds:.2f} s"
+    say(
+        f"  successfully saved checkpoint at iteration {saved.iteration:7d} to {saved.path} "
+        f"({speed}; training waited {saved.waited:.2f} s)"
+    )
+
+
+def state_of(run: Run) -> State:
+    """The tensors of this process that a checkpoint holds, as far as the flags ask.
+
+    Those of the run, not copies; but weights that processes share are copies in their own format.
+    """
     run.optimizer.wait_for_weights()
     state = _weights_state(run, is_copy=True)
     if not run.config.checkpoint.no_save_optim:
         state |= _optimizer_state(run)
-    root = Path(run.config.checkpoint.save)
-    path = save(root, run.progress.iteration, state, _meta(run), run.layout)
-    if run.layout.world.rank == 0:
-        say(f"  successfully saved checkpoint at iteration {run.progress.iteration:7d} to {path}")
-    return path
+    return state
 
 
 def model_state(parts: Iterable[nn.Module]) -> State:
@@ -106,7 +134,8 @@ def _entries(tensor: Tensor, parameter: nn.Parameter, held: Span) -> list[Entry]
     ]
 
 
-def _meta(run: Run) -> dict[str, Any]:
+def meta_of(run: Run) -> dict[str, Any]:
+    """What a checkpoint holds beside tensors: position, scalars, configuration; JSON."""
     progress, options = run.progress, run.config.checkpoint
     return {
         "iteration": progress.iteration,
@@ -131,7 +160,7 @@ def open_for_loading(config: RunConfig, layout: Layout) -> Reader | None:
     """
     if config.checkpoint.load is None:
         return None
-    root = Path(config.checkpoint.load)
+    root, started = Path(config.checkpoint.load), time.perf_counter()
     reader = open_checkpoint(root, layout=layout)
     if reader is None:
         if config.checkpoint.exit_on_missing_checkpoint:
@@ -140,6 +169,10 @@ def open_for_loading(config: RunConfig, layout: Layout) -> Reader | None:
             say(f"WARNING: --load {root} holds no checkpoint: starting from random weights")
         return None
     _check_network(config, reader)
+    if layout.world.rank == 0:
+        seconds = time.perf_counter() - started
+        size = sum(file.stat().st_size for file in reader.path.rglob("*")) / 1e9
+        say(f"  {reader.path}: {size:.3g} GB verified in {seconds:.2f} s")
     return reader
 
 
@@ -174,7 +207,7 @@ def _check_network(config: RunConfig, reader: Reader) -> None:
 
 def restore_run(run: Run, reader: Reader) -> None:
     """Weights, optimizer and position from the checkpoint, as far as the flags ask."""
-    options = run.config.checkpoint
+    options, started = run.config.checkpoint, time.perf_counter()
     weights_only = options.finetune or options.no_load_optim
     # Loaded alone, 16-bit weights go straight into their masters.
     state = _weights_state(run, is_copy=not weights_only)
@@ -195,6 +228,12 @@ def restore_run(run: Run, reader: Reader) -> None:
         run.optimizer.load_scalars(reader.meta["optimizer"])
     if not options.finetune:
         _restore_position(run, reader)
+    if run.layout.world.rank == 0:
+        seconds = time.perf_counter() - started
+        say(
+            f"  successfully loaded checkpoint from {reader.path} at iteration {reader.iteration} "
+            f"(read in {seconds:.2f} s)"
+        )
 
 
 def _restore_position(run: Run, reader: Reader) -> None:
@@ -230,14 +269,3 @@ def _changed_settings(config: RunConfig, reader: Reader) -> Iterator[str]:
         saved, checkpoint=config.checkpoint, logging=config.logging, profiling=config.profiling
     )
     yield from describe_difference(same, config)
-
-
-class Checkpoints(Callback):
-    """Saves every `--save-interval` iterations, when leaving and at the end; before evaluation."""
-
-    def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
-        interval = run.config.checkpoint.save_interval
-        due = interval is not None and run.progress.iteration % interval == 0
-        if due or leave is not None or run.finished:
-            with run.timers.measure("save-checkpoint"):
-                save_run(run)

@@ -32,6 +32,7 @@ class StepOutcome:
         samples: size of the global batch.
         loss_scale: what the loss was multiplied by.
         exit_wanted: some rank asked to leave.
+        save_due: on some rank it is time for a checkpoint (`--save-interval-in-mins`).
         sample_ids: of this rank, one list a micro-batch.
         finite: whether each micro-batch of this rank had a finite loss.
     """
@@ -45,6 +46,7 @@ class StepOutcome:
     samples: int
     loss_scale: float
     exit_wanted: bool
+    save_due: bool = False
     sample_ids: list[list[int]] = field(default_factory=list)
     finite: list[bool] = field(default_factory=list)
 
@@ -101,7 +103,7 @@ class Updates:
             self._begun = _next_passes(run)
             self._begun.begin()
         journal.enter("end of the iteration")
-        result, losses, exit_wanted, finite = reading.wait()
+        result, losses, (exit_wanted, save_due), finite = reading.wait()
         losses_are_finite = all(math.isfinite(value) for value in losses.values())
         if result.applied:
             progress.scheduled_samples += samples
@@ -115,6 +117,7 @@ class Updates:
             samples=samples,
             loss_scale=loss_scale,
             exit_wanted=exit_wanted,
+            save_due=save_due,
             sample_ids=passes.sample_ids,
             finite=finite,
         )
@@ -152,17 +155,18 @@ class _Reading:
 
     def __init__(self, run: Run, ended: Tensor, passes: Passes) -> None:
         self._run = run
-        parts = [ended, pack_losses(passes.losses, run.exit.wanted, run), _finite(passes, ended)]
+        flags = (run.exit.wanted, run.save_clock.is_due)
+        parts = [ended, pack_losses(passes.losses, flags, run), _finite(passes, ended)]
         self._sizes = [part.numel() for part in parts]
         self._reading = run.device.read(torch.cat([part.double() for part in parts]))
 
-    def wait(self) -> tuple[StepResult, dict[str, float], bool, list[bool]]:
-        """The optimizer's result, the losses, whether some rank wants to leave, and whether each
-        micro-batch of this rank had a finite loss."""
+    def wait(self) -> tuple[StepResult, dict[str, float], list[bool], list[bool]]:
+        """The optimizer's result; the losses; whether some rank wants to leave, and whether one
+        has a checkpoint due; and whether each micro-batch of this rank had a finite loss."""
         numbers = iter(self._reading.wait())
         ended, packed, finite = (list(islice(numbers, size)) for size in self._sizes)
-        losses, exit_wanted = unpack_losses(packed, self._run)
-        return self._run.optimizer.end_step(ended), losses, exit_wanted, [x > 0 for x in finite]
+        losses, flags = unpack_losses(packed, self._run)
+        return self._run.optimizer.end_step(ended), losses, flags, [x > 0 for x in finite]
 
 
 def reduce_gradients(run: Run) -> None:
@@ -182,33 +186,36 @@ def _finite(passes: Passes, like: Tensor) -> Tensor:
 
 def any_rank(flag: bool, run: Run) -> bool:
     """Whether any rank says yes. Collective."""
-    return reduce_losses({}, flag, run)[1]
+    return reduce_losses({}, [flag], run)[1][0]
 
 
 def reduce_losses(
-    losses: Mapping[str, list[Tensor]], exit_wanted: bool, run: Run
-) -> tuple[dict[str, float], bool]:
-    """Mean of each loss over the global batch, and whether any rank wants to leave. Collective;
-    waits for the device."""
-    return unpack_losses(pack_losses(losses, exit_wanted, run).tolist(), run)
+    losses: Mapping[str, list[Tensor]], flags: Sequence[bool], run: Run
+) -> tuple[dict[str, float], list[bool]]:
+    """Mean of each loss over the global batch, and for each flag whether any rank has set it.
+    Collective; waits for the device."""
+    return unpack_losses(pack_losses(losses, flags, run).tolist(), run)
 
 
-def pack_losses(losses: Mapping[str, list[Tensor]], exit_wanted: bool, run: Run) -> Tensor:
-    """The same on the device: the losses [n], and more than 0 where some rank wants to leave.
+def pack_losses(losses: Mapping[str, list[Tensor]], flags: Sequence[bool], run: Run) -> Tensor:
+    """The same on the device: the losses, and for each flag the number of ranks that set it.
 
     One all-reduce over the world: the ranks that hold the end of the model know the losses, and
     one tensor rank speaks for all. Each data and context rank gives its mean over micro-batches.
     """
     layout, names = run.layout, run.recipe.loss_names
-    packed = torch.zeros(len(names) + 1, device=run.device.torch_device)
+    packed = torch.zeros(len(names) + len(flags), device=run.device.torch_device)
     if losses and layout.tensor.is_first:
         means = torch.stack([torch.stack(losses[name]).float().mean() for name in names])
-        packed[:-1] = means / (layout.data.size * layout.context.size)
-    packed[-1].fill_(float(exit_wanted))  # an assignment would wait for the device
+        packed[: len(names)] = means / (layout.data.size * layout.context.size)
+    for place, flag in enumerate(flags, len(names)):
+        if flag:
+            packed[place].fill_(1.0)  # an assignment would wait for the device
     return all_reduce(packed, layout.world)
 
 
-def unpack_losses(packed: Sequence[float], run: Run) -> tuple[dict[str, float], bool]:
-    """Losses by log name, and whether some rank wants to leave."""
-    *values, flag = packed
-    return dict(zip(run.recipe.loss_names, values, strict=True)), flag > 0
+def unpack_losses(packed: Sequence[float], run: Run) -> tuple[dict[str, float], list[bool]]:
+    """Losses by log name, and for each flag whether some rank had set it."""
+    names = run.recipe.loss_names
+    losses = dict(zip(names, packed, strict=False))
+    return losses, [count > 0 for count in packed[len(names) :]]
