@@ -13,6 +13,12 @@ class CheckpointConfig:
 
     save: str | None = flag(None, "Folder to write checkpoints to. Unset: none are written.")
     save_interval: int | None = flag(None, "Iterations between checkpoints.", unit="iterations")
+    ckpt_format: str = flag(
+        "native",
+        "How checkpoints are written: native, or legacy for files that Megatron-LM 23.08 loads. "
+        "Both are read.",
+        choices=("native", "legacy"),
+    )
     no_save_optim: bool = flag(False, "Leave the optimizer out of checkpoints.")
     no_save_rng: bool = flag(False, "Leave random states out of checkpoints.")
     load: str | None = flag(None, "Folder to load the newest checkpoint from.")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.checkpoint.entries import Entry, State, boxes_of_range
+from megatron.checkpoint.legacy.save import save_legacy
 from megatron.checkpoint.reader import Reader, open_checkpoint
 from megatron.checkpoint.restore import restore
 from megatron.checkpoint.store import save
@@ -36,8 +37,14 @@ def save_run(run: Run) -> Path:
     state = _weights_state(run, is_copy=True)
     if not run.config.checkpoint.no_save_optim:
         state |= _optimizer_state(run)
-    root = Path(run.config.checkpoint.save)
-    path = save(root, run.progress.iteration, state, _meta(run), run.layout)
+    root, iteration = Path(run.config.checkpoint.save), run.progress.iteration
+    if run.config.checkpoint.ckpt_format == "legacy":
+        vocabulary = run.tokenizer.vocab_size
+        path = save_legacy(
+            root, iteration, state, _meta(run), run.layout, run.config, vocabulary
+        )
+    else:
+        path = save(root, iteration, state, _meta(run), run.layout)
     if run.layout.world.rank == 0:
         say(f"  successfully saved checkpoint at iteration {run.progress.iteration:7d} to {path}")
     return path
