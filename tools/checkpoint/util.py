@@ -52,9 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--model-type", required=True, choices=("GPT",), help="Kind of model.")
     parser.add_argument("--loader", default="megatron", choices=LOADERS, help="Format to read.")
-    parser.add_argument(
-        "--saver", default="megatron", choices=SAVERS, help="Format to write."
-    )
+    parser.add_argument("--saver", default="megatron", choices=SAVERS, help="Format to write.")
     parser.add_argument("--load-dir", required=True, type=Path, help="Folder to read.")
     parser.add_argument("--save-dir", required=True, type=Path, help="Folder to write.")
     parser.add_argument(

@@ -36,7 +36,10 @@ _PARTS = {
     for kind in ("weight", "bias")
 } | {
     f"{linear}.layer_norm_{kind}": f"{norm}.{kind}"
-    for linear, norm in (("self_attention.linear_qkv", "attention_norm"), ("mlp.linear_fc1", "mlp_norm"))
+    for linear, norm in (
+        ("self_attention.linear_qkv", "attention_norm"),
+        ("mlp.linear_fc1", "mlp_norm"),
+    )
     for kind in ("weight", "bias")
 }
 

@@ -67,9 +67,7 @@ def find(flat: Any, shapes: Sequence[tuple[int, ...]]) -> list[TensorRef]:
     return list(reversed(windows))
 
 
-def _deal(
-    buckets: Sequence[TensorRef], shapes: Sequence[tuple[int, ...]]
-) -> Iterator[TensorRef]:
+def _deal(buckets: Sequence[TensorRef], shapes: Sequence[tuple[int, ...]]) -> Iterator[TensorRef]:
     """Windows into the buckets, in their order; a bucket is full where the next has no room."""
     index, start = 0, 0
     for shape in shapes:

@@ -149,9 +149,7 @@ def _slots(
         yield Slot(_TIED_PATH, _WORDS, box)
 
 
-def _box(
-    name: str, shape: tuple[int, ...], arrangement: Arrangement, rank: int, ranks: int
-) -> Box:
+def _box(name: str, shape: tuple[int, ...], arrangement: Arrangement, rank: int, ranks: int) -> Box:
     """The part of a parameter that a tensor-parallel rank holds."""
     dim = arrangement.split_dim(name)
     if dim is None:

@@ -1,9 +1,9 @@
 """The files of a checkpoint of Megatron-LM: which there are, and the tensors in each.
 
-    mp_rank_TT[_PPP]/model_optim_rng.pt      everything, or all but the optimizer's states
-    mp_rank_TT[_PPP]/distrib_optim.pt        those, with --use-distributed-optimizer (23.06, 23.08)
-    mp_rank_TT[_PPP]/model_rng.pt            the same as the first, in 23.04
-    mp_rank_TT[_PPP]_DDD/optim.pt            of each data-parallel rank, in 23.04: not read
+mp_rank_TT[_PPP]/model_optim_rng.pt      everything, or all but the optimizer's states
+mp_rank_TT[_PPP]/distrib_optim.pt        those, with --use-distributed-optimizer (23.06, 23.08)
+mp_rank_TT[_PPP]/model_rng.pt            the same as the first, in 23.04
+mp_rank_TT[_PPP]_DDD/optim.pt            of each data-parallel rank, in 23.04: not read
 """
 
 from __future__ import annotations
@@ -61,8 +61,6 @@ class RankFile:
         return flat.as_strided(ref.shape, ref.stride, ref.offset)
 
 
-
-
 def open_files(path: Path) -> list[RankFile]:
     """The files of a checkpoint's folder, by stage and tensor rank; the grid must be complete.
 
@@ -75,9 +73,7 @@ def open_files(path: Path) -> list[RankFile]:
             continue
         match = _RANK_FOLDER.fullmatch(folder.name)
         if match is None:
-            raise CheckpointError(
-                f"{folder}: folders per data rank (expert parallel) are not read"
-            )
+            raise CheckpointError(f"{folder}: folders per data rank (expert parallel) are not read")
         archive, tree = _open(_model_file(folder))
         files.append(RankFile(int(match.group(1)), int(match.group(2) or 0), archive, tree))
     files.sort(key=lambda file: (file.stage, file.tensor_rank))

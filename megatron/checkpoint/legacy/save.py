@@ -8,16 +8,19 @@ written, but asks nothing of the layout and holds one tensor at a time in memory
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+
+from torch import Tensor
 
 from megatron.checkpoint import store
 from megatron.checkpoint.durable import remove_tree
-from megatron.checkpoint.entries import Json, State
+from megatron.checkpoint.entries import Json
 from megatron.checkpoint.exchange import Exchange
 from megatron.checkpoint.find import RELEASE, iteration_folder
 from megatron.checkpoint.legacy.writer import LegacyWriter
 from megatron.checkpoint.lock import SaveLock
+from megatron.checkpoint.plan import Plan
 from megatron.checkpoint.reader import NativeReader, Reader
 from megatron.checkpoint.vocabulary import PaddedReader
 from megatron.config.run import RunConfig
@@ -26,10 +29,11 @@ from megatron.parallel.layout import Layout
 _STAGING = "native"
 
 
-def save_legacy(
+def write_legacy(
     root: Path | str,
     iteration: int,
-    entries: State,
+    plan: Plan,
+    mine: Mapping[str, Tensor],
     meta: Json,
     layout: Layout,
     config: RunConfig,
@@ -40,7 +44,8 @@ def save_legacy(
     Args:
         root: folder of checkpoints; made where missing.
         iteration: training steps taken.
-        entries: this rank's tensors.
+        plan: who holds what; see `store.agree`.
+        mine: this rank's share of the plan.
         meta: JSON value; rank 0's is saved.
         layout: who takes part.
         config: of the run.
@@ -55,7 +60,7 @@ def save_legacy(
 
     def write(temporary: Path) -> None:
         staging = temporary / _STAGING
-        store.save(staging, iteration, entries, meta, layout)
+        store.write_checkpoint(staging, iteration, plan, mine, meta, layout)
         exchange.together(lambda: write_share(temporary, NativeReader(staging / folder)))
         exchange.on_main(lambda: remove_tree(staging))
 
@@ -65,7 +70,8 @@ def save_legacy(
         writer = LegacyWriter(padded, config, data_parallel=layout.replica.size)
         writer.write(temporary, layout.world.rank, layout.world.size)
 
-    return _save(Path(root).absolute(), folder, 0, exchange, write)
+    need = plan.total_bytes  # twice: the staged checkpoint asks for its own room
+    return _save(Path(root).absolute(), folder, need, exchange, write)
 
 
 def convert_to_legacy(
