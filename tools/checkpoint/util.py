@@ -142,8 +142,9 @@ def run(options: argparse.Namespace) -> Iterator[str]:
     if options.keep_optimizer and (options.loader in _HF or options.saver in _HF):
         raise ConfigError("--keep-optimizer: folders of Hugging Face hold weights alone: drop it")
     for name in _TARGETS:
-        if (getattr(options, name) or 1) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}: at least 1")
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: at least 1")
     yield from notices(options)
     source = formats.LOADERS[options.loader](options)
     yield from source.notices

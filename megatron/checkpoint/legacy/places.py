@@ -115,6 +115,11 @@ def _check(shapes: Mapping[str, tuple[int, ...]], parts: Sequence[ModelPart]) ->
         raise CheckpointError(
             f"{extra[0]} has no place in a model of Megatron-LM 23.08: use the native format"
         )
+    if "layers.0.attention.qkv.bias" in shapes and "layers.0.mlp.up.bias" not in shapes:
+        raise CheckpointError(
+            "--add-qkv-bias: Megatron-LM 23.08 has biases in all linear layers or in none: use the "
+            "native format"
+        )
     if len({len(part.layers) for part in parts}) != 1:
         raise CheckpointError(
             "Megatron-LM 23.08 gives every pipeline stage equally many layers, here they have "

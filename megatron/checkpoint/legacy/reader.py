@@ -60,7 +60,8 @@ class LegacyReader:
 
     `meta` holds iteration, consumed_train_samples, consumed_valid_samples, scheduled_samples,
     padded_vocab_size, optimizer (None where its state cannot be had), schedule (Megatron's
-    fields), config (the model's part and the optimizer's), and legacy_args: all plain fields of the command line.
+    fields), config (the model's part and the optimizer's), and legacy_args: all plain fields of
+    the command line.
     """
 
     format = "legacy"
