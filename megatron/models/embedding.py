@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
+from megatron.config.stages import ModelPart
 from megatron.kernels.rope import Rotation, rotation_table
 from megatron.models.initial import weight_init
 from megatron.models.kernels import PLAIN_KERNELS, Kernels
@@ -101,6 +103,26 @@ class Embedding(nn.Module):
             return F.dropout(x, self.dropout)
 
 
+def vocabulary_matrix(
+    model: ModelConfig,
+    layout: Layout,
+    padded_vocab_size: int,
+    *,
+    device: torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> nn.Parameter:
+    """A row for every vocabulary entry, [v, h]; rows are split over tensor ranks."""
+    hidden = sizes_of(model).hidden
+    return new_parameter(
+        (padded_vocab_size, hidden),
+        init=weight_init(model, hidden, padded_vocab_size),
+        axis=layout.tensor,
+        split_dim=0,
+        device=device,
+        dtype=dtype,
+    )
+
+
 class TiedWordEmbedding(nn.Module):
     """The last pipeline stage's copy of the word vectors [v, h], for the output layer.
 
@@ -118,17 +140,34 @@ class TiedWordEmbedding(nn.Module):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        hidden = sizes_of(model).hidden
-        self.word = VocabularyEmbedding(
-            padded_vocab_size,
-            hidden,
-            layout=layout,
-            init=weight_init(model, hidden, padded_vocab_size),
-            device=device,
-            dtype=dtype,
-        )
-        weight = self.word.weight
+        self.word = nn.Module()  # never called: who waits for its weight is the model
+        weight = vocabulary_matrix(model, layout, padded_vocab_size, device=device, dtype=dtype)
         weight.spec = replace(spec_of(weight), is_copy=True)  # type: ignore[attr-defined]
+        self.word.weight = weight
+
+
+def new_embedding(
+    model: ModelConfig,
+    precision: PrecisionConfig,
+    layout: Layout,
+    part: ModelPart,
+    kernels: Kernels = PLAIN_KERNELS,
+    *,
+    padded_vocab_size: int,
+    device: torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Embedding | TiedWordEmbedding | None:
+    """What a part of a model needs of the word embeddings; None: nothing."""
+    words: dict[str, Any] = {
+        "padded_vocab_size": padded_vocab_size,
+        "device": device,
+        "dtype": dtype,
+    }
+    if part.embedding:
+        return Embedding(model, precision, layout, kernels, **words)
+    if part.head and not model.untie_embeddings_and_output_weights:
+        return TiedWordEmbedding(model, layout, **words)
+    return None
 
 
 class RotaryTable(nn.Module):
