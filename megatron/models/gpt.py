@@ -16,6 +16,7 @@ from megatron.config.precision import PrecisionConfig
 from megatron.config.stages import ModelPart, whole_model
 from megatron.device import Device
 from megatron.kernels.attention import choose_attention
+from megatron.models.cache import KeyValueCache
 from megatron.models.construct import build_model
 from megatron.models.context import over_context
 from megatron.models.embedding import Embedding, RotaryTable, new_embedding
@@ -114,6 +115,7 @@ class GPTModel(nn.Module):
         labels: Tensor | None = None,
         mask: Tensor | None = None,
         hidden: Tensor | None = None,
+        cache: KeyValueCache | None = None,
     ) -> Tensor:
         """One pass through the layers held here.
 
@@ -125,22 +127,30 @@ class GPTModel(nn.Module):
             labels: [b, s], the token that follows each.
             mask: bool [b or 1, 1, s, s], True where a query may attend; None: causal.
             hidden: [s, b, h], from the part before; None where this part begins the model.
+            cache: of earlier tokens, with the places of these; b is 1 then. None: the tokens are
+                whole sequences.
 
         Returns:
             Where the model goes on in another part: hidden states [s, b, h]. At its end, with
-            labels the loss of each token, fp32 [b, s]; else logits [b, s, v/t].
+            labels the loss of each token, fp32 [b, s]; else logits [b, s, v/t], with a cache of
+            the tokens that it wants them of.
         """
-        sequence = tokens.shape[1] * self.layout.context.size
-        positions = local_positions(sequence, self.layout.context, tokens.device)
+        if cache is None:
+            sequence = tokens.shape[1] * self.layout.context.size
+            positions = local_positions(sequence, self.layout.context, tokens.device)
+        else:
+            positions = cache.positions
         if position_ids is None:
             position_ids = positions.expand_as(tokens)
         rotation = None if self.rotary is None else self.rotary(positions)
         if hidden is None:
             assert isinstance(self.embedding, Embedding), "this part takes hidden states"
             hidden = self.embedding(tokens, position_ids)
-        stream = self.layers.run(Stream(hidden), mask, rotation)
+        stream = self.layers.run(Stream(hidden), mask, rotation, cache)
         if self.final_norm is None or self.output is None:
             return stream.join()
         _, x = self.final_norm(stream)  # [s, b, h]
+        if cache is not None:
+            x = x[cache.outputs]
         scores: Tensor = self.output(x, labels)
         return scores
