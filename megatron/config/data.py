@@ -80,6 +80,7 @@ class DataConfig:
         unit="tokens",
         names=("--seq-length", "--encoder-seq-length"),
     )
+    decoder_seq_length: int | None = flag(None, "Sequence length of a T5's decoder.", unit="tokens")
     mmap_warmup: bool = flag(False, "Read the data files once at the start.")
     num_workers: int = flag(
         2, "Loader processes of each rank. 0: load in the training process.", unit="processes"
