@@ -23,11 +23,12 @@ from megatron.parallel.parameter import new_parameter, spec_of
 from megatron.parallel.random import split_region
 
 
-class PositionEmbedding(nn.Module):
-    """A learned vector for every position."""
+class VectorTable(nn.Module):
+    """A learned vector for each of a few numbers, such as positions; whole on every rank."""
 
     def __init__(
         self,
+        entries: int,
         model: ModelConfig,
         layout: Layout,
         *,
@@ -36,25 +37,27 @@ class PositionEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.sequence = layout.sequence
-        sizes = sizes_of(model)
-        shape = (sizes.positions, sizes.hidden)
-        init = weight_init(model, shape[1], shape[0])
+        hidden = sizes_of(model).hidden
         self.weight = new_parameter(
-            shape,
-            init=init,
+            (entries, hidden),
+            init=weight_init(model, hidden, entries),
             partial_gradient=self.sequence.size > 1,
             device=device,
             dtype=dtype,
         )
 
-    def forward(self, positions: Tensor) -> Tensor:
+    def forward(self, numbers: Tensor) -> Tensor:
         """[s, b] -> [s, b, h]; with sequence parallelism of this rank's part: [s/t, b, h]."""
-        part = positions.chunk(self.sequence.size)[self.sequence.rank]
+        part = numbers.chunk(self.sequence.size)[self.sequence.rank]
         return F.embedding(part, self.weight)
 
 
 class Embedding(nn.Module):
-    """Words plus learned positions (where the model has them), with dropout."""
+    """Words plus learned positions and token types (where the model has them), with dropout.
+
+    Args:
+        token_types: how many there are.
+    """
 
     def __init__(
         self,
@@ -64,11 +67,13 @@ class Embedding(nn.Module):
         kernels: Kernels = PLAIN_KERNELS,
         *,
         padded_vocab_size: int,
+        token_types: int = 0,
         device: torch.device | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         hidden = sizes_of(model).hidden
+        tables: dict[str, Any] = {"device": device, "dtype": dtype}
         self.sequence = layout.sequence
         self.dropout = model.hidden_dropout
         self.fp32_residual = precision.fp32_residual_connection
@@ -79,27 +84,48 @@ class Embedding(nn.Module):
             init=weight_init(model, hidden, padded_vocab_size),
             lookup_in_fp32=precision.embedding_weights_in_fp32,
             library=kernels.library,
-            device=device,
-            dtype=dtype,
+            **tables,
         )
-        self.position = None
+        self.position = self.token_type = None
         if model.position_embedding_type == "learned_absolute":
-            self.position = PositionEmbedding(model, layout, device=device, dtype=dtype)
+            self.position = VectorTable(sizes_of(model).positions, model, layout, **tables)
+        if token_types:
+            self.token_type = VectorTable(token_types, model, layout, **tables)
 
     def take_slots(self, gradients: GradientBuffer) -> None:
         """See `parallel.layers.attach_slots`."""
         self.word.slot = gradients.slot(self.word.weight)
 
-    def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
-        """[b, s] -> [s, b, h]; [s/t, b, h] with sequence parallelism."""
+    def forward(
+        self,
+        tokens: Tensor,
+        position_ids: Tensor,
+        token_types: Tensor | None = None,
+        *,
+        site: str = "embedding",
+    ) -> Tensor:
+        """Vectors of whole sequences.
+
+        Args:
+            tokens: [b, s].
+            position_ids: [b, s].
+            token_types: [b, s], for a model that has them; None: all are 0.
+            site: tells one call from another in a pass, for dropout.
+
+        Returns:
+            [s, b, h]; [s/t, b, h] with sequence parallelism.
+        """
         x = self.word(tokens.t())
         if self.position is not None:
             x = x + self.position(position_ids.t())
+        if self.token_type is not None:
+            types = torch.zeros_like(tokens) if token_types is None else token_types
+            x = x + self.token_type(types.t())
         if self.fp32_residual:
             x = x.float()
         if not self.training or self.dropout == 0:
             return x
-        with split_region(self.sequence, x.device, "embedding"):
+        with split_region(self.sequence, x.device, site):
             return F.dropout(x, self.dropout)
 
 
@@ -154,17 +180,18 @@ def new_embedding(
     kernels: Kernels = PLAIN_KERNELS,
     *,
     padded_vocab_size: int,
+    token_types: int = 0,
     device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Embedding | TiedWordEmbedding | None:
-    """What a part of a model needs of the word embeddings; None: nothing."""
+    """What a part of a model needs of the embeddings; None: nothing."""
     words: dict[str, Any] = {
         "padded_vocab_size": padded_vocab_size,
         "device": device,
         "dtype": dtype,
     }
     if part.embedding:
-        return Embedding(model, precision, layout, kernels, **words)
+        return Embedding(model, precision, layout, kernels, token_types=token_types, **words)
     if part.head and not model.untie_embeddings_and_output_weights:
         return TiedWordEmbedding(model, layout, **words)
     return None

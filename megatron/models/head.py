@@ -17,6 +17,7 @@ from megatron.parallel.cross_entropy import linear_cross_entropy, vocabulary_cro
 from megatron.parallel.gradients import GradientBuffer, GradientSlot
 from megatron.parallel.layout import Layout
 from megatron.parallel.linear import Communication, parallel_linear
+from megatron.parallel.parameter import ZEROS, new_parameter
 
 
 def vocabulary_logits(
@@ -24,6 +25,7 @@ def vocabulary_logits(
     weight: nn.Parameter,
     layout: Layout,
     *,
+    bias: Tensor | None = None,
     overlap: bool = True,
     slot: GradientSlot | None = None,
 ) -> Tensor:
@@ -33,6 +35,7 @@ def vocabulary_logits(
         x: [s, b, h]; [s/t, b, h] with sequence parallelism.
         weight: [v/t, h], this rank's rows of an embedding or output matrix.
         layout: who this process is.
+        bias: [v/t].
         overlap: communicate while computing; off: the same results.
         slot: where the weight's gradient goes; None: to autograd.
 
@@ -40,7 +43,7 @@ def vocabulary_logits(
         [s, b, v/t].
     """
     communication = Communication(layout.tensor, layout.sequence_parallel, overlap)
-    return parallel_linear(x, weight, None, communication, slot=slot)
+    return parallel_linear(x, weight, bias, communication, slot=slot)
 
 
 @dataclass(frozen=True)
@@ -72,14 +75,17 @@ class TokenLoss:
         labels: Tensor,
         layout: Layout,
         *,
+        bias: Tensor | None = None,
         overlap: bool = True,
         slot: GradientSlot | None = None,
     ) -> Tensor:
         """[s, b, h] or [s/t, b, h], as `vocabulary_logits`; labels [s, b] -> fp32 [s, b]."""
         if self.is_chunked:
             communication = Communication(layout.tensor, layout.sequence_parallel, overlap)
-            return linear_cross_entropy(x, weight, labels, communication, form=self.form, slot=slot)
-        logits = vocabulary_logits(x, weight, layout, overlap=overlap, slot=slot)
+            return linear_cross_entropy(
+                x, weight, labels, communication, bias=bias, form=self.form, slot=slot
+            )
+        logits = vocabulary_logits(x, weight, layout, bias=bias, overlap=overlap, slot=slot)
         return vocabulary_cross_entropy(
             logits, labels, layout.tensor, form=self.form, reuse_logits=True
         )
@@ -96,6 +102,7 @@ class Output(nn.Module):
         token_loss: how the loss is computed.
         embedding: of this part of the model; None where it has none, which only untied ones do.
         padded_vocab_size: v.
+        has_bias: add a bias for every vocabulary entry.
 
     Attributes:
         overlap: communicate while computing; off: the same results.
@@ -110,6 +117,7 @@ class Output(nn.Module):
         embedding: Embedding | TiedWordEmbedding | None,
         *,
         padded_vocab_size: int,
+        has_bias: bool = False,
         device: torch.device | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -127,6 +135,16 @@ class Output(nn.Module):
         else:
             assert embedding is not None, "tied to an embedding that is not here"
             self._tied = (embedding.word,)
+        self.bias = None
+        if has_bias:
+            self.bias = new_parameter(
+                (padded_vocab_size,),
+                init=ZEROS,
+                axis=layout.tensor,
+                split_dim=0,
+                device=device,
+                dtype=dtype,
+            )
 
     def take_slots(self, gradients: GradientBuffer) -> None:
         """See `parallel.layers.attach_slots`."""
@@ -142,7 +160,7 @@ class Output(nn.Module):
         Returns:
             With labels the loss of each token, fp32 [b, s]; else logits [b, s, v/t].
         """
-        options: dict[str, Any] = {"overlap": self.overlap, "slot": self.slot}
+        options: dict[str, Any] = {"bias": self.bias, "overlap": self.overlap, "slot": self.slot}
         if labels is None:  # [s, b, v/t]
             logits = vocabulary_logits(x, self._matrix(), self.layout, **options)
             return logits.transpose(0, 1)
@@ -152,3 +170,8 @@ class Output(nn.Module):
         owner = self._tied[0] if self._tied else self
         matrix: nn.Parameter = owner.weight  # type: ignore[assignment]
         return matrix
+
+
+def masked_mean(losses: Tensor, mask: Tensor) -> Tensor:
+    """Mean of the losses [b, s] where the mask is 1; 0 where nothing counts, not nan."""
+    return (losses * mask).sum() / mask.sum().clamp(min=1)

@@ -27,6 +27,7 @@ class LayerStack(nn.ModuleDict):
         layout: who this process is.
         layers: numbers, from 0, of those that this process holds.
         attention: form of the core.
+        causal: without a mask, tokens attend to those before them only.
         recompute: what to compute again in backward; None: nothing.
         kernels: what to compute with.
     """
@@ -38,6 +39,7 @@ class LayerStack(nn.ModuleDict):
         layers: range,
         attention: AttentionChoice,
         *,
+        causal: bool = True,
         recompute: RecomputePlan | None = None,
         kernels: Kernels = PLAIN_KERNELS,
         device: torch.device | None = None,
@@ -50,6 +52,7 @@ class LayerStack(nn.ModuleDict):
                 layout,
                 index + 1,
                 attention,
+                causal=causal,
                 recompute_core=recompute is not None and recompute.granularity == "selective",
                 kernels=kernels,
                 device=device,
