@@ -198,6 +198,11 @@ def stream_handle(gpu: int) -> int:
     return torch._C._cuda_getCurrentRawStream(gpu)
 
 
+def cuda_release() -> str:
+    """First number of the CUDA release that PyTorch was built with; "" without."""
+    return (torch.version.cuda or "").split(".")[0]
+
+
 def gpu_count() -> int:
     """GPUs that this process sees."""
     return torch.cuda.device_count()
