@@ -58,6 +58,7 @@ _AT_LEAST: Mapping[str, int] = {
     "evaluation.eval_iters": 0,
     "evaluation.eval_interval": 1,
     "checkpoint.save_interval": 1,
+    "checkpoint.keep_latest": 1,
     "logging.log_interval": 1,
     "logging.tensorboard_log_interval": 1,
     "logging.tensorboard_queue_size": 1,
@@ -72,6 +73,8 @@ _ABOVE_ZERO = (
     "precision.initial_loss_scale",
     "precision.min_loss_scale",
     "optimizer.adam_eps",
+    "checkpoint.save_interval_in_mins",
+    "checkpoint.mean_hours_between_failures",
 )
 _BELOW_ONE = (
     "model.attention_dropout",

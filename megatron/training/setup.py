@@ -38,6 +38,7 @@ from megatron.training.exit import ExitRequest
 from megatron.training.operation_clock import OperationClock
 from megatron.training.recipe import Recipe
 from megatron.training.run import Progress, Run
+from megatron.training.save_interval import SaveClock
 from megatron.training.timers import Timers
 
 
@@ -99,6 +100,7 @@ def build_run(
         train_iterations=train_iterations,
         datasets=recipe.build_datasets(config, tokenizer, samples, layout),
         exit=exit_request,
+        save_clock=SaveClock(config.checkpoint.save_interval_in_mins),
         timers=_timers(config, device, layout),
         operation_clock=OperationClock(device, layout)
         if config.logging.log_pipeline_bubble
@@ -107,6 +109,7 @@ def build_run(
     )
     if reader is not None:
         restore_run(run, reader)
+    del reader  # before processes are forked, which would keep the checkpoint from being deleted
     _open_training_data(run)
     return run
 
