@@ -80,6 +80,9 @@ class DataConfig:
         unit="tokens",
         names=("--seq-length", "--encoder-seq-length"),
     )
+    decoder_seq_length: int | None = flag(None, "Longest decoder sequence (T5).", unit="tokens")
+    mask_prob: float = flag(0.15, "Share of tokens that are hidden (BERT, T5).")
+    short_seq_prob: float = flag(0.1, "Share of samples that are made shorter (BERT, T5).")
     mmap_warmup: bool = flag(False, "Read the data files once at the start.")
     num_workers: int = flag(
         2, "Loader processes of each rank. 0: load in the training process.", unit="processes"

@@ -83,11 +83,10 @@ REFUSED: tuple[KnownFlag, ...] = (
     *_group(
         "BERT is not built yet",
         switches=("--bert-no-binary-head",),
-        values={"--mask-prob": 0.15, "--short-seq-prob": 0.1},
     ),
     *_group(
         "T5 is not built yet",
-        unset={"--decoder-num-layers": int, "--decoder-seq-length": int},
+        unset={"--decoder-num-layers": int},
     ),
     *_group(
         "fp8 scales follow each matrix as it is (--fp8-recipe), not its history: drop the flag",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron.data.gpt import Sample
+from megatron.data.gpt import GPTSample
 
 _LARGEST_VOCABULARY = 256
 _LARGEST_STEP = 4
@@ -35,7 +35,7 @@ class MockDataset:
     def __len__(self) -> int:
         return self.num_samples
 
-    def __getitem__(self, i: int) -> Sample:
+    def __getitem__(self, i: int) -> GPTSample:
         """Sample `i`: tokens `[s + 1]`."""
         if not 0 <= i < self.num_samples:
             raise IndexError(f"sample {i} of {self.num_samples}")

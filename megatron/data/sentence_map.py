@@ -204,3 +204,27 @@ def _shuffled(count: int, seed: int) -> NDArray[np.int64]:
             order[i], order[other] = order[other], order[i]
             i -= 1
     return np.array(order, np.int64)
+
+
+def is_sound_sentence_map(
+    plan: SentenceMapPlan,
+    rows: NDArray[Any],
+    documents: NDArray[np.int64],
+    lengths: NDArray[np.int32],
+) -> bool:
+    """Whether rows read from a file can be the plan's, as far as sums and bounds tell.
+
+    The rows of one pass over the documents hold every sentence of the usable ones once.
+    """
+    if len(rows) < plan.num_samples:
+        return False
+    usable = usable_documents(documents, lengths, plan.min_sentences)
+    starts, ends = documents[:-1][usable], documents[1:][usable]
+    first, last, target = rows.T
+    sizes = last.astype(np.int64) - first.astype(np.int64)
+    return bool(
+        (int(first.min()), int(last.max())) == (int(starts[0]), int(ends[-1]))
+        and int(sizes.min()) >= plan.min_sentences
+        and int(sizes.sum()) % int((ends - starts).sum()) == 0
+        and (int(target.min()) >= 2 and int(target.max()) <= plan.max_length)
+    )
