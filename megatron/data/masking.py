@@ -113,8 +113,8 @@ def choose_runs(
     chosen = bytearray(count)
     taken = 0
     for first in order.tolist():
-        if taken >= budget:
-            return
+        if taken + 1 > budget:
+            return  # no word fits; Megatron goes on trying, without effect
         last = min(first + draw_words(), count)
         start = words.bounds[first]
         while last > first + 1 and taken + words.bounds[last] - start > budget:
