@@ -70,9 +70,7 @@ class DataConfig:
         None, "As --data-path, validation only.", many=True
     )
     test_data_path: tuple[str, ...] | None = flag(None, "As --data-path, test only.", many=True)
-    data_cache_path: str | None = flag(
-        None, "Folder for index caches. Unset: index-cache beside the dataset."
-    )
+    data_cache_path: str | None = flag(None, "Folder for index caches. Unset: beside the dataset.")
     mock_data: bool = flag(False, "Train on generated tokens instead of a corpus.")
     seq_length: int | None = flag(
         None,

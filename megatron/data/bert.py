@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.masking import SpecialIds, choose_runs, hidden_budget, whole_words
+from megatron.data.sample import IGNORED_LABEL, filled_up
 from megatron.data.sentence_source import SentenceSource, Tokens
 
 ADDED_TOKENS = 3  # [CLS] and two [SEP]
-IGNORED_LABEL = -1
 # A run of 1, 2 or 3 words, the shorter the likelier: shares 1, 1/2, 1/3 of their sum, in the
 # floating-point operations of numpy's choice(), whose draws these are.
 _SHARES = 1.0 / np.arange(1, 4)
@@ -106,13 +106,6 @@ class BertDataset:
             "padding_mask": filled_up(np.ones(len(text)), length, 0),
             "id": i,
         }
-
-
-def filled_up(values: NDArray[Any], length: int, filler: int) -> NDArray[np.int64]:
-    """`values` with `filler` behind them, `[length]` int64."""
-    filled = np.full(length, filler, np.int64)
-    filled[: len(values)] = values
-    return filled
 
 
 def _segments(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 from megatron.config.data import DataConfig
@@ -12,8 +13,12 @@ from megatron.data.gpt import GPTDataset, build_gpt_dataset
 from megatron.data.mapped import count_documents, map_sentences
 from megatron.data.masking import SpecialIds
 from megatron.data.members import Datasets, Member, build_splits
-from megatron.data.mock import MockDataset
+from megatron.data.mock import MockDataset, MockSentences
 from megatron.data.sentence_map import SentenceMapPlan
+from megatron.data.sentence_source import SentenceSource
+from megatron.data.t5 import RESERVED_TOKENS as T5_RESERVED_TOKENS
+from megatron.data.t5 import T5Dataset, T5Options
+from megatron.errors import ConfigError
 from megatron.tokenizer.base import Tokenizer
 
 
@@ -87,25 +92,97 @@ def build_bert_datasets(
         samples: as for `build_gpt_datasets`; also is_builder, barrier and what is raised.
     """
     options = BertOptions(seq_length, data.mask_prob, seed, binary_head)
-    ids = SpecialIds.of(tokenizer)
+    plan = SentenceMapPlan(
+        num_samples=0,  # each split and member has its own
+        max_length=seq_length - BERT_ADDED_TOKENS,
+        short_seq_prob=data.short_seq_prob,
+        seed=seed,
+        min_sentences=2 if binary_head else 1,
+    )
+    ids = _special_ids(data, tokenizer)
 
-    def build_member(name: str, member: Member, num_samples: int) -> BertDataset:
-        plan = SentenceMapPlan(
-            num_samples=num_samples,
-            max_length=seq_length - BERT_ADDED_TOKENS,
-            short_seq_prob=data.short_seq_prob,
-            seed=seed,
-            min_sentences=2 if binary_head else 1,
+    def build(sentences: SentenceSource) -> BertDataset:
+        return BertDataset(sentences, ids, options)
+
+    return _build_on_sentences(data, plan, samples, ids, build, is_builder, barrier)
+
+
+def build_t5_datasets(
+    data: DataConfig,
+    *,
+    seed: int,
+    encoder_seq_length: int,
+    decoder_seq_length: int,
+    samples: tuple[int, int, int],
+    tokenizer: Tokenizer,
+    is_builder: bool = True,
+    barrier: Callable[[], None] = lambda: None,
+) -> Datasets:
+    """Build T5's datasets that the flags name, of `T5Sample`s. Every process calls this.
+
+    Args:
+        encoder_seq_length: tokens that the encoder reads.
+        decoder_seq_length: tokens that the decoder reads.
+        samples: as for `build_gpt_datasets`; also is_builder, barrier and what is raised.
+
+    Raises:
+        ConfigError: the vocabulary has no sentinels.
+    """
+    options = T5Options(encoder_seq_length, decoder_seq_length, data.mask_prob, seed)
+    plan = SentenceMapPlan(
+        num_samples=0,  # each split and member has its own
+        max_length=encoder_seq_length - T5_RESERVED_TOKENS,
+        short_seq_prob=data.short_seq_prob,
+        seed=seed,
+        min_sentences=1,
+    )
+    ids = _special_ids(data, tokenizer)
+    if not ids.sentinels:
+        raise ConfigError(
+            "T5 needs a sentinel for each run of words that it hides, and the vocabulary has none: "
+            "give --vocab-extra-ids 100"
         )
+
+    def build(sentences: SentenceSource) -> T5Dataset:
+        return T5Dataset(sentences, ids, options)
+
+    return _build_on_sentences(data, plan, samples, ids, build, is_builder, barrier)
+
+
+def _special_ids(data: DataConfig, tokenizer: Tokenizer) -> SpecialIds:
+    if data.mock_data:
+        return SpecialIds.generated(tokenizer.vocab_size)
+    return SpecialIds.of(tokenizer)
+
+
+def _build_on_sentences(
+    data: DataConfig,
+    plan: SentenceMapPlan,
+    samples: tuple[int, int, int],
+    ids: SpecialIds,
+    build: Callable[[SentenceSource], BertDataset | T5Dataset],
+    is_builder: bool,
+    barrier: Callable[[], None],
+) -> Datasets:
+    """Datasets that `build` makes of sentences, by `plan` with each split's number of samples."""
+    if data.mock_data:
+        return Datasets(
+            *(
+                build(MockSentences(count, plan, ids, split=i)) if count else None
+                for i, count in enumerate(samples)
+            )
+        )
+
+    def build_member(name: str, member: Member, num_samples: int) -> BertDataset | T5Dataset:
         sentences = map_sentences(
             name,
             member,
-            plan,
+            dataclasses.replace(plan, num_samples=num_samples),
             vocab_size=ids.size,
             data_cache_path=data.data_cache_path,
             warns=is_builder,
         )
-        dataset = BertDataset(sentences, ids, options)
+        dataset = build(sentences)
         _ = dataset[0]  # another tokenizer's dataset is found out here, not at some later step
         return dataset
 

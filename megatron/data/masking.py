@@ -14,9 +14,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.errors import ConfigError
 from megatron.tokenizer.base import Tokenizer
 
 _CONTINUES = "##"
+_SMALLEST_GENERATED = 16
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,22 @@ class SpecialIds:
             eos=tokenizer.eos,
             sentinels=tuple(tokenizer.additional_special_tokens_ids),
         )
+
+    @staticmethod
+    def generated(vocab_size: int) -> SpecialIds:
+        """The first ids of any vocabulary: for generated tokens, which stand for no text.
+
+        Raises:
+            ConfigError: there are too few ids.
+        """
+        if vocab_size < _SMALLEST_GENERATED:
+            raise ConfigError(
+                f"--mock-data: a vocabulary of {vocab_size} has no room for special tokens: give "
+                f"one of at least {_SMALLEST_GENERATED} entries"
+            )
+        sentinels = range(6, 6 + min(100, (vocab_size - 6) // 2))
+        none = np.zeros(vocab_size, bool)
+        return SpecialIds(vocab_size, none, 0, 1, 2, 3, 4, 5, tuple(sentinels))
 
 
 class Words(NamedTuple):

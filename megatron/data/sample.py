@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from megatron.errors import DataError
+
+IGNORED_LABEL = -1
+"""Stands where there is nothing to predict."""
 
 Sample = Mapping[str, NDArray[np.int64] | int]
 """One sample: arrays of one length for the whole dataset, and `id`, its number there."""
@@ -31,6 +34,14 @@ class DescribedDataset(SampleDataset, Protocol):
     def description(self) -> str:
         """Text that differs wherever the samples do."""
         ...
+
+
+def filled_up(values: ArrayLike, length: int, filler: int) -> NDArray[np.int64]:
+    """`values` with `filler` behind them, `[length]` int64."""
+    filled = np.full(length, filler, np.int64)
+    given = np.asarray(values)
+    filled[: len(given)] = given
+    return filled
 
 
 def outside_vocabulary(where: str, token: int, vocab_size: int) -> DataError:
