@@ -56,6 +56,7 @@ RULES: tuple[Rule, ...] = (
     rules_data.sources,
     rules_data.blends,
     rules_data.split,
+    rules_data.masking,
     rules_data.tokenizer,
 )
 

@@ -79,9 +79,6 @@ REFUSED: tuple[KnownFlag, ...] = (
     ),
     *_group(
         "BERT is not built yet",
-        values={"--mask-prob": 0.15, "--short-seq-prob": 0.1},
-    ),
-    *_group(
         "fp8 scales follow each matrix as it is (--fp8-recipe), not its history: drop the flag",
         values={"--fp8-margin": 0, "--fp8-interval": 1, "--fp8-amax-history-len": 1},
         choices={

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megatron.config import RunConfig
 from megatron.config.stages import ModelPart
-from megatron.data.gpt import SampleDataset
+from megatron.data.sample import SampleDataset
 from megatron.device import Device
 from megatron.parallel.layout import Layout
 from megatron.tokenizer.base import Tokenizer
