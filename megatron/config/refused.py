@@ -78,7 +78,6 @@ REFUSED: tuple[KnownFlag, ...] = (
         many=True,
     ),
     *_group(
-        "BERT is not built yet",
         "fp8 scales follow each matrix as it is (--fp8-recipe), not its history: drop the flag",
         values={"--fp8-margin": 0, "--fp8-interval": 1, "--fp8-amax-history-len": 1},
         choices={
