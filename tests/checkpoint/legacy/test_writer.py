@@ -42,7 +42,7 @@ def assert_same_tensors(found, expected):
         assert path[0] == "rng_state" or torch.equal(found[path], tensor), path
 
 
-@pytest.mark.parametrize("run", ["gpt_fp32", "gpt_tp2pp2_fp32"])
+@pytest.mark.parametrize("run", ["gpt_fp32", "gpt_tp2pp2_fp32", "bert_fp32"])
 def test_megatron_s_files_come_back_bit_for_bit(golden, tmp_path, run):
     original, native, again = golden / run / "ckpt", tmp_path / "native", tmp_path / "megatron"
     assert convert("megatron", "native", original, native, "--keep-optimizer") == 0
