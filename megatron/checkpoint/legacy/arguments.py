@@ -57,12 +57,13 @@ def _scalar(value: Any) -> Json:
     return _DROPPED
 
 
-def legacy_config(args: Mapping[str, Json]) -> dict[str, Json]:
-    """Model-shape fields for `--use-checkpoint-args`, under `ModelConfig`'s names.
+def legacy_config(args: Mapping[str, Json], architecture: str = "gpt") -> dict[str, Json]:
+    """A network's shape for `--use-checkpoint-args`, under `ModelConfig`'s names.
 
     Fields that the file's version did not have are left out: their defaults hold.
     """
     config = {name: args[name] for name in _MODEL_FIELDS if name in args}
+    config["architecture"] = architecture
     if "layernorm_epsilon" in args:
         config.setdefault("norm_epsilon", args["layernorm_epsilon"])
     if args.get("use_rotary_position_embeddings"):

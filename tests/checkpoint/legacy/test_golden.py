@@ -3,7 +3,6 @@
 import random
 import shutil
 
-import pytest
 import torch
 
 from megatron.checkpoint.find import Found, find_checkpoint
@@ -126,11 +125,6 @@ def test_the_split_run_is_joined_along_the_right_dimension(golden):
         ):
             joined = torch.cat([part[f"layers.{local}.{theirs}"] for part in parts], dim)
             assert torch.equal(read_whole(reader, f"model.layers.{layer}.{ours}"), joined)
-
-
-def test_what_megatron_calls_bert_is_refused_for_now(golden):
-    with pytest.raises(CheckpointError, match="only GPT files"):
-        open_checkpoint(golden / "bert_fp32" / "ckpt")
 
 
 def test_a_damaged_file_is_refused_or_reads_the_same(golden, tmp_path):
