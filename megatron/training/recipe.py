@@ -25,8 +25,12 @@ class Recipe(Protocol):
     program: str
     """Name for messages and `--help`, for example `pretrain_gpt.py`."""
 
-    loss_names: tuple[str, ...]
-    """What `forward` returns at the end of the model, in the order of the log line."""
+    architecture: str
+    """Kind of network, see `ModelConfig.architecture`."""
+
+    def loss_names(self, config: RunConfig) -> tuple[str, ...]:
+        """What `forward` returns at the end of the model, in the order of the log line."""
+        ...
 
     def build_part(
         self,

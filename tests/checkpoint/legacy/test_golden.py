@@ -3,7 +3,6 @@
 import random
 import shutil
 
-import pytest
 import torch
 
 from megatron.checkpoint.find import Found, find_checkpoint
@@ -22,7 +21,7 @@ class _ModelType:
         self.value = value
 
 
-def _trees(folder):
+def trees_of(folder):
     """Every rank's file as PyTorch reads it, by folder name."""
     from argparse import Namespace
 
@@ -45,7 +44,7 @@ def _trees(folder):
 def test_the_fp32_run_is_read_as_pytorch_reads_it(golden):
     root = golden / "gpt_fp32" / "ckpt"
     reader = open_checkpoint(root)
-    (tree,) = _trees(reader.path).values()
+    (tree,) = trees_of(reader.path).values()
     language = tree["model"]["language_model"]
     encoder = language["encoder"]
 
@@ -111,7 +110,7 @@ def test_the_split_run_joins_to_the_shapes_of_the_whole_one(golden):
 
 def test_the_split_run_is_joined_along_the_right_dimension(golden):
     reader = open_checkpoint(golden / "gpt_tp2pp2_fp32" / "ckpt")
-    trees = _trees(reader.path)
+    trees = trees_of(reader.path)
     for layer in range(4):
         stage, local = divmod(layer, 2)
         parts = [
@@ -126,11 +125,6 @@ def test_the_split_run_is_joined_along_the_right_dimension(golden):
         ):
             joined = torch.cat([part[f"layers.{local}.{theirs}"] for part in parts], dim)
             assert torch.equal(read_whole(reader, f"model.layers.{layer}.{ours}"), joined)
-
-
-def test_what_megatron_calls_bert_is_refused_for_now(golden):
-    with pytest.raises(CheckpointError, match="only GPT files"):
-        open_checkpoint(golden / "bert_fp32" / "ckpt")
 
 
 def test_a_damaged_file_is_refused_or_reads_the_same(golden, tmp_path):
