@@ -134,7 +134,8 @@ class HFReader:
         if not torch.equal(self._held[self.family.tied_head].load(), embedding):
             raise CheckpointError(
                 f"{self.path}: {self.family.tied_head} differs from the word embeddings, although "
-                "config.json says tie_word_embeddings: set that to false in a copy, or remove the tensor"
+                "config.json says tie_word_embeddings: set that to false in a copy, or remove "
+                "the tensor"
             )
 
 
