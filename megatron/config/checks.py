@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 
 from megatron.config import (
+    rules_architecture,
     rules_context,
     rules_data,
     rules_fp8,
@@ -28,6 +29,8 @@ RULES: tuple[Rule, ...] = (
     rules_model.bounds,
     rules_sharding.sharding,
     rules_sharding.torch_ddp,
+    rules_architecture.architecture,
+    rules_architecture.t5,
     rules_model.layout,
     rules_context.context,
     rules_model.tensor_parallel,
@@ -53,6 +56,7 @@ RULES: tuple[Rule, ...] = (
     rules_data.sources,
     rules_data.blends,
     rules_data.split,
+    rules_data.masking,
     rules_data.tokenizer,
 )
 

@@ -65,6 +65,7 @@ def parse_config(
     *,
     world_size: int,
     program: str = "pretrain_gpt.py",
+    architecture: str = "gpt",
     extra: Iterable[type] = (),
     read_checkpoint: ReadCheckpoint | None = None,
 ) -> ParsedRun:
@@ -74,6 +75,7 @@ def parse_config(
         argv: the words after the program's name; None: this process's own.
         world_size: launched processes.
         program: name for `--help`.
+        architecture: the kind of network that the program trains.
         extra: dataclasses of further flags, for programs that need them.
         read_checkpoint: for --use-checkpoint-args: the --load folder to the network's shape, by
             "section.field" as `flatten` names it. These values win over flags.
@@ -83,9 +85,11 @@ def parse_config(
     """
     extra = tuple(extra)
     line = _read_command_line(sys.argv[1:] if argv is None else argv, program, extra)
-    base = _read_yaml(getattr(line.namespace, "config", None), world_size, line)
+    start = with_values(RunConfig(), {"model.architecture": architecture})
+    base = _read_yaml(getattr(line.namespace, "config", None), start, world_size, line)
     config = with_values(base, _flag_values(line.namespace))
     config = _from_checkpoint(config, read_checkpoint, line)
+    line.problems += _other_kind(config.model.architecture, architecture, program)
     size = config.training.dry_run_world_size if config.training.dry_run else None
     config = resolve(config, size or world_size)
     problems = line.problems + find_problems(config, size or world_size, line.spoilt)
@@ -210,17 +214,27 @@ def _apply_known(line: _CommandLine) -> None:
             line.notices.append(f"{shown}: {flag.reason}")
 
 
-def _read_yaml(path: str | None, world_size: int, line: _CommandLine) -> RunConfig:
+def _other_kind(found: str, expected: str, program: str) -> list[str]:
+    """A mistake, where a YAML file or a checkpoint is of another script's network."""
+    if found == expected:
+        return []
+    return [f"the network is a {found}, and {program} trains a {expected}: run pretrain_{found}.py"]
+
+
+def _read_yaml(
+    path: str | None, start: RunConfig, world_size: int, line: _CommandLine
+) -> RunConfig:
+    """`start` with the file's values."""
     if path is None:
-        return RunConfig()
+        return start
     try:
         content = yaml_file.read(Path(path))
     except ConfigError as error:
         line.problems += error.problems
-        return RunConfig()
+        return start
     line.problems += content.problems
     line.spoilt |= content.spoilt
-    return forget_derived(with_values(RunConfig(), content.values), world_size)
+    return forget_derived(with_values(start, content.values), world_size)
 
 
 def _flag_values(namespace: argparse.Namespace) -> dict[str, Any]:

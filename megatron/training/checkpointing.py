@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megatron.checkpoint.background import Saved
 from megatron.checkpoint.entries import Entry, State, boxes_of_range
+from megatron.checkpoint.legacy.save import write_legacy
 from megatron.checkpoint.plan import share_of
 from megatron.checkpoint.reader import Reader, open_checkpoint
 from megatron.checkpoint.restore import restore
@@ -32,21 +33,22 @@ from megatron.training.run import Run
 
 def save_run(run: Run) -> Path:
     """Write the run's state under `--save`. Collective."""
-    assert run.config.checkpoint.save
+    options, iteration = run.config.checkpoint, run.progress.iteration
+    assert options.save
     started, state = time.perf_counter(), state_of(run)
     plan = agree(state, run.layout)
-    path = write_checkpoint(
-        run.config.checkpoint.save,
-        run.progress.iteration,
-        plan,
-        share_of(plan, state, run.layout.world.rank),
-        meta_of(run),
-        run.layout,
-        keep=run.config.checkpoint.keep_latest,
-    )
+    mine, meta = share_of(plan, state, run.layout.world.rank), meta_of(run)
+    if options.ckpt_format == "legacy":
+        vocabulary = run.tokenizer.vocab_size
+        path = write_legacy(
+            options.save, iteration, plan, mine, meta, run.layout, run.config, vocabulary
+        )
+    else:
+        keep = options.keep_latest
+        path = write_checkpoint(options.save, iteration, plan, mine, meta, run.layout, keep=keep)
     if run.layout.world.rank == 0:
         seconds = time.perf_counter() - started
-        report_saved(Saved(run.progress.iteration, path, plan.total_bytes, seconds, seconds))
+        report_saved(Saved(iteration, path, plan.total_bytes, seconds, seconds))
     return path
 
 
@@ -186,8 +188,10 @@ def network_of(folder: str) -> dict[str, Any]:
     saved = reader.meta["config"]["model"]
     # How the vocabulary is padded is no part of the network, but decides the padding entries'
     # share of the softmax.
+    # So with an activation that only an import sets: exact where our default is not.
     names = (*NETWORK_FIELDS, "make_vocab_size_divisible_by")
-    return {f"model.{name}": saved[name] for name in names if name in saved}
+    exact = {"model.onnx_safe": True} if saved.get("onnx_safe") else {}
+    return {f"model.{name}": saved[name] for name in names if name in saved} | exact
 
 
 def _check_network(config: RunConfig, reader: Reader) -> None:

@@ -203,7 +203,7 @@ def pack_losses(losses: Mapping[str, list[Tensor]], flags: Sequence[bool], run: 
     One all-reduce over the world: the ranks that hold the end of the model know the losses, and
     one tensor rank speaks for all. Each data and context rank gives its mean over micro-batches.
     """
-    layout, names = run.layout, run.recipe.loss_names
+    layout, names = run.layout, run.recipe.loss_names(run.config)
     packed = torch.zeros(len(names) + len(flags), device=run.device.torch_device)
     if losses and layout.tensor.is_first:
         means = torch.stack([torch.stack(losses[name]).float().mean() for name in names])
