@@ -168,7 +168,9 @@ def list_parameters(
     language = model["language_model"]
     extra = sorted({*model, *language} - _KNOWN_KEYS)
     if extra:
-        raise CheckpointError(f"it holds {', '.join(extra)}: GPT, BERT and T5 files are read so far")
+        raise CheckpointError(
+            f"it holds {', '.join(extra)}: GPT, BERT and T5 files are read so far"
+        )
     return [
         Parameter(name, tensor, is_bias=path.endswith(".bias"))
         for path, tensor in _tensors(model, language)
