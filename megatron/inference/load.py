@@ -67,8 +67,10 @@ def load_gpt(
     """
     layout = layout or Layout.single()
     reader = open_existing(folder, layout=layout)
+    saved = saved_config(reader, folder)
+    check_architecture(saved, "gpt", f"--load {folder}")
     if config is None:
-        config = _over(saved_config(reader, folder), layout)
+        config = _over(saved, layout)
     else:
         check_network(config, reader)
     layout = replace(layout, sequence_parallel=config.parallel.sequence_parallel)
@@ -94,6 +96,17 @@ def open_existing(folder: str, *, verify: bool = True, layout: Layout | None = N
     if reader is None:
         raise CheckpointError(f"--load {folder}: there is no checkpoint in this folder")
     return reader
+
+
+def check_architecture(config: RunConfig, expected: str, where: str) -> None:
+    """Whether a checkpoint is of the kind of network that is needed.
+
+    Raises:
+        CheckpointError: it is of another.
+    """
+    found = config.model.architecture
+    if found != expected:
+        raise CheckpointError(f"{where}: holds a {found}, where a {expected} is needed")
 
 
 def saved_config(reader: Reader, folder: str) -> RunConfig:
