@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.checkpoint.hf.files import COMPANION_FOLDER
+from megatron.checkpoint.legacy.arguments import legacy_surroundings
 from megatron.checkpoint.reader import Reader, open_checkpoint
 from megatron.checkpoint.restore import restore
 from megatron.checkpoint.vocabulary import PaddedReader
@@ -116,7 +117,10 @@ def saved_config(reader: Reader, folder: str) -> RunConfig:
     Products in 8 bits are an approximation that speeds training up: the weights have 16 bits, and
     so they are used.
     """
-    run = resolve(from_dict(reader.meta["config"], str(reader.path)), 1)
+    sections = reader.meta["config"]
+    if reader.format == "legacy":
+        sections = {**sections, **legacy_surroundings(reader.meta["legacy_args"])}
+    run = resolve(from_dict(sections, str(reader.path)), 1)
     return RunConfig(
         model=run.model,
         precision=replace(run.precision, fp8_format=None, fp8_recipe="tensorwise", fp8_wgrad=True),

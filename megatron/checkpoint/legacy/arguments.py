@@ -58,8 +58,11 @@ def _scalar(value: Any) -> Json:
     return _DROPPED
 
 
-def legacy_run(args: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
-    """What the file says of its run, by `RunConfig`'s sections: enough to run the model."""
+def legacy_surroundings(args: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
+    """What a model needs to run, beside its network, by `RunConfig`'s sections.
+
+    Files of a tokenizer are named as the run named them: they may be elsewhere now.
+    """
     kept = {
         "tokenizer": (
             *("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size"),
@@ -74,7 +77,7 @@ def legacy_run(args: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
     }
     if sections["tokenizer"].get("tokenizer_type") not in TOKENIZER_TYPES:
         sections["tokenizer"].pop("tokenizer_type", None)
-    return {"model": legacy_config(args), "optimizer": optimizer_config(args), **sections}
+    return sections
 
 
 def legacy_config(args: Mapping[str, Json]) -> dict[str, Json]:
