@@ -21,13 +21,13 @@ VOCAB, POSITIONS, NEW = 1000, 128, 50
 PAD = VOCAB - 1
 OPTIONS = EngineOptions(max_sequences=16, max_step_tokens=128, cache_tokens=2048)
 CONFIGS: dict[str, dict[str, Any]] = {
-    "gpt2": {"n_embd": 64, "n_head": 4, "n_layer": 3, "n_positions": POSITIONS},
+    "gpt2": {"n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions": POSITIONS},
     "llama": {
         "hidden_size": 64,
         "intermediate_size": 160,
         "max_position_embeddings": POSITIONS,
         "num_attention_heads": 4,
-        "num_hidden_layers": 3,
+        "num_hidden_layers": 4,
         "num_key_value_heads": 2,
     },
 }
@@ -51,6 +51,7 @@ def generate(model: Any, prompt: tuple[int, ...], **options: Any) -> Any:
     """What `transformers` says: its result object."""
     return model.generate(
         torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),  # else PAD is not attended to
         do_sample=False,
         pad_token_id=PAD,
         return_dict_in_generate=True,
