@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.checkpoint.hf.files import COMPANION_FOLDER
+from megatron.checkpoint.legacy.arguments import legacy_surroundings
 from megatron.checkpoint.reader import Reader, open_checkpoint
 from megatron.checkpoint.restore import restore
 from megatron.checkpoint.vocabulary import PaddedReader
 from megatron.config import RunConfig, rules_model
-from megatron.config.data import TokenizerConfig
+from megatron.config.data import DataConfig, TokenizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.resolve import resolve
 from megatron.config.run import known
@@ -67,8 +68,10 @@ def load_gpt(
     """
     layout = layout or Layout.single()
     reader = open_existing(folder, layout=layout)
+    saved = saved_config(reader, folder)
+    check_architecture(saved, "gpt", f"--load {folder}")
     if config is None:
-        config = _over(saved_config(reader, folder), layout)
+        config = _over(saved, layout)
     else:
         check_network(config, reader)
     layout = replace(layout, sequence_parallel=config.parallel.sequence_parallel)
@@ -96,27 +99,33 @@ def open_existing(folder: str, *, verify: bool = True, layout: Layout | None = N
     return reader
 
 
-def saved_config(reader: Reader, folder: str) -> RunConfig:
-    """The run that wrote a checkpoint, as far as its model runs without training; resolved.
+def check_architecture(config: RunConfig, expected: str, where: str) -> None:
+    """Whether a checkpoint is of the kind of network that is needed.
 
-    One process, nothing recomputed. Products in 8 bits are an approximation that speeds training
-    up: the weights have 16, and so they are used.
+    Raises:
+        CheckpointError: it is of another.
     """
-    config = resolve(from_dict(reader.meta["config"], str(reader.path)), 1)
-    return replace(
-        config,
-        parallel=ParallelConfig(),
-        precision=replace(
-            config.precision, fp8_format=None, fp8_recipe="tensorwise", fp8_wgrad=True
-        ),
-        training=replace(
-            config.training,
-            recompute_activations=False,
-            recompute_granularity=None,
-            recompute_method=None,
-            recompute_num_layers=None,
-        ),
-        tokenizer=_found_again(config.tokenizer, Path(folder) / COMPANION_FOLDER),
+    found = config.model.architecture
+    if found != expected:
+        raise CheckpointError(f"{where}: holds a {found}, where a {expected} is needed")
+
+
+def saved_config(reader: Reader, folder: str) -> RunConfig:
+    """Of the run that wrote a checkpoint, what its model runs with: network, precision, tokenizer
+    and window. Resolved.
+
+    Products in 8 bits are an approximation that speeds training up: the weights have 16 bits, and
+    so they are used.
+    """
+    sections = reader.meta["config"]
+    if reader.format == "legacy":
+        sections = {**sections, **legacy_surroundings(reader.meta["legacy_args"])}
+    run = resolve(from_dict(sections, str(reader.path)), 1)
+    return RunConfig(
+        model=run.model,
+        precision=replace(run.precision, fp8_format=None, fp8_recipe="tensorwise", fp8_wgrad=True),
+        tokenizer=_found_again(run.tokenizer, Path(folder) / COMPANION_FOLDER),
+        data=DataConfig(seq_length=run.data.seq_length or run.model.max_position_embeddings),
     )
 
 
