@@ -6,43 +6,146 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.checkpoint.hf.files import COMPANION_FOLDER
-from megatron.checkpoint.reader import open_checkpoint
+from megatron.checkpoint.reader import Reader, open_checkpoint
 from megatron.checkpoint.restore import restore
-from megatron.config import RunConfig
+from megatron.checkpoint.vocabulary import PaddedReader
+from megatron.config import RunConfig, rules_model
 from megatron.config.data import TokenizerConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.resolve import resolve
+from megatron.config.run import known
+from megatron.config.stages import parts_of_stage, plan_parts
 from megatron.config.yaml_file import from_dict
 from megatron.device import Device
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, ConfigError
 from megatron.models.gpt import GPTModel
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer, build_tokenizer
-from megatron.training.checkpointing import model_state
+from megatron.training.checkpointing import check_network, model_state
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model ready to run, and what it was trained with."""
+    """A model ready to run, and what it was trained with.
+
+    Attributes:
+        model: in evaluation mode; in a layout this process's part of it: its tensor rank's share
+            of its pipeline stage's layers.
+        tokenizer: the one that it was trained with.
+        config: the run's, without what only training needs: see `saved_config`.
+        iteration: training steps taken.
+        layout: who this process is.
+        padded_vocab_size: rows of the word embeddings over all tensor ranks.
+    """
 
     model: GPTModel
     tokenizer: Tokenizer
     config: RunConfig
     iteration: int
+    layout: Layout
+    padded_vocab_size: int
 
 
-def load_gpt(folder: str, device: Device) -> Loaded:
-    """The newest complete checkpoint under `folder`, as one process.
+def load_gpt(
+    folder: str, device: Device, layout: Layout | None = None, *, config: RunConfig | None = None
+) -> Loaded:
+    """The newest complete checkpoint under `folder`, whatever the layout that it was saved in.
+
+    Collective over `layout`.
+
+    Args:
+        folder: of checkpoints.
+        device: where to run.
+        layout: who this process is; None: one process.
+        config: a resolved run to take instead of the checkpoint's, whose network must be the same
+            and whose parallel sizes those of the layout; one part of the model a stage.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged, or of another network.
+        ConfigError: the network does not divide over the layout.
+        DataError: a file of the tokenizer is missing.
+    """
+    layout = layout or Layout.single()
+    reader = open_existing(folder, layout=layout)
+    if config is None:
+        config = _over(saved_config(reader, folder), layout)
+    else:
+        check_network(config, reader)
+    layout = replace(layout, sequence_parallel=config.parallel.sequence_parallel)
+    tokenizer = build_tokenizer(config.tokenizer)
+    rows = _rows(reader, layout.tensor.size)
+    reader = PaddedReader(reader, rows=rows, entries=tokenizer.vocab_size)
+    plan = plan_parts(known(config.model.num_layers), config.parallel)
+    (part,) = parts_of_stage(plan, layout.pipeline.rank, layout.pipeline.size)
+    model = GPTModel.from_config(config, layout, device, rows, part)
+    # Under a pipeline no rank has a place for every parameter.
+    whole = () if layout.pipeline.size > 1 else ("model.",)
+    restore(reader, model_state([model]), prefixes=whole, cast=True)
+    return Loaded(model.eval(), tokenizer, config, reader.iteration, layout, rows)
+
+
+def open_existing(folder: str, *, verify: bool = True, layout: Layout | None = None) -> Reader:
+    """The checkpoint that `--load` names. Collective over `layout`, where one is given.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    reader = open_checkpoint(Path(folder))
+    reader = open_checkpoint(Path(folder), verify=verify, layout=layout)
     if reader is None:
         raise CheckpointError(f"--load {folder}: there is no checkpoint in this folder")
-    config = from_dict(reader.meta["config"], folder)
-    model = GPTModel.from_config(config, Layout.single(), device, reader.meta["padded_vocab_size"])
-    restore(reader, model_state([model]), prefixes=("model.",), cast=True)
-    tokenizer = build_tokenizer(_found_again(config.tokenizer, Path(folder) / COMPANION_FOLDER))
-    return Loaded(model, tokenizer, config, reader.iteration)
+    return reader
+
+
+def saved_config(reader: Reader, folder: str) -> RunConfig:
+    """The run that wrote a checkpoint, as far as its model runs without training; resolved.
+
+    One process, nothing recomputed. Products in 8 bits are an approximation that speeds training
+    up: the weights have 16, and so they are used.
+    """
+    config = resolve(from_dict(reader.meta["config"], str(reader.path)), 1)
+    return replace(
+        config,
+        parallel=ParallelConfig(),
+        precision=replace(
+            config.precision, fp8_format=None, fp8_recipe="tensorwise", fp8_wgrad=True
+        ),
+        training=replace(
+            config.training,
+            recompute_activations=False,
+            recompute_granularity=None,
+            recompute_method=None,
+            recompute_num_layers=None,
+        ),
+        tokenizer=_found_again(config.tokenizer, Path(folder) / COMPANION_FOLDER),
+    )
+
+
+def _over(config: RunConfig, layout: Layout) -> RunConfig:
+    """`config` in the layout.
+
+    Raises:
+        ConfigError: the network does not divide over it.
+    """
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=layout.tensor.size,
+        pipeline_model_parallel_size=layout.pipeline.size,
+        context_parallel_size=layout.context.size,
+        sequence_parallel=layout.sequence_parallel,
+    )
+    config = replace(config, parallel=parallel)
+    problems = [
+        line
+        for rule in (rules_model.layout, rules_model.pipeline, rules_model.tensor_parallel)
+        for line in rule(config, layout.world.size)
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def _rows(reader: Reader, ranks: int) -> int:
+    """Vocabulary rows as saved, and as many more as it takes to divide them."""
+    return -(-int(reader.meta["padded_vocab_size"]) // ranks) * ranks
 
 
 def _found_again(config: TokenizerConfig, beside: Path) -> TokenizerConfig:

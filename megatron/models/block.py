@@ -10,6 +10,7 @@ from megatron.kernels.attention import AttentionChoice
 from megatron.kernels.dropout import choose_bias_dropout_add
 from megatron.kernels.rope import Rotation
 from megatron.models.attention import SelfAttention
+from megatron.models.cache import KeyValueCache
 from megatron.models.kernels import PLAIN_KERNELS, Kernels
 from megatron.models.mlp import MLP
 from megatron.models.norm import Stream, new_norm
@@ -65,11 +66,17 @@ class Block(nn.Module):
         self.mlp_norm = new_norm(model, layout, kernels, device=device, dtype=dtype)
         self.mlp = MLP(model, layout, kernels=kernels, device=device, dtype=dtype)
 
-    def forward(self, stream: Stream, mask: Tensor | None, rotation: Rotation | None) -> Stream:
+    def forward(
+        self,
+        stream: Stream,
+        mask: Tensor | None,
+        rotation: Rotation | None,
+        cache: KeyValueCache | None = None,
+    ) -> Stream:
         """[s, b, h] -> [s, b, h]; [s/t, b, h] with sequence parallelism."""
         x, normal = self.attention_norm(stream)
         residual = normal if self.residual_after_norm else x
-        update = self.attention(normal, mask, rotation)
+        update = self.attention(normal, mask, rotation, cache)
         stream = self._add(residual, update, self.attention.bias_to_add, "attention output")
         x, normal = self.mlp_norm(stream)
         residual = normal if self.residual_after_norm else x

@@ -18,6 +18,7 @@ from megatron.device import Device, parameter_dtype
 from megatron.kernels.attention import choose_attention
 from megatron.kernels.rope import Rotation
 from megatron.models.block import Block
+from megatron.models.cache import KeyValueCache
 from megatron.models.context import over_context
 from megatron.models.embedding import Embedding, RotaryTable, TiedWordEmbedding
 from megatron.models.head import OutputWeight, TokenLoss, vocabulary_logits
@@ -156,6 +157,7 @@ class GPTModel(nn.Module):
         labels: Tensor | None = None,
         mask: Tensor | None = None,
         hidden: Tensor | None = None,
+        cache: KeyValueCache | None = None,
     ) -> Tensor:
         """One pass through the layers held here.
 
@@ -167,23 +169,31 @@ class GPTModel(nn.Module):
             labels: [b, s], the token that follows each.
             mask: bool [b or 1, 1, s, s], True where a query may attend; None: causal.
             hidden: [s, b, h], from the part before; None where this part begins the model.
+            cache: of earlier tokens, with the places of these; b is 1 then. None: the tokens are
+                whole sequences.
 
         Returns:
             Where the model goes on in another part: hidden states [s, b, h]. At its end, with
-            labels the loss of each token, fp32 [b, s]; else logits [b, s, v/t].
+            labels the loss of each token, fp32 [b, s]; else logits [b, s, v/t], with a cache of
+            the tokens that it wants them of.
         """
-        sequence = tokens.shape[1] * self.layout.context.size
-        positions = local_positions(sequence, self.layout.context, tokens.device)
+        if cache is None:
+            sequence = tokens.shape[1] * self.layout.context.size
+            positions = local_positions(sequence, self.layout.context, tokens.device)
+        else:
+            positions = cache.positions
         if position_ids is None:
             position_ids = positions.expand_as(tokens)
         rotation = None if self.rotary is None else self.rotary(positions)
         if hidden is None:
             assert isinstance(self.embedding, Embedding), "this part takes hidden states"
             hidden = self.embedding(tokens, position_ids)
-        stream = self._through_layers(hidden, mask, rotation)
+        stream = self._through_layers(hidden, mask, rotation, cache)
         if self.final_norm is None:
             return stream.join()
         _, x = self.final_norm(stream)  # [s, b, h]
+        if cache is not None:
+            x = x[cache.outputs]
         weight = self._output_weight()
         options: dict[str, Any] = {"overlap": self.overlap, "slot": self.output_slot}
         if labels is None:  # [s, b, v/t]
@@ -197,7 +207,11 @@ class GPTModel(nn.Module):
         return self.embedding.word.weight
 
     def _through_layers(
-        self, hidden: Tensor, mask: Tensor | None, rotation: Rotation | None
+        self,
+        hidden: Tensor,
+        mask: Tensor | None,
+        rotation: Rotation | None,
+        cache: KeyValueCache | None,
     ) -> Stream:
         stream = Stream(hidden)
         for group in self.groups:
@@ -209,7 +223,7 @@ class GPTModel(nn.Module):
                 )
                 stream = Stream(x)
             else:
-                stream = self._run(group.layers, stream, mask, rotation)
+                stream = self._run(group.layers, stream, mask, rotation, cache)
         return stream
 
     def _joined(
@@ -218,8 +232,13 @@ class GPTModel(nn.Module):
         return self._run(layers, Stream(x), mask, rotation).join()
 
     def _run(
-        self, layers: range, stream: Stream, mask: Tensor | None, rotation: Rotation | None
+        self,
+        layers: range,
+        stream: Stream,
+        mask: Tensor | None,
+        rotation: Rotation | None,
+        cache: KeyValueCache | None = None,
     ) -> Stream:
         for index in layers:
-            stream = self.layers[str(index)](stream, mask, rotation)
+            stream = self.layers[str(index)](stream, mask, rotation, cache)
         return stream

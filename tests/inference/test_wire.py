@@ -21,6 +21,7 @@ from megatron.inference.request import (
 from megatron.inference.wire import (
     Add,
     Cancel,
+    Command,
     Shutdown,
     commands_from_bytes,
     commands_to_bytes,
@@ -60,7 +61,7 @@ def test_every_field_survives() -> None:
 
 
 def test_commands_survive() -> None:
-    commands = [Add(REQUEST), Cancel("a"), Shutdown()]
+    commands: list[Command] = [Add(REQUEST), Cancel("a"), Shutdown()]
     assert commands_from_bytes(commands_to_bytes(commands)) == commands
 
 

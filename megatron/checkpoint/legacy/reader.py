@@ -17,7 +17,7 @@ import torch
 
 from megatron.checkpoint.entries import Box, Json, check_request
 from megatron.checkpoint.find import RELEASE, warn
-from megatron.checkpoint.legacy.arguments import consumed_samples, legacy_config, plain_arguments
+from megatron.checkpoint.legacy.arguments import consumed_samples, legacy_run, plain_arguments
 from megatron.checkpoint.legacy.inert import TensorRef, show
 from megatron.checkpoint.legacy.names import (
     Arrangement,
@@ -81,7 +81,8 @@ class LegacyReader:
 
     `meta` holds iteration, consumed_train_samples, consumed_valid_samples, scheduled_samples,
     padded_vocab_size, optimizer (None where its state cannot be had), schedule (Megatron's
-    fields), config (the model's part), and legacy_args: all plain fields of the command line.
+    fields), config (what `legacy_run` finds), and legacy_args: all plain fields of the command
+    line.
     """
 
     format = "legacy"
@@ -186,7 +187,7 @@ class LegacyReader:
             "padded_vocab_size": self.global_shape("model.embedding.word.weight")[0],
             "optimizer": None if released else self._optimizer_meta(states, warns=warns),
             "schedule": schedule,
-            "config": {"model": legacy_config(self._args)},
+            "config": legacy_run(self._args),
             "legacy_args": self._args,
         }
 
