@@ -10,7 +10,7 @@ from megatron.checkpoint.reader import Reader, open_checkpoint
 from megatron.checkpoint.restore import restore
 from megatron.checkpoint.vocabulary import PaddedReader
 from megatron.config import RunConfig, rules_model
-from megatron.config.data import TokenizerConfig
+from megatron.config.data import DataConfig, TokenizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.resolve import resolve
 from megatron.config.run import known
@@ -97,26 +97,18 @@ def open_existing(folder: str, *, verify: bool = True, layout: Layout | None = N
 
 
 def saved_config(reader: Reader, folder: str) -> RunConfig:
-    """The run that wrote a checkpoint, as far as its model runs without training; resolved.
+    """Of the run that wrote a checkpoint, what its model runs with: network, precision, tokenizer
+    and window. Resolved.
 
-    One process, nothing recomputed. Products in 8 bits are an approximation that speeds training
-    up: the weights have 16, and so they are used.
+    Products in 8 bits are an approximation that speeds training up: the weights have 16 bits, and
+    so they are used.
     """
-    config = resolve(from_dict(reader.meta["config"], str(reader.path)), 1)
-    return replace(
-        config,
-        parallel=ParallelConfig(),
-        precision=replace(
-            config.precision, fp8_format=None, fp8_recipe="tensorwise", fp8_wgrad=True
-        ),
-        training=replace(
-            config.training,
-            recompute_activations=False,
-            recompute_granularity=None,
-            recompute_method=None,
-            recompute_num_layers=None,
-        ),
-        tokenizer=_found_again(config.tokenizer, Path(folder) / COMPANION_FOLDER),
+    run = resolve(from_dict(reader.meta["config"], str(reader.path)), 1)
+    return RunConfig(
+        model=run.model,
+        precision=replace(run.precision, fp8_format=None, fp8_recipe="tensorwise", fp8_wgrad=True),
+        tokenizer=_found_again(run.tokenizer, Path(folder) / COMPANION_FOLDER),
+        data=DataConfig(seq_length=run.data.seq_length or run.model.max_position_embeddings),
     )
 
 
