@@ -55,6 +55,10 @@ class SocketInbox:
         }
         self._messages.put(pack(message))
 
+    def shut_down(self) -> None:
+        """As if the front were gone."""
+        self._commands.put(Shutdown())
+
     def close(self) -> None:
         """Send what is left, and close."""
         self._messages.put(None)

@@ -140,15 +140,13 @@ def _with_defaults(
     """For fields that the request leaves out: the command line's values, the tokenizer's end."""
     defaults = service.settings.defaults
     top_k, top_p = defaults.choose(body.get("top_k"), body.get("top_p"))
-    changed = {
+    return {
+        **values,
         "temperature": body.get("temperature", defaults.temperature),
         "top_k": top_k,
         "top_p": top_p,
         "stop_token": body.get("stop_token", service.tokenizer.eod),
     }
-    if "tokens_to_generate" not in body and defaults.new_tokens is not None:
-        changed["tokens_to_generate"] = defaults.new_tokens
-    return {**values, **changed}
 
 
 def seed_of(seed: int | None, number: int) -> int | None:

@@ -118,7 +118,7 @@ class OpenAiApi:
         usage = _include_usage(values)
         prompts = await read_prompts(self._service, values["prompt"])
         echo, logprobs = values["echo"], values["logprobs"]
-        new_tokens = completion_tokens(self._service, values)
+        new_tokens = completion_tokens(values)
         asked = make_asked(
             self._service, prompts, values, new_tokens=new_tokens, logprobs=logprobs, echo=echo
         )

@@ -174,15 +174,13 @@ def _read_stops(value: Any) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def completion_tokens(service: Service, values: Mapping[str, Any]) -> int:
+def completion_tokens(values: Mapping[str, Any]) -> int:
     """max_tokens of a completion.
 
     Raises:
         ApiError: 400 nothing to do.
     """
-    default = service.settings.defaults.new_tokens
-    asked = values["max_tokens"]
-    new_tokens: int = asked if asked is not None else _NEW_TOKENS if default is None else default
+    new_tokens: int = _NEW_TOKENS if values["max_tokens"] is None else values["max_tokens"]
     if new_tokens == 0 and not (values["echo"] and values["logprobs"] is not None):
         raise ApiError(
             400,
@@ -195,6 +193,5 @@ def completion_tokens(service: Service, values: Mapping[str, Any]) -> int:
 def chat_tokens(service: Service, prompt: Sequence[int], values: Mapping[str, Any]) -> int:
     """max_tokens of a chat: what fits, where the request does not say."""
     asked = values["max_completion_tokens"] or values["max_tokens"]
-    default = service.settings.defaults.new_tokens
     room = min(service.max_length, service.settings.limits.tokens // values["n"]) - len(prompt)
-    return int(asked or max(1, min(room, room if default is None else default)))
+    return int(asked or max(1, room))

@@ -18,13 +18,11 @@ class Defaults:
     Attributes:
         temperature: divides the scores.
         top_k, top_p: where the request names neither of them.
-        new_tokens: most tokens of an answer; None: the endpoint's own default.
     """
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 0.0
-    new_tokens: int | None = None
 
     def choose(self, top_k: int | None, top_p: float | None) -> tuple[int, float]:
         """(top_k, top_p) of a request that names these, or None where it does not."""

@@ -56,9 +56,7 @@ class FakeEngine:
     @property
     def stats(self) -> Stats:
         running = min(self.places, len(self._all))
-        return Stats(
-            running=running, waiting=len(self._all) - running, new_tokens=self._new_tokens
-        )
+        return Stats(running=running, waiting=len(self._all) - running, new_tokens=self._new_tokens)
 
     def add(self, request: Request) -> None:
         if len(request.prompt) + request.sampling.max_new_tokens > self.limits.max_length:
@@ -116,10 +114,11 @@ class FakeEngine:
             Beam(tokens, -float(rank), logprobs) for rank in range(request.sampling.beam_width)
         )
 
-    def _finish(
-        self, running: _Running, reason: str, beams: tuple[Beam, ...] = ()
-    ) -> Finished:
+    def _finish(self, running: _Running, reason: str, beams: tuple[Beam, ...] = ()) -> Finished:
         del self._all[running.request.id]
         return Finished(
-            running.request.id, reason, new_tokens=len(running.made), beams=beams  # type: ignore[arg-type]
+            running.request.id,
+            reason,
+            new_tokens=len(running.made),
+            beams=beams,  # type: ignore[arg-type]
         )
