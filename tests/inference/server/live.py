@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
-import pytest
 
 from megatron.config.data import TokenizerConfig
 from megatron.inference.request import Engine
@@ -44,10 +43,12 @@ class Live:
     Attributes:
         url: where.
         engine: behind it.
+        client: of it.
     """
 
     url: str
     engine: FakeEngine
+    client: httpx.Client
 
     @property
     def port(self) -> int:
@@ -56,11 +57,11 @@ class Live:
 
     def put(self, body: Any, **more: Any) -> httpx.Response:
         """`PUT /api`."""
-        return httpx.put(f"{self.url}/api", json=body, timeout=30, **more)
+        return self.client.put("/api", json=body, **more)
 
     def post(self, path: str, body: Any, **more: Any) -> httpx.Response:
         """`POST` to any path."""
-        return httpx.post(self.url + path, json=body, timeout=30, **more)
+        return self.client.post(path, json=body, **more)
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -78,13 +79,6 @@ def write_tokenizer(folder: Path) -> None:
         "chat_template": CHAT_TEMPLATE,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-
-
-@pytest.fixture(scope="session")
-def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(folder)
-    return folder
 
 
 def make_settings(folder: Path, engine: Engine, **changes: Any) -> FrontSettings:
@@ -117,14 +111,11 @@ def running(engine: FakeEngine, settings: FrontSettings) -> Iterator[Live]:
     for thread in threads:
         thread.start()
     try:
-        _wait_until_up(url)
-        yield Live(url, engine)
+        with httpx.Client(base_url=url, timeout=30) as client:
+            # Connections wait in the listener's queue, so that the first request is answered.
+            assert client.get("/health").json() == {"status": "ok"}
+            yield Live(url, engine, client)
     finally:
         inbox.close()
         for thread in threads:
             thread.join(timeout=10)
-
-
-def _wait_until_up(url: str) -> None:
-    # Connections wait in the listener's queue, so that the first request is answered late at most.
-    assert httpx.get(f"{url}/health", timeout=30).json() == {"status": "ok"}
