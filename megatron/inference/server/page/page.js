@@ -121,7 +121,9 @@ async function connect() {
   $("max_tokens").max = state.model.max_model_len;
   const chat = document.querySelector("[name=mode][value=chat]");
   chat.disabled = !state.model.chat;
-  chat.parentElement.title = state.model.chat ? "" : "This model has no chat template.";
+  const why = state.model.chat ? "" : "This model has no chat template.";
+  chat.parentElement.title = why;
+  chat.setAttribute("aria-description", why);
   if (!state.model.chat && state.mode === "chat") setMode("complete");
 }
 
@@ -224,7 +226,7 @@ async function answer() {
       if (bit.text) append(bit);
       clock.first ||= bit.tokens.length ? performance.now() : 0;
       clock.tokens += bit.tokens.length;
-      if (bit.finish) end = bit.finish === "length" ? "as long as allowed" : "complete";
+      if (bit.finish) end = bit.finish === "length" ? "token limit reached" : "complete";
       say(speed(clock));
     }
     say(`${speed(clock)} · ${end}`);
