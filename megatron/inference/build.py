@@ -13,9 +13,11 @@ from megatron.errors import ConfigError
 from megatron.inference.cache import CacheMemory
 from megatron.inference.engine import BatchEngine
 from megatron.inference.executor import Executor
+from megatron.inference.graphs import DecodeGraphs
 from megatron.inference.load import Loaded
 from megatron.inference.scheduler import SchedulerSettings
-from megatron.kernels.paged_attention import single_attention_reference
+from megatron.kernels.library import find_library
+from megatron.kernels.paged_attention import choose_paged_attention
 from megatron.models.gpt import GPTModel
 from megatron.models.sizes import Sizes, sizes_of
 from megatron.parallel.collectives import all_reduce
@@ -38,6 +40,7 @@ class EngineOptions:
             `max_sequences` of full length need.
         block_size: tokens of a block of the cache.
         seed: of requests that have none of their own.
+        graphs: record steps on a GPU (CUDA graphs), where one process has the whole model.
     """
 
     max_sequences: int = 256
@@ -45,6 +48,7 @@ class EngineOptions:
     cache_tokens: int | None = None
     block_size: int = 16
     seed: int = 1234
+    graphs: bool = True
 
     def __post_init__(self) -> None:
         """Raises ConfigError where a value is out of range."""
@@ -113,11 +117,25 @@ def build_engine(
         device=device.torch_device,
         dtype=dtype,
     )
+    library = find_library(device.torch_device).library
+    paged = choose_paged_attention(library, sizes.head_size, dtype)
+    graphs = None
+    if options.graphs and records_on(device) and layout.world.size == 1 and paged.can_capture:
+        graphs = DecodeGraphs(
+            model,
+            memory,
+            paged,
+            device.record,
+            max_sequences=options.max_sequences,
+            max_length=sizes.positions,
+            device=device.torch_device,
+        )
     executor = Executor(
         model.eval(),
         layout,
         memory,
-        attend_singles=single_attention_reference,
+        paged=paged,
+        graphs=graphs,
         vocab_size=vocab_size,
         hidden=sizes.hidden,
         stream_dtype=torch.float32 if precision.fp32_residual_connection else dtype,
@@ -132,6 +150,11 @@ def build_engine(
     return BatchEngine(
         executor, settings, vocab_size=vocab_size, max_length=sizes.positions, seed=options.seed
     )
+
+
+def records_on(device: Device) -> bool:
+    """Whether kernels can be recorded there."""
+    return device.is_gpu
 
 
 def _check_layout(layout: Layout) -> None:
