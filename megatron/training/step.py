@@ -216,6 +216,6 @@ def pack_losses(losses: Mapping[str, list[Tensor]], flags: Sequence[bool], run: 
 
 def unpack_losses(packed: Sequence[float], run: Run) -> tuple[dict[str, float], list[bool]]:
     """Losses by log name, and for each flag whether some rank had set it."""
-    names = run.recipe.loss_names
+    names = run.recipe.loss_names(run.config)
     losses = dict(zip(names, packed, strict=False))
     return losses, [count > 0 for count in packed[len(names) :]]
