@@ -166,7 +166,8 @@ def open_for_loading(config: RunConfig, layout: Layout) -> Reader | None:
         if config.checkpoint.exit_on_missing_checkpoint:
             raise CheckpointError(f"--load {root}: there is no checkpoint in this folder")
         if layout.world.rank == 0:
-            say(f"WARNING: --load {root} holds no checkpoint: starting from random weights")
+            what = "holds no checkpoint" if root.exists() else "does not exist"
+            say(f"WARNING: --load {root} {what}: starting from random weights")
         return None
     _check_network(config, reader)
     if layout.world.rank == 0:
