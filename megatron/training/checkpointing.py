@@ -170,7 +170,7 @@ def open_for_loading(config: RunConfig, layout: Layout) -> Reader | None:
         if layout.world.rank == 0:
             say(f"WARNING: --load {root} holds no checkpoint: starting from random weights")
         return None
-    _check_network(config, reader)
+    check_network(config, reader)
     return reader
 
 
@@ -190,7 +190,7 @@ def network_of(folder: str) -> dict[str, Any]:
     return {f"model.{name}": saved[name] for name in names if name in saved} | exact
 
 
-def _check_network(config: RunConfig, reader: Reader) -> None:
+def check_network(config: RunConfig, reader: Reader) -> None:
     saved = reader.meta["config"].get("model", {})
     differing = [
         f"{name} is {getattr(config.model, name)} here and {saved[name]} in the checkpoint"
