@@ -174,6 +174,12 @@ class Device:
             return torch.cuda.default_generators[index]
         return torch.random.default_generator
 
+    def free_memory(self) -> int:
+        """Bytes of a GPU that nobody has."""
+        assert self.is_gpu, "a CPU's memory is not ours alone"
+        self.empty_cache()
+        return torch.cuda.mem_get_info(self.torch_device)[0]
+
     def memory(self) -> MemoryReport:
         """What the process holds: GPU memory, or resident memory on a CPU."""
         if self.is_gpu:

@@ -62,9 +62,12 @@ RULES: tuple[Rule, ...] = (
 
 
 def find_problems(
-    config: RunConfig, world_size: int, spoilt: Iterable[str] = frozenset()
+    config: RunConfig,
+    world_size: int,
+    spoilt: Iterable[str] = frozenset(),
+    rules: Iterable[Rule] = RULES,
 ) -> list[str]:
-    """Every mistake in a resolved run, one line each.
+    """Every mistake in a resolved run, one line each: against all rules, or some.
 
     `spoilt` names fields whose values could not be read and were reported already: lines about
     their flags are left out, because they would follow from a default the user did not ask for.
@@ -77,7 +80,7 @@ def find_problems(
         if field.name in spoilt
         for name in (*field.names, *field.off_names)
     }
-    problems = (problem for rule in RULES for problem in rule(config, world_size))
+    problems = (problem for rule in rules for problem in rule(config, world_size))
     return [line for line in problems if flags.isdisjoint(re.findall(r"--[\w-]+", line))]
 
 

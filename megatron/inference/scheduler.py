@@ -44,6 +44,7 @@ class Sequence:
     """Tokens whose keys and values belong together.
 
     Attributes:
+        request: whose it is.
         tokens: known so far; who owns the sequence appends.
         reuses: may begin with blocks that others have computed.
         computed: so many tokens are in the cache.
@@ -52,6 +53,7 @@ class Sequence:
         keys: of the full ones among them that are published.
     """
 
+    request: str
     tokens: list[int]
     reuses: bool = True
     computed: int = 0
@@ -102,13 +104,9 @@ class Scheduler:
         self._running: list[Sequence] = []  # in the order in which they began
 
     @property
-    def waiting(self) -> int:
-        """Sequences without a place."""
-        return len(self._waiting)
-
-    def is_running(self, sequence: Sequence) -> bool:
-        """Whether it has a place."""
-        return sequence in self._running
+    def running(self) -> tuple[Sequence, ...]:
+        """Those that have a place, in the order in which they began."""
+        return tuple(self._running)
 
     def add(self, sequence: Sequence) -> None:
         """Take a sequence; it waits for its turn."""
@@ -120,8 +118,8 @@ class Scheduler:
         It comes after all others in line where there is no place for it now.
         """
         size = self.settings.block_size
-        child = Sequence(tokens, parent.reuses, is_new=False)
-        if len(self._running) >= self.settings.max_sequences or not self.is_running(parent):
+        child = Sequence(parent.request, tokens, parent.reuses, is_new=False)
+        if len(self._running) >= self.settings.max_sequences or parent not in self._running:
             self.add(child)
             return child
         full = parent.computed // size

@@ -175,11 +175,13 @@ def open_for_loading(config: RunConfig, layout: Layout) -> Reader | None:
             what = "holds no checkpoint" if root.exists() else "does not exist"
             say(f"WARNING: --load {root} {what}: starting from random weights")
         return None
-    _check_network(config, reader)
+    check_network(config, reader)
     if layout.world.rank == 0:
         seconds = time.perf_counter() - started
         size = sum(file.stat().st_size for file in reader.path.rglob("*")) / 1e9
-        say(f"  {reader.path}: {size:.3g} GB verified in {seconds:.2f} s")
+        # Files of Hugging Face have no digests.
+        done = "opened" if reader.format == "hf" else "verified"
+        say(f"  {reader.path}: {size:.3g} GB {done} in {seconds:.2f} s")
     return reader
 
 
@@ -208,7 +210,7 @@ def _padding_of(reader: Reader) -> int:
     return rows if rows % _MOST_RANKS == 0 else 1
 
 
-def _check_network(config: RunConfig, reader: Reader) -> None:
+def check_network(config: RunConfig, reader: Reader) -> None:
     saved = reader.meta["config"].get("model", {})
     differing = [
         f"{name} is {getattr(config.model, name)} here and {saved[name]} in the checkpoint"

@@ -21,11 +21,11 @@ def carry_out(scheduler: Scheduler) -> list[tuple[int, int]]:
 
 def test_a_long_prompt_is_cut_into_chunks_and_others_go_on_meanwhile() -> None:
     scheduler = Scheduler(SETTINGS)
-    first = Sequence(list(range(2)))
+    first = Sequence("r", list(range(2)))
     scheduler.add(first)
     assert carry_out(scheduler) == [(0, 2)]
     first.tokens.append(9)
-    scheduler.add(Sequence(list(range(100, 120))))
+    scheduler.add(Sequence("r", list(range(100, 120))))
     assert carry_out(scheduler) == [(2, 1), (0, 7)]
     first.tokens.append(9)
     assert carry_out(scheduler) == [(3, 1), (7, 7)]
@@ -35,14 +35,14 @@ def test_a_long_prompt_is_cut_into_chunks_and_others_go_on_meanwhile() -> None:
 
 def test_sequences_that_begin_alike_share_full_blocks() -> None:
     scheduler = Scheduler(SETTINGS)
-    first, second = Sequence([1, 2, 3, 4, 5, 6]), Sequence([1, 2, 3, 4, 5, 7])
+    first, second = Sequence("r", [1, 2, 3, 4, 5, 6]), Sequence("r", [1, 2, 3, 4, 5, 7])
     for sequence in (first, second):
         scheduler.add(sequence)
         carry_out(scheduler)
     assert (first.cached, second.cached) == (0, 4)
     assert first.blocks[0] == second.blocks[0]
     assert first.blocks[1] != second.blocks[1]
-    third = Sequence([1, 2, 3, 4])  # all of it is known, but its last token says what is next
+    third = Sequence("r", [1, 2, 3, 4])  # all of it is known, but its last token says what is next
     scheduler.add(third)
     assert carry_out(scheduler) == [(0, 4)]
 
@@ -50,7 +50,7 @@ def test_sequences_that_begin_alike_share_full_blocks() -> None:
 def test_what_follows_another_beginning_is_not_shared() -> None:
     scheduler = Scheduler(SETTINGS)
     for tokens in ([1, 2, 3, 4, 5, 6, 7, 8, 9], [0, 2, 3, 4, 5, 6, 7, 8, 9]):
-        sequence = Sequence(tokens)
+        sequence = Sequence("r", tokens)
         scheduler.add(sequence)
         carry_out(scheduler)
         assert sequence.cached == 0
@@ -58,21 +58,21 @@ def test_what_follows_another_beginning_is_not_shared() -> None:
 
 def test_blocks_of_ended_sequences_are_found_again_until_they_are_needed() -> None:
     scheduler = Scheduler(SETTINGS)
-    old = Sequence(list(range(8)))
+    old = Sequence("r", list(range(8)))
     scheduler.add(old)
     carry_out(scheduler)
     scheduler.remove(old)
-    again = Sequence(list(range(9)))
+    again = Sequence("r", list(range(9)))
     scheduler.add(again)
     carry_out(scheduler)
     assert again.cached == 8
     scheduler.remove(again)
-    large = Sequence([7] * 48)  # takes all blocks
+    large = Sequence("r", [7] * 48)  # takes all blocks
     scheduler.add(large)
     while carry_out(scheduler):
         pass
     scheduler.remove(large)
-    fresh = Sequence(list(range(9)))
+    fresh = Sequence("r", list(range(9)))
     scheduler.add(fresh)
     carry_out(scheduler)
     assert fresh.cached == 0
@@ -80,15 +80,15 @@ def test_blocks_of_ended_sequences_are_found_again_until_they_are_needed() -> No
 
 def test_the_last_to_begin_gives_its_blocks_up() -> None:
     scheduler = Scheduler(SchedulerSettings(blocks=4, block_size=2, max_sequences=2, max_tokens=8))
-    first, second = Sequence([1, 2, 3, 4]), Sequence([5, 6, 7, 8])
+    first, second = Sequence("r", [1, 2, 3, 4]), Sequence("r", [5, 6, 7, 8])
     for sequence in (first, second):
         scheduler.add(sequence)
     carry_out(scheduler)
     for sequence in (first, second):
         sequence.tokens.append(0)
     assert carry_out(scheduler) == [(4, 1)]
-    assert scheduler.is_running(first)
-    assert not scheduler.is_running(second)
+    assert first in scheduler.running
+    assert second not in scheduler.running
     assert scheduler.preempted == 1
     scheduler.remove(first)
     assert [count for _, count in carry_out(scheduler)] == [3]  # its first block was still there
@@ -96,7 +96,7 @@ def test_the_last_to_begin_gives_its_blocks_up() -> None:
 
 def test_a_fork_shares_full_blocks_and_computes_the_rest_itself() -> None:
     scheduler = Scheduler(SETTINGS)
-    parent = Sequence([1, 2, 3, 4, 5, 6])
+    parent = Sequence("r", [1, 2, 3, 4, 5, 6])
     scheduler.add(parent)
     carry_out(scheduler)
     child = scheduler.fork(parent, [*parent.tokens, 8])
@@ -108,12 +108,12 @@ def test_a_fork_shares_full_blocks_and_computes_the_rest_itself() -> None:
 
 def test_sequences_that_wait_for_one_in_line_make_room() -> None:
     scheduler = Scheduler(SchedulerSettings(blocks=4, block_size=2, max_sequences=4, max_tokens=8))
-    idle, large = Sequence([1, 2, 3, 4]), Sequence([5] * 6)
+    idle, large = Sequence("r", [1, 2, 3, 4]), Sequence("r", [5] * 6)
     scheduler.add(idle)
     carry_out(scheduler)
     scheduler.add(large)
     assert carry_out(scheduler) == [(0, 6)]
-    assert not scheduler.is_running(idle)
+    assert idle not in scheduler.running
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -133,7 +133,7 @@ def test_every_sequence_is_computed_once_and_in_order_and_no_block_leaks(seed: i
         if to_come and chance.random() < 0.4:
             length = chance.randint(1, longest)
             prompt = [chance.randint(0, 1) for _ in range(chance.randint(1, length))]
-            sequence = Sequence(prompt, reuses=chance.random() < 0.8)
+            sequence = Sequence("r", prompt, reuses=chance.random() < 0.8)
             alive[sequence] = length
             scheduler.add(sequence)
             to_come -= 1

@@ -11,6 +11,7 @@ import torch
 
 from megatron.checkpoint.entries import Json
 from megatron.checkpoint.legacy.inert import Namespace, Opaque
+from megatron.config.data import TOKENIZER_TYPES
 from megatron.config.model import NETWORK_FIELDS
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.run import RunConfig, flatten, known
@@ -55,6 +56,28 @@ def _scalar(value: Any) -> Json:
     if isinstance(value, Opaque) and all(type(one) in (str, int) for one in value.args):
         return f"{value.name}({', '.join(map(str, value.args))})"
     return _DROPPED
+
+
+def legacy_surroundings(args: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
+    """What a model needs to run, beside its network, by `RunConfig`'s sections.
+
+    Files of a tokenizer are named as the run named them: they may be elsewhere now.
+    """
+    kept = {
+        "tokenizer": (
+            *("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size"),
+            "vocab_extra_ids",
+        ),
+        "data": ("seq_length",),
+        "precision": ("fp16", "bf16"),
+    }
+    sections = {
+        section: {name: args[name] for name in names if args.get(name) is not None}
+        for section, names in kept.items()
+    }
+    if sections["tokenizer"].get("tokenizer_type") not in TOKENIZER_TYPES:
+        sections["tokenizer"].pop("tokenizer_type", None)
+    return sections
 
 
 def legacy_config(args: Mapping[str, Json], architecture: str = "gpt") -> dict[str, Json]:

@@ -1,0 +1,40 @@
+"""What `tasks/main.py` is to do: evaluation and finetuning on downstream tasks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.flag import flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskConfig:
+    """Task."""
+
+    task: str | None = flag(None, "What to do; docs/tasks.md has the list.")
+    valid_data: tuple[str, ...] | None = flag(
+        None, "Files (for RACE folders) to evaluate on.", many=True
+    )
+    results: str | None = flag(
+        None,
+        "JSON file for the results. Unset: TASK-iter_N.json in a folder `evaluation` beside the "
+        "checkpoint.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageModelTaskConfig:
+    """Language model tasks."""
+
+    overlapping_eval: int = flag(
+        32, "Tokens by which the window moves on over a text.", unit="tokens"
+    )
+    strict_lambada: bool = flag(
+        False, "LAMBADA: all tokens of the last word must be right. Off: the last token."
+    )
+    detokenizer: str | None = flag(
+        None,
+        "How to undo a corpus's own tokenization. Unset: by `wiki`, `ptb` or `lambada` in the "
+        "path of --valid-data, else none.",
+        choices=("wikitext", "ptb", "none"),
+    )
