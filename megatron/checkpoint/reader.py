@@ -96,12 +96,16 @@ def open_checkpoint(
         reader, problem = _try_open(found, exchange, verify)
         if reader is not None:
             if problems and exchange.is_main:
-                warn("; ".join(problems) + f"; using {found.path.name} instead")
+                warn("\n  ".join([*problems, f"using {found.path.name} instead"]))
             return reader
-        problems.append(f"{found.path}: {problem}")
+        problems.append(f"{found.path} is not used: {problem}")
     if not problems:
         return None
-    raise CheckpointError("no checkpoint can be used: " + "; ".join(problems))
+    raise CheckpointError(
+        f"{root}: none of its checkpoints can be used:\n  "
+        + "\n  ".join(problems)
+        + "\nrestore one from a copy, or name an empty folder to start from scratch"
+    )
 
 
 def _to_json(found: Found) -> Json:

@@ -31,7 +31,11 @@ TOY = """
 
 
 RECIPES: dict[str, Recipe] = {"gpt": GPTRecipe(), "bert": BertRecipe(), "t5": T5Recipe()}
-_OF_KIND = {"gpt": [], "bert": [], "t5": "--decoder-seq-length 12 --lr 2e-3 --min-lr 2e-4".split()}
+OF_KIND: dict[str, list[str]] = {
+    "gpt": [],
+    "bert": [],
+    "t5": "--decoder-seq-length 12 --lr 2e-3 --min-lr 2e-4".split(),
+}
 
 
 class Recorder:
@@ -53,7 +57,7 @@ class Recorder:
 def build_toy(layout: Layout, arguments: Sequence[str] = (), kind: str = "gpt") -> Run:
     """A run of the toy model of a kind; later flags win over the toy's own."""
     size, rank = layout.world.size, layout.world.rank
-    words = [*TOY, *_OF_KIND[kind], *arguments]
+    words = [*TOY, *OF_KIND[kind], *arguments]
     words += [] if {"--train-samples", "--train-iters"} & set(words) else ["--train-iters", "6"]
     words += [] if "--exit-signal-handler" in words else ["--no-exit-signal-handler"]
     parsed = parse_config(words, world_size=size, architecture=kind)
