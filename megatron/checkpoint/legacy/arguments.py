@@ -150,7 +150,7 @@ def megatron_arguments(
         "add_position_embedding": model.position_embedding_type != "none",
         "use_rotary_position_embeddings": model.position_embedding_type == "rope",
         "transformer_impl": "local",
-        "consumed_valid_samples": _evaluated(config, meta["iteration"]),
+        "consumed_valid_samples": _evaluated(config, meta.get("iteration", 0)),
     }
     values |= dict(meta.get("legacy_args") or {})
     values |= {

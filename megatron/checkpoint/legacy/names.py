@@ -74,6 +74,7 @@ _ROW = re.compile(
     r"((en|de)coder\.)?layers\.\d+\.(attention\.output|cross_attention\.output|mlp\.down)\.weight"
 )
 
+_BESIDE = ("lm_head", "binary_head")  # beside `language_model`, not in it
 _MAX_CHUNKS = 1000
 _MAX_DEPTH = 2
 _MAX_NAMES = 100_000
@@ -253,16 +254,31 @@ def _our_name(path: str, first: FirstLayers, architecture: str, *, is_first: boo
     raise CheckpointError(f"parameter {path} has no place in our {architecture}")
 
 
-_TOPS = {  # of our names, with the keys under which Megatron 23.08 keeps them
-    "embedding.word": ("embedding", "word_embeddings"),
-    "embedding.position": ("embedding", "position_embeddings"),
-    "output": ("output_layer",),
+_PATHS = {  # keys under which Megatron 23.08 keeps what stands outside the layers
+    **{
+        ours: ("language_model", "embedding", *theirs.split("."))
+        for theirs, ours in _EMBEDDINGS.items()
+    },
+    **{
+        ours: (*(() if head in _BESIDE else ("language_model",)), head, rest)
+        for theirs, ours in _HEADS.items()
+        for head, _, rest in [theirs.partition(".")]
+        if not rest.startswith("norm.")
+    },
 }
-_MODULES_OF_23_08 = {
-    ours: theirs
-    for theirs, ours in _LAYER_PARTS.items()
-    if not theirs.startswith("attention.") and not theirs.endswith("_norm")
-}
+_STACKED = re.compile(r"(?:(encoder|decoder)\.)?(?:layers\.(\d+)\.(.+)|final_norm)\.(weight|bias)")
+
+
+def _written(parts: Mapping[str, str]) -> dict[str, str]:
+    """Our modules of a layer, with their names in 23.08."""
+    return {
+        ours: theirs
+        for theirs, ours in parts.items()
+        if not theirs.startswith("attention.") and not theirs.endswith("_norm")
+    }
+
+
+_WRITTEN = {"encoder": _written(_LAYER_PARTS), "decoder": _written(_DECODER_PARTS)}
 
 
 def megatron_path(name: str, first_layer: int) -> tuple[str, ...]:
@@ -272,14 +288,16 @@ def megatron_path(name: str, first_layer: int) -> tuple[str, ...]:
         name: one that Megatron has.
         first_layer: number of the stage's first layer.
     """
-    module, _, kind = name.rpartition(".")
-    if module in _TOPS:
-        return ("language_model", *_TOPS[module], kind)
-    if module == "final_norm":
-        return ("language_model", "encoder", f"final_layernorm.{kind}")
-    _, layer, part = module.split(".", 2)
-    local = f"layers.{int(layer) - first_layer}.{_MODULES_OF_23_08[part]}.{kind}"
-    return ("language_model", "encoder", local)
+    if name in _PATHS:
+        return _PATHS[name]
+    match = _STACKED.fullmatch(name)
+    assert match, name
+    stack, layer, module, kind = match.groups()
+    stack = stack or "encoder"
+    if layer is None:
+        return ("language_model", stack, f"final_layernorm.{kind}")
+    local = f"layers.{int(layer) - first_layer}.{_WRITTEN[stack][module]}.{kind}"
+    return ("language_model", stack, local)
 
 
 def count_layers(model: Any) -> FirstLayers:
