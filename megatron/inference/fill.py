@@ -57,10 +57,11 @@ class Filler:
             raise UserError(f"--text {text!r}: nothing to fill in: write {MARK} where words go")
         if isinstance(self.model, BertModel):
             return guess_tokens(self.model, self.tokenizer, self._checked(parts, 2), top=top)
-        most = len(self.tokenizer.additional_special_tokens_ids)
+        limit = known(self.config.data.decoder_seq_length)
+        # A sentinel and one token each, behind the first token.
+        most = min(len(self.tokenizer.additional_special_tokens_ids), (limit - 1) // 2)
         if len(parts) - 1 > most:
             raise UserError(f"--text {text!r}: this T5 fills at most {most} places: mark fewer")
-        limit = known(self.config.data.decoder_seq_length)
         runs = guess_runs(self.model, self.tokenizer, self._checked(parts, 0), limit=limit)
         return [[run] for run in runs]
 
@@ -121,17 +122,18 @@ def guess_runs(
     then the end.
 
     Args:
-        limit: tokens that the decoder reads.
+        limit: tokens that the decoder reads: two for each run at least, and one.
     """
     sentinels = tokenizer.additional_special_tokens_ids[: len(parts) - 1]
     encoder = _row(_joined(parts, sentinels), model)
     padding = torch.ones_like(encoder, dtype=torch.bool)
     decoder = [tokenizer.bos]
+    longest = min(_LONGEST_RUN, (limit - 1) // len(sentinels) - 1)
     runs: list[Guess] = []
     for sentinel, following in zip(sentinels, [*sentinels[1:], tokenizer.eos], strict=True):
         decoder.append(sentinel)
         start, probability = len(decoder), 1.0
-        while len(decoder) - start < _LONGEST_RUN and len(decoder) < limit:
+        while len(decoder) - start < longest:
             scores = model(encoder, _row(decoder, model), padding)[0, -1, : tokenizer.vocab_size]
             scores = _allowed(scores.float(), tokenizer, following, is_first=len(decoder) == start)
             share, token = scores.softmax(dim=-1).max(dim=-1)
