@@ -1,12 +1,14 @@
 # make demo              train a small GPT on the Python standard library's source, end to end
 # make demo INPUT=x.jsonl  the same on your own text (one {"text": ...} a line)
+# make demo MODEL=bert   a BERT (or t5) instead, which fills in hidden words
 # make test              the test suite
 # make lint              ruff and mypy
 # Each sets up .venv by itself; needs no root. PYTHON=python3.12 chooses the interpreter.
 
 PYTHON ?=
 VENV ?= .venv
-OUT ?= runs/demo
+MODEL ?= gpt
+OUT ?= runs/demo$(if $(filter-out gpt,$(MODEL)),-$(MODEL))
 INPUT ?=
 ITERS ?=
 TESTS ?= tests
@@ -24,7 +26,7 @@ setup:
 	@tools/setup_venv.sh "$(VENV)" "$(PYTHON)"
 
 demo: setup
-	@$(PY) tools/demo.py --out "$(OUT)" $(if $(INPUT),--input "$(INPUT)") $(if $(ITERS),--iters $(ITERS))
+	@$(PY) tools/demo.py --model "$(MODEL)" --out "$(OUT)" $(if $(INPUT),--input "$(INPUT)") $(if $(ITERS),--iters $(ITERS))
 
 test: setup
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_FLAGS) $(TESTS)
