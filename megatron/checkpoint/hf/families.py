@@ -1,9 +1,10 @@
-"""The families that our GPT expresses."""
+"""The families that our models express."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from megatron.checkpoint.hf.bert import Bert
 from megatron.checkpoint.hf.family import Family, misfits
 from megatron.checkpoint.hf.gpt2 import GPT2
 from megatron.checkpoint.hf.llama import LlamaLike
@@ -19,6 +20,7 @@ def families() -> Mapping[str, Family]:
         LlamaLike("qwen2", "Qwen2ForCausalLM", qkv_bias=True, window=True),
         LlamaLike("qwen3", "Qwen3ForCausalLM", head_norm=True, window=True, head_size=128),
         GPT2(),
+        Bert(),
     )
     return {family.name: family for family in known}
 

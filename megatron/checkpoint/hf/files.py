@@ -18,18 +18,21 @@ INDEX = "model.safetensors.index.json"
 TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_MODEL = "tokenizer.model"
 VOCAB, MERGES = "vocab.json", "merges.txt"
+WORDPIECES = "vocab.txt"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 # What goes along with a model: text, never code.
 COMPANIONS = (
     CONFIG,
     GENERATION_CONFIG,
     TOKENIZER_JSON,
     TOKENIZER_MODEL,
-    "tokenizer_config.json",
+    TOKENIZER_CONFIG,
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
     VOCAB,
     MERGES,
+    WORDPIECES,
 )
 MAX_COMPANION = 256 << 20  # bytes; the largest tokenizer files have some ten million
 

@@ -16,20 +16,44 @@ from megatron.errors import CheckpointError
 
 VERSION = 3.0  # `checkpoint_version` of what is written
 _WORDS = "embedding.word.weight"
+_TIED = "(tied)"
 _TIED_PATH = ("word_embeddings_for_head", "weight")
 
-# In the order of registration.
-_BEFORE_LAYERS = ("embedding.word", "embedding.position")
-_IN_LAYER = (
-    "attention_norm",
-    "attention.qkv",
-    "attention.output",
-    "mlp_norm",
-    "mlp.up",
-    "mlp.down",
+# In the order of registration; those that a model lacks are left out.
+_BEFORE_LAYERS = (
+    "embedding.word.weight",
+    "embedding.position.weight",
+    "embedding.token_type.weight",
 )
-_AFTER_LAYERS = ("final_norm", "output")
-_KINDS = ("weight", "bias")
+_IN_LAYER = tuple(
+    f"{module}.{kind}"
+    for module in (
+        "attention_norm",
+        "attention.qkv",
+        "attention.output",
+        "mlp_norm",
+        "mlp.up",
+        "mlp.down",
+    )
+    for kind in ("weight", "bias")
+)
+_AFTER_LAYERS = (
+    "final_norm.weight",
+    "final_norm.bias",
+    "pooler.dense.weight",
+    "pooler.dense.bias",
+    "output.weight",
+)
+# Here the last stage has its copy of tied word embeddings.
+_LAST = (
+    "output.bias",
+    "head.dense.weight",
+    "head.dense.bias",
+    "head.norm.weight",
+    "head.norm.bias",
+    "binary_head.weight",
+    "binary_head.bias",
+)
 
 
 @dataclass(frozen=True)
@@ -115,6 +139,11 @@ def _check(shapes: Mapping[str, tuple[int, ...]], parts: Sequence[ModelPart]) ->
         raise CheckpointError(
             f"{extra[0]} has no place in a model of Megatron-LM 23.08: use the native format"
         )
+    if "layers.0.attention.qkv.bias" in shapes and "layers.0.mlp.up.bias" not in shapes:
+        raise CheckpointError(
+            "--add-qkv-bias: Megatron-LM 23.08 has biases in all linear layers or in none: use the "
+            "native format"
+        )
     if len({len(part.layers) for part in parts}) != 1:
         raise CheckpointError(
             "Megatron-LM 23.08 gives every pipeline stage equally many layers, here they have "
@@ -123,14 +152,16 @@ def _check(shapes: Mapping[str, tuple[int, ...]], parts: Sequence[ModelPart]) ->
 
 
 def _names(part: ModelPart) -> Iterator[str]:
-    """All that could stand in a part of a model, in Megatron's order."""
-    modules: list[str] = []
+    """All that could stand in a part of a model, in Megatron's order; _TIED for the copy."""
     if part.embedding:
-        modules += _BEFORE_LAYERS
-    modules += [f"layers.{index}.{name}" for index in part.layers for name in _IN_LAYER]
+        yield from _BEFORE_LAYERS
+    for index in part.layers:
+        yield from (f"layers.{index}.{name}" for name in _IN_LAYER)
     if part.head:
-        modules += _AFTER_LAYERS
-    yield from (f"{module}.{kind}" for module in modules for kind in _KINDS)
+        yield from _AFTER_LAYERS
+        if not part.embedding:
+            yield _TIED
+        yield from _LAST
 
 
 def _slots(
@@ -141,12 +172,11 @@ def _slots(
     ranks: int,
 ) -> Iterator[Slot]:
     for name in _names(part):
-        if name in shapes:
+        if name == _TIED and "output.weight" not in shapes:
+            yield Slot(_TIED_PATH, _WORDS, _box(_WORDS, shapes[_WORDS], arrangement, rank, ranks))
+        elif name in shapes:
             path = megatron_path(name, part.layers.start)
             yield Slot(path, name, _box(name, shapes[name], arrangement, rank, ranks))
-    if part.head and not part.embedding and "output.weight" not in shapes:
-        box = _box(_WORDS, shapes[_WORDS], arrangement, rank, ranks)
-        yield Slot(_TIED_PATH, _WORDS, box)
 
 
 def _box(name: str, shape: tuple[int, ...], arrangement: Arrangement, rank: int, ranks: int) -> Box:

@@ -1,14 +1,14 @@
 """What we write as Megatron's files, against its own files and PyTorch's own reader."""
 
-from argparse import Namespace
-
 import pytest
 import torch
 
 from megatron.checkpoint.reader import open_checkpoint
-from tests.checkpoint.legacy.megatron_files import Form, whole_model, write
+from megatron.parallel.layout import Layout
 from tests.checkpoint.legacy.test_golden import trees_of
 from tests.checkpoint.states import read_whole
+from tests.distributed import run_distributed
+from tests.training.toy import train_toy
 from tools.checkpoint import util
 
 # What only Megatron's own run knows: Apex's optimizer has two settings that PyTorch's lacks, and
@@ -42,7 +42,7 @@ def assert_same_tensors(found, expected):
         assert path[0] == "rng_state" or torch.equal(found[path], tensor), path
 
 
-@pytest.mark.parametrize("run", ["gpt_fp32", "gpt_tp2pp2_fp32"])
+@pytest.mark.parametrize("run", ["gpt_fp32", "gpt_tp2pp2_fp32", "bert_fp32"])
 def test_megatron_s_files_come_back_bit_for_bit(golden, tmp_path, run):
     original, native, again = golden / run / "ckpt", tmp_path / "native", tmp_path / "megatron"
     assert convert("megatron", "native", original, native, "--keep-optimizer") == 0
@@ -101,3 +101,53 @@ def test_other_splits_hold_the_same_model(golden, tmp_path):
         trees_of(back / "iter_0000020")["mp_rank_00"],
         trees_of(original / "iter_0000020")["mp_rank_00"],
     )
+
+
+TOY = """
+    --hidden-dropout 0 --attention-dropout 0 --num-layers 4 --global-batch-size 8 --eval-iters 0
+    --make-vocab-size-divisible-by 16
+""".split()
+SAVES = "--save-interval 3 --exit-interval 3 --ckpt-format legacy --save".split()
+LAYOUTS = {
+    "sharded by ZeRO": (2, {}, ["--zero-stage", "2"]),
+    "distributed optimizer": (2, {}, ["--use-distributed-optimizer", "--bf16"]),
+    "split": (4, {"tensor": 2, "pipeline": 2}, [
+        "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2",
+        "--num-layers-per-virtual-pipeline-stage", "1", "--use-distributed-optimizer",
+    ]),
+}  # fmt: skip
+
+
+def _losses(layout, flags):
+    return train_toy(layout, flags)[0].values("lm loss")
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_run_that_saves_so_goes_on_from_it(tmp_path, name):
+    processes, sizes, flags = LAYOUTS[name]
+    (expected,) = run_distributed(processes, _losses, [*TOY, *flags], **sizes)[-1:]
+    first = run_distributed(processes, _losses, [*TOY, *flags, *SAVES, str(tmp_path)], **sizes)
+    more = [flag for flag in flags if flag == "--bf16"]
+    second = _losses(Layout.single(), [*TOY, *more, "--load", str(tmp_path)])
+    rel = 2e-3 if more else 1e-5
+    assert [*first[-1], *second] == pytest.approx(expected, rel=rel)
+    (path,) = tmp_path.glob("iter_*")
+    assert not [one.name for one in path.iterdir() if not one.name.startswith("mp_rank_")]
+    trees = trees_of(path)
+    assert len(trees) == sizes.get("tensor", 1) * sizes.get("pipeline", 1)
+    for tree in trees.values():
+        assert tree["args"].padded_vocab_size % (16 * sizes.get("tensor", 1)) == 0
+        assert tree["iteration"] == 3
+        states = tree["optimizer"].get("optimizer", tree["optimizer"])
+        assert ("state" in states) == ("--use-distributed-optimizer" not in flags)
+
+
+def test_files_can_be_mapped_and_name_megatron_s_padding(tmp_path):
+    flags = [*TOY, *SAVES, str(tmp_path), "--tensor-model-parallel-size", "2"]
+    run_distributed(2, _losses, flags, tensor=2)
+    file = tmp_path / "iter_0000003" / "mp_rank_01" / "model_optim_rng.pt"
+    tree = torch.load(file, mmap=True, weights_only=False)
+    words = tree["model"]["language_model"]["embedding"]["word_embeddings"]["weight"]
+    assert words.shape == (64, 32)  # 101 entries to a multiple of 16 * 2, halved
+    assert tree["args"].padded_vocab_size == 128
+    assert words.data_ptr() % 64 == 0
