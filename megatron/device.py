@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
 import time
+import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -160,6 +162,32 @@ class Device:
         if self.is_gpu:
             torch.cuda.manual_seed(seed)
 
+    def host_buffer(self, size: int) -> torch.Tensor:
+        """`size` bytes of host memory to copy to, in place from the start; pinned on a GPU.
+
+        As long as the result is held: views of it alone do not keep it pinned. Processes that are
+        forked do not have it: they would copy whatever is written to it.
+
+        Raises:
+            MemoryError: there is not as much.
+        """
+        try:
+            memory = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise MemoryError(f"{size:,} bytes of memory: {error.strerror}") from error
+        for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
+            with suppress(AttributeError, OSError):  # Linux's, where its kernel has them
+                memory.madvise(getattr(mmap, advice))
+        buffer = torch.frombuffer(memory, dtype=torch.uint8)
+        if not self.is_gpu:
+            return buffer.zero_()
+        runtime = torch.cuda.cudart()
+        if int(runtime.cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)):
+            raise MemoryError(f"the driver does not pin {size:,} bytes of memory")
+        finalizer = weakref.finalize(buffer, _unpin, runtime, memory, buffer.data_ptr())
+        finalizer.atexit = False
+        return buffer
+
     @property
     def default_generator(self) -> torch.Generator:
         """The generator that operations on this device draw from."""
@@ -187,6 +215,11 @@ class Device:
 
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return MemoryReport(allocated=peak, peak_allocated=peak, peak_reserved=peak)
+
+
+def _unpin(runtime: Any, memory: mmap.mmap, address: int) -> None:
+    """Give pinned pages back; `memory` is held until then."""
+    runtime.cudaHostUnregister(address)
 
 
 @lru_cache
@@ -231,6 +264,11 @@ def current_gpu() -> int:
 def stream_handle(gpu: int) -> int:
     """Address of PyTorch's current stream on a GPU, for kernels of our own. As quick."""
     return torch._C._cuda_getCurrentRawStream(gpu)
+
+
+def cuda_release() -> str:
+    """First number of the CUDA release that PyTorch was built with; "" without."""
+    return (torch.version.cuda or "").split(".")[0]
 
 
 def gpu_count() -> int:

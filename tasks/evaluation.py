@@ -13,7 +13,7 @@ from megatron.config.checks import Rule
 from megatron.config.tasks import TaskConfig
 from megatron.device import Device
 from megatron.errors import StorageError
-from megatron.inference.load import Loaded, open_existing, saved_config
+from megatron.inference.load import Loaded, check_architecture, open_existing, saved_config
 from megatron.training.callbacks.terminal import say
 from megatron.training.panel import format_panel
 from tasks.results import Numbers, format_number, format_table, results_path, write_results
@@ -57,6 +57,7 @@ def _saved(given: Mapping[str, Any]) -> RunConfig:
     if folder is None:
         return RunConfig()
     config = saved_config(open_existing(folder, verify=False), folder)
+    check_architecture(config, "gpt", f"--load {folder}")
     return replace(config, training=replace(config.training, micro_batch_size=_MICRO_BATCH))
 
 

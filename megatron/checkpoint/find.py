@@ -48,6 +48,12 @@ def iteration_folder(iteration: int) -> str:
     return f"iter_{iteration:07d}"
 
 
+def tracker_text(folder: str) -> bytes:
+    """What the tracker holds to name a folder: "iter_0000100" -> "100"; "release"."""
+    match = _FOLDER.fullmatch(folder)
+    return (str(int(match.group(1))) if match else folder).encode()
+
+
 def find_checkpoint(root: Path) -> Found | None:
     """The checkpoint to try first: the tracker's, else the newest complete one.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -23,6 +25,7 @@ from megatron.checkpoint.manifest import (
     keys_in_files,
     parse,
 )
+from megatron.checkpoint.retention import hold_for_reading
 from megatron.checkpoint.shard import digest_of_range
 from megatron.errors import CheckpointError
 from megatron.parallel.layout import Layout
@@ -145,13 +148,20 @@ def open_found(found: Found, *, verify: bool = True, rank: int = 0, ranks: int =
 
 
 class NativeReader:
-    """Reads what `store.save` wrote. Opening checks manifest and sizes, `verify` every byte."""
+    """Reads what `store.save` wrote. Opening checks manifest and sizes, `verify` every byte.
+
+    As long as there is a reader, `--keep-latest` of another job leaves the checkpoint alone.
+    """
 
     format = "native"
 
     def __init__(self, path: Path) -> None:
         """Raises CheckpointError where the manifest or the size of a file is wrong."""
         self.path = path
+        try:
+            weakref.finalize(self, os.close, hold_for_reading(path))
+        except OSError as error:
+            raise CheckpointError(f"{MANIFEST}: cannot be read: {error.strerror}") from error
         self.manifest = _load_manifest(path)
         self.iteration = self.manifest.iteration
         self.meta = self.manifest.meta

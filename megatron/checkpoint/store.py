@@ -10,17 +10,14 @@ One job at a time may save into a folder (`lock.SaveLock`): a save removes what 
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 
-from megatron.checkpoint.dtypes import name_of, size_of
 from megatron.checkpoint.durable import (
     TEMPORARY,
     remove_tree,
@@ -30,9 +27,16 @@ from megatron.checkpoint.durable import (
     unique_suffix,
     write_file,
 )
-from megatron.checkpoint.entries import Box, Json, State, flatten, is_tiled
+from megatron.checkpoint.entries import Json, State
 from megatron.checkpoint.exchange import Exchange
-from megatron.checkpoint.find import REPLACED, TRACKER, iteration_folder
+from megatron.checkpoint.find import (
+    RELEASE,
+    REPLACED,
+    TRACKER,
+    iteration_folder,
+    tracker_text,
+    warn,
+)
 from megatron.checkpoint.manifest import (
     MANIFEST,
     FileInfo,
@@ -40,8 +44,9 @@ from megatron.checkpoint.manifest import (
     Piece,
     TensorInfo,
     dump,
-    keys_in_files,
 )
+from megatron.checkpoint.plan import Part, Plan, describe, file_of, keys_of, make_plan, share_of
+from megatron.checkpoint.retention import prune
 from megatron.checkpoint.shard import digest_of, plan_shard, write_shard
 from megatron.errors import CheckpointError, StorageError
 from megatron.parallel.layout import AXES, Layout
@@ -49,40 +54,12 @@ from megatron.parallel.layout import AXES, Layout
 _SPARE = 64 << 20  # bytes left free beside the checkpoint: manifest, tracker, logs
 
 
-@dataclass(frozen=True)
-class Part:
-    """Which rank writes which part of a tensor."""
-
-    rank: int
-    box: Box
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What the whole checkpoint will consist of; the same on every rank.
-
-    Attributes:
-        dtypes: safetensors' type name of every tensor.
-        shapes: global shape of every tensor.
-        parts: of every tensor, tiling it.
-    """
-
-    dtypes: dict[str, str]
-    shapes: dict[str, tuple[int, ...]]
-    parts: dict[str, list[Part]]
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(math.prod(self.shapes[name]) * size_of(self.dtypes[name]) for name in self.parts)
-
-
 def save(root: Path | str, iteration: int, entries: State, meta: Json, layout: Layout) -> Path:
     """Save a state. Collective over all ranks of `layout`; returns the checkpoint's folder.
 
-    Ranks may hold the same part of a tensor (data-parallel copies): the lowest one writes it.
-    A complete checkpoint of the same iteration is replaced: set aside, and deleted once the new
-    one is published.
+    Ranks may hold the same part of a tensor (data-parallel copies): one of them writes it. A
+    complete checkpoint of the same iteration is replaced: set aside, and deleted once the new one
+    is published.
 
     Args:
         root: folder of checkpoints; made where missing.
@@ -96,88 +73,81 @@ def save(root: Path | str, iteration: int, entries: State, meta: Json, layout: L
             stays, and temporary files are removed.
         ValueError: the ranks' entries do not make up whole tensors (our own mistake).
     """
+    plan = agree(entries, layout)
+    mine = share_of(plan, entries, layout.world.rank)
+    return write_checkpoint(root, iteration, plan, mine, meta, layout)
+
+
+def agree(entries: State, layout: Layout) -> Plan:
+    """Who writes what of the ranks' entries. Collective.
+
+    Raises:
+        ValueError: they do not make up whole tensors.
+    """
+    return make_plan(Exchange(layout.world).gather(describe(entries)))
+
+
+def write_checkpoint(
+    root: Path | str,
+    iteration: int,
+    plan: Plan,
+    mine: Mapping[str, torch.Tensor],
+    meta: Json,
+    layout: Layout,
+    *,
+    keep: int | None = None,
+) -> Path:
+    """`save` from where it is settled who writes what.
+
+    Args:
+        mine: this rank's share of the plan; nobody changes it meanwhile.
+        keep: delete all but so many of the newest afterwards; None: none.
+    """
     exchange = Exchange(layout.world)
-    plan = make_plan(exchange.gather(_describe(entries)))
-    mine = _tensors_to_write(entries, plan, layout.world.rank)
-    root = Path(root).absolute()
-    temporary = Path(exchange.on_main(lambda: _prepare(root, iteration, plan.total_bytes)))
+    root, folder = Path(root).absolute(), iteration_folder(iteration)
+    temporary = Path(exchange.on_main(lambda: prepare(root, folder, plan.total_bytes)))
     try:
         reports = exchange.together(lambda: _write(temporary, layout.world.rank, mine))
-        manifest = _manifest(iteration, layout, plan, reports, meta)
-        exchange.on_main(lambda: _publish(root, temporary, manifest))
+        exchange.on_main(
+            lambda: _publish(root, temporary, _manifest(iteration, layout, plan, reports, meta))
+        )
     except BaseException:
         if exchange.is_main:
             remove_tree(temporary)
         raise
-    return root / iteration_folder(iteration)
+    if keep is not None and exchange.is_main:
+        _prune(root, iteration, keep)
+    return root / folder
 
 
-def _describe(entries: State) -> Json:
-    """What a rank holds: name, type, global shape, offset and shape of every entry."""
-    return [
-        [
-            name,
-            name_of(entry.tensor.dtype),
-            list(entry.global_shape),
-            list(entry.box.offset),
-            list(entry.box.shape),
-        ]
-        for name, entry in flatten(entries)
-    ]
+def _prune(root: Path, newest: int, keep: int) -> None:
+    try:
+        prune(root, newest, keep)
+    except OSError as error:  # what was saved is saved
+        warn(f"{error.filename or root}: an old checkpoint stays: {error.strerror}")
 
 
-def make_plan(held: list[Json]) -> Plan:
-    """Who writes what, from what every rank holds (see `_describe`), in rank order.
+def prepare(root: Path, folder: str, need: int, *, replaces_legacy: bool = False) -> str:
+    """Tidy up, see that there is room for `need` bytes, and make the temporary folder.
+
+    Args:
+        root: folder of checkpoints; made where missing.
+        folder: the checkpoint's name, `iter_0000100` or `release`.
+        need: bytes.
+        replaces_legacy: an older checkpoint of this name may be Megatron's.
 
     Raises:
-        ValueError: ranks differ about a tensor, or their parts leave gaps or overlap.
+        StorageError: there is no room, or the folder cannot be written.
+        CheckpointError: a checkpoint of this name stands there that must not be replaced.
     """
-    plan = Plan({}, {}, {})
-    planned: dict[str, set[Box]] = {}
-    for rank, description in enumerate(held):
-        for name, dtype, shape, offset, part_shape in description:
-            box = Box(tuple(offset), tuple(part_shape))
-            known = plan.dtypes.setdefault(name, dtype), plan.shapes.setdefault(name, tuple(shape))
-            if known != (dtype, tuple(shape)):
-                raise ValueError(f"ranks differ about {name}: {known} and {dtype, tuple(shape)}")
-            if box not in planned.setdefault(name, set()):
-                planned[name].add(box)
-                plan.parts.setdefault(name, []).append(Part(rank, box))
-    for name, parts in plan.parts.items():
-        if not is_tiled(plan.shapes[name], (part.box for part in parts)):
-            boxes = [part.box for part in parts]
-            raise ValueError(f"{name} {plan.shapes[name]} is not made up by its parts: {boxes}")
-    return plan
-
-
-def _tensors_to_write(entries: State, plan: Plan, rank: int) -> dict[str, torch.Tensor]:
-    """This rank's share of the plan, by key in its file."""
-    held = {(name, entry.box): entry.tensor for name, entry in flatten(entries)}
-    return {
-        key: held[name, part.box]
-        for name, parts in plan.parts.items()
-        for key, part in zip(_keys(name, parts), parts, strict=True)
-        if part.rank == rank
-    }
-
-
-def _keys(name: str, parts: list[Part]) -> list[str]:
-    return keys_in_files(name, [_file_of(part.rank) for part in parts])
-
-
-def _file_of(rank: int) -> str:
-    return f"rank_{rank:05d}.safetensors"
-
-
-def _prepare(root: Path, iteration: int, need: int) -> str:
-    """Tidy up, see that there is room for `need` bytes, and make the temporary folder."""
-    final = root / iteration_folder(iteration)
+    final = root / folder
     with storage_errors(root):
         if not root.is_dir():
             root.mkdir(parents=True)
             sync_folder(root.parent)
         reap(root)
-        if final.exists() and not (final / MANIFEST).exists() and any(final.iterdir()):
+        is_ours = replaces_legacy or (final / MANIFEST).exists()
+        if final.exists() and not is_ours and any(final.iterdir()):
             raise CheckpointError(
                 f"{final} holds a checkpoint that this program did not write and will not "
                 "replace: give another folder to --save"
@@ -200,7 +170,7 @@ def reap(root: Path) -> None:
     A replaced checkpoint whose successor never arrived gets its name back.
     """
     for path in list(root.iterdir()):
-        if not path.name.startswith(("iter_", TRACKER)):
+        if not path.name.startswith(("iter_", RELEASE, TRACKER)):
             continue
         if TEMPORARY in path.name:
             remove_tree(path) if path.is_dir() else path.unlink(missing_ok=True)
@@ -216,7 +186,7 @@ def _write(folder: Path, rank: int, tensors: Mapping[str, torch.Tensor]) -> Json
     """Write this rank's shard and tell what it holds; None where it has nothing to write."""
     if not tensors:
         return None
-    name = _file_of(rank)
+    name = file_of(rank)
     header, places = plan_shard(tensors)
     with storage_errors(folder / name):
         digests = write_shard(folder / name, tensors, header, places)
@@ -247,7 +217,7 @@ def _manifest(
         name: TensorInfo(
             plan.dtypes[name],
             plan.shapes[name],
-            tuple(map(piece, _keys(name, parts), parts)),
+            tuple(map(piece, keys_of(name, parts), parts)),
         )
         for name, parts in plan.parts.items()
     }
@@ -258,9 +228,19 @@ def _manifest(
 
 def _publish(root: Path, temporary: Path, manifest: Manifest) -> None:
     """Manifest, rename, tracker: each durable before the next."""
-    final = root / iteration_folder(manifest.iteration)
     with storage_errors(root):
         write_file(temporary / MANIFEST, dump(manifest))
+    publish(root, temporary, iteration_folder(manifest.iteration))
+
+
+def publish(root: Path, temporary: Path, folder: str) -> None:
+    """Give a complete folder its name, then let the tracker name it: each durable before the next.
+
+    Raises:
+        StorageError: it cannot be; what stood there before is back in its place.
+    """
+    final = root / folder
+    with storage_errors(root):
         sync_folder(temporary)
         replaced = _set_aside(final)
         try:
@@ -271,7 +251,7 @@ def _publish(root: Path, temporary: Path, manifest: Manifest) -> None:
                     os.rename(replaced, final)
             raise
         sync_folder(root)
-        replace_file(root / TRACKER, str(manifest.iteration).encode())
+        replace_file(root / TRACKER, tracker_text(folder))
         if replaced is not None:
             remove_tree(replaced)
 

@@ -42,7 +42,7 @@ def add_flags(
     title = (config_type.__doc__ or config_type.__name__).splitlines()[0].rstrip(".")
     group = parser.add_argument_group(title)
     for field in fields_of(config_type):
-        if only is None or field.name in only:
+        if field.names and (only is None or field.name in only):
             _add_flag(group.add_argument, field)
 
 

@@ -13,6 +13,29 @@ class CheckpointConfig:
 
     save: str | None = flag(None, "Folder to write checkpoints to. Unset: none are written.")
     save_interval: int | None = flag(None, "Iterations between checkpoints.", unit="iterations")
+    ckpt_format: str = flag(
+        "native",
+        "How checkpoints are written: native, or legacy for files that Megatron-LM 23.08 loads. "
+        "Both are read.",
+        choices=("native", "legacy"),
+    )
+    save_interval_in_mins: float | None = flag(
+        None, "Time between checkpoints; with --save-interval, whichever is due.", unit="minutes"
+    )
+    async_save: bool = flag(
+        False,
+        "Train on while checkpoints are written: training waits only for a copy of its state in "
+        "host memory.",
+    )
+    keep_latest: int | None = flag(
+        None, "Delete all but so many of the newest checkpoints in --save.", unit="checkpoints"
+    )
+    mean_hours_between_failures: float | None = flag(
+        None,
+        "Of the whole job, for the advice how often to save. Unset: 50,000 GPU hours, as of Llama "
+        "3's training.",
+        unit="hours",
+    )
     no_save_optim: bool = flag(False, "Leave the optimizer out of checkpoints.")
     no_save_rng: bool = flag(False, "Leave random states out of checkpoints.")
     load: str | None = flag(None, "Folder to load the newest checkpoint from.")

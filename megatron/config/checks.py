@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 
 from megatron.config import (
+    rules_architecture,
     rules_context,
     rules_data,
     rules_fp8,
@@ -17,6 +18,7 @@ from megatron.config import (
     rules_sharding,
     rules_training,
 )
+from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.fields import fields_of
 from megatron.config.run import RunConfig, flatten, sections
 
@@ -27,6 +29,8 @@ RULES: tuple[Rule, ...] = (
     rules_model.bounds,
     rules_sharding.sharding,
     rules_sharding.torch_ddp,
+    rules_architecture.architecture,
+    rules_architecture.t5,
     rules_model.layout,
     rules_context.context,
     rules_model.tensor_parallel,
@@ -52,6 +56,7 @@ RULES: tuple[Rule, ...] = (
     rules_data.sources,
     rules_data.blends,
     rules_data.split,
+    rules_data.masking,
     rules_data.tokenizer,
 )
 
@@ -112,10 +117,19 @@ def _no_effect(config: RunConfig) -> Iterator[str]:
             f"--vocab-size {tokenizer.vocab_size} changes nothing: the size of "
             f"{tokenizer.tokenizer_type} follows from its files"
         )
-    if config.checkpoint.save_interval is not None and config.checkpoint.save is None:
-        yield (
-            f"--save-interval {config.checkpoint.save_interval} changes nothing without --save: "
-            "no checkpoints are written"
-        )
+    if config.checkpoint.save is None:
+        yield from _only_with_save(config.checkpoint)
     if config.training.skip_train and config.checkpoint.load is None:
         yield "--skip-train without --load: evaluating an untrained model"
+
+
+def _only_with_save(options: CheckpointConfig) -> Iterator[str]:
+    given = {
+        "--save-interval": options.save_interval,
+        "--save-interval-in-mins": options.save_interval_in_mins,
+        "--keep-latest": options.keep_latest,
+        "--mean-hours-between-failures": options.mean_hours_between_failures,
+    }
+    shown = [f"{name} {value:g}" for name, value in given.items() if value is not None]
+    for words in [*shown, *(["--async-save"] if options.async_save else [])]:
+        yield f"{words} changes nothing without --save: no checkpoints are written"

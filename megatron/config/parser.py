@@ -66,6 +66,7 @@ def parse_config(
     *,
     world_size: int,
     program: str = "pretrain_gpt.py",
+    architecture: str = "gpt",
     extra: Iterable[type] = (),
     read_checkpoint: ReadCheckpoint | None = None,
     find_start: FindStart | None = None,
@@ -78,6 +79,7 @@ def parse_config(
         argv: the words after the program's name; None: this process's own.
         world_size: launched processes.
         program: name for `--help`.
+        architecture: the kind of network that the program trains.
         extra: dataclasses of further flags, for programs that need them.
         read_checkpoint: for --use-checkpoint-args: the --load folder to the network's shape, by
             "section.field" as `flatten` names it. These values win over flags.
@@ -91,10 +93,14 @@ def parse_config(
     """
     extra = tuple(extra)
     line = _read_command_line(sys.argv[1:] if argv is None else argv, program, extra)
-    start = RunConfig() if find_start is None else find_start(vars(line.namespace))
+    if find_start is None:
+        start = with_values(RunConfig(), {"model.architecture": architecture})
+    else:
+        start = find_start(vars(line.namespace))
     base = _read_yaml(getattr(line.namespace, "config", None), start, world_size, line)
     config = with_values(base, _flag_values(line.namespace))
     config = _from_checkpoint(config, read_checkpoint, line)
+    line.problems += _other_kind(config.model.architecture, architecture, program)
     size = config.training.dry_run_world_size if config.training.dry_run else None
     config = resolve(config, size or world_size)
     others: tuple[Any, ...] = tuple(
@@ -220,6 +226,13 @@ def _apply_known(line: _CommandLine) -> None:
             line.problems.append(f"{shown}: {flag.reason}")
         else:
             line.notices.append(f"{shown}: {flag.reason}")
+
+
+def _other_kind(found: str, expected: str, program: str) -> list[str]:
+    """A mistake, where a YAML file or a checkpoint is of another script's network."""
+    if found == expected:
+        return []
+    return [f"the network is a {found}, and {program} trains a {expected}: run pretrain_{found}.py"]
 
 
 def _read_yaml(

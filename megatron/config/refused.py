@@ -60,9 +60,6 @@ REFUSED: tuple[KnownFlag, ...] = (
             "--use-ring-exchange-p2p",
             "--standalone-embedding-stage",
         ),
-        unset={
-            "--pipeline-model-parallel-split-rank": int,
-        },
     ),
     *_group(
         "weights depend on --seed, their name and position only, never on the process: "
@@ -79,15 +76,6 @@ REFUSED: tuple[KnownFlag, ...] = (
         "modules named on the command line are not loaded: the network's flags choose its layers",
         str,
         many=True,
-    ),
-    *_group(
-        "BERT is not built yet",
-        switches=("--bert-no-binary-head",),
-        values={"--mask-prob": 0.15, "--short-seq-prob": 0.1},
-    ),
-    *_group(
-        "T5 is not built yet",
-        unset={"--decoder-num-layers": int, "--decoder-seq-length": int},
     ),
     *_group(
         "fp8 scales follow each matrix as it is (--fp8-recipe), not its history: drop the flag",

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.checkpoint.hf.files import COMPANION_FOLDER
+from megatron.checkpoint.legacy.arguments import legacy_surroundings
 from megatron.checkpoint.reader import Reader, open_checkpoint
 from megatron.checkpoint.restore import restore
 from megatron.checkpoint.vocabulary import PaddedReader
@@ -67,8 +68,10 @@ def load_gpt(
     """
     layout = layout or Layout.single()
     reader = open_existing(folder, layout=layout)
+    saved = saved_config(reader, folder)
+    check_architecture(saved, "gpt", f"--load {folder}")
     if config is None:
-        config = _over(saved_config(reader, folder), layout)
+        config = _over(saved, layout)
     else:
         check_network(config, reader)
     layout = replace(layout, sequence_parallel=config.parallel.sequence_parallel)
@@ -96,6 +99,17 @@ def open_existing(folder: str, *, verify: bool = True, layout: Layout | None = N
     return reader
 
 
+def check_architecture(config: RunConfig, expected: str, where: str) -> None:
+    """Whether a checkpoint is of the kind of network that is needed.
+
+    Raises:
+        CheckpointError: it is of another.
+    """
+    found = config.model.architecture
+    if found != expected:
+        raise CheckpointError(f"{where}: holds a {found}, where a {expected} is needed")
+
+
 def saved_config(reader: Reader, folder: str) -> RunConfig:
     """Of the run that wrote a checkpoint, what its model runs with: network, precision, tokenizer
     and window. Resolved.
@@ -103,7 +117,10 @@ def saved_config(reader: Reader, folder: str) -> RunConfig:
     Products in 8 bits are an approximation that speeds training up: the weights have 16 bits, and
     so they are used.
     """
-    run = resolve(from_dict(reader.meta["config"], str(reader.path)), 1)
+    sections = reader.meta["config"]
+    if reader.format == "legacy":
+        sections = {**sections, **legacy_surroundings(reader.meta["legacy_args"])}
+    run = resolve(from_dict(sections, str(reader.path)), 1)
     return RunConfig(
         model=run.model,
         precision=replace(run.precision, fp8_format=None, fp8_recipe="tensorwise", fp8_wgrad=True),

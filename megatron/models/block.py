@@ -30,6 +30,7 @@ class Block(nn.Module):
     Args:
         layer_number: from 1.
         attention: form of the core.
+        causal: without a mask, tokens attend to those before them only.
         recompute_core: compute the core again in backward instead of keeping its insides.
         kernels: what to compute with.
     """
@@ -41,6 +42,7 @@ class Block(nn.Module):
         layer_number: int,
         attention: AttentionChoice,
         *,
+        causal: bool = True,
         recompute_core: bool = False,
         kernels: Kernels = PLAIN_KERNELS,
         device: torch.device | None = None,
@@ -58,6 +60,7 @@ class Block(nn.Module):
             layout,
             layer_number,
             attention,
+            causal=causal,
             recompute_core=recompute_core,
             kernels=kernels,
             device=device,

@@ -7,6 +7,7 @@ T, context size C and data size D, rank = ((p * D + d) * C + c) * T + t.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from megatron.errors import ConfigError
@@ -163,6 +164,19 @@ class Layout:
     def journal(self) -> Journal:
         """Where this process is, for the watchdog."""
         return self.world.journal
+
+    def beside(self, timeout: timedelta) -> Layout:
+        """This grid for a thread beside the one that trains. Collective.
+
+        Its `world`, the only axis to talk over, has a group of its own for tensors on the CPU, and
+        a journal of its own.
+        """
+        if self.world.size == 1:
+            return self
+        import torch.distributed as dist
+
+        group = dist.new_group(backend="gloo", timeout=timeout)
+        return replace(self, world=replace(self.world, group=group, journal=Journal()))
 
     def wait_for_all(self) -> None:
         """Return once every process has called it."""

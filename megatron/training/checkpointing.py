@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.checkpoint.background import Saved
 from megatron.checkpoint.entries import Entry, State, boxes_of_range
+from megatron.checkpoint.legacy.save import write_legacy
+from megatron.checkpoint.plan import share_of
 from megatron.checkpoint.reader import Reader, open_checkpoint
 from megatron.checkpoint.restore import restore
-from megatron.checkpoint.store import save
+from megatron.checkpoint.store import agree, write_checkpoint
 from megatron.config import RunConfig
 from megatron.config.model import NETWORK_FIELDS
 from megatron.config.run import describe_difference
@@ -23,24 +27,50 @@ from megatron.parallel.buckets import Span
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import part_shape, spec_of
 from megatron.parallel.replicas import Gradients
-from megatron.training.callbacks.base import Callback, Leave
 from megatron.training.callbacks.terminal import say
 from megatron.training.run import Run
-from megatron.training.step import StepOutcome
 
 
 def save_run(run: Run) -> Path:
     """Write the run's state under `--save`. Collective."""
-    assert run.config.checkpoint.save
+    options, iteration = run.config.checkpoint, run.progress.iteration
+    assert options.save
+    started, state = time.perf_counter(), state_of(run)
+    plan = agree(state, run.layout)
+    mine, meta = share_of(plan, state, run.layout.world.rank), meta_of(run)
+    if options.ckpt_format == "legacy":
+        vocabulary = run.tokenizer.vocab_size
+        path = write_legacy(
+            options.save, iteration, plan, mine, meta, run.layout, run.config, vocabulary
+        )
+    else:
+        keep = options.keep_latest
+        path = write_checkpoint(options.save, iteration, plan, mine, meta, run.layout, keep=keep)
+    if run.layout.world.rank == 0:
+        seconds = time.perf_counter() - started
+        report_saved(Saved(iteration, path, plan.total_bytes, seconds, seconds))
+    return path
+
+
+def report_saved(saved: Saved) -> None:
+    """Say what is on the disk now, and what it has cost."""
+    speed = f"{saved.size / 1e9:.3g} GB in {saved.seconds:.2f} s"
+    say(
+        f"  successfully saved checkpoint at iteration {saved.iteration:7d} to {saved.path} "
+        f"({speed}; training waited {saved.waited:.2f} s)"
+    )
+
+
+def state_of(run: Run) -> State:
+    """The tensors of this process that a checkpoint holds, as far as the flags ask.
+
+    Those of the run, not copies; but weights that processes share are copies in their own format.
+    """
     run.optimizer.wait_for_weights()
     state = _weights_state(run, is_copy=True)
     if not run.config.checkpoint.no_save_optim:
         state |= _optimizer_state(run)
-    root = Path(run.config.checkpoint.save)
-    path = save(root, run.progress.iteration, state, _meta(run), run.layout)
-    if run.layout.world.rank == 0:
-        say(f"  successfully saved checkpoint at iteration {run.progress.iteration:7d} to {path}")
-    return path
+    return state
 
 
 def model_state(parts: Iterable[nn.Module]) -> State:
@@ -106,7 +136,8 @@ def _entries(tensor: Tensor, parameter: nn.Parameter, held: Span) -> list[Entry]
     ]
 
 
-def _meta(run: Run) -> dict[str, Any]:
+def meta_of(run: Run) -> dict[str, Any]:
+    """What a checkpoint holds beside tensors: position, scalars, configuration; JSON."""
     progress, options = run.progress, run.config.checkpoint
     return {
         "iteration": progress.iteration,
@@ -230,14 +261,3 @@ def _changed_settings(config: RunConfig, reader: Reader) -> Iterator[str]:
         saved, checkpoint=config.checkpoint, logging=config.logging, profiling=config.profiling
     )
     yield from describe_difference(same, config)
-
-
-class Checkpoints(Callback):
-    """Saves every `--save-interval` iterations, when leaving and at the end; before evaluation."""
-
-    def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
-        interval = run.config.checkpoint.save_interval
-        due = interval is not None and run.progress.iteration % interval == 0
-        if due or leave is not None or run.finished:
-            with run.timers.measure("save-checkpoint"):
-                save_run(run)

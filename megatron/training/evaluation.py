@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from megatron.data.gpt import SampleDataset
+from megatron.data.sample import SampleDataset
 from megatron.training.callbacks.base import Callback, Leave
 from megatron.training.callbacks.terminal import say
 from megatron.training.data import batches_from
@@ -34,7 +34,7 @@ def evaluate(run: Run, dataset: SampleDataset, *, skip: int) -> dict[str, float]
     for _ in range(run.config.evaluation.eval_iters):
         passes = Passes(run, batches, count)
         passes.forward()
-        losses, exit_wanted = reduce_losses(passes.losses, run.exit.by_signal, run)
+        losses, (exit_wanted,) = reduce_losses(passes.losses, [run.exit.by_signal], run)
         if exit_wanted:
             return None
         for name, value in losses.items():

@@ -12,10 +12,23 @@ from megatron.training.step import StepOutcome, any_rank, train_step
 def train(run: Run, callbacks: Sequence[Callback]) -> Leave | None:
     """Train until done, or until somebody asks to leave; None when done.
 
-    Callbacks run in the order given (`callbacks.standard_callbacks` says why in that order).
+    Callbacks run in the order given (`standard.standard_callbacks` says why in that order).
     """
     for callback in callbacks:
         callback.on_start(run)
+    try:
+        leave = _steps(run, callbacks)
+    except Exception:
+        for callback in callbacks:
+            callback.on_failure(run)
+        raise
+    run.optimizer.wait_for_weights()
+    for callback in callbacks:
+        callback.on_end(run, leave)
+    return leave
+
+
+def _steps(run: Run, callbacks: Sequence[Callback]) -> Leave | None:
     leave = None
     if any_rank(run.exit.wanted, run):
         leave = Leave(run.exit.reason, run.exit.by_signal)
@@ -26,9 +39,6 @@ def train(run: Run, callbacks: Sequence[Callback]) -> Leave | None:
         leave = _leave_after(run, outcome)
         for callback in callbacks:
             callback.after_step(run, outcome, leave)
-    run.optimizer.wait_for_weights()
-    for callback in callbacks:
-        callback.on_end(run, leave)
     return leave
 
 

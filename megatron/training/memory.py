@@ -12,7 +12,7 @@ from functools import partial
 
 from megatron.config import RunConfig
 from megatron.config.run import known
-from megatron.config.stages import ModelPart, parts_of_stage, plan_parts
+from megatron.config.stages import ModelPart, parts_of_stage, plan_model
 from megatron.models.arithmetic import count_part_parameters
 from megatron.parallel.layout import Layout
 from megatron.parallel.pipeline.schedule import activation_bound, schedule_kind
@@ -55,7 +55,7 @@ def estimate_memory(
     """Memory of the process that `layout` describes, with `micro_batches` an update."""
     half = config.precision.fp16 or config.precision.bf16
     width = 2 if half else 4
-    plan = plan_parts(known(config.model.num_layers), config.parallel)
+    plan = plan_model(config.model, config.parallel)
     parts = parts_of_stage(plan, layout.pipeline.rank, layout.pipeline.size)
     kept = _kept_for_weights(config, padded_vocab_size, layout, parts)
     kind = schedule_kind(config.parallel, len(parts))

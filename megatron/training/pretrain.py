@@ -43,6 +43,7 @@ def main(recipe: Recipe, argv: Sequence[str] | None = None) -> int:
             arguments,
             world_size=launch.world_size,
             program=recipe.program,
+            architecture=recipe.architecture,
             read_checkpoint=network_of,
         )
         show_notices(parsed.notices, launch)

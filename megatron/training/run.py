@@ -23,6 +23,7 @@ from megatron.training.batch_size import BatchPlan
 from megatron.training.exit import ExitRequest
 from megatron.training.operation_clock import OperationClock
 from megatron.training.recipe import Batch, Recipe, Splits
+from megatron.training.save_interval import SaveClock
 from megatron.training.timers import Timers
 
 
@@ -66,6 +67,7 @@ class Run:
     train_iterations: int
     datasets: Splits
     exit: ExitRequest
+    save_clock: SaveClock
     timers: Timers
     operation_clock: OperationClock | None
     progress: Progress

@@ -11,7 +11,7 @@ from megatron.checkpoint.entries import flatten
 from megatron.checkpoint.vocabulary import PaddedReader
 from megatron.config import RunConfig
 from megatron.config.run import known
-from megatron.config.stages import parts_of_stage, plan_parts
+from megatron.config.stages import parts_of_stage, plan_model
 from megatron.device import Device, parameter_dtype
 from megatron.environment import Launch
 from megatron.errors import ConfigError
@@ -38,6 +38,7 @@ from megatron.training.exit import ExitRequest
 from megatron.training.operation_clock import OperationClock
 from megatron.training.recipe import Recipe
 from megatron.training.run import Progress, Run
+from megatron.training.save_interval import SaveClock
 from megatron.training.timers import Timers
 
 
@@ -99,6 +100,7 @@ def build_run(
         train_iterations=train_iterations,
         datasets=recipe.build_datasets(config, tokenizer, samples, layout),
         exit=exit_request,
+        save_clock=SaveClock(config.checkpoint.save_interval_in_mins),
         timers=_timers(config, device, layout),
         operation_clock=OperationClock(device, layout)
         if config.logging.log_pipeline_bubble
@@ -107,6 +109,7 @@ def build_run(
     )
     if reader is not None:
         restore_run(run, reader)
+    del reader  # before processes are forked, which would keep the checkpoint from being deleted
     _open_training_data(run)
     return run
 
@@ -115,7 +118,7 @@ def _build_parts(
     config: RunConfig, recipe: Recipe, layout: Layout, device: Device, vocabulary: int
 ) -> list[torch.nn.Module]:
     """The parts of the model that this pipeline stage holds."""
-    plan = plan_parts(known(config.model.num_layers), config.parallel)
+    plan = plan_model(config.model, config.parallel)
     return [
         recipe.build_part(config, layout, device, vocabulary, part)
         for part in parts_of_stage(plan, layout.pipeline.rank, layout.pipeline.size)

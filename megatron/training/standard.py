@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron.config.checkpoint import CheckpointConfig
 from megatron.models.arithmetic import flops_per_token
 from megatron.training.callbacks.base import Callback
 from megatron.training.callbacks.bubble import PipelineBubble
+from megatron.training.callbacks.checkpoints import Checkpoints
 from megatron.training.callbacks.garbage import EmptyCache, GarbageCollection
 from megatron.training.callbacks.logging import LogLine
 from megatron.training.callbacks.nonfinite import NonFinitePolicy
@@ -15,7 +17,6 @@ from megatron.training.callbacks.profiling import Profile
 from megatron.training.callbacks.sample_ids import SampleIds
 from megatron.training.callbacks.scalars import Scalars
 from megatron.training.callbacks.terminal import ProgressBar
-from megatron.training.checkpointing import Checkpoints
 from megatron.training.evaluation import Evaluation, EvaluationListener
 from megatron.training.panel import Row, device_rows, format_panel, size_rows
 from megatron.training.run import Run
@@ -89,9 +90,20 @@ def _describe_checkpoints(run: Run) -> str:
         if options.finetune
         else "starting fresh"
     )
-    saved = (
-        f"saving to {options.save} every {options.save_interval} iterations and at the end"
-        if options.save
-        else "not saving (--save is not given)"
-    )
-    return f"{loaded}; {saved}"
+    return f"{loaded}; {_describe_saving(options)}"
+
+
+def _describe_saving(options: CheckpointConfig) -> str:
+    if not options.save:
+        return "not saving (--save is not given)"
+    every = [
+        f"{number:g} {unit}"
+        for number, unit in (
+            (options.save_interval, "iterations"),
+            (options.save_interval_in_mins, "minutes"),
+        )
+        if number is not None
+    ]
+    how = " in the background" if options.async_save else ""
+    kept = f", keeping the newest {options.keep_latest}" if options.keep_latest else ""
+    return f"saving to {options.save} every {' or '.join(every)}{how}{kept}, and at the end"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -30,6 +30,7 @@ class StepOutcome:
         samples: size of the global batch.
         loss_scale: what the loss was multiplied by.
         exit_wanted: some rank asked to leave.
+        save_due: on some rank it is time for a checkpoint (`--save-interval-in-mins`).
         sample_ids: of this rank, one list a micro-batch.
         finite: whether each micro-batch of this rank had a finite loss.
     """
@@ -43,6 +44,7 @@ class StepOutcome:
     samples: int
     loss_scale: float
     exit_wanted: bool
+    save_due: bool = False
     sample_ids: list[list[int]] = field(default_factory=list)
     finite: list[bool] = field(default_factory=list)
 
@@ -78,7 +80,8 @@ def train_step(run: Run) -> StepOutcome:
     for part in run.parts:
         forget_weights(part)
     journal.enter("reduction of the losses")
-    losses, exit_wanted = reduce_losses(passes.losses, run.exit.wanted, run)
+    flags = (run.exit.wanted, run.save_clock.is_due)
+    losses, (exit_wanted, save_due) = reduce_losses(passes.losses, flags, run)
     losses_are_finite = all(math.isfinite(value) for value in losses.values())
 
     journal.enter("end of the iteration")
@@ -96,6 +99,7 @@ def train_step(run: Run) -> StepOutcome:
         samples=samples,
         loss_scale=loss_scale,
         exit_wanted=exit_wanted,
+        save_due=save_due,
         sample_ids=passes.sample_ids,
         finite=_finite(passes),
     )
@@ -118,22 +122,23 @@ def _finite(passes: Passes) -> list[bool]:
 
 def any_rank(flag: bool, run: Run) -> bool:
     """Whether any rank says yes. Collective."""
-    return reduce_losses({}, flag, run)[1]
+    return reduce_losses({}, [flag], run)[1][0]
 
 
 def reduce_losses(
-    losses: Mapping[str, list[Tensor]], exit_wanted: bool, run: Run
-) -> tuple[dict[str, float], bool]:
-    """Mean of each loss over the global batch, and whether any rank wants to leave.
+    losses: Mapping[str, list[Tensor]], flags: Sequence[bool], run: Run
+) -> tuple[dict[str, float], list[bool]]:
+    """Mean of each loss over the global batch, and for each flag whether any rank has set it.
 
     One all-reduce over the world: the ranks that hold the end of the model know the losses, and
     one tensor rank speaks for all. Each data and context rank gives its mean over micro-batches.
     """
-    layout, names = run.layout, run.recipe.loss_names
-    packed = torch.zeros(len(names) + 1, device=run.device.torch_device)
+    layout, names = run.layout, run.recipe.loss_names(run.config)
+    packed = torch.zeros(len(names) + len(flags), device=run.device.torch_device)
     if losses and layout.tensor.is_first:
         means = torch.stack([torch.stack(losses[name]).float().mean() for name in names])
-        packed[:-1] = means / (layout.data.size * layout.context.size)
-    packed[-1] = float(exit_wanted)
-    *values, flag = all_reduce(packed, layout.world).tolist()
-    return dict(zip(names, values, strict=True)), flag > 0
+        packed[: len(names)] = means / (layout.data.size * layout.context.size)
+    if any(flags):
+        packed[len(names) :] = torch.tensor(flags, dtype=packed.dtype)
+    values = all_reduce(packed, layout.world).tolist()
+    return dict(zip(names, values, strict=False)), [count > 0 for count in values[len(names) :]]

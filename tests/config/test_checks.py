@@ -224,7 +224,16 @@ _LINES = [
         "--on-nonfinite skip needs the check that --no-check-for-nan-in-loss-and-grad turns off: "
         "drop one",
     ),
-    ("--save here", "--save here needs --save-interval: give iterations between checkpoints"),
+    (
+        "--save here",
+        "--save here needs --save-interval: give iterations between checkpoints, or minutes as "
+        "--save-interval-in-mins",
+    ),
+    (
+        "--save here --save-interval-in-mins 0",
+        "--save-interval-in-mins 0.0: must be above 0",
+    ),
+    ("--save here --save-interval 5 --keep-latest 0", "--keep-latest 0: must be at least 1"),
     (
         "--exit-on-missing-checkpoint",
         "--exit-on-missing-checkpoint needs --load: give the folder of the checkpoint",

@@ -8,25 +8,30 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from megatron.checkpoint.convert import WEIGHTS, save_weights
+from megatron.checkpoint import convert
+from megatron.checkpoint.convert import WEIGHTS
 from megatron.checkpoint.durable import replace_file, storage_errors
 from megatron.checkpoint.hf import files
 from megatron.checkpoint.hf.families import family_for
 from megatron.checkpoint.hf.reader import HFReader
 from megatron.checkpoint.hf.settings import read_json
 from megatron.checkpoint.hf.writer import Export, write_folder
+from megatron.checkpoint.legacy.save import convert_to_legacy, megatron_rows
+from megatron.checkpoint.legacy.writer import notices
 from megatron.checkpoint.reader import Reader, open_checkpoint
 from megatron.checkpoint.vocabulary import PaddedReader
 from megatron.config.arguments import from_namespace
 from megatron.config.data import TokenizerConfig
+from megatron.config.parallel import ParallelConfig
 from megatron.config.resolve import resolve
-from megatron.config.run import RunConfig
+from megatron.config.run import RunConfig, known
+from megatron.config.stages import plan_parts
 from megatron.config.yaml_file import from_dict
 from megatron.errors import CheckpointError, UserError
 from megatron.tokenizer import build_tokenizer
@@ -133,13 +138,55 @@ def save_native(source: Source, options: argparse.Namespace) -> Path:
     if entries is not None and entries <= rows:
         multiple = padding_multiple(entries, rows)
     model = replace(source.config.model, make_vocab_size_divisible_by=multiple)
-    extra = {"huggingface": {"family": source.family, "bare_names": source.bare_names}}
-    return save_weights(
+    extra: dict[str, object] = {}
+    if source.family:
+        extra["huggingface"] = {"family": source.family, "bare_names": source.bare_names}
+    if "legacy_args" in source.reader.meta:  # for the way back
+        extra["legacy_args"] = source.reader.meta["legacy_args"]
+    return convert.save_native(
         _with_rows(source.reader, rows),
         options.save_dir,
         replace(source.config, model=model, tokenizer=tokenizer),
-        extra if source.family else None,
+        extra,
+        keep_optimizer=options.keep_optimizer,
     )
+
+
+def save_megatron(source: Source, options: argparse.Namespace) -> Path:
+    """Files that Megatron-LM 23.08 loads, split as the flags ask, else as they were."""
+    config = replace(source.config, parallel=_target(source, options))
+    given = from_namespace(TokenizerConfig, options)
+    if given != TokenizerConfig():
+        config = replace(config, tokenizer=given)
+    entries = options.true_vocab_size or _entries_if_there(config.tokenizer)
+    rows = source.rows if entries is None else megatron_rows(entries, config)
+    return convert_to_legacy(
+        PaddedReader(source.reader, rows=rows, entries=min(entries or rows, source.rows)),
+        options.save_dir,
+        config,
+        keep_optimizer=options.keep_optimizer,
+    )
+
+
+def _target(source: Source, options: argparse.Namespace) -> ParallelConfig:
+    """How the files are to be split.
+
+    Raises:
+        ConfigError: the layers do not fit the stages.
+    """
+    old = source.reader.meta.get("legacy_args") or vars(source.config.parallel)
+    sizes = {
+        "tensor_model_parallel_size": options.target_tensor_parallel_size,
+        "pipeline_model_parallel_size": options.target_pipeline_parallel_size,
+    }
+    parallel = ParallelConfig(
+        **{name: size or old.get(name) or 1 for name, size in sizes.items()},
+        num_layers_per_virtual_pipeline_stage=(
+            options.target_num_layers_per_virtual_pipeline_stage
+        ),
+    )
+    plan_parts(known(source.config.model.num_layers), parallel)
+    return parallel
 
 
 def padding_multiple(entries: int, rows: int) -> int:
@@ -225,6 +272,11 @@ def _tokenizer_in(folder: Path, given: TokenizerConfig) -> TokenizerConfig:
     return given
 
 
+def megatron_notices(source: Source) -> Iterator[str]:
+    """What Megatron-LM computes otherwise with the same weights."""
+    return notices(source.config.model)
+
+
 def save_hf(source: Source, options: argparse.Namespace) -> Path:
     """A folder that `transformers` opens."""
     companions = dict(files.companions(source.companions)) if source.companions else {}
@@ -289,11 +341,15 @@ def _true_vocabulary(
         return original
     config = from_namespace(TokenizerConfig, options)
     config = source.config.tokenizer if config == TokenizerConfig() else config
-    try:
-        entries = _entries(config)
-    except UserError:  # its files are not here any more
-        entries = None
+    entries = _entries_if_there(config)
     return entries if entries is not None and entries <= source.rows else source.rows
+
+
+def _entries_if_there(config: TokenizerConfig) -> int | None:
+    try:
+        return _entries(config)
+    except UserError:  # its files are not here any more
+        return None
 
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -320,5 +376,6 @@ LOADERS: Mapping[str, Callable[[argparse.Namespace], Source]] = {
 }
 SAVERS: Mapping[str, Callable[[Source, argparse.Namespace], Path]] = {
     "native": save_native,
+    "megatron": save_megatron,
     "hf": save_hf,
 }

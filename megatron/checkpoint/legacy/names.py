@@ -1,7 +1,8 @@
 """Megatron's parameters by our names, and how its files split and order them.
 
-Read are GPT trees of v1.0 to 23.08 and of the Llama-2 fork; a layer's number in a file counts
-from the first layer of its pipeline stage.
+Read are GPT trees of v1.0 to 23.08 and of the Llama-2 fork, and by `core_names` flat ones of
+Megatron Core; a layer's number in a file counts from the first layer of its stage, or of its
+virtual stage.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
 
+from megatron.checkpoint.legacy import core_names
 from megatron.checkpoint.legacy.inert import TensorRef
 from megatron.errors import CheckpointError
 
@@ -44,6 +47,7 @@ _COLUMN = re.compile(
 _ROW = re.compile(r"layers\.\d+\.(attention\.output|mlp\.down)\.weight")
 
 
+_MAX_CHUNKS = 1000
 _MAX_DEPTH = 2
 _MAX_NAMES = 100_000
 
@@ -68,16 +72,43 @@ class Parameter:
         return not self.is_bias and len(self.tensor.shape) > 1
 
 
-def list_parameters(model: Any, first_layer: int) -> list[Parameter]:
+def chunks_of_tree(tree: Mapping[str, Any]) -> list[Any]:
+    """What stands under `model`, or with virtual stages under `model0`, `model1`, ..."""
+    if "model0" not in tree:
+        return [tree.get("model")]
+    numbered = (tree.get(f"model{index}") for index in range(_MAX_CHUNKS))
+    return list(takewhile(lambda chunk: chunk is not None, numbered))
+
+
+def is_core(tree: Mapping[str, Any]) -> bool:
+    """Whether a file is Megatron Core's: names in one flat dict."""
+    model = chunks_of_tree(tree)[0]
+    return isinstance(model, dict) and any(
+        str(key).startswith(("decoder.", "embedding.")) for key in model
+    )
+
+
+def list_parameters(model: Any, first_layer: int, *, tied: bool = True) -> list[Parameter]:
     """The parameters of a file's `model`, in the order in which Megatron registers them.
 
     Args:
         model: the tree under the key `model`.
         first_layer: number of the stage's first layer.
+        tied: the output shares the word embeddings.
 
     Raises:
         CheckpointError: it is not a GPT, or a tensor has a name that is not known.
     """
+    if is_core({"model": model}):
+        return [
+            Parameter(
+                core_names.our_name(path, first_layer, tied=tied),
+                _tensor(value, path),
+                is_bias=path.endswith("bias"),
+            )
+            for path, value in _flatten(model, "")
+            if not core_names.is_no_parameter(path)
+        ]
     if not isinstance(model, dict) or not isinstance(model.get("language_model"), dict):
         raise CheckpointError("no `language_model`: not a GPT file of Megatron-LM up to 23.08")
     language = model["language_model"]
@@ -116,9 +147,13 @@ def _tensors(
         for path, value in _flatten(tree, top):
             if path.endswith("inv_freq"):
                 continue  # rotary frequencies follow from the flags
-            if not isinstance(value, TensorRef):
-                raise CheckpointError(f"{path} is no tensor")
-            yield path, value
+            yield path, _tensor(value, path)
+
+
+def _tensor(value: Any, path: str) -> TensorRef:
+    if not isinstance(value, TensorRef):
+        raise CheckpointError(f"{path} is no tensor")
+    return value
 
 
 def _flatten(tree: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
@@ -131,7 +166,7 @@ def _flatten(tree: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
     for key, value in tree.items():
         if type(key) is not str:
             raise CheckpointError(f"{path} holds a name that is no text")
-        yield from _flatten(value, f"{path}.{key}", depth + 1)
+        yield from _flatten(value, f"{path}.{key}" if path else key, depth + 1)
 
 
 def _our_name(path: str, first_layer: int) -> str | None:
@@ -151,8 +186,39 @@ def _our_name(path: str, first_layer: int) -> str | None:
     raise CheckpointError(f"parameter {path} has no place in our GPT")
 
 
+_TOPS = {  # of our names, with the keys under which Megatron 23.08 keeps them
+    "embedding.word": ("embedding", "word_embeddings"),
+    "embedding.position": ("embedding", "position_embeddings"),
+    "output": ("output_layer",),
+}
+_MODULES_OF_23_08 = {
+    ours: theirs
+    for theirs, ours in _LAYER_PARTS.items()
+    if not theirs.startswith("attention.") and not theirs.endswith("_norm")
+}
+
+
+def megatron_path(name: str, first_layer: int) -> tuple[str, ...]:
+    """The keys under which Megatron 23.08 keeps one of our parameters in a file's `model`.
+
+    Args:
+        name: one that Megatron has.
+        first_layer: number of the stage's first layer.
+    """
+    module, _, kind = name.rpartition(".")
+    if module in _TOPS:
+        return ("language_model", *_TOPS[module], kind)
+    if module == "final_norm":
+        return ("language_model", "encoder", f"final_layernorm.{kind}")
+    _, layer, part = module.split(".", 2)
+    local = f"layers.{int(layer) - first_layer}.{_MODULES_OF_23_08[part]}.{kind}"
+    return ("language_model", "encoder", local)
+
+
 def count_layers(model: Any) -> int:
     """Layers that a file's `model` holds."""
+    if is_core({"model": model}):
+        return core_names.layers_of(list(model))
     language = model.get("language_model", {}) if isinstance(model, dict) else {}
     encoder = language.get("encoder", language.get("transformer", {}))
     matches = (_LAYER.fullmatch(str(path)) for path in encoder)
@@ -180,6 +246,11 @@ class Arrangement:
         if ".mlp.up." in name and self.swiglu:
             return tensor.unflatten(0, (2, -1))  # [2, f/t, h]: gate, up
         return tensor
+
+    def flatten(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The reverse of `arrange` for version 2.0 and later."""
+        assert self.version >= 2, self.version
+        return tensor.flatten(0, 1) if ".mlp.up." in name and self.swiglu else tensor
 
     def _rows_by_head(self, tensor: torch.Tensor) -> torch.Tensor:
         """Rows of each head's query, key and value together, as since version 2.0."""

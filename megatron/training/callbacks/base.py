@@ -32,3 +32,6 @@ class Callback:
 
     def on_end(self, run: Run, leave: Leave | None) -> None:
         """Once, after the last step."""
+
+    def on_failure(self, run: Run) -> None:
+        """Once, instead of `on_end`, where an error ends the loop; other ranks may be elsewhere."""

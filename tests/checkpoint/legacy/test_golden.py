@@ -22,7 +22,7 @@ class _ModelType:
         self.value = value
 
 
-def _trees(folder):
+def trees_of(folder):
     """Every rank's file as PyTorch reads it, by folder name."""
     from argparse import Namespace
 
@@ -45,7 +45,7 @@ def _trees(folder):
 def test_the_fp32_run_is_read_as_pytorch_reads_it(golden):
     root = golden / "gpt_fp32" / "ckpt"
     reader = open_checkpoint(root)
-    (tree,) = _trees(reader.path).values()
+    (tree,) = trees_of(reader.path).values()
     language = tree["model"]["language_model"]
     encoder = language["encoder"]
 
@@ -111,7 +111,7 @@ def test_the_split_run_joins_to_the_shapes_of_the_whole_one(golden):
 
 def test_the_split_run_is_joined_along_the_right_dimension(golden):
     reader = open_checkpoint(golden / "gpt_tp2pp2_fp32" / "ckpt")
-    trees = _trees(reader.path)
+    trees = trees_of(reader.path)
     for layer in range(4):
         stage, local = divmod(layer, 2)
         parts = [

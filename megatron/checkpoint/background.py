@@ -1,0 +1,178 @@
+"""Save while the training goes on: it waits only for a copy of its tensors in host memory.
+
+A thread then writes, hashes, flushes and publishes the copy with the protocol of `store`, and talks
+to the other processes' threads over a group of their own. The file operations and digests release
+the interpreter's lock; whatever kills the process ends its thread too, and leaves what a killed
+save leaves.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from megatron.checkpoint.dtypes import BY_NAME
+from megatron.checkpoint.entries import Json, State
+from megatron.checkpoint.exchange import Exchange
+from megatron.checkpoint.plan import describe, share_of
+from megatron.checkpoint.shard import plan_shard
+from megatron.checkpoint.store import agree, write_checkpoint
+from megatron.device import Device
+from megatron.errors import CheckpointError, UserError
+from megatron.parallel.layout import Layout
+
+_NICENESS = 10  # the training's own threads come first where all want the processor
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that is published.
+
+    Attributes:
+        iteration: training steps taken.
+        path: its folder.
+        size: bytes of all tensors.
+        seconds: from the copy's end until it was published.
+        waited: seconds that the training stood still; of the rank where it was longest.
+    """
+
+    iteration: int
+    path: Path
+    size: int
+    seconds: float
+    waited: float
+
+
+class HostCopy:
+    """Host memory for one set of tensors, kept from copy to copy.
+
+    Raises:
+        MemoryError: there is not enough of it.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], device: Device) -> None:
+        _, self._places = plan_shard(tensors)
+        self._buffer = device.host_buffer(
+            max((place.start + place.size for place in self._places.values()), default=0)
+        )
+        self._device = device
+
+    def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies of the tensors, there when this returns. They last until the next call."""
+        assert tensors.keys() == self._places.keys()
+        copies = {}
+        for name, place in self._places.items():
+            held = self._buffer[place.start : place.start + place.size]
+            copies[name] = held.view(BY_NAME[place.dtype]).view(place.shape)
+            copies[name].copy_(tensors[name].detach(), non_blocking=True)
+        self._device.synchronize()
+        return copies
+
+
+class BackgroundSaver:
+    """Saves of one run, one at a time. All ranks construct it and call `start` together.
+
+    Args:
+        root: folder of checkpoints.
+        entries: this rank's tensors; those of every save have the same names, types and places.
+        layout: who takes part.
+        beside: the same for the thread (`Layout.beside`).
+        device: where the tensors are.
+        keep: see `store.write_checkpoint`.
+        report: called on rank 0, from the thread, with what was saved or why it failed.
+
+    Raises:
+        MemoryError: there is not enough host memory for a copy of what this rank writes.
+    """
+
+    def __init__(
+        self,
+        root: Path | str,
+        entries: State,
+        layout: Layout,
+        beside: Layout,
+        device: Device,
+        *,
+        keep: int | None,
+        report: Callable[[int, Saved | Exception], None],
+    ) -> None:
+        self._root = Path(root).absolute()  # now: the process may change its folder
+        self._description = describe(entries)
+        self._plan = agree(entries, layout)
+        self._copy = HostCopy(share_of(self._plan, entries, layout.world.rank), device)
+        self._layout = beside
+        self._keep = keep
+        self._report = report
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+
+    def start(self, iteration: int, entries: State, meta: Json, *, since: float) -> float:
+        """Copy the tensors and return; the rest is done in the background.
+
+        Args:
+            since: when the training stopped for this, by `time.perf_counter`.
+
+        Returns:
+            Seconds that the training has waited on this rank.
+        """
+        assert self._thread is None, "one save at a time"
+        assert describe(entries) == self._description, "the state is not as it was planned"
+        mine = self._copy.take(share_of(self._plan, entries, self._layout.world.rank))
+        waited = time.perf_counter() - since
+        self._thread = threading.Thread(
+            target=self._work,
+            args=(iteration, mine, meta, waited),
+            name="background save",
+            daemon=True,  # of a process that fails nobody waits for more than `wait` does
+        )
+        self._thread.start()
+        return waited
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is under way in this process; others may see it end a little later."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Return once the save under way, if there is one, is published on all ranks.
+
+        Raises:
+            StorageError: on every rank: it was not. The next may be.
+            CheckpointError: on every rank: it was not, and the next will not be either.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _work(self, iteration: int, mine: Mapping[str, Tensor], meta: Json, waited: float) -> None:
+        with suppress(OSError):  # of this thread alone, and of those that it starts
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        exchange, started = Exchange(self._layout.world), time.perf_counter()
+        outcome: Saved | Exception
+        try:
+            longest = max(exchange.gather(waited))
+            path = write_checkpoint(
+                self._root, iteration, self._plan, mine, meta, self._layout, keep=self._keep
+            )
+            seconds = time.perf_counter() - started
+            outcome = Saved(iteration, path, self._plan.total_bytes, seconds, longest)
+        except UserError as error:
+            outcome = self._failure = error
+        except Exception as error:
+            outcome = self._failure = CheckpointError(
+                f"the save of iteration {iteration} broke off in the background: "
+                f"{type(error).__name__}: {error}"
+            )
+            self._failure.__cause__ = error
+        if exchange.is_main:
+            self._report(iteration, outcome)

@@ -1,0 +1,121 @@
+"""Who writes what of a checkpoint: a pure function of what every rank holds."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from megatron.checkpoint.dtypes import name_of, size_of
+from megatron.checkpoint.entries import Box, Json, State, flatten, is_tiled
+from megatron.checkpoint.manifest import keys_in_files
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which rank writes which part of a tensor."""
+
+    rank: int
+    box: Box
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the whole checkpoint will consist of; the same on every rank.
+
+    Attributes:
+        dtypes: safetensors' type name of every tensor.
+        shapes: global shape of every tensor.
+        parts: of every tensor, tiling it.
+    """
+
+    dtypes: dict[str, str]
+    shapes: dict[str, tuple[int, ...]]
+    parts: dict[str, list[Part]]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(math.prod(self.shapes[name]) * size_of(self.dtypes[name]) for name in self.parts)
+
+
+def describe(entries: State) -> Json:
+    """What a rank holds: name, type, global shape, offset and shape of every entry."""
+    return [
+        [
+            name,
+            name_of(entry.tensor.dtype),
+            list(entry.global_shape),
+            list(entry.box.offset),
+            list(entry.box.shape),
+        ]
+        for name, entry in flatten(entries)
+    ]
+
+
+def make_plan(held: list[Json]) -> Plan:
+    """Who writes what, from what every rank holds (see `describe`), in rank order.
+
+    What several ranks hold, the one writes that has the fewest bytes to write so far.
+
+    Raises:
+        ValueError: ranks differ about a tensor, or their parts leave gaps or overlap.
+    """
+    dtypes: dict[str, str] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    holders: dict[str, dict[Box, list[int]]] = {}
+    for rank, description in enumerate(held):
+        for name, dtype, shape, offset, part_shape in description:
+            known = dtypes.setdefault(name, dtype), shapes.setdefault(name, tuple(shape))
+            if known != (dtype, tuple(shape)):
+                raise ValueError(f"ranks differ about {name}: {known} and {dtype, tuple(shape)}")
+            box = Box(tuple(offset), tuple(part_shape))
+            holders.setdefault(name, {}).setdefault(box, []).append(rank)
+    for name, boxes in holders.items():
+        if not is_tiled(shapes[name], boxes):
+            raise ValueError(f"{name} {shapes[name]} is not made up by its parts: {list(boxes)}")
+    writers = _share_out(holders, dtypes, len(held))
+    parts = {
+        name: [Part(writers[name, box], box) for box in boxes] for name, boxes in holders.items()
+    }
+    return Plan(dtypes, shapes, parts)
+
+
+def _share_out(
+    holders: dict[str, dict[Box, list[int]]], dtypes: dict[str, str], ranks: int
+) -> dict[tuple[str, Box], int]:
+    """One writer for every part: first those without a choice, then the largest first."""
+    parts = [
+        (box.volume * size_of(dtypes[name]), name, box, candidates)
+        for name, boxes in holders.items()
+        for box, candidates in boxes.items()
+    ]
+    parts.sort(key=lambda part: (len(part[3]) > 1, -part[0]))
+    writers, load = {}, [0] * ranks
+    for size, name, box, candidates in parts:
+        writer = min(candidates, key=lambda rank: (load[rank], rank))
+        writers[name, box] = writer
+        load[writer] += size
+    return writers
+
+
+def share_of(plan: Plan, entries: State, rank: int) -> dict[str, torch.Tensor]:
+    """This rank's share of the plan, by key in its file."""
+    held = {(name, entry.box): entry.tensor for name, entry in flatten(entries)}
+    return {
+        key: held[name, part.box]
+        for name, parts in plan.parts.items()
+        for key, part in zip(keys_of(name, parts), parts, strict=True)
+        if part.rank == rank
+    }
+
+
+def keys_of(name: str, parts: list[Part]) -> list[str]:
+    """Under which key each part of a tensor stands in its file."""
+    return keys_in_files(name, [file_of(part.rank) for part in parts])
+
+
+def file_of(rank: int) -> str:
+    """Name of the file that a rank writes."""
+    return f"rank_{rank:05d}.safetensors"

@@ -1,0 +1,93 @@
+"""Which checkpoints may go, and how those that are being read are left alone.
+
+A reader holds a shared lock on the manifest for as long as it lives; a checkpoint is deleted under
+an exclusive one, which is not waited for. First it loses its name in one rename, so that nobody
+finds half a checkpoint under it. Where the file system knows no locks, nobody is known to read.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron.checkpoint.durable import TEMPORARY, remove_tree, sync_folder, unique_suffix
+from megatron.checkpoint.find import iteration_folder, scan
+from megatron.checkpoint.manifest import MANIFEST
+from megatron.errors import CheckpointError
+
+_IS_HELD = {errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES}
+
+
+def hold_for_reading(folder: Path) -> int:
+    """Keep a checkpoint from being deleted until the returned descriptor is closed.
+
+    Raises:
+        CheckpointError: it is being deleted.
+        OSError: its manifest cannot be opened.
+    """
+    descriptor = os.open(folder / MANIFEST, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    if not _lock(descriptor, fcntl.LOCK_SH):
+        os.close(descriptor)
+        raise CheckpointError("it is being deleted, as --keep-latest of another job asks")
+    return descriptor
+
+
+def prune(root: Path, newest: int, keep: int) -> list[Path]:
+    """Delete older checkpoints of this program, those that are being read excepted.
+
+    Left alone besides: what has a later iteration, as a run that went back leaves it; what is in
+    another format.
+
+    Args:
+        newest: iteration of the one that has just been published.
+        keep: how many of those up to `newest` stay, itself included; at least 1.
+
+    Returns:
+        The folders that are gone.
+
+    Raises:
+        OSError: one could not be deleted; those that are left are whole.
+    """
+    assert keep >= 1
+    candidates = [
+        one.path
+        for one in scan(root)[0]
+        if one.format == "native"
+        and one.iteration <= newest
+        and one.path.name == iteration_folder(one.iteration)
+    ]
+    gone = []
+    for folder in candidates[keep:]:
+        with _held_alone(folder) as is_ours:
+            if not is_ours:
+                continue
+            nameless = folder.with_name(folder.name + unique_suffix(TEMPORARY))
+            os.rename(folder, nameless)
+            sync_folder(root)
+            remove_tree(nameless)
+            gone.append(folder)
+    return gone
+
+
+@contextmanager
+def _held_alone(folder: Path) -> Iterator[bool]:
+    """Whether nobody reads the checkpoint, nor can begin to inside the block."""
+    # Network file systems lend exclusive locks only to those who may write.
+    descriptor = os.open(folder / MANIFEST, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        yield _lock(descriptor, fcntl.LOCK_EX)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, kind: int) -> bool:
+    """Take the lock if it is free; whether it was. True where there are no locks."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in _IS_HELD
+    return True

@@ -1,0 +1,113 @@
+"""When a run saves, and what becomes of a save in the background."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+from megatron.checkpoint.background import BackgroundSaver, Saved
+from megatron.errors import ConfigError, StorageError
+from megatron.training.callbacks.base import Callback, Leave
+from megatron.training.callbacks.terminal import say
+from megatron.training.checkpointing import meta_of, report_saved, save_run, state_of
+from megatron.training.run import Run
+from megatron.training.save_interval import advice
+from megatron.training.step import StepOutcome
+
+
+class Checkpoints(Callback):
+    """Saves when it is due, when leaving and at the end; before evaluation.
+
+    With `--async-save` one save may be under way while training goes on; the next waits for it. One
+    that fails publishes nothing and says so at once; the next is then not made in the background,
+    so that a second failure ends the run. Saves on leaving and at the end are never in the
+    background.
+    """
+
+    def __init__(self) -> None:
+        self._background: BackgroundSaver | None = None
+        self._step_began = 0.0
+        self._is_advised = False
+
+    def on_start(self, run: Run) -> None:
+        options = run.config.checkpoint
+        if options.async_save:
+            assert options.save
+            try:
+                self._background = BackgroundSaver(
+                    options.save,
+                    state_of(run),
+                    run.layout,
+                    run.layout.beside(
+                        timedelta(minutes=run.config.parallel.distributed_timeout_minutes)
+                    ),
+                    run.device,
+                    keep=options.keep_latest,
+                    report=_report,
+                )
+            except MemoryError as error:
+                raise ConfigError(
+                    f"--async-save keeps a copy of what a process saves in host memory: {error}: "
+                    "drop the flag"
+                ) from error
+        run.save_clock.restart()
+
+    def before_step(self, run: Run) -> None:
+        self._step_began = time.perf_counter()
+
+    def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
+        interval = run.config.checkpoint.save_interval
+        by_count = interval is not None and run.progress.iteration % interval == 0
+        is_last = leave is not None or run.finished
+        if not (by_count or outcome.save_due or is_last):
+            return
+        since = time.perf_counter()
+        run.save_clock.restart()
+        run.layout.journal.enter("saving a checkpoint")
+        with run.timers.measure("save-checkpoint"):
+            if not self._settle(run) or is_last or self._background is None:
+                save_run(run)
+            else:
+                self._background.start(
+                    run.progress.iteration, state_of(run), meta_of(run), since=since
+                )
+        if not self._is_advised and not is_last and run.layout.world.rank == 0:
+            self._is_advised = True
+            self._advise(run, cost=time.perf_counter() - since, step=since - self._step_began)
+
+    def _settle(self, run: Run) -> bool:
+        """Wait for the save under way; whether saves in the background work."""
+        if self._background is None:
+            return True
+        if self._background.is_busy and run.layout.world.rank == 0:
+            say("  waiting for the checkpoint in the background: one at a time")
+        try:
+            self._background.wait()
+        except StorageError:
+            return False  # `_report` has said why
+        return True
+
+    def _advise(self, run: Run, *, cost: float, step: float) -> None:
+        hours = run.config.checkpoint.mean_hours_between_failures
+        say(advice(cost=cost, step=step, processes=run.layout.world.size, hours=hours))
+
+    def on_failure(self, run: Run) -> None:
+        """A save under way is of a sound state: it is worth waiting for."""
+        if self._background is None:
+            return
+        try:
+            self._settle(run)
+        except Exception as error:  # what ended the training comes first
+            say(f"WARNING: {error}")
+
+
+def _report(iteration: int, outcome: Saved | Exception) -> None:
+    """From the thread that saves, on rank 0."""
+    if isinstance(outcome, Saved):
+        report_saved(outcome)
+    else:
+        say(
+            f"WARNING: the checkpoint of iteration {iteration} could not be written: {outcome}. "
+            "Nothing was published, the one before stands. The next save is not made in the "
+            "background, and ends the run if it fails too"
+        )

@@ -1,0 +1,173 @@
+"""Saves in the background: the same files, of the moment of the call, on all ranks or on none."""
+
+import os
+import threading
+import time
+
+import pytest
+import torch
+
+from megatron.checkpoint import store
+from megatron.checkpoint.background import BackgroundSaver, Saved
+from megatron.checkpoint.entries import Entry, flatten
+from megatron.checkpoint.find import TRACKER
+from megatron.checkpoint.manifest import MANIFEST, parse
+from megatron.checkpoint.store import save
+from megatron.device import Device
+from megatron.errors import CheckpointError, StorageError
+from megatron.parallel.layout import Layout
+from tests.checkpoint.states import assert_loads, make_state, save_state
+from tests.distributed import TIMEOUT, run_distributed
+
+
+class Told:
+    """What a saver reports."""
+
+    def __init__(self):
+        self.outcomes = []
+
+    def __call__(self, iteration, outcome):
+        self.outcomes.append((iteration, outcome))
+
+
+def _saver(root, state, layout=None, *, keep=None):
+    layout, told = layout or Layout.single(), Told()
+    saver = BackgroundSaver(
+        root, state, layout, layout.beside(TIMEOUT), Device.cpu(), keep=keep, report=told
+    )
+    return saver, told
+
+
+def _start(saver, iteration, state):
+    return saver.start(iteration, state, {"iteration": iteration}, since=time.perf_counter())
+
+
+def _files(folder):
+    """Every file's bytes; of the manifest what does not tell the time."""
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    manifest = parse(files.pop(MANIFEST))
+    return files, manifest.files, manifest.tensors, manifest.meta, manifest.layout
+
+
+def _save_both_ways(layout, root):
+    rank = layout.world.rank
+    own = make_state(3 + rank)
+    state = {"model.copy": Entry.whole(torch.arange(3.0))}
+    state |= {f"{name}.{rank}": entry for name, entry in own.items()}
+    save(root / "now", 5, state, {"iteration": 5}, layout)
+    saver, _ = _saver(root / "later", state, layout)
+    _start(saver, 5, state)
+    saver.wait()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_files_are_those_of_a_save_in_the_foreground(tmp_path, ranks):
+    run_distributed(ranks, _save_both_ways, tmp_path)
+    now, later = (_files(tmp_path / name / "iter_0000005") for name in ("now", "later"))
+    assert len(now[0]) == ranks
+    assert now == later
+
+
+def test_what_is_saved_is_the_state_of_the_call(tmp_path, monkeypatch):
+    state, go_on = make_state(1), threading.Event()
+    saver, told = _saver(tmp_path, state)
+    write = store.write_shard
+
+    def slow(*arguments):
+        go_on.wait(10)
+        return write(*arguments)
+
+    monkeypatch.setattr(store, "write_shard", slow)
+    _start(saver, 1, state)
+    assert saver.is_busy
+    for _, entry in flatten(state):
+        entry.tensor.zero_()  # the training goes on
+    assert not (tmp_path / TRACKER).exists()
+    go_on.set()
+    saver.wait()
+    assert not saver.is_busy
+    assert assert_loads(tmp_path, [1]) == 1  # holds what make_state makes
+    ((iteration, saved),) = told.outcomes
+    assert isinstance(saved, Saved)
+    assert (iteration, saved.path) == (1, tmp_path / "iter_0000001")
+    assert saved.size == sum(e.tensor.nbytes for _, e in flatten(state))
+
+
+def _fail_on_one_rank(layout, root):
+    rank = layout.world.rank
+    state = {f"model.{rank}": Entry.whole(torch.arange(5.0))}
+    saver, told = _saver(root, state, layout)
+    _start(saver, 1, state)
+    saver.wait()
+    write = store.write_shard
+
+    def fail(path, *_):
+        raise OSError(5, "Input/output error", str(path))
+
+    store.write_shard = fail if rank == 1 else write
+    try:
+        _start(saver, 2, state)
+        with pytest.raises(StorageError) as caught:
+            saver.wait()
+    finally:
+        store.write_shard = write
+    layout.wait_for_all()  # rank 0 has tidied up
+    left = sorted(path.name for path in root.iterdir())
+    tracker = (root / TRACKER).read_bytes()
+    layout.wait_for_all()
+    _start(saver, 3, state)
+    saver.wait()
+    return str(caught.value), left, tracker, [type(outcome) for _, outcome in told.outcomes]
+
+
+def test_one_writer_that_fails_publishes_nothing_and_all_ranks_learn_of_it(tmp_path):
+    answers = run_distributed(2, _fail_on_one_rank, tmp_path)
+    for said, left, tracker, _ in answers:
+        assert "rank_00001.safetensors: Input/output error" in said
+        assert left == ["iter_0000001", TRACKER]
+        assert tracker == b"1"
+    assert answers[0][0].startswith("rank 1: ")
+    assert answers[0][3] == [Saved, StorageError, Saved]
+    assert (tmp_path / TRACKER).read_bytes() == b"3"
+
+
+@pytest.mark.parametrize("step", ["mkdir", "fsync", "rename", "replace"])
+def test_a_failing_disk_is_told_by_the_next_wait(tmp_path, monkeypatch, step):
+    save_state(tmp_path, 1)
+    state = make_state(2)
+    saver, told = _saver(tmp_path, state)
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, step, fail)
+        _start(saver, 2, state)
+        with pytest.raises(StorageError, match="No space left"):
+            saver.wait()
+    assert isinstance(told.outcomes[0][1], StorageError)
+    assert assert_loads(tmp_path, [1]) == 1
+    saver.wait()  # told once
+    _start(saver, 2, state)
+    saver.wait()
+    assert assert_loads(tmp_path, [2]) == 2
+
+
+def test_a_bug_in_the_background_ends_the_run(tmp_path, monkeypatch):
+    state = make_state(1)
+    saver, _ = _saver(tmp_path, state)
+    monkeypatch.setattr(store, "write_shard", lambda *_: 1 / 0)
+    _start(saver, 1, state)
+    with pytest.raises(CheckpointError, match="iteration 1 broke off .* division by zero"):
+        saver.wait()
+
+
+def test_host_memory_is_used_again(tmp_path):
+    state = make_state(1)
+    saver, _ = _saver(tmp_path, state)
+    address = saver._copy._buffer.data_ptr()
+    for iteration in (1, 2):
+        _start(saver, iteration, make_state(iteration))
+        saver.wait()
+        assert assert_loads(tmp_path, [iteration]) == iteration
+    assert saver._copy._buffer.data_ptr() == address

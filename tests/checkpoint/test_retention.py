@@ -1,0 +1,99 @@
+"""Old checkpoints go, the newest and those that are being read stay."""
+
+import os
+
+import pytest
+
+from megatron.checkpoint.find import TRACKER, Found, find_checkpoint
+from megatron.checkpoint.reader import open_checkpoint, open_found
+from megatron.checkpoint.retention import hold_for_reading, prune
+from megatron.checkpoint.store import agree, share_of, write_checkpoint
+from megatron.errors import CheckpointError
+from megatron.parallel.layout import Layout
+from tests.checkpoint.states import assert_loads, make_state, save_state
+
+
+def _save(root, iteration, keep):
+    layout, state = Layout.single(), make_state(iteration)
+    plan = agree(state, layout)
+    mine = share_of(plan, state, 0)
+    write_checkpoint(root, iteration, plan, mine, {"iteration": iteration}, layout, keep=keep)
+
+
+def _iterations(root):
+    return sorted(int(path.name[5:]) for path in root.glob("iter_*"))
+
+
+def test_the_newest_stay(tmp_path):
+    for iteration in range(1, 6):
+        _save(tmp_path, iteration, 2)
+        assert _iterations(tmp_path) == list(range(max(1, iteration - 1), iteration + 1))
+    assert assert_loads(tmp_path, [5]) == 5
+
+
+def test_what_a_run_that_went_back_left_stays(tmp_path):
+    for iteration in (1, 2, 8, 9):
+        save_state(tmp_path, iteration)
+    _save(tmp_path, 3, 1)
+    assert _iterations(tmp_path) == [3, 8, 9]
+    assert assert_loads(tmp_path, [3]) == 3
+
+
+def test_other_formats_and_folders_stay(tmp_path):
+    for name in ("release/mp_rank_00", "iter_0000001/mp_rank_00", "iter_0000002", "notes"):
+        (tmp_path / name).mkdir(parents=True)
+    save_state(tmp_path, 3)
+    _save(tmp_path, 4, 1)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("release", "iter_0000001", "iter_0000002", "notes", "iter_0000004", TRACKER)
+    }
+
+
+def test_one_that_is_being_read_stays_until_it_is_not(tmp_path):
+    save_state(tmp_path, 1)
+    reader = open_checkpoint(tmp_path)
+    _save(tmp_path, 2, 1)
+    assert _iterations(tmp_path) == [1, 2]
+    reader.verify()
+    del reader
+    _save(tmp_path, 3, 1)
+    assert _iterations(tmp_path) == [3]
+
+
+def test_one_that_is_being_deleted_is_not_opened(tmp_path, monkeypatch):
+    first = save_state(tmp_path, 1)
+    save_state(tmp_path, 2)
+
+    def rename(source, target):
+        with pytest.raises(CheckpointError, match="is being deleted"):
+            open_found(Found("native", 1, first))
+        return os.replace(source, target)
+
+    monkeypatch.setattr(os, "rename", rename)
+    assert prune(tmp_path, 2, 1) == [first]
+
+
+@pytest.mark.parametrize("step", ["rename", "rmdir"])
+def test_a_deletion_that_fails_costs_nothing(tmp_path, monkeypatch, capsys, step):
+    save_state(tmp_path, 1)
+    plain = getattr(os, step)
+
+    def fail(path, *rest, **named):
+        if "iter_0000001" in str(path):
+            raise OSError(5, "Input/output error", str(path))
+        return plain(path, *rest, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, step, fail)
+        _save(tmp_path, 2, 1)
+    if step == "rename":
+        assert "an old checkpoint stays: Input/output error" in capsys.readouterr().err
+        assert _iterations(tmp_path) == [1, 2]
+    assert find_checkpoint(tmp_path).iteration == 2
+    _save(tmp_path, 3, 1)
+    assert {path.name for path in tmp_path.iterdir()} == {"iter_0000003", TRACKER}
+
+
+def test_without_a_manifest_there_is_nothing_to_hold(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        hold_for_reading(tmp_path)
