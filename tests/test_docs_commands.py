@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -27,7 +28,7 @@ sys.path.insert(0, sys.argv[0].rpartition("/")[0] or ".")
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 # Commands of the system, of which there is nothing to check here.
-_SYSTEM = {"mkdir", "source", "cd", "python3", "docker"}
+_SYSTEM = {"mkdir", "source", "cd", "python3", "docker", "openssl"}
 
 
 def _environment() -> dict[str, str]:
@@ -51,6 +52,11 @@ def _check_python(words: list[str]) -> None:
     if Path(words[0]).name.startswith("pretrain_"):
         _check_pretrain(words, world_size=1)
         return
+    if words[0] == "tools/run_text_generation_server.py":
+        _check_server(words)
+        return
+    if words[0] == "-m":
+        words = [f"{words[1].replace('.', '/')}.py", *words[2:]]
     done = subprocess.run(
         [sys.executable, "-c", _PARSE_ONLY, *words],
         cwd=ROOT,
@@ -60,6 +66,22 @@ def _check_python(words: list[str]) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def _check_server(words: list[str]) -> None:
+    from megatron.config.parser import build_parser
+    from megatron.config.server import ServerConfig
+
+    build_parser(words[0], (ServerConfig,)).parse_args(words[1:])
+
+
+def _check_curl(words: list[str]) -> None:
+    """What is sent to the text generation server is a request that it takes."""
+    from megatron.inference.server.megatron_contract import read_contract
+
+    (url,) = [word for word in words if word.startswith("http://localhost:5000/")]
+    if url.endswith("/api"):
+        read_contract(json.loads(words[words.index("-d") + 1]))
 
 
 def _network(_: str) -> dict[str, int]:
@@ -90,6 +112,7 @@ def _check_tensorboard(words: list[str]) -> None:
 
 
 _CHECKS = {
+    "curl": _check_curl,
     "make": _check_make,
     "pip": _check_pip,
     "python": _check_python,

@@ -29,6 +29,7 @@ from megatron.command import run_command
 from megatron.errors import DataError, StorageError
 
 ROOT = Path(__file__).resolve().parent.parent
+DEFAULT_OUT = Path("runs/demo")
 MARKER = ".megatron-demo"  # says that a folder is ours to overwrite
 # Folders of the standard library's place that hold other things than its code, or tables only.
 NOT_LIBRARY = {
@@ -219,7 +220,12 @@ Metrics        {out / "metrics.jsonl"}
 Checkpoint     {saved}
 Train on       the torchrun command above with a larger --train-iters, --load {saved}
                and --override-opt_param-scheduler (a longer run has another learning rate)
-Your own text  make demo INPUT=my.jsonl OUT=runs/mine (a {{"text": ...}} object a line)""")
+Your own text  make demo INPUT=my.jsonl OUT=runs/mine (a {{"text": ...}} object a line)
+
+Talk to the model: run
+    make serve{"" if out == DEFAULT_OUT else f" OUT={out}"}
+and open http://127.0.0.1:5000/ in a browser, or in another terminal run
+    .venv/bin/python tools/text_generation_cli.py localhost:5000""")
 
 
 def demo(out: Path, source: Path | None, iterations: int) -> None:
@@ -281,7 +287,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         description="From raw text to a trained, evaluated GPT that writes text."
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("runs/demo"), help="folder for everything it writes"
+        "--out", type=Path, default=DEFAULT_OUT, help="folder for everything it writes"
     )
     parser.add_argument(
         "--input", type=Path, help='jsonl with {"text": ...} lines; unset: the standard library'

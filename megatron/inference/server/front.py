@@ -69,7 +69,7 @@ def _configure(service: Service) -> uvicorn.Config:
         ws="none",
         lifespan="off",
         log_config=None,
-        log_level="warning",
+        log_level="error",
         access_log=False,
         proxy_headers=False,
         server_header=False,
