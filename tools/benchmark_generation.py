@@ -59,7 +59,13 @@ def run(options: argparse.Namespace) -> None:
             f"warming up do not fit in the {window} positions of --model {options.model}: give less"
         )
     bandwidth = bandwidth_of(device)
-    subject = Subject(config, device, bandwidth)
+    subject = Subject(
+        config,
+        device,
+        bandwidth,
+        product_rows=options.product_rows,
+        graphs=not options.no_graphs,
+    )
     decoding = []
     for batch in options.batch:
         decoding.append(subject.decode(batch, options.prompt, options.new, WARM_UP))
@@ -101,6 +107,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--new", type=int, default=128, help="steps timed")
     parser.add_argument("--prefill-length", type=int, default=2048, help="tokens of a long prompt")
     parser.add_argument("--prefill-tokens", type=int, default=32768, help="of all long prompts")
+    parser.add_argument(
+        "--product-rows",
+        type=int,
+        help="matrix products take so many tokens at a time: the same bits in any batch",
+    )
+    parser.add_argument("--no-graphs", action="store_true", help="without CUDA graphs")
     parser.add_argument(
         "--transformers", action="store_true", help="time `transformers` with a static cache too"
     )

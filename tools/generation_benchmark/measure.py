@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from dataclasses import replace
 
 import torch
 
@@ -44,9 +45,19 @@ class Subject:
         config: of the network.
         device: where to run.
         bandwidth: bytes/s, for the floor.
+        product_rows, graphs: see `EngineOptions`.
     """
 
-    def __init__(self, config: RunConfig, device: Device, bandwidth: float) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        device: Device,
+        bandwidth: float,
+        *,
+        product_rows: int | None,
+        graphs: bool,
+    ) -> None:
+        self._options = EngineOptions(product_rows=product_rows, graphs=graphs, block_size=_BLOCK)
         self._config, self._device, self._bandwidth = config, device, bandwidth
         rows = padded_vocabulary(config)
         self._vocab = rows
@@ -108,11 +119,11 @@ class Subject:
     def _engine(self, sequences: int, tokens: int) -> BatchEngine:
         assert self._model is not None, "the model has been released"
         self._device.empty_cache()
-        options = EngineOptions(
+        options = replace(
+            self._options,
             max_sequences=sequences,
             max_step_tokens=_step_tokens(sequences),
             cache_tokens=tokens,
-            block_size=_BLOCK,
         )
         return build_engine(
             self._model,
