@@ -268,9 +268,9 @@ def demo(out: Path, source: Path | None, iterations: int) -> None:
     prompt = "    def __init__(self" if source is None else validation.start
     run(
         "Let it write",
-        ["python", "tools/generate_text.py", "--load", str(out / "checkpoints")]
-        + ["--prompt", prompt, "--max-new-tokens", "200", "--num-samples", "2"]
-        + ["--temperature", "0.7", "--top-k", "40", "--seed", "1"],
+        ["python", "tools/generate_samples_gpt.py", "--load", str(out / "checkpoints")]
+        + ["--prompt", prompt, "--out-seq-length", "100", "--num-samples", "2"]
+        + ["--temperature", "0.7", "--top_k", "40", "--seed", "1"],
     )
     loss = last_validation_loss(out / "metrics.jsonl")
     report(out, validation, loss, time.perf_counter() - start)
