@@ -37,6 +37,7 @@ from tools.demos.kinds import KINDS, VOCAB_SIZE, Kind
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXTS = 5  # of the validation documents, for the trained model to work on
+DEFAULT_OUT = Path("runs/demo")
 MARKER = ".megatron-demo"  # says that a folder is ours to overwrite
 # Folders of the standard library's place that hold other things than its code, or tables only.
 NOT_LIBRARY = {
@@ -213,6 +214,12 @@ Train on       the torchrun command above with a larger --train-iters, --load {s
                and --override-opt_param-scheduler (a longer run has another learning rate)
 Your own text  make demo{kind.choice} INPUT=my.jsonl OUT=runs/mine
                (a {{"text": ...}} object a line)""")
+    if not kind.sentences:
+        print(f"""
+Talk to the model: run
+    make serve{"" if out == DEFAULT_OUT else f" OUT={out}"}
+and open http://127.0.0.1:5000/ in a browser, or in another terminal run
+    .venv/bin/python tools/text_generation_cli.py localhost:5000""")
 
 
 def bits_per_byte(kind: Kind, validation: Validation, nats: float) -> str:
@@ -287,7 +294,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--model", choices=tuple(KINDS), default="gpt", help="what to train (default: %(default)s)"
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("runs/demo"), help="folder for everything it writes"
+        "--out", type=Path, default=DEFAULT_OUT, help="folder for everything it writes"
     )
     parser.add_argument(
         "--input", type=Path, help='jsonl with {"text": ...} lines; unset: the standard library'

@@ -70,8 +70,8 @@ def _wordpiece(folder: Path) -> list[str]:
 def _go_on(texts: Sequence[str] | None) -> list[str]:
     prompt = "    def __init__(self" if texts is None else texts[0][:40].partition("\n")[0]
     return [
-        *["tools/generate_text.py", "--prompt", prompt, "--max-new-tokens", "200"],
-        *"--num-samples 2 --temperature 0.7 --top-k 40 --seed 1".split(),
+        *["tools/generate_samples_gpt.py", "--prompt", prompt, "--out-seq-length", "100"],
+        *"--num-samples 2 --temperature 0.7 --top_k 40 --seed 1".split(),
     ]
 
 

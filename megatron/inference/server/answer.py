@@ -126,7 +126,7 @@ class Answer:
         """The answer, bit by bit. The prompt's log probabilities are there before the first.
 
         Raises:
-            ApiError: the engine failed.
+            ApiError: 422 the engine cannot answer this, 500 it failed.
         """
         async for event in self._stream.events():
             if isinstance(event, Prompt):
@@ -145,6 +145,8 @@ class Answer:
                     return
             else:
                 self.finished = event
+                if event.reason == "refused":
+                    raise ApiError(422, event.message, always=False)
                 if event.reason in ("error", "cancelled"):
                     raise ApiError(500, f"the engine gave up: {event.message or event.reason}")
                 shown = self._stops.add(self._speller.rest())

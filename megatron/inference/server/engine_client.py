@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from megatron.inference.request import Event, Finished, Request, Sampling, Stats
+from megatron.inference.request import (
+    Event,
+    Finished,
+    Request,
+    RequestError,
+    Sampling,
+    Stats,
+)
 from megatron.inference.server.errors import ApiError
 from megatron.inference.server.framing import Unpacker, pack
 from megatron.inference.wire import Add, Cancel, command_to_json, event_from_json
 
+logger = logging.getLogger(__name__)
 _CHUNK = 1 << 16
 _GONE = "the engine has stopped: the server's log says why"
 
@@ -109,7 +118,12 @@ class EngineClient:
 
     def _sort(self, message: dict[str, Any]) -> None:
         for event in message["events"]:
-            self._hand_on(event_from_json(event))
+            try:
+                self._hand_on(event_from_json(event))
+            except RequestError as error:  # a number that is none, which JSON cannot carry
+                logger.error("an event of the engine cannot be read: %s", error)
+                self.cancel(event["request"])
+                self._hand_on(Finished(event["request"], "error", "numbers that are not finite"))
         self.stats = Stats(**message["stats"])
 
     def _hand_on(self, event: Event) -> None:

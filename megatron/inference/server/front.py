@@ -43,18 +43,18 @@ def main() -> int:
 async def serve(channel: socket.socket, listener: socket.socket) -> None:
     """Answer clients until the channel closes."""
     reader, writer = await asyncio.open_connection(sock=channel)
-    settings, early = await _receive_settings(reader)
-    settings = _with_descriptors(settings)
+    settings = _with_descriptors(await _receive_settings(reader))
     engine = EngineClient(reader, writer, settings.limits.queued)
     service = Service(settings, build_tokenizer(settings.tokenizer), engine, Metrics(engine))
     server = uvicorn.Server(_configure(service))
-    assert not early, "rank 0 says nothing before it is asked"
     events = asyncio.create_task(engine.run())
     events.add_done_callback(lambda _: setattr(server, "should_exit", True))
     try:
         await server.serve(sockets=[listener])
     finally:
         events.cancel()
+    if events.done() and not events.cancelled():
+        events.result()  # raises what went wrong with the channel
 
 
 def _configure(service: Service) -> uvicorn.Config:
@@ -78,12 +78,12 @@ def _configure(service: Service) -> uvicorn.Config:
     )
 
 
-async def _receive_settings(reader: asyncio.StreamReader) -> tuple[FrontSettings, list[object]]:
+async def _receive_settings(reader: asyncio.StreamReader) -> FrontSettings:
+    """Rank 0's first message. It sends no other before it is asked for something."""
     unpacker = Unpacker()
     while data := await reader.read(_CHUNK):
-        messages = list(unpacker.feed(data))
-        if messages:
-            return FrontSettings.from_json(messages[0]), messages[1:]
+        for message in unpacker.feed(data):
+            return FrontSettings.from_json(message)
     raise EOFError("rank 0 left before it sent the settings")
 
 

@@ -36,7 +36,7 @@ class MegatronApi:
         """
         values = _with_defaults(read_contract(body), body, self._service)
         if not values["no_log"]:
-            logger.info("/api %s", dict(body))
+            logger.info("/api %.2000s", dict(body))
         prompts = [await self._tokenize(text, values) for text in values["prompts"]]
         self._check_length(prompts, values)
         if values["beam_width"] is not None:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import secrets
 import time
-from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,9 +28,8 @@ from megatron.inference.server.openai_fields import (
     REFUSED_CHAT,
     REFUSED_COMPLETION,
 )
+from megatron.inference.server.openai_forms import ChatForm, CompletionForm, Form
 from megatron.inference.server.service import Asked, Service
-
-Choice = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -49,59 +47,6 @@ class Plan:
     include_usage: bool
     logprobs: bool
     echo: bool = False
-
-
-class _Form(ABC):
-    """How one of the two endpoints writes its answers."""
-
-    prefix: str  # of ids
-    whole: str  # `object` of an answer
-    part: str  # `object` of a streamed bit
-
-    @abstractmethod
-    def choice(self, piece: Piece, *, logprobs: bool) -> Choice:
-        """A whole answer, without its index."""
-
-    def first(self) -> Choice | None:
-        """What a streamed answer begins with, where it does before any text."""
-        return None
-
-    @abstractmethod
-    def delta(self, piece: Piece, *, logprobs: bool) -> Choice:
-        """A bit of an answer."""
-
-
-class CompletionForm(_Form):
-    """`text_completion`."""
-
-    prefix, whole, part = "cmpl-", "text_completion", "text_completion"
-
-    def choice(self, piece: Piece, *, logprobs: bool) -> Choice:
-        """Text, and the tokens in four lists."""
-        told = _in_lists(piece.tokens) if logprobs else None
-        return {"text": piece.text, "logprobs": told}
-
-    delta = choice
-
-
-class ChatForm(_Form):
-    """`chat.completion`."""
-
-    prefix, whole, part = "chatcmpl-", "chat.completion", "chat.completion.chunk"
-
-    def choice(self, piece: Piece, *, logprobs: bool) -> Choice:
-        """A message, and a list of tokens."""
-        message = {"role": "assistant", "content": piece.text, "refusal": None}
-        return {"message": message, "logprobs": _in_objects(piece.tokens) if logprobs else None}
-
-    def first(self) -> Choice:
-        """Who speaks."""
-        return {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
-
-    def delta(self, piece: Piece, *, logprobs: bool) -> Choice:
-        """More text of the message."""
-        told = _in_objects(piece.tokens) if logprobs else None
-        return {"delta": {"content": piece.text} if piece.text else {}, "logprobs": told}
 
 
 class OpenAiApi:
@@ -159,7 +104,7 @@ class OpenAiApi:
         if name is not None and name != served:
             raise ApiError(404, f"model {name!r} is not served here: {served!r} is", field="model")
 
-    async def _answer(self, plan: Plan, form: _Form) -> Answered:
+    async def _answer(self, plan: Plan, form: Form) -> Answered:
         start = time.perf_counter()
         answers, close = self._service.start(plan.asked, silent=self._service.ends)
 
@@ -174,7 +119,7 @@ class OpenAiApi:
         finally:
             close()
 
-    async def _whole(self, source: _Source, plan: Plan, form: _Form) -> dict[str, Any]:
+    async def _whole(self, source: _Source, plan: Plan, form: Form) -> dict[str, Any]:
         pieces = await asyncio.gather(*(_joined(each) for each in source.all()))
         choices = [
             {
@@ -188,7 +133,7 @@ class OpenAiApi:
         return {**head, "choices": choices, "usage": _usage(source.answers, plan.copies)}
 
     async def _stream(
-        self, source: _Source, plan: Plan, form: _Form
+        self, source: _Source, plan: Plan, form: Form
     ) -> AsyncGenerator[dict[str, Any], None]:
         head = self._head(form.prefix, form.part)
         tail = {"usage": None} if plan.include_usage else {}
@@ -243,7 +188,9 @@ class _Source:
             if self._plan.echo and self._plan.logprobs and not offset:
                 assert answer.prompt is not None
                 prompt = self._tokenizer.detokenize(answer.prompt_ids)
-                spelled = spell_prompt(self._tokenizer, answer.prompt_ids, answer.prompt)
+                spelled = await asyncio.to_thread(
+                    spell_prompt, self._tokenizer, answer.prompt_ids, answer.prompt
+                )
                 offset = len(prompt)
                 yield Piece(prompt, tuple(spelled))
             if piece.text or piece.tokens:
@@ -330,29 +277,3 @@ def _usage(answers: Sequence[Answer], copies: int) -> dict[str, Any]:
         "total_tokens": prompts + new,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
-
-
-def _in_lists(tokens: Sequence[Spelled]) -> dict[str, Any]:
-    return {
-        "tokens": [token.text for token in tokens],
-        "token_logprobs": [token.logprob for token in tokens],
-        "top_logprobs": [dict(token.top) if token.top else None for token in tokens],
-        "text_offset": [token.offset for token in tokens],
-    }
-
-
-def _in_objects(tokens: Sequence[Spelled]) -> dict[str, Any]:
-    content = [
-        {
-            **_one(token.text, token.logprob),
-            "top_logprobs": [_one(text, logprob) for text, logprob in token.top],
-        }
-        for token in tokens
-    ]
-    return {"content": content, "refusal": None}
-
-
-def _one(text: str, logprob: float | None) -> dict[str, Any]:
-    # A part of a character has bytes that its text does not tell.
-    known = None if "\ufffd" in text else list(text.encode())
-    return {"token": text, "logprob": logprob, "bytes": known}

@@ -69,10 +69,10 @@ async def read_messages(
     if not isinstance(messages, list) or not messages:
         raise ApiError(400, _MESSAGES, field="messages")
     text = template.render([_read_message(message) for message in messages])
-    ids = service.tokenizer.tokenize_spelled(text)
+    ids = await service.tokenize(text, spelled=True)
     if not ids:
         raise ApiError(400, "the chat template makes no text of these messages", field="messages")
-    return tuple(ids)
+    return ids
 
 
 def _read_message(message: Any) -> dict[str, str]:

@@ -56,11 +56,16 @@ class Service:
         engine = self.settings.engine
         return min(engine.max_length, engine.cache_tokens)
 
-    async def tokenize(self, text: str) -> tuple[int, ...]:
-        """Ids of a text. A long one does not keep the others waiting."""
+    async def tokenize(self, text: str, *, spelled: bool = False) -> tuple[int, ...]:
+        """Ids of a text. A long one does not keep the others waiting.
+
+        Args:
+            spelled: the text spells its special tokens out.
+        """
+        tokenize = self.tokenizer.tokenize_spelled if spelled else self.tokenizer.tokenize
         if len(text) < _LONG_TEXT:
-            return tuple(self.tokenizer.tokenize(text))
-        return tuple(await asyncio.to_thread(self.tokenizer.tokenize, text))
+            return tuple(tokenize(text))
+        return tuple(await asyncio.to_thread(tokenize, text))
 
     def check_total(
         self, prompts: Sequence[Sequence[int]], new_tokens: int, copies: int = 1
