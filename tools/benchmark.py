@@ -27,10 +27,11 @@ if __package__ in (None, ""):
     # Started as a file: the package beside this folder may not be installed.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.errors import ConfigError, DataError, UserError
+from megatron.command import run_command
+from megatron.errors import ConfigError, DataError
 from tools.bench import report
 from tools.bench.breakdown import read_breakdown
-from tools.bench.launch import Measured, entry_command, measure, run_command
+from tools.bench.launch import Measured, entry_command, measure, run_process
 from tools.bench.report import Result
 from tools.bench.workloads import (
     PRECISIONS,
@@ -151,7 +152,7 @@ def run_once(plan: Plan, subject: Subject, number: int, result: Result, *, profi
     words = [*_length_flags(last, profile, folder), *plan.flags]
     words += ["--metrics-jsonl", str(metrics), "--log-memory-to-tensorboard"]
     command = entry_command(subject.root, plan.gpus, words)
-    lines = run_command(command, root=subject.root, log=folder / "log.txt", timeout=plan.timeout)
+    lines = run_process(command, root=subject.root, log=folder / "log.txt", timeout=plan.timeout)
     measured = measure(lines, warmup=plan.warmup, last=last)
     result.runs.append(_with_memory_of(metrics, measured))
     print(report.run_line(subject.name, number, measured, _tokens_per_gpu(plan)), flush=True)
@@ -232,7 +233,7 @@ def _known_ceilings(
         words += ["--ceiling-seconds", str(wanted)]
         words += [f"--layout={options.layout}", "--", *further]
         command = [sys.executable, str(Path(__file__).resolve()), *words]
-        run_command(command, root=ROOT, log=plan.folder / "ceilings.txt", timeout=options.timeout)
+        run_process(command, root=ROOT, log=plan.folder / "ceilings.txt", timeout=options.timeout)
     return json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -308,12 +309,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.quick:
         options.warmup, options.iterations, options.repeat = 5, 15, 1
         options.ceiling_seconds = min(options.ceiling_seconds, 0.5)
-    try:
-        benchmark(options, words[cut + 1 :])
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    return run_command(lambda: benchmark(options, words[cut + 1 :]))
 
 
 if __name__ == "__main__":

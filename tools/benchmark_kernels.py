@@ -17,7 +17,8 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.errors import ConfigError, UserError
+from megatron.command import run_command
+from megatron.errors import ConfigError
 
 GROUPS = ("layers", "training")  # files of tools/kernel_benchmarks
 
@@ -28,12 +29,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="Time operations with this in their name.")
     parser.add_argument("--no-compile", action="store_true", help="Leave torch.compile out.")
     args = parser.parse_args()
-    try:
-        _run(args.only, compiled=not args.no_compile)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    return 0
+    return run_command(lambda: _run(args.only, compiled=not args.no_compile))
 
 
 def _run(only: str, *, compiled: bool) -> None:

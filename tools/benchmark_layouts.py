@@ -22,7 +22,8 @@ if __package__ in (None, ""):
     # Started as a file: the packages beside this folder may not be installed.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.errors import ConfigError, UserError
+from megatron.command import run_command
+from megatron.errors import ConfigError
 from tools.layouts.models import BenchmarkLayout, models
 from tools.layouts.table import Row, as_markdown
 
@@ -120,16 +121,15 @@ def run(options: argparse.Namespace) -> list[Row]:
 def main(words: Sequence[str]) -> int:
     """The exit code: 1 when a run failed."""
     options = build_parser().parse_args(words)
-    try:
+
+    def work() -> int:
         if options.list:
             for layout in choose(options):
                 print(f"{layout.name} ({layout.processes}): {layout.flags}")
             return 0
-        rows = run(options)
-    except UserError as error:
-        print(f"benchmark_layouts: {error}", file=sys.stderr)
-        return error.exit_code
-    return int(any(row.failed for row in rows))
+        return int(any(row.failed for row in run(options)))
+
+    return run_command(work)
 
 
 if __name__ == "__main__":

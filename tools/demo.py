@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.errors import DataError, StorageError, UserError
+from megatron.command import run_command
+from megatron.errors import DataError, StorageError
 
 ROOT = Path(__file__).resolve().parent.parent
 MARKER = ".megatron-demo"  # says that a folder is ours to overwrite
@@ -291,18 +292,17 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def checked_demo(options: argparse.Namespace) -> None:
+    if options.input is not None and not options.input.is_file():
+        raise DataError(f"--input {options.input}: no such file")
+    if options.iters < 1:
+        raise DataError(f"--iters {options.iters}: give at least 1")
+    demo(options.out, options.input, options.iters)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    try:
-        if options.input is not None and not options.input.is_file():
-            raise DataError(f"--input {options.input}: no such file")
-        if options.iters < 1:
-            raise DataError(f"--iters {options.iters}: give at least 1")
-        demo(options.out, options.input, options.iters)
-    except UserError as error:
-        print(f"demo: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    return run_command(lambda: checked_demo(options))
 
 
 if __name__ == "__main__":

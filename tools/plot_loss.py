@@ -13,7 +13,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.errors import DataError, UserError
+from megatron.command import run_command
+from megatron.errors import DataError
 
 Points = list[tuple[int, float]]  # (iteration, loss in nats per token)
 
@@ -95,16 +96,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def run(options: argparse.Namespace) -> None:
+    training, validation = read_metrics(options.metrics)
+    draw(training, validation, options.output, title=options.title, entropy=options.entropy)
+    print(f"wrote {options.output}")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    try:
-        training, validation = read_metrics(options.metrics)
-        draw(training, validation, options.output, title=options.title, entropy=options.entropy)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    print(f"wrote {options.output}")
-    return 0
+    return run_command(lambda: run(options))
 
 
 if __name__ == "__main__":

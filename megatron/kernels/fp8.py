@@ -89,9 +89,8 @@ class ReferenceCasts:
     def cast(self, x: Tensor, amax: Tensor, fp8: torch.dtype) -> Fp8:
         largest = torch.finfo(fp8).max
         held = amax.float().clamp(min=SMALLEST)
-        scaled = x.float() * (
-            torch.full_like(held, largest) / held
-        )  # a number / tensor rounds twice
+        factor = torch.full_like(held, largest) / held  # a number / tensor would round twice
+        scaled = x.float() * factor
         return Fp8(scaled.clamp(-largest, largest).to(fp8), held / largest)
 
     def cast_transpose(self, x: Tensor, amax: Tensor, fp8: torch.dtype) -> tuple[Fp8, Fp8]:

@@ -12,6 +12,7 @@ from megatron.device import Device
 from megatron.errors import ConfigError
 from megatron.kernels.amax import Amaxes
 from megatron.kernels.fp8 import E4M3, E5M2, choose_fp8_casts
+from megatron.kernels.fp8_product import choose_fp8_product
 from megatron.kernels.library import KernelLibrary, find_library
 from megatron.parallel.products import Fp8Format, Fp8Products, Plain, Products
 
@@ -63,4 +64,6 @@ def choose_kernels(precision: PrecisionConfig, device: torch.device) -> Kernels:
     )
     amaxes = Amaxes()
     casts = choose_fp8_casts(library, amaxes)
-    return Kernels(library, lambda: Fp8Products(form, casts), None if form.by_row else amaxes)
+    product = choose_fp8_product(device)
+    measured = None if form.by_row else amaxes
+    return Kernels(library, lambda: Fp8Products(form, casts, product), measured)

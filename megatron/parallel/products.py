@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.device import Device
 from megatron.kernels.fp8 import E4M3, E5M2, Fp8, Fp8Casts
+from megatron.kernels.fp8_product import Fp8Product, reference_product
 from megatron.kernels.weight_gradient import weight_gradient
 
 FP8_MULTIPLE = 16  # both sizes of a matrix
@@ -114,11 +114,15 @@ class Fp8Products:
     Args:
         form: the formats.
         casts: kernels, or plain PyTorch.
+        multiply: likewise.
     """
 
-    def __init__(self, form: Fp8Format, casts: Fp8Casts) -> None:
+    def __init__(
+        self, form: Fp8Format, casts: Fp8Casts, multiply: Fp8Product = reference_product
+    ) -> None:
         self._form = form
         self._casts = casts
+        self._multiply = multiply
         self._weight: tuple[Fp8, Fp8] | None = None
 
     @property
@@ -136,7 +140,7 @@ class Fp8Products:
         else:
             left, turned = self._both(rows, self._form.values)
             kept += (turned.values, turned.inverse)
-        out = _multiply(left, by_out, x.dtype, bias=bias, fast=True)
+        out = self._multiply(left, by_out, x.dtype, bias=bias, fast=True)
         return out.view(*x.shape[:-1], -1), kept
 
     def prepare(self, grad: Tensor) -> Kept:
@@ -149,7 +153,7 @@ class Fp8Products:
         return rows.new_empty(0), left.values, left.inverse, turned.values, turned.inverse
 
     def input_gradient(self, grad: Kept, kept: Kept) -> Tensor:
-        return _multiply(Fp8(*grad[1:3]), Fp8(*kept[:2]), grad[0].dtype)
+        return self._multiply(Fp8(*grad[1:3]), Fp8(*kept[:2]), grad[0].dtype)
 
     def weight_gradient(
         self, grad: Kept, kept: Kept, x: Tensor | None, into: Tensor, *, accumulate: bool
@@ -158,10 +162,7 @@ class Fp8Products:
             weight_gradient(grad[0], x, into, accumulate=accumulate)
             return
         left, right = Fp8(*grad[3:]), Fp8(*kept[2:])
-        if accumulate:
-            into.add_(_multiply(left, right, into.dtype))
-        else:
-            _multiply(left, right, into.dtype, into=into)
+        self._multiply(left, right, into.dtype, into=into, accumulate=accumulate)
 
     def forget(self) -> None:
         self._weight = None
@@ -176,31 +177,3 @@ class Fp8Products:
         if self._form.by_row:
             return self._casts.cast_transpose_rows(x, fp8)
         return self._casts.cast_transpose(x, self._casts.amax(x), fp8)
-
-
-def _multiply(
-    left: Fp8,
-    right: Fp8,
-    dtype: torch.dtype,
-    *,
-    bias: Tensor | None = None,
-    fast: bool = False,
-    into: Tensor | None = None,
-) -> Tensor:
-    """left [m, k] times the transpose of right [n, k]: [m, n]."""
-    if not Device(left.values.device).is_gpu:  # whose library knows no scales of rows
-        out = left.values.float() @ right.values.float().t() * left.inverse
-        out = out * (right.inverse.t() if right.inverse.dim() == 2 else right.inverse)
-        out = (out if bias is None else out + bias).to(dtype)
-        return out if into is None else into.copy_(out)
-    inverse = right.inverse.t() if right.inverse.dim() == 2 else right.inverse
-    return torch._scaled_mm(
-        left.values,
-        right.values.t(),
-        left.inverse,
-        inverse,
-        bias=bias,
-        out_dtype=dtype,
-        use_fast_accum=fast,
-        **({} if into is None else {"out": into}),
-    )

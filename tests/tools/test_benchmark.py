@@ -21,7 +21,7 @@ from tools.bench.launch import (
     entry_command,
     measure,
     read_log,
-    run_command,
+    run_process,
 )
 from tools.bench.workloads import (
     WORKLOADS,
@@ -116,7 +116,7 @@ def test_a_log_that_measures_nothing_is_refused() -> None:
 def test_a_run_that_fails_or_hangs_shows_its_last_lines(tmp_path) -> None:
     def run(code, timeout):
         command = [sys.executable, "-c", code]
-        return run_command(command, root=tmp_path, log=tmp_path / "log.txt", timeout=timeout)
+        return run_process(command, root=tmp_path, log=tmp_path / "log.txt", timeout=timeout)
 
     lines = run("print('one'); print('two')", 60)
     assert [text for _, text in lines] == ["one", "two"]

@@ -79,7 +79,7 @@ def entry_command(root: Path, gpus: int, flags: Sequence[str]) -> list[str]:
     return [*torchrun, "--nproc-per-node", str(gpus), script, *flags]
 
 
-def run_command(
+def run_process(
     command: Sequence[str], *, root: Path, log: Path, timeout: float
 ) -> list[tuple[float, str]]:
     """Run to the end; every line of output with the seconds after the launch at which it came.

@@ -22,9 +22,10 @@ if __name__ == "__main__":
 import argparse
 from collections.abc import Iterator, Sequence
 
+from megatron.command import run_command
 from megatron.config.arguments import add_flags
 from megatron.config.data import TokenizerConfig
-from megatron.errors import ConfigError, UserError
+from megatron.errors import ConfigError
 
 LOADERS = ("native", "megatron", "hf", "llama2_hf")
 SAVERS = ("native", "hf")
@@ -144,13 +145,12 @@ def _verify(source: object, options: argparse.Namespace) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 done, else that of the error."""
     options = build_parser().parse_args(argv)
-    try:
+
+    def work() -> None:
         for line in run(options):
             print(line, flush=True)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+
+    return run_command(work)
 
 
 if __name__ == "__main__":
