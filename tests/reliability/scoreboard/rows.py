@@ -17,6 +17,7 @@ from tests.reliability.scoreboard.runs import (
     resumed_runs,
     sample_order,
     terminated,
+    waiting_time,
 )
 from tests.reliability.scoreboard.score import Row
 
@@ -104,6 +105,13 @@ ROWS: tuple[Row, ...] = (
         torn_trackers,
         full=15,
         quick=2,
+    ),
+    Row(
+        12,
+        "training waits for a save in the background at most 0.1 s and a second a gigabyte (CPU)",
+        waiting_time,
+        full=10,
+        quick=0,
     ),
     Row(
         15,
