@@ -38,10 +38,12 @@ def test_a_promise_that_breaks_is_counted() -> None:
     assert trials.failures == ["trial 1: AssertionError: broken"]
     text = table([(row, trials)], "Commit x.")
     assert "| 7 | done and held | 2 of 3 | 0.0 s | looks: 3 |" in text
-    page = "before\n<!-- scoreboard: written by tools/scoreboard.py -->\nold\n<!-- end -->\nafter\n"
+    page = (
+        "before\n<!-- scoreboard: written by tools/scoreboard.py -->\nbygone\n<!-- end -->\nafter\n"
+    )
     assert replaced(replaced(page, "x\n"), text).count("| 7 |") == 1
     assert replaced(page, text).startswith("before\n")
     assert replaced(page, text).endswith("<!-- end -->\nafter\n")
-    assert "old" not in replaced(page, text)
+    assert "bygone" not in replaced(page, text)
     with pytest.raises(SystemExit, match="has no lines"):
         replaced("nothing\n", text)
