@@ -34,7 +34,10 @@ class GPTRecipe:
     """Next-token prediction on a stream of documents."""
 
     program = "pretrain_gpt.py"
-    loss_names = ("lm loss",)
+    architecture = "gpt"
+
+    def loss_names(self, config: RunConfig) -> tuple[str, ...]:
+        return ("lm loss",)
 
     def build_part(
         self,

@@ -1,7 +1,8 @@
 """Nothing that we ship runs what a file, a flag or a request contains.
 
-Walks the syntax tree of every shipped Python file. Exactly one file may touch `pickle`: the
-restricted reader of Megatron's files, and of pickle only the `Unpickler` class to restrict.
+Walks the syntax tree of every shipped Python file. Two files may touch `pickle`: the restricted
+reader of Megatron's files, and of pickle only the `Unpickler` class to restrict; and what writes
+such files, which may take the `Pickler` alone.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-RESTRICTED_READER = "megatron/checkpoint/legacy/unpickler.py"
+OF_PICKLE = {
+    "megatron/checkpoint/legacy/unpickler.py": "pickle.Unpickler",
+    "megatron/checkpoint/legacy/torch_file.py": "pickle.Pickler",
+}
 
 BANNED_MODULES = {
     "pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "jsonpickle", "marshal",
@@ -106,7 +110,7 @@ def _complaints(node: ast.AST, aliases: dict[str, str], file: str) -> Iterator[s
             yield f"{full} {BANNED_CALLS[full]}"
         if full.rpartition(".")[2] in BANNED_ATTRIBUTES:
             yield f"{full} carries pickles"
-        if full.startswith("pickle.") and full != "pickle.Unpickler":
+        if full.startswith("pickle.") and full != OF_PICKLE.get(file):
             yield full
         if full.startswith(BANNED_PACKAGES):
             yield full
@@ -120,7 +124,7 @@ def _check_import(node: ast.Import | ast.ImportFrom, file: str) -> Iterator[str]
     else:
         modules = [f"{node.module}.{item.name}" for item in node.names if node.module]
     for module in modules:
-        allowed = file == RESTRICTED_READER and module == "pickle"
+        allowed = file in OF_PICKLE and module == "pickle"
         if module.partition(".")[0] in BANNED_MODULES and not allowed:
             yield f"import of {module}"
         if module.startswith(BANNED_PACKAGES) or module in BANNED_CALLS:
@@ -160,13 +164,14 @@ def test_the_shipped_tree_holds_nothing_banned():
     assert not hits, "\n".join(hits)
 
 
-def test_the_restricted_reader_is_the_only_exception():
+def test_reader_and_writer_of_megatron_s_files_are_the_only_exceptions():
     hits = [
         hit.partition(": ")[2]
         for path in _shipped()
         for hit in find_banned(path.read_text(), "no exception here")
     ]
-    assert hits == ["import of pickle"]
+    both = ["import of pickle", "pickle.Pickler", "import of pickle", "pickle.Unpickler"]
+    assert sorted(hits) == sorted(both)
 
 
 @pytest.mark.parametrize(
@@ -217,6 +222,8 @@ def test_the_gate_lets_harmless_code_pass(source):
     assert not find_banned(source, "x")
 
 
-def test_even_the_restricted_reader_may_not_load_freely():
-    assert find_banned("import pickle\npickle.loads(b'')", RESTRICTED_READER)
-    assert not find_banned("import pickle\nclass U(pickle.Unpickler): pass", RESTRICTED_READER)
+def test_even_reader_and_writer_may_not_load_freely():
+    for file, kind in OF_PICKLE.items():
+        assert find_banned("import pickle\npickle.loads(b'')", file)
+        assert not find_banned(f"import pickle\nclass U({kind}): pass", file)
+        assert find_banned("import pickle\nu = pickle.Unpickler, pickle.Pickler", file)

@@ -1,4 +1,4 @@
-"""The weights of one checkpoint as another, whatever formats both have; a few tensors at a time."""
+"""One checkpoint as another, whatever formats both have; a few tensors at a time."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from megatron.config.run import RunConfig
 from megatron.config.yaml_file import to_dict
 from megatron.parallel.layout import Layout
 
-WEIGHTS = "model."
+WEIGHTS, STATES = "model.", "optimizer."
 
 
-def weights_of(reader: Reader) -> State:
-    """The model's parameters, each read when it is written."""
-    names = [name for name in reader.names() if name.startswith(WEIGHTS)]
+def state_of(reader: Reader, *, keep_optimizer: bool = False) -> State:
+    """The model's parameters, perhaps with the optimizer's states; each read when it is written."""
+    rooms = (WEIGHTS, STATES) if keep_optimizer else (WEIGHTS,)
+    names = [name for name in reader.names() if name.startswith(rooms)]
     return {name: Entry.whole(_deferred(reader, name)) for name in names}
 
 
@@ -29,31 +30,42 @@ def _deferred(reader: Reader, name: str) -> DeferredTensor:
     return DeferredTensor(shape, reader.dtype(name), read)
 
 
-def save_weights(reader: Reader, root: Path, config: RunConfig, extra: Json | None = None) -> Path:
-    """Write a native checkpoint of the weights alone, at the reader's iteration.
+def save_native(
+    reader: Reader,
+    root: Path,
+    config: RunConfig,
+    extra: Json | None = None,
+    *,
+    keep_optimizer: bool = False,
+) -> Path:
+    """Write a native checkpoint at the reader's iteration.
 
-    Training goes on from it by `--finetune`, or with a fresh optimizer by `--no-load-optim`.
+    From weights alone training goes on by `--finetune`, or with a fresh optimizer by
+    `--no-load-optim`.
 
     Args:
         reader: an opened checkpoint; its vocabulary tables decide the padded vocabulary.
         root: folder of checkpoints.
         config: of the run that the checkpoint is to stand for.
         extra: further keys for the checkpoint's meta data.
+        keep_optimizer: its states, and where its schedule stands, too.
 
     Raises:
         StorageError: it cannot be written.
         CheckpointError: another job writes there, or the source turns out damaged.
     """
+    kept = reader.meta if keep_optimizer else {}
     meta = {
         "iteration": reader.iteration,
         "consumed_train_samples": reader.meta.get("consumed_train_samples", 0),
         "padded_vocab_size": reader.global_shape(f"{WEIGHTS}embedding.word.weight")[0],
-        "optimizer": None,
-        "schedule": None,
+        "optimizer": kept.get("optimizer"),
+        "schedule": kept.get("schedule"),
         "rng": None,
         "tokenizer": None,
         "config": to_dict(config),
         **(extra or {}),
     }
+    state = state_of(reader, keep_optimizer=keep_optimizer)
     with SaveLock(root):
-        return save(root, reader.iteration, weights_of(reader), meta, Layout.single())
+        return save(root, reader.iteration, state, meta, Layout.single())

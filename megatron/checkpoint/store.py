@@ -29,7 +29,14 @@ from megatron.checkpoint.durable import (
 )
 from megatron.checkpoint.entries import Json, State
 from megatron.checkpoint.exchange import Exchange
-from megatron.checkpoint.find import REPLACED, TRACKER, iteration_folder, warn
+from megatron.checkpoint.find import (
+    RELEASE,
+    REPLACED,
+    TRACKER,
+    iteration_folder,
+    tracker_text,
+    warn,
+)
 from megatron.checkpoint.manifest import (
     MANIFEST,
     FileInfo,
@@ -97,8 +104,8 @@ def write_checkpoint(
         keep: delete all but so many of the newest afterwards; None: none.
     """
     exchange = Exchange(layout.world)
-    root = Path(root).absolute()
-    temporary = Path(exchange.on_main(lambda: _prepare(root, iteration, plan.total_bytes)))
+    root, folder = Path(root).absolute(), iteration_folder(iteration)
+    temporary = Path(exchange.on_main(lambda: prepare(root, folder, plan.total_bytes)))
     try:
         reports = exchange.together(lambda: _write(temporary, layout.world.rank, mine))
         exchange.on_main(
@@ -110,7 +117,7 @@ def write_checkpoint(
         raise
     if keep is not None and exchange.is_main:
         _prune(root, iteration, keep)
-    return root / iteration_folder(iteration)
+    return root / folder
 
 
 def _prune(root: Path, newest: int, keep: int) -> None:
@@ -120,15 +127,27 @@ def _prune(root: Path, newest: int, keep: int) -> None:
         warn(f"{error.filename or root}: an old checkpoint stays: {error.strerror}")
 
 
-def _prepare(root: Path, iteration: int, need: int) -> str:
-    """Tidy up, see that there is room for `need` bytes, and make the temporary folder."""
-    final = root / iteration_folder(iteration)
+def prepare(root: Path, folder: str, need: int, *, replaces_legacy: bool = False) -> str:
+    """Tidy up, see that there is room for `need` bytes, and make the temporary folder.
+
+    Args:
+        root: folder of checkpoints; made where missing.
+        folder: the checkpoint's name, `iter_0000100` or `release`.
+        need: bytes.
+        replaces_legacy: an older checkpoint of this name may be Megatron's.
+
+    Raises:
+        StorageError: there is no room, or the folder cannot be written.
+        CheckpointError: a checkpoint of this name stands there that must not be replaced.
+    """
+    final = root / folder
     with storage_errors(root):
         if not root.is_dir():
             root.mkdir(parents=True)
             sync_folder(root.parent)
         reap(root)
-        if final.exists() and not (final / MANIFEST).exists() and any(final.iterdir()):
+        is_ours = replaces_legacy or (final / MANIFEST).exists()
+        if final.exists() and not is_ours and any(final.iterdir()):
             raise CheckpointError(
                 f"{final} holds a checkpoint that this program did not write and will not "
                 "replace: give another folder to --save"
@@ -151,7 +170,7 @@ def reap(root: Path) -> None:
     A replaced checkpoint whose successor never arrived gets its name back.
     """
     for path in list(root.iterdir()):
-        if not path.name.startswith(("iter_", TRACKER)):
+        if not path.name.startswith(("iter_", RELEASE, TRACKER)):
             continue
         if TEMPORARY in path.name:
             remove_tree(path) if path.is_dir() else path.unlink(missing_ok=True)
@@ -209,9 +228,19 @@ def _manifest(
 
 def _publish(root: Path, temporary: Path, manifest: Manifest) -> None:
     """Manifest, rename, tracker: each durable before the next."""
-    final = root / iteration_folder(manifest.iteration)
     with storage_errors(root):
         write_file(temporary / MANIFEST, dump(manifest))
+    publish(root, temporary, iteration_folder(manifest.iteration))
+
+
+def publish(root: Path, temporary: Path, folder: str) -> None:
+    """Give a complete folder its name, then let the tracker name it: each durable before the next.
+
+    Raises:
+        StorageError: it cannot be; what stood there before is back in its place.
+    """
+    final = root / folder
+    with storage_errors(root):
         sync_folder(temporary)
         replaced = _set_aside(final)
         try:
@@ -222,7 +251,7 @@ def _publish(root: Path, temporary: Path, manifest: Manifest) -> None:
                     os.rename(replaced, final)
             raise
         sync_folder(root)
-        replace_file(root / TRACKER, str(manifest.iteration).encode())
+        replace_file(root / TRACKER, tracker_text(folder))
         if replaced is not None:
             remove_tree(replaced)
 

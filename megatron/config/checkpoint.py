@@ -13,6 +13,12 @@ class CheckpointConfig:
 
     save: str | None = flag(None, "Folder to write checkpoints to. Unset: none are written.")
     save_interval: int | None = flag(None, "Iterations between checkpoints.", unit="iterations")
+    ckpt_format: str = flag(
+        "native",
+        "How checkpoints are written: native, or legacy for files that Megatron-LM 23.08 loads. "
+        "Both are read.",
+        choices=("native", "legacy"),
+    )
     save_interval_in_mins: float | None = flag(
         None, "Time between checkpoints; with --save-interval, whichever is due.", unit="minutes"
     )

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 
 from megatron.config import (
+    rules_architecture,
     rules_context,
     rules_data,
     rules_fp8,
@@ -28,6 +29,8 @@ RULES: tuple[Rule, ...] = (
     rules_model.bounds,
     rules_sharding.sharding,
     rules_sharding.torch_ddp,
+    rules_architecture.architecture,
+    rules_architecture.t5,
     rules_model.layout,
     rules_context.context,
     rules_model.tensor_parallel,
@@ -53,14 +56,18 @@ RULES: tuple[Rule, ...] = (
     rules_data.sources,
     rules_data.blends,
     rules_data.split,
+    rules_data.masking,
     rules_data.tokenizer,
 )
 
 
 def find_problems(
-    config: RunConfig, world_size: int, spoilt: Iterable[str] = frozenset()
+    config: RunConfig,
+    world_size: int,
+    spoilt: Iterable[str] = frozenset(),
+    rules: Iterable[Rule] = RULES,
 ) -> list[str]:
-    """Every mistake in a resolved run, one line each.
+    """Every mistake in a resolved run, one line each: against all rules, or some.
 
     `spoilt` names fields whose values could not be read and were reported already: lines about
     their flags are left out, because they would follow from a default the user did not ask for.
@@ -73,7 +80,7 @@ def find_problems(
         if field.name in spoilt
         for name in (*field.names, *field.off_names)
     }
-    problems = (problem for rule in RULES for problem in rule(config, world_size))
+    problems = (problem for rule in rules for problem in rule(config, world_size))
     return [line for line in problems if flags.isdisjoint(re.findall(r"--[\w-]+", line))]
 
 

@@ -33,6 +33,7 @@ def _supported() -> Iterator[str]:
         rows = [
             (_spellings(field), _status(field), default_text(field), _meaning(field))
             for field in fields_of(config_type)
+            if field.names
         ]
         yield from _table(("Flag", "Status", "Default", "Meaning"), rows)
 

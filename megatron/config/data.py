@@ -70,9 +70,7 @@ class DataConfig:
         None, "As --data-path, validation only.", many=True
     )
     test_data_path: tuple[str, ...] | None = flag(None, "As --data-path, test only.", many=True)
-    data_cache_path: str | None = flag(
-        None, "Folder for index caches. Unset: index-cache beside the dataset."
-    )
+    data_cache_path: str | None = flag(None, "Folder for index caches. Unset: beside the dataset.")
     mock_data: bool = flag(False, "Train on generated tokens instead of a corpus.")
     seq_length: int | None = flag(
         None,
@@ -80,6 +78,7 @@ class DataConfig:
         unit="tokens",
         names=("--seq-length", "--encoder-seq-length"),
     )
+    decoder_seq_length: int | None = flag(None, "Sequence length of a T5's decoder.", unit="tokens")
     mmap_warmup: bool = flag(False, "Read the data files once at the start.")
     num_workers: int = flag(
         2, "Loader processes of each rank. 0: load in the training process.", unit="processes"
@@ -100,6 +99,16 @@ class DataConfig:
     reset_position_ids: bool = flag(False, "Restart positions after each end of document.")
     reset_attention_mask: bool = flag(False, "No attention across an end of document.")
     eod_mask_loss: bool = flag(False, "No loss on end-of-document tokens.")
+    mask_prob: float = flag(0.15, "Share of tokens that BERT and T5 are to find.", unit="0 to 1")
+    short_seq_prob: float = flag(
+        0.1, "Share of BERT's and T5's samples that are made shorter.", unit="0 to 1"
+    )
     log_sample_ids: bool = flag(
         False, "Append each iteration's sample ids to samples.jsonl in the --save folder."
     )
+
+    @property
+    def sample_tokens(self) -> int:
+        """Tokens of a sample that the model reads, of encoder and decoder together."""
+        assert self.seq_length is not None, "the configuration is not resolved"
+        return self.seq_length + (self.decoder_seq_length or 0)

@@ -45,7 +45,9 @@ class Field:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Spellings that give a value, or turn a switch on."""
+        """Spellings that give a value, or turn a switch on; none of what is no flag."""
+        if not self.info.is_flag:
+            return ()
         return self.info.names or ("--" + self.name.replace("_", "-"),)
 
     @property

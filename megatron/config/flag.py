@@ -21,6 +21,7 @@ class FlagInfo:
         convert: text to value where the annotation's own type would not do.
         notice: printed once where the value is not the default, for a flag that is honoured in
             meaning: there is nothing here for it to change.
+        is_flag: False for what only the YAML file holds: see `setting`.
     """
 
     help: str
@@ -31,6 +32,7 @@ class FlagInfo:
     many: bool = False
     convert: Callable[[str], Any] | None = None
     notice: str | None = None
+    is_flag: bool = True
 
 
 def flag(
@@ -56,4 +58,10 @@ def flag(
         convert=convert,
         notice=notice,
     )
+    return dataclasses.field(default=default, metadata={"flag": info})
+
+
+def setting(default: Any, help: str, *, choices: Sequence[Any]) -> Any:
+    """A field that the program sets and the YAML file keeps; no flag."""
+    info = FlagInfo(help=help, choices=tuple(choices), is_flag=False)
     return dataclasses.field(default=default, metadata={"flag": info})

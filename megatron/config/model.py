@@ -4,18 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.flag import flag
+from megatron.config.flag import flag, setting
+
+ARCHITECTURES = ("gpt", "bert", "t5")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Network."""
 
+    architecture: str = setting(
+        "gpt", "Kind of network: that of the script which trains it.", choices=ARCHITECTURES
+    )
     num_layers: int | None = flag(
         None,
         "Transformer layers.",
         unit="layers",
         names=("--num-layers", "--encoder-num-layers"),
+    )
+    decoder_num_layers: int | None = flag(
+        None, "Layers of a T5's decoder. Unset: as many as --num-layers.", unit="layers"
     )
     hidden_size: int | None = flag(None, "Width of the residual stream.")
     ffn_hidden_size: int | None = flag(
@@ -78,6 +86,12 @@ class ModelConfig:
     qk_layernorm: bool = flag(
         False, "Normalize each head's query and key, with --normalization, before they meet."
     )
+    bert_binary_head: bool = flag(
+        True,
+        "BERT also learns to tell whether two segments are in order; off: masked tokens alone, "
+        "without token types and pooler.",
+        off="--bert-no-binary-head",
+    )
     attention_dropout: float = flag(0.1, "Dropout on attention probabilities.", unit="0 to 1")
     hidden_dropout: float = flag(0.1, "Dropout on block outputs and embeddings.", unit="0 to 1")
     init_method_std: float = flag(0.02, "Standard deviation of the initial weights.")
@@ -110,6 +124,12 @@ class ModelConfig:
     )
 
     @property
+    def all_layers(self) -> int:
+        """Transformer layers, those of a decoder beside an encoder included."""
+        assert self.num_layers is not None
+        return self.num_layers + (self.decoder_num_layers or 0)
+
+    @property
     def kv_heads(self) -> int:
         """Key-value heads: the query groups, or all heads without grouping."""
         if self.group_query_attention:
@@ -120,7 +140,9 @@ class ModelConfig:
 
 # What gives the weights their shape and meaning: with other values it is another network.
 NETWORK_FIELDS = (
+    "architecture",
     "num_layers",
+    "decoder_num_layers",
     "hidden_size",
     "ffn_hidden_size",
     "num_attention_heads",
@@ -145,4 +167,5 @@ NETWORK_FIELDS = (
     "add_bias_linear",
     "add_qkv_bias",
     "qk_layernorm",
+    "bert_binary_head",
 )

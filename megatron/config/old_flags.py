@@ -6,7 +6,7 @@ is refused with the remedy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
 from megatron.config.command_line import Given
@@ -50,10 +50,10 @@ class Translation:
     problems: list[str] = field(default_factory=list)
 
 
-def translate(flags: Sequence[Given]) -> Translation:
-    """Today's command line for an old one."""
-    old = {flag.name: flag for flag in OLD_FLAGS}
-    gone = {(flag.name, flag.value): flag for flag in GONE_FLAGS}
+def translate(flags: Sequence[Given], known: Container[str] = ()) -> Translation:
+    """Today's command line for an old one; flags that the program has (`known`) are not old."""
+    old = {flag.name: flag for flag in OLD_FLAGS if flag.name not in known}
+    gone = {(flag.name, flag.value): flag for flag in GONE_FLAGS if flag.name not in known}
     result = Translation()
     for given in flags:
         value = given.values[0] if given.values else None

@@ -38,6 +38,12 @@ class ParallelConfig:
     decoder_last_pipeline_num_layers: int | None = flag(
         None, "Layers of the last stage. Unset: as the others.", unit="layers"
     )
+    pipeline_model_parallel_split_rank: int | None = flag(
+        None,
+        "Pipeline stage on which a T5's decoder begins. Unset: the layers of both halves are dealt "
+        "out alike.",
+        unit="stage",
+    )
     account_for_embedding_in_pipeline_split: bool = flag(
         False, "Count the embedding as a layer when layers are dealt out."
     )

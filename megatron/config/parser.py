@@ -22,7 +22,7 @@ from megatron.config.arguments import (
     from_namespace,
     given_values,
 )
-from megatron.config.checks import find_notices, find_problems
+from megatron.config.checks import RULES, Rule, find_notices, find_problems
 from megatron.config.command_line import Given, join, split
 from megatron.config.fields import nearest
 from megatron.config.refused import HONOURED, REFUSED
@@ -33,6 +33,7 @@ from megatron.errors import ConfigError
 __all__ = ["ParsedRun", "add_flags", "asks_for_mpi", "from_namespace", "parse_config"]
 
 ReadCheckpoint = Callable[[str], Mapping[str, Any]]
+FindStart = Callable[[Mapping[str, Any]], RunConfig]
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,12 @@ def parse_config(
     *,
     world_size: int,
     program: str = "pretrain_gpt.py",
+    architecture: str = "gpt",
     extra: Iterable[type] = (),
     read_checkpoint: ReadCheckpoint | None = None,
+    find_start: FindStart | None = None,
+    rules: Sequence[Rule] = RULES,
+    check_extra: Callable[..., Iterable[str]] = lambda *extra: (),
 ) -> ParsedRun:
     """Read, resolve and check everything a user asked for.
 
@@ -74,28 +79,41 @@ def parse_config(
         argv: the words after the program's name; None: this process's own.
         world_size: launched processes.
         program: name for `--help`.
+        architecture: the kind of network that the program trains.
         extra: dataclasses of further flags, for programs that need them.
         read_checkpoint: for --use-checkpoint-args: the --load folder to the network's shape, by
             "section.field" as `flatten` names it. These values win over flags.
+        find_start: for programs that take up a trained model: what was given on the command line,
+            by field name, to the run that YAML and flags change. None: the defaults.
+        rules: what to check.
+        check_extra: an instance of each of `extra` to the mistakes in them.
 
     Raises:
         ConfigError: all mistakes in the command line, the YAML file and the resulting run.
     """
     extra = tuple(extra)
     line = _read_command_line(sys.argv[1:] if argv is None else argv, program, extra)
-    base = _read_yaml(getattr(line.namespace, "config", None), world_size, line)
+    if find_start is None:
+        start = with_values(RunConfig(), {"model.architecture": architecture})
+    else:
+        start = find_start(vars(line.namespace))
+    base = _read_yaml(getattr(line.namespace, "config", None), start, world_size, line)
     config = with_values(base, _flag_values(line.namespace))
     config = _from_checkpoint(config, read_checkpoint, line)
+    line.problems += _other_kind(config.model.architecture, architecture, program)
     size = config.training.dry_run_world_size if config.training.dry_run else None
     config = resolve(config, size or world_size)
-    problems = line.problems + find_problems(config, size or world_size, line.spoilt)
+    others: tuple[Any, ...] = tuple(
+        from_namespace(config_type, line.namespace) for config_type in extra
+    )
+    problems = [
+        *line.problems,
+        *find_problems(config, size or world_size, line.spoilt, rules),
+        *check_extra(*others),
+    ]
     if problems:
         raise ConfigError(problems)
-    return ParsedRun(
-        config=config,
-        notices=(*line.notices, *find_notices(config)),
-        extra=tuple(from_namespace(config_type, line.namespace) for config_type in extra),
-    )
+    return ParsedRun(config, notices=(*line.notices, *find_notices(config)), extra=others)
 
 
 def build_parser(program: str, extra: Sequence[type] = ()) -> argparse.ArgumentParser:
@@ -114,7 +132,7 @@ def build_parser(program: str, extra: Sequence[type] = ()) -> argparse.ArgumentP
     parser.add_argument("--config", metavar="FILE", help="YAML file with the same settings.")
     for section in (*sections().values(), *extra):
         add_flags(parser, section)
-    add_known_flags(parser)
+    add_known_flags(parser, extra)
     return parser
 
 
@@ -141,7 +159,7 @@ def asks_for_mpi(argv: Sequence[str] | None = None) -> bool:
 def _read_command_line(argv: Sequence[str], program: str, extra: Sequence[type]) -> _CommandLine:
     parser = build_parser(program, extra)
     destinations = flag_destinations((*sections().values(), *extra))
-    translation = old_flags.translate(split(argv))
+    translation = old_flags.translate(split(argv), flag_destinations(extra))
     line = _CommandLine(argparse.Namespace(), translation.notices, translation.problems, set())
     given = _drop_unknown(translation.flags, destinations, line)
     _find_contradictions(given, destinations, line)
@@ -210,17 +228,27 @@ def _apply_known(line: _CommandLine) -> None:
             line.notices.append(f"{shown}: {flag.reason}")
 
 
-def _read_yaml(path: str | None, world_size: int, line: _CommandLine) -> RunConfig:
+def _other_kind(found: str, expected: str, program: str) -> list[str]:
+    """A mistake, where a YAML file or a checkpoint is of another script's network."""
+    if found == expected:
+        return []
+    return [f"the network is a {found}, and {program} trains a {expected}: run pretrain_{found}.py"]
+
+
+def _read_yaml(
+    path: str | None, start: RunConfig, world_size: int, line: _CommandLine
+) -> RunConfig:
+    """`start` with the file's values."""
     if path is None:
-        return RunConfig()
+        return start
     try:
         content = yaml_file.read(Path(path))
     except ConfigError as error:
         line.problems += error.problems
-        return RunConfig()
+        return start
     line.problems += content.problems
     line.spoilt |= content.spoilt
-    return forget_derived(with_values(RunConfig(), content.values), world_size)
+    return forget_derived(with_values(start, content.values), world_size)
 
 
 def _flag_values(namespace: argparse.Namespace) -> dict[str, Any]:

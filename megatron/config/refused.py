@@ -60,9 +60,6 @@ REFUSED: tuple[KnownFlag, ...] = (
             "--use-ring-exchange-p2p",
             "--standalone-embedding-stage",
         ),
-        unset={
-            "--pipeline-model-parallel-split-rank": int,
-        },
     ),
     *_group(
         "weights depend on --seed, their name and position only, never on the process: "
@@ -81,15 +78,6 @@ REFUSED: tuple[KnownFlag, ...] = (
         many=True,
     ),
     *_group(
-        "BERT is not built yet",
-        switches=("--bert-no-binary-head",),
-        values={"--mask-prob": 0.15, "--short-seq-prob": 0.1},
-    ),
-    *_group(
-        "T5 is not built yet",
-        unset={"--decoder-num-layers": int, "--decoder-seq-length": int},
-    ),
-    *_group(
         "fp8 scales follow each matrix as it is (--fp8-recipe), not its history: drop the flag",
         values={"--fp8-margin": 0, "--fp8-interval": 1, "--fp8-amax-history-len": 1},
         choices={
@@ -101,9 +89,8 @@ REFUSED: tuple[KnownFlag, ...] = (
         choices={"--transformer-impl": ("local", "transformer_engine")},
     ),
     *_group(
-        "text generation is not built yet",
+        "embeddings of BERT are made for Retro, which is out of scope",
         switches=("--output-bert-embeddings",),
-        values={"--inference-batch-times-seqlen-threshold": 512, "--max-tokens-to-oom": 12000},
         choices={"--bert-embedder-type": ("megatron", "huggingface")},
     ),
     *_group(
@@ -202,5 +189,13 @@ HONOURED: tuple[KnownFlag, ...] = (
         "process groups are made once, by the entry script: no start-up is left to the caller",
         bool,
         default=False,
+    ),
+    *_group(
+        "requests of any length are computed together: there is no threshold to pass",
+        values={"--inference-batch-times-seqlen-threshold": 512},
+    ),
+    *_group(
+        "the text generation server's; training generates nothing",
+        values={"--max-tokens-to-oom": 12000},
     ),
 )

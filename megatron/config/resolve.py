@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megatron.config.data import DataConfig
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
@@ -16,6 +17,7 @@ from megatron.config.training import TrainingConfig
 
 # What `resolve` derives from other flags. Not the global batch: once a run has one, it keeps it.
 _DERIVED = (
+    "model.decoder_num_layers",
     "model.kv_channels",
     "model.ffn_hidden_size",
     "model.max_position_embeddings",
@@ -31,7 +33,7 @@ def resolve(config: RunConfig, world_size: int) -> RunConfig:
     data, precision = config.data, config.precision
     return replace(
         config,
-        model=_model(config.model, data.seq_length),
+        model=_model(config.model, longest_sequence(data)),
         parallel=_parallel(config.parallel),
         training=_training(config.training, data_parallel_size(config, world_size)),
         precision=replace(
@@ -69,6 +71,12 @@ def forget_derived(config: RunConfig, world_size: int) -> RunConfig:
     return config
 
 
+def longest_sequence(data: DataConfig) -> int | None:
+    """Of a sample, in tokens; None where it is not given."""
+    lengths = [length for length in (data.seq_length, data.decoder_seq_length) if length]
+    return max(lengths, default=None)
+
+
 def _model(model: ModelConfig, seq_length: int | None) -> ModelConfig:
     hidden, heads = model.hidden_size, model.num_attention_heads
     kv_channels, ffn_hidden = model.kv_channels, model.ffn_hidden_size
@@ -77,8 +85,12 @@ def _model(model: ModelConfig, seq_length: int | None) -> ModelConfig:
     if ffn_hidden is None and hidden:
         # Three matrices instead of two: 8/3 keeps the parameter count, 64 suits the hardware.
         ffn_hidden = int(hidden * 4 * 2 / 3 / 64) * 64 if model.swiglu else 4 * hidden
+    decoder_layers = model.decoder_num_layers
+    if model.architecture == "t5" and decoder_layers is None:
+        decoder_layers = model.num_layers
     return replace(
         model,
+        decoder_num_layers=decoder_layers,
         kv_channels=kv_channels,
         ffn_hidden_size=ffn_hidden,
         max_position_embeddings=model.max_position_embeddings or seq_length,

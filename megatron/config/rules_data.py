@@ -89,6 +89,14 @@ def split(config: RunConfig, world_size: int) -> Iterator[str]:
         )
 
 
+def masking(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Shares of hidden tokens and of short samples."""
+    for name in ("mask_prob", "short_seq_prob"):
+        share = getattr(config.data, name)
+        if not 0 <= share <= 1:
+            yield f"--{name.replace('_', '-')} {share} is no share: give a number from 0 to 1"
+
+
 def tokenizer(config: RunConfig, world_size: int) -> Iterator[str]:
     chosen = config.tokenizer.tokenizer_type
     if chosen is None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from megatron.config.fields import fields_of
+from megatron.config.resolve import longest_sequence
 from megatron.config.run import RunConfig, flatten, sections
-from megatron.config.stages import plan_parts
+from megatron.config.stages import plan_model
 from megatron.errors import ConfigError
 
 _AT_LEAST: Mapping[str, int] = {
     "model.num_layers": 1,
+    "model.decoder_num_layers": 1,
     "model.hidden_size": 1,
     "model.ffn_hidden_size": 1,
     "model.num_attention_heads": 1,
@@ -51,6 +53,7 @@ _AT_LEAST: Mapping[str, int] = {
     "tokenizer.vocab_size": 1,
     "tokenizer.vocab_extra_ids": 0,
     "data.seq_length": 1,
+    "data.decoder_seq_length": 1,
     "data.num_workers": 0,
     "evaluation.eval_iters": 0,
     "evaluation.eval_interval": 1,
@@ -91,6 +94,7 @@ def spellings() -> dict[str, str]:
         f"{name}.{field.name}": field.names[0]
         for name, section in sections().items()
         for field in fields_of(section)
+        if field.names
     }
 
 
@@ -166,7 +170,7 @@ def pipeline(config: RunConfig, world_size: int) -> Iterator[str]:
     if stages < 1 or not layers or layers < 1:
         return
     try:
-        parts = plan_parts(layers, parallel)
+        parts = plan_model(config.model, parallel)
     except ConfigError as error:
         yield from error.problems
         return
@@ -241,11 +245,12 @@ def heads(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def positions(config: RunConfig, world_size: int) -> Iterator[str]:
-    model, length = config.model, config.data.seq_length
+    model, data, length = config.model, config.data, longest_sequence(config.data)
     longest = model.max_position_embeddings
     if length and longest and longest < length:
+        name = "--seq-length" if length == data.seq_length else "--decoder-seq-length"
         yield (
-            f"--max-position-embeddings {longest} is less than --seq-length {length}: "
+            f"--max-position-embeddings {longest} is less than {name} {length}: "
             f"use at least {length}"
         )
     if not 0 < model.rotary_percent <= 1:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.errors import ConfigError
 
@@ -37,14 +38,28 @@ def whole_model(num_layers: int) -> ModelPart:
     return ModelPart(range(num_layers), embedding=True, head=True)
 
 
-def plan_parts(num_layers: int, config: ParallelConfig) -> list[ModelPart]:
-    """The parts of a model, first to last, as the flags ask.
+def plan_model(model: ModelConfig, config: ParallelConfig) -> list[ModelPart]:
+    """The parts of a model, first to last. A decoder's layers follow those of its encoder."""
+    return plan_parts(model.all_layers, config, decoder_layers=model.decoder_num_layers or 0)
+
+
+def plan_parts(
+    num_layers: int, config: ParallelConfig, *, decoder_layers: int = 0
+) -> list[ModelPart]:
+    """The parts of so many layers, as the flags ask.
+
+    Args:
+        num_layers: in all.
+        config: parallelism flags.
+        decoder_layers: so many at the end are a T5's decoder.
 
     Raises:
         ConfigError: the layers do not fit the stages, or the layout string cannot be read.
     """
     stages = config.pipeline_model_parallel_size
-    if config.pipeline_model_parallel_layout is not None:
+    if config.pipeline_model_parallel_split_rank is not None:
+        counts = _split_counts(num_layers - decoder_layers, decoder_layers, config)
+    elif config.pipeline_model_parallel_layout is not None:
         counts = parse_layout(config.pipeline_model_parallel_layout, num_layers, stages)
     else:
         counts = _even_counts(num_layers, config)
@@ -114,6 +129,43 @@ def _even_counts(num_layers: int, config: ParallelConfig) -> list[int]:
     counts = [slots // parts] * parts
     counts[0] -= embedding
     counts[-1] -= loss
+    return counts
+
+
+def _split_counts(encoder: int, decoder: int, config: ParallelConfig) -> list[int]:
+    """Encoder layers on the stages below the split rank, decoder layers on the others."""
+    stages, split = config.pipeline_model_parallel_size, config.pipeline_model_parallel_split_rank
+    assert split is not None
+    shown = f"--pipeline-model-parallel-split-rank {split}"
+    others = [
+        name
+        for name, given in (
+            (LAYOUT_FLAG, config.pipeline_model_parallel_layout),
+            ("virtual stages", chunks_of(encoder + decoder, config) > 1),
+            ("--decoder-first-pipeline-num-layers", config.decoder_first_pipeline_num_layers),
+            ("--decoder-last-pipeline-num-layers", config.decoder_last_pipeline_num_layers),
+            ("counting embedding or loss as a layer", _counted_extras(config)),
+        )
+        if given
+    ]
+    if others:
+        raise ConfigError(
+            f"{shown} deals out layers, and so does {others[0]}: keep one (a layout string takes "
+            "a T5's layers too, those of the encoder first)"
+        )
+    if not 0 < split < stages:
+        raise ConfigError(
+            f"{shown}: of --pipeline-model-parallel-size {stages} stages the encoder needs one at "
+            "least and the decoder too: use 1 to one below it, or drop the flag"
+        )
+    counts = []
+    for name, layers, over in (("encoder", encoder, split), ("decoder", decoder, stages - split)):
+        if layers % over:
+            raise ConfigError(
+                f"{shown} leaves {over} stage(s) for the {layers} {name} layers, which do not "
+                "divide over them: choose another, or drop the flag"
+            )
+        counts += [layers // over] * over
     return counts
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.cache import ArraySpec, IndexCache
-from megatron.data.gpt import Sample, SampleDataset
+from megatron.data.sample import Sample, SampleDataset
 from megatron.errors import ConfigError
 
 _MAX_DATASETS = np.iinfo(np.int16).max
@@ -139,7 +139,7 @@ class BlendedDataset:
         """Sample `i` of the blend; `id` counts in the blend, not in the dataset it came from."""
         dataset = self.datasets[int(self.index.datasets[i])]
         sample = dataset[int(self.index.samples[i]) % len(dataset)]
-        return {"text": sample["text"], "id": i}
+        return {**sample, "id": i}
 
 
 def blend(

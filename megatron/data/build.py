@@ -2,46 +2,24 @@
 
 from __future__ import annotations
 
-import math
-import warnings
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+import dataclasses
+from collections.abc import Callable
 
 from megatron.config.data import DataConfig
-from megatron.data.blend import blend, samples_of_each
+from megatron.data.bert import ADDED_TOKENS as BERT_ADDED_TOKENS
+from megatron.data.bert import BertDataset, BertOptions
 from megatron.data.cache import builder_first
-from megatron.data.gpt import GPTDataset, SampleDataset, build_gpt_dataset
-from megatron.data.indexed import IndexedDataset, bin_path
-from megatron.data.mock import MockDataset
-from megatron.data.splits import SPLIT_NAMES, split_bounds
-from megatron.errors import ConfigError, DataError
-
-
-class GPTDatasets(NamedTuple):
-    """A dataset a split; None where no samples were asked for or no documents are in the split."""
-
-    train: SampleDataset | None
-    valid: SampleDataset | None
-    test: SampleDataset | None
-
-
-class _Request(NamedTuple):
-    """What every dataset of a run has in common."""
-
-    seq_length: int
-    seed: int
-    split: str
-    vocab_size: int
-    data_cache_path: str | None
-    warns: bool
-
-
-class _Member(NamedTuple):
-    """One dataset of a split: where it comes from, and which of its documents."""
-
-    weight: float
-    data: IndexedDataset
-    bounds: tuple[int, int]
+from megatron.data.gpt import GPTDataset, build_gpt_dataset
+from megatron.data.mapped import count_documents, map_sentences
+from megatron.data.masking import SpecialIds
+from megatron.data.members import Datasets, Member, build_splits
+from megatron.data.mock import MockDataset, MockSentences
+from megatron.data.sentence_map import SentenceMapPlan
+from megatron.data.sentence_source import SentenceSource
+from megatron.data.t5 import RESERVED_TOKENS as T5_RESERVED_TOKENS
+from megatron.data.t5 import T5Dataset, T5Options
+from megatron.errors import ConfigError
+from megatron.tokenizer.base import Tokenizer
 
 
 def build_gpt_datasets(
@@ -53,7 +31,7 @@ def build_gpt_datasets(
     vocab_size: int,
     is_builder: bool = True,
     barrier: Callable[[], None] = lambda: None,
-) -> GPTDatasets:
+) -> Datasets:
     """Build the datasets that the flags name. Every process calls this.
 
     Args:
@@ -67,7 +45,7 @@ def build_gpt_datasets(
         DataError: a dataset is missing, damaged, too small or of another tokenizer.
     """
     if data.mock_data:
-        return GPTDatasets(
+        return Datasets(
             *(
                 MockDataset(count, seq_length=seq_length, vocab_size=vocab_size, seed=seed, split=i)
                 if count
@@ -75,129 +53,140 @@ def build_gpt_datasets(
                 for i, count in enumerate(samples)
             )
         )
-    request = _Request(
-        seq_length, seed, data.split, vocab_size, data.data_cache_path, warns=is_builder
-    )
-    with builder_first(is_builder, barrier):
-        splits = _members_of_splits(data)
-        return GPTDatasets(
-            *(
-                _build_split(name, members, count, request)
-                for name, members, count in zip(SPLIT_NAMES, splits, samples, strict=True)
-            )
+
+    def build_member(name: str, member: Member, num_samples: int) -> GPTDataset:
+        return build_gpt_dataset(
+            member.data,
+            member.bounds,
+            name=name,
+            num_samples=num_samples,
+            seq_length=seq_length,
+            seed=seed,
+            split=data.split,
+            vocab_size=vocab_size,
+            data_cache_path=data.data_cache_path,
+            warns=is_builder,
         )
 
+    with builder_first(is_builder, barrier):
+        # As in Megatron, each sequence counts as a document.
+        return build_splits(data, samples, build_member, count_documents=len, warns=is_builder)
 
-def parse_weighted_paths(paths: Sequence[str], flag: str) -> list[tuple[float, str]]:
-    """Weights and prefixes from `PREFIX` or `WEIGHT PREFIX WEIGHT PREFIX ...`.
+
+def build_bert_datasets(
+    data: DataConfig,
+    *,
+    seed: int,
+    seq_length: int,
+    samples: tuple[int, int, int],
+    tokenizer: Tokenizer,
+    binary_head: bool,
+    is_builder: bool = True,
+    barrier: Callable[[], None] = lambda: None,
+) -> Datasets:
+    """Build BERT's datasets that the flags name, of `BertSample`s. Every process calls this.
+
+    Args:
+        seq_length: tokens of a sample, [CLS] and [SEP] counted.
+        binary_head: whether samples have two segments, in order or swapped.
+        samples: as for `build_gpt_datasets`; also is_builder, barrier and what is raised.
+    """
+    options = BertOptions(seq_length, data.mask_prob, seed, binary_head)
+    plan = SentenceMapPlan(
+        num_samples=0,  # each split and member has its own
+        max_length=seq_length - BERT_ADDED_TOKENS,
+        short_seq_prob=data.short_seq_prob,
+        seed=seed,
+        min_sentences=2 if binary_head else 1,
+    )
+    ids = _special_ids(data, tokenizer)
+
+    def build(sentences: SentenceSource) -> BertDataset:
+        return BertDataset(sentences, ids, options)
+
+    return _build_on_sentences(data, plan, samples, ids, build, is_builder, barrier)
+
+
+def build_t5_datasets(
+    data: DataConfig,
+    *,
+    seed: int,
+    encoder_seq_length: int,
+    decoder_seq_length: int,
+    samples: tuple[int, int, int],
+    tokenizer: Tokenizer,
+    is_builder: bool = True,
+    barrier: Callable[[], None] = lambda: None,
+) -> Datasets:
+    """Build T5's datasets that the flags name, of `T5Sample`s. Every process calls this.
+
+    Args:
+        encoder_seq_length: tokens that the encoder reads.
+        decoder_seq_length: tokens that the decoder reads.
+        samples: as for `build_gpt_datasets`; also is_builder, barrier and what is raised.
 
     Raises:
-        ConfigError: a weight is missing or not a positive number.
+        ConfigError: the vocabulary has no sentinels.
     """
-    if len(paths) == 1:
-        return [(1.0, paths[0])]
-    pairs = []
-    for position in range(0, len(paths), 2):
-        text, prefix = paths[position], paths[position + 1 : position + 2]
-        try:
-            weight = float(text)
-        except ValueError:
-            weight = math.nan
-        if not prefix or not 0 < weight < math.inf:
-            raise ConfigError(
-                f"{flag}: value {position + 1}, {text!r}, is not a positive weight followed by a "
-                "dataset: write one dataset, or WEIGHT DATASET WEIGHT DATASET ..."
-            )
-        pairs.append((weight, prefix[0].strip()))
-    return pairs
-
-
-def _members_of_splits(data: DataConfig) -> list[list[_Member]]:
-    """The datasets of training, validation and test, opened and cut."""
-    if data.data_path is not None:
-        splits: list[list[_Member]] = [[], [], []]
-        for weight, prefix in parse_weighted_paths(data.data_path, "--data-path"):
-            opened = _open(prefix, data.mmap_warmup)
-            bounds = split_bounds(data.split, len(opened))
-            for i, members in enumerate(splits):
-                members.append(_Member(weight, opened, (bounds[i], bounds[i + 1])))
-        return splits
-    paths = (data.train_data_path, data.valid_data_path, data.test_data_path)
-    if not any(paths):
+    options = T5Options(encoder_seq_length, decoder_seq_length, data.mask_prob, seed)
+    plan = SentenceMapPlan(
+        num_samples=0,  # each split and member has its own
+        max_length=encoder_seq_length - T5_RESERVED_TOKENS,
+        short_seq_prob=data.short_seq_prob,
+        seed=seed,
+        min_sentences=1,
+    )
+    ids = _special_ids(data, tokenizer)
+    if not ids.sentinels:
         raise ConfigError(
-            "no data: give --data-path, or --train-data-path with --valid-data-path and "
-            "--test-data-path, or --mock-data for generated tokens"
+            "T5 needs a sentinel for each run of words that it hides, and the vocabulary has none: "
+            "give --vocab-extra-ids 100"
         )
-    return [
-        [_whole(weight, prefix, data) for weight, prefix in parse_weighted_paths(path, flag)]
-        for flag, path in zip(
-            ("--train-data-path", "--valid-data-path", "--test-data-path"),
-            (path or () for path in paths),
-            strict=True,
+
+    def build(sentences: SentenceSource) -> T5Dataset:
+        return T5Dataset(sentences, ids, options)
+
+    return _build_on_sentences(data, plan, samples, ids, build, is_builder, barrier)
+
+
+def _special_ids(data: DataConfig, tokenizer: Tokenizer) -> SpecialIds:
+    if data.mock_data:
+        return SpecialIds.generated(tokenizer.vocab_size)
+    return SpecialIds.of(tokenizer)
+
+
+def _build_on_sentences(
+    data: DataConfig,
+    plan: SentenceMapPlan,
+    samples: tuple[int, int, int],
+    ids: SpecialIds,
+    build: Callable[[SentenceSource], BertDataset | T5Dataset],
+    is_builder: bool,
+    barrier: Callable[[], None],
+) -> Datasets:
+    """Datasets that `build` makes of sentences, by `plan` with each split's number of samples."""
+    if data.mock_data:
+        return Datasets(
+            *(
+                build(MockSentences(count, plan, ids, split=i)) if count else None
+                for i, count in enumerate(samples)
+            )
         )
-    ]
 
-
-def _whole(weight: float, prefix: str, data: DataConfig) -> _Member:
-    opened = _open(prefix, data.mmap_warmup)
-    return _Member(weight, opened, (0, len(opened)))
-
-
-def _open(prefix: str, warm_up: bool) -> IndexedDataset:
-    opened = IndexedDataset(prefix)
-    if warm_up:
-        with open(bin_path(prefix), "rb") as file:
-            while file.read(1 << 24):
-                pass
-    return opened
-
-
-def _build_split(
-    name: str, members: Sequence[_Member], num_samples: int, request: _Request
-) -> SampleDataset | None:
-    """The dataset of one split, blended where it has several members."""
-    kept = [member for member in members if member.bounds[0] < member.bounds[1]]
-    if num_samples == 0 or not members:
-        return None
-    if not kept:
-        if name == "train":  # a run can do without validation or test data
-            raise _no_documents(members, num_samples, request)
-        return None
-    if len(kept) < len(members) and request.warns:
-        left_out = [m.data.prefix for m in members if m not in kept]
-        warnings.warn(
-            f"--split {request.split!r} leaves no {name} document in {', '.join(left_out)}: the "
-            f"{name} blend goes without",
-            stacklevel=2,
+    def build_member(name: str, member: Member, num_samples: int) -> BertDataset | T5Dataset:
+        sentences = map_sentences(
+            name,
+            member,
+            dataclasses.replace(plan, num_samples=num_samples),
+            vocab_size=ids.size,
+            data_cache_path=data.data_cache_path,
+            warns=is_builder,
         )
-    if len(members) == 1:
-        return _build_member(name, kept[0], num_samples, request)
-    weights = [member.weight for member in kept]
-    counts = samples_of_each(weights, num_samples)
-    datasets = [
-        _build_member(name, member, count, request)
-        for member, count in zip(kept, counts, strict=True)
-    ]
-    descriptions = [dataset.description for dataset in datasets]
-    return blend(
-        datasets, descriptions, weights, sum(counts), request.data_cache_path, request.warns
-    )
+        dataset = build(sentences)
+        _ = dataset[0]  # another tokenizer's dataset is found out here, not at some later step
+        return dataset
 
-
-def _build_member(name: str, member: _Member, num_samples: int, request: _Request) -> GPTDataset:
-    return build_gpt_dataset(
-        member.data,
-        member.bounds,
-        name=name,
-        num_samples=num_samples,
-        **request._asdict(),
-    )
-
-
-def _no_documents(members: Sequence[_Member], num_samples: int, request: _Request) -> DataError:
-    sizes = ", ".join(f"{member.data.prefix}: {len(member.data)}" for member in members)
-    return DataError(
-        f"{num_samples} training samples of {request.seq_length} tokens are asked for, but the "
-        f"training split has no document (documents in {sizes}; --split {request.split!r}): "
-        "change --split or give more data"
-    )
+    with builder_first(is_builder, barrier):
+        return build_splits(
+            data, samples, build_member, count_documents=count_documents, warns=is_builder
+        )

@@ -133,14 +133,14 @@ def _save(
     """Write every file beside its place, then rename it there."""
     folder.mkdir(parents=True, exist_ok=True)
     for spec, array in zip(specs, arrays, strict=True):
-        with _renamed_when_done(folder / f"{stem}_{spec.suffix}.npy") as file:
+        with renamed_when_done(folder / f"{stem}_{spec.suffix}.npy") as file:
             np.save(file, array, allow_pickle=False)
-    with _renamed_when_done(folder / f"{stem}.dsc") as file:
+    with renamed_when_done(folder / f"{stem}.dsc") as file:
         file.write(description.encode())
 
 
 @contextlib.contextmanager
-def _renamed_when_done(path: Path) -> Iterator[IO[bytes]]:
+def renamed_when_done(path: Path) -> Iterator[IO[bytes]]:
     """A new file that gets its name when the body succeeds, and goes when it fails."""
     temporary = path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex}")
     try:

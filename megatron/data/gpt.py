@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Protocol, TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,22 +18,15 @@ from megatron.data.gpt_index import (
     plan_gpt_index,
 )
 from megatron.data.indexed import IndexedDataset, bin_path, idx_path
+from megatron.data.sample import outside_vocabulary
 from megatron.errors import DataError
 
 
-class Sample(TypedDict):
+class GPTSample(TypedDict):
     """One sample: its tokens `[s + 1]` int64, and its number in the dataset's order."""
 
     text: NDArray[np.int64]
     id: int
-
-
-class SampleDataset(Protocol):
-    """What the loader draws from: sample `i` is a pure function of seed, data and `i`."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, i: int) -> Sample: ...
 
 
 class GPTDataset:
@@ -65,7 +58,7 @@ class GPTDataset:
     def __len__(self) -> int:
         return len(self.index.shuffle)
 
-    def __getitem__(self, i: int) -> Sample:
+    def __getitem__(self, i: int) -> GPTSample:
         """Sample `i`: the tokens from the start of its row to that of the next, inclusive.
 
         Raises:
@@ -106,11 +99,8 @@ class GPTDataset:
         for document in self.index.documents[first : last + 1].tolist():
             largest = int(self.data.get(document).max(initial=0))
             if largest >= self.vocab_size:
-                raise DataError(
-                    f"{bin_path(self.data.prefix)}: document {document} holds the token id "
-                    f"{largest}, but the vocabulary has {self.vocab_size} entries: use the "
-                    "tokenizer that the dataset was preprocessed with, or preprocess it again"
-                )
+                where = f"{bin_path(self.data.prefix)}: document {document}"
+                raise outside_vocabulary(where, largest, self.vocab_size)
 
 
 def build_gpt_dataset(

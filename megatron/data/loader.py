@@ -8,10 +8,11 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from megatron.data.gpt import Sample, SampleDataset
+from megatron.data.sample import Sample, SampleDataset
 
 _PREFETCH = 4  # micro-batches a worker holds ready
 
@@ -24,7 +25,7 @@ def build_loader(
     seed: int,
     pin_memory: bool = False,
 ) -> DataLoader[Any]:
-    """Iterate over `{"text": [b, s + 1] int64, "id": [b] int64}`, one micro-batch at a time.
+    """Iterate over micro-batches: the parts of a sample by name, stacked, int64.
 
     The order is the sampler's alone, and no global random state is drawn from, so that a resumed
     run continues bit for bit.
@@ -48,9 +49,12 @@ def build_loader(
 
 
 def collate(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
-    """Stack samples: `text` `[b, s + 1]` and `id` `[b]`, both int64."""
-    text = torch.stack([torch.from_numpy(sample["text"]) for sample in samples])
-    return {"text": text, "id": torch.tensor([sample["id"] for sample in samples])}
+    """Stack each part of the samples: `[b, ...]` where it is an array, `[b]` where it is a number.
+
+    All int64.
+    """
+    columns = {name: [sample[name] for sample in samples] for name in samples[0]}
+    return {name: torch.from_numpy(np.stack(values)) for name, values in columns.items()}
 
 
 def _leave_signals_to_parent(worker: int) -> None:

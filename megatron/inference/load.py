@@ -5,44 +5,162 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatron.checkpoint.any_format import open_root
 from megatron.checkpoint.hf.files import COMPANION_FOLDER
-from megatron.checkpoint.reader import open_checkpoint
+from megatron.checkpoint.legacy.arguments import legacy_surroundings
+from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.restore import restore
-from megatron.config import RunConfig
-from megatron.config.data import TokenizerConfig
+from megatron.checkpoint.vocabulary import PaddedReader
+from megatron.config import RunConfig, rules_model
+from megatron.config.data import DataConfig, TokenizerConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.resolve import resolve
+from megatron.config.run import known
+from megatron.config.stages import parts_of_stage, plan_parts
 from megatron.config.yaml_file import from_dict
 from megatron.device import Device
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, ConfigError
 from megatron.models.gpt import GPTModel
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer, build_tokenizer
-from megatron.training.checkpointing import model_state
+from megatron.training.checkpointing import check_network, model_state
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model ready to run, and what it was trained with."""
+    """A model ready to run, and what it was trained with.
+
+    Attributes:
+        model: in evaluation mode; in a layout this process's part of it: its tensor rank's share
+            of its pipeline stage's layers.
+        tokenizer: the one that it was trained with.
+        config: the run's, without what only training needs: see `saved_config`.
+        iteration: training steps taken.
+        layout: who this process is.
+        padded_vocab_size: rows of the word embeddings over all tensor ranks.
+    """
 
     model: GPTModel
     tokenizer: Tokenizer
     config: RunConfig
     iteration: int
+    layout: Layout
+    padded_vocab_size: int
 
 
-def load_gpt(folder: str, device: Device) -> Loaded:
-    """The newest complete checkpoint under `folder`, as one process.
+def load_gpt(
+    folder: str, device: Device, layout: Layout | None = None, *, config: RunConfig | None = None
+) -> Loaded:
+    """The newest complete checkpoint under `folder`, whatever the layout that it was saved in.
+
+    Collective over `layout`.
+
+    Args:
+        folder: of checkpoints.
+        device: where to run.
+        layout: who this process is; None: one process.
+        config: a resolved run to take instead of the checkpoint's, whose network must be the same
+            and whose parallel sizes those of the layout; one part of the model a stage.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged, or of another network.
+        ConfigError: the network does not divide over the layout.
+        DataError: a file of the tokenizer is missing.
+    """
+    layout = layout or Layout.single()
+    reader = open_existing(folder, layout=layout)
+    saved = saved_config(reader, folder)
+    check_architecture(saved, "gpt", f"--load {folder}")
+    if config is None:
+        config = _over(saved, layout)
+    else:
+        check_network(config, reader)
+    layout = replace(layout, sequence_parallel=config.parallel.sequence_parallel)
+    tokenizer = build_tokenizer(config.tokenizer)
+    rows = _rows(reader, layout.tensor.size)
+    reader = PaddedReader(reader, rows=rows, entries=tokenizer.vocab_size)
+    plan = plan_parts(known(config.model.num_layers), config.parallel)
+    (part,) = parts_of_stage(plan, layout.pipeline.rank, layout.pipeline.size)
+    model = GPTModel.from_config(config, layout, device, rows, part)
+    # Under a pipeline no rank has a place for every parameter.
+    whole = () if layout.pipeline.size > 1 else ("model.",)
+    restore(reader, model_state([model]), prefixes=whole, cast=True)
+    return Loaded(model.eval(), tokenizer, config, reader.iteration, layout, rows)
+
+
+def open_existing(
+    folder: str, *, flag: str = "--load", verify: bool = True, layout: Layout | None = None
+) -> Reader:
+    """The checkpoint that a flag names. Collective over `layout`, where one is given.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    reader = open_checkpoint(Path(folder))
+    reader = open_root(Path(folder), verify=verify, layout=layout)
     if reader is None:
-        raise CheckpointError(f"--load {folder}: there is no checkpoint in this folder")
-    config = from_dict(reader.meta["config"], folder)
-    model = GPTModel.from_config(config, Layout.single(), device, reader.meta["padded_vocab_size"])
-    restore(reader, model_state([model]), prefixes=("model.",), cast=True)
-    tokenizer = build_tokenizer(_found_again(config.tokenizer, Path(folder) / COMPANION_FOLDER))
-    return Loaded(model, tokenizer, config, reader.iteration)
+        raise CheckpointError(f"{flag} {folder}: there is no checkpoint in this folder")
+    return reader
+
+
+def check_architecture(config: RunConfig, expected: str, where: str) -> None:
+    """Whether a checkpoint is of the kind of network that is needed.
+
+    Raises:
+        CheckpointError: it is of another.
+    """
+    found = config.model.architecture
+    if found != expected:
+        raise CheckpointError(f"{where}: holds a {found}, where a {expected} is needed")
+
+
+def saved_config(reader: Reader, folder: str) -> RunConfig:
+    """Of the run that wrote a checkpoint, what its model runs with: network, precision, tokenizer
+    and window. Resolved.
+
+    Products in 8 bits are an approximation that speeds training up: the weights have 16 bits, and
+    so they are used.
+    """
+    sections = reader.meta["config"]
+    if reader.format == "legacy":
+        sections = {**sections, **legacy_surroundings(reader.meta["legacy_args"])}
+    run = resolve(from_dict(sections, str(reader.path)), 1)
+    return RunConfig(
+        model=run.model,
+        precision=replace(run.precision, fp8_format=None, fp8_recipe="tensorwise", fp8_wgrad=True),
+        tokenizer=_found_again(run.tokenizer, Path(folder) / COMPANION_FOLDER),
+        data=DataConfig(
+            seq_length=run.data.seq_length or run.model.max_position_embeddings,
+            decoder_seq_length=run.data.decoder_seq_length,
+        ),
+    )
+
+
+def _over(config: RunConfig, layout: Layout) -> RunConfig:
+    """`config` in the layout.
+
+    Raises:
+        ConfigError: the network does not divide over it.
+    """
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=layout.tensor.size,
+        pipeline_model_parallel_size=layout.pipeline.size,
+        context_parallel_size=layout.context.size,
+        sequence_parallel=layout.sequence_parallel,
+    )
+    config = replace(config, parallel=parallel)
+    problems = [
+        line
+        for rule in (rules_model.layout, rules_model.pipeline, rules_model.tensor_parallel)
+        for line in rule(config, layout.world.size)
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def _rows(reader: Reader, ranks: int) -> int:
+    """Vocabulary rows as saved, and as many more as it takes to divide them."""
+    return -(-int(reader.meta["padded_vocab_size"]) // ranks) * ranks
 
 
 def _found_again(config: TokenizerConfig, beside: Path) -> TokenizerConfig:

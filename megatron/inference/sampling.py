@@ -1,29 +1,200 @@
-"""From logits to the next token."""
+"""From logits to the next tokens. What is chosen for a row depends on that row alone."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+NEVER = float("-inf")
+MOST_SCORED_ROWS = 256  # at a time, so that fp32 copies of logits stay small
+_NOT_FINITE = -1
+_MASK = 2**64 - 1
 
-def sample(
-    logits: Tensor, *, temperature: float, top_k: int, generator: torch.Generator | None = None
-) -> Tensor:
-    """One token a row.
+
+@dataclass(frozen=True)
+class Choice:
+    """What to do with one row of logits; see `request.Sampling`.
+
+    Attributes:
+        target: the token that is known to follow; None: one is to be chosen.
+        uniform: in [0, 1), says which token is drawn.
+        history: tokens to which the repetition penalty applies.
+        banned: tokens that are out of question; their log probability is minus infinity.
+        logprob: tell the token's log probability.
+        tops: tell those of the so many most likely.
+    """
+
+    target: int | None = None
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 0.0
+    uniform: float = 0.0
+    repetition_penalty: float = 1.0
+    history: Sequence[int] = ()
+    banned: tuple[int, ...] = ()
+    logprob: bool = False
+    tops: int = 0
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether chance decides."""
+        return self.target is None and self.temperature > 0 and self.top_k != 1
+
+    @property
+    def is_penalized(self) -> bool:
+        """Whether scores change with the history."""
+        return self.target is None and self.repetition_penalty != 1
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The result for one row.
+
+    Attributes:
+        token: the target, or what was chosen; None: the logits are not finite.
+        logprob: anything where it was not asked for.
+        top: as many as asked for.
+    """
+
+    token: int | None
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+def uniform(seed: int, number: int) -> float:
+    """In [0, 1): a function of seed and number that looks random (SplitMix64)."""
+    state = (seed * 0x9E3779B97F4A7C15 + number + 1) * 0xD1B54A32D192ED03 & _MASK
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        state = ((state ^ state >> shift) * factor) & _MASK
+    return ((state ^ state >> 31) >> 32) / 2**32
+
+
+def result_width(choices: Sequence[Choice]) -> int:
+    """Columns of `choose`'s result."""
+    return 2 + 2 * max(choice.tops for choice in choices)
+
+
+def choose(logits: Tensor, choices: Sequence[Choice]) -> Tensor:
+    """The next tokens.
 
     Args:
-        logits: [b, v].
-        temperature: divides the logits; 0: the most likely token.
-        top_k: only the so many most likely tokens; 0: all.
-        generator: of the draw, on the logits' device.
+        logits: [k, v], without padding entries.
+        choices: k.
 
     Returns:
-        [b], int64.
+        fp64 [k, 2 + 2m] for `unpack`: token, its log probability, m tokens, their log
+        probabilities, where m is the most `tops` of a choice.
     """
-    if temperature == 0 or top_k == 1:
-        return logits.argmax(dim=-1)
-    logits = logits.float() / temperature
-    if top_k:
-        smallest_kept = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
-        logits = logits.masked_fill(logits < smallest_kept, float("-inf"))
-    return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator).squeeze(1)
+    result = logits.new_zeros(len(choices), result_width(choices), dtype=torch.float64)
+    if any(choice.banned for choice in choices):
+        logits = _without_banned(logits, choices)
+    tokens = _tokens(logits, choices)
+    _tell_logprobs(logits, tokens, choices, result)
+    finite = logits.amax(dim=-1).isfinite()  # a NaN anywhere in a row is its maximum
+    result[:, 0] = torch.where(finite, tokens, _NOT_FINITE)
+    return result
+
+
+def unpack(result: Tensor, choices: Sequence[Choice]) -> list[Chosen]:
+    """`choose`'s result, row by row."""
+    most = (result.shape[1] - 2) // 2
+    chosen = []
+    for row, choice in zip(result.tolist(), choices, strict=True):
+        tokens, logprobs = row[2 : 2 + choice.tops], row[2 + most : 2 + most + choice.tops]
+        top = tuple((int(token), logprob) for token, logprob in zip(tokens, logprobs, strict=True))
+        chosen.append(Chosen(None if row[0] == _NOT_FINITE else int(row[0]), row[1], top))
+    return chosen
+
+
+def _without_banned(logits: Tensor, choices: Sequence[Choice]) -> Tensor:
+    logits = logits.clone()
+    for row, choice in enumerate(choices):
+        if choice.banned:
+            logits[row, list(choice.banned)] = NEVER
+    return logits
+
+
+def _tokens(logits: Tensor, choices: Sequence[Choice]) -> Tensor:
+    """[k], int64."""
+    tokens = logits.argmax(dim=-1)
+    known = {i: choice.target for i, choice in enumerate(choices) if choice.target is not None}
+    if known:
+        tokens[list(known)] = torch.tensor(list(known.values()), device=logits.device)
+    changed = [i for i, choice in enumerate(choices) if choice.is_drawn or choice.is_penalized]
+    if changed:
+        mine = [choices[i] for i in changed]
+        scores = _penalized(logits[changed].float(), mine)
+        tokens[changed] = _drawn(scores, mine)
+    return tokens
+
+
+def _penalized(scores: Tensor, choices: Sequence[Choice]) -> Tensor:
+    """Changes `scores` and returns them."""
+    for row, choice in zip(scores, choices, strict=True):
+        if choice.is_penalized:
+            seen = torch.tensor(sorted(set(choice.history)), device=scores.device)
+            before = row[seen]
+            weaker = torch.where(
+                before > 0,
+                before / choice.repetition_penalty,
+                before * choice.repetition_penalty,
+            )
+            row[seen] = weaker
+    return scores
+
+
+def _drawn(scores: Tensor, choices: Sequence[Choice]) -> Tensor:
+    tokens = scores.argmax(dim=-1)
+    for cuts in (False, True):
+        rows = [
+            i for i, c in enumerate(choices) if c.is_drawn and (c.top_k > 0 or c.top_p > 0) == cuts
+        ]
+        if not rows:
+            continue
+        mine = [choices[i] for i in rows]
+        heat = scores.new_tensor([choice.temperature for choice in mine]).unsqueeze(1)
+        hot = scores[rows] / heat
+        tokens[rows] = _draw_among_best(hot, mine) if cuts else _draw(hot, mine)
+    return tokens
+
+
+def _draw(scores: Tensor, choices: Sequence[Choice]) -> Tensor:
+    """[k]: places in the rows of [k, v], each with its softmax's probability."""
+    upto = scores.double().softmax(dim=-1).cumsum(dim=-1)
+    at = upto.new_tensor([choice.uniform for choice in choices]).unsqueeze(1) * upto[:, -1:]
+    place = torch.searchsorted(upto, at, right=True)
+    return place.squeeze(1).clamp(max=scores.shape[1] - 1)
+
+
+def _draw_among_best(scores: Tensor, choices: Sequence[Choice]) -> Tensor:
+    vocab = scores.shape[1]
+    kept = [min(choice.top_k or vocab, vocab) for choice in choices]
+    best, tokens = scores.topk(max(kept), dim=-1)  # in falling order
+    place = torch.arange(best.shape[1], device=scores.device)
+    best = best.masked_fill(place >= place.new_tensor(kept).unsqueeze(1), NEVER)
+    share = best.softmax(dim=-1)
+    before = share.cumsum(dim=-1) - share
+    top_p = scores.new_tensor([choice.top_p or 2.0 for choice in choices]).unsqueeze(1)
+    best = best.masked_fill((before > top_p) & (place > 0), NEVER)
+    return tokens.gather(1, _draw(best, choices).unsqueeze(1)).squeeze(1)
+
+
+def _tell_logprobs(
+    logits: Tensor, tokens: Tensor, choices: Sequence[Choice], result: Tensor
+) -> None:
+    """Fill in all but the tokens."""
+    most = (result.shape[1] - 2) // 2
+    told = [i for i, choice in enumerate(choices) if choice.logprob or choice.tops]
+    for start in range(0, len(told), MOST_SCORED_ROWS):
+        rows = told[start : start + MOST_SCORED_ROWS]
+        logprobs = logits[rows].float().log_softmax(dim=-1)
+        own = logprobs.gather(1, tokens[rows].unsqueeze(1)).squeeze(1)
+        result[rows, 1] = own.double()
+        if most:
+            best = logprobs.topk(min(most, logprobs.shape[1]), dim=-1)
+            count = best.indices.shape[1]
+            result[rows, 2 : 2 + count] = best.indices.double()
+            result[rows, 2 + most : 2 + most + count] = best.values.double()

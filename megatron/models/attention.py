@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron.config.model import ModelConfig
 from megatron.kernels.attention import AttentionChoice
 from megatron.kernels.rope import Rotation, choose_split_rotate, rotate
+from megatron.models.cache import KeyValueCache
 from megatron.models.initial import weight_init
 from megatron.models.kernels import PLAIN_KERNELS, Kernels
 from megatron.models.norm import Stream, new_head_norm
@@ -88,7 +89,13 @@ class SelfAttention(nn.Module):
             self.query_norm = new_head_norm(model, layout, kernels, device=device, dtype=dtype)
             self.key_norm = new_head_norm(model, layout, kernels, device=device, dtype=dtype)
 
-    def forward(self, x: Tensor, mask: Tensor | None, rotation: Rotation | None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None,
+        rotation: Rotation | None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
         """[s, b, h] -> [s, b, h], to which `bias_to_add` remains to be added; [s/t, b, h] with
         sequence parallelism."""
         if self.query_norm is None or self.key_norm is None:
@@ -99,7 +106,9 @@ class SelfAttention(nn.Module):
             _, key = self.key_norm(Stream(key))
             if rotation is not None:
                 query, key = rotate(query, rotation), rotate(key, rotation)
-        if self.recompute_core and torch.is_grad_enabled():
+        if cache is not None:
+            context = cache.attend(query, key, value, self.layer_number)
+        elif self.recompute_core and torch.is_grad_enabled():
             context = checkpoint(self._core, query, key, value, mask, use_reentrant=False)
         else:
             context = self._core(query, key, value, mask)

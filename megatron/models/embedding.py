@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
+from megatron.config.stages import ModelPart
 from megatron.kernels.rope import Rotation, rotation_table
 from megatron.models.initial import weight_init
 from megatron.models.kernels import PLAIN_KERNELS, Kernels
@@ -21,11 +23,12 @@ from megatron.parallel.parameter import new_parameter, spec_of
 from megatron.parallel.random import split_region
 
 
-class PositionEmbedding(nn.Module):
-    """A learned vector for every position."""
+class VectorTable(nn.Module):
+    """A learned vector for each of a few numbers, such as positions; whole on every rank."""
 
     def __init__(
         self,
+        entries: int,
         model: ModelConfig,
         layout: Layout,
         *,
@@ -34,25 +37,27 @@ class PositionEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.sequence = layout.sequence
-        sizes = sizes_of(model)
-        shape = (sizes.positions, sizes.hidden)
-        init = weight_init(model, shape[1], shape[0])
+        hidden = sizes_of(model).hidden
         self.weight = new_parameter(
-            shape,
-            init=init,
+            (entries, hidden),
+            init=weight_init(model, hidden, entries),
             partial_gradient=self.sequence.size > 1,
             device=device,
             dtype=dtype,
         )
 
-    def forward(self, positions: Tensor) -> Tensor:
+    def forward(self, numbers: Tensor) -> Tensor:
         """[s, b] -> [s, b, h]; with sequence parallelism of this rank's part: [s/t, b, h]."""
-        part = positions.chunk(self.sequence.size)[self.sequence.rank]
+        part = numbers.chunk(self.sequence.size)[self.sequence.rank]
         return F.embedding(part, self.weight)
 
 
 class Embedding(nn.Module):
-    """Words plus learned positions (where the model has them), with dropout."""
+    """Words plus learned positions and token types (where the model has them), with dropout.
+
+    Args:
+        token_types: how many there are.
+    """
 
     def __init__(
         self,
@@ -62,11 +67,13 @@ class Embedding(nn.Module):
         kernels: Kernels = PLAIN_KERNELS,
         *,
         padded_vocab_size: int,
+        token_types: int = 0,
         device: torch.device | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         hidden = sizes_of(model).hidden
+        tables: dict[str, Any] = {"device": device, "dtype": dtype}
         self.sequence = layout.sequence
         self.dropout = model.hidden_dropout
         self.fp32_residual = precision.fp32_residual_connection
@@ -77,28 +84,69 @@ class Embedding(nn.Module):
             init=weight_init(model, hidden, padded_vocab_size),
             lookup_in_fp32=precision.embedding_weights_in_fp32,
             library=kernels.library,
-            device=device,
-            dtype=dtype,
+            **tables,
         )
-        self.position = None
+        self.position = self.token_type = None
         if model.position_embedding_type == "learned_absolute":
-            self.position = PositionEmbedding(model, layout, device=device, dtype=dtype)
+            self.position = VectorTable(sizes_of(model).positions, model, layout, **tables)
+        if token_types:
+            self.token_type = VectorTable(token_types, model, layout, **tables)
 
     def take_slots(self, gradients: GradientBuffer) -> None:
         """See `parallel.layers.attach_slots`."""
         self.word.slot = gradients.slot(self.word.weight)
 
-    def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
-        """[b, s] -> [s, b, h]; [s/t, b, h] with sequence parallelism."""
+    def forward(
+        self,
+        tokens: Tensor,
+        position_ids: Tensor,
+        token_types: Tensor | None = None,
+        *,
+        site: str = "embedding",
+    ) -> Tensor:
+        """Vectors of whole sequences.
+
+        Args:
+            tokens: [b, s].
+            position_ids: [b, s].
+            token_types: [b, s], for a model that has them; None: all are 0.
+            site: tells one call from another in a pass, for dropout.
+
+        Returns:
+            [s, b, h]; [s/t, b, h] with sequence parallelism.
+        """
         x = self.word(tokens.t())
         if self.position is not None:
             x = x + self.position(position_ids.t())
+        if self.token_type is not None:
+            types = torch.zeros_like(tokens) if token_types is None else token_types
+            x = x + self.token_type(types.t())
         if self.fp32_residual:
             x = x.float()
         if not self.training or self.dropout == 0:
             return x
-        with split_region(self.sequence, x.device, "embedding"):
+        with split_region(self.sequence, x.device, site):
             return F.dropout(x, self.dropout)
+
+
+def vocabulary_matrix(
+    model: ModelConfig,
+    layout: Layout,
+    padded_vocab_size: int,
+    *,
+    device: torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> nn.Parameter:
+    """A row for every vocabulary entry, [v, h]; rows are split over tensor ranks."""
+    hidden = sizes_of(model).hidden
+    return new_parameter(
+        (padded_vocab_size, hidden),
+        init=weight_init(model, hidden, padded_vocab_size),
+        axis=layout.tensor,
+        split_dim=0,
+        device=device,
+        dtype=dtype,
+    )
 
 
 class TiedWordEmbedding(nn.Module):
@@ -118,17 +166,35 @@ class TiedWordEmbedding(nn.Module):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        hidden = sizes_of(model).hidden
-        self.word = VocabularyEmbedding(
-            padded_vocab_size,
-            hidden,
-            layout=layout,
-            init=weight_init(model, hidden, padded_vocab_size),
-            device=device,
-            dtype=dtype,
-        )
-        weight = self.word.weight
+        self.word = nn.Module()  # never called: who waits for its weight is the model
+        weight = vocabulary_matrix(model, layout, padded_vocab_size, device=device, dtype=dtype)
         weight.spec = replace(spec_of(weight), is_copy=True)  # type: ignore[attr-defined]
+        self.word.weight = weight
+
+
+def new_embedding(
+    model: ModelConfig,
+    precision: PrecisionConfig,
+    layout: Layout,
+    part: ModelPart,
+    kernels: Kernels = PLAIN_KERNELS,
+    *,
+    padded_vocab_size: int,
+    token_types: int = 0,
+    device: torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Embedding | TiedWordEmbedding | None:
+    """What a part of a model needs of the embeddings; None: nothing."""
+    words: dict[str, Any] = {
+        "padded_vocab_size": padded_vocab_size,
+        "device": device,
+        "dtype": dtype,
+    }
+    if part.embedding:
+        return Embedding(model, precision, layout, kernels, token_types=token_types, **words)
+    if part.head and not model.untie_embeddings_and_output_weights:
+        return TiedWordEmbedding(model, layout, **words)
+    return None
 
 
 class RotaryTable(nn.Module):

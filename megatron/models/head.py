@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,37 +12,13 @@ from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.kernels.cross_entropy import CrossEntropy, choose_cross_entropy
 from megatron.kernels.library import find_library
-from megatron.models.initial import weight_init
-from megatron.models.sizes import sizes_of
+from megatron.models.embedding import Embedding, TiedWordEmbedding, vocabulary_matrix
 from megatron.parallel.cross_entropy import linear_cross_entropy, vocabulary_cross_entropy
-from megatron.parallel.gradients import GradientSlot
+from megatron.parallel.gradients import GradientBuffer, GradientSlot
 from megatron.parallel.layout import Layout
 from megatron.parallel.linear import Communication, parallel_linear
-from megatron.parallel.parameter import new_parameter
-
-
-class OutputWeight(nn.Module):
-    """The output matrix [v, h] of a model that does not share its word embeddings."""
-
-    def __init__(
-        self,
-        model: ModelConfig,
-        layout: Layout,
-        *,
-        padded_vocab_size: int,
-        device: torch.device | None = None,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        super().__init__()
-        hidden = sizes_of(model).hidden
-        self.weight = new_parameter(
-            (padded_vocab_size, hidden),
-            init=weight_init(model, hidden, padded_vocab_size),
-            axis=layout.tensor,
-            split_dim=0,
-            device=device,
-            dtype=dtype,
-        )
+from megatron.parallel.parameter import ZEROS, new_parameter
+from megatron.parallel.products import PLAIN, Products
 
 
 def vocabulary_logits(
@@ -49,8 +26,10 @@ def vocabulary_logits(
     weight: nn.Parameter,
     layout: Layout,
     *,
+    bias: Tensor | None = None,
     overlap: bool = True,
     slot: GradientSlot | None = None,
+    products: Products = PLAIN,
 ) -> Tensor:
     """Scores of this rank's part of the vocabulary.
 
@@ -58,14 +37,16 @@ def vocabulary_logits(
         x: [s, b, h]; [s/t, b, h] with sequence parallelism.
         weight: [v/t, h], this rank's rows of an embedding or output matrix.
         layout: who this process is.
+        bias: [v/t].
         overlap: communicate while computing; off: the same results.
         slot: where the weight's gradient goes; None: to autograd.
+        products: how it multiplies.
 
     Returns:
         [s, b, v/t].
     """
     communication = Communication(layout.tensor, layout.sequence_parallel, overlap)
-    return parallel_linear(x, weight, None, communication, slot=slot)
+    return parallel_linear(x, weight, bias, communication, slot=slot, products=products)
 
 
 @dataclass(frozen=True)
@@ -97,14 +78,106 @@ class TokenLoss:
         labels: Tensor,
         layout: Layout,
         *,
+        bias: Tensor | None = None,
         overlap: bool = True,
         slot: GradientSlot | None = None,
     ) -> Tensor:
         """[s, b, h] or [s/t, b, h], as `vocabulary_logits`; labels [s, b] -> fp32 [s, b]."""
         if self.is_chunked:
             communication = Communication(layout.tensor, layout.sequence_parallel, overlap)
-            return linear_cross_entropy(x, weight, labels, communication, form=self.form, slot=slot)
-        logits = vocabulary_logits(x, weight, layout, overlap=overlap, slot=slot)
+            return linear_cross_entropy(
+                x, weight, labels, communication, bias=bias, form=self.form, slot=slot
+            )
+        logits = vocabulary_logits(x, weight, layout, bias=bias, overlap=overlap, slot=slot)
         return vocabulary_cross_entropy(
             logits, labels, layout.tensor, form=self.form, reuse_logits=True
         )
+
+
+class Output(nn.Module):
+    """The end of a language model: a score for every vocabulary entry, or each token's loss.
+
+    The matrix [v, h] is that of the word embeddings, or the output's own where they are untied.
+
+    Args:
+        model: network flags.
+        layout: who this process is.
+        token_loss: how the loss is computed.
+        embedding: of this part of the model; None where it has none, which only untied ones do.
+        padded_vocab_size: v.
+        has_bias: add a bias for every vocabulary entry.
+
+    Attributes:
+        overlap: communicate while computing; off: the same results.
+        slot: where the matrix's gradient of this use goes; None: to autograd.
+        products: how scores are multiplied.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        layout: Layout,
+        token_loss: TokenLoss,
+        embedding: Embedding | TiedWordEmbedding | None,
+        *,
+        padded_vocab_size: int,
+        has_bias: bool = False,
+        device: torch.device | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self.layout = layout
+        self.token_loss = token_loss
+        self.overlap = True
+        self.slot: GradientSlot | None = None
+        self.products: Products = PLAIN
+        # In a tuple: no child of this module, so that its parameter keeps one name.
+        self._tied: tuple[nn.Module, ...] = ()
+        if model.untie_embeddings_and_output_weights:
+            self.weight = vocabulary_matrix(
+                model, layout, padded_vocab_size, device=device, dtype=dtype
+            )
+        else:
+            assert embedding is not None, "tied to an embedding that is not here"
+            self._tied = (embedding.word,)
+        self.bias = None
+        if has_bias:
+            self.bias = new_parameter(
+                (padded_vocab_size,),
+                init=ZEROS,
+                axis=layout.tensor,
+                split_dim=0,
+                device=device,
+                dtype=dtype,
+            )
+
+    def take_slots(self, gradients: GradientBuffer) -> None:
+        """See `parallel.layers.attach_slots`."""
+        self.slot = gradients.slot(self._matrix())
+
+    def forward(self, x: Tensor, labels: Tensor | None) -> Tensor:
+        """Scores, or with labels the loss.
+
+        Args:
+            x: normalized hidden states [s, b, h]; [s/t, b, h] with sequence parallelism.
+            labels: [b, s].
+
+        Returns:
+            With labels the loss of each token, fp32 [b, s]; else logits [b, s, v/t].
+        """
+        options: dict[str, Any] = {"bias": self.bias, "overlap": self.overlap, "slot": self.slot}
+        if labels is None:  # [s, b, v/t]
+            options["products"] = self.products
+            logits = vocabulary_logits(x, self._matrix(), self.layout, **options)
+            return logits.transpose(0, 1)
+        return self.token_loss(x, self._matrix(), labels.t(), self.layout, **options).t()
+
+    def _matrix(self) -> nn.Parameter:
+        owner = self._tied[0] if self._tied else self
+        matrix: nn.Parameter = owner.weight  # type: ignore[assignment]
+        return matrix
+
+
+def masked_mean(losses: Tensor, mask: Tensor) -> Tensor:
+    """Mean of the losses [b, s] where the mask is 1; 0 where nothing counts, not nan."""
+    return (losses * mask).sum() / mask.sum().clamp(min=1)

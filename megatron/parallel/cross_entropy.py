@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.kernels.cross_entropy import REFERENCE, CrossEntropy, Statistics
@@ -103,11 +104,12 @@ def linear_cross_entropy(
     labels: Tensor,
     communication: Communication,
     *,
+    bias: Tensor | None = None,
     form: CrossEntropy = REFERENCE,
     slot: GradientSlot | None = None,
     chunk_logits: int = CHUNK_LOGITS,
 ) -> Tensor:
-    """The cross entropy of x W^T, of which only a few rows exist at a time.
+    """The cross entropy of x W^T + bias, of which only a few rows exist at a time.
 
     Forward keeps three numbers a token. Backward computes each chunk of logits again (a third more
     work in the output product), turns it into its gradient, and adds the weight's gradient in fp32.
@@ -117,6 +119,7 @@ def linear_cross_entropy(
         weight: [v/t, h], this rank's part of the vocabulary.
         labels: [s, b], ids in the whole vocabulary.
         communication: of the product.
+        bias: [v/t].
         form: kernel or plain PyTorch.
         slot: where the weight's gradient goes; None: autograd gets it, in the weight's format.
         chunk_logits: elements of logits at a time.
@@ -125,7 +128,7 @@ def linear_cross_entropy(
         [s, b] in fp32, equal on every rank.
     """
     read = weight if slot is None else weight.detach()
-    return _LinearCrossEntropy.apply(x, read, labels, communication, form, slot, chunk_logits)
+    return _LinearCrossEntropy.apply(x, read, bias, labels, communication, form, slot, chunk_logits)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -134,6 +137,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         labels: Tensor,
         communication: Communication,
         form: CrossEntropy,
@@ -145,31 +149,36 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.height = max(1, chunk_logits // weight.shape[0])
         numbers = whole.new_empty(3, whole.shape[0], dtype=torch.float32)
         for rows in _parts(whole, ctx.height):
-            part = form.statistics(whole[rows] @ weight.t(), local[rows])
+            part = form.statistics(F.linear(whole[rows], weight, bias), local[rows])
             numbers[:, rows] = torch.stack(part)
         statistics = Statistics(*numbers)
         maxima, sums, loss = _join(statistics, local, weight.shape[0], communication.axis)
-        ctx.save_for_backward(x, weight, local, maxima, sums)
+        ctx.save_for_backward(x, weight, bias, local, maxima, sums)
         ctx.communication, ctx.form, ctx.slot = communication, form, slot
         return loss.view(labels.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, local, maxima, sums = ctx.saved_tensors
+        x, weight, bias, local, maxima, sums = ctx.saved_tensors
         upstream = grad.reshape(-1)
         gathered = ctx.communication.start_gather(x).wait()
         whole = gathered.flatten(0, -2)
         input_grad = torch.empty_like(whole)
+        bias_grad = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
         with _weight_sum(weight, ctx.slot) as (into, accumulate):
             for rows in _parts(whole, ctx.height):
-                logits = whole[rows] @ weight.t()
+                logits = F.linear(whole[rows], weight, bias)
                 numbers = (local[rows], maxima[rows], sums[rows], upstream[rows])
                 ctx.form.gradient(logits, *numbers, logits)
                 torch.mm(logits, weight, out=input_grad[rows])
+                if bias_grad is not None:
+                    bias_grad += logits.sum(0, dtype=torch.float32)
                 weight_gradient(logits, whole[rows], into, accumulate=accumulate or rows.start > 0)
         summing = ctx.communication.start_sum(input_grad.view_as(gathered))
         weight_grad = into.to(weight.dtype) if ctx.slot is None else None
-        return summing.wait(), weight_grad, None, None, None, None, None
+        if bias_grad is not None:
+            bias_grad = bias_grad.to(bias.dtype)
+        return summing.wait(), weight_grad, bias_grad, None, None, None, None, None
 
 
 def _parts(rows: Tensor, height: int) -> Iterator[slice]:

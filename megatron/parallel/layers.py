@@ -26,7 +26,8 @@ class Linear(nn.Module):
     split="column" splits the output features: the input is whole on every rank, the output a part.
     split="row" splits the input features: the input is a part, the output whole on every rank.
     With sequence parallelism "whole" means this rank's part of the sequence, dimension 0: the
-    input of a column is gathered, the output of a row scattered.
+    input of a column is gathered, the output of a row scattered; a layer that is not split runs on
+    that part, and its gradients must be added over the ranks (`partial_gradients`).
 
     Args:
         in_features: of the whole layer.
@@ -76,6 +77,7 @@ class Linear(nn.Module):
             init=init,
             axis=axis,
             split_dim={"column": out_dim, "row": out_dim + 1, None: None}[split],
+            partial_gradient=split is None and layout.sequence.size > 1,
             device=device,
             dtype=dtype,
         )
@@ -86,7 +88,7 @@ class Linear(nn.Module):
                 init=ZEROS,
                 axis=axis,
                 split_dim=out_dim if split == "column" else None,
-                partial_gradient=split == "row" and layout.sequence.size > 1,
+                partial_gradient=split != "column" and layout.sequence.size > 1,
                 device=device,
                 dtype=dtype,
             )
@@ -142,6 +144,13 @@ def set_overlap(module: nn.Module, overlap: bool) -> None:
     for part in module.modules():
         if hasattr(part, "overlap"):
             part.overlap = overlap  # type: ignore[assignment]
+
+
+def set_products(module: nn.Module, products: Products) -> None:
+    """Let every layer that multiplies by a weight do it so."""
+    for part in module.modules():
+        if hasattr(part, "products"):
+            part.products = products  # type: ignore[assignment]
 
 
 @runtime_checkable

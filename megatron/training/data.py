@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.config import RunConfig
-from megatron.data.gpt import SampleDataset
 from megatron.data.loader import build_loader
+from megatron.data.sample import SampleDataset
 from megatron.data.samplers import CyclicSampler, SingleSampler
 from megatron.errors import DataError
 from megatron.training.recipe import Batch, SampleCounts

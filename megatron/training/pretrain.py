@@ -8,40 +8,41 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-import torch
-
-from megatron import environment
 from megatron.checkpoint.durable import storage_errors
 from megatron.checkpoint.lock import SaveLock
 from megatron.config import RunConfig
-from megatron.config.parser import asks_for_mpi, parse_config
+from megatron.config.parser import parse_config
 from megatron.config.yaml_file import dump
-from megatron.device import Device
-from megatron.environment import Launch, read_launch
-from megatron.errors import (
-    EXIT_OK,
-    EXIT_SAVED_ON_SIGNAL,
-    ConfigError,
-    StorageError,
-    UserError,
-)
-from megatron.kernels.library import find_library
+from megatron.environment import Launch
+from megatron.errors import EXIT_OK, EXIT_SAVED_ON_SIGNAL, StorageError
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.vocabulary import padded_vocab_size
+from megatron.training.callbacks.base import Callback
 from megatron.training.callbacks.terminal import say
 from megatron.training.checkpointing import network_of
-from megatron.training.distributed import process_group
 from megatron.training.evaluation import final_evaluation
-from megatron.training.failure import RunEndedError, report
 from megatron.training.loop import train
 from megatron.training.panel import format_panel, size_rows
+from megatron.training.process import processes, run_process, show_notices
 from megatron.training.recipe import Recipe
 from megatron.training.run import Run
 from megatron.training.setup import build_run
 from megatron.training.standard import standard_callbacks, start_panel
 from megatron.training.writers import open_writers
 
-_TURN = 2.0  # seconds
+
+class Extras:
+    """What a kind of training does beside pretraining. All ranks call all of it; collective."""
+
+    def begin(self, run: Run) -> None:
+        """Once the run is built, its checkpoint loaded."""
+
+    def callbacks(self, run: Run) -> list[Callback]:
+        """Further ones, after the others: their checkpoints are written already."""
+        return []
+
+    def end(self, run: Run) -> None:
+        """Once the training that was asked for is done, or there was none."""
 
 
 def main(recipe: Recipe, argv: Sequence[str] | None = None) -> int:
@@ -51,29 +52,21 @@ def main(recipe: Recipe, argv: Sequence[str] | None = None) -> int:
     """
     started = time.monotonic()
     arguments = list(sys.argv[1:] if argv is None else argv)
-    launch = Launch()
-    try:
-        launch = read_launch(use_mpi=asks_for_mpi(arguments))
+
+    def work(launch: Launch) -> int:
         parsed = parse_config(
             arguments,
             world_size=launch.world_size,
             program=recipe.program,
+            architecture=recipe.architecture,
             read_checkpoint=network_of,
         )
-        if launch.rank == 0:
-            for notice in parsed.notices:
-                print(f"note: {notice}", flush=True)
+        show_notices(parsed.notices, launch)
         if parsed.config.training.dry_run:
             return _dry_run(parsed.config, launch)
-        return _pretrain(parsed.config, recipe, launch, started)
-    except UserError as error:  # before the processes have met, or with one alone
-        if launch.rank == 0 or not isinstance(error, ConfigError):
-            report(error, launch)
-        else:
-            time.sleep(_TURN)  # torchrun ends all when the first leaves: rank 0 is to print
-        return error.exit_code
-    except RunEndedError as ended:
-        return ended.code
+        return pretrain(parsed.config, recipe, launch, started)
+
+    return run_process(arguments, work)
 
 
 def _dry_run(config: RunConfig, launch: Launch) -> int:
@@ -94,24 +87,26 @@ def _dry_run(config: RunConfig, launch: Launch) -> int:
     return EXIT_OK
 
 
-def _pretrain(config: RunConfig, recipe: Recipe, launch: Launch, started: float) -> int:
-    environment.prepare(launch, deterministic=config.training.deterministic_mode)
-    if config.training.deterministic_mode:
-        _be_deterministic()
-    device = Device.pick(launch.local_rank)
-    device.activate()
-    find_library(device.torch_device)  # may compile for a minute, while no process waits in a group
-    with process_group(config.parallel, launch, device) as layout, ExitStack() as stack:
+def pretrain(
+    config: RunConfig,
+    recipe: Recipe,
+    launch: Launch,
+    started: float,
+    extras: Extras | None = None,
+) -> int:
+    """Train as a resolved configuration says; the exit code. Collective.
+
+    Args:
+        started: when the process began, by `time.monotonic`.
+        extras: what else is to be done; None: nothing.
+    """
+    extras = extras or Extras()
+    with processes(config, launch) as (device, layout), ExitStack() as stack:
         if config.checkpoint.save is not None and layout.world.rank == 0:
             stack.enter_context(_claim_folder(config, Path(config.checkpoint.save)))
         run = build_run(config, recipe, launch, device, layout)
-        return _train_and_evaluate(run, started)
-
-
-def _be_deterministic() -> None:
-    torch.use_deterministic_algorithms(True)
-    # Filling buffers that are written anyway costs time and changes nothing.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        extras.begin(run)
+        return _train_and_evaluate(run, started, extras)
 
 
 def _claim_folder(config: RunConfig, folder: Path) -> SaveLock:
@@ -127,7 +122,7 @@ def _claim_folder(config: RunConfig, folder: Path) -> SaveLock:
     return lock
 
 
-def _train_and_evaluate(run: Run, started: float) -> int:
+def _train_and_evaluate(run: Run, started: float, extras: Extras) -> int:
     writers = open_writers(run.config, is_log_rank=run.is_log_rank)
     if run.layout.world.rank == 0:
         say(start_panel(run, time.monotonic() - started))
@@ -135,9 +130,11 @@ def _train_and_evaluate(run: Run, started: float) -> int:
             say(f"the checkpoint is at iteration {run.progress.iteration}: nothing left to train")
     try:
         callbacks, listeners = standard_callbacks(run, writers)
+        callbacks += extras.callbacks(run)
         leave = None if run.config.training.skip_train else train(run, callbacks)
         if leave is None:
             final_evaluation(run, listeners)
+            extras.end(run)
         elif run.layout.world.rank == 0:
             say(f"exiting program at iteration {run.progress.iteration}: {leave.reason}")
     finally:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megatron.config import RunConfig
 from megatron.config.stages import ModelPart
-from megatron.data.gpt import SampleDataset
+from megatron.data.sample import SampleDataset
 from megatron.device import Device
 from megatron.parallel.layout import Layout
 from megatron.tokenizer.base import Tokenizer
@@ -25,8 +25,12 @@ class Recipe(Protocol):
     program: str
     """Name for messages and `--help`, for example `pretrain_gpt.py`."""
 
-    loss_names: tuple[str, ...]
-    """What `forward` returns at the end of the model, in the order of the log line."""
+    architecture: str
+    """Kind of network, see `ModelConfig.architecture`."""
+
+    def loss_names(self, config: RunConfig) -> tuple[str, ...]:
+        """What `forward` returns at the end of the model, in the order of the log line."""
+        ...
 
     def build_part(
         self,

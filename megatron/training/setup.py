@@ -11,7 +11,7 @@ from megatron.checkpoint.entries import flatten
 from megatron.checkpoint.vocabulary import PaddedReader
 from megatron.config import RunConfig
 from megatron.config.run import known
-from megatron.config.stages import parts_of_stage, plan_parts
+from megatron.config.stages import parts_of_stage, plan_model
 from megatron.device import Device, parameter_dtype
 from megatron.environment import Launch
 from megatron.errors import ConfigError
@@ -118,7 +118,7 @@ def _build_parts(
     config: RunConfig, recipe: Recipe, layout: Layout, device: Device, vocabulary: int
 ) -> list[torch.nn.Module]:
     """The parts of the model that this pipeline stage holds."""
-    plan = plan_parts(known(config.model.num_layers), config.parallel)
+    plan = plan_model(config.model, config.parallel)
     return [
         recipe.build_part(config, layout, device, vocabulary, part)
         for part in parts_of_stage(plan, layout.pipeline.rank, layout.pipeline.size)
@@ -200,7 +200,7 @@ def _connect(
     """The way to the neighbouring pipeline stages; None without a pipeline. Collective."""
     if layout.pipeline.size == 1:
         return None
-    sequence = known(config.data.seq_length) // layout.context.size
+    sequence = config.data.sample_tokens // layout.context.size
     if config.parallel.sequence_parallel:
         sequence //= layout.tensor.size
     precision = config.precision

@@ -39,12 +39,21 @@ def command(*words: str, without: Sequence[str] = ()) -> list[str]:
     return [*base, *(word for part in words for word in shlex.split(part))]
 
 
-def parse(*words: str, without: Sequence[str] = (), world_size: int = 1) -> ParsedRun:
-    return parse_config(command(*words, without=without), world_size=world_size)
+def parse(
+    *words: str, without: Sequence[str] = (), world_size: int = 1, architecture: str = "gpt"
+) -> ParsedRun:
+    return parse_config(
+        command(*words, without=without),
+        world_size=world_size,
+        program=f"pretrain_{architecture}.py",
+        architecture=architecture,
+    )
 
 
-def problems(*words: str, without: Sequence[str] = (), world_size: int = 1) -> list[str]:
+def problems(
+    *words: str, without: Sequence[str] = (), world_size: int = 1, architecture: str = "gpt"
+) -> list[str]:
     """What is wrong with a command line; the test fails where nothing is."""
     with pytest.raises(ConfigError) as caught:
-        parse(*words, without=without, world_size=world_size)
+        parse(*words, without=without, world_size=world_size, architecture=architecture)
     return caught.value.problems

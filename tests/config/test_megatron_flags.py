@@ -96,6 +96,12 @@ _COMPANIONS = {
         "--recompute-granularity full --recompute-method uniform",
         "",
     ),
+    "--decoder-num-layers": ("--decoder-seq-length 64", ""),
+    "--pipeline-model-parallel-split-rank": (
+        "--pipeline-model-parallel-size 4 --decoder-seq-length 64 --num-layers 3 "
+        "--decoder-num-layers 1",
+        "--num-layers",
+    ),
     "--use-flash-attn": ("--bf16", ""),
     "--fp32-residual-connection": ("--bf16", ""),
     "--fp16-lm-cross-entropy": ("--fp16", ""),
@@ -117,6 +123,14 @@ _WORLD = {
     "--tensor-model-parallel-size": 2,
     "--pipeline-model-parallel-size": 2,
     "--num-layers-per-virtual-pipeline-stage": 2,
+    "--pipeline-model-parallel-split-rank": 4,
+}
+# Flags of another kind of network than a GPT.
+_ARCHITECTURE = {
+    "--bert-no-binary-head": "bert",
+    "--decoder-num-layers": "t5",
+    "--decoder-seq-length": "t5",
+    "--pipeline-model-parallel-split-rank": "t5",
 }
 _NEEDS_PROGRAM = ("--use-checkpoint-args",)
 
@@ -200,7 +214,13 @@ def test_a_value_lands_in_its_field_or_is_answered_by_name(flag: dict[str, Any])
     if name in _OLD:
         _check_old(flag)
         return
-    run = parse(*words, more, without=without.split(), world_size=_WORLD.get(name, 1))
+    run = parse(
+        *words,
+        more,
+        without=without.split(),
+        world_size=_WORLD.get(name, 1),
+        architecture=_ARCHITECTURE.get(name, "gpt"),
+    )
     if name in _KNOWN:
         assert [line for line in run.notices if line.startswith(name)]
         return

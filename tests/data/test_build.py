@@ -13,15 +13,16 @@ import torch.distributed as dist
 
 from megatron.config.data import DataConfig
 from megatron.data import gpt as gpt_module
-from megatron.data.build import GPTDatasets, build_gpt_datasets, parse_weighted_paths
+from megatron.data.build import build_gpt_datasets
 from megatron.data.gpt import GPTDataset
+from megatron.data.members import Datasets, parse_weighted_paths
 from megatron.errors import ConfigError, DataError
 from megatron.parallel.layout import Layout
 from tests.data.corpus import write_corpus
 from tests.distributed import run_distributed
 
 
-def build(config: DataConfig, **changes: object) -> GPTDatasets:
+def build(config: DataConfig, **changes: object) -> Datasets:
     arguments: dict = {
         "seed": 1234,
         "seq_length": 16,

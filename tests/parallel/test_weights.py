@@ -3,10 +3,14 @@
 import torch
 from torch import nn
 
+from megatron.config.precision import PrecisionConfig
+from megatron.config.stages import ModelPart
+from megatron.models.gpt import GPTModel
 from megatron.parallel import weights
 from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.layout import Axis, Layout
 from megatron.parallel.weights import WeightBuffer, first_users
+from tests.models.small import config
 
 
 class _Table(nn.Module):
@@ -41,6 +45,24 @@ def test_the_outermost_called_module_waits():
     assert all(users[id(p)] is model.first for p in model.first.parameters())
     assert all(users[id(p)] is model.blocks["1"] for p in model.blocks["1"].parameters())
     assert users[id(model.output.weight)] is model
+
+
+def test_a_copy_of_tied_words_is_waited_for_by_the_model_itself():
+    """Nobody calls the copy: the output reads its weight."""
+    model = config()
+    part = ModelPart(range(2, 3), embedding=False, head=True)
+    network = GPTModel(
+        model,
+        PrecisionConfig(),
+        Layout.single(),
+        padded_vocab_size=8,
+        part=part,
+        device=torch.device("cpu"),
+    )
+    users = {id(parameter): user for user, parameter in first_users(network)}
+    parameters = dict(network.named_parameters())
+    assert users[id(parameters["embedding.word.weight"])] is network
+    assert users[id(parameters["layers.2.mlp.up.weight"])] is network.layers["2"]
 
 
 def _gathering(monkeypatch, log, *, overlap):

@@ -4,7 +4,7 @@ import pytest
 
 from megatron.config import yaml_file
 from megatron.errors import ConfigError
-from megatron.training import pretrain
+from megatron.training import process
 from megatron.training.pretrain import main
 from pretrain_gpt import GPTRecipe
 from tests.training.toy import TOY
@@ -50,8 +50,8 @@ def test_kernels_are_there_before_processes_wait_for_each_other(monkeypatch):
         order.append("processes")
         raise ConfigError("far enough")
 
-    monkeypatch.setattr(pretrain, "find_library", lambda _: order.append("kernels"))
-    monkeypatch.setattr(pretrain, "process_group", meet)
+    monkeypatch.setattr(process, "find_library", lambda _: order.append("kernels"))
+    monkeypatch.setattr(process, "process_group", meet)
     assert _main() == 9
     assert order == ["kernels", "processes"]
 

@@ -8,28 +8,34 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from megatron.checkpoint.convert import WEIGHTS, save_weights
+from megatron.checkpoint import convert
+from megatron.checkpoint.convert import WEIGHTS
 from megatron.checkpoint.durable import replace_file, storage_errors
 from megatron.checkpoint.hf import files
 from megatron.checkpoint.hf.families import family_for
 from megatron.checkpoint.hf.reader import HFReader
 from megatron.checkpoint.hf.settings import read_json
 from megatron.checkpoint.hf.writer import Export, write_folder
+from megatron.checkpoint.legacy.save import convert_to_legacy, megatron_rows
+from megatron.checkpoint.legacy.writer import notices
 from megatron.checkpoint.reader import Reader, open_checkpoint
 from megatron.checkpoint.vocabulary import PaddedReader
 from megatron.config.arguments import from_namespace
 from megatron.config.data import TokenizerConfig
+from megatron.config.parallel import ParallelConfig
 from megatron.config.resolve import resolve
 from megatron.config.run import RunConfig
+from megatron.config.stages import plan_model
 from megatron.config.yaml_file import from_dict
 from megatron.errors import CheckpointError, UserError
 from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.vocabulary import padded_vocab_size
 
 _EMBEDDING = f"{WEIGHTS}embedding.word.weight"
 _POSITIONS = f"{WEIGHTS}embedding.position.weight"
@@ -127,19 +133,63 @@ def _complete(config: RunConfig, reader: Reader) -> RunConfig:
 def save_native(source: Source, options: argparse.Namespace) -> Path:
     """A checkpoint of ours, with the model's small files beside it."""
     tokenizer = _adopt_files(source, options)
-    rows = options.true_vocab_size or source.rows
+    held = rows = options.true_vocab_size or source.rows
     entries = _entries(tokenizer)
     multiple = source.config.model.make_vocab_size_divisible_by
-    if entries is not None and entries <= rows:
+    if entries is not None and entries > rows:  # BERT's tokenizer here has two of its own
+        rows = padded_vocab_size(entries, multiple, 1)
+    elif entries is not None:
         multiple = padding_multiple(entries, rows)
     model = replace(source.config.model, make_vocab_size_divisible_by=multiple)
-    extra = {"huggingface": {"family": source.family, "bare_names": source.bare_names}}
-    return save_weights(
-        _with_rows(source.reader, rows),
+    extra: dict[str, object] = {}
+    if source.family:
+        extra["huggingface"] = {"family": source.family, "bare_names": source.bare_names}
+    if "legacy_args" in source.reader.meta:  # for the way back
+        extra["legacy_args"] = source.reader.meta["legacy_args"]
+    return convert.save_native(
+        PaddedReader(source.reader, rows=rows, entries=held),
         options.save_dir,
         replace(source.config, model=model, tokenizer=tokenizer),
-        extra if source.family else None,
+        extra,
+        keep_optimizer=options.keep_optimizer,
     )
+
+
+def save_megatron(source: Source, options: argparse.Namespace) -> Path:
+    """Files that Megatron-LM 23.08 loads, split as the flags ask, else as they were."""
+    config = replace(source.config, parallel=_target(source, options))
+    given = from_namespace(TokenizerConfig, options)
+    if given != TokenizerConfig():
+        config = replace(config, tokenizer=given)
+    entries = options.true_vocab_size or _entries_if_there(config.tokenizer)
+    rows = source.rows if entries is None else megatron_rows(entries, config)
+    return convert_to_legacy(
+        PaddedReader(source.reader, rows=rows, entries=min(entries or rows, source.rows)),
+        options.save_dir,
+        config,
+        keep_optimizer=options.keep_optimizer,
+    )
+
+
+def _target(source: Source, options: argparse.Namespace) -> ParallelConfig:
+    """How the files are to be split.
+
+    Raises:
+        ConfigError: the layers do not fit the stages.
+    """
+    old = source.reader.meta.get("legacy_args") or vars(source.config.parallel)
+    sizes = {
+        "tensor_model_parallel_size": options.target_tensor_parallel_size,
+        "pipeline_model_parallel_size": options.target_pipeline_parallel_size,
+    }
+    parallel = ParallelConfig(
+        **{name: size or old.get(name) or 1 for name, size in sizes.items()},
+        num_layers_per_virtual_pipeline_stage=(
+            options.target_num_layers_per_virtual_pipeline_stage
+        ),
+    )
+    plan_model(source.config.model, parallel)
+    return parallel
 
 
 def padding_multiple(entries: int, rows: int) -> int:
@@ -176,7 +226,7 @@ def _adopt_files(source: Source, options: argparse.Namespace) -> TokenizerConfig
         for name, data in found.items():
             replace_file(folder / name, data)
     if not paths:
-        return _tokenizer_in(folder, given)
+        return _tokenizer_in(folder, given, source.config.model.architecture)
     return replace(
         given,
         tokenizer_type=given.tokenizer_type or _kind_of(paths),
@@ -202,9 +252,14 @@ def _kind_of(paths: Mapping[str, str]) -> str:
     return "HuggingFaceTokenizer" if model.endswith(".json") else "Llama2Tokenizer"
 
 
-def _tokenizer_in(folder: Path, given: TokenizerConfig) -> TokenizerConfig:
+def _tokenizer_in(folder: Path, given: TokenizerConfig, architecture: str) -> TokenizerConfig:
     """The tokenizer of a folder of Hugging Face files; without a type where it has none."""
     paths = {name: str(folder / name) for name in files.COMPANIONS if (folder / name).is_file()}
+    if architecture == "bert" and files.WORDPIECES in paths:
+        settings = folder / files.TOKENIZER_CONFIG
+        lower = not settings.is_file() or read_json(settings).get("do_lower_case", True)
+        kind = "BertWordPieceLowerCase" if lower else "BertWordPieceCase"
+        return replace(given, tokenizer_type=kind, vocab_file=paths[files.WORDPIECES])
     if files.TOKENIZER_JSON in paths:
         return replace(
             given,
@@ -223,6 +278,11 @@ def _tokenizer_in(folder: Path, given: TokenizerConfig) -> TokenizerConfig:
             merge_file=paths[files.MERGES],
         )
     return given
+
+
+def megatron_notices(source: Source) -> Iterator[str]:
+    """What Megatron-LM computes otherwise with the same weights."""
+    return notices(source.config.model)
 
 
 def save_hf(source: Source, options: argparse.Namespace) -> Path:
@@ -260,9 +320,10 @@ def _tokenizer_files(source: Source, options: argparse.Namespace) -> dict[str, b
     config = from_namespace(TokenizerConfig, options)
     config = source.config.tokenizer if config == TokenizerConfig() else config
     is_json = (config.tokenizer_model or "").endswith(".json")
+    is_wordpiece = (config.tokenizer_type or "").startswith("BertWordPiece")
     names = {
         "tokenizer_model": files.TOKENIZER_JSON if is_json else files.TOKENIZER_MODEL,
-        "vocab_file": files.VOCAB,
+        "vocab_file": files.WORDPIECES if is_wordpiece else files.VOCAB,
         "merge_file": files.MERGES,
     }
     found = {}
@@ -289,11 +350,15 @@ def _true_vocabulary(
         return original
     config = from_namespace(TokenizerConfig, options)
     config = source.config.tokenizer if config == TokenizerConfig() else config
-    try:
-        entries = _entries(config)
-    except UserError:  # its files are not here any more
-        entries = None
+    entries = _entries_if_there(config)
     return entries if entries is not None and entries <= source.rows else source.rows
+
+
+def _entries_if_there(config: TokenizerConfig) -> int | None:
+    try:
+        return _entries(config)
+    except UserError:  # its files are not here any more
+        return None
 
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -320,5 +385,6 @@ LOADERS: Mapping[str, Callable[[argparse.Namespace], Source]] = {
 }
 SAVERS: Mapping[str, Callable[[Source, argparse.Namespace], Path]] = {
     "native": save_native,
+    "megatron": save_megatron,
     "hf": save_hf,
 }

@@ -5,8 +5,13 @@
     python tools/checkpoint/util.py --model-type GPT --loader native --saver hf \\
         --load-dir checkpoints/finetuned --save-dir exported
 
-Weights only: an optimizer stays with its own checkpoint. Nothing is downloaded, and no code of a
-folder is run. A native checkpoint loads in any layout, so there is none to convert to.
+    python tools/checkpoint/util.py --model-type GPT --loader native --saver megatron \\
+        --load-dir checkpoints/mine --save-dir checkpoints/megatron --keep-optimizer \\
+        --target-tensor-parallel-size 2 --target-pipeline-parallel-size 2
+
+Weights only, unless --keep-optimizer is given. Nothing is downloaded, and no code of a folder is
+run. A native checkpoint loads in any layout, so there is none to convert to; Megatron's files are
+split as the --target flags say.
 """
 
 from __future__ import annotations
@@ -25,14 +30,16 @@ from collections.abc import Iterator, Sequence
 from megatron.command import run_command
 from megatron.config.arguments import add_flags
 from megatron.config.data import TokenizerConfig
-from megatron.errors import ConfigError
+from megatron.errors import CheckpointError, ConfigError
 
+MODELS = ("GPT", "BERT", "T5")
 LOADERS = ("native", "megatron", "hf", "llama2_hf")
-SAVERS = ("native", "hf")
+SAVERS = ("native", "megatron", "hf")
 _HF = ("hf", "llama2_hf")
-_SAVER_MEGATRON = (
-    "--saver megatron: Megatron-LM's own files are not written yet: use --saver native, which "
-    "trains here in any layout, or --saver hf"
+_TARGETS = (
+    "target_tensor_parallel_size",
+    "target_pipeline_parallel_size",
+    "target_num_layers_per_virtual_pipeline_stage",
 )
 
 
@@ -44,15 +51,34 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--model-type", required=True, choices=("GPT",), help="Kind of model.")
+    parser.add_argument("--model-type", required=True, choices=MODELS, help="Kind of model.")
     parser.add_argument("--loader", default="megatron", choices=LOADERS, help="Format to read.")
-    parser.add_argument(
-        "--saver", default="megatron", choices=(*SAVERS, "megatron"), help="Format to write."
-    )
+    parser.add_argument("--saver", default="megatron", choices=SAVERS, help="Format to write.")
     parser.add_argument("--load-dir", required=True, type=Path, help="Folder to read.")
     parser.add_argument("--save-dir", required=True, type=Path, help="Folder to write.")
     parser.add_argument(
         "--true-vocab-size", type=int, help="Rows of the vocabulary to keep: padding is dropped."
+    )
+    parser.add_argument(
+        "--keep-optimizer",
+        action="store_true",
+        help="Convert optimizer states and where the schedule stands too.",
+    )
+    target = parser.add_argument_group("To Megatron-LM")
+    target.add_argument(
+        "--target-tensor-parallel-size",
+        type=int,
+        help="Tensor-parallel ranks of the files. Unset: as it was split.",
+    )
+    target.add_argument(
+        "--target-pipeline-parallel-size",
+        type=int,
+        help="Pipeline stages of the files. Unset: as it was split.",
+    )
+    target.add_argument(
+        "--target-num-layers-per-virtual-pipeline-stage",
+        type=int,
+        help="Layers of each virtual stage. Unset: none.",
     )
     export = parser.add_argument_group("To Hugging Face")
     export.add_argument(
@@ -60,7 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     export.add_argument(
         "--model-family",
-        choices=("llama", "mistral", "qwen2", "qwen3", "gpt2"),
+        choices=("llama", "mistral", "qwen2", "qwen3", "gpt2", "bert"),
         help="Write as this. Unset: as it came, else the first that fits.",
     )
     export.add_argument(
@@ -81,8 +107,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_flags(parser, TokenizerConfig)
     without = parser.add_argument_group("Flags of Megatron-LM that change nothing here")
-    without.add_argument("--target-tensor-parallel-size", type=int)
-    without.add_argument("--target-pipeline-parallel-size", type=int)
     without.add_argument("--megatron-path")
     without.add_argument("--max-queue-size", type=int)
     without.add_argument("--no-checking", action="store_true")
@@ -91,7 +115,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def notices(options: argparse.Namespace) -> Iterator[str]:
     """What becomes of flags that change nothing."""
-    for name in ("target_tensor_parallel_size", "target_pipeline_parallel_size"):
+    for name in _TARGETS if options.saver != "megatron" else ():
         value = getattr(options, name)
         if value is not None:
             yield (
@@ -112,15 +136,29 @@ def run(options: argparse.Namespace) -> Iterator[str]:
     Raises:
         UserError: what cannot be read, expressed or written.
     """
-    if options.saver == "megatron":
-        raise ConfigError(_SAVER_MEGATRON)
     from tools.checkpoint import formats
 
     if options.verify and (options.loader in _HF) == (options.saver in _HF):
         raise ConfigError("--verify compares ours with Hugging Face: one side must be each")
+    if options.keep_optimizer and (options.loader in _HF or options.saver in _HF):
+        raise ConfigError("--keep-optimizer: folders of Hugging Face hold weights alone: drop it")
+    for name in _TARGETS:
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: at least 1")
     yield from notices(options)
     source = formats.LOADERS[options.loader](options)
+    kind = source.config.model.architecture
+    if kind != options.model_type.lower():
+        raise ConfigError(
+            f"--model-type {options.model_type}: {source.reader.path} holds a {kind.upper()}: give "
+            f"--model-type {kind.upper()}"
+        )
     yield from source.notices
+    if options.saver == "megatron":
+        yield from formats.megatron_notices(source)
+    if options.keep_optimizer and not source.reader.meta.get("optimizer"):
+        raise CheckpointError(f"--keep-optimizer: {source.reader.path} holds no optimizer state")
     path = formats.SAVERS[options.saver](source, options)
     yield f"{source.reader.path} -> {path}"
     if options.verify:
@@ -136,9 +174,9 @@ def _verify(source: object, options: argparse.Namespace) -> str:
     if options.saver == "hf":
         folder, reader = options.save_dir, source.reader
     else:
-        written = argparse.Namespace(**{**vars(options), "loader": "native"})
+        written = argparse.Namespace(**{**vars(options), "loader": options.saver})
         written.load_dir = options.save_dir
-        folder, reader = options.load_dir, formats.load_native(written).reader
+        folder, reader = options.load_dir, formats.LOADERS[options.saver](written).reader
     return verify(reader, source.config, folder, tolerance=options.verify_tolerance)
 
 

@@ -1,13 +1,21 @@
-"""What a file's pickled command line says, as plain JSON."""
+"""A file's pickled command line: as plain JSON when read, as Megatron's Namespace when written."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
+
+import torch
 
 from megatron.checkpoint.entries import Json
 from megatron.checkpoint.legacy.inert import Namespace, Opaque
+from megatron.config.data import TOKENIZER_TYPES
 from megatron.config.model import NETWORK_FIELDS
+from megatron.config.optimizer import OptimizerConfig
+from megatron.config.run import RunConfig, flatten, known
+from megatron.config.stages import chunks_of
 from megatron.errors import CheckpointError
 
 _MAX_LIST = 10_000
@@ -50,12 +58,35 @@ def _scalar(value: Any) -> Json:
     return _DROPPED
 
 
-def legacy_config(args: Mapping[str, Json]) -> dict[str, Json]:
-    """Model-shape fields for `--use-checkpoint-args`, under `ModelConfig`'s names.
+def legacy_surroundings(args: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
+    """What a model needs to run, beside its network, by `RunConfig`'s sections.
+
+    Files of a tokenizer are named as the run named them: they may be elsewhere now.
+    """
+    kept = {
+        "tokenizer": (
+            *("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size"),
+            "vocab_extra_ids",
+        ),
+        "data": ("seq_length",),
+        "precision": ("fp16", "bf16"),
+    }
+    sections = {
+        section: {name: args[name] for name in names if args.get(name) is not None}
+        for section, names in kept.items()
+    }
+    if sections["tokenizer"].get("tokenizer_type") not in TOKENIZER_TYPES:
+        sections["tokenizer"].pop("tokenizer_type", None)
+    return sections
+
+
+def legacy_config(args: Mapping[str, Json], architecture: str = "gpt") -> dict[str, Json]:
+    """A network's shape for `--use-checkpoint-args`, under `ModelConfig`'s names.
 
     Fields that the file's version did not have are left out: their defaults hold.
     """
     config = {name: args[name] for name in _MODEL_FIELDS if name in args}
+    config["architecture"] = architecture
     if "layernorm_epsilon" in args:
         config.setdefault("norm_epsilon", args["layernorm_epsilon"])
     if args.get("use_rotary_position_embeddings"):
@@ -69,6 +100,12 @@ def legacy_config(args: Mapping[str, Json]) -> dict[str, Json]:
     return {name: value for name, value in config.items() if value is not None}
 
 
+def optimizer_config(args: Mapping[str, Json]) -> dict[str, Json]:
+    """The optimizer's settings, under `OptimizerConfig`'s names."""
+    names = (field.name for field in fields(OptimizerConfig))
+    return {name: args[name] for name in names if args.get(name) is not None}
+
+
 def consumed_samples(args: Mapping[str, Json], iteration: int) -> int:
     """Training samples seen: as saved, or for older files iterations times the batch size."""
     if "consumed_train_samples" in args:
@@ -79,3 +116,73 @@ def consumed_samples(args: Mapping[str, Json], iteration: int) -> int:
         ranks = int(args.get("world_size", 1)) // int(args.get("model_parallel_size", 1))
         return iteration * int(args["batch_size"]) * ranks
     raise CheckpointError("`args` does not tell how many samples were seen: use --finetune")
+
+
+def megatron_arguments(
+    config: RunConfig,
+    meta: Mapping[str, Json],
+    *,
+    dtype: torch.dtype,
+    rows: int,
+    data_parallel: int,
+) -> argparse.Namespace:
+    """The command line as Megatron 23.08 would have had it.
+
+    Our values under their names, which are Megatron's in most cases; over them what the checkpoint
+    kept of an older Namespace; over those what the file itself decides.
+
+    Args:
+        config: the run that wrote the checkpoint, or that it stands for.
+        meta: the checkpoint's.
+        dtype: of the weights.
+        rows: of the word embedding.
+        data_parallel: processes that hold the same weights.
+    """
+    values = {path.partition(".")[2]: _listed(value) for path, value in flatten(config).items()}
+    model, parallel = config.model, config.parallel
+    chunks = chunks_of(known(model.num_layers), parallel)
+    stages = parallel.pipeline_model_parallel_size
+    values |= {
+        "DDP_impl": parallel.ddp_impl,
+        "layernorm_epsilon": model.norm_epsilon,
+        "encoder_num_layers": model.num_layers,
+        "encoder_seq_length": config.data.seq_length,
+        "add_position_embedding": model.position_embedding_type != "none",
+        "use_rotary_position_embeddings": model.position_embedding_type == "rope",
+        "transformer_impl": "local",
+        "consumed_valid_samples": _evaluated(config, meta.get("iteration", 0)),
+    }
+    values |= dict(meta.get("legacy_args") or {})
+    values |= {
+        "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": stages,
+        "transformer_pipeline_model_parallel_size": stages,
+        "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
+        "num_layers_per_virtual_pipeline_stage": known(model.num_layers) // (stages * chunks)
+        if chunks > 1
+        else None,
+        "data_parallel_size": data_parallel,
+        "world_size": data_parallel * parallel.tensor_model_parallel_size * stages,
+        "rank": 0,
+        "use_distributed_optimizer": parallel.use_distributed_optimizer,
+        "padded_vocab_size": rows,
+        "consumed_train_samples": meta.get("consumed_train_samples") or 0,
+        "params_dtype": dtype,
+        "fp16": dtype == torch.float16,
+        "bf16": dtype == torch.bfloat16,
+    }
+    values.pop("model_type", None)  # an enum of Megatron's; its loader does not ask for it
+    return argparse.Namespace(**values)
+
+
+def _evaluated(config: RunConfig, iteration: int) -> int:
+    """Validation samples that a run has seen; Megatron evaluates before it saves."""
+    evaluation = config.evaluation
+    if not evaluation.eval_interval:
+        return 0
+    times = iteration // evaluation.eval_interval
+    return times * evaluation.eval_iters * (config.training.global_batch_size or 0)
+
+
+def _listed(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

@@ -1,15 +1,19 @@
 """Which optimizer state in a file belongs to which parameter.
 
 Megatron's optimizer numbers parameters by group: first those that decay, then biases and 1-D
-ones, each group in the model's order. 16-bit runs keep fp32 masters in the same order.
+ones, each group in the model's order. 16-bit runs keep fp32 masters in the same order. The
+distributed optimizer keeps all of it in flat tensors instead: see `flat_states`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
+from megatron.checkpoint.legacy import flat_states
 from megatron.checkpoint.legacy.inert import TensorRef, show
 from megatron.checkpoint.legacy.names import Parameter
 from megatron.errors import CheckpointError
@@ -108,3 +112,37 @@ def _add(result: OptimizerState, parameter: Parameter, kind: str, tensor: Any) -
         raise CheckpointError(f"{kind} of {parameter.name} does not have the parameter's shape")
     if parameter.name is not None:  # a tied copy's state equals that of the first stage
         result.tensors[f"{parameter.name}.{kind}"] = tensor
+
+
+def read_distributed(
+    optimizer: Any, flat: Mapping[Any, Any], chunks: Sequence[Sequence[Parameter]]
+) -> OptimizerState:
+    """The state in a rank's `distrib_optim.pt`.
+
+    Args:
+        optimizer: the tree `optimizer` of the rank's other file: counters.
+        flat: the file's tree.
+        chunks: the parameters of each virtual stage, in the model's order.
+
+    Raises:
+        CheckpointError: flat tensors are missing, or too short for the parameters.
+    """
+    optimizer = optimizer if isinstance(optimizer, dict) else {}
+    inner = optimizer.get("optimizer")
+    groups = inner.get("param_groups", []) if isinstance(inner, dict) else []
+    scaler = optimizer.get("grad_scaler", {})
+    result = OptimizerState(loss_scale=scaler if isinstance(scaler, dict) else {})
+    result.steps.extend(group["step"] for group in groups if "step" in group)
+    for index, parameters in enumerate(chunks):
+        by_type = flat.get(index)
+        if not isinstance(by_type, dict) or len(by_type) != 1:
+            raise CheckpointError(f"virtual stage {index} is not there with one gradient type")
+        (states,) = by_type.values()
+        shapes = [parameter.tensor.shape for parameter in parameters]
+        for key, kind in flat_states.KINDS.items():
+            windows = flat_states.find(states.get(key), shapes)
+            for parameter, window in zip(parameters, windows, strict=True):
+                in_16_bits = parameter.tensor.storage.dtype != torch.float32
+                if kind != "master" or in_16_bits:  # an fp32 weight is its own master
+                    _add(result, parameter, kind, window)
+    return result

@@ -1,14 +1,13 @@
 """Megatron-LM's torch files behind the interface of our own checkpoints.
 
-A folder holds a file for each tensor and pipeline rank, `mp_rank_TT/` or `mp_rank_TT_PPP/`. All
-are opened (which reads the small pickled trees only), and a read joins the tensor ranks' parts.
+A folder holds a file for each tensor and pipeline rank (see `rank_files`). All are opened (which
+reads the small pickled trees only), and a read joins the tensor ranks' parts.
 """
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,54 +16,32 @@ import torch
 
 from megatron.checkpoint.entries import Box, Json, check_request
 from megatron.checkpoint.find import RELEASE, warn
-from megatron.checkpoint.legacy.arguments import consumed_samples, legacy_config, plain_arguments
+from megatron.checkpoint.legacy.arguments import (
+    consumed_samples,
+    legacy_config,
+    optimizer_config,
+    plain_arguments,
+)
 from megatron.checkpoint.legacy.inert import TensorRef, show
 from megatron.checkpoint.legacy.names import (
     Arrangement,
+    FirstLayers,
     Parameter,
+    architecture_of,
+    chunks_of_tree,
     count_layers,
+    is_core,
     list_parameters,
 )
-from megatron.checkpoint.legacy.optimizer import OptimizerState, read_optimizer
-from megatron.checkpoint.legacy.torch_zip import TorchZip
-from megatron.checkpoint.legacy.unpickler import read_pickle
+from megatron.checkpoint.legacy.optimizer import OptimizerState, read_distributed, read_optimizer
+from megatron.checkpoint.legacy.rank_files import (
+    DISTRIBUTED_FILE,
+    RankFile,
+    open_distributed,
+    open_files,
+    states_beside,
+)
 from megatron.errors import CheckpointError
-
-MODEL_FILE = "model_optim_rng.pt"
-DISTRIBUTED_FILE = "distrib_optim.pt"
-
-_RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
-
-
-@dataclass(frozen=True)
-class RankFile:
-    """One rank's file: its place in the grid, its tree, and its tensors' bytes."""
-
-    tensor_rank: int
-    stage: int
-    zip: TorchZip
-    tree: Mapping[str, Any]
-
-    def find(self, ref: TensorRef) -> int:
-        """The file position of a tensor's storage.
-
-        Raises:
-            CheckpointError: the storage is missing, or not as large as the tree says.
-        """
-        start, size = self.zip.range(f"data/{ref.storage.key}")
-        if size != ref.storage.numel * ref.storage.dtype.itemsize:
-            raise CheckpointError(f"{self.zip.path}: storage {ref.storage.key} has a wrong size")
-        return start
-
-    def load(self, ref: TensorRef) -> torch.Tensor:
-        """A tensor over the mapped file; nothing is copied."""
-        start = self.find(ref)
-        if not math.prod(ref.shape):
-            return torch.empty(ref.shape, dtype=ref.storage.dtype)
-        flat = torch.frombuffer(
-            self.zip.buffer, dtype=ref.storage.dtype, count=ref.storage.numel, offset=start
-        )
-        return flat.as_strided(ref.shape, ref.stride, ref.offset)
 
 
 @dataclass(frozen=True)
@@ -76,12 +53,17 @@ class Piece:
     box: Box
 
 
+_UNTIED = "untie_embeddings_and_output_weights"
+
+
 class LegacyReader:
-    """Reads GPT checkpoints of Megatron-LM v1.0 to 23.08, under our names.
+    """Reads checkpoints of Megatron-LM under our names: GPT, BERT and T5 of v1.0 to 23.08 and of
+    its Llama-2 fork, and the weights of Megatron Core's GPT in its `torch` format.
 
     `meta` holds iteration, consumed_train_samples, consumed_valid_samples, scheduled_samples,
     padded_vocab_size, optimizer (None where its state cannot be had), schedule (Megatron's
-    fields), config (the model's part), and legacy_args: all plain fields of the command line.
+    fields), config (the model's part and the optimizer's), and legacy_args: all plain fields of
+    the command line.
     """
 
     format = "legacy"
@@ -93,16 +75,22 @@ class LegacyReader:
             CheckpointError: a file is missing, damaged, refused, or of a kind not read.
         """
         self.path = path
-        self._files = _open_files(path)
-        if verify:
-            for file in self._files[rank::ranks]:
-                file.zip.verify()
+        self._files = open_files(path)
         first = self._files[0].tree
         self._args = plain_arguments(first.get("args"))
         self._tensor_size = 1 + max(file.tensor_rank for file in self._files)
         self._arrangement = self._find_arrangement(first)
+        # Later Megatron numbers the optimizer's parameters in orders of its own.
+        self._weights_only = is_core(first)
+        self._architecture = architecture_of(
+            model for file in self._files for model in chunks_of_tree(file.tree)
+        )
+        self._beside: list[RankFile] = []
         self._parts: dict[str, list[tuple[RankFile, TensorRef]]] = {}
-        states = [self._add_file(file, first_layer) for file, first_layer in self._with_layers()]
+        states = [self._add_file(file, layers) for file, layers in self._with_layers()]
+        if verify:
+            for file in [*self._files, *self._beside][rank::ranks]:
+                file.zip.verify()
         self._pieces = {name: self._place(name, parts) for name, parts in self._parts.items()}
         self.iteration = self._find_iteration(first)
         self.meta = self._find_meta(first, states, warns=rank == 0)
@@ -118,26 +106,62 @@ class LegacyReader:
             float(version), heads // self._tensor_size, bool(self._args.get("swiglu", False))
         )
 
-    def _with_layers(self) -> Iterator[tuple[RankFile, int]]:
-        """Every file with the number of its stage's first layer."""
-        counts: dict[int, int] = {}
-        for file in self._files:
-            counts.setdefault(file.stage, count_layers(file.tree.get("model")))
-        for file in self._files:
-            yield file, sum(count for stage, count in counts.items() if stage < file.stage)
+    def _with_layers(self) -> Iterator[tuple[RankFile, list[FirstLayers]]]:
+        """Every file with the numbers of the first layers of each of its chunks.
 
-    def _add_file(self, file: RankFile, first_layer: int) -> OptimizerState | None:
+        Chunk v of stage p is part v * stages + p of the model.
+        """
+        counts: dict[
+            tuple[int, int], FirstLayers
+        ] = {}  # by chunk and stage, which is the model's order
+        for file in self._files:
+            for chunk, model in enumerate(chunks_of_tree(file.tree)):
+                counts.setdefault((chunk, file.stage), count_layers(model))
+        before = {key: _sum(n for k, n in counts.items() if k < key) for key in counts}
+        for file in self._files:
+            chunks = range(len(chunks_of_tree(file.tree)))
+            yield file, [before[chunk, file.stage] for chunk in chunks]
+
+    def _add_file(
+        self, file: RankFile, first_layers: Sequence[FirstLayers]
+    ) -> OptimizerState | None:
         try:
-            parameters = list_parameters(file.tree.get("model"), first_layer)
-            state = read_optimizer(file.tree.get("optimizer"), parameters)
+            chunks = [
+                list_parameters(
+                    model,
+                    first,
+                    architecture=self._architecture,
+                    tied=not self._args.get(_UNTIED, False),
+                    is_first=file.stage == 0,
+                )
+                for model, first in zip(chunks_of_tree(file.tree), first_layers, strict=True)
+            ]
+            parameters = [parameter for chunk in chunks for parameter in chunk]
+            self._add(file, {f"model.{one.name}": one.tensor for one in _named(parameters)})
+            state = None
+            if not self._weights_only:
+                state = read_optimizer(file.tree.get("optimizer"), parameters)
+            if state is not None:
+                self._add(file, {f"optimizer.{n}": ref for n, ref in state.tensors.items()})
+            return state or self._add_distributed(file, chunks)
         except CheckpointError as error:
             raise CheckpointError(f"{file.zip.path}: {error}") from None
-        tensors = {f"model.{one.name}": one.tensor for one in _named(parameters)}
-        if state is not None:
-            tensors |= {f"optimizer.{name}": ref for name, ref in state.tensors.items()}
+
+    def _add_distributed(
+        self, file: RankFile, chunks: Sequence[Sequence[Parameter]]
+    ) -> OptimizerState | None:
+        """The states in the file beside a rank's; None where there is none, or it is not read."""
+        beside = None if self._weights_only else open_distributed(file)
+        if beside is None:
+            return None
+        state = read_distributed(file.tree.get("optimizer"), beside.tree, chunks)
+        self._add(beside, {f"optimizer.{name}": ref for name, ref in state.tensors.items()})
+        self._beside.append(beside)
+        return state
+
+    def _add(self, file: RankFile, tensors: Mapping[str, TensorRef]) -> None:
         for name, ref in tensors.items():
             self._parts.setdefault(name, []).append((file, ref))
-        return state
 
     def _place(self, name: str, parts: list[tuple[RankFile, TensorRef]]) -> list[Piece]:
         """Boxes of a tensor's parts in the whole."""
@@ -186,21 +210,18 @@ class LegacyReader:
             "padded_vocab_size": self.global_shape("model.embedding.word.weight")[0],
             "optimizer": None if released else self._optimizer_meta(states, warns=warns),
             "schedule": schedule,
-            "config": {"model": legacy_config(self._args)},
+            "config": {
+                "model": legacy_config(self._args, self._architecture),
+                "optimizer": optimizer_config(self._args),
+            },
             "legacy_args": self._args,
         }
 
     def _optimizer_meta(self, states: Sequence[OptimizerState | None], *, warns: bool) -> Json:
         known = [state for state in states if state is not None]
         if len(known) != len(states):
-            distributed = any(
-                (file.zip.path.parent / DISTRIBUTED_FILE).exists() for file in self._files
-            )
-            if distributed and warns:
-                warn(
-                    f"{self.path}: the optimizer's state in {DISTRIBUTED_FILE} "
-                    "(--use-distributed-optimizer) is not read yet, only the weights"
-                )
+            if warns:
+                self._warn_of_states()
             return None
         steps = {
             self._number(file, step)
@@ -213,6 +234,18 @@ class LegacyReader:
             key: self._number(self._files[0], value) for key, value in known[0].loss_scale.items()
         }
         return {"step": int(steps.pop()) if steps else self.iteration, "loss_scale": scaler}
+
+    def _warn_of_states(self) -> None:
+        """Say why optimizer states that are there are not read."""
+        if any(states_beside(self.path)):
+            warn(
+                f"{self.path}: a file with optimizer states for each data rank, as Megatron-LM "
+                "23.04 wrote them: only the weights are read"
+            )
+        elif self._weights_only and "optimizer" in self._files[0].tree:
+            warn(f"{self.path}: of Megatron Core: only the weights are read")
+        elif any("optimizer" in file.tree for file in self._files):
+            warn(f"{self.path}: {DISTRIBUTED_FILE} is missing: only the weights are read")
 
     def _number(self, file: RankFile, value: Any) -> int | float:
         """A counter, saved as a number or as a tensor of one element."""
@@ -256,42 +289,9 @@ class LegacyReader:
         return self._pieces[name]
 
 
-def _open_files(path: Path) -> list[RankFile]:
-    """The files of a folder, by stage and tensor rank; the grid must be complete."""
-    files = []
-    for folder in sorted(path.glob("mp_rank_*")):
-        match = _RANK_FOLDER.fullmatch(folder.name)
-        if match is None:
-            raise CheckpointError(
-                f"{folder}: folders per data rank (expert parallel, or --use-distributed-optimizer "
-                "of 23.04) are not read"
-            )
-        archive = TorchZip(_model_file(folder))
-        archive.check("data.pkl")
-        tree = read_pickle(bytes(archive.record("data.pkl")), str(archive.path))
-        if not isinstance(tree, dict):
-            raise CheckpointError(f"{archive.path}: holds no dict")
-        if "model0" in tree:
-            raise CheckpointError(f"{archive.path}: virtual pipeline stages are not read yet")
-        files.append(RankFile(int(match.group(1)), int(match.group(2) or 0), archive, tree))
-    files.sort(key=lambda file: (file.stage, file.tensor_rank))
-    places = [(file.stage, file.tensor_rank) for file in files]
-    stages, ranks = (1 + max((place[i] for place in places), default=-1) for i in (0, 1))
-    if places != [(stage, rank) for stage in range(stages) for rank in range(ranks)]:
-        raise CheckpointError(f"{path}: mp_rank_* folders are missing, or are there twice")
-    for key in ("iteration", "checkpoint_version"):
-        if len({show(file.tree.get(key)) for file in files}) != 1:
-            raise CheckpointError(f"{path}: the files differ in {key}: of different saves?")
-    return files
-
-
-def _model_file(folder: Path) -> Path:
-    file = folder / MODEL_FILE
-    if (folder / "model_rng.pt").exists() and not file.exists():
-        raise CheckpointError(f"{folder}: files of Megatron-LM 23.04 (model_rng.pt) are not read")
-    if file.is_symlink() or not file.is_file():
-        raise CheckpointError(f"{file}: missing, or not a plain file")
-    return file
+def _sum(counts: Iterable[FirstLayers]) -> FirstLayers:
+    encoders, decoders = zip(FirstLayers(0), *counts, strict=True)
+    return FirstLayers(sum(encoders), sum(decoders))
 
 
 def _named(parameters: Sequence[Parameter]) -> list[Parameter]:

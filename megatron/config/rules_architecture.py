@@ -1,0 +1,59 @@
+"""Checks of what belongs to one kind of network, and of what BERT and T5 need. See `checks`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.config.run import RunConfig
+
+_SHOWN = {"gpt": "GPT", "bert": "BERT", "t5": "T5"}
+
+
+def architecture(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Flags that another kind of network has."""
+    kind = config.model.architecture
+    data, parallel, model = config.data, config.parallel, config.model
+    split_rank = parallel.pipeline_model_parallel_split_rank
+    for owner, name, given in (
+        ("gpt", "--reset-position-ids", data.reset_position_ids),
+        ("gpt", "--reset-attention-mask", data.reset_attention_mask),
+        ("gpt", "--eod-mask-loss", data.eod_mask_loss),
+        ("bert", "--bert-no-binary-head", not model.bert_binary_head),
+        ("t5", f"--decoder-num-layers {model.decoder_num_layers}", model.decoder_num_layers),
+        ("t5", f"--decoder-seq-length {data.decoder_seq_length}", data.decoder_seq_length),
+        ("t5", f"--pipeline-model-parallel-split-rank {split_rank}", split_rank is not None),
+    ):
+        if given and kind != owner:
+            yield f"{name} belongs to a {_SHOWN[owner]}, and this is a {_SHOWN[kind]}: drop it"
+    if kind == "gpt":
+        return
+    if parallel.context_parallel_size > 1:
+        yield (
+            f"--context-parallel-size {parallel.context_parallel_size}: padding masks do not go "
+            f"with it, and a {_SHOWN[kind]} has them: use 1"
+        )
+    if model.use_flash_attn:
+        yield (
+            f"--use-flash-attn cannot apply the padding masks of a {_SHOWN[kind]}: drop it (the "
+            "fused kernel that fits is taken anyway)"
+        )
+
+
+def t5(config: RunConfig, world_size: int) -> Iterator[str]:
+    """What an encoder and a decoder need."""
+    if config.model.architecture != "t5":
+        return
+    length, parallel = config.data.decoder_seq_length, config.parallel
+    if length is None:
+        yield "--decoder-seq-length is required: give it a value, as --encoder-seq-length"
+    if config.model.group_query_attention:
+        yield (
+            "--group-query-attention: a T5's attention between decoder and encoder has a key and "
+            "a value for every head: drop it"
+        )
+    tensor = parallel.tensor_model_parallel_size
+    if parallel.sequence_parallel and length and tensor > 0 and length % tensor:
+        yield (
+            f"--decoder-seq-length {length} is not divisible by --tensor-model-parallel-size "
+            f"{tensor}, as --sequence-parallel needs: use a multiple of {tensor}"
+        )

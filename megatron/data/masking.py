@@ -1,0 +1,145 @@
+"""Which tokens a BERT or T5 sample hides: whole words, in runs of several.
+
+Both models choose in the same way and differ in how long a run is and in what stands for it. A
+word is a token with the `##` pieces that continue it, and is hidden whole or not at all. The order
+of random draws is that of Megatron-LM, so the same tokens are hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.errors import ConfigError
+from megatron.tokenizer.base import Tokenizer
+
+_CONTINUES = "##"
+_SMALLEST_GENERATED = 16
+
+
+@dataclass(frozen=True)
+class SpecialIds:
+    """The ids that stand for no text, and how many ids there are.
+
+    Attributes:
+        size: entries of the vocabulary.
+        continues: whether each entry continues a word, `[size]` bool.
+        sentinels: what T5 puts in the place of hidden runs, in order.
+    """
+
+    size: int
+    continues: NDArray[np.bool_]
+    pad: int
+    cls: int
+    sep: int
+    mask: int
+    bos: int
+    eos: int
+    sentinels: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(tokenizer: Tokenizer) -> SpecialIds:
+        """Those of `tokenizer`.
+
+        Raises:
+            ConfigError: it lacks one.
+        """
+        continues = np.zeros(tokenizer.vocab_size, bool)
+        for entry, index in tokenizer.vocab.items():
+            continues[index] = entry.startswith(_CONTINUES)
+        return SpecialIds(
+            size=tokenizer.vocab_size,
+            continues=continues,
+            pad=tokenizer.pad,
+            cls=tokenizer.cls,
+            sep=tokenizer.sep,
+            mask=tokenizer.mask,
+            bos=tokenizer.bos,
+            eos=tokenizer.eos,
+            sentinels=tuple(tokenizer.additional_special_tokens_ids),
+        )
+
+    @staticmethod
+    def generated(vocab_size: int) -> SpecialIds:
+        """The first ids of any vocabulary: for generated tokens, which stand for no text.
+
+        Raises:
+            ConfigError: there are too few ids.
+        """
+        if vocab_size < _SMALLEST_GENERATED:
+            raise ConfigError(
+                f"--mock-data: a vocabulary of {vocab_size} has no room for special tokens: give "
+                f"one of at least {_SMALLEST_GENERATED} entries"
+            )
+        sentinels = range(6, 6 + min(100, (vocab_size - 6) // 2))
+        none = np.zeros(vocab_size, bool)
+        return SpecialIds(vocab_size, none, 0, 1, 2, 3, 4, 5, tuple(sentinels))
+
+
+class Words(NamedTuple):
+    """Word k is `positions[bounds[k] : bounds[k + 1]]` of a sample."""
+
+    positions: list[int]
+    bounds: list[int]
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+
+def whole_words(tokens: NDArray[np.int64], ids: SpecialIds) -> Words:
+    """The words of `tokens` `[s]`, [CLS] and [SEP] left out.
+
+    A piece that continues a word belongs to the last word before it even where a [SEP] lies
+    between, which happens where a segment's front was cut off inside a word.
+    """
+    positions = np.flatnonzero((tokens != ids.cls) & (tokens != ids.sep))
+    starts = ~ids.continues[tokens[positions]]
+    starts[:1] = True
+    bounds = [*np.flatnonzero(starts).tolist(), len(positions)]
+    return Words(positions.tolist(), bounds)
+
+
+def hidden_budget(mask_prob: float, tokens: int, target_length: int) -> float:
+    """How many of a sample's `tokens` may be hidden; a fraction counts as Megatron has it."""
+    return min(mask_prob * target_length, max(1, round(tokens * mask_prob)))
+
+
+def choose_runs(
+    words: Words,
+    budget: float,
+    draw_words: Callable[[], int],
+    random: np.random.RandomState,
+) -> Iterator[list[int]]:
+    """Positions of one run of words after another, until `budget` positions are chosen.
+
+    Words are tried in random order as starts of a run. A run that would go over the budget is
+    shortened; one that still does, or meets a chosen word, is left out.
+
+    The caller may draw from `random` between two runs: as in Megatron, its draws for the tokens of
+    a run come before those for the next run.
+
+    Args:
+        draw_words: length of a run in words, drawn anew for every word that is tried.
+    """
+    count = len(words)
+    order = np.arange(count)
+    random.shuffle(order)
+    chosen = bytearray(count)
+    taken = 0
+    for first in order.tolist():
+        if taken + 1 > budget:
+            return  # no word fits; Megatron goes on trying, without effect
+        last = min(first + draw_words(), count)
+        start = words.bounds[first]
+        while last > first + 1 and taken + words.bounds[last] - start > budget:
+            last -= 1
+        size = words.bounds[last] - start
+        if taken + size > budget or any(chosen[first:last]):
+            continue
+        chosen[first:last] = b"\1" * (last - first)
+        taken += size
+        yield words.positions[start : start + size]

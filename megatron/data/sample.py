@@ -1,0 +1,52 @@
+"""What the loader draws from, whatever the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from megatron.errors import DataError
+
+IGNORED_LABEL = -1
+"""Stands where there is nothing to predict."""
+
+Sample = Mapping[str, NDArray[np.int64] | int]
+"""One sample: arrays of one length for the whole dataset, and `id`, its number there."""
+
+
+class SampleDataset(Protocol):
+    """Sample `i` is a pure function of seed, data and `i`."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, i: int) -> Any:
+        """A `Sample`."""
+        ...
+
+
+class DescribedDataset(SampleDataset, Protocol):
+    """A dataset that a blend can name."""
+
+    @property
+    def description(self) -> str:
+        """Text that differs wherever the samples do."""
+        ...
+
+
+def filled_up(values: ArrayLike, length: int, filler: int) -> NDArray[np.int64]:
+    """`values` with `filler` behind them, `[length]` int64."""
+    filled = np.full(length, filler, np.int64)
+    given = np.asarray(values)
+    filled[: len(given)] = given
+    return filled
+
+
+def outside_vocabulary(where: str, token: int, vocab_size: int) -> DataError:
+    """Says that `where` (a file and a place in it) holds a token that the tokenizer has not."""
+    return DataError(
+        f"{where} holds the token id {token}, but the vocabulary has {vocab_size} entries: use "
+        "the tokenizer that the dataset was preprocessed with, or preprocess it again"
+    )

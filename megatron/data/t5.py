@@ -1,0 +1,145 @@
+"""Samples of a T5 run: runs of words taken out of a text, and asked for.
+
+    text            the cat sat on the mat
+    encoder reads   the <0> on <1> mat
+    decoder reads   [BOS] <0> cat sat <1> the
+    labels          <0> cat sat <1> the [EOS]
+
+<0>, <1> ... are the sentinels of --vocab-extra-ids. e is the encoder's sequence length, d the
+decoder's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.data.masking import SpecialIds, choose_runs, hidden_budget, whole_words
+from megatron.data.sample import IGNORED_LABEL, filled_up
+from megatron.data.sentence_source import SentenceSource
+
+# Tokens of the encoder's sequence that no text may take. Megatron keeps two, for [CLS] and [SEP],
+# which it then does not write.
+RESERVED_TOKENS = 2
+_LONGEST_RUN = 10  # words
+_RUN_END = 0.2  # chance that a run ends after each word
+
+
+class T5Sample(TypedDict):
+    """One sample, arrays of int64.
+
+    Megatron's masks `[e, e]`, `[d, d]` and `[d, e]` follow from the two here, on the device: a
+    query that is no padding attends to keys that are none (the decoder's to none after itself).
+
+    Attributes:
+        text_enc: what the encoder reads, `[e]`.
+        text_dec: what the decoder reads, `[d]`.
+        labels: the token after each of the decoder's; -1 at padding, `[d]`.
+        loss_mask: 1 where a label counts, `[d]`.
+        enc_mask: 1 where a token of `text_enc` is no padding, `[e]`.
+        dec_mask: 1 where a token of `text_dec` is no padding, `[d]`.
+        id: its number.
+    """
+
+    text_enc: NDArray[np.int64]
+    text_dec: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    loss_mask: NDArray[np.int64]
+    enc_mask: NDArray[np.int64]
+    dec_mask: NDArray[np.int64]
+    id: int
+
+
+@dataclass(frozen=True)
+class T5Options:
+    """What decides the samples, beside the sentences.
+
+    Attributes:
+        encoder_length: e.
+        decoder_length: d.
+        mask_prob: share of tokens to take out.
+    """
+
+    encoder_length: int
+    decoder_length: int
+    mask_prob: float
+    seed: int
+
+
+class T5Dataset:
+    """T5's samples over runs of sentences."""
+
+    def __init__(self, source: SentenceSource, ids: SpecialIds, options: T5Options) -> None:
+        self.source = source
+        self.ids = ids
+        self.options = options
+        self._random = np.random.RandomState()  # seeded anew for every sample
+
+    @property
+    def description(self) -> str:
+        """Text that differs wherever the samples do."""
+        return f"T5 Dataset\n\n{self.source.description}{self.options}\n"
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, i: int) -> T5Sample:
+        """Sample `i`.
+
+        Raises:
+            DataError: a token id is outside the vocabulary.
+        """
+        sentences, target = self.source[i]
+        self._random.seed((self.options.seed + i) % 2**32)
+        text = np.concatenate(sentences)[:target].astype(np.int64)
+        runs = self._runs(text, target)
+        encoder, taken_out = take_out(text, runs, self.ids.sentinels)
+        e, d = self.options.encoder_length, self.options.decoder_length
+        in_decoder = np.ones(len(taken_out) + 1)
+        return {
+            "text_enc": filled_up(encoder, e, self.ids.pad),
+            "text_dec": filled_up([self.ids.bos, *taken_out], d, self.ids.pad),
+            "labels": filled_up([*taken_out, self.ids.eos], d, IGNORED_LABEL),
+            "loss_mask": filled_up(in_decoder, d, 0),
+            "enc_mask": filled_up(np.ones(len(encoder)), e, 0),
+            "dec_mask": filled_up(in_decoder, d, 0),
+            "id": i,
+        }
+
+    def _runs(self, text: NDArray[np.int64], target: int) -> list[list[int]]:
+        """Positions of the runs to take out, from first to last.
+
+        There are at most as many as sentinels, and as the decoder has room for: Megatron stops
+        with an error where it draws more.
+        """
+        random = self._random
+        budget = hidden_budget(self.options.mask_prob, len(text), target)
+
+        def draw_words() -> int:
+            return min(random.geometric(_RUN_END), _LONGEST_RUN)
+
+        runs: list[list[int]] = []
+        room = self.options.decoder_length - 1
+        for run in choose_runs(whole_words(text, self.ids), budget, draw_words, random):
+            room -= 1 + len(run)
+            if room < 0 or len(runs) == len(self.ids.sentinels):
+                break
+            runs.append(run)
+        return sorted(runs)
+
+
+def take_out(
+    text: NDArray[np.int64], runs: list[list[int]], sentinels: tuple[int, ...]
+) -> tuple[list[int], list[int]]:
+    """`text` with a sentinel for each run, and each run behind its sentinel."""
+    left: list[int] = []
+    taken_out: list[int] = []
+    start = 0
+    for run, sentinel in zip(runs, sentinels, strict=False):
+        left += [*text[start : run[0]].tolist(), sentinel]
+        taken_out += [sentinel, *text[run].tolist()]
+        start = run[-1] + 1
+    return left + text[start:].tolist(), taken_out

@@ -1,0 +1,240 @@
+"""An engine around a model: how much cache there is room for, and what attends over it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron.config import RunConfig
+from megatron.device import Device, parameter_dtype
+from megatron.errors import ConfigError
+from megatron.inference.cache import CacheMemory
+from megatron.inference.engine import BatchEngine
+from megatron.inference.executor import Executor
+from megatron.inference.graphs import DecodeGraphs
+from megatron.inference.load import Loaded
+from megatron.inference.scheduler import SchedulerSettings
+from megatron.kernels.library import find_library
+from megatron.kernels.paged_attention import PagedAttention, choose_paged_attention
+from megatron.models.gpt import GPTModel
+from megatron.models.sizes import Sizes, sizes_of
+from megatron.parallel.collectives import all_reduce
+from megatron.parallel.layers import set_products
+from megatron.parallel.layout import Axis, Layout
+from megatron.parallel.products import FixedRows
+
+CPU_CACHE_BYTES = 2**30
+GPU_CACHE_SHARE = 0.9  # of the memory that the model leaves free
+# Of a GPU's free memory, not for the cache: logits and activations of a step.
+GPU_STEP_BYTES = 3 * 2**30
+MOST_CHUNK = 512
+_COUNTS = ("max_sequences", "max_step_tokens", "cache_tokens", "block_size", "product_rows")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Sizes.
+
+    Attributes:
+        max_sequences: computed at a time; others wait.
+        max_step_tokens: a step computes at most so many; longer prompts take several.
+        cache_tokens: of all sequences together; None: what fits in memory, and no more than
+            `max_sequences` of full length need.
+        block_size: tokens of a block of the cache.
+        seed: of requests that have none of their own.
+        graphs: record steps on a GPU (CUDA graphs), where one process has the whole model.
+        product_rows: matrix products take so many tokens at a time, always, and prompts are cut at
+            fixed places: a token's scores then have the same bits whatever else is in the batch,
+            for some more work. None: a batch's size can show in the last bits.
+    """
+
+    max_sequences: int = 256
+    max_step_tokens: int = 2048
+    cache_tokens: int | None = None
+    block_size: int = 16
+    seed: int = 1234
+    graphs: bool = True
+    product_rows: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError where a value is out of range."""
+        problems = [
+            f"{name} {value}: give 1 or more"
+            for name in _COUNTS
+            if (value := getattr(self, name)) is not None and value < 1
+        ]
+        if self.max_step_tokens < self.max_sequences:
+            problems.append(
+                f"max_step_tokens {self.max_step_tokens} is less than max_sequences "
+                f"{self.max_sequences}: each sequence of a step adds at least one token"
+            )
+        room = self.max_step_tokens - self.max_sequences
+        if self.product_rows is not None and not problems and room < self.block_size:
+            problems.append(
+                f"max_step_tokens {self.max_step_tokens} has no room for a block of a prompt "
+                f"beside {self.max_sequences} sequences: give more, or no product_rows"
+            )
+        if problems:
+            raise ConfigError(problems)
+
+
+def engine_of(
+    loaded: Loaded,
+    device: Device,
+    options: EngineOptions | None = None,
+    *,
+    copy: Axis | None = None,
+) -> BatchEngine:
+    """An engine for a checkpoint that `load_gpt` has read. Collective over its layout."""
+    return build_engine(
+        loaded.model,
+        loaded.config,
+        loaded.layout,
+        device,
+        vocab_size=loaded.tokenizer.vocab_size,
+        options=options,
+        copy=copy,
+    )
+
+
+def build_engine(
+    model: GPTModel,
+    config: RunConfig,
+    layout: Layout,
+    device: Device,
+    *,
+    vocab_size: int,
+    options: EngineOptions | None = None,
+    copy: Axis | None = None,
+) -> BatchEngine:
+    """An engine for a model in memory. Collective over `layout`.
+
+    Args:
+        model: this process's part.
+        config: what it was built from.
+        layout: who this process is: tensor and pipeline ranks.
+        device: of the model.
+        vocab_size: entries that can be chosen; those behind are padding.
+        options: sizes; None: the defaults.
+        copy: of several data-parallel copies of the model, the ranks of this one, stage by stage:
+            each is an engine of its own. None: there is one copy, of all ranks.
+
+    Raises:
+        ConfigError: the layout has other ranks, or no sequence fits in memory.
+    """
+    options = options or EngineOptions()
+    if copy is None:
+        _check_layout(layout)
+    copy = copy or layout.world
+    if options.product_rows is not None:
+        set_products(model, FixedRows(options.product_rows))
+    sizes = sizes_of(config.model)
+    precision = config.precision
+    dtype = parameter_dtype(fp16=precision.fp16, bf16=precision.bf16)
+    groups = max(1, sizes.kv_heads // layout.tensor.size)
+    token_bytes = 2 * len(model.part.layers) * groups * sizes.head_size * dtype.itemsize
+    blocks = _blocks(options, sizes, token_bytes, layout, device)
+    memory = CacheMemory(
+        model.part.layers,
+        blocks=blocks,
+        block_size=options.block_size,
+        groups=groups,
+        head_size=sizes.head_size,
+        device=device.torch_device,
+        dtype=dtype,
+    )
+    library = find_library(device.torch_device).library
+    paged = choose_paged_attention(library, sizes.head_size, dtype)
+    can_record = options.graphs and records_on(device) and paged.can_capture
+    graphs = None
+    if can_record and copy.size == 1:
+        graphs = _graphs(model, memory, paged, options, sizes.positions, device)
+    executor = Executor(
+        model.eval(),
+        layout,
+        memory,
+        copy=copy,
+        paged=paged,
+        graphs=graphs,
+        vocab_size=vocab_size,
+        hidden=sizes.hidden,
+        stream_dtype=torch.float32 if precision.fp32_residual_connection else dtype,
+        device=device.torch_device,
+    )
+    settings = SchedulerSettings(
+        blocks=blocks,
+        block_size=options.block_size,
+        max_sequences=options.max_sequences,
+        max_tokens=options.max_step_tokens,
+        chunk=0 if options.product_rows is None else _chunk(options),
+    )
+    return BatchEngine(
+        executor, settings, vocab_size=vocab_size, max_length=sizes.positions, seed=options.seed
+    )
+
+
+def _graphs(
+    model: GPTModel,
+    memory: CacheMemory,
+    paged: PagedAttention,
+    options: EngineOptions,
+    max_length: int,
+    device: Device,
+) -> DecodeGraphs:
+    return DecodeGraphs(
+        model,
+        memory,
+        paged,
+        device.recorder(),
+        max_sequences=options.max_sequences,
+        max_length=max_length,
+        device=device.torch_device,
+    )
+
+
+def _chunk(options: EngineOptions) -> int:
+    """Where prompts are cut: small, for beginnings are only found again in whole chunks."""
+    room = min(MOST_CHUNK, options.max_step_tokens - options.max_sequences)
+    return room // options.block_size * options.block_size
+
+
+def records_on(device: Device) -> bool:
+    """Whether kernels can be recorded there."""
+    return device.is_gpu
+
+
+def _check_layout(layout: Layout) -> None:
+    if layout.data.size > 1 or layout.context.size > 1:
+        ranks = layout.tensor.size * layout.pipeline.size
+        raise ConfigError(
+            f"{layout.world.size} processes were launched for --tensor-model-parallel-size "
+            f"{layout.tensor.size} x --pipeline-model-parallel-size {layout.pipeline.size}: "
+            f"text generation runs one copy of the model, so launch {ranks}"
+        )
+    assert not layout.sequence_parallel, "a step's tokens do not divide over tensor ranks"
+
+
+def _blocks(
+    options: EngineOptions, sizes: Sizes, token_bytes: int, layout: Layout, device: Device
+) -> int:
+    """How many, the same on every rank."""
+    most = options.max_sequences * sizes.positions
+    tokens = options.cache_tokens
+    if tokens is None:
+        tokens = min(most, _cache_bytes(device) // token_bytes)
+    blocks = torch.tensor(tokens // options.block_size, device=device.torch_device)
+    count = int(all_reduce(blocks, layout.world, dist.ReduceOp.MIN))
+    if count < 1:
+        raise ConfigError(
+            f"the key-value cache has room for {tokens} tokens, less than one block of "
+            f"{options.block_size}: give it more memory, or split the model over more GPUs"
+        )
+    return count
+
+
+def _cache_bytes(device: Device) -> int:
+    if not device.is_gpu:
+        return CPU_CACHE_BYTES
+    return max(0, int((device.free_memory() - GPU_STEP_BYTES) * GPU_CACHE_SHARE))

@@ -1,0 +1,214 @@
+"""The engine: requests in, steps, events out. It joins the scheduler, which plans, the executor,
+which computes, and answers, which say what to compute for; what is decided here is the same on
+every rank."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from dataclasses import replace
+from typing import Protocol
+
+from megatron.inference.answer import Answer, BeamAnswer, PlainAnswer
+from megatron.inference.executor import Output
+from megatron.inference.request import (
+    Event,
+    Finished,
+    Limits,
+    Reason,
+    Request,
+    RequestError,
+    Stats,
+    Token,
+)
+from megatron.inference.sampling import Chosen
+from megatron.inference.scheduler import Plan, Row, Scheduler, SchedulerSettings
+
+Totals = dict[str, int]
+
+
+class Runs(Protocol):
+    """What carries a plan out: `executor.Executor`."""
+
+    def run(self, plan: Plan, outputs: list[Output]) -> list[Chosen]:
+        """Compute the plan's tokens; what was chosen for each output."""
+        ...
+
+
+class BatchEngine:
+    """See `request.Engine`.
+
+    Args:
+        executor: computes.
+        settings: sizes of steps and of the cache.
+        vocab_size: entries that can be chosen.
+        max_length: of prompt and answer, as far as the model's positions go.
+        seed: of requests that have none of their own.
+    """
+
+    def __init__(
+        self,
+        executor: Runs,
+        settings: SchedulerSettings,
+        *,
+        vocab_size: int,
+        max_length: int,
+        seed: int = 0,
+    ) -> None:
+        self._executor = executor
+        self._scheduler = Scheduler(settings)
+        self._seed = seed
+        self._limits = Limits(
+            vocab_size=vocab_size,
+            max_length=max_length,
+            cache_tokens=settings.blocks * settings.block_size,
+            max_beams=settings.max_sequences,
+        )
+        self._answers: dict[str, Answer] = {}
+        # Beam searches run one after another: the beams of two could wait for each other's blocks.
+        self._searches: deque[Answer] = deque()
+        self._totals: Totals = dict.fromkeys(("prompt_tokens", "cached_tokens", "new_tokens"), 0)
+
+    @property
+    def limits(self) -> Limits:
+        """See `request.Engine`."""
+        return self._limits
+
+    @property
+    def has_work(self) -> bool:
+        """See `request.Engine`."""
+        return bool(self._answers)
+
+    @property
+    def stats(self) -> Stats:
+        """See `request.Engine`."""
+        pool = self._scheduler.pool
+        running = len({sequence.request for sequence in self._scheduler.running})
+        return Stats(
+            running=running,
+            waiting=len(self._answers) - running,
+            blocks=pool.count,
+            blocks_used=pool.count - pool.available,
+            preempted=self._scheduler.preempted,
+            **self._totals,
+        )
+
+    def add(self, request: Request) -> None:
+        """See `request.Engine`."""
+        if request.id in self._answers:
+            raise RequestError(f"request id {request.id!r} is in use: choose another")
+        check(request, self._limits, self._scheduler.settings)
+        self._totals["prompt_tokens"] += len(request.prompt)
+        if request.sampling.beam_width > 1:
+            answer: Answer = BeamAnswer(request, self._limits.vocab_size)
+            self._searches.append(answer)
+            if len(self._searches) == 1:
+                self._begin(answer)
+        else:
+            seed = request.sampling.seed
+            answer = PlainAnswer(
+                request, _seed_of(self._seed, request.id) if seed is None else seed
+            )
+            self._begin(answer)
+        self._answers[request.id] = answer
+
+    def cancel(self, request: str) -> list[Event]:
+        """See `request.Engine`."""
+        answer = self._answers.get(request)
+        return [] if answer is None else [self._end_early(answer, "cancelled")]
+
+    def abort(self, message: str) -> list[Event]:
+        """See `request.Engine`."""
+        return [self._end_early(answer, "error", message) for answer in [*self._answers.values()]]
+
+    def step(self) -> list[Event]:
+        """See `request.Engine`."""
+        plan = self._scheduler.plan()
+        assert plan or not self._answers, "requests wait, and none can go on"
+        wishes = [self._answers[row.sequence.request].wishes(row) for row in plan]
+        outputs = [
+            Output(index, place, choice)
+            for index, row_wishes in enumerate(wishes)
+            for place, choice in row_wishes
+        ]
+        chosen = iter(self._executor.run(plan, outputs))
+        self._scheduler.done(plan)
+        events: list[Event] = []
+        for row, row_wishes in zip(plan, wishes, strict=True):
+            results = [next(chosen) for _ in row_wishes]
+            if row.sequence.request in self._answers:
+                events += self._take(self._answers[row.sequence.request], row, results)
+        return events
+
+    def _take(self, answer: Answer, row: Row, results: list[Chosen]) -> list[Event]:
+        """Hand results to their answer; what there is to tell."""
+        if any(result.token is None for result in results):
+            message = "the model's scores are not finite: its weights or its precision are broken"
+            return [self._end_early(answer, "error", message)]
+        events = answer.take(row, results, self._scheduler)
+        self._totals["new_tokens"] += sum(isinstance(event, Token) for event in events)
+        if events and isinstance(events[-1], Finished):
+            self._end(answer, events[-1])
+        return events
+
+    def _begin(self, answer: Answer) -> None:
+        for sequence in answer.sequences:
+            self._scheduler.add(sequence)
+
+    def _end_early(self, answer: Answer, reason: Reason, message: str = "") -> Finished:
+        event = replace(answer.finished(), reason=reason, message=message, beams=())
+        self._end(answer, event)
+        return event
+
+    def _end(self, answer: Answer, event: Finished) -> None:
+        """Forget the answer and free its blocks."""
+        del self._answers[answer.request.id]
+        self._totals["cached_tokens"] += event.cached_tokens
+        if event.beams:
+            self._totals["new_tokens"] += event.new_tokens
+        is_begun = answer not in self._searches or answer is self._searches[0]
+        if is_begun:
+            for sequence in answer.sequences:
+                self._scheduler.remove(sequence)
+        if answer in self._searches:
+            self._searches.remove(answer)
+            if is_begun and self._searches:
+                self._begin(self._searches[0])
+
+
+def check(request: Request, limits: Limits, settings: SchedulerSettings) -> None:
+    """Whether the engine can answer a request.
+
+    Raises:
+        RequestError: it cannot, and why.
+    """
+    sampling, vocab = request.sampling, limits.vocab_size
+    length = len(request.prompt) + sampling.max_new_tokens
+    blocks = settings.blocks_for(length) * sampling.beam_width
+    named = {*request.prompt, *(token for pair in sampling.banned_pairs for token in pair)}
+    wrong = sorted(token for token in named if not 0 <= token < vocab)
+    if wrong:
+        raise RequestError(f"token {wrong[0]} is not in the vocabulary: give 0 to {vocab - 1}")
+    if length > limits.max_length:
+        raise RequestError(
+            f"prompt of {len(request.prompt)} tokens and max_new_tokens {sampling.max_new_tokens} "
+            f"are more than the model's {limits.max_length} positions: shorten one"
+        )
+    if sampling.beam_width > limits.max_beams:
+        raise RequestError(
+            f"beam_width {sampling.beam_width} is more than a step's {limits.max_beams} sequences"
+        )
+    if blocks > settings.blocks:
+        raise RequestError(
+            f"{sampling.beam_width} x {length} tokens do not fit in the cache of "
+            f"{limits.cache_tokens}: ask for less, or start with a larger cache"
+        )
+    if sampling.beam_width > 1 and sampling.repetition_penalty != 1:
+        raise RequestError("beam search has no repetition_penalty: give 1, or beam_width 1")
+    if sampling.top_logprobs > vocab:
+        raise RequestError(f"top_logprobs {sampling.top_logprobs}: there are {vocab} tokens")
+
+
+def _seed_of(seed: int, request: str) -> int:
+    digest = hashlib.blake2b(f"{seed} {request}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")

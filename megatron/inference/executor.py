@@ -1,0 +1,199 @@
+"""Carries a plan out: tokens through the model, on every rank, and what was chosen back to all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.inference.cache import CacheMemory, StepCache
+from megatron.inference.graphs import DecodeGraphs
+from megatron.inference.sampling import Choice, Chosen, choose, result_width, unpack
+from megatron.inference.scheduler import Plan, Row, Sequence
+from megatron.kernels.paged_attention import Chunk, PagedAttention, Singles
+from megatron.models.gpt import GPTModel
+from megatron.parallel.collectives import gather_to
+from megatron.parallel.layout import Axis, Layout
+from megatron.parallel.pipeline.p2p import PipelineChannel
+from megatron.parallel.pipeline.schedule import Operation
+
+Integers = np.ndarray
+
+
+@dataclass(frozen=True)
+class Output:
+    """Logits that are wanted, and what for.
+
+    Attributes:
+        row: of the plan.
+        place: among the row's tokens.
+        choice: what to do with them.
+    """
+
+    row: int
+    place: int
+    choice: Choice
+
+
+class Executor:
+    """One process's part of the work.
+
+    Args:
+        model: this process's part, in evaluation mode.
+        layout: who this process is.
+        memory: the cache of the part's layers.
+        copy: the ranks of the model's copy that this process is part of, stage by stage.
+        paged: how sequences attend that add one token.
+        graphs: runs steps in which every sequence adds one token; None: nothing special does.
+        vocab_size: entries that can be chosen; those behind are padding.
+        hidden: h.
+        stream_dtype: of hidden states between stages.
+        device: where all of it is.
+    """
+
+    def __init__(
+        self,
+        model: GPTModel,
+        layout: Layout,
+        memory: CacheMemory,
+        *,
+        copy: Axis,
+        paged: PagedAttention,
+        graphs: DecodeGraphs | None = None,
+        vocab_size: int,
+        hidden: int,
+        stream_dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._model = model
+        self._layout = layout
+        self._memory = memory
+        self._copy = copy
+        self._paged = paged
+        self._graphs = graphs
+        self._vocab_size = vocab_size
+        self._hidden = hidden
+        self._device = device
+        self._arrays: WeakKeyDictionary[Sequence, tuple[tuple[int, ...], Integers]]
+        self._arrays = WeakKeyDictionary()
+        self._channel = PipelineChannel.create(
+            layout, ring=False, device=device, dtype=stream_dtype, shape=()
+        )
+
+    @torch.no_grad()
+    def run(self, plan: Plan, outputs: Many[Output]) -> list[Chosen]:
+        """Compute the plan's tokens; what was chosen for each output. Collective."""
+        logits = self._logits(plan, outputs)
+        if not outputs:
+            return []
+        choices = [output.choice for output in outputs]
+        if self._layout.pipeline.is_last:
+            logits = gather_to(logits[0], self._layout.tensor)[:, : self._vocab_size]
+            result = choose(logits, choices)
+        else:
+            width = result_width(choices)
+            result = torch.empty(len(choices), width, dtype=torch.float64, device=self._device)
+        return unpack(self._tell_all(result).cpu(), choices)
+
+    def _logits(self, plan: Plan, outputs: Many[Output]) -> Tensor:
+        """See `_through_stages`."""
+        if self._graphs is not None and _all_add_one(plan, outputs):
+            logits = self._graphs.run(plan, [self._blocks(row) for row in plan])
+            if logits is not None:
+                return logits
+        return self._through_stages(*self._inputs(plan, outputs))
+
+    def _through_stages(self, tokens: Tensor, cache: StepCache) -> Tensor:
+        """This stage's result: hidden states [s, 1, h], or of the last one logits [1, k, v/t]."""
+        pipeline, hidden = self._layout.pipeline, None
+        channel = self._channel.with_shape((tokens.shape[1], 1, self._hidden))
+        if not pipeline.is_first:
+            receive = Operation("receive_activation", 0, 0, pipeline.rank - 1)
+            channel.post_receive(receive)
+            hidden = channel.receive(receive)
+        result = self._model(tokens, hidden=hidden, cache=cache)
+        assert isinstance(result, Tensor)
+        if not pipeline.is_last:
+            channel.send(Operation("send_activation", 0, 0, pipeline.rank + 1), result)
+            channel.finish()
+        return result
+
+    def _tell_all(self, result: Tensor) -> Tensor:
+        """The result of the last stage's first tensor rank, on every rank: none can differ."""
+        copy = self._copy
+        if copy.size > 1:
+            source = copy.ranks[copy.size - self._layout.tensor.size]
+            work = dist.broadcast(result, src=source, group=copy.group, async_op=True)
+            copy.transfer("broadcast", work).wait()
+        return result
+
+    def _inputs(self, plan: Plan, outputs: Many[Output]) -> tuple[Tensor, StepCache]:
+        """Token ids [1, s], and where they belong."""
+        size = self._memory.block_size
+        firsts = np.cumsum([0] + [row.count for row in plan])
+        blocks = [self._blocks(row) for row in plan]
+        places = [np.arange(row.start, row.start + row.count) for row in plan]
+        slots = [_slots(b, p, size) for b, p in zip(blocks, places, strict=True)]
+        count = sum(row.count == 1 for row in plan)  # these come first
+        wanted = [firsts[output.row] + output.place for output in outputs]
+        cache = StepCache(
+            memory=self._memory,
+            positions=self._tensor(np.concatenate(places)),
+            slots=self._tensor(np.concatenate(slots)),
+            outputs=self._tensor(np.array(wanted, dtype=np.int64)),
+            singles=self._singles(plan[:count], blocks) if count else None,
+            chunks=tuple(
+                self._chunk(row, int(first), row_blocks)
+                for row, first, row_blocks in zip(
+                    plan[count:], firsts[count:], blocks[count:], strict=False
+                )
+            ),
+            paged=self._paged,
+        )
+        tokens = np.array([token for row in plan for token in row.tokens], dtype=np.int64)
+        return self._tensor(tokens[None]), cache
+
+    def _singles(self, rows: Plan, blocks: Many[Integers]) -> Singles:
+        lengths = np.array([row.start + 1 for row in rows], dtype=np.int32)
+        longest = max(len(row.blocks) for row in rows)
+        tables = np.zeros((len(rows), longest), dtype=np.int32)
+        for table, row_blocks in zip(tables, blocks, strict=False):
+            table[: len(row_blocks)] = row_blocks
+        return Singles(
+            tables=self._tensor(tables),
+            lengths=self._tensor(lengths),
+            longest=int(lengths.max()),
+            block_size=self._memory.block_size,
+        )
+
+    def _chunk(self, row: Row, first: int, blocks: Integers) -> Chunk:
+        slots = None
+        if row.start:
+            places = np.arange(row.start + row.count)
+            slots = self._tensor(_slots(blocks, places, self._memory.block_size))
+        return Chunk(first, row.count, slots)
+
+    def _blocks(self, row: Row) -> Integers:
+        """The row's blocks as an array, made when they change."""
+        known = self._arrays.get(row.sequence)
+        if known is None or known[0] is not row.blocks:
+            known = self._arrays[row.sequence] = (row.blocks, np.array(row.blocks, dtype=np.int64))
+        return known[1]
+
+    def _tensor(self, array: Integers) -> Tensor:
+        return torch.from_numpy(array).to(self._device, non_blocking=True)
+
+
+def _all_add_one(plan: Plan, outputs: Many[Output]) -> bool:
+    """Whether the plan is one token of each sequence, and for each the next one is wanted."""
+    return len(outputs) == len(plan) and plan[-1].count == 1
+
+
+def _slots(blocks: Integers, places: Integers, block_size: int) -> Integers:
+    """Of these places of a sequence."""
+    return blocks[places // block_size] * block_size + places % block_size

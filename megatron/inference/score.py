@@ -1,0 +1,294 @@
+"""How likely a model finds given tokens: log-probabilities in any parallel layout.
+
+Data-parallel processes take the batches in turn, pipeline stages hand them on, tensor ranks each
+hold a part of the vocabulary. Every process ends up with every score.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron.config.run import known
+from megatron.device import Device, parameter_dtype
+from megatron.inference.load import Loaded
+from megatron.parallel.collectives import all_reduce
+from megatron.parallel.layout import Axis
+from megatron.parallel.pipeline.executor import run_schedule
+from megatron.parallel.pipeline.p2p import PipelineChannel
+from megatron.parallel.pipeline.schedule import Operation, forward_only, make_schedule
+
+_MULTIPLE = 8  # of padded lengths: few shapes, which suit the hardware
+_IN_FLIGHT = 32  # batches between two waits for what was sent
+_LOGITS = 2**27  # that are held in fp32 at a time
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Tokens, the last of which are to be scored.
+
+    Attributes:
+        tokens: one more at most than the model's window: the last one is only a target.
+        scored: so many at the end; each needs a token before it.
+    """
+
+    tokens: Sequence[int] | NDArray[np.integer]
+    scored: int
+
+
+@dataclass(frozen=True)
+class Score:
+    """What the model makes of a sample's scored tokens.
+
+    Attributes:
+        log_probability: of all of them in a row, natural.
+        is_greedy: each is the most likely one in its place.
+    """
+
+    log_probability: float
+    is_greedy: bool
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples that pass the model together: their indices, and the length they are padded to."""
+
+    samples: tuple[int, ...]
+    length: int
+
+
+def plan_batches(lengths: Sequence[int], size: int, *, multiple: int, window: int) -> list[Batch]:
+    """Batches of samples of about the same length, the longest first.
+
+    The longest come first so that memory that does not suffice is found at once.
+
+    Args:
+        lengths: of every sample's input.
+        size: most samples of a batch.
+        multiple: of every padded length, as far as the window allows.
+        window: the longest input; a multiple of what the layout divides sequences by.
+    """
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    return [
+        Batch(tuple(rows), min(-(-max(1, lengths[rows[0]]) // multiple) * multiple, window))
+        for rows in _groups(order, size)
+    ]
+
+
+class Scorer:
+    """Scores samples with one model.
+
+    Args:
+        loaded: the model; padding entries of its vocabulary get no probability.
+        device: where it runs.
+        micro_batch: most samples of a forward pass.
+
+    Making one and `score` are collective over all processes of the layout.
+    """
+
+    def __init__(self, loaded: Loaded, device: Device, micro_batch: int) -> None:
+        self.loaded = loaded
+        self.device = device.torch_device
+        self.micro_batch = micro_batch
+        self.window = known(loaded.config.model.max_position_embeddings)
+        self._channel = _connect(loaded, self.device)
+
+    def score(
+        self,
+        samples: Sequence[Sample],
+        done: Callable[[int, int], None] = lambda batches, of: None,
+    ) -> list[Score]:
+        """One score a sample, in order, on every process. Collective.
+
+        Args:
+            samples: the same on every process.
+            done: told after every batch of this process how many are done, of how many.
+        """
+        layout = self.loaded.layout
+        lengths = [len(sample.tokens) - 1 for sample in samples]
+        assert max(lengths, default=0) <= self.window, "a sample is longer than the window"
+        batches = plan_batches(
+            lengths,
+            self.micro_batch,
+            multiple=_MULTIPLE * layout.sequence.size,
+            window=self.window,
+        )
+        mine = batches[layout.data.rank :: layout.data.size]
+        results = torch.zeros(len(samples), 3, dtype=torch.float64)
+        finished = 0
+
+        def one_more() -> None:
+            nonlocal finished
+            finished += 1
+            done(finished, len(mine))
+
+        for some in _groups(mine, _IN_FLIGHT):
+            self._run(some, samples, results, one_more)
+        whole = all_reduce(results.to(self.device), layout.world).tolist()
+        assert all(count == 1 for _, _, count in whole), "a sample was not scored once"
+        return [Score(log_probability, greedy == 1) for log_probability, greedy, _ in whole]
+
+    def _run(
+        self,
+        batches: Sequence[Batch],
+        samples: Sequence[Sample],
+        results: Tensor,
+        done: Callable[[], None],
+    ) -> None:
+        """Fill in the rows of these batches, where this process has the end of the model."""
+        layout = self.loaded.layout
+        stages = layout.pipeline.size
+
+        def step(index: int, hidden: Tensor | None) -> Tensor:
+            chosen = [samples[i] for i in batches[index].samples]
+            tokens = _input(chosen, batches[index].length).to(self.device)
+            output = self.loaded.model(tokens, hidden=hidden)
+            if layout.pipeline.is_last:
+                scores = self._scores(output, chosen)
+                if layout.tensor.is_first:
+                    results[list(batches[index].samples)] = scores
+            done()
+            return output
+
+        schedule = forward_only(make_schedule("1f1b", stages, 1, len(batches)))
+        channel = None
+        if self._channel is not None:
+            channel = _Channel(self._channel, [self._message(batch) for batch in batches])
+        run_schedule(schedule[layout.pipeline.rank], [step], channel, before=layout.journal.enter)
+
+    def _message(self, batch: Batch) -> tuple[int, int, int]:
+        """Shape of the hidden states between stages: [s, b, h], or this rank's part of it."""
+        hidden = known(self.loaded.config.model.hidden_size)
+        return batch.length // self.loaded.layout.sequence.size, len(batch.samples), hidden
+
+    def _scores(self, logits: Tensor, samples: Sequence[Sample]) -> Tensor:
+        """Log-probability, whether greedy, and 1 for every sample: [b, 3] on the CPU.
+
+        Args:
+            logits: [b, s, v/t].
+        """
+        places = [
+            (row, len(sample.tokens) - 1 - sample.scored + k, int(token))
+            for row, sample in enumerate(samples)
+            for k, token in enumerate(sample.tokens[len(sample.tokens) - sample.scored :])
+        ]
+        rows, columns, targets = torch.tensor(places, device=logits.device).reshape(-1, 3).t()
+        log_probabilities, is_greedy = [], []
+        for part in range(0, len(places), max(1, _LOGITS // logits.shape[-1])):
+            some = slice(part, part + max(1, _LOGITS // logits.shape[-1]))
+            found, greedy = score_targets(
+                logits[rows[some], columns[some]].float(),
+                targets[some],
+                self.loaded.layout.tensor,
+                entries=self.loaded.tokenizer.vocab_size,
+            )
+            log_probabilities.append(found)
+            is_greedy.append(greedy)
+        result = torch.tensor([[0.0, 1.0, 1.0]], dtype=torch.float64).repeat(len(samples), 1)
+        if places:
+            result[:, 0].index_add_(0, rows.cpu(), torch.cat(log_probabilities).cpu().double())
+            result[rows.cpu()[~torch.cat(is_greedy).cpu()], 1] = 0.0
+        return result
+
+
+def score_targets(
+    logits: Tensor, targets: Tensor, axis: Axis, *, entries: int
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each target, and whether it is the most likely entry.
+
+    Of equally likely entries the first counts, on every number of ranks.
+
+    Args:
+        logits: fp32 [n, v/t], this rank's part of the padded vocabulary; changed.
+        targets: [n], ids in the whole vocabulary.
+        axis: the tensor axis.
+        entries: of the vocabulary without padding.
+
+    Returns:
+        [n] fp32 and [n] bool, equal on every rank.
+    """
+    size = logits.shape[1]
+    first = axis.rank * size
+    logits[:, max(0, entries - first) :] = torch.finfo(logits.dtype).min
+    values, best = logits.max(dim=1)
+    maxima = all_reduce(values.clone(), axis, dist.ReduceOp.MAX)
+    nowhere = axis.size * size
+    best = all_reduce(torch.where(values == maxima, best + first, nowhere), axis, dist.ReduceOp.MIN)
+    sums = (logits - maxima[:, None]).exp().sum(dim=1)
+    local = targets - first
+    mine = (local >= 0) & (local < size)
+    picked = logits.gather(1, local.clamp(0, size - 1)[:, None]).squeeze(1) - maxima
+    sums, picked = all_reduce(torch.stack((sums, torch.where(mine, picked, 0.0))), axis)
+    return picked - sums.log(), best == targets
+
+
+class _Channel:
+    """A channel whose messages have a shape for every batch."""
+
+    def __init__(self, channel: PipelineChannel, shapes: Sequence[Sequence[int]]) -> None:
+        self._of_batch = [channel.with_shape(shape) for shape in shapes]
+        self._any = channel
+
+    def post_receive(self, operation: Operation) -> None:
+        self._of_batch[operation.micro_batch].post_receive(operation)
+
+    def receive(self, operation: Operation) -> Tensor:
+        return self._of_batch[operation.micro_batch].receive(operation)
+
+    def send(self, operation: Operation, tensor: Tensor) -> None:
+        self._of_batch[operation.micro_batch].send(operation, tensor)
+
+    def finish(self) -> None:
+        self._any.finish()
+
+
+def _connect(loaded: Loaded, device: torch.device) -> PipelineChannel | None:
+    """The way to the neighbouring stages; None without a pipeline. Collective."""
+    if loaded.layout.pipeline.size == 1:
+        return None
+    precision = loaded.config.precision
+    dtype = parameter_dtype(fp16=precision.fp16, bf16=precision.bf16)
+    return PipelineChannel.create(
+        loaded.layout,
+        ring=False,
+        device=device,
+        dtype=torch.float32 if precision.fp32_residual_connection else dtype,
+        shape=(),
+    )
+
+
+def _input(samples: Sequence[Sample], length: int) -> Tensor:
+    """Tokens [b, length] without the last of each sample; zeros behind, which nothing sees."""
+    tokens = np.zeros((len(samples), length), np.int64)
+    for row, sample in zip(tokens, samples, strict=True):
+        row[: len(sample.tokens) - 1] = sample.tokens[:-1]
+    return torch.from_numpy(tokens)
+
+
+def windows(tokens: NDArray[np.integer], window: int, step: int) -> Iterator[Sample]:
+    """A long text in overlapping windows that score each token but the first exactly once.
+
+    The first window scores all it has; each further one moves on by `step` tokens, at most the
+    window, and scores those.
+    """
+    step = min(step, window)
+    end = min(window + 1, len(tokens))
+    if end > 1:
+        yield Sample(tokens[:end], end - 1)
+    while end < len(tokens):
+        first = end + step - window - 1
+        start, end = end, min(end + step, len(tokens))
+        yield Sample(tokens[first:end], end - start)
+
+
+def _groups(items: Sequence[Item], size: int) -> list[Sequence[Item]]:
+    return [items[start : start + size] for start in range(0, len(items), size)]

@@ -1,0 +1,205 @@
+"""Attention of new tokens over a key-value cache in blocks.
+
+The cache of a layer is two tensors [slots, g, d]; block i is slots i * block_size and on. A pass
+has s tokens of any number of sequences: first those of sequences that add one token each
+("singles"), then chunks of several.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.device import Device
+from megatron.kernels.attention import cpu_attention, gpu_attention
+from megatron.kernels.library import DTYPE_CODES, VECTOR_BYTES, Kernel, KernelLibrary
+
+PAGED_ATTENTION = Kernel("paged_attention", "pppppppiiiiiiiiid")
+APPEND_TO_CACHE = Kernel("append_to_cache", "pppppii")
+PART = 256  # keys that a block of threads goes through
+LARGEST_VECTORS = 32  # of 16 bytes in a head; paged_attention.cu has the same
+
+
+@dataclass(frozen=True)
+class Singles:
+    """Sequences that add one token, u of them; those of no tokens fill a batch up and add none.
+
+    Attributes:
+        tables: int32 [u, m], the blocks of each, and anything behind them.
+        lengths: int32 [u], tokens of each, with the new one.
+        longest: no less than the longest.
+        block_size: tokens of a block.
+    """
+
+    tables: Tensor
+    lengths: Tensor
+    longest: int
+    block_size: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Several new tokens of one sequence.
+
+    Attributes:
+        first: of the pass's tokens.
+        count: how many.
+        slots: int64 [l], of all tokens of the sequence up to the chunk's last; None: the chunk
+            is all there is.
+    """
+
+    first: int
+    count: int
+    slots: Tensor | None
+
+
+class PagedAttention(Protocol):
+    """How singles attend, and how a cache is written.
+
+    Attributes:
+        can_capture: the same kernels run whatever the lengths are, up to `Singles.longest`.
+    """
+
+    can_capture: bool
+
+    def singles(self, query: Tensor, keys: Tensor, values: Tensor, singles: Singles) -> Tensor:
+        """One query a sequence.
+
+        Args:
+            query: [u, n, d].
+            keys: [slots, g, d], the new ones included.
+            values: as keys.
+            singles: where each sequence is.
+
+        Returns:
+            [u, n, d]; anything where there are no tokens.
+        """
+
+    def append(
+        self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor
+    ) -> None:
+        """Put key and value [s, g, d] at `slots`, int64 [s], of keys and values [slots, g, d]."""
+
+
+def choose_paged_attention(
+    library: KernelLibrary | None, head_size: int, dtype: torch.dtype
+) -> PagedAttention:
+    """The kernels where there is a library and they take the head's size, else PyTorch's
+    operations."""
+    vectors, rest = divmod(head_size * dtype.itemsize, VECTOR_BYTES)
+    if library is None or rest or vectors > LARGEST_VECTORS or dtype not in DTYPE_CODES:
+        return PlainPaged()
+    return FusedPaged(library)
+
+
+class PlainPaged:
+    """See `PagedAttention`: by PyTorch's operations."""
+
+    can_capture = False
+
+    def singles(self, query: Tensor, keys: Tensor, values: Tensor, singles: Singles) -> Tensor:
+        """See `single_attention_reference`."""
+        return single_attention_reference(query, keys, values, singles)
+
+    def append(
+        self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor
+    ) -> None:
+        """See `PagedAttention`."""
+        keys.index_copy_(0, slots, key)
+        values.index_copy_(0, slots, value)
+
+
+class FusedPaged:
+    """See `PagedAttention`. One kernel goes through parts of the keys where they lie, a second
+    joins the parts; a sequence's result has the same bits whatever the others are."""
+
+    can_capture = True
+
+    def __init__(self, library: KernelLibrary) -> None:
+        self._library = library
+
+    def singles(self, query: Tensor, keys: Tensor, values: Tensor, singles: Singles) -> Tensor:
+        """See `PagedAttention`."""
+        query = query.contiguous()
+        rows, heads, size = query.shape
+        groups, parts = keys.shape[1], -(-singles.longest // PART)
+        partial_sums = query.new_empty(rows, heads, parts, size + 2, dtype=torch.float32)
+        out = torch.empty_like(query)
+        self._library.launch(
+            PAGED_ATTENTION,
+            *(query, keys, values, singles.tables, singles.lengths, partial_sums, out),
+            *(rows, groups, heads // groups, size, singles.tables.shape[1], singles.block_size),
+            *(PART, parts, DTYPE_CODES[query.dtype], 1 / math.sqrt(size)),
+        )
+        return out
+
+    def append(
+        self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor
+    ) -> None:
+        """See `PagedAttention`."""
+        key, value = key.contiguous(), value.contiguous()
+        width = key[0].numel() * key.element_size() // VECTOR_BYTES
+        self._library.launch(
+            APPEND_TO_CACHE, *(key, value, keys, values, slots), *(len(slots), width)
+        )
+
+
+def single_attention_reference(
+    query: Tensor, keys: Tensor, values: Tensor, singles: Singles
+) -> Tensor:
+    """See `PagedAttention.singles`: collects keys and values, as many as the longest sequence has.
+
+    The heads of a group take the place of positions that share keys, so that none are repeated.
+    """
+    size, groups = singles.block_size, keys.shape[1]
+    blocks = singles.tables[:, : -(-singles.longest // size)].long()
+    within = torch.arange(size, device=query.device)
+    slots = (blocks.unsqueeze(2) * size + within).flatten(1)[:, : singles.longest]  # [u, l]
+    key, value = (x[slots].transpose(1, 2) for x in (keys, values))  # [u, g, l, d]
+    seen = torch.arange(slots.shape[1], device=query.device) < singles.lengths.unsqueeze(1)
+    mask = seen[:, None, None]  # [u, 1, 1, l]
+    out = F.scaled_dot_product_attention(
+        query.unflatten(1, (groups, -1)), key, value, attn_mask=mask
+    )
+    return out.flatten(1, 2)
+
+
+def chunk_attention(
+    query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, chunk: Chunk
+) -> Tensor:
+    """The chunk's tokens attend to those before them, in the cache and in the chunk.
+
+    Args:
+        query: [c, n, d].
+        key: [c, g, d], of the chunk itself.
+        value: as key.
+        keys: [slots, g, d], with all of these.
+        values: as keys.
+        chunk: where they are.
+
+    Returns:
+        [c, n d].
+    """
+    attend = gpu_attention if Device(query.device).is_gpu else cpu_attention
+    if chunk.slots is None:
+        out = attend(
+            *(x.unsqueeze(1) for x in (query, key, value)), mask=None, causal=True, dropout=0.0
+        )
+        return out.squeeze(1)
+    length = chunk.slots.numel()
+    places = torch.arange(length, device=query.device)
+    mask = places <= places[-chunk.count :].unsqueeze(1)  # [c, l]
+    out = attend(
+        query.unsqueeze(1),
+        keys[chunk.slots].unsqueeze(1),
+        values[chunk.slots].unsqueeze(1),
+        mask=mask[None, None],
+        causal=False,
+        dropout=0.0,
+    )
+    return out.squeeze(1)

@@ -1,0 +1,260 @@
+"""BERT: an encoder that fills in masked tokens (Devlin et al., 2018; Shoeybi et al., 2019).
+
+Shapes: s sequence, b micro-batch, h hidden, v padded vocabulary, t tensor-parallel size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.config import RunConfig
+from megatron.config.model import ModelConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.config.stages import ModelPart, whole_model
+from megatron.device import Device
+from megatron.kernels.attention import choose_attention
+from megatron.models.construct import build_model
+from megatron.models.embedding import Embedding, RotaryTable, new_embedding
+from megatron.models.head import Output, TokenLoss
+from megatron.models.initial import weight_init
+from megatron.models.kernels import choose_kernels
+from megatron.models.norm import Stream, new_norm
+from megatron.models.recompute import RecomputePlan
+from megatron.models.sizes import sizes_of
+from megatron.models.stack import LayerStack
+from megatron.parallel.collectives import reduce_from
+from megatron.parallel.layers import Linear
+from megatron.parallel.layout import Layout
+
+TOKEN_TYPES = 2  # the two segments of a sample
+
+
+class BertResult(NamedTuple):
+    """What the end of a BERT gives.
+
+    Attributes:
+        tokens: with labels the loss of each token, fp32 [b, s]; else logits [b, s, v/t].
+        order: logits of the two segments standing as in the text (0) or the other way round (1),
+            [b, 2]; None without a binary head.
+    """
+
+    tokens: Tensor
+    order: Tensor | None
+
+
+class BertModel(nn.Module):
+    """Embedding, layers, final normalization, heads.
+
+    Parameters are as those of a GPT, and
+
+        embedding.token_type.weight   [2, h]   segments    (these three with a pooler)
+        pooler.dense.weight, .bias    [h, h]
+        binary_head.weight, .bias     [2, h]   are the segments in order?
+        head.dense.weight, .bias      [h, h]   of the masked tokens, before their scores
+        head.norm.weight, .bias       [h]
+        output.bias                   [v]
+
+    Args:
+        model: network flags, resolved (no None among the sizes).
+        precision: number formats.
+        layout: who this process is.
+        padded_vocab_size: v.
+        part: the layers that this process holds, and whether it begins or ends the model; None:
+            the whole model.
+        recompute: what to compute again in backward; None: nothing.
+        cp_comm_type: of no effect: a rule refuses contexts that are split.
+        pretraining_heads: False leaves out what only pretraining needs: `head`, `output` and
+            `binary_head`.
+        device: where it runs.
+        parameter_device: of the parameters where it is another: "meta" leaves them without memory.
+        dtype: of the parameters.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        precision: PrecisionConfig,
+        layout: Layout,
+        *,
+        padded_vocab_size: int,
+        part: ModelPart | None = None,
+        recompute: RecomputePlan | None = None,
+        cp_comm_type: str = "p2p",
+        pretraining_heads: bool = True,
+        device: torch.device,
+        parameter_device: torch.device | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self.part = part or whole_model(sizes_of(model).layers)
+        self.attention_choice = choose_attention(model, precision, device)
+        kernels = choose_kernels(precision, device)
+        allocation: dict[str, Any] = {"device": parameter_device or device, "dtype": dtype}
+        words = {"padded_vocab_size": padded_vocab_size, **allocation}
+        has_pooler = model.bert_binary_head
+        types = TOKEN_TYPES if has_pooler else 0
+        self.embedding = new_embedding(
+            model, precision, layout, self.part, kernels, token_types=types, **words
+        )
+        has_rope = model.position_embedding_type == "rope"
+        self.rotary = RotaryTable(model, device=device) if has_rope else None
+        self.layers = LayerStack(
+            model,
+            layout,
+            self.part.layers,
+            self.attention_choice,
+            causal=False,
+            recompute=recompute,
+            kernels=kernels,
+            **allocation,
+        )
+        self.final_norm = self.head = self.output = self.pooler = self.binary_head = None
+        if self.part.head:
+            self.final_norm = new_norm(model, layout, kernels, **allocation)
+            self.pooler = Pooler(model, layout, **allocation) if has_pooler else None
+        if self.part.head and pretraining_heads:
+            self.head = MaskedTokenHead(model, layout, **allocation)
+            token_loss = TokenLoss.from_config(precision, device)
+            self.output = Output(model, layout, token_loss, self.embedding, has_bias=True, **words)
+            if has_pooler:
+                self.binary_head = whole_linear(model, layout, outputs=2, **allocation)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: RunConfig,
+        layout: Layout,
+        device: Device,
+        padded_vocab_size: int,
+        part: ModelPart | None = None,
+    ) -> BertModel:
+        """See `build_model`."""
+        return build_model(cls, config, layout, device, padded_vocab_size, part)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        padding: Tensor,
+        token_types: Tensor | None = None,
+        labels: Tensor | None = None,
+        hidden: Tensor | None = None,
+    ) -> Tensor | BertResult:
+        """One pass through the layers held here.
+
+        Args:
+            tokens: [b, s].
+            padding: bool [b, s], True where there is a token and not only padding.
+            token_types: [b, s], the segment of each token; None: all are of the first.
+            labels: [b, s], the token that belongs in each place.
+            hidden: [s, b, h], from the part before; None where this part begins the model.
+
+        Returns:
+            What the heads say at the end of the model; elsewhere, and without heads, hidden states
+            [s, b, h] ([s/t, b, h] with sequence parallelism), normalized where the model ends.
+        """
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        rotation = None if self.rotary is None else self.rotary(positions)
+        if hidden is None:
+            assert isinstance(self.embedding, Embedding), "this part takes hidden states"
+            hidden = self.embedding(tokens, positions.expand_as(tokens), token_types)
+        stream = self.layers.run(Stream(hidden), padding_mask(padding), rotation)
+        if self.final_norm is None:
+            return stream.join()
+        x: Tensor = self.final_norm(stream)[1]  # [s, b, h]
+        if self.head is None or self.output is None:
+            return x
+        order = None
+        if self.pooler is not None and self.binary_head is not None:
+            order = self.binary_head(self.pooler(x)[None])[0]
+        return BertResult(self.output(self.head(x), labels), order)
+
+
+def padding_mask(padding: Tensor) -> Tensor:
+    """Bool [b, s], True for a token -> which keys may be attended to, [b, 1, 1, s].
+
+    Padding attends too: nobody reads what becomes of it.
+    """
+    return padding[:, None, None, :]
+
+
+def whole_linear(
+    model: ModelConfig,
+    layout: Layout,
+    *,
+    outputs: int,
+    device: torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Linear:
+    """A layer over vectors of whole samples, which every tensor rank holds and computes."""
+    hidden = sizes_of(model).hidden
+    return Linear(
+        hidden,
+        outputs,
+        split=None,
+        layout=replace(layout, sequence_parallel=False),
+        init=weight_init(model, hidden, outputs),
+        device=device,
+        dtype=dtype,
+    )
+
+
+class Pooler(nn.Module):
+    """A vector of the whole sample: tanh of a layer over its first token."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        layout: Layout,
+        *,
+        device: torch.device | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self.sequence = layout.sequence
+        outputs = sizes_of(model).hidden
+        self.dense = whole_linear(model, layout, outputs=outputs, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[s, b, h], or with sequence parallelism [s/t, b, h] -> [b, h] on every rank."""
+        first = x[:1]
+        if self.sequence.size > 1:
+            # The others' count for nothing, but backward passes through them on every rank.
+            first = reduce_from(first * int(self.sequence.is_first), self.sequence)
+        return torch.tanh(self.dense(first)).squeeze(0)
+
+
+class MaskedTokenHead(nn.Module):
+    """What stands between BERT's last layer and the scores of the vocabulary."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        layout: Layout,
+        *,
+        device: torch.device | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        hidden = sizes_of(model).hidden
+        self.approximate = "tanh" if model.openai_gelu else "none"
+        self.dense = Linear(
+            hidden,
+            hidden,
+            split=None,
+            layout=layout,
+            init=weight_init(model, hidden, hidden),
+            device=device,
+            dtype=dtype,
+        )
+        self.norm = new_norm(model, layout, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[s, b, h] -> [s, b, h]; [s/t, b, h] with sequence parallelism."""
+        _, normal = self.norm(Stream(F.gelu(self.dense(x), approximate=self.approximate)))
+        result: Tensor = normal
+        return result

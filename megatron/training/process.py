@@ -1,0 +1,72 @@
+"""One process of a job: how it starts, meets the others, and ends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from megatron import environment
+from megatron.config import RunConfig
+from megatron.config.parser import asks_for_mpi
+from megatron.device import Device
+from megatron.environment import Launch, read_launch
+from megatron.errors import ConfigError, UserError
+from megatron.kernels.library import find_library
+from megatron.parallel.layout import Layout
+from megatron.training.distributed import process_group
+from megatron.training.failure import RunEndedError, report
+
+_TURN = 2.0  # seconds
+
+
+def run_process(arguments: Sequence[str], work: Callable[[Launch], int]) -> int:
+    """Do `work` as the process that the launcher's variables name; the exit code.
+
+    `work`'s own, or that of the error, whose message is printed once for all processes.
+    """
+    launch = Launch()
+    try:
+        launch = read_launch(use_mpi=asks_for_mpi(arguments))
+        return work(launch)
+    except UserError as error:  # before the processes have met, or with one alone
+        if launch.rank == 0 or not isinstance(error, ConfigError):
+            report(error, launch)
+        else:
+            time.sleep(_TURN)  # torchrun ends all when the first leaves: rank 0 is to print
+        return error.exit_code
+    except RunEndedError as ended:
+        return ended.code
+
+
+def show_notices(notices: Iterable[str], launch: Launch) -> None:
+    """Print what the command line brought up, on rank 0."""
+    if launch.rank == 0:
+        for notice in notices:
+            print(f"note: {notice}", flush=True)
+
+
+@contextmanager
+def processes(config: RunConfig, launch: Launch) -> Iterator[tuple[Device, Layout]]:
+    """This process's device, and the layout that all of them form inside the block. Collective.
+
+    Raises:
+        HangError: the processes did not come together.
+        RunEndedError: a process failed. It has said why.
+    """
+    environment.prepare(launch, deterministic=config.training.deterministic_mode)
+    if config.training.deterministic_mode:
+        _be_deterministic()
+    device = Device.pick(launch.local_rank)
+    device.activate()
+    find_library(device.torch_device)  # may compile for a minute, while no process waits in a group
+    with process_group(config.parallel, launch, device) as layout:
+        yield device, layout
+
+
+def _be_deterministic() -> None:
+    torch.use_deterministic_algorithms(True)
+    # Filling buffers that are written anyway costs time and changes nothing.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

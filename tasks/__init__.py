@@ -1,0 +1,1 @@
+"""Downstream tasks: evaluation of language models, and finetuning. `main.py` is the entry."""

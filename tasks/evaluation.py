@@ -1,0 +1,160 @@
+"""What every evaluation of a trained language model shares: its flags, its panel, its report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+from megatron import __version__
+from megatron.config import ParsedRun, RunConfig, parse_config, rules_data, rules_model
+from megatron.config.checks import Rule
+from megatron.config.tasks import TaskConfig
+from megatron.device import Device
+from megatron.errors import StorageError
+from megatron.inference.load import Loaded, check_architecture, open_existing, saved_config
+from megatron.training.callbacks.terminal import say
+from megatron.training.panel import format_panel
+from tasks.results import Numbers, format_number, format_table, results_path, write_results
+from tasks.table import PROGRAM
+
+_MICRO_BATCH = 8  # where none is asked for
+
+
+def parse_evaluation(
+    arguments: list[str],
+    *,
+    world_size: int,
+    options: type,
+    check: Callable[[TaskConfig, Any], Iterable[str]],
+    find_start: Callable[[Mapping[str, Any]], RunConfig] | None = None,
+) -> ParsedRun:
+    """The command line over what the checkpoint says; everything checked.
+
+    Args:
+        options: dataclass of the task's own flags.
+        check: the task's flags to the mistakes in them.
+        find_start: what the flags change; None: the run of the checkpoint under --load.
+
+    Raises:
+        ConfigError: all mistakes.
+        CheckpointError: --load names no checkpoint.
+    """
+    return parse_config(
+        arguments,
+        world_size=world_size,
+        program=PROGRAM,
+        extra=(TaskConfig, options),
+        find_start=find_start or _saved,
+        rules=RULES,
+        check_extra=check,
+    )
+
+
+def _saved(given: Mapping[str, Any]) -> RunConfig:
+    folder = given.get("load")
+    if folder is None:
+        return RunConfig()
+    config = saved_config(open_existing(folder, verify=False), folder)
+    check_architecture(config, "gpt", f"--load {folder}")
+    return replace(config, training=replace(config.training, micro_batch_size=_MICRO_BATCH))
+
+
+def _loads(config: RunConfig, world_size: int) -> Iterator[str]:
+    if config.checkpoint.load is None:
+        yield "--load is required: give the folder of a trained model's checkpoints"
+    else:  # which names its tokenizer, unless it is old
+        yield from rules_data.tokenizer(config, world_size)
+
+
+def _not_here(config: RunConfig, world_size: int) -> Iterator[str]:
+    """What a model may be trained with and not be evaluated with."""
+    parallel = config.parallel
+    virtual = {
+        "--num-layers-per-virtual-pipeline-stage": parallel.num_layers_per_virtual_pipeline_stage,
+        "--num-virtual-stages-per-pipeline-rank": parallel.num_virtual_stages_per_pipeline_rank,
+    }
+    for name, value in virtual.items():
+        if value is not None:
+            yield f"{name} {value}: evaluation takes one part a stage: drop it"
+    if parallel.context_parallel_size != 1:
+        yield (
+            f"--context-parallel-size {parallel.context_parallel_size}: evaluation does not split "
+            "sequences: use data-parallel processes"
+        )
+    if config.precision.fp8_format is not None:
+        yield (
+            f"--fp8-format {config.precision.fp8_format}: evaluation multiplies in the weights' "
+            "own 16 bits: drop it"
+        )
+    if parallel.zero_stage == 3:
+        yield "--zero-stage 3 shares the weights of a training run: drop it"
+
+
+RULES: tuple[Rule, ...] = (
+    _loads,
+    rules_model.bounds,
+    rules_model.layout,
+    rules_model.tensor_parallel,
+    rules_model.pipeline,
+    rules_model.heads,
+    rules_model.positions,
+    rules_model.activation_function,
+    rules_model.normalization,
+    rules_model.precision,
+    _not_here,
+)
+
+
+def say_start(task: str, loaded: Loaded, device: Device, data: str) -> None:
+    """What is about to be evaluated, on what; on one process."""
+    if loaded.layout.world.rank:
+        return
+    config = loaded.config
+    rows = [
+        ("checkpoint", f"{config.checkpoint.load}, iteration {loaded.iteration:,}"),
+        ("network", f"{config.model.num_layers} layers, hidden size {config.model.hidden_size}"),
+        ("tokenizer", f"{config.tokenizer.tokenizer_type}, {loaded.tokenizer.vocab_size:,}"),
+        ("window", f"{config.data.seq_length:,} tokens"),
+        ("data", data),
+        ("device", f"{device.name}, {next(loaded.model.parameters()).dtype}"),
+        ("layout", loaded.layout.describe()),
+    ]
+    say(format_panel(f"{PROGRAM}: {task}", rows))
+
+
+def publish(
+    task: str, loaded: Loaded, options: TaskConfig, numbers: Numbers, details: Mapping[str, Any]
+) -> None:
+    """The table on the terminal and the JSON file; on one process.
+
+    Raises:
+        StorageError: `--results` cannot be written. Beside the checkpoint that is no error.
+    """
+    if loaded.layout.world.rank:
+        return
+    say(format_table((task, ""), [(key, format_number(value)) for key, value in numbers.items()]))
+    load = loaded.config.checkpoint.load
+    assert load is not None
+    path = results_path(options.results, load, task, loaded.iteration)
+    content = {
+        "task": task,
+        "results": {key.replace(" ", "_"): value for key, value in numbers.items()},
+        **details,
+        "data": list(options.valid_data or ()),
+        "checkpoint": {"folder": load, "iteration": loaded.iteration},
+        "tokenizer": loaded.tokenizer.fingerprint(),
+        "window": loaded.config.data.seq_length,
+        "layout": loaded.layout.describe(),
+        "version": __version__,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    try:
+        write_results(path, content)
+    except StorageError as error:
+        if options.results is not None:
+            raise
+        say(f"WARNING: {error}: the results are not kept: give --results FILE")
+    else:
+        say(f"results written to {path}")

@@ -1,0 +1,54 @@
+#!/usr/bin/env python3
+"""Evaluate a trained model on a downstream task, or finetune it for one.
+
+python tasks/main.py --task LAMBADA --valid-data lambada_test.jsonl --load CHECKPOINTS
+torchrun --nproc-per-node 8 tasks/main.py --task WIKITEXT103 --valid-data wiki.test.tokens \\
+    --load CHECKPOINTS --tensor-model-parallel-size 4
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if __name__ == "__main__":  # the tasks are not part of the installed package
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from megatron.environment import Launch
+from tasks.table import OPTIONS, PROGRAM, TASKS, find_task
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one process of a task; the exit code, as `pretrain_gpt.py`'s."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if {"-h", "--help"} & set(arguments):
+        _help()
+        return 0
+    from megatron.training.process import run_process
+
+    def work(launch: Launch) -> int:
+        task = find_task(arguments)
+        match TASKS[task].kind:
+            case "language model":
+                from tasks.language_model import run
+            case "harness":
+                from tasks.harness import run
+            case "finetuning":
+                from tasks.finetune_command import run
+        return run(task, arguments, launch)
+
+    return run_process(arguments, work)
+
+
+def _help() -> None:
+    from megatron.config.parser import build_parser
+
+    build_parser(PROGRAM, OPTIONS).print_help()
+    print("\ntasks:")
+    for name, task in TASKS.items():
+        print(f"  {name.ljust(12)} {task.help}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""A task's numbers: as a table on the terminal, in Megatron-LM's line, and as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.durable import replace_file, storage_errors
+
+Number = int | float
+Numbers = dict[str, Number]
+
+
+def format_number(value: Number) -> str:
+    """Whole numbers with thousands, others with six digits."""
+    return f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
+
+
+def format_table(titles: Sequence[str], rows: Sequence[Sequence[str | Number]]) -> str:
+    """Aligned columns under their titles: text to the left, numbers to the right."""
+    cells = [[v if isinstance(v, str) else format_number(v) for v in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(titles, *cells, strict=True)]
+    is_text = [all(isinstance(row[i], str) for row in rows) for i in range(len(titles))]
+
+    def line(values: Sequence[str]) -> str:
+        aligned = (
+            value.ljust(width) if left else value.rjust(width)
+            for value, width, left in zip(values, widths, is_text, strict=True)
+        )
+        return "  ".join(aligned).rstrip()
+
+    rule = "  ".join("-" * width for width in widths)
+    return "\n".join([line(titles), rule, *map(line, cells)])
+
+
+def megatron_line(task: str, headline: Mapping[str, str], numbers: Mapping[str, Number]) -> str:
+    """The line that Megatron-LM's tasks print, for what reads it."""
+    parts = [
+        f"{name}: {numbers[key]}" if name == "token ratio" else f"{name}: {numbers[key]:.4E}"
+        for key, name in headline.items()
+    ]
+    return f" validation results on {task} | " + " | ".join(parts) + " |"
+
+
+def results_path(asked: str | None, checkpoint: str, task: str, iteration: int) -> Path:
+    """Where the results go: the file asked for, or beside the checkpoint."""
+    if asked is not None:
+        return Path(asked)
+    return Path(checkpoint) / "evaluation" / f"{task.lower()}-iter_{iteration:07d}.json"
+
+
+def write_results(path: Path, content: Mapping[str, Any]) -> None:
+    """Write them as JSON, durably; an older file is replaced. What is no number becomes null.
+
+    Raises:
+        StorageError: the folder cannot be written.
+    """
+    text = json.dumps(_finite(content), indent=2, allow_nan=False) + "\n"
+    with storage_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, text.encode())
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value

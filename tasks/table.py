@@ -1,0 +1,72 @@
+"""The tasks that `--task` names, in one table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.config.command_line import split
+from megatron.config.fields import suggestion
+from megatron.config.tasks import (
+    FinetuneConfig,
+    HarnessConfig,
+    LanguageModelTaskConfig,
+    TaskConfig,
+)
+from megatron.errors import ConfigError
+
+PROGRAM = "tasks/main.py"
+OPTIONS = (TaskConfig, LanguageModelTaskConfig, HarnessConfig, FinetuneConfig)  # beside a run's own
+
+Kind = Literal["language model", "harness", "finetuning"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task.
+
+    Attributes:
+        kind: what runs it.
+        help: what it is.
+    """
+
+    kind: Kind
+    help: str
+
+
+TASKS: dict[str, Task] = {
+    "WIKITEXT103": Task("language model", "perplexity a word of WikiText, or of another text"),
+    "LAMBADA": Task("language model", "the last word of passages"),
+    "PERPLEXITY": Task("language model", "perplexity of any corpus of documents"),
+    "LM_EVAL": Task("harness", "tasks of EleutherAI's lm-evaluation-harness"),
+    "RACE": Task("finetuning", "questions about a text, four answers each"),
+    "MNLI": Task("finetuning", "does one text follow from the other?"),
+    "QQP": Task("finetuning", "do two questions ask the same?"),
+    "SST-2": Task("finetuning", "is a film review good or bad?"),
+    "CoLA": Task("finetuning", "is a sentence grammatical?"),
+    "MRPC": Task("finetuning", "do two sentences say the same?"),
+    "QNLI": Task("finetuning", "does a sentence answer the question?"),
+    "RTE": Task("finetuning", "does one text follow from the other?"),
+    "WNLI": Task("finetuning", "does a sentence with a pronoun resolved follow from it?"),
+}
+# Megatron-LM's tasks that are not here.
+_RETRIEVAL = ("ICT-ZEROSHOT-NQ", "RETRIEVER-EVAL", "RET-FINETUNE-NQ")
+
+
+def find_task(arguments: Sequence[str]) -> str:
+    """Name of the task on a command line; the last counts.
+
+    Raises:
+        ConfigError: it is missing or unknown.
+    """
+    names = [flag.values[0] for flag in split(arguments) if flag.name == "--task" and flag.values]
+    if not names:
+        raise ConfigError(f"--task is required: give one of {', '.join(TASKS)}")
+    name = names[-1]
+    if name in _RETRIEVAL:
+        raise ConfigError(f"--task {name}: retrieval (ICT, ORQA) is out of scope: drop it")
+    if name not in TASKS:
+        hint = suggestion(name, TASKS) or f": give one of {', '.join(TASKS)}"
+        raise ConfigError(f"--task {name}: there is no such task{hint}")
+    return name

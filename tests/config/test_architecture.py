@@ -1,0 +1,89 @@
+"""BERT and T5 on the command line: what belongs to whom, and how a T5's layers are dealt out."""
+
+import pytest
+
+from megatron.config.parser import parse_config
+from megatron.config.stages import plan_model
+from megatron.config.yaml_file import dump
+from megatron.errors import ConfigError
+from tests.config.command import parse, problems
+
+T5 = "--decoder-seq-length 32"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "flag"),
+    [
+        ("gpt", "--bert-no-binary-head"),
+        ("gpt", "--decoder-seq-length 32"),
+        ("bert", "--decoder-num-layers 2"),
+        ("bert", "--pipeline-model-parallel-split-rank 1"),
+        ("bert", "--eod-mask-loss"),
+    ],
+)
+def test_flags_of_another_network_are_refused(architecture, flag):
+    lines = problems(flag, architecture=architecture, world_size=1)
+    assert [line for line in lines if line.startswith(flag) and "drop it" in line]
+
+
+@pytest.mark.parametrize("architecture", ["bert", "t5"])
+def test_padding_masks_exclude_contexts_and_flash(architecture):
+    more = T5 if architecture == "t5" else ""
+    words = f"--context-parallel-size 2 --attention-dropout 0 --use-flash-attn --bf16 {more}"
+    lines = problems(words, architecture=architecture, world_size=2)
+    assert len(lines) == 2
+    assert "padding masks" in lines[0]
+    assert "padding masks" in lines[1]
+
+
+def test_a_t5_has_as_many_decoder_layers_as_encoder_layers_unless_told():
+    model = parse(T5, architecture="t5").config.model
+    assert (model.decoder_num_layers, model.all_layers) == (4, 8)
+    assert model.max_position_embeddings == 128
+    model = parse("--decoder-seq-length 256 --decoder-num-layers 2", architecture="t5").config.model
+    assert (model.all_layers, model.max_position_embeddings) == (6, 256)
+    assert "--decoder-seq-length is required" in problems(architecture="t5")[0]
+
+
+def _layers(*words, stages):
+    flags = f"--pipeline-model-parallel-size {stages}"
+    config = parse(T5, flags, *words, architecture="t5", world_size=stages).config
+    return [list(part.layers) for part in plan_model(config.model, config.parallel)]
+
+
+def test_the_split_rank_says_where_the_decoder_begins():
+    assert _layers(stages=2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    split = "--pipeline-model-parallel-split-rank"
+    assert _layers(f"{split} 1", "--decoder-num-layers 2", stages=3) == [[0, 1, 2, 3], [4], [5]]
+    assert _layers(f"{split} 2", stages=3) == [[0, 1], [2, 3], [4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("0", "needs one at least"),
+        ("2", "needs one at least"),
+        ("1 --decoder-first-pipeline-num-layers 1", "keep one"),
+        ("1 --num-virtual-stages-per-pipeline-rank 2", "keep one"),
+    ],
+)
+def test_a_split_that_cannot_be(words, message):
+    words = f"{T5} --pipeline-model-parallel-size 2 --pipeline-model-parallel-split-rank {words}"
+    assert message in problems(words, architecture="t5", world_size=2)[0]
+
+
+def test_a_split_whose_layers_do_not_divide():
+    words = f"{T5} --pipeline-model-parallel-size 4 --pipeline-model-parallel-split-rank 1"
+    assert "4 decoder layers" in problems(words, architecture="t5", world_size=4)[0]
+
+
+def test_the_yaml_file_of_another_script_is_refused_by_name(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(dump(parse(architecture="bert").config))
+    words = ["--config", str(path)]
+    parsed = parse_config(words, world_size=1, architecture="bert")
+    assert parsed.config.model.architecture == "bert"
+    with pytest.raises(ConfigError, match=r"run pretrain_bert\.py"):
+        parse_config(words, world_size=1)
+    with pytest.raises(ConfigError, match=r"is a bert, and pretrain_t5\.py trains a t5"):
+        parse_config(words, world_size=1, program="pretrain_t5.py", architecture="t5")

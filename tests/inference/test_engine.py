@@ -1,0 +1,221 @@
+"""The engine says what the model says, whatever else is in the batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.inference.build import EngineOptions
+from megatron.inference.request import (
+    Event,
+    Finished,
+    Request,
+    RequestError,
+    Sampling,
+    Token,
+)
+from megatron.parallel.layout import Layout
+from tests.checkpoint.hf.models import POSITIONS, VOCAB
+from tests.distributed import run_distributed
+from tests.inference.toy import (
+    OPTIONS,
+    drain,
+    end_of,
+    expected_greedy,
+    expected_logits,
+    greedy,
+    prompt_of,
+    prompts,
+    tokens_of,
+    toy_engine,
+    write_model,
+)
+
+PROMPTS = prompts(12, longest=14, vocab=VOCAB)
+NEW = 10
+
+
+def requests_for(sampling: Sampling, count: int = len(PROMPTS)) -> list[Request]:
+    return [Request(str(i), prompt, sampling) for i, prompt in enumerate(PROMPTS[:count])]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.mark.parametrize("name", ["llama", "llama 3.2", "qwen3", "gpt2"])
+def test_greedy_tokens_are_those_of_a_model_without_a_cache(name: str, tmp_path: Path) -> None:
+    engine = toy_engine(write_model(name, tmp_path))
+    events = drain(engine, requests_for(greedy(NEW)))
+    for key, prompt in enumerate(PROMPTS):
+        assert tokens_of(events[str(key)]) == expected_greedy(name, prompt, NEW)
+        end = end_of(events[str(key)])
+        assert (end.reason, end.new_tokens) == ("length", NEW)
+
+
+def test_a_prompt_alone_gets_what_it_gets_in_a_full_batch(llama: Path) -> None:
+    together = drain(toy_engine(llama), requests_for(greedy(NEW)))
+    alone = toy_engine(llama, replace(OPTIONS, max_sequences=1))
+    for request in requests_for(greedy(NEW)):
+        assert tokens_of(drain(alone, [request])[request.id]) == tokens_of(together[request.id])
+
+
+def test_with_products_of_fixed_size_a_prompt_has_the_same_bits_in_every_batch(llama: Path) -> None:
+    """What follows it too where attention has a kernel: tests/kernels/test_paged_attention.py."""
+    sampling = greedy(1, logprobs=True, prompt_logprobs=True)
+    options = replace(OPTIONS, product_rows=8)
+    together = drain(toy_engine(llama, options), requests_for(sampling))
+    for request in requests_for(sampling):
+        alone = drain(toy_engine(llama, replace(options, max_sequences=1)), [request])
+        assert alone[request.id] == together[request.id]
+
+
+def test_chunks_preemption_and_shared_beginnings_change_nothing(llama: Path) -> None:
+    common = PROMPTS[0] * 3
+    requests = [
+        Request(str(i), (common + prompt)[-14:] if i % 2 else prompt, greedy(NEW))
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    expected = drain(toy_engine(llama), requests)
+    small = EngineOptions(max_sequences=5, max_step_tokens=6, cache_tokens=28, block_size=2)
+    engine = toy_engine(llama, small)
+    found = drain(engine, requests)
+    assert engine.stats.preempted > 5
+    assert {key: tokens_of(events) for key, events in found.items()} == {
+        key: tokens_of(events) for key, events in expected.items()
+    }
+
+
+def test_a_second_request_finds_the_first_ones_beginning(llama: Path) -> None:
+    engine = toy_engine(llama)
+    prompt = prompts(1, longest=14, vocab=VOCAB, seed=5)[0] * 13
+    first = drain(engine, [Request("a", prompt[:13], greedy(4))])["a"]
+    again = drain(engine, [Request("a", prompt[:13], greedy(4))])["a"]
+    assert end_of(first).cached_tokens == 0
+    assert end_of(again).cached_tokens == 12
+    assert tokens_of(again) == tokens_of(first)
+    assert engine.stats.cached_tokens == 12
+
+
+def test_log_probabilities_are_the_models(llama: Path) -> None:
+    sampling = greedy(4, logprobs=True, top_logprobs=3, prompt_logprobs=True)
+    small = replace(OPTIONS, max_step_tokens=8)  # prompts come in chunks
+    events = drain(toy_engine(llama, small), requests_for(sampling))
+    for key, prompt in enumerate(PROMPTS):
+        mine = events[str(key)]
+        answer = [event for event in mine if isinstance(event, Token)]
+        tokens = [*prompt, *(event.token for event in answer)]
+        scores = expected_logits("llama", tokens).log_softmax(-1)
+        found = [*prompt_of(mine).logprobs, *(event.logprob for event in answer)]
+        expected = scores[torch.arange(len(tokens) - 1), torch.tensor(tokens[1:])]
+        torch.testing.assert_close(torch.tensor(found), expected.float(), rtol=0, atol=1e-4)
+        tops = [*prompt_of(mine).top, *(event.top for event in answer)]
+        best = scores[:-1].topk(3)
+        assert [[token for token, _ in top] for top in tops] == best.indices.tolist()
+        values = torch.tensor([[value for _, value in top] for top in tops])
+        torch.testing.assert_close(values, best.values.float(), rtol=0, atol=1e-4)
+
+
+def test_only_scoring_a_prompt(llama: Path) -> None:
+    request = Request("a", PROMPTS[0], greedy(0, prompt_logprobs=True))
+    events = drain(toy_engine(llama), [request])["a"]
+    assert len(prompt_of(events).logprobs) == len(PROMPTS[0]) - 1
+    assert end_of(events).reason == "length"
+    assert len(events) == 2
+
+
+def test_the_same_seed_draws_the_same_whatever_else_runs(llama: Path) -> None:
+    warm = Sampling(max_new_tokens=NEW, temperature=1.5, top_k=20, top_p=0.9, seed=7)
+    request = Request("mine", PROMPTS[3], warm)
+    alone = tokens_of(drain(toy_engine(llama), [request])["mine"])
+    others = requests_for(replace(warm, seed=None, temperature=2.0, top_k=0))
+    among = tokens_of(drain(toy_engine(llama), [*others, request])["mine"])
+    assert among == alone
+    other_seed = Request("mine", PROMPTS[3], replace(warm, seed=8))
+    assert tokens_of(drain(toy_engine(llama), [other_seed])["mine"]) != alone
+
+
+def test_requests_without_a_seed_differ_from_each_other(llama: Path) -> None:
+    warm = Sampling(max_new_tokens=NEW, temperature=2.0)
+    events = drain(toy_engine(llama), [Request(key, PROMPTS[3], warm) for key in "abc"])
+    assert len({tuple(tokens_of(found)) for found in events.values()}) == 3
+
+
+def test_stop_tokens_sequences_and_bans(llama: Path) -> None:
+    prompt = PROMPTS[0]
+    free = expected_greedy("llama", prompt, NEW)
+
+    def run(**rules: object) -> tuple[list[int], str]:
+        events = drain(toy_engine(llama), [Request("a", prompt, greedy(NEW, **rules))])["a"]
+        return tokens_of(events), end_of(events).reason
+
+    first = free.index(free[4])
+    assert run(stop_tokens=(free[4],)) == (free[: first + 1], "stop")
+    assert run(stop_sequences=((free[0], free[1]),)) == (free[:2], "stop")
+    assert run(stop_sequences=((prompt[-1], free[0]),)) == (free[:1], "stop")
+    assert run(stop_sequences=((prompt[-1], free[0] + 1),))[1] == "length"
+    assert run(banned_pairs=((prompt[-1], free[0]),))[0][0] != free[0]
+    assert run(banned_pairs=((prompt[-1] + 1, free[0]),)) == (free, "length")
+
+
+def test_a_cancelled_request_frees_its_blocks(llama: Path) -> None:
+    engine = toy_engine(llama)
+    for request in requests_for(greedy(NEW)):
+        engine.add(request)
+    engine.step()
+    used = engine.stats.blocks_used
+    assert [event.reason for event in engine.cancel("0") if isinstance(event, Finished)] == [
+        "cancelled"
+    ]
+    assert engine.stats.blocks_used < used
+    assert engine.cancel("0") == []
+    assert "0" not in drain(engine)
+
+
+def test_what_cannot_be_done_is_refused_at_the_door(llama: Path) -> None:
+    engine = toy_engine(llama, replace(OPTIONS, cache_tokens=20))
+    cases = {
+        "not in the vocabulary": Request("a", (VOCAB,), greedy(1)),
+        f"model's {POSITIONS} positions": Request("a", (1,) * POSITIONS, greedy(1)),
+        "do not fit in the cache": Request("a", (1,) * 12, greedy(12)),
+        "sequences": Request("a", (1,), greedy(1, beam_width=9)),
+        "repetition_penalty": Request("a", (1,), greedy(1, beam_width=2, repetition_penalty=2.0)),
+    }
+    for said, request in cases.items():
+        with pytest.raises(RequestError, match=said):
+            engine.add(request)
+    engine.add(Request("a", (1,), greedy(1)))
+    with pytest.raises(RequestError, match="in use"):
+        engine.add(Request("a", (1,), greedy(1)))
+
+
+def _in_layout(layout: Layout, folder: Path, requests: list[Request]) -> dict[str, list[Event]]:
+    return drain(toy_engine(folder, layout=layout), requests)
+
+
+@pytest.mark.parametrize("sizes", [{"tensor": 2}, {"pipeline": 2}], ids=str)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_every_layout_says_the_same(name: str, sizes: dict[str, int], tmp_path: Path) -> None:
+    folder = write_model(name, tmp_path)
+    requests = [
+        *requests_for(greedy(NEW, prompt_logprobs=True)),
+        Request("warm", PROMPTS[1], Sampling(max_new_tokens=NEW, temperature=1.2, seed=3)),
+        Request("beam", PROMPTS[2], greedy(NEW, beam_width=3)),
+    ]
+    expected = drain(toy_engine(folder), requests)
+    for found in run_distributed(2, _in_layout, folder, requests, **sizes):
+        for key, events in expected.items():
+            assert tokens_of(found[key]) == tokens_of(events)
+            theirs, ours = end_of(found[key]).beams, end_of(events).beams
+            assert [beam.tokens for beam in theirs] == [beam.tokens for beam in ours]
+            if key.isdigit():
+                torch.testing.assert_close(
+                    torch.tensor(prompt_of(found[key]).logprobs),
+                    torch.tensor(prompt_of(events).logprobs),
+                    rtol=0,
+                    atol=1e-4,
+                )

@@ -1,0 +1,109 @@
+"""A model from its checkpoint, in one process and in several."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.config.run import with_values
+from megatron.device import Device
+from megatron.errors import CheckpointError, ConfigError, DataError
+from megatron.inference.load import load_gpt, open_existing, saved_config
+from megatron.parallel.collectives import gather_to
+from megatron.parallel.layout import Layout
+from megatron.training.checkpointing import save_run
+from tests.distributed import run_distributed
+from tests.training.toy import build_toy
+
+TOKENS = torch.arange(32).view(2, 16)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """An untrained toy model's checkpoint, its vocabulary padded to 104 rows."""
+    folder = str(tmp_path_factory.mktemp("toy"))
+    save_run(build_toy(Layout.single(), ["--save", folder, "--save-interval", "1"]))
+    return folder
+
+
+@torch.no_grad()
+def _logits(layout, folder):
+    """[b, s, v] on the last stage, from one pass through all stages."""
+    loaded = load_gpt(folder, Device.cpu(), layout)
+    stage, peers = layout.pipeline, layout.pipeline.ranks
+    hidden = None
+    if not stage.is_first:
+        hidden = torch.empty(16, 2, 32)
+        dist.recv(hidden, peers[stage.rank - 1])
+    result = loaded.model(TOKENS, hidden=hidden)
+    if not stage.is_last:
+        dist.send(result, peers[stage.rank + 1])
+        return None
+    return gather_to(result, layout.tensor)
+
+
+@pytest.mark.parametrize("sizes", [{"tensor": 2}, {"pipeline": 2}, {"tensor": 2, "pipeline": 2}])
+def test_every_layout_computes_what_one_process_computes(saved, sizes):
+    processes = sizes.get("tensor", 1) * sizes.get("pipeline", 1)
+    *_, got = run_distributed(processes, _logits, saved, **sizes)
+    expected = _logits(Layout.single(), saved)
+    assert expected.shape == (2, 16, 104)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_vocabulary_that_does_not_divide_gets_more_rows(tmp_path):
+    folder = str(tmp_path)
+    shape = ["--num-attention-heads", "3", "--hidden-size", "24"]
+    save_run(build_toy(Layout.single(), [*shape, "--save", folder, "--save-interval", "1"]))
+    assert run_distributed(3, _rows, folder, tensor=3) == [105] * 3
+    assert _rows(Layout.single(), folder) == 104
+
+
+def _rows(layout, folder):
+    return load_gpt(folder, Device.cpu(), layout).padded_vocab_size
+
+
+def test_a_layout_that_the_network_does_not_divide_over_is_refused(saved):
+    (text, *_) = run_distributed(3, _refusal, saved, tensor=3)
+    assert "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3" in text
+
+
+def _refusal(layout, folder):
+    with pytest.raises(ConfigError) as caught:
+        load_gpt(folder, Device.cpu(), layout)
+    return str(caught.value)
+
+
+def test_what_was_trained_in_8_bits_runs_in_16(tmp_path):
+    run = build_toy(Layout.single(), ["--bf16", "--save", str(tmp_path), "--save-interval", "1"])
+    run.config = with_values(
+        run.config, {"precision.fp8_format": "hybrid", "precision.fp8_recipe": "rowwise"}
+    )
+    save_run(run)
+    loaded = load_gpt(str(tmp_path), Device.cpu())
+    assert loaded.config.precision.fp8_format is None
+    assert loaded.model.embedding.word.weight.dtype == torch.bfloat16
+
+
+def test_a_folder_without_a_checkpoint_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match="--load .*there is no checkpoint"):
+        load_gpt(str(tmp_path), Device.cpu())
+
+
+def test_another_network_is_refused(saved):
+    config = saved_config(open_existing(saved), saved)
+    config = replace(config, model=replace(config.model, num_layers=4))
+    with pytest.raises(CheckpointError, match="num_layers is 4 here and 2 in the checkpoint"):
+        load_gpt(saved, Device.cpu(), config=config)
+
+
+def test_a_megatron_checkpoint_brings_its_tokenizer_and_window(golden, monkeypatch):
+    folder = str(golden / "gpt_tp2pp2_fp32" / "ckpt")
+    with pytest.raises(DataError, match="gpt2-tiny-vocab.json"):
+        load_gpt(folder, Device.cpu())
+    monkeypatch.chdir(golden)  # where the run's relative paths lead somewhere
+    loaded = load_gpt(folder, Device.cpu())
+    assert loaded.tokenizer.vocab_size == 5000
+    assert loaded.config.data.seq_length == 128
+    assert loaded.model(torch.arange(128)[None]).shape == (1, 128, 5120)

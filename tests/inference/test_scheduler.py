@@ -1,0 +1,202 @@
+"""Plans keep their promises whatever arrives, and no block is ever lost."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from megatron.inference.blocks import FIRST_KEY, BlockPool, next_key
+from megatron.inference.scheduler import Plan, Scheduler, SchedulerSettings, Sequence
+
+SETTINGS = SchedulerSettings(blocks=12, block_size=4, max_sequences=3, max_tokens=8)
+
+
+def carry_out(scheduler: Scheduler) -> list[tuple[int, int]]:
+    """Plan and do a step; (start, count) of each row."""
+    plan = scheduler.plan()
+    scheduler.done(plan)
+    return [(row.start, row.count) for row in plan]
+
+
+def test_a_long_prompt_is_cut_into_chunks_and_others_go_on_meanwhile() -> None:
+    scheduler = Scheduler(SETTINGS)
+    first = Sequence("r", list(range(2)))
+    scheduler.add(first)
+    assert carry_out(scheduler) == [(0, 2)]
+    first.tokens.append(9)
+    scheduler.add(Sequence("r", list(range(100, 120))))
+    assert carry_out(scheduler) == [(2, 1), (0, 7)]
+    first.tokens.append(9)
+    assert carry_out(scheduler) == [(3, 1), (7, 7)]
+    assert carry_out(scheduler) == [(14, 6)]
+    assert carry_out(scheduler) == []
+
+
+def test_chunks_of_a_fixed_size_end_at_its_multiples_only() -> None:
+    settings = SchedulerSettings(blocks=20, block_size=2, max_sequences=4, max_tokens=11, chunk=4)
+    scheduler = Scheduler(settings)
+    for length in (10, 3, 7):
+        scheduler.add(Sequence("r", list(range(length))))
+    assert carry_out(scheduler) == [(0, 4), (0, 3), (0, 4)]
+    assert carry_out(scheduler) == [(4, 4), (4, 3)]
+    assert carry_out(scheduler) == [(8, 2)]
+    again = Sequence("r", list(range(7)))
+    scheduler.add(again)
+    assert carry_out(scheduler) == [(4, 3)]
+    assert again.cached == 4  # not 6: the third block is no whole chunk
+
+
+def test_sequences_that_begin_alike_share_full_blocks() -> None:
+    scheduler = Scheduler(SETTINGS)
+    first, second = Sequence("r", [1, 2, 3, 4, 5, 6]), Sequence("r", [1, 2, 3, 4, 5, 7])
+    for sequence in (first, second):
+        scheduler.add(sequence)
+        carry_out(scheduler)
+    assert (first.cached, second.cached) == (0, 4)
+    assert first.blocks[0] == second.blocks[0]
+    assert first.blocks[1] != second.blocks[1]
+    third = Sequence("r", [1, 2, 3, 4])  # all of it is known, but its last token says what is next
+    scheduler.add(third)
+    assert carry_out(scheduler) == [(0, 4)]
+
+
+def test_what_follows_another_beginning_is_not_shared() -> None:
+    scheduler = Scheduler(SETTINGS)
+    for tokens in ([1, 2, 3, 4, 5, 6, 7, 8, 9], [0, 2, 3, 4, 5, 6, 7, 8, 9]):
+        sequence = Sequence("r", tokens)
+        scheduler.add(sequence)
+        carry_out(scheduler)
+        assert sequence.cached == 0
+
+
+def test_blocks_of_ended_sequences_are_found_again_until_they_are_needed() -> None:
+    scheduler = Scheduler(SETTINGS)
+    old = Sequence("r", list(range(8)))
+    scheduler.add(old)
+    carry_out(scheduler)
+    scheduler.remove(old)
+    again = Sequence("r", list(range(9)))
+    scheduler.add(again)
+    carry_out(scheduler)
+    assert again.cached == 8
+    scheduler.remove(again)
+    large = Sequence("r", [7] * 48)  # takes all blocks
+    scheduler.add(large)
+    while carry_out(scheduler):
+        pass
+    scheduler.remove(large)
+    fresh = Sequence("r", list(range(9)))
+    scheduler.add(fresh)
+    carry_out(scheduler)
+    assert fresh.cached == 0
+
+
+def test_the_last_to_begin_gives_its_blocks_up() -> None:
+    scheduler = Scheduler(SchedulerSettings(blocks=4, block_size=2, max_sequences=2, max_tokens=8))
+    first, second = Sequence("r", [1, 2, 3, 4]), Sequence("r", [5, 6, 7, 8])
+    for sequence in (first, second):
+        scheduler.add(sequence)
+    carry_out(scheduler)
+    for sequence in (first, second):
+        sequence.tokens.append(0)
+    assert carry_out(scheduler) == [(4, 1)]
+    assert first in scheduler.running
+    assert second not in scheduler.running
+    assert scheduler.preempted == 1
+    scheduler.remove(first)
+    assert [count for _, count in carry_out(scheduler)] == [3]  # its first block was still there
+
+
+def test_a_fork_shares_full_blocks_and_computes_the_rest_itself() -> None:
+    scheduler = Scheduler(SETTINGS)
+    parent = Sequence("r", [1, 2, 3, 4, 5, 6])
+    scheduler.add(parent)
+    carry_out(scheduler)
+    child = scheduler.fork(parent, [*parent.tokens, 8])
+    parent.tokens.append(7)
+    assert carry_out(scheduler) == [(6, 1), (4, 3)]
+    assert child.blocks[0] == parent.blocks[0]
+    assert child.blocks[1] != parent.blocks[1]
+
+
+def test_sequences_that_wait_for_one_in_line_make_room() -> None:
+    scheduler = Scheduler(SchedulerSettings(blocks=4, block_size=2, max_sequences=4, max_tokens=8))
+    idle, large = Sequence("r", [1, 2, 3, 4]), Sequence("r", [5] * 6)
+    scheduler.add(idle)
+    carry_out(scheduler)
+    scheduler.add(large)
+    assert carry_out(scheduler) == [(0, 6)]
+    assert idle not in scheduler.running
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_every_sequence_is_computed_once_and_in_order_and_no_block_leaks(seed: int) -> None:
+    chance = random.Random(seed)
+    settings = SchedulerSettings(
+        blocks=chance.randint(6, 20),
+        block_size=chance.choice((1, 2, 4)),
+        max_sequences=chance.randint(1, 5),
+        max_tokens=chance.randint(9, 12),
+        chunk=chance.choice((0, 0, 4)),
+    )
+    scheduler = Scheduler(settings)
+    longest = settings.blocks * settings.block_size
+    alive: dict[Sequence, int] = {}  # and the length at which it ends
+    to_come = 25
+    for _ in range(5000):
+        if to_come and chance.random() < 0.4:
+            length = chance.randint(1, longest)
+            prompt = [chance.randint(0, 1) for _ in range(chance.randint(1, length))]
+            sequence = Sequence("r", prompt, reuses=chance.random() < 0.8)
+            alive[sequence] = length
+            scheduler.add(sequence)
+            to_come -= 1
+        plan = scheduler.plan()
+        check(plan, settings)
+        scheduler.done(plan)
+        for row in plan:
+            if row.is_last:
+                row.sequence.tokens.append(chance.randint(0, 1))
+        over = [s for s, end in alive.items() if len(s.tokens) > end or chance.random() < 0.01]
+        for sequence in over:
+            scheduler.remove(sequence)
+            del alive[sequence]
+        check_blocks(scheduler, list(alive))
+        if not alive and not to_come:
+            break
+    assert not alive, "every request comes to its end"
+    assert not to_come
+    assert scheduler.pool.available == settings.blocks
+
+
+def check(plan: Plan, settings: SchedulerSettings) -> None:
+    assert sum(row.count for row in plan) <= settings.max_tokens
+    assert len(plan) <= settings.max_sequences
+    for row in plan:
+        assert row.start == row.sequence.computed
+        assert list(row.tokens) == row.sequence.tokens[row.start : row.start + row.count]
+        assert len(row.blocks) == settings.blocks_for(row.start + row.count)
+    written = [row.blocks[i // settings.block_size] for row in plan for i in places(row)]
+    users = [block for row in plan for block in set(row.blocks)]
+    assert all(users.count(block) == 1 for block in written), "a block is written by one only"
+
+
+def places(row: object) -> range:
+    return range(row.start, row.start + row.count)  # type: ignore[attr-defined]
+
+
+def check_blocks(scheduler: Scheduler, alive: list[Sequence]) -> None:
+    used = {block for sequence in alive for block in sequence.blocks}
+    assert scheduler.pool.available == scheduler.pool.count - len(used)
+
+
+def test_a_block_is_not_released_twice() -> None:
+    pool = BlockPool(1)
+    block = pool.take()
+    assert block == 0
+    assert pool.take() is None
+    pool.publish(block, next_key(FIRST_KEY, [1]))
+    pool.release(block)
+    with pytest.raises(AssertionError, match="twice"):
+        pool.release(block)

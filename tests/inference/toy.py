@@ -1,0 +1,102 @@
+"""Small engines over models of the Hugging Face families, and what they should say."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from megatron.checkpoint.hf.reader import HFReader
+from megatron.checkpoint.restore import restore
+from megatron.checkpoint.vocabulary import PaddedReader
+from megatron.config.run import known
+from megatron.config.stages import parts_of_stage, plan_parts
+from megatron.config.yaml_file import from_dict
+from megatron.device import Device
+from megatron.inference.build import EngineOptions, build_engine
+from megatron.inference.engine import BatchEngine
+from megatron.inference.request import Event, Finished, Prompt, Request, Sampling, Token
+from megatron.models.gpt import GPTModel
+from megatron.parallel.layout import Layout
+from megatron.training.checkpointing import model_state
+from tests.checkpoint.hf.models import CASES, logits, tensors_of, write_folder
+
+OPTIONS = EngineOptions(max_sequences=8, max_step_tokens=32, cache_tokens=512, block_size=4)
+
+
+def write_model(name: str, folder: Path) -> Path:
+    """A random model of `CASES`."""
+    return write_folder(folder, CASES[name].config, tensors_of(CASES[name]))
+
+
+def toy_engine(
+    folder: Path, options: EngineOptions = OPTIONS, layout: Layout | None = None
+) -> BatchEngine:
+    """An engine over the model in a Hugging Face folder."""
+    layout = layout or Layout.single()
+    reader = HFReader(folder)
+    config = from_dict(reader.meta["config"], str(folder))
+    parallel = replace(config.parallel, pipeline_model_parallel_size=layout.pipeline.size)
+    plan = plan_parts(known(config.model.num_layers), parallel)
+    (part,) = parts_of_stage(plan, layout.pipeline.rank, layout.pipeline.size)
+    rows = -(-reader.vocab // layout.tensor.size) * layout.tensor.size
+    model = GPTModel.from_config(config, layout, Device.cpu(), rows, part)
+    restore(PaddedReader(reader, rows=rows, entries=reader.vocab), model_state([model]))
+    return build_engine(
+        model, config, layout, Device.cpu(), vocab_size=reader.vocab, options=options
+    )
+
+
+def drain(engine: BatchEngine, requests: Sequence[Request] = ()) -> dict[str, list[Event]]:
+    """Run to the end; each request's events. All blocks are free again after it."""
+    events: dict[str, list[Event]] = {}
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        for event in engine.step():
+            events.setdefault(event.request, []).append(event)
+    assert engine.stats.blocks_used == 0, "blocks leak"
+    return events
+
+
+def tokens_of(events: Sequence[Event]) -> list[int]:
+    return [event.token for event in events if isinstance(event, Token)]
+
+
+def end_of(events: Sequence[Event]) -> Finished:
+    (end,) = (event for event in events if isinstance(event, Finished))
+    assert end is events[-1]
+    return end
+
+
+def prompt_of(events: Sequence[Event]) -> Prompt:
+    (prompt,) = (event for event in events if isinstance(event, Prompt))
+    return prompt
+
+
+def prompts(count: int, *, longest: int, vocab: int, seed: int = 0) -> list[tuple[int, ...]]:
+    chance = random.Random(seed)
+    return [
+        tuple(chance.randrange(vocab) for _ in range(chance.randint(1, longest)))
+        for _ in range(count)
+    ]
+
+
+def greedy(new: int, **changes: object) -> Sampling:
+    return replace(Sampling(max_new_tokens=new, temperature=0), **changes)  # type: ignore[arg-type]
+
+
+def expected_logits(name: str, tokens: Sequence[int]) -> torch.Tensor:
+    """[s, v] of the second model, in float64."""
+    return logits(CASES[name], tensors_of(CASES[name]), torch.tensor([tokens]))[0]
+
+
+def expected_greedy(name: str, prompt: Sequence[int], new: int) -> list[int]:
+    """By the second model, which computes everything anew for each token."""
+    tokens = list(prompt)
+    for _ in range(new):
+        tokens.append(int(expected_logits(name, tokens)[-1].argmax()))
+    return tokens[len(prompt) :]

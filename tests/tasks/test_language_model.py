@@ -1,0 +1,205 @@
+"""Perplexity and LAMBADA: counted once, the same in every layout, against plain arithmetic."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from megatron.device import Device
+from megatron.errors import ConfigError, DataError
+from megatron.inference.load import load_gpt
+from megatron.parallel.layout import Layout
+from tasks import language_model
+from tasks.zero_shot import count_words, encode_pair
+from tests.distributed import run_distributed
+from tests.tasks.toy import evaluate, save_toy
+
+PASSAGES = [" ".join(str((7 * i + 3 * j) % 90 + 1) for j in range(3 + 5 * i)) for i in range(7)]
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    """A checkpoint whose window has 16 tokens, and a corpus of numbers, some of it longer."""
+    folder = tmp_path_factory.mktemp("toy")
+    save_toy(str(folder / "model"))
+    lines = [json.dumps({"text": text}) for text in PASSAGES]
+    (folder / "corpus.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "text.txt").write_text(" ".join(PASSAGES))
+    return folder
+
+
+def _words(toy, file, *flags):
+    return ["--load", str(toy / "model"), "--valid-data", str(toy / file), *flags]
+
+
+@torch.no_grad()
+def _plain_loss(toy, tokens, step):
+    """Summed loss of all tokens but the first, each by its own pass, from the logits of entries."""
+    model = load_gpt(str(toy / "model"), Device.cpu()).model
+    total = 0.0
+    for place in range(1, len(tokens)):
+        # Where the window that scores this place begins.
+        start = 0 if place <= 16 else (place - 17) // step * step + step
+        logits = model(torch.tensor([tokens[start:place]]))[0, -1, :101]
+        total -= logits.log_softmax(-1)[tokens[place]].item()
+    return total
+
+
+@pytest.mark.parametrize("step", [1, 5, 16])
+def test_perplexity_is_the_mean_loss_of_every_token_but_the_first(toy, step):
+    tokens = [int(word) for word in " ".join(PASSAGES).split()]
+    words = _words(toy, "text.txt", "--overlapping-eval", str(step))
+    numbers = evaluate(Layout.single(), "WIKITEXT103", words)
+    expected = _plain_loss(toy, tokens, step)
+    assert numbers["loss"] == pytest.approx(expected / (len(tokens) - 1), rel=1e-5)
+    assert numbers["adjusted perplexity"] == pytest.approx(
+        math.exp(expected / (numbers["words"] - 1)), rel=1e-4
+    )
+
+
+def test_documents_of_a_corpus_do_not_see_each_other(toy):
+    numbers = evaluate(Layout.single(), "PERPLEXITY", _words(toy, "corpus.jsonl"))
+    documents = [[100, *map(int, text.split())] for text in PASSAGES]  # 100 ends a document
+    expected = sum(_plain_loss(toy, tokens, 16) for tokens in documents)
+    assert numbers["tokens"] == sum(len(tokens) - 1 for tokens in documents)
+    assert numbers["loss"] == pytest.approx(expected / numbers["tokens"], rel=1e-5)
+    size = sum(len(text) for text in PASSAGES)
+    assert numbers["bits a byte"] == pytest.approx(expected / math.log(2) / size, rel=1e-5)
+
+
+LAYOUTS = [
+    (2, {"tensor": 2}, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
+    (2, {"pipeline": 2}, ["--pipeline-model-parallel-size", "2"]),
+    (3, {}, []),
+    (
+        8,
+        {"tensor": 2, "pipeline": 2},
+        ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("processes", "sizes", "flags"), LAYOUTS)
+@pytest.mark.parametrize("task", ["WIKITEXT103", "PERPLEXITY", "LAMBADA"])
+def test_every_layout_gives_the_numbers_of_one_process(toy, task, processes, sizes, flags):
+    file = "text.txt" if task == "WIKITEXT103" else "corpus.jsonl"
+    words = _words(toy, file, "--micro-batch-size", "2")
+    expected = evaluate(Layout.single(), task, words)
+    got = run_distributed(processes, evaluate, task, [*words, *flags], **sizes)
+    assert got == [pytest.approx(expected, rel=1e-5)] * processes
+
+
+def test_lambada_counts_what_a_greedy_model_gets_right(toy):
+    words = _words(toy, "corpus.jsonl")
+    model = load_gpt(str(toy / "model"), Device.cpu()).model
+    guessed = []
+    for text in PASSAGES:
+        tokens = [int(word) for word in text.split()]
+        logits = model(torch.tensor([tokens[:-1][-16:]]))[0, -1, :101]
+        guessed.append(int(logits.argmax()))
+    right = [
+        f"{text.rpartition(' ')[0]} {best}" for text, best in zip(PASSAGES, guessed, strict=True)
+    ]
+    lines = [json.dumps({"text": text}) for text in [*right, *PASSAGES]]
+    path = toy / "half.jsonl"
+    path.write_text("\n".join(lines))
+    numbers = evaluate(Layout.single(), "LAMBADA", [*words[:3], str(path)])
+    assert numbers["total examples"] == 14
+    assert numbers["number correct"] == 7 + sum(
+        a == b for a, b in zip(right, PASSAGES, strict=True)
+    )
+    assert numbers["passages cut to the window"] == 8
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_all_of_lambada_is_counted_once(shared_data, golden, tmp_path, processes):
+    vocabulary = [
+        *("--tokenizer-type", "GPT2BPETokenizer"),
+        *("--vocab-file", str(golden / "data" / "gpt2-tiny-vocab.json")),
+        *("--merge-file", str(golden / "data" / "gpt2-tiny-merges.txt")),
+    ]
+    tiny = ["--num-layers", "1", "--hidden-size", "8", "--seq-length", "8", "--num-attention-heads"]
+    load = save_toy(str(tmp_path), [*vocabulary, *tiny, "1", "--max-position-embeddings", "8"])
+    data = str(shared_data / "eval" / "lambada" / "lambada_test.jsonl")
+    words = ["--load", load, "--valid-data", data, "--strict-lambada", "--micro-batch-size", "64"]
+    got = run_distributed(processes, evaluate, "LAMBADA", words)
+    assert [numbers["total examples"] for numbers in got] == [5153] * processes
+
+
+def test_wikitext_has_the_published_number_of_words(shared_data):
+    path = shared_data / "eval" / "wikitext-103" / "wiki.test.tokens"
+    assert count_words(path.read_text(encoding="utf-8")) == 245_569
+
+
+def test_the_results_are_written_beside_the_checkpoint(toy):
+    numbers = evaluate(Layout.single(), "PERPLEXITY", _words(toy, "corpus.jsonl"))
+    written = json.loads(
+        (toy / "model" / "evaluation" / "perplexity-iter_0000000.json").read_text()
+    )
+    assert written["results"]["loss"] == numbers["loss"]
+    assert written["checkpoint"] == {"folder": str(toy / "model"), "iteration": 0}
+    other = toy / "mine" / "other.json"
+    evaluate(Layout.single(), "LAMBADA", _words(toy, "corpus.jsonl", "--results", str(other)))
+    assert json.loads(other.read_text())["results"]["total_examples"] == 7
+
+
+def test_a_megatron_checkpoint_is_evaluated_without_conversion(golden, shared_data, tmp_path):
+    text = (shared_data / "eval" / "wikitext-103" / "wiki.test.tokens").read_text()[:5000]
+    (tmp_path / "wiki.tokens").write_text(text)
+    words = [
+        *("--load", str(golden / "gpt_fp32" / "ckpt")),
+        *("--valid-data", str(tmp_path / "wiki.tokens"), "--results", str(tmp_path / "out.json")),
+        *("--vocab-file", str(golden / "data" / "gpt2-tiny-vocab.json")),
+        *("--merge-file", str(golden / "data" / "gpt2-tiny-merges.txt")),
+    ]
+    numbers = evaluate(Layout.single(), "WIKITEXT103", words)
+    assert numbers["loss"] < math.log(5000)  # it was trained for 20 iterations
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "--load is required"),
+        (["--valid-data", "/no/such"], "--valid-data /no/such: no such file"),
+        (["--context-parallel-size", "2"], "evaluation does not split sequences"),
+        (["--fp8-format", "hybrid"], "--fp8-format hybrid: evaluation multiplies in"),
+        (["--overlapping-eval", "0"], "--overlapping-eval 0: must be at least 1"),
+        (["--strict-lambda"], "unknown flag --strict-lambda: did you mean --strict-lambada?"),
+    ],
+)
+def test_mistakes_are_found_at_the_door(flags, message):
+    with pytest.raises(ConfigError) as caught:
+        language_model.parse("LAMBADA", flags, 1)
+    assert message in str(caught.value)
+    if "--valid-data" not in flags:
+        assert "--task LAMBADA needs --valid-data" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"text": "1 2"}\n{"text": 3}\n', r'line 2: no text under "text"'),
+        ('{"text": "1 2"}\n\n{', "line 3: not JSON"),
+        ('{"text": ""}\n', "passage 1 has no word to guess"),
+        ('{"text": "5"}\n', "passage 1 has no context"),
+        ("", "holds no passage"),
+    ],
+)
+def test_wrong_lines_are_named(toy, tmp_path, content, message):
+    path = tmp_path / "wrong.jsonl"
+    path.write_text(content)
+    words = ["--load", str(toy / "model"), "--valid-data", str(path)]
+    with pytest.raises(DataError, match=message):
+        evaluate(Layout.single(), "LAMBADA", words)
+
+
+def test_a_pair_is_encoded_as_one_text():
+    class Merging:
+        """Characters, but `ab` is one token, and every text begins with 0."""
+
+        def tokenize(self, text):
+            return [0, *(ord(sign) for sign in text.replace("ab", "c"))]
+
+    assert encode_pair(Merging(), "xa", "y") == ([0, ord("x"), ord("a")], [ord("y")])
+    assert encode_pair(Merging(), "xa", "b") == ([0, ord("x")], [ord("c")])
