@@ -17,6 +17,7 @@ from tests.reliability.scoreboard.runs import (
     resumed_runs,
     sample_order,
     terminated,
+    waiting_time,
 )
 from tests.reliability.scoreboard.score import Row
 
@@ -60,7 +61,7 @@ ROWS: tuple[Row, ...] = (
         6,
         "checkpoints of all layouts of tensor {1, 2} x pipeline {1, 2} x data {1, 2, 4} x ZeRO "
         "{0, 1, 3}, each loaded into each: parameters, moments and position bit for bit, the next "
-        "loss within 1e-5",
+        "loss of each layout within 1e-5 of one process's",
         all_layouts,
         full=36,
         quick=3,
@@ -104,6 +105,13 @@ ROWS: tuple[Row, ...] = (
         torn_trackers,
         full=15,
         quick=2,
+    ),
+    Row(
+        12,
+        "training waits for a save in the background at most 0.1 s and a second a gigabyte (CPU)",
+        waiting_time,
+        full=10,
+        quick=0,
     ),
     Row(
         15,
