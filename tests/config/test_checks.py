@@ -246,6 +246,12 @@ _LINES = [
         "--qk-layernorm: Megatron-LM 23.08, which --ckpt-format legacy writes for, has no place "
         "for such weights: use --ckpt-format native",
     ),
+    (
+        "--save here --save-interval 5 --ckpt-format legacy --num-layers 4 "
+        "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1",
+        "--ckpt-format legacy: Megatron-LM 23.08 gives every stage equally many layers, here they "
+        "have 1, 3: use --ckpt-format native",
+    ),
     ("--save here --save-interval 5 --keep-latest 0", "--keep-latest 0: must be at least 1"),
     (
         "--exit-on-missing-checkpoint",
