@@ -29,6 +29,11 @@ def legacy_files(config: RunConfig, world_size: int) -> Iterator[str]:
                 f"{name}: Megatron-LM 23.08, which --ckpt-format legacy writes for, has no place "
                 "for such weights: use --ckpt-format native"
             )
+    if config.optimizer.optimizer == "sgd" and config.parallel.use_distributed_optimizer:
+        yield (
+            "--ckpt-format legacy with --use-distributed-optimizer: Megatron-LM's file holds "
+            "Adam's states, not those of --optimizer sgd: drop one of the three"
+        )
     stages = _stage_sizes(config)
     if len(set(stages)) > 1:
         yield (

@@ -242,6 +242,12 @@ _LINES = [
         "--keep-latest goes with --ckpt-format native only: drop one of the two",
     ),
     (
+        "--save here --save-interval 5 --ckpt-format legacy --optimizer sgd "
+        "--use-distributed-optimizer",
+        "--ckpt-format legacy with --use-distributed-optimizer: Megatron-LM's file holds Adam's "
+        "states, not those of --optimizer sgd: drop one of the three",
+    ),
+    (
         "--save here --save-interval 5 --ckpt-format legacy --qk-layernorm",
         "--qk-layernorm: Megatron-LM 23.08, which --ckpt-format legacy writes for, has no place "
         "for such weights: use --ckpt-format native",
