@@ -170,8 +170,10 @@ def save_megatron(source: Source, options: argparse.Namespace) -> Path:
     entries = options.true_vocab_size or entries
     rows = source.rows if entries is None else megatron_rows(entries, config)
     held = min(entries or rows, source.rows)
+    # Rows of padding that a model was trained with stay, unless they are to be dropped.
+    kept = held if options.true_vocab_size else source.rows
     return convert_to_legacy(
-        PaddedReader(_with_rows(source.reader, held), rows=rows, entries=held),
+        PaddedReader(_with_rows(source.reader, kept), rows=rows, entries=held),
         options.save_dir,
         config,
         keep_optimizer=options.keep_optimizer,
