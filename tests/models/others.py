@@ -69,6 +69,6 @@ def losses(kind: str, model: Any, batch: list[Tensor]) -> Tensor:
         loss: Tensor = result.mean()
         return loss
     order = torch.nn.functional.cross_entropy(
-        result.order.float(), torch.tensor([0, 1], device=result.order.device)
+        result.order.float(), torch.ones(BATCH, dtype=torch.int64, device=result.order.device)
     )
     return result.tokens[batch[1]].mean() + order
