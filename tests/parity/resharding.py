@@ -23,7 +23,7 @@ from megatron.training.data import batches_from
 from megatron.training.loop import train
 from megatron.training.run import Run
 from megatron.training.standard import standard_callbacks
-from megatron.training.step import train_step
+from megatron.training.step import Updates
 from tests.checkpoint.states import read_whole
 from tests.distributed import run_distributed
 from tests.training.toy import build_toy
@@ -103,7 +103,7 @@ def _one_process(root: Path) -> float:
     words = [*_FLAGS, "--save", str(root / _ONE), "--exit-interval", str(_SAVED_AT)]
     run = build_toy(Layout.single(), words)
     train(run, standard_callbacks(run, [])[0])
-    return train_step(run).losses["lm loss"]
+    return Updates(run).make(look_ahead=False).losses["lm loss"]
 
 
 def _take_over(layout: Layout, grid: Grid, root: Path) -> list[Loaded]:
@@ -135,7 +135,7 @@ def _load(run: Run, folder: Path, whole: dict[str, torch.Tensor]) -> Loaded:
     dataset = run.datasets[0]
     assert dataset is not None
     run.train_batches = batches_from(run, dataset, consumed=run.progress.consumed_samples)
-    return Loaded(differing, train_step(run).losses["lm loss"])
+    return Loaded(differing, Updates(run).make(look_ahead=False).losses["lm loss"])
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -99,8 +99,8 @@ def test_an_error_does_not_cost_the_save_under_way(tmp_path, monkeypatch):
     assert (tmp_path / TRACKER).read_text() == "2"
 
 
-def _one_clock_is_due(layout, folder):
-    words = ["--save", str(folder), "--save-interval-in-mins", "5", "--eval-iters", "0"]
+def _one_clock_is_due(layout, folder, flags):
+    words = ["--save", str(folder), "--save-interval-in-mins", "5", "--eval-iters", "0", *flags]
     run = build_toy(layout, words)
     seen = []
 
@@ -114,10 +114,18 @@ def _one_clock_is_due(layout, folder):
     return seen
 
 
-def test_all_ranks_save_when_one_clock_says_so(tmp_path):
-    seen = run_distributed(2, _one_clock_is_due, tmp_path)
+@pytest.mark.parametrize("flags", [[], ["--zero-stage", "3"], ["--async-save"]])
+def test_all_ranks_save_when_one_clock_says_so(tmp_path, flags):
+    """Nobody knows it before: the next update's forward pass has begun, which changes nothing."""
+    seen = run_distributed(2, _one_clock_is_due, tmp_path / "minutes", flags)
     assert seen == [[False, False, True, False, False, False]] * 2
-    assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000003", "iter_0000006"]
+    words = ["--save", str(tmp_path / "count"), "--save-interval", "3", "--eval-iters", "0", *flags]
+    run_distributed(2, _train, words)
+    for name in ("iter_0000003", "iter_0000006"):
+        by_minutes, by_count = (_digests(tmp_path / way / name) for way in ("minutes", "count"))
+        assert by_minutes == by_count
+        assert len(by_count) == 2
+    assert len(list((tmp_path / "minutes").glob("iter_*"))) == 2
 
 
 def test_the_clock_starts_again_with_each_save(monkeypatch):

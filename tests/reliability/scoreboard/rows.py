@@ -11,6 +11,13 @@ from tests.reliability.scoreboard.kills import (
 )
 from tests.reliability.scoreboard.layouts import all_layouts
 from tests.reliability.scoreboard.malice import banned_calls, malicious_files
+from tests.reliability.scoreboard.runs import (
+    fresh_runs,
+    jumping_clock,
+    resumed_runs,
+    sample_order,
+    terminated,
+)
 from tests.reliability.scoreboard.score import Row
 
 _ALL = 100_000
@@ -41,6 +48,15 @@ ROWS: tuple[Row, ...] = (
         quick=2,
     ),
     Row(
+        5,
+        "40 iterations at once against 20 and 20 with a new start between, dropout on, in 12 "
+        "layouts and formats, some with `--async-save`: losses, weights, moments and position bit "
+        "for bit on every rank",
+        resumed_runs,
+        full=12,
+        quick=1,
+    ),
+    Row(
         6,
         "checkpoints of all layouts of tensor {1, 2} x pipeline {1, 2} x data {1, 2, 4} x ZeRO "
         "{0, 1, 3}, each loaded into each: parameters, moments and position bit for bit, the next "
@@ -48,6 +64,14 @@ ROWS: tuple[Row, ...] = (
         all_layouts,
         full=36,
         quick=3,
+    ),
+    Row(
+        7,
+        "a run that goes on with 4, 2, 1 and 3 processes, in all orders: each iteration reads the "
+        "samples of an uninterrupted run, none twice, none skipped",
+        sample_order,
+        full=24,
+        quick=0,
     ),
     Row(
         8,
@@ -82,11 +106,34 @@ ROWS: tuple[Row, ...] = (
         quick=2,
     ),
     Row(
+        15,
+        "SIGTERM or SIGINT at a random time, in an iteration, an evaluation or a save: exit code "
+        "3, a checkpoint of the last iteration, and the next run goes on behind it",
+        terminated,
+        full=40,
+        quick=2,
+    ),
+    Row(
         26,
         "a second job in one folder, one after a killed job, a read-only folder, one that is "
         "removed, one that becomes a file: refused or survived, by name, no hang",
         shared_folders,
         full=2,
+        quick=0,
+    ),
+    Row(
+        27,
+        "the clock jumps by an hour to and fro: same losses, no timer fires",
+        jumping_clock,
+        full=10,
+        quick=1,
+    ),
+    Row(
+        28,
+        "50 iterations twice with `--deterministic-mode`, in 12 layouts and formats: losses and "
+        "states bit for bit on every rank (CPU)",
+        fresh_runs,
+        full=12,
         quick=0,
     ),
     Row(
