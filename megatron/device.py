@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -111,6 +112,28 @@ class Device:
         """Communication library: what was asked for on GPUs, gloo on a CPU."""
         return asked if self.is_gpu else "gloo"
 
+    def record(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """Run a GPU's `work` once and record its kernels; a call that runs them again, at once.
+
+        They read and write the same memory each time, and the result is the same tensor. `work`
+        must not wait for the device.
+        """
+        assert self.is_gpu, "a CPU has nothing to record"
+        here, aside = torch.cuda.current_stream(self.torch_device), torch.cuda.Stream()
+        aside.wait_stream(here)
+        with torch.cuda.stream(aside):
+            work()  # libraries set themselves up when they are first called
+        here.wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=_graph_pool(self.torch_device)):
+            result = work()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return result
+
+        return replay
+
     def synchronize(self) -> None:
         """Wait until all queued work is done."""
         if self.is_gpu:
@@ -202,6 +225,12 @@ def _unpin(runtime: Any, memory: mmap.mmap, address: int) -> None:
 @lru_cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@lru_cache
+def _graph_pool(device: torch.device) -> Any:
+    """Memory that recordings share, since no two run at a time."""
+    return torch.cuda.graph_pool_handle()
 
 
 class StreamMarks:

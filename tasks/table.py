@@ -8,13 +8,13 @@ from typing import Literal
 
 from megatron.config.command_line import split
 from megatron.config.fields import suggestion
-from megatron.config.tasks import LanguageModelTaskConfig, TaskConfig
+from megatron.config.tasks import HarnessConfig, LanguageModelTaskConfig, TaskConfig
 from megatron.errors import ConfigError
 
 PROGRAM = "tasks/main.py"
-OPTIONS = (TaskConfig, LanguageModelTaskConfig)  # beside a run's own
+OPTIONS = (TaskConfig, LanguageModelTaskConfig, HarnessConfig)  # beside a run's own
 
-Kind = Literal["language model"]
+Kind = Literal["language model", "harness"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ TASKS: dict[str, Task] = {
     "WIKITEXT103": Task("language model", "perplexity a word of WikiText, or of another text"),
     "LAMBADA": Task("language model", "the last word of passages"),
     "PERPLEXITY": Task("language model", "perplexity of any corpus of documents"),
+    "LM_EVAL": Task("harness", "tasks of EleutherAI's lm-evaluation-harness"),
 }
 # Megatron-LM's tasks that are not here.
 _RETRIEVAL = ("ICT-ZEROSHOT-NQ", "RETRIEVER-EVAL", "RET-FINETUNE-NQ")

@@ -18,7 +18,12 @@ import torch
 
 from tests.repository import ROOT, name
 
-SCRIPTS = sorted((ROOT / "examples").rglob("*.sh"))
+# Those of the text generation server are tried in tests/inference/server/test_processes.py.
+SCRIPTS = sorted(
+    file
+    for file in (ROOT / "examples").rglob("*.sh")
+    if not file.name.startswith("run_text_generation_server")
+)
 CONFIGS = sorted((ROOT / "examples").rglob("*.yaml"))
 
 # The same run, small: flags given to a script come last and win.

@@ -33,7 +33,7 @@ if __package__ in (None, ""):
 
 from megatron.command import run_command
 from megatron.errors import DataError, StorageError
-from tools.demos.kinds import KINDS, VOCAB_SIZE, Kind
+from tools.demos.kinds import DEFAULT_OUT, KINDS, VOCAB_SIZE, Kind
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXTS = 5  # of the validation documents, for the trained model to work on
@@ -212,7 +212,9 @@ Checkpoint     {saved}
 Train on       the torchrun command above with a larger --train-iters, --load {saved}
                and --override-opt_param-scheduler (a longer run has another learning rate)
 Your own text  make demo{kind.choice} INPUT=my.jsonl OUT=runs/mine
-               (a {{"text": ...}} object a line)""")
+               (a {{"text": ...}} object a line)
+
+{kind.go_on(out)}""")
 
 
 def bits_per_byte(kind: Kind, validation: Validation, nats: float) -> str:
@@ -287,7 +289,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--model", choices=tuple(KINDS), default="gpt", help="what to train (default: %(default)s)"
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("runs/demo"), help="folder for everything it writes"
+        "--out", type=Path, default=DEFAULT_OUT, help="folder for everything it writes"
     )
     parser.add_argument(
         "--input", type=Path, help='jsonl with {"text": ...} lines; unset: the standard library'

@@ -38,3 +38,21 @@ class LanguageModelTaskConfig:
         "path of --valid-data, else none.",
         choices=("wikitext", "ptb", "none"),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HarnessConfig:
+    """EleutherAI's lm-evaluation-harness (--task LM_EVAL)."""
+
+    lm_eval_tasks: tuple[str, ...] | None = flag(
+        None, "Names of its tasks or groups, patterns, or YAML files of tasks.", many=True
+    )
+    lm_eval_include_path: str | None = flag(
+        None, "Folder of further task files. Their code is run."
+    )
+    lm_eval_num_fewshot: int | None = flag(
+        None, "Examples before each question. Unset: as each task has it.", unit="examples"
+    )
+    lm_eval_limit: float | None = flag(
+        None, "Only so many documents of each task; below 1 a share of them. Unset: all."
+    )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+DEFAULT_OUT = Path("runs/demo")
 VOCAB_SIZE = 2048
 # Small enough for 2 CPU cores to see millions of tokens in some minutes.
 _NETWORK = (
@@ -35,6 +36,7 @@ class Kind:
         iterations: updates, where the user names no number.
         title: of the last step, which shows what the model can do.
         show: that step's tool and flags, from texts of validation documents; None: source code.
+        go_on: says what to do with the model, whose demo's folder is given.
         choice: what `make demo` needs beside.
     """
 
@@ -49,6 +51,7 @@ class Kind:
     iterations: int
     title: str
     show: Callable[[Sequence[str] | None], list[str]]
+    go_on: Callable[[Path], str]
     choice: str
 
     @property
@@ -67,12 +70,20 @@ def _wordpiece(folder: Path) -> list[str]:
     return ["--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", str(folder / "vocab.txt")]
 
 
-def _go_on(texts: Sequence[str] | None) -> list[str]:
+def _write(texts: Sequence[str] | None) -> list[str]:
     prompt = "    def __init__(self" if texts is None else texts[0][:40].partition("\n")[0]
     return [
-        *["tools/generate_text.py", "--prompt", prompt, "--max-new-tokens", "200"],
-        *"--num-samples 2 --temperature 0.7 --top-k 40 --seed 1".split(),
+        *["tools/generate_samples_gpt.py", "--prompt", prompt, "--out-seq-length", "100"],
+        *"--num-samples 2 --temperature 0.7 --top_k 40 --seed 1".split(),
     ]
+
+
+def _talk(out: Path) -> str:
+    where = "" if out == DEFAULT_OUT else f" OUT={out}"
+    return f"""Talk to the model: run
+    make serve{where}
+and open http://127.0.0.1:5000/ in a browser, or in another terminal run
+    .venv/bin/python tools/text_generation_cli.py localhost:5000"""
 
 
 _HOLES = (
@@ -87,6 +98,11 @@ _HOLES = (
 def _fill_in(texts: Sequence[str] | None) -> list[str]:
     holes = _HOLES if texts is None else [hide_a_word(text) for text in texts]
     return ["tools/fill_in.py", "--text", *holes]
+
+
+def _ask(out: Path) -> str:
+    command = f".venv/bin/python tools/fill_in.py --load {out / 'checkpoints'}"
+    return f"Ask the model: run\n    {command} --text 'while [MASK]:'"
 
 
 def hide_a_word(text: str) -> str:
@@ -110,7 +126,8 @@ KINDS = {
         global_batch=8,
         iterations=1000,
         title="Let it write",
-        show=_go_on,
+        show=_write,
+        go_on=_talk,
         choice="",
     ),
     "bert": Kind(
@@ -125,6 +142,7 @@ KINDS = {
         iterations=2000,
         title="Let it fill in hidden words",
         show=_fill_in,
+        go_on=_ask,
         choice=" MODEL=bert",
     ),
     "t5": Kind(
@@ -140,6 +158,7 @@ KINDS = {
         iterations=2000,
         title="Let it fill in hidden words",
         show=_fill_in,
+        go_on=_ask,
         choice=" MODEL=t5",
     ),
 }
