@@ -62,6 +62,7 @@ class Passes:
         count: micro-batches.
         first_sample: place in the sample order of the first; None: no dropout to seed.
         scale: of the summed losses before backward.
+        forward: what to do in the place of the recipe's forward, to learn other things than losses.
 
     Attributes:
         losses: by log name, one value a micro-batch; empty where the model does not end here.
@@ -76,6 +77,7 @@ class Passes:
         *,
         first_sample: int | None = None,
         scale: Callable[[Tensor], Tensor] = lambda loss: loss,
+        forward: Callable[..., Tensor | Mapping[str, Tensor]] | None = None,
     ) -> None:
         self.losses: dict[str, list[Tensor]] = {}
         self.sample_ids: list[list[int]] = []
@@ -84,7 +86,15 @@ class Passes:
         self._count = count
         self._first_sample = first_sample
         self._scale = scale
+        self._forward = forward
         self._loaded: dict[int, Batch] = {}
+        self._begun: Tensor | None = None
+
+    def begin(self) -> None:
+        """The first forward ahead of `forward_backward`: of a model that is whole here."""
+        self._run.layout.journal.enter("first forward pass of the next iteration")
+        with torch.enable_grad():
+            self._begun = self._step(0, 0, None)
 
     def forward_backward(self) -> None:
         """Run them all; gradients add up in the parameters. Collective over the pipeline."""
@@ -124,13 +134,16 @@ class Passes:
 
     def _step(self, chunk: int, micro_batch: int, hidden: Tensor | None) -> Tensor:
         """One part's forward: hidden states, or the scaled loss."""
+        if self._begun is not None:
+            begun, self._begun = self._begun, None
+            return begun
         run = self._run
         batch = self._batch(micro_batch, is_last_use=chunk == len(run.parts) - 1)
         self._seed(chunk, micro_batch)
         with run.timers.measure("forward-compute", level=2):
             inputs = (batch, hidden, run.config, run.tokenizer, run.layout)
-            if run.torch_ddp is None:
-                result = run.recipe.forward(run.parts[chunk], *inputs)
+            if run.torch_ddp is None or self._forward is not None:
+                result = (self._forward or run.recipe.forward)(run.parts[chunk], *inputs)
             else:
                 result = run.torch_ddp(*inputs, is_last=micro_batch == self._count - 1)
         if isinstance(result, Tensor):

@@ -315,6 +315,31 @@ def test_the_run_starts_with_the_model_s_own_loss(imported: Path, tmp_path: Path
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
+def test_training_starts_from_hugging_face_s_folder_without_a_conversion(
+    imported: Path, tmp_path: Path, capsys
+) -> None:
+    """The same losses and weights as from the converted one."""
+    original, file = tmp_path / "original", "tokenizer.json"
+    (imported / COMPANION_FOLDER / file).replace(original / file)
+    words = ["--tokenizer-model", str(original / file), *TRAINING]
+    lines = []
+    for folder in (imported, original):
+        out = tmp_path / f"from-{folder.name}"
+        assert main(GPTRecipe(), [*words, "--load", str(folder), "--save", str(out)]) == 0
+        text = capsys.readouterr().out
+        lines.append(
+            [line.split("lm loss: ")[1][:12] for line in text.splitlines() if "lm loss:" in line]
+        )
+    assert lines[0] == lines[1]
+    one, other = (open_checkpoint(tmp_path / f"from-{f.name}") for f in (imported, original))
+    assert one is not None
+    assert other is not None
+    assert all(torch.equal(read_whole(one, n), read_whole(other, n)) for n in one.names())
+    words.remove("--finetune")
+    assert main(GPTRecipe(), [*words, "--load", str(original), "--save", str(tmp_path / "x")]) == 4
+    assert "holds no optimizer state: start with a fresh optimizer" in capsys.readouterr().err
+
+
 def test_megatron_s_checkpoints_go_to_ours_and_to_gpt2(tmp_path: Path, capsys) -> None:
     model = whole_model()
     form = megatron_files.Form(tensor=2, stages=2)

@@ -30,8 +30,8 @@ from megatron.config.arguments import from_namespace
 from megatron.config.data import TokenizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.resolve import resolve
-from megatron.config.run import RunConfig, known
-from megatron.config.stages import plan_parts
+from megatron.config.run import RunConfig
+from megatron.config.stages import plan_model
 from megatron.config.yaml_file import from_dict
 from megatron.errors import CheckpointError, UserError
 from megatron.tokenizer import build_tokenizer
@@ -188,7 +188,7 @@ def _target(source: Source, options: argparse.Namespace) -> ParallelConfig:
             options.target_num_layers_per_virtual_pipeline_stage
         ),
     )
-    plan_parts(known(source.config.model.num_layers), parallel)
+    plan_model(source.config.model, parallel)
     return parallel
 
 

@@ -11,6 +11,11 @@ from megatron.checkpoint.hf.llama import LlamaLike
 from megatron.config.model import ModelConfig
 from megatron.errors import CheckpointError
 
+_NOT_EXPRESSED = {
+    "t5": "its relative position biases, its unscaled attention scores and its activations are not "
+    "built (Megatron-LM's own T5 files are read and written)",
+}
+
 
 def families() -> Mapping[str, Family]:
     """By `model_type`. A network that several can express is written as the first of them."""
@@ -32,6 +37,8 @@ def family_named(name: object, path: object) -> Family:
         CheckpointError: it is not among those known.
     """
     known = families()
+    if name in _NOT_EXPRESSED:
+        raise CheckpointError(f"{path}: model_type {name}: not read: {_NOT_EXPRESSED[str(name)]}")
     if not isinstance(name, str) or name not in known:
         raise CheckpointError(
             f"{path}: model_type {name!r} is not known: possible are {', '.join(known)}"

@@ -59,6 +59,12 @@ def inside(folder: Path, name: str) -> Path:
     return path
 
 
+def is_model_folder(folder: Path) -> bool:
+    """Whether a folder looks like Hugging Face's, or would, were its tensors not pickled."""
+    names = (SINGLE, INDEX, *_PICKLED)
+    return (folder / CONFIG).is_file() and any((folder / name).exists() for name in names)
+
+
 def find_shards(folder: Path) -> dict[str, Path]:
     """Every tensor's name with its file; for one file without an index, {"": file}.
 

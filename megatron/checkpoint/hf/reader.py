@@ -60,6 +60,8 @@ class HFReader:
         if self.family.tied_head in self._held and tied:
             self._check_tied_head()
         self.meta = {
+            "iteration": self.iteration,
+            "consumed_train_samples": 0,
             "padded_vocab_size": described.vocab,
             "config": to_dict(RunConfig(model=described.model)),
         }

@@ -6,6 +6,7 @@ which its optimizer numbers them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from megatron.errors import CheckpointError
 VERSION = 3.0  # `checkpoint_version` of what is written
 _WORDS = "embedding.word.weight"
 _TIED = "(tied)"
+_FIRST_IN_ENCODER = re.compile(r"encoder\.layers\.\d+\.attention_norm\.weight")
 _TIED_PATH = ("word_embeddings_for_head", "weight")
 
 # In the order of registration; those that a model lacks are left out.
@@ -25,21 +27,21 @@ _BEFORE_LAYERS = (
     "embedding.position.weight",
     "embedding.token_type.weight",
 )
-_IN_LAYER = tuple(
-    f"{module}.{kind}"
-    for module in (
-        "attention_norm",
-        "attention.qkv",
-        "attention.output",
-        "mlp_norm",
-        "mlp.up",
-        "mlp.down",
-    )
-    for kind in ("weight", "bias")
+_ATTENTION = ("attention_norm", "attention.qkv", "attention.output")
+_MLP = ("mlp_norm", "mlp.up", "mlp.down")
+_CROSS = (
+    "cross_norm",
+    "cross_attention.query",
+    "cross_attention.key_value",
+    "cross_attention.output",
 )
+_KINDS = ("weight", "bias")
+_IN_LAYER = {
+    "": (*_ATTENTION, *_MLP),
+    "encoder.": (*_ATTENTION, *_MLP),
+    "decoder.": (*_ATTENTION, *_CROSS, *_MLP),
+}
 _AFTER_LAYERS = (
-    "final_norm.weight",
-    "final_norm.bias",
     "pooler.dense.weight",
     "pooler.dense.bias",
     "output.weight",
@@ -133,7 +135,12 @@ def plan_files(
 
 
 def _check(shapes: Mapping[str, tuple[int, ...]], parts: Sequence[ModelPart]) -> None:
-    placed = {name for part in parts for name in _names(part)}
+    if "decoder.final_norm.weight" in shapes and len(parts) > 1:
+        raise CheckpointError(
+            "a T5's files are written for one pipeline stage only: convert with "
+            "--target-pipeline-parallel-size 1, or use the native format"
+        )
+    placed = {name for part in parts for name in _names(shapes, part)}
     extra = sorted(shapes.keys() - placed)
     if extra:
         raise CheckpointError(
@@ -151,17 +158,27 @@ def _check(shapes: Mapping[str, tuple[int, ...]], parts: Sequence[ModelPart]) ->
         )
 
 
-def _names(part: ModelPart) -> Iterator[str]:
+def _names(shapes: Mapping[str, tuple[int, ...]], part: ModelPart) -> Iterator[str]:
     """All that could stand in a part of a model, in Megatron's order; _TIED for the copy."""
     if part.embedding:
         yield from _BEFORE_LAYERS
-    for index in part.layers:
-        yield from (f"layers.{index}.{name}" for name in _IN_LAYER)
+    for stack, layers in _stacks(shapes, part):
+        modules = [f"layers.{index}.{name}" for index in layers for name in _IN_LAYER[stack]]
+        modules += ["final_norm"] * part.head
+        yield from (f"{stack}{module}.{kind}" for module in modules for kind in _KINDS)
     if part.head:
         yield from _AFTER_LAYERS
         if not part.embedding:
             yield _TIED
         yield from _LAST
+
+
+def _stacks(shapes: Mapping[str, tuple[int, ...]], part: ModelPart) -> list[tuple[str, range]]:
+    """What our names of a part's layers begin with, and their numbers: a T5 has two stacks."""
+    encoder = sum(_FIRST_IN_ENCODER.fullmatch(name) is not None for name in shapes)
+    if not encoder:
+        return [("", part.layers)]
+    return [("encoder.", range(encoder)), ("decoder.", range(len(part.layers) - encoder))]
 
 
 def _slots(
@@ -171,7 +188,7 @@ def _slots(
     rank: int,
     ranks: int,
 ) -> Iterator[Slot]:
-    for name in _names(part):
+    for name in _names(shapes, part):
         if name == _TIED and "output.weight" not in shapes:
             yield Slot(_TIED_PATH, _WORDS, _box(_WORDS, shapes[_WORDS], arrangement, rank, ranks))
         elif name in shapes:
