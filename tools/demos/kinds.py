@@ -37,7 +37,6 @@ class Kind:
         title: of the last step, which shows what the model can do.
         show: that step's tool and flags, from texts of validation documents; None: source code.
         go_on: says what to do with the model, whose demo's folder is given.
-        choice: what `make demo` needs beside.
     """
 
     name: str
@@ -52,7 +51,11 @@ class Kind:
     title: str
     show: Callable[[Sequence[str] | None], list[str]]
     go_on: Callable[[Path], str]
-    choice: str
+
+    @property
+    def choice(self) -> str:
+        """What `make demo` needs beside, to be this one."""
+        return "" if self.name == "GPT" else f" MODEL={self.name.lower()}"
 
     @property
     def training_flags(self) -> list[str]:
@@ -128,7 +131,6 @@ KINDS = {
         title="Let it write",
         show=_write,
         go_on=_talk,
-        choice="",
     ),
     "bert": Kind(
         name="BERT",
@@ -143,7 +145,6 @@ KINDS = {
         title="Let it fill in hidden words",
         show=_fill_in,
         go_on=_ask,
-        choice=" MODEL=bert",
     ),
     "t5": Kind(
         name="T5",
@@ -159,6 +160,5 @@ KINDS = {
         title="Let it fill in hidden words",
         show=_fill_in,
         go_on=_ask,
-        choice=" MODEL=t5",
     ),
 }
