@@ -17,16 +17,20 @@ from megatron.inference.graphs import DecodeGraphs
 from megatron.inference.load import Loaded
 from megatron.inference.scheduler import SchedulerSettings
 from megatron.kernels.library import find_library
-from megatron.kernels.paged_attention import choose_paged_attention
+from megatron.kernels.paged_attention import PagedAttention, choose_paged_attention
 from megatron.models.gpt import GPTModel
 from megatron.models.sizes import Sizes, sizes_of
 from megatron.parallel.collectives import all_reduce
+from megatron.parallel.layers import set_products
 from megatron.parallel.layout import Axis, Layout
+from megatron.parallel.products import FixedRows
 
 CPU_CACHE_BYTES = 2**30
 GPU_CACHE_SHARE = 0.9  # of the memory that the model leaves free
 # Of a GPU's free memory, not for the cache: logits and activations of a step.
 GPU_STEP_BYTES = 3 * 2**30
+MOST_CHUNK = 512
+_COUNTS = ("max_sequences", "max_step_tokens", "cache_tokens", "block_size", "product_rows")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +45,9 @@ class EngineOptions:
         block_size: tokens of a block of the cache.
         seed: of requests that have none of their own.
         graphs: record steps on a GPU (CUDA graphs), where one process has the whole model.
+        product_rows: matrix products take so many tokens at a time, always, and prompts are cut at
+            fixed places: a token's scores then have the same bits whatever else is in the batch,
+            for some more work. None: a batch's size can show in the last bits.
     """
 
     max_sequences: int = 256
@@ -49,18 +56,25 @@ class EngineOptions:
     block_size: int = 16
     seed: int = 1234
     graphs: bool = True
+    product_rows: int | None = None
 
     def __post_init__(self) -> None:
         """Raises ConfigError where a value is out of range."""
         problems = [
             f"{name} {value}: give 1 or more"
-            for name in ("max_sequences", "max_step_tokens", "cache_tokens", "block_size")
+            for name in _COUNTS
             if (value := getattr(self, name)) is not None and value < 1
         ]
         if self.max_step_tokens < self.max_sequences:
             problems.append(
                 f"max_step_tokens {self.max_step_tokens} is less than max_sequences "
                 f"{self.max_sequences}: each sequence of a step adds at least one token"
+            )
+        room = self.max_step_tokens - self.max_sequences
+        if self.product_rows is not None and not problems and room < self.block_size:
+            problems.append(
+                f"max_step_tokens {self.max_step_tokens} has no room for a block of a prompt "
+                f"beside {self.max_sequences} sequences: give more, or no product_rows"
             )
         if problems:
             raise ConfigError(problems)
@@ -114,6 +128,8 @@ def build_engine(
     if copy is None:
         _check_layout(layout)
     copy = copy or layout.world
+    if options.product_rows is not None:
+        set_products(model, FixedRows(options.product_rows))
     sizes = sizes_of(config.model)
     precision = config.precision
     dtype = parameter_dtype(fp16=precision.fp16, bf16=precision.bf16)
@@ -131,17 +147,10 @@ def build_engine(
     )
     library = find_library(device.torch_device).library
     paged = choose_paged_attention(library, sizes.head_size, dtype)
+    can_record = options.graphs and records_on(device) and paged.can_capture
     graphs = None
-    if options.graphs and records_on(device) and copy.size == 1 and paged.can_capture:
-        graphs = DecodeGraphs(
-            model,
-            memory,
-            paged,
-            device.record,
-            max_sequences=options.max_sequences,
-            max_length=sizes.positions,
-            device=device.torch_device,
-        )
+    if can_record and copy.size == 1:
+        graphs = _graphs(model, memory, paged, options, sizes.positions, device)
     executor = Executor(
         model.eval(),
         layout,
@@ -159,10 +168,36 @@ def build_engine(
         block_size=options.block_size,
         max_sequences=options.max_sequences,
         max_tokens=options.max_step_tokens,
+        chunk=0 if options.product_rows is None else _chunk(options),
     )
     return BatchEngine(
         executor, settings, vocab_size=vocab_size, max_length=sizes.positions, seed=options.seed
     )
+
+
+def _graphs(
+    model: GPTModel,
+    memory: CacheMemory,
+    paged: PagedAttention,
+    options: EngineOptions,
+    max_length: int,
+    device: Device,
+) -> DecodeGraphs:
+    return DecodeGraphs(
+        model,
+        memory,
+        paged,
+        device.recorder(),
+        max_sequences=options.max_sequences,
+        max_length=max_length,
+        device=device.torch_device,
+    )
+
+
+def _chunk(options: EngineOptions) -> int:
+    """Where prompts are cut: small, for beginnings are only found again in whole chunks."""
+    room = min(MOST_CHUNK, options.max_step_tokens - options.max_sequences)
+    return room // options.block_size * options.block_size
 
 
 def records_on(device: Device) -> bool:

@@ -106,6 +106,14 @@ class Tokenizer(ABC):
         """Id that stands for a hidden token."""
         return self._special("mask")
 
+    def special_ids(self, *names: str) -> frozenset[int]:
+        """Ids of those of the named special tokens that this tokenizer has."""
+        return frozenset(self._special_ids[name] for name in names if name in self._special_ids)
+
+    def tokenize_spelled(self, text: str) -> list[int]:
+        """Ids of a text that spells its special tokens out, so that none are added."""
+        return self.tokenize(text)
+
     def _special(self, name: str) -> int:
         if name not in self._special_ids:
             known = ", ".join(sorted(self._special_ids)) or "none"
