@@ -14,7 +14,7 @@ from megatron.checkpoint.reader import Reader
 from megatron.errors import CheckpointError
 
 _ROWS = 4096  # read at a time
-_TABLES = ("embedding.word.weight", "output.weight")
+_TABLES = ("embedding.word.weight", "output.weight", "output.bias")
 
 
 class PaddedReader:
@@ -37,7 +37,7 @@ class PaddedReader:
         self._entries = entries
         self.format, self.path = reader.format, reader.path
         self.iteration, self.meta = reader.iteration, reader.meta
-        for name in filter(_is_table, reader.names()):
+        for name in filter(is_vocabulary_table, reader.names()):
             held = reader.global_shape(name)[0]
             if held < entries:
                 raise CheckpointError(
@@ -56,7 +56,7 @@ class PaddedReader:
     def global_shape(self, name: str) -> tuple[int, ...]:
         """Shape of a whole tensor, vocabulary tables with the rows asked for."""
         shape = self._reader.global_shape(name)
-        return (self._rows, *shape[1:]) if _is_table(name) else shape
+        return (self._rows, *shape[1:]) if is_vocabulary_table(name) else shape
 
     def read(
         self,
@@ -68,12 +68,15 @@ class PaddedReader:
     ) -> torch.Tensor:
         """The part of a tensor at `offset` with `shape`, on the CPU."""
         held = self._reader.global_shape(name)
-        if not _is_table(name) or held[0] == global_shape[0]:
+        if not is_vocabulary_table(name) or held[0] == global_shape[0]:
             return self._reader.read(name, global_shape=global_shape, offset=offset, shape=shape)
         part = torch.zeros(tuple(shape), dtype=self._reader.dtype(name))
         count = min(shape[0], max(0, held[0] - offset[0]))
         if count < shape[0] and (name.startswith("model.") or name.endswith(".master")):
-            part[:] = self._mean_row(name)[offset[1] : offset[1] + shape[1]]
+            mean = self._mean_row(name)
+            part[:] = mean[
+                tuple(slice(o, o + n) for o, n in zip(offset[1:], shape[1:], strict=True))
+            ]
         if count:
             part[:count] = self._reader.read(
                 name, global_shape=held, offset=offset, shape=(count, *shape[1:])
@@ -81,17 +84,18 @@ class PaddedReader:
         return part
 
     def _mean_row(self, name: str) -> torch.Tensor:
-        """Mean [h] of the entries' rows, in fp32; read in pieces, which no rank holds together."""
+        """Mean [h] of the entries' rows (of a bias [], their mean), in fp32; read in pieces, which
+        no rank holds together."""
         held = self._reader.global_shape(name)
-        total = torch.zeros(held[1], dtype=torch.float64)
+        total = torch.zeros(held[1:], dtype=torch.float64)
         for start in range(0, self._entries, _ROWS):
-            shape = (min(_ROWS, self._entries - start), held[1])
-            total += self._reader.read(name, global_shape=held, offset=(start, 0), shape=shape).sum(
-                0, dtype=torch.float64
-            )
+            shape = (min(_ROWS, self._entries - start), *held[1:])
+            offset = (start, *(0 for _ in held[1:]))
+            rows = self._reader.read(name, global_shape=held, offset=offset, shape=shape)
+            total += rows.sum(0, dtype=torch.float64)
         return (total / self._entries).float()
 
 
-def _is_table(name: str) -> bool:
+def is_vocabulary_table(name: str) -> bool:
     """`model.` or `optimizer.`, then a table, then perhaps the kind of state."""
     return name.partition(".")[2].startswith(_TABLES)
