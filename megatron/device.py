@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 # Dense bf16/fp16 peak in FLOP/s by datasheet, matched by substring of the device name, in order.
 _PEAK_FLOPS = (
@@ -151,6 +152,10 @@ class Device:
         """Time from one mark to a later one; all work up to it must be done (`synchronize`)."""
         return start.elapsed_time(end) / 1000.0 if self.is_gpu else end - start
 
+    def read(self, numbers: Tensor) -> Reading:
+        """Begin to copy a few numbers to the host, behind the work queued so far."""
+        return Reading(numbers)
+
     def empty_cache(self) -> None:
         """Give unused memory back to the driver."""
         if self.is_gpu:
@@ -231,6 +236,29 @@ def _multiprocessors(device: torch.device) -> int:
 def _graph_pool(device: torch.device) -> Any:
     """Memory that recordings share, since no two run at a time."""
     return torch.cuda.graph_pool_handle()
+
+
+class Reading:
+    """Numbers on their way to the host.
+
+    Args:
+        numbers: 1-D.
+    """
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._arrived = None
+        self._copy = numbers
+        if numbers.is_cuda:
+            self._copy = torch.empty_like(numbers, device="cpu", pin_memory=True)
+            self._copy.copy_(numbers, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record(torch.cuda.current_stream(numbers.device))
+
+    def wait(self) -> list[float]:
+        """The numbers, once the device has come to them."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._copy.tolist()
 
 
 class StreamMarks:

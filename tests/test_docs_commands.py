@@ -27,6 +27,8 @@ sys.argv = sys.argv[1:]
 sys.path.insert(0, sys.argv[0].rpartition("/")[0] or ".")
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
+_SERVER = "tools/run_text_generation_server.py"
+_SAMPLES = "tools/generate_samples_gpt.py"
 # Commands of the system, of which there is nothing to check here.
 _SYSTEM = {"mkdir", "source", "cd", "python3", "docker", "openssl"}
 
@@ -52,8 +54,8 @@ def _check_python(words: list[str]) -> None:
     if Path(words[0]).name.startswith("pretrain_"):
         _check_pretrain(words, world_size=1)
         return
-    if words[0] == "tools/run_text_generation_server.py":
-        _check_server(words)
+    if words[0] in (_SERVER, _SAMPLES):
+        _check_generation(words)
         return
     if words[0] == "-m":
         words = [f"{words[1].replace('.', '/')}.py", *words[2:]]
@@ -68,11 +70,18 @@ def _check_python(words: list[str]) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def _check_server(words: list[str]) -> None:
+def _check_generation(words: list[str]) -> None:
+    """Of a program that takes the rest of its flags from a checkpoint, which is not there."""
+    from megatron.config.arguments import from_namespace
     from megatron.config.parser import build_parser
+    from megatron.config.samples import SamplesConfig, problems_of
     from megatron.config.server import ServerConfig
 
-    build_parser(words[0], (ServerConfig,)).parse_args(words[1:])
+    if words[0] == _SERVER:
+        build_parser(words[0], (ServerConfig,)).parse_args(words[1:])
+        return
+    given = build_parser(words[0], (SamplesConfig,)).parse_args(words[1:])
+    assert not problems_of(from_namespace(SamplesConfig, given))
 
 
 def _check_curl(words: list[str]) -> None:
@@ -102,8 +111,11 @@ def _check_torchrun(words: list[str]) -> None:
 
     options = parse_args(words)
     _, _, nodes = options.nnodes.rpartition(":")
-    world_size = int(options.nproc_per_node) * int(nodes)
-    _check_pretrain([options.training_script, *options.training_script_args], world_size)
+    words = [options.training_script, *options.training_script_args]
+    if words[0] in (_SERVER, _SAMPLES):
+        _check_generation(words)
+        return
+    _check_pretrain(words, int(options.nproc_per_node) * int(nodes))
 
 
 def _check_tensorboard(words: list[str]) -> None:
@@ -178,7 +190,7 @@ _FEWER = (
     ("--train-iters 300", "--train-iters 4"),
     ("--eval-interval 100 --eval-iters 10", "--eval-interval 2 --eval-iters 1"),
     ("--save-interval 100", "--save-interval 2"),
-    ("--max-new-tokens 100", "--max-new-tokens 5"),
+    ("--out-seq-length 100", "--out-seq-length 5"),
 )
 
 

@@ -28,7 +28,7 @@ from megatron.device import Device
 from megatron.errors import CheckpointError, UserError
 from megatron.parallel.layout import Layout
 
-_NICENESS = 10  # the training's own threads come first where all want the processor
+_NICENESS = 5  # the training's own threads come first where all want the processor
 
 
 @dataclass(frozen=True)

@@ -158,7 +158,7 @@ def _classify(path: Path) -> tuple[str | None, str]:
             "is a torch.distributed.checkpoint folder, a format that runs code when it is read: "
             "convert it with the program that wrote it"
         )
-    return None, f"has no {MANIFEST}"
+    return None, f"has no {MANIFEST}, nor mp_rank folders of Megatron-LM"
 
 
 def warn(text: str) -> None:

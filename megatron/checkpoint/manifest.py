@@ -179,7 +179,7 @@ def parse(data: bytes) -> Manifest:
     try:
         body = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise ManifestError(f"not JSON: {error}") from None
+        raise ManifestError(f"damaged: not JSON: {error}") from None
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise ManifestError("not a manifest of this program")
     if body.get("version") != VERSION:
@@ -188,7 +188,7 @@ def parse(data: bytes) -> Manifest:
         )
     claimed = body.pop("sha256", None)
     if claimed != digest_of(_text(body)) or data != _sign(body):
-        raise ManifestError("its digest does not match its content")
+        raise ManifestError("damaged: its digest does not match its content")
     manifest = _build(body)
     manifest.check()
     return manifest

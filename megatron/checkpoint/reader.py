@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,7 +27,7 @@ from megatron.checkpoint.manifest import (
     parse,
 )
 from megatron.checkpoint.retention import hold_for_reading
-from megatron.checkpoint.shard import digest_of_range
+from megatron.checkpoint.shard import THREADS, digest_of_range
 from megatron.errors import CheckpointError
 from megatron.parallel.layout import Layout
 
@@ -95,12 +96,16 @@ def open_checkpoint(
         reader, problem = _try_open(found, exchange, verify)
         if reader is not None:
             if problems and exchange.is_main:
-                warn("; ".join(problems) + f"; using {found.path.name} instead")
+                warn("\n  ".join([*problems, f"using {found.path.name} instead"]))
             return reader
-        problems.append(f"{found.path}: {problem}")
+        problems.append(f"{found.path} is not used: {problem}")
     if not problems:
         return None
-    raise CheckpointError("no checkpoint can be used: " + "; ".join(problems))
+    raise CheckpointError(
+        f"{root}: none of its checkpoints can be used:\n  "
+        + "\n  ".join(problems)
+        + "\nrestore one from a copy, or name an empty folder to start from scratch"
+    )
 
 
 def _to_json(found: Found) -> Json:
@@ -147,6 +152,16 @@ def open_found(found: Found, *, verify: bool = True, rank: int = 0, ranks: int =
     return reader
 
 
+class _Span(NamedTuple):
+    """Bytes of a file that have one digest."""
+
+    file: str
+    what: str
+    start: int
+    size: int
+    digest: str
+
+
 class NativeReader:
     """Reads what `store.save` wrote. Opening checks manifest and sizes, `verify` every byte.
 
@@ -162,6 +177,7 @@ class NativeReader:
             weakref.finalize(self, os.close, hold_for_reading(path))
         except OSError as error:
             raise CheckpointError(f"{MANIFEST}: cannot be read: {error.strerror}") from error
+        self._files: dict[str, Any] = {}
         self.manifest = _load_manifest(path)
         self.iteration = self.manifest.iteration
         self.meta = self.manifest.meta
@@ -175,25 +191,35 @@ class NativeReader:
             CheckpointError: names the file and the tensor whose bytes have changed.
         """
         shares = [0] * ranks
-        for file, what, start, size, digest in sorted(self._ranges(), key=lambda one: -one[3]):
+        mine = []
+        for span in sorted(self._ranges(), key=lambda span: -span.size):
             lightest = shares.index(min(shares))
-            shares[lightest] += size + 1
-            if lightest != rank:
-                continue
+            shares[lightest] += span.size + 1
+            if lightest == rank:
+                mine.append(span)
+        with ThreadPoolExecutor(THREADS) as pool:
             try:
-                found = digest_of_range(self.path / file, start, size)
-            except OSError as error:
-                raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from error
-            if found != digest:
-                raise CheckpointError(f"{file}: damaged: {what} does not match its digest")
+                for _ in pool.map(self._verify, mine):
+                    pass
+            except CheckpointError:
+                pool.shutdown(cancel_futures=True)
+                raise
 
-    def _ranges(self) -> Iterator[tuple[str, str, int, int, str]]:
-        """All bytes that have a digest: file, what they are, first byte, size, digest."""
+    def _verify(self, span: _Span) -> None:
+        try:
+            found = digest_of_range(self.path / span.file, span.start, span.size)
+        except OSError as error:
+            raise CheckpointError(f"{span.file}: cannot be read: {error.strerror}") from error
+        if found != span.digest:
+            raise CheckpointError(f"{span.file}: damaged: {span.what} does not match its digest")
+
+    def _ranges(self) -> Iterator[_Span]:
+        """All bytes that have a digest."""
         for file, info in self.manifest.files.items():
-            yield file, "the header", 0, info.header_size, info.header_digest
+            yield _Span(file, "the header", 0, info.header_size, info.header_digest)
         for name, tensor in self.manifest.tensors.items():
             for piece in tensor.pieces:
-                yield piece.file, name, piece.start, piece.size, piece.digest
+                yield _Span(piece.file, name, piece.start, piece.size, piece.digest)
 
     def names(self) -> list[str]:
         return sorted(self.manifest.tensors)
@@ -226,10 +252,12 @@ class NativeReader:
 
     def _read_piece(self, key: str, piece: Piece, part: Box) -> torch.Tensor:
         try:
-            with safe_open(self.path / piece.file, framework="pt") as file:
-                if part == piece.box:
-                    return file.get_tensor(key)
-                return file.get_slice(key)[part.within(piece.box)]
+            if piece.file not in self._files:  # its header is long: it is read once
+                self._files[piece.file] = safe_open(self.path / piece.file, framework="pt")
+            file = self._files[piece.file]
+            if part == piece.box:
+                return file.get_tensor(key)
+            return file.get_slice(key)[part.within(piece.box)]
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{self.path / piece.file}: {key}: {error}") from error
 

@@ -20,7 +20,8 @@ import torch
 
 from megatron.checkpoint import dtypes
 
-_WRITERS = 4  # hashing and writing release the interpreter lock; more only contend for the disk
+# Hashing, reading and writing release the interpreter lock; more only contend for the disk.
+THREADS = 4
 _CHUNK = 16 << 20  # bytes read at a time while verifying
 
 
@@ -102,7 +103,7 @@ def write_shard(
             _write_at(descriptor, data, places[name].start)
             return digest_of(data)
 
-        with ThreadPoolExecutor(_WRITERS) as pool:
+        with ThreadPoolExecutor(THREADS) as pool:
             digests = dict(zip(places, pool.map(write, places), strict=True))
         os.fsync(descriptor)
     return digests

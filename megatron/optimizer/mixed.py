@@ -1,7 +1,7 @@
 """The optimizer: fp32 weights updated in place, 16-bit weights through fp32 masters.
 
 A step runs on the device from start to end: norm, clipping, the non-finite check and the update
-follow one another without asking the host, which reads the outcome once, at the end.
+follow one another without asking the host, which reads the outcome once, when it likes.
 
 With --optimizer-cpu-offload fp32 weights, masters or copies, and moments are in host memory. The
 update runs there: gradients go to the host, new weights come back, and the step waits for both.
@@ -25,7 +25,7 @@ from megatron.config.precision import PrecisionConfig
 from megatron.kernels.library import KernelLibrary, find_library
 from megatron.kernels.tensor_sums import choose_tensor_sums
 from megatron.optimizer.groups import ParameterGroup, split_groups
-from megatron.optimizer.loss_scale import loss_scale_of
+from megatron.optimizer.loss_scale import DynamicScale, loss_scale_of
 from megatron.optimizer.norms import is_counted_here, sum_over_model
 from megatron.optimizer.offload import OffloadedUpdate, on_host
 from megatron.optimizer.rules import Step, Update, UpdateRule, UpdateTensors, rule_of
@@ -209,12 +209,24 @@ class Optimizer:
         """Forget all gradients."""
         self.gradients.zero()
 
-    @torch.no_grad()
+    @property
+    def scale_may_change(self) -> bool:
+        """Whether the next iteration has a loss scale that only `end_step` of this one tells."""
+        return isinstance(self._scale, DynamicScale)
+
     def step(self, lr: float, weight_decay: float) -> StepResult:
+        """`begin_step` and `end_step` in one, waiting for the device. Collective."""
+        return self.end_step(self.begin_step(lr, weight_decay).tolist())
+
+    @torch.no_grad()
+    def begin_step(self, lr: float, weight_decay: float) -> Tensor:
         """Unscale, clip and apply the gradients, or leave all as it is where they are not finite.
 
-        Collective over the world: all ranks agree. The gradients are used up. Waits for the
-        device once, but for what offloading copies.
+        Collective over the world: all ranks agree. The gradients are used up. Does not wait for
+        the device, but for what offloading copies.
+
+        Returns:
+            What `end_step` needs, on the device: [3], fp64.
         """
         self.wait_for_weights()  # of modules that no forward has used since
         norm, zeros, nonfinite = self._measure()
@@ -229,8 +241,7 @@ class Optimizer:
             update(step, weight_decay=weight_decay if is_decayed else 0.0)
         if self._shared_weights is not None:
             self._shared_weights.gather()
-        outcome = torch.stack([norm, zeros, nonfinite]).tolist()  # the one wait for the device
-        return self._settle(*outcome)
+        return torch.stack([norm, zeros, nonfinite])
 
     def _measure(self) -> tuple[Tensor, Tensor, Tensor]:
         """Norm without loss scale, number of zeros, and 1 if anything is not finite: fp64 scalars.
@@ -255,7 +266,9 @@ class Optimizer:
             return torch.ones_like(norm)
         return ((norm + CLIP_EPS) / self._clip).clamp(min=1.0)
 
-    def _settle(self, norm: float, zeros: float, nonfinite: float) -> StepResult:
+    def end_step(self, outcome: Sequence[float]) -> StepResult:
+        """Take note of how the step ended: of the three numbers that `begin_step` gave."""
+        norm, zeros, nonfinite = outcome
         found = nonfinite > 0
         overflow = found and self._scale.can_shrink
         self._scale = self._scale.update(found_overflow=found)

@@ -141,6 +141,7 @@ class GradientBuffer:
         self._owned: dict[int, tuple[Span, Tensor]] = {}
         self._places: dict[int, tuple[_Pending, slice]] = {}
         self._uses: dict[int, int] = {}  # slots handed out
+        self._unslotted: list[Tensor] | None = None  # what has none; None: not looked up
         self._stale: set[int] = set()  # gradients of an update before: to be written over
         by_dtype: dict[tuple[torch.dtype, torch.dtype], list[nn.Parameter]] = {}
         for parameter in reversed(parameters):
@@ -248,6 +249,7 @@ class GradientBuffer:
         if self._places[id(parameter)][0].kept.dtype != torch.float32:
             return None
         self._uses[id(parameter)] = self._uses.get(id(parameter), 0) + 1
+        self._unslotted = None
         self._expect_all()
         return GradientSlot(self, parameter)
 
@@ -294,13 +296,21 @@ class GradientBuffer:
             for storage in self._storages:
                 storage.zero_()
             return
+        if self._unslotted is None:
+            self._unslotted = self._runs_without_slot()
+        torch._foreach_zero_(self._unslotted)  # one kernel: one for each took 2 ms in workload S
+        self._stale = set(self._uses)
+
+    def _runs_without_slot(self) -> list[Tensor]:
+        """What backward adds to, as runs of neighbours."""
+        runs = []
         for bucket in self._buckets:
             assert bucket.whole is not None
             for has_slot, members in groupby(bucket.members, lambda m: id(m[0]) in self._uses):
                 places = [place for _, place in members]
                 if not has_slot:
-                    bucket.whole[places[0].start : places[-1].stop].zero_()
-        self._stale = set(self._uses)
+                    runs.append(bucket.whole[places[0].start : places[-1].stop])
+        return runs
 
     def complete(self) -> None:
         """Zero the gradients that no backward of this update has reached. Before reading any."""

@@ -162,15 +162,20 @@ def open_for_loading(config: RunConfig, layout: Layout) -> Reader | None:
     """
     if config.checkpoint.load is None:
         return None
-    root = Path(config.checkpoint.load)
+    root, started = Path(config.checkpoint.load), time.perf_counter()
     reader = open_checkpoint(root, layout=layout)
     if reader is None:
         if config.checkpoint.exit_on_missing_checkpoint:
             raise CheckpointError(f"--load {root}: there is no checkpoint in this folder")
         if layout.world.rank == 0:
-            say(f"WARNING: --load {root} holds no checkpoint: starting from random weights")
+            what = "holds no checkpoint" if root.exists() else "does not exist"
+            say(f"WARNING: --load {root} {what}: starting from random weights")
         return None
     check_network(config, reader)
+    if layout.world.rank == 0:
+        seconds = time.perf_counter() - started
+        size = sum(file.stat().st_size for file in reader.path.rglob("*")) / 1e9
+        say(f"  {reader.path}: {size:.3g} GB verified in {seconds:.2f} s")
     return reader
 
 
@@ -205,7 +210,7 @@ def check_network(config: RunConfig, reader: Reader) -> None:
 
 def restore_run(run: Run, reader: Reader) -> None:
     """Weights, optimizer and position from the checkpoint, as far as the flags ask."""
-    options = run.config.checkpoint
+    options, started = run.config.checkpoint, time.perf_counter()
     weights_only = options.finetune or options.no_load_optim
     # Loaded alone, 16-bit weights go straight into their masters.
     state = _weights_state(run, is_copy=not weights_only)
@@ -226,6 +231,12 @@ def restore_run(run: Run, reader: Reader) -> None:
         run.optimizer.load_scalars(reader.meta["optimizer"])
     if not options.finetune:
         _restore_position(run, reader)
+    if run.layout.world.rank == 0:
+        seconds = time.perf_counter() - started
+        say(
+            f"  successfully loaded checkpoint from {reader.path} at iteration {reader.iteration} "
+            f"(read in {seconds:.2f} s)"
+        )
 
 
 def _restore_position(run: Run, reader: Reader) -> None:

@@ -83,6 +83,9 @@ class Evaluation(Callback):
     def __init__(self, listeners: Sequence[EvaluationListener]) -> None:
         self._listeners = listeners
 
+    def interrupts(self, run: Run) -> bool:
+        return (run.progress.iteration + 1) % run.config.evaluation.eval_interval == 0
+
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
         iteration = run.progress.iteration
         leaving_now = leave is not None and leave.by_signal

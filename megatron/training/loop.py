@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megatron.training.callbacks.base import Callback, Leave
 from megatron.training.run import Run
-from megatron.training.step import StepOutcome, any_rank, train_step
+from megatron.training.step import StepOutcome, Updates, any_rank
 
 
 def train(run: Run, callbacks: Sequence[Callback]) -> Leave | None:
@@ -32,10 +32,12 @@ def _steps(run: Run, callbacks: Sequence[Callback]) -> Leave | None:
     leave = None
     if any_rank(run.exit.wanted, run):
         leave = Leave(run.exit.reason, run.exit.by_signal)
+    updates = Updates(run)
     while leave is None and not run.finished:
+        is_interrupted = any(callback.interrupts(run) for callback in callbacks)
         for callback in callbacks:
             callback.before_step(run)
-        outcome = train_step(run)
+        outcome = updates.make(look_ahead=not is_interrupted)
         leave = _leave_after(run, outcome)
         for callback in callbacks:
             callback.after_step(run, outcome, leave)

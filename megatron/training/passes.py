@@ -85,6 +85,13 @@ class Passes:
         self._first_sample = first_sample
         self._scale = scale
         self._loaded: dict[int, Batch] = {}
+        self._begun: Tensor | None = None
+
+    def begin(self) -> None:
+        """The first forward ahead of `forward_backward`: of a model that is whole here."""
+        self._run.layout.journal.enter("first forward pass of the next iteration")
+        with torch.enable_grad():
+            self._begun = self._step(0, 0, None)
 
     def forward_backward(self) -> None:
         """Run them all; gradients add up in the parameters. Collective over the pipeline."""
@@ -124,6 +131,9 @@ class Passes:
 
     def _step(self, chunk: int, micro_batch: int, hidden: Tensor | None) -> Tensor:
         """One part's forward: hidden states, or the scaled loss."""
+        if self._begun is not None:
+            begun, self._begun = self._begun, None
+            return begun
         run = self._run
         batch = self._batch(micro_batch, is_last_use=chunk == len(run.parts) - 1)
         self._seed(chunk, micro_batch)

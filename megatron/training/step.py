@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 from torch import Tensor
 
+from megatron.optimizer.mixed import StepResult
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layers import forget_weights
 from megatron.parallel.tied import share_tied_gradients
@@ -49,60 +51,122 @@ class StepOutcome:
     finite: list[bool] = field(default_factory=list)
 
 
-def train_step(run: Run) -> StepOutcome:
-    """Consume one global batch and update the parameters. Collective."""
-    progress = run.progress
-    journal = run.layout.journal
-    journal.iteration = progress.iteration + 1
-    samples = run.batches.global_batch_at(progress.consumed_samples)
-    loss_scale = run.optimizer.loss_scale
-    passes = Passes(
-        run,
-        run.train_batches,
-        run.batches.micro_batches_at(progress.consumed_samples),
-        first_sample=progress.consumed_samples,
-        scale=run.optimizer.scale_loss,
-    )
+class Updates:
+    """The updates of a run, one after the other.
+
+    Nothing in an update waits for the device but its end, where the host reads what came of it. The
+    device would then be idle until the host has begun the next one: 7 of 315 ms in workload S.
+    So the next update's first forward pass is queued before the wait. It depends on the weights
+    alone, which are what they are by then, whether this update was applied or skipped.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._begun: Passes | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the next update's first forward pass is under way."""
+        return self._begun is not None
+
+    def make(self, *, look_ahead: bool) -> StepOutcome:
+        """Consume one global batch and update the parameters. Collective.
+
+        Args:
+            look_ahead: the next update may begin before this one is known to have ended.
+        """
+        run, progress = self._run, self._run.progress
+        journal = run.layout.journal
+        journal.iteration = progress.iteration + 1
+        samples = run.batches.global_batch_at(progress.consumed_samples)
+        loss_scale = run.optimizer.loss_scale
+        passes = self._begun or _next_passes(run)
+        self._begun = None
+        with run.timers.measure("forward-backward"):
+            passes.forward_backward()
+        journal.enter("reduction of the gradients")
+        with run.timers.measure("all-grads-sync"):
+            reduce_gradients(run)
+        journal.enter("optimizer step")
+        with run.timers.measure("optimizer"):
+            ended = run.optimizer.begin_step(
+                lr=run.schedules.learning_rate.at(progress.scheduled_samples),
+                weight_decay=run.schedules.weight_decay.at(progress.scheduled_samples),
+            )
+        for part in run.parts:
+            forget_weights(part)
+        journal.enter("reduction of the losses")
+        reading = _Reading(run, ended, passes)
+        progress.iteration += 1
+        progress.consumed_samples += samples
+        if look_ahead and not run.finished and _may_look_ahead(run):
+            self._begun = _next_passes(run)
+            self._begun.begin()
+        journal.enter("end of the iteration")
+        result, losses, (exit_wanted, save_due), finite = reading.wait()
+        losses_are_finite = all(math.isfinite(value) for value in losses.values())
+        if result.applied:
+            progress.scheduled_samples += samples
+        return StepOutcome(
+            losses=losses,
+            applied=result.applied,
+            found_nonfinite=result.found_nonfinite or not losses_are_finite,
+            overflow=result.overflow and losses_are_finite,
+            grad_norm=result.grad_norm,
+            zeros=result.zeros,
+            samples=samples,
+            loss_scale=loss_scale,
+            exit_wanted=exit_wanted,
+            save_due=save_due,
+            sample_ids=passes.sample_ids,
+            finite=finite,
+        )
+
+
+def _next_passes(run: Run) -> Passes:
+    """Those of the update that follows what is consumed, with no gradients from before."""
+    consumed = run.progress.consumed_samples
     for part in run.parts:
         part.train()
     run.gradients.zero()
-    with run.timers.measure("forward-backward"):
-        passes.forward_backward()
-    journal.enter("reduction of the gradients")
-    with run.timers.measure("all-grads-sync"):
-        reduce_gradients(run)
-    journal.enter("optimizer step")
-    with run.timers.measure("optimizer"):
-        result = run.optimizer.step(
-            lr=run.schedules.learning_rate.at(progress.scheduled_samples),
-            weight_decay=run.schedules.weight_decay.at(progress.scheduled_samples),
-        )
-    for part in run.parts:
-        forget_weights(part)
-    journal.enter("reduction of the losses")
-    flags = (run.exit.wanted, run.save_clock.is_due)
-    losses, (exit_wanted, save_due) = reduce_losses(passes.losses, flags, run)
-    losses_are_finite = all(math.isfinite(value) for value in losses.values())
-
-    journal.enter("end of the iteration")
-    progress.iteration += 1
-    progress.consumed_samples += samples
-    if result.applied:
-        progress.scheduled_samples += samples
-    return StepOutcome(
-        losses=losses,
-        applied=result.applied,
-        found_nonfinite=result.found_nonfinite or not losses_are_finite,
-        overflow=result.overflow and losses_are_finite,
-        grad_norm=result.grad_norm,
-        zeros=result.zeros,
-        samples=samples,
-        loss_scale=loss_scale,
-        exit_wanted=exit_wanted,
-        save_due=save_due,
-        sample_ids=passes.sample_ids,
-        finite=_finite(passes),
+    return Passes(
+        run,
+        run.train_batches,
+        run.batches.micro_batches_at(consumed),
+        first_sample=consumed,
+        scale=run.optimizer.scale_loss,
     )
+
+
+def _may_look_ahead(run: Run) -> bool:
+    """Not where a forward pass waits for other stages, or for a loss scale that may change; and
+    where parts of an update are timed, each is to have its own."""
+    return (
+        run.layout.pipeline.size == 1
+        and len(run.parts) == 1
+        and run.torch_ddp is None
+        and not run.optimizer.scale_may_change
+        and run.config.logging.timing_log_level == 0
+    )
+
+
+class _Reading:
+    """What an update tells the host, read at once: each reading of its own would cost a wait."""
+
+    def __init__(self, run: Run, ended: Tensor, passes: Passes) -> None:
+        self._run = run
+        flags = (run.exit.wanted, run.save_clock.is_due)
+        parts = [ended, pack_losses(passes.losses, flags, run), _finite(passes, ended)]
+        self._sizes = [part.numel() for part in parts]
+        self._reading = run.device.read(torch.cat([part.double() for part in parts]))
+
+    def wait(self) -> tuple[StepResult, dict[str, float], list[bool], list[bool]]:
+        """The optimizer's result, the losses, whether some rank wants to leave and whether one
+        wants to save, and whether each micro-batch of this rank had a finite loss."""
+        numbers = iter(self._reading.wait())
+        ended, packed, finite = (list(islice(numbers, size)) for size in self._sizes)
+        losses, flags = unpack_losses(packed, self._run)
+        return self._run.optimizer.end_step(ended), losses, flags, [x > 0 for x in finite]
 
 
 def reduce_gradients(run: Run) -> None:
@@ -112,12 +176,12 @@ def reduce_gradients(run: Run) -> None:
     run.gradients.reduce()
 
 
-def _finite(passes: Passes) -> list[bool]:
-    """Whether each micro-batch had a finite loss; true where losses are computed elsewhere."""
+def _finite(passes: Passes, like: Tensor) -> Tensor:
+    """1 for each micro-batch with a finite loss, and where losses are computed elsewhere."""
     if not passes.losses:
-        return [True] * len(passes.sample_ids)
+        return like.new_ones(len(passes.sample_ids))
     totals = torch.stack([torch.stack(values) for values in passes.losses.values()]).sum(dim=0)
-    return torch.isfinite(totals).tolist()
+    return torch.isfinite(totals)
 
 
 def any_rank(flag: bool, run: Run) -> bool:
@@ -129,6 +193,12 @@ def reduce_losses(
     losses: Mapping[str, list[Tensor]], flags: Sequence[bool], run: Run
 ) -> tuple[dict[str, float], list[bool]]:
     """Mean of each loss over the global batch, and for each flag whether any rank has set it.
+    Collective; waits for the device."""
+    return unpack_losses(pack_losses(losses, flags, run).tolist(), run)
+
+
+def pack_losses(losses: Mapping[str, list[Tensor]], flags: Sequence[bool], run: Run) -> Tensor:
+    """The same on the device: the losses [n], and for each flag more than 0 where it is set.
 
     One all-reduce over the world: the ranks that hold the end of the model know the losses, and
     one tensor rank speaks for all. Each data and context rank gives its mean over micro-batches.
@@ -138,7 +208,14 @@ def reduce_losses(
     if losses and layout.tensor.is_first:
         means = torch.stack([torch.stack(losses[name]).float().mean() for name in names])
         packed[: len(names)] = means / (layout.data.size * layout.context.size)
-    if any(flags):
-        packed[len(names) :] = torch.tensor(flags, dtype=packed.dtype)
-    values = all_reduce(packed, layout.world).tolist()
-    return dict(zip(names, values, strict=False)), [count > 0 for count in values[len(names) :]]
+    for place, flag in enumerate(flags, len(names)):
+        if flag:
+            packed[place].fill_(1.0)  # an assignment would wait for the device
+    return all_reduce(packed, layout.world)
+
+
+def unpack_losses(packed: Sequence[float], run: Run) -> tuple[dict[str, float], list[bool]]:
+    """Losses by log name, and of each flag whether some rank has set it."""
+    names = run.recipe.loss_names(run.config)
+    flags = packed[len(names) :]
+    return dict(zip(names, packed, strict=False)), [count > 0 for count in flags]

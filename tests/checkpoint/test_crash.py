@@ -7,65 +7,10 @@ import time
 
 import pytest
 
-from megatron.checkpoint.find import TRACKER, list_checkpoints, read_tracker
+from megatron.checkpoint.find import TRACKER, list_checkpoints
 from megatron.checkpoint.reader import NativeReader
+from tests.checkpoint.killing import assert_recovers, kill_at, run_forked
 from tests.checkpoint.states import assert_holds, assert_loads, make_state, save_state
-
-# Every way in which a save touches the disk. Opening a file for writing shows as its first write.
-_CALLS = ("mkdir", "pwrite", "fsync", "rename", "replace", "unlink", "rmdir")
-
-
-def _run(function):
-    """Call it in a forked process; its exit status, negative for a signal."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            function()
-            code = 0
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def _kill_at(boundary):
-    """From now on, die at this call to the system (from 0); of a write, half is made."""
-    seen = 0
-
-    def wrap(call):
-        def counted(*args, **kwargs):
-            nonlocal seen
-            seen += 1
-            if seen > boundary:
-                if call.__name__ == "pwrite":
-                    descriptor, data, position = args
-                    call(descriptor, data[: len(data) // 2], position)
-                os.kill(os.getpid(), signal.SIGKILL)
-            return call(*args, **kwargs)
-
-        return counted
-
-    for name in _CALLS:
-        setattr(os, name, wrap(getattr(os, name)))
-
-
-def _assert_recovers(root, iterations):
-    """One whole checkpoint loads, the tracker is honest, and the next save tidies up."""
-    named, complaint = read_tracker(root)
-    assert complaint is None
-    NativeReader(list_checkpoints(root)[0].path).verify()
-    tracked = [one for one in list_checkpoints(root) if one.path.name.startswith(named)]
-    assert tracked, "the tracker names a checkpoint that is not there"
-    loaded = assert_loads(root, iterations)
-    save_state(root, 30)
-    assert assert_loads(root, [30]) == 30
-    assert {p.name for p in root.iterdir()} <= {
-        TRACKER,
-        "iter_0000010",
-        "iter_0000020",
-        "iter_0000030",
-    }
-    return loaded
 
 
 def test_a_save_killed_at_every_system_call_resumes(tmp_path):
@@ -75,14 +20,14 @@ def test_a_save_killed_at_every_system_call_resumes(tmp_path):
         save_state(root, 10)
 
         def doomed(root=root, boundary=boundary):
-            _kill_at(boundary)
+            kill_at(boundary)
             save_state(root, 20)
 
-        status = _run(doomed)
+        status = run_forked(doomed)
         if status == 0:
             break
         assert status == -signal.SIGKILL
-        loaded.add(_assert_recovers(root, [10, 20]))
+        loaded.add(assert_recovers(root, [10, 20]))
     assert boundary > 15  # the save did pass our hooks
     assert status == 0
     assert loaded == {10, 20}
@@ -96,10 +41,10 @@ def test_a_replacing_save_killed_at_every_system_call_resumes(tmp_path):
         save_state(root, 10, old)
 
         def doomed(root=root, boundary=boundary):
-            _kill_at(boundary)
+            kill_at(boundary)
             save_state(root, 10, new)
 
-        status = _run(doomed)
+        status = run_forked(doomed)
         reader = NativeReader(list_checkpoints(root)[0].path)
         reader.verify()
         try:
@@ -173,4 +118,4 @@ def test_a_rank_killed_while_saving_publishes_nothing(tmp_path):
         children.append(child)
     ends = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     assert ends == [3, -signal.SIGKILL]  # the other rank learns of it and fails
-    assert _assert_recovers(root, [10]) == 10
+    assert assert_recovers(root, [10]) == 10

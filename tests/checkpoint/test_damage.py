@@ -81,7 +81,9 @@ def test_a_missing_or_linked_shard_is_refused(tmp_path):
 def test_when_all_are_damaged_each_is_named(tmp_path):
     for iteration in (1, 2):
         (save_state(tmp_path, iteration) / SHARD).write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"iter_0000002: .*iter_0000001: "):
+    with pytest.raises(
+        CheckpointError, match=r"(?s)iter_0000002 is not used: .*\n  .*iter_0000001 is not used: "
+    ):
         open_checkpoint(tmp_path)
 
 

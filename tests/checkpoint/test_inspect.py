@@ -41,7 +41,9 @@ def test_sound_and_damaged_ones_are_told_apart(tmp_path, inspect):
     (tmp_path / "iter_0000003").mkdir()
     code, text = inspect(tmp_path)
     assert code == 4
-    assert "iter_0000003 has no manifest.json: incomplete" in text
+    assert (
+        "iter_0000003 has no manifest.json, nor mp_rank folders of Megatron-LM: incomplete" in text
+    )
     assert "iter_0000002  native  cannot be used: rank_00000.safetensors: damaged" in text
     code, text = inspect("--no-verify", tmp_path)
     assert code == 0

@@ -1,9 +1,11 @@
 """A run saved in one layout goes on in another as if nothing had happened."""
 
 import pytest
+import torch
 
 from megatron.parallel.layout import Layout
 from tests.distributed import run_distributed
+from tests.parity import resharding
 from tests.training.toy import train_toy
 
 FLAGS = """
@@ -51,3 +53,20 @@ def test_losses_go_on(tmp_path, uninterrupted, before, after):
     first = _run(before, "--save", folder, "--save-interval", "3", "--exit-interval", "3")
     second = _run(after, "--load", folder)
     assert [*first, *second] == pytest.approx(uninterrupted, rel=1e-5)
+
+
+def test_a_difference_would_be_seen(tmp_path, monkeypatch):
+    """The scoreboard compares all pairs of layouts; this is what it sees of one wrong number."""
+    restore = resharding.restore_run
+
+    def restore_wrongly(run, reader):
+        restore(run, reader)
+        with torch.no_grad():
+            next(run.parameters()).view(-1)[0] += 1.0
+
+    monkeypatch.setattr(resharding, "restore_run", restore_wrongly)
+    grid = resharding.Grid(tensor=1, pipeline=1, data=1, stage=0)
+    expected, results = resharding.all_pairs((grid,), tmp_path)
+    (loaded,) = results.values()
+    assert 0 < loaded.differing <= 4
+    assert loaded.loss != expected

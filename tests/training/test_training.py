@@ -11,6 +11,7 @@ from megatron.parallel.layout import Layout
 from megatron.training.callbacks.base import Callback
 from megatron.training.loop import train
 from megatron.training.standard import standard_callbacks
+from megatron.training.step import Updates
 from tests.distributed import run_distributed
 from tests.training.toy import Recorder, build_toy, fingerprint, train_toy
 
@@ -168,3 +169,26 @@ def test_dropout_goes_on_from_the_checkpoint_unless_told_otherwise(tmp_path, fla
     train_toy(Layout.single(), [*save, "--exit-interval", "1"])
     run = build_toy(Layout.single(), ["--load", str(tmp_path), "--seed", "99", *flags])
     assert run.progress.dropout_seed == expected
+
+
+def test_a_forward_pass_begun_early_changes_no_bit():
+    def ended(look_ahead):
+        run = build_toy(Layout.single(), ["--bf16", "--train-iters", "4"])  # dropout is on
+        updates = Updates(run)
+        outcomes = [updates.make(look_ahead=look_ahead) for _ in range(4)]
+        return fingerprint(run), [o.losses for o in outcomes], [o.sample_ids for o in outcomes]
+
+    assert ended(look_ahead=True) == ended(look_ahead=False)
+
+
+def test_where_a_forward_pass_is_begun_early():
+    def begun(*flags):
+        run = build_toy(Layout.single(), flags)
+        updates = Updates(run)
+        updates.make(look_ahead=True)
+        return updates.has_begun
+
+    assert begun("--bf16")
+    assert not begun("--fp16")  # whose loss scale may change
+    assert not begun("--timing-log-level", "1")
+    assert not begun("--train-iters", "1")

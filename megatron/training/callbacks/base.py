@@ -24,6 +24,11 @@ class Callback:
     def on_start(self, run: Run) -> None:
         """Once, before the first step."""
 
+    def interrupts(self, run: Run) -> bool:
+        """Whether `after_step` of the update to come needs the device's memory for a while: then
+        the one after it is not begun before."""
+        return False
+
     def before_step(self, run: Run) -> None:
         """Before every update."""
 

@@ -52,6 +52,11 @@ class Checkpoints(Callback):
                 ) from error
         run.save_clock.restart()
 
+    def interrupts(self, run: Run) -> bool:
+        """A forward pass that has begun would be waited for."""
+        interval = run.config.checkpoint.save_interval
+        return interval is not None and (run.progress.iteration + 1) % interval == 0
+
     def before_step(self, run: Run) -> None:
         self._step_began = time.perf_counter()
 

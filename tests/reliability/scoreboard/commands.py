@@ -1,0 +1,105 @@
+"""The toy as a user starts it, in a forked process: its exit code and what it prints."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.training.pretrain import main
+from pretrain_gpt import GPTRecipe
+from tests.training.toy import TOY
+
+_LIMIT = 60.0  # seconds
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended: code, negative for a signal; all output."""
+
+    code: int
+    output: str
+
+
+class Command:
+    """A forked process that runs `function`, its output in a file. It ends with the block."""
+
+    def __init__(self, function: Callable[[], int | None], output: Path) -> None:
+        self.output = output
+        self._ended: Ended | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 1
+            try:
+                descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+                for stream in (1, 2):
+                    os.dup2(descriptor, stream)
+                sys.stdout = os.fdopen(1, "w", closefd=False)
+                sys.stderr = os.fdopen(2, "w", closefd=False)
+                code = function() or 0
+            except SystemExit as error:
+                code = error.code if isinstance(error.code, int) else 1
+            except BaseException as error:
+                print(f"{type(error).__name__}: {error}", flush=True)
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+
+    def __enter__(self) -> Command:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._ended is None:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+
+    def until(self, text: str) -> None:
+        """Wait until it has printed `text`; AssertionError where it ends or takes too long."""
+        deadline = time.monotonic() + _LIMIT
+        while not self.output.exists() or text not in self.output.read_text():
+            gone = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if gone is not None or time.monotonic() > deadline:
+                raise AssertionError(f"did not print {text!r}: {self.output.read_text()[-500:]}")
+            time.sleep(0.005)
+
+    def end(self) -> Ended:
+        """Wait for its end; AssertionError where it hangs."""
+        deadline = time.monotonic() + _LIMIT
+        while self._ended is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                code = os.waitstatus_to_exitcode(status)
+                self._ended = Ended(code, self.output.read_text())
+            elif time.monotonic() > deadline:
+                raise AssertionError(f"hangs: {self.output.read_text()[-500:]}")
+            else:
+                time.sleep(0.005)
+        return self._ended
+
+
+def train_command(output: Path, *flags: str, before: Callable[[], object] | None = None) -> Command:
+    """`pretrain_gpt.py` with the toy's flags; `before` is called in its process first."""
+
+    def function() -> int:
+        if before is not None:
+            before()
+        return main(GPTRecipe(), [*TOY, "--eval-iters", "0", "--train-iters", "6", *flags])
+
+    return Command(function, output)
+
+
+def run_training(output: Path, *flags: str, before: Callable[[], object] | None = None) -> Ended:
+    """The same, to its end."""
+    with train_command(output, *flags, before=before) as command:
+        return command.end()
+
+
+def run_words(output: Path, tool: Callable[[Sequence[str]], int | None], *words: str) -> Ended:
+    """A tool's `main` with its command line, to its end."""
+    with Command(lambda: tool(list(words)), output) as command:
+        return command.end()

@@ -1,0 +1,305 @@
+"""Rows 8, 9 and 26: disks that are full, fail or vanish, and folders that others use."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint import store
+from megatron.checkpoint.background import BackgroundSaver
+from megatron.checkpoint.entries import Entry, State
+from megatron.checkpoint.find import TRACKER
+from megatron.checkpoint.store import save
+from megatron.device import Device
+from megatron.errors import EXIT_SAVED_ON_SIGNAL, CheckpointError, StorageError
+from megatron.parallel.layout import Layout
+from tests.checkpoint.states import make_state
+from tests.distributed import TIMEOUT, run_distributed
+from tests.reliability.scoreboard.commands import Command, run_training, train_command
+from tests.reliability.scoreboard.score import Trials, expect
+
+_NOBODY = 65534
+_TMPFS = 128 << 20  # the space that a save asks for beforehand fits
+_SAVE = ("--save-interval", "2")
+
+
+@contextmanager
+def _small_disk(folder: Path) -> Iterator[bool]:
+    """A file system of its own on `folder`; False where we may not mount one."""
+    folder.mkdir(exist_ok=True)
+    words = ["mount", "-t", "tmpfs", "-o", f"size={_TMPFS}", "none", str(folder)]
+    mounted = subprocess.run(words, capture_output=True, check=False).returncode == 0
+    try:
+        yield mounted
+    finally:
+        if mounted:
+            subprocess.run(["umount", "-l", str(folder)], capture_output=True, check=False)
+
+
+def _fill_disk_at(share: float, root: Path, really: bool) -> Callable[[], None]:
+    """From the second checkpoint on, room is left for this share of a shard.
+
+    Really by a file beside it; else the system's answer is played.
+    """
+    write = store.write_shard
+
+    def fail(path: Path, tensors: Any, header: bytes, places: Any) -> Any:
+        if path.parent.name.startswith("iter_0000002"):
+            return write(path, tensors, header, places)
+        room = int(share * (len(header) + sum(place.size for place in places.values())))
+        if really:
+            disk = os.statvfs(root)
+            with open(root / "ballast", "wb") as ballast:
+                size = disk.f_bavail * disk.f_frsize - room
+                os.posix_fallocate(ballast.fileno(), 0, size // disk.f_frsize * disk.f_frsize)
+            return write(path, tensors, header, places)
+        pwrite, left = os.pwrite, room
+
+        def limited(descriptor: int, data: Any, position: int) -> int:
+            nonlocal left
+            if left <= 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            written = pwrite(descriptor, data[:left], position)
+            left -= written
+            return written
+
+        os.pwrite = limited
+        return write(path, tensors, header, places)
+
+    def patch() -> None:
+        store.write_shard = fail
+
+    return patch
+
+
+def full_disk(folder: Path, count: int) -> Trials:
+    """Row 8: no space left at `count` offsets of a shard, in the foreground and background."""
+    trials = Trials()
+    for flags in ((), ("--async-save",)):
+        for step in range(count):
+            inner = folder / f"{step}{''.join(flags)}"
+            inner.mkdir()
+            with trials.trial(inner.name), _small_disk(inner / "disk") as is_real:
+                _fill_one(inner, step / count, is_real, flags)
+                trials.note("on a file system that is full" if is_real else "played")
+    return trials
+
+
+def _fill_one(folder: Path, share: float, is_real: bool, flags: tuple[str, ...]) -> None:
+    root = folder / "disk" / "checkpoints"
+    root.mkdir()
+    words = ("--save", str(root), *_SAVE, "--hidden-size", "64", *flags)
+    before = _fill_disk_at(share, root, is_real)
+    ended = run_training(folder / "out", *words, before=before)
+    expect(ended.code == StorageError.exit_code, f"ended with {ended.code}: {ended.output[-300:]}")
+    expect("No space left on device" in ended.output, "does not say what is wrong")
+    expect(str(root / "iter_0000004") in ended.output, "does not say where")
+    expect((root / TRACKER).read_text() == "2", "the tracker has moved")
+    (root / "ballast").unlink(missing_ok=True)
+    again = run_training(folder / "again", *words, "--load", str(root))
+    expect(again.code == 0, f"cannot go on: {again.output[-300:]}")
+    expect("iteration        3/       6" in again.output, "did not go on at iteration 3")
+    expect((root / TRACKER).read_text() == "6", "did not save again")
+    expect(not list(root.glob("*tmp*")), "temporary files are left")
+
+
+# The calls to the system of which one fails, and which of them in a save.
+_FAILING = (("pwrite", 0), ("pwrite", 4), ("fsync", 0), ("fsync", 1), ("fsync", 2), ("mkdir", 0),
+            ("rename", 0), ("replace", 0))  # fmt: skip
+_ON_MAIN = {("fsync", 2), ("mkdir", 0), ("rename", 0), ("replace", 0)}  # rank 0 alone makes these
+
+
+@contextmanager
+def _failing(call: str, number: int) -> Iterator[None]:
+    plain, seen = getattr(os, call), 0
+
+    def fail(*arguments: Any, **named: Any) -> Any:
+        nonlocal seen
+        seen += 1
+        if seen > number:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return plain(*arguments, **named)
+
+    setattr(os, call, fail)
+    try:
+        yield
+    finally:
+        setattr(os, call, plain)
+
+
+def _fail_everywhere(layout: Layout, folder: Path, rounds: int) -> list[tuple[str, str | None]]:
+    """Every case on this rank: its name, and what is wrong with what happened."""
+    results = []
+    rank = layout.world.rank
+    beside = layout.beside(TIMEOUT)
+    for number in range(rounds):
+        for background in (False, True):
+            for victim in (0, 1):
+                for call, which in _FAILING:
+                    if victim and (call, which) in _ON_MAIN:
+                        continue
+                    name = f"{call} {which} of rank {victim}, background {background}, {number}"
+                    case = _Case(folder / name, layout, beside, background)
+                    problem = case.run(call, which, is_victim=rank == victim)
+                    results.append((name, problem))
+                    layout.wait_for_all()
+    return results
+
+
+class _Case:
+    """A failing save between two that do not fail."""
+
+    def __init__(self, root: Path, layout: Layout, beside: Layout, background: bool) -> None:
+        self._root, self._layout = root, layout
+        self._saver = None
+        if background:
+            self._saver = BackgroundSaver(
+                root, self._state(0), layout, beside, Device.cpu(), keep=None,
+                report=lambda *_: None,
+            )  # fmt: skip
+
+    def _state(self, seed: int) -> State:
+        rank = self._layout.world.rank
+        state = {f"{name}.{rank}": entry for name, entry in make_state(seed + rank).items()}
+        return state | {"model.copy": Entry.whole(make_state(seed)["random"].tensor)}
+
+    def _save(self, iteration: int) -> None:
+        state = self._state(iteration)
+        if self._saver is None:
+            save(self._root, iteration, state, {}, self._layout)
+        else:
+            self._saver.start(iteration, state, {}, since=time.perf_counter())
+
+    def _settle(self) -> None:
+        if self._saver is not None:
+            self._saver.wait()
+        self._layout.wait_for_all()
+
+    def run(self, call: str, which: int, *, is_victim: bool) -> str | None:
+        """What is wrong; None where the failure was told and nothing published."""
+        self._save(1)
+        self._settle()
+        try:
+            if is_victim:
+                with _failing(call, which):
+                    self._save(2)
+                    if self._saver is not None:
+                        self._saver.wait()
+            else:
+                self._save(2)
+                if self._saver is not None:
+                    self._saver.wait()
+            problem: str | None = "no error was told"
+        except StorageError as error:
+            problem = None if "Input/output error" in str(error) else str(error)
+        self._layout.wait_for_all()
+        tracker = (self._root / TRACKER).read_text()
+        if tracker != "1":
+            problem = f"the tracker says {tracker}"
+        self._layout.wait_for_all()
+        self._save(3)
+        self._settle()
+        if (self._root / TRACKER).read_text() != "3":
+            problem = "the next save was not made"
+        return problem
+
+
+def failing_disk(folder: Path, count: int) -> Trials:
+    """Row 9: an input/output error in any call, in any writer, of any rank, in both ways."""
+    trials = Trials()
+    answers = run_distributed(2, _fail_everywhere, folder, count)
+    for (name, first), (_, second) in zip(*answers, strict=True):
+        with trials.trial(name):
+            expect(first is None and second is None, f"rank 0: {first}, rank 1: {second}")
+    return trials
+
+
+def shared_folders(folder: Path, count: int) -> Trials:
+    """Row 26: what a folder's other users, owners and file systems do to a run."""
+    trials = Trials()
+    for number in range(count):
+        for case in (_second_job, _after_a_killed_job, _read_only, _removed, _gone):
+            for flags in ((), ("--async-save",)):
+                inner = folder / f"{case.__name__.strip('_')}{number}{''.join(flags)}"
+                inner.mkdir()
+                inner.chmod(0o755)
+                with trials.trial(inner.name):
+                    case(inner, flags)
+                shutil.rmtree(inner, ignore_errors=True)
+    return trials
+
+
+def _long_training(folder: Path, flags: tuple[str, ...]) -> Command:
+    words = ("--save", str(folder / "save"), *_SAVE, "--keep-latest", "2")
+    return train_command(folder / "long", *words, "--train-iters", "100000", *flags)
+
+
+def _second_job(folder: Path, flags: tuple[str, ...]) -> None:
+    with _long_training(folder, flags) as first:
+        first.until("successfully saved")
+        ended = run_training(folder / "second", "--save", str(folder / "save"), *_SAVE, *flags)
+        expect(ended.code == CheckpointError.exit_code, f"the second ended with {ended.code}")
+        expect(f"process {first.pid}" in ended.output, "the first is not named")
+        os.kill(first.pid, signal.SIGTERM)
+        code = first.end().code
+        expect(code == EXIT_SAVED_ON_SIGNAL, f"the first ended with {code} on SIGTERM")
+
+
+def _after_a_killed_job(folder: Path, flags: tuple[str, ...]) -> None:
+    with _long_training(folder, flags) as first:
+        first.until("successfully saved")
+    words = ("--save", str(folder / "other"), *_SAVE, "--load", str(folder / "save"))
+    ended = run_training(folder / "second", *words, "--override-opt_param-scheduler")
+    expect(ended.code == 0, ended.output[-300:])
+    again = run_training(folder / "third", "--save", str(folder / "save"), *_SAVE, *flags)
+    expect(again.code == 0, f"the folder stays locked: {again.output[-300:]}")
+
+
+def _read_only(folder: Path, flags: tuple[str, ...]) -> None:
+    (folder / "save").mkdir(mode=0o555)
+    before = (lambda: os.setuid(_NOBODY)) if os.getuid() == 0 else None
+    (folder / "out").touch()
+    ended = run_training(
+        folder / "out", "--save", str(folder / "save"), *_SAVE, *flags, before=before
+    )
+    expect(ended.code == StorageError.exit_code, f"ended with {ended.code}")
+    expect("Permission denied" in ended.output, ended.output[-300:])
+    expect("iteration        1/" not in ended.output, "trained first")
+
+
+def _removed(folder: Path, flags: tuple[str, ...]) -> None:
+    """The folder goes: the next save makes it again."""
+    with _long_training(folder, flags) as run:
+        run.until("successfully saved")
+        shutil.rmtree(folder / "save", ignore_errors=True)
+        time.sleep(0.1)
+        os.kill(run.pid, signal.SIGTERM)
+        ended = run.end()
+    if ended.code == StorageError.exit_code:  # it went in the middle of a save, or twice
+        expect("No such file or directory" in ended.output, ended.output[-300:])
+        return
+    expect(ended.code == EXIT_SAVED_ON_SIGNAL, f"ended with {ended.code}: {ended.output[-300:]}")
+    words = ("--load", str(folder / "save"), "--train-iters", "100000", "--exit-interval", "1")
+    again = run_training(folder / "again", *words)
+    expect("successfully loaded" in again.output, again.output[-300:])
+
+
+def _gone(folder: Path, flags: tuple[str, ...]) -> None:
+    """A file takes the folder's place: the run ends, and says so."""
+    with _long_training(folder, flags) as run:
+        run.until("successfully saved")
+        (folder / "save").rename(folder / "moved")
+        (folder / "save").touch()
+        ended = run.end()
+    expect(ended.code == StorageError.exit_code, f"ended with {ended.code}")
+    expect(str(folder / "save") in ended.output, "does not say where")
+    reader = run_training(folder / "again", "--load", str(folder / "moved"), "--finetune")
+    expect(reader.code == 0, "what was saved before does not load")

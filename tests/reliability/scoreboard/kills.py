@@ -1,0 +1,227 @@
+"""Rows 2, 3 and 4: processes are killed while they save."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import random
+import select
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.checkpoint.background import BackgroundSaver
+from megatron.checkpoint.entries import Entry, State, flatten
+from megatron.checkpoint.find import TRACKER, read_tracker
+from megatron.checkpoint.manifest import MANIFEST
+from megatron.checkpoint.reader import NativeReader, open_checkpoint
+from megatron.checkpoint.store import agree, save, share_of, write_checkpoint
+from megatron.device import Device
+from megatron.parallel.layout import Layout
+from tests.checkpoint.killing import assert_recovers, kill_at, run_forked
+from tests.checkpoint.states import assert_holds, make_state, save_state
+from tests.distributed import TIMEOUT
+from tests.reliability.scoreboard.score import Trials, expect
+
+_RANKS = 2
+_HIDDEN = 128  # a megabyte a rank
+_PATIENCE = 20.0  # seconds within which what is left of a killed job has ended
+
+
+def _state_of(iteration: int, rank: int) -> State:
+    """One tensor that both ranks hold, and tensors of the rank's own."""
+    own = make_state(iteration * _RANKS + rank, _HIDDEN)
+    shared = {"model.copy": Entry.whole(torch.full((1000,), float(iteration)))}
+    return shared | {f"{name}.{rank}": entry for name, entry in own.items()}
+
+
+def _whole_state(iteration: int) -> State:
+    return _state_of(iteration, 0) | _state_of(iteration, 1)
+
+
+def _save_on_and_on(rank: int, store: Path, root: Path, background: bool, ready: int) -> None:
+    """One rank of a job that saves iteration 2, 3 ... until it is killed."""
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=_RANKS, timeout=TIMEOUT
+    )
+    layout, device = Layout.create("cpu", rank, _RANKS), Device.cpu()
+    saver: BackgroundSaver | None = None
+    if background:
+        state = _state_of(1, rank)
+        beside = layout.beside(TIMEOUT)
+        saver = BackgroundSaver(root, state, layout, beside, device, keep=3, report=lambda *_: None)
+    os.write(ready, b"x")
+    for iteration in itertools.count(2):
+        state, meta = _state_of(iteration, rank), {"iteration": iteration}
+        if saver is None:
+            save(root, iteration, state, meta, layout)
+            continue
+        saver.wait()
+        saver.start(iteration, state, meta, since=time.perf_counter())
+        for _, entry in flatten(state):
+            entry.tensor.zero_()  # the training goes on
+
+
+class _Job:
+    """Forked ranks that save without end."""
+
+    def __init__(self, folder: Path, root: Path, background: bool) -> None:
+        receive, send = os.pipe()
+        self.pids = [self._fork(rank, folder, root, background, send) for rank in range(_RANKS)]
+        os.close(send)
+        for _ in self.pids:
+            expect(select.select([receive], [], [], _PATIENCE)[0], "the job did not start")
+            expect(os.read(receive, 1), "a rank failed before it was killed")
+        os.close(receive)
+
+    def _fork(self, rank: int, folder: Path, root: Path, background: bool, ready: int) -> int:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the survivor's complaints
+                _save_on_and_on(rank, folder / "store", root, background, ready)
+            finally:
+                os._exit(3)
+        return pid
+
+    def end(self) -> list[int]:
+        """Exit codes; AssertionError where a rank does not notice that the other is gone."""
+        deadline, codes = time.monotonic() + _PATIENCE, {}
+        while len(codes) < len(self.pids) and time.monotonic() < deadline:
+            for pid in self.pids:
+                if pid not in codes and (found := os.waitpid(pid, os.WNOHANG))[0]:
+                    codes[pid] = os.waitstatus_to_exitcode(found[1])
+            time.sleep(0.002)
+        left = [pid for pid in self.pids if pid not in codes]
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        expect(not left, "a rank went on after the other was killed")
+        return [codes[pid] for pid in self.pids]
+
+
+def _watch(root: Path, seconds: float) -> int:
+    """Look at the tracker every millisecond: what it names is complete and verifies. How often."""
+    looks, named_before, deadline = 0, None, time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        named, complaint = read_tracker(root)
+        expect(complaint is None, f"the tracker was torn: {complaint}")
+        looks += 1
+        if named != named_before and named is not None:
+            with contextlib.suppress(FileNotFoundError):  # --keep-latest took an old one meanwhile
+                expect((root / named / MANIFEST).exists() or _is_old(root, named), f"no {named}")
+                if (root / named / MANIFEST).exists():
+                    NativeReader(root / named).verify()
+            named_before = named
+        time.sleep(0.001)
+    return looks
+
+
+def _is_old(root: Path, named: str) -> bool:
+    now, _ = read_tracker(root)
+    return now is not None and now > named
+
+
+def _kill_one(folder: Path, background: bool, rng: random.Random, trials: Trials) -> None:
+    root = folder / "checkpoints"
+    layout = Layout.single()
+    save(root, 1, _whole_state(1), {"iteration": 1}, layout)
+    job = _Job(folder, root, background)
+    seconds, victim = rng.uniform(0.0, 0.15), rng.randrange(_RANKS)
+    try:
+        if background:
+            trials.note("looks at the tracker", _watch(root, seconds))
+        else:
+            time.sleep(seconds)
+    finally:
+        os.kill(job.pids[victim], signal.SIGKILL)
+        codes = job.end()
+    expect(codes[victim] == -signal.SIGKILL, f"the victim ended with {codes[victim]}")
+    expect(codes[1 - victim] == 3, f"the survivor ended with {codes[1 - victim]}")
+    if any(".tmp-" in path.name for path in root.iterdir()):
+        trials.note("left temporary files")
+    newest = int((root / TRACKER).read_text())
+    reader = open_checkpoint(root)
+    expect(reader is not None and reader.iteration >= newest, "an older one was loaded")
+    assert reader is not None
+    expect(reader.meta == {"iteration": reader.iteration}, "mixed with another's meta")
+    assert_holds(reader, _whole_state(reader.iteration))
+    del reader
+    save(root, 100_000, _whole_state(7), {"iteration": 100_000}, layout)
+    left = [path.name for path in root.iterdir() if ".tmp-" in path.name or ".old-" in path.name]
+    expect(not left, f"the next save left {left}")
+
+
+def _kill_often(folder: Path, count: int, background: bool) -> Trials:
+    trials = Trials()
+    for seed in range(count):
+        inner = folder / str(seed)
+        inner.mkdir()
+        with trials.trial(f"seed {seed}"):
+            _kill_one(inner, background, random.Random(seed), trials)
+        shutil.rmtree(inner)
+    return trials
+
+
+def killed_in_a_save(folder: Path, count: int) -> Trials:
+    """Row 2: one of two ranks, at a random time of a save in the foreground."""
+    return _kill_often(folder, count, background=False)
+
+
+def killed_in_a_background_save(folder: Path, count: int) -> Trials:
+    """Row 3: the same in the background, while the tracker is watched."""
+    return _kill_often(folder, count, background=True)
+
+
+def _write(root: Path, iteration: int, keep: int | None = None) -> None:
+    layout, state = Layout.single(), make_state(iteration)
+    plan = agree(state, layout)
+    meta: Any = {"iteration": iteration}
+    write_checkpoint(root, iteration, plan, share_of(plan, state, 0), meta, layout, keep=keep)
+
+
+def _write_in_background(root: Path) -> None:
+    state, layout = make_state(20), Layout.single()
+    saver = BackgroundSaver(
+        root, state, layout, layout, Device.cpu(), keep=None, report=lambda *_: None
+    )
+    saver.start(20, state, {"iteration": 20}, since=time.perf_counter())
+    saver.wait()
+
+
+_WAYS: dict[str, Callable[[Path], None]] = {
+    "a new one": lambda root: _write(root, 20),
+    "one that replaces its like": lambda root: _write(root, 10),
+    "one that lets old ones go": lambda root: _write(root, 20, keep=1),
+    "one in the background": _write_in_background,
+}
+
+
+def killed_at_every_call(folder: Path, count: int) -> Trials:
+    """Row 4: at every call to the system that a save makes; `count` bounds the calls a way."""
+    trials = Trials()
+    for name, way in _WAYS.items():
+        for boundary in range(count):
+            root = folder / f"{name} {boundary}"
+            save_state(root, 10)
+
+            def doomed(boundary: int = boundary, root: Path = root, way: Any = way) -> None:
+                kill_at(boundary)
+                way(root)
+
+            status = run_forked(doomed)
+            if status == 0:  # it makes fewer calls
+                break
+            with trials.trial(f"{name}, call {boundary}"):
+                expect(status == -signal.SIGKILL, f"ended with {status}")
+                assert_recovers(root, [10, 20])
+            shutil.rmtree(root)
+        trials.note(f"calls of {name}", boundary)
+    return trials

@@ -1,0 +1,23 @@
+"""Row 6: checkpoints of every layout, loaded into every layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.parity.resharding import FEW, GRIDS, LOSS_TOLERANCE, all_pairs, relative_difference
+from tests.reliability.scoreboard.score import Trials, expect
+
+
+def all_layouts(folder: Path, count: int) -> Trials:
+    """All pairs of `count` layouts; of a few that differ in everything where it is small."""
+    grids = GRIDS if count >= len(GRIDS) else FEW[:count]
+    expected, results = all_pairs(grids, folder)
+    trials = Trials()
+    for (source, target), loaded in results.items():
+        with trials.trial(f"{source.name} into {target.name}"):
+            expect(loaded.differing == 0, f"{loaded.differing} bytes differ")
+            difference = relative_difference(loaded.loss, expected)
+            expect(difference <= LOSS_TOLERANCE, f"the next loss differs by {difference:.1e}")
+    worst = max(relative_difference(loaded.loss, expected) for loaded in results.values())
+    trials.note(f"layouts (largest difference of the next loss {worst:.1e})", len(grids))
+    return trials

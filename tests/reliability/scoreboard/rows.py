@@ -1,0 +1,162 @@
+"""The table's rows, in the order in which it shows them."""
+
+from __future__ import annotations
+
+from tests.reliability.scoreboard.damage import damaged_files, torn_trackers
+from tests.reliability.scoreboard.disks import failing_disk, full_disk, shared_folders
+from tests.reliability.scoreboard.kills import (
+    killed_at_every_call,
+    killed_in_a_background_save,
+    killed_in_a_save,
+)
+from tests.reliability.scoreboard.layouts import all_layouts
+from tests.reliability.scoreboard.malice import banned_calls, malicious_files
+from tests.reliability.scoreboard.runs import (
+    fresh_runs,
+    jumping_clock,
+    resumed_runs,
+    sample_order,
+    terminated,
+    waiting_time,
+)
+from tests.reliability.scoreboard.score import Row
+
+_ALL = 100_000
+
+ROWS: tuple[Row, ...] = (
+    Row(
+        2,
+        "SIGKILL of one of two ranks at a random time of a save: the newest complete checkpoint "
+        "loads, unmixed; the other rank ends; the next save tidies up",
+        killed_in_a_save,
+        full=100,
+        quick=3,
+    ),
+    Row(
+        3,
+        "the same with `--async-save` and `--keep-latest`; the tracker, read every millisecond, "
+        "never names what does not verify",
+        killed_in_a_background_save,
+        full=100,
+        quick=3,
+    ),
+    Row(
+        4,
+        "SIGKILL at every call to the system that a save makes (new, replacing, with retention, "
+        "in the background): the run resumes",
+        killed_at_every_call,
+        full=100,
+        quick=2,
+    ),
+    Row(
+        5,
+        "40 iterations at once against 20 and 20 with a new start between, dropout on, in 12 "
+        "layouts and formats, some with `--async-save`: losses, weights, moments and position bit "
+        "for bit on every rank",
+        resumed_runs,
+        full=12,
+        quick=1,
+    ),
+    Row(
+        6,
+        "checkpoints of all layouts of tensor {1, 2} x pipeline {1, 2} x data {1, 2, 4} x ZeRO "
+        "{0, 1, 3}, each loaded into each: parameters, moments and position bit for bit, the next "
+        "loss within 1e-5",
+        all_layouts,
+        full=36,
+        quick=3,
+    ),
+    Row(
+        7,
+        "a run that goes on with 4, 2, 1 and 3 processes, in all orders: each iteration reads the "
+        "samples of an uninterrupted run, none twice, none skipped",
+        sample_order,
+        full=24,
+        quick=0,
+    ),
+    Row(
+        8,
+        "disk full at 10 offsets of a shard, in the foreground and background: exit code 8 with "
+        "the path, tracker unmoved, the run goes on where there is room again",
+        full_disk,
+        full=10,
+        quick=1,
+    ),
+    Row(
+        9,
+        "input/output error in any call of any writer on either rank, in the foreground and "
+        "background: nothing published, told on all ranks at once or by the next save",
+        failing_disk,
+        full=8,
+        quick=1,
+    ),
+    Row(
+        10,
+        "bit flips, holes, truncations, additions and swapped blocks at random places of all "
+        "files: refused by name before a tensor changes, the older checkpoint loads",
+        damaged_files,
+        full=400,
+        quick=20,
+    ),
+    Row(
+        11,
+        "trackers torn or wrong in 15 ways: the newest sound checkpoint loads; where all are "
+        "damaged, exit code 4 and no start from scratch",
+        torn_trackers,
+        full=15,
+        quick=2,
+    ),
+    Row(
+        12,
+        "training waits for a save in the background at most 0.1 s and a second a gigabyte (CPU)",
+        waiting_time,
+        full=10,
+        quick=0,
+    ),
+    Row(
+        15,
+        "SIGTERM or SIGINT at a random time, in an iteration, an evaluation or a save: exit code "
+        "3, a checkpoint of the last iteration, and the next run goes on behind it",
+        terminated,
+        full=40,
+        quick=2,
+    ),
+    Row(
+        26,
+        "a second job in one folder, one after a killed job, a read-only folder, one that is "
+        "removed, one that becomes a file: refused or survived, by name, no hang",
+        shared_folders,
+        full=2,
+        quick=0,
+    ),
+    Row(
+        27,
+        "the clock jumps by an hour to and fro: same losses, no timer fires",
+        jumping_clock,
+        full=10,
+        quick=1,
+    ),
+    Row(
+        28,
+        "50 iterations twice with `--deterministic-mode`, in 12 layouts and formats: losses and "
+        "states bit for bit on every rank (CPU)",
+        fresh_runs,
+        full=12,
+        quick=0,
+    ),
+    Row(
+        29,
+        "hostile checkpoints, YAML, tokenizers, arrays and models: nothing runs, nothing appears "
+        "outside the folder, every command refuses",
+        malicious_files,
+        full=_ALL,
+        quick=6,
+    ),
+    Row(
+        30,
+        "no shipped file can execute what it reads (`tests/test_banned_calls.py`)",
+        banned_calls,
+        full=_ALL,
+        quick=0,
+    ),
+)

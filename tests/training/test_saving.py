@@ -1,0 +1,156 @@
+"""When a run saves, and what it does when a save in the background fails."""
+
+import errno
+import os
+
+import pytest
+
+from megatron.checkpoint import store
+from megatron.checkpoint.find import TRACKER
+from megatron.errors import StorageError
+from megatron.parallel.layout import Layout
+from megatron.training import save_interval
+from megatron.training.callbacks.base import Callback
+from megatron.training.loop import train
+from megatron.training.save_interval import SaveClock, advice, best_interval
+from megatron.training.standard import standard_callbacks
+from tests.distributed import run_distributed
+from tests.training.toy import build_toy, train_toy
+
+EVERY_TWO = ["--save-interval", "2", "--eval-iters", "0"]
+
+
+def _digests(folder):
+    return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+
+
+def _train(layout, flags):
+    return train_toy(layout, flags)[0].values("lm loss")
+
+
+@pytest.mark.parametrize("flags", [[], ["--zero-stage", "1"], ["--zero-stage", "3"]])
+def test_saving_in_the_background_changes_no_bit(tmp_path, flags):
+    losses = []
+    for name, more in (("now", []), ("later", ["--async-save"])):
+        words = [*EVERY_TWO, "--save", str(tmp_path / name), *flags, *more]
+        losses.append(run_distributed(2, _train, words)[-1])
+    assert losses[0] == losses[1]
+    for iteration in (2, 4, 6):
+        now, later = (_digests(tmp_path / n / f"iter_{iteration:07d}") for n in ("now", "later"))
+        assert now == later
+        assert len(now) == 2
+
+
+def test_a_run_goes_on_from_a_save_in_the_background(tmp_path):
+    words = ["--save", str(tmp_path), *EVERY_TWO, "--async-save"]
+    whole = _train(Layout.single(), words)
+    (tmp_path / TRACKER).write_text("4")
+    assert _train(Layout.single(), ["--load", str(tmp_path), "--eval-iters", "0"]) == whole[4:]
+
+
+def _full_disk_at(patch, *iterations):
+    """Writing fails for the checkpoints of these iterations."""
+    write, doomed = store.write_shard, {f"iter_{iteration:07d}" for iteration in iterations}
+
+    def fail(path, *rest):
+        if path.parent.name.split(".")[0] in doomed:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(path, *rest)
+
+    patch.setattr(store, "write_shard", fail)
+
+
+def test_after_a_failed_save_the_next_is_waited_for(tmp_path, monkeypatch, capsys):
+    _full_disk_at(monkeypatch, 2)
+    _train(Layout.single(), ["--save", str(tmp_path), *EVERY_TWO, "--async-save"])
+    said = capsys.readouterr().out
+    assert "WARNING: the checkpoint of iteration 2 could not be written" in said
+    assert "No space left on device" in said
+    assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000004", "iter_0000006"]
+    assert (tmp_path / TRACKER).read_text() == "6"
+
+
+def test_a_second_failed_save_ends_the_run(tmp_path, monkeypatch):
+    _full_disk_at(monkeypatch, 4, 6)
+    with pytest.raises(StorageError, match="No space left"):
+        _train(Layout.single(), ["--save", str(tmp_path), *EVERY_TWO, "--async-save"])
+    assert (tmp_path / TRACKER).read_text() == "2"
+
+
+class _Mistake(Callback):
+    def after_step(self, run, outcome, leave):
+        if run.progress.iteration == 3:
+            raise KeyError("a bug")
+
+
+def test_an_error_does_not_cost_the_save_under_way(tmp_path, monkeypatch):
+    words = ["--save", str(tmp_path), *EVERY_TWO, "--async-save"]
+    run = build_toy(Layout.single(), words)
+    write = store.write_shard
+
+    def slow(*arguments):
+        save_interval.time.sleep(0.3)
+        return write(*arguments)
+
+    monkeypatch.setattr(store, "write_shard", slow)
+    callbacks, _ = standard_callbacks(run, [])
+    with pytest.raises(KeyError, match="a bug"):
+        train(run, [*callbacks, _Mistake()])
+    assert (tmp_path / TRACKER).read_text() == "2"
+
+
+def _one_clock_is_due(layout, folder, flags):
+    words = ["--save", str(folder), "--save-interval-in-mins", "5", "--eval-iters", "0", *flags]
+    run = build_toy(layout, words)
+    seen = []
+
+    class Late(Callback):
+        def after_step(self, run, outcome, leave):
+            seen.append(outcome.save_due)
+            if run.progress.iteration == 2 and layout.world.rank == 1:
+                run.save_clock._since -= 300.0
+
+    train(run, [*standard_callbacks(run, [])[0], Late()])
+    return seen
+
+
+@pytest.mark.parametrize("flags", [[], ["--zero-stage", "3"], ["--async-save"]])
+def test_all_ranks_save_when_one_clock_says_so(tmp_path, flags):
+    """Nobody knows it before: the next update's forward pass has begun, which changes nothing."""
+    seen = run_distributed(2, _one_clock_is_due, tmp_path / "minutes", flags)
+    assert seen == [[False, False, True, False, False, False]] * 2
+    words = ["--save", str(tmp_path / "count"), "--save-interval", "3", "--eval-iters", "0", *flags]
+    run_distributed(2, _train, words)
+    for name in ("iter_0000003", "iter_0000006"):
+        by_minutes, by_count = (_digests(tmp_path / way / name) for way in ("minutes", "count"))
+        assert by_minutes == by_count
+        assert len(by_count) == 2
+    assert len(list((tmp_path / "minutes").glob("iter_*"))) == 2
+
+
+def test_the_clock_starts_again_with_each_save(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(save_interval.time, "monotonic", lambda: now)
+    clock = SaveClock(0.5)
+    now += 29.0
+    assert not clock.is_due
+    now += 1.0
+    assert clock.is_due
+    clock.restart()
+    assert not clock.is_due
+    assert not SaveClock(None).is_due
+
+
+def test_the_interval_that_loses_least():
+    """By trying all: time lost an hour is cost / interval + interval / (2 x time to a failure)."""
+    cost, failure = 12.0, 3600.0 * 24
+    lost = {seconds: cost / seconds + seconds / (2 * failure) for seconds in range(60, 10000, 10)}
+    assert best_interval(cost, failure) == pytest.approx(min(lost, key=lost.get), abs=10)
+
+
+def test_advice_is_one_line_with_its_assumption():
+    line = advice(cost=12.0, step=2.0, processes=8, hours=24.0)
+    assert "every 24.0 minutes, about --save-interval 720" in line
+    assert "a failure every 24 h (--mean-hours-between-failures)" in line
+    assert "every 6,250 h (as in Llama 3's" in advice(cost=1.0, step=1.0, processes=8, hours=None)
+    assert "\n" not in line
