@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.inference.request import Finished, Prompt, Token, TopLogprobs
+from megatron.inference.request import Event, Finished, Prompt, Token, TopLogprobs
 from megatron.inference.server.engine_client import Stream
 from megatron.inference.server.errors import ApiError
 from megatron.inference.server.text import Detokenizer, StopStrings
@@ -108,6 +108,7 @@ class Answer:
         self._silent = silent
         self._waiting: list[Spelled] = []  # tokens whose text is held back
         self._shown = 0  # characters
+        self._stopped = False  # by a stop string
         self.prompt: Prompt | None = None
         self.new_tokens = 0
         self.finished: Finished | None = None
@@ -120,7 +121,8 @@ class Answer:
     @property
     def reason(self) -> Literal["stop", "length"]:
         """Why it ended."""
-        return "length" if self.finished and self.finished.reason == "length" else "stop"
+        ended_by_length = self.finished is not None and self.finished.reason == "length"
+        return "length" if ended_by_length and not self._stopped else "stop"
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """The answer, bit by bit. The prompt's log probabilities are there before the first.
@@ -128,33 +130,47 @@ class Answer:
         Raises:
             ApiError: 422 the engine cannot answer this, 500 it failed.
         """
-        async for event in self._stream.events():
-            if isinstance(event, Prompt):
-                self.prompt = event
-                yield Piece("", ())
-            elif isinstance(event, Token):
-                self.new_tokens += 1
-                if event.token in self._silent:
-                    continue
-                text, spelled = self._speller.add(event.token, event.logprob, event.top)
-                self._waiting.append(spelled)
-                shown = self._stops.add(text)
-                yield self._show(shown.text)
-                if shown.stop is not None:
-                    self._stream.close()
-                    return
-            else:
-                self.finished = event
-                if event.reason == "refused":
-                    raise ApiError(422, event.message, always=False)
-                if event.reason in ("error", "cancelled"):
-                    raise ApiError(500, f"the engine gave up: {event.message or event.reason}")
-                shown = self._stops.add(self._speller.rest())
-                yield self._show(shown.text if shown.stop else shown.text + self._stops.rest(), 1)
+        async for events in self._stream.batches():
+            text = ""
+            for event in events:
+                text += self._take(event)
+                if self._stopped:
+                    break
+            # At the end nothing is held back any more: tokens pass that hold only the beginning
+            # of a character, or none.
+            yield self._show(text, upto=self._shown + len(text) + (self.finished is not None))
+            if self._stopped:
+                self._stream.close()
+                return
 
-    def _show(self, text: str, extra: int = 0) -> Piece:
-        """A piece; `extra` lets tokens pass that hold nothing but the beginning of a character."""
+    def _take(self, event: Event) -> str:
+        """The text that an event lets us show."""
+        if isinstance(event, Prompt):
+            self.prompt = event
+            return ""
+        if isinstance(event, Token):
+            self.new_tokens += 1
+            if event.token in self._silent:
+                return ""
+            text, spelled = self._speller.add(event.token, event.logprob, event.top)
+            self._waiting.append(spelled)
+            return self._until_stop(text)
+        if event.reason == "refused":
+            raise ApiError(422, event.message, always=False)
+        if event.reason in ("error", "cancelled"):
+            raise ApiError(500, f"the engine gave up: {event.message or event.reason}")
+        self.finished = event
+        text = self._until_stop(self._speller.rest())
+        return text if self._stopped else text + self._stops.rest()
+
+    def _until_stop(self, text: str) -> str:
+        shown = self._stops.add(text)
+        self._stopped = shown.stop is not None
+        return shown.text
+
+    def _show(self, text: str, upto: int) -> Piece:
+        """A piece, with the tokens that begin before character `upto`."""
         self._shown += len(text)
-        count = sum(token.offset < self._shown + extra for token in self._waiting)
+        count = sum(token.offset < upto for token in self._waiting)
         tokens, self._waiting = self._waiting[:count], self._waiting[count:]
         return Piece(text, tuple(tokens))

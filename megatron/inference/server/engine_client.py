@@ -34,12 +34,17 @@ class Stream:
         self._finished = False
         self.request = request
 
-    async def events(self) -> AsyncIterator[Event]:
-        """All of them; the last is a `Finished`."""
+    async def batches(self) -> AsyncIterator[list[Event]]:
+        """All of them, as many at a time as are there; the last is a `Finished`.
+
+        So clients that are many get fewer and larger pieces, and not ever later ones.
+        """
         while True:
-            event = await self._events.get()
-            yield event
-            if isinstance(event, Finished):
+            events = [await self._events.get()]
+            while not self._events.empty():
+                events.append(self._events.get_nowait())
+            yield events
+            if isinstance(events[-1], Finished):
                 return
 
     def close(self) -> None:

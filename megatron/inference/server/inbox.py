@@ -29,7 +29,9 @@ class SocketInbox:
         self._connection = connection
         self._stats = stats
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[tuple[Sequence[Event], Stats] | None] = (
+            queue.SimpleQueue()
+        )
         self._threads = [
             threading.Thread(target=work, name=f"front-{work.__name__}", daemon=True)
             for work in (self._receive, self._transmit)
@@ -49,11 +51,7 @@ class SocketInbox:
 
     def send(self, events: Sequence[Event]) -> None:
         """Hand these on, with the statistics after them."""
-        message = {
-            "events": [event_to_json(event) for event in events],
-            "stats": asdict(self._stats()),
-        }
-        self._messages.put(pack(message))
+        self._messages.put((tuple(events), self._stats()))
 
     def shut_down(self) -> None:
         """As if the front were gone."""
@@ -78,7 +76,9 @@ class SocketInbox:
     def _transmit(self) -> None:
         try:
             while (message := self._messages.get()) is not None:
-                self._connection.sendall(message)
+                events, stats = message
+                values = [event_to_json(event) for event in events]
+                self._connection.sendall(pack({"events": values, "stats": asdict(stats)}))
             self._connection.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass  # the front is gone: `_receive` says so
