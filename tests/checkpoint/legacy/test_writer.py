@@ -1,12 +1,10 @@
 """What we write as Megatron's files, against its own files and PyTorch's own reader."""
 
-from argparse import Namespace
 
 import pytest
 import torch
 
 from megatron.checkpoint.reader import open_checkpoint
-from tests.checkpoint.legacy.megatron_files import Form, whole_model, write
 from tests.checkpoint.legacy.test_golden import trees_of
 from tests.checkpoint.states import read_whole
 from tools.checkpoint import util
