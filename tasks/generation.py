@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron.checkpoint.exchange import Exchange
@@ -52,8 +52,9 @@ class Generator:
         self._is_speaker = loaded.layout.tensor.is_first and loaded.layout.pipeline.is_first
         self._tokenizer = loaded.tokenizer
         self._window = known(loaded.config.data.seq_length)
-        alone = replace(loaded, layout=one_copy(loaded.layout))
-        self._engine = engine_of(alone, device, EngineOptions(max_sequences=64))
+        self._engine = engine_of(
+            loaded, device, EngineOptions(max_sequences=64), copy=ranks_of_copy(loaded.layout)
+        )
 
     def generate(self, wishes: Sequence[Wish]) -> list[str]:
         """One text a wish, in order, on every process. Collective.
@@ -112,25 +113,22 @@ def cut_at(text: str, ends: Sequence[str]) -> str | None:
     return text[: min(places)] if places else None
 
 
-def one_copy(layout: Layout) -> Layout:
-    """The layout of this process's copy of the model alone. Collective over the world."""
+def ranks_of_copy(layout: Layout) -> Axis:
+    """The ranks of this process's copy of the model, stage by stage. Collective over the world."""
     if layout.data.size == 1:
-        return layout
+        return layout.world
     ranks = tuple(
-        layout.pipeline.ranks[stage] - layout.tensor.rank + part
-        for stage in range(layout.pipeline.size)
+        stage - layout.tensor.rank + part
+        for stage in layout.pipeline.ranks
         for part in range(layout.tensor.size)
     )
-    world = Axis(
+    return Axis(
         size=len(ranks),
         rank=ranks.index(layout.world.rank),
         ranks=ranks,
         group=_group_of(layout, ranks),
         journal=layout.journal,
     )
-    own = (layout.world.rank,)
-    alone = Axis(ranks=own, journal=layout.journal)
-    return replace(layout, world=world, data=alone, replica=alone)
 
 
 def _group_of(layout: Layout, ranks: tuple[int, ...]) -> ProcessGroup | None:

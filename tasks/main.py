@@ -34,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 from tasks.language_model import run
             case "harness":
                 from tasks.harness import run
+            case "finetuning":
+                from tasks.finetune_command import run
         return run(task, arguments, launch)
 
     return run_process(arguments, work)

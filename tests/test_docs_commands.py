@@ -103,7 +103,13 @@ def _check_pretrain(words: list[str], world_size: int) -> None:
 
     assert (ROOT / words[0]).is_file()
     if words[1:] != ["--help"]:
-        parse_config(words[1:], world_size=world_size, read_checkpoint=_network)
+        parse_config(
+            words[1:],
+            world_size=world_size,
+            program=words[0],
+            architecture=Path(words[0]).stem.removeprefix("pretrain_"),
+            read_checkpoint=_network,
+        )
 
 
 def _check_torchrun(words: list[str]) -> None:

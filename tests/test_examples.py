@@ -36,10 +36,20 @@ TOY = (
 
 @dataclass(frozen=True)
 class Toy:
-    """A small corpus with the tokenizer files that the examples ask for."""
+    """A small corpus with the tokenizer files that the examples ask for.
+
+    Attributes:
+        environment: of a GPT's examples.
+        sentences: what an example of BERT or T5 gets instead.
+    """
 
     environment: dict[str, str]
+    sentences: dict[str, str]
     prefix: Path
+
+    def environment_of(self, script: Path) -> dict[str, str]:
+        of_sentences = script.stem.startswith(("pretrain_bert", "pretrain_t5"))
+        return {**self.environment, **(self.sentences if of_sentences else {})}
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +90,22 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
         "MASTER_PORT": str(_free_port()),
         "CHECKPOINT": str(_small_llama(folder)),
     }
-    return Toy(environment, folder / "corpus_text_document")
+    return Toy(environment, _sentences(folder), folder / "corpus_text_document")
+
+
+def _sentences(folder: Path) -> dict[str, str]:
+    """Documents of several sentences, and a WordPiece vocabulary."""
+    from megatron.data.indexed import IndexedDatasetBuilder
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"word{i}" for i in range(95))]
+    vocabulary = folder / "wordpieces.txt"
+    vocabulary.write_text("".join(f"{word}\n" for word in words))
+    generator = np.random.default_rng(0)
+    prefix = folder / "corpus_text_sentence"
+    with IndexedDatasetBuilder(prefix, np.uint16) as builder:
+        for _ in range(60):
+            builder.add_document(generator.integers(5, 100, size=30), [8, 12, 10])
+    return {"DATA_PATH": str(prefix), "VOCAB_FILE": str(vocabulary)}
 
 
 def _small_llama(folder: Path) -> Path:
@@ -163,7 +188,7 @@ def test_script_is_valid_bash_and_says_what_to_set(script: Path) -> None:
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=name)
 def test_script_is_valid_at_full_size(script: Path, toy: Toy, tmp_path: Path) -> None:
-    environment = {**toy.environment, "OUT": str(tmp_path), "NPROC_PER_NODE": "1"}
+    environment = {**toy.environment_of(script), "OUT": str(tmp_path), "NPROC_PER_NODE": "1"}
     gpus = "8" if "torchrun" in script.read_text() else "1"
     if script.parent.name == "llama2":
         environment["CHECKPOINT"] = str(_llama2_shape(tmp_path / "llama2", script))
@@ -175,12 +200,15 @@ def test_script_is_valid_at_full_size(script: Path, toy: Toy, tmp_path: Path) ->
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=name)
 def test_script_trains_at_toy_size(script: Path, toy: Toy, tmp_path: Path) -> None:
-    environment = {**toy.environment, "OUT": str(tmp_path), "PRECISION": ""}
+    environment = {**toy.environment_of(script), "OUT": str(tmp_path), "PRECISION": ""}
     environment |= {"TENSOR_PARALLEL": "2", "PIPELINE_PARALLEL": "1"}
     own = script.read_text()
+    sizes = TOY
+    if "--encoder-seq-length" in own:
+        sizes = TOY.replace("--seq-length", "--decoder-seq-length 12 --encoder-seq-length")
     words = [
         str(script),
-        *TOY.split(),
+        *sizes.split(),
         *(["--lr-warmup-iters", "0"] if "warmup-iters" in own else []),
     ]
     words += ["--lr-decay-iters", "2"] if "lr-decay-iters" in own else []
@@ -210,13 +238,15 @@ def test_yaml_run_is_valid_and_trains_at_toy_size(config: Path, toy: Toy, tmp_pa
     assert [r["iteration"] for r in records if "lm loss" in r] == [1, 2]
 
 
-def test_the_demo_runs_small(toy: Toy, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["gpt", "bert", "t5"])
+def test_the_demo_runs_small(toy: Toy, tmp_path: Path, model: str) -> None:
     source = tmp_path / "mine.jsonl"
     files = sorted((ROOT / "tests").rglob("*.py"))
     source.write_text("".join(json.dumps({"text": f.read_text()}) + "\n" for f in files))
     out = tmp_path / "demo"
     words = [sys.executable, str(ROOT / "tools" / "demo.py"), "--out", str(out)]
-    done = _start([*words, "--input", str(source), "--iters", "2"], toy.environment)
+    words += ["--model", model, "--input", str(source), "--iters", "2"]
+    done = _start(words, toy.environment)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert "validation loss" in done.stdout
     assert "unigram entropy" in done.stdout

@@ -1,45 +1,88 @@
-"""Time the GPT indices: `python tools/benchmark_index.py [--tokens 1e9 --documents 1e6]`."""
+"""Time what is built before training: which tokens make up each sample.
+
+python tools/benchmark_index.py                                         GPT's three indices
+python tools/benchmark_index.py --sentences 1e7 --documents 5e5         BERT's and T5's sentence map
+"""
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 
 def main() -> None:
     """Print the seconds that each index takes; the best of a few runs."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=float, default=1e9, help="Tokens in the corpus.")
     parser.add_argument("--documents", type=float, default=1e6, help="Documents in the corpus.")
+    parser.add_argument(
+        "--sentences", type=float, help="Sentences in the corpus: time the sentence map."
+    )
     parser.add_argument("--seq-length", type=int, default=1024, help="Sequence length in tokens.")
     parser.add_argument("--repeat", type=int, default=5, help="Runs of which the best counts.")
     args = parser.parse_args()
+    if args.sentences:
+        time_sentence_map(int(args.sentences), int(args.documents), args.seq_length, args.repeat)
+    else:
+        time_gpt(int(args.tokens), int(args.documents), args.seq_length, args.repeat)
 
-    import numpy as np
 
+def time_gpt(tokens: int, documents: int, seq_length: int, repeat: int) -> None:
+    """Documents of random lengths, one epoch."""
     from megatron.data.gpt_index import build_gpt_index, build_sample_index, plan_gpt_index
 
     random = np.random.RandomState(0)
-    documents, tokens = int(args.documents), int(args.tokens)
-    cuts = np.sort(random.randint(0, tokens + 1, documents - 1))
-    lengths = np.diff(cuts, prepend=0, append=tokens).astype(np.int32)
+    lengths = _random_parts(random, tokens, documents).astype(np.int32)
     order = random.permutation(documents).astype(np.int32)
-    plan = plan_gpt_index(documents, tokens, (tokens - 1) // args.seq_length, args.seq_length)
-
-    def best(build: object) -> float:
-        assert callable(build)
-        times = []
-        for _ in range(args.repeat):
-            start = time.perf_counter()
-            build()
-            times.append(time.perf_counter() - start)
-        return min(times)
-
-    print(f"{tokens} tokens, {documents} documents, sequence length {args.seq_length}")
-    sample = best(lambda: build_sample_index(lengths, order, plan.samples, args.seq_length))
+    plan = plan_gpt_index(documents, tokens, (tokens - 1) // seq_length, seq_length)
+    print(f"{tokens} tokens, {documents} documents, sequence length {seq_length}")
+    sample = best(lambda: build_sample_index(lengths, order, plan.samples, seq_length), repeat)
     print(f"sample index: {plan.samples} samples in {sample:.4f} s")
-    everything = best(lambda: build_gpt_index(plan, lengths, 0, 1234))
+    everything = best(lambda: build_gpt_index(plan, lengths, 0, 1234), repeat)
     print(f"document, sample and shuffle index: {everything:.4f} s")
+
+
+def time_sentence_map(sentences: int, documents: int, seq_length: int, repeat: int) -> None:
+    """Sentences of 25 tokens on average in documents of random lengths, one epoch."""
+    from megatron.data.sentence_map import SentenceMapPlan, build_sentence_map
+
+    random = np.random.RandomState(0)
+    bounds = np.cumsum([0, *_random_parts(random, sentences, documents)])
+    lengths = np.minimum(random.geometric(1 / 25, sentences), 512).astype(np.int32)
+    plan = SentenceMapPlan(
+        num_samples=1,  # one pass over the documents
+        max_length=seq_length - 3,
+        short_seq_prob=0.1,
+        seed=1234,
+        min_sentences=2,
+    )
+    print(f"{sentences} sentences, {documents} documents, sequence length {seq_length}")
+    samples = len(build_sentence_map(plan, bounds, lengths))
+    seconds = best(lambda: build_sentence_map(plan, bounds, lengths), repeat)
+    print(f"sentence map: {samples} samples in {seconds:.2f} s")
+
+
+def _random_parts(random: np.random.RandomState, whole: int, parts: int) -> NDArray[np.int64]:
+    """Sizes of `parts` parts of `whole`, cut at random places."""
+    cuts = np.sort(random.randint(0, whole + 1, parts - 1))
+    return np.diff(cuts, prepend=0, append=whole)
+
+
+def best(build: Callable[[], Any], repeat: int) -> float:
+    """Seconds of the fastest of `repeat` calls."""
+    times = []
+    for _ in range(repeat):
+        start = time.perf_counter()
+        build()
+        times.append(time.perf_counter() - start)
+    return min(times)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
-"""Train a byte-level BPE tokenizer (GPT-2's kind) on your own text.
+"""Train a tokenizer on your own text: byte-level BPE (GPT-2's kind) or WordPiece (BERT's).
 
     python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 8192 --output-dir tokenizer
+    python tools/train_tokenizer.py --input corpus.jsonl --kind wordpiece --output-dir tokenizer
 
-writes vocab.json and merges.txt (for --tokenizer-type GPT2BPETokenizer with --vocab-file and
---merge-file) and tokenizer.json (for HuggingFaceTokenizer). The same input gives the same files.
+The first writes vocab.json and merges.txt (for --tokenizer-type GPT2BPETokenizer with --vocab-file
+and --merge-file), the second vocab.txt (for BertWordPieceLowerCase, or with --cased for
+BertWordPieceCase, with --vocab-file); both write tokenizer.json (for HuggingFaceTokenizer). The
+same input gives the same files.
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +29,10 @@ from megatron.errors import ConfigError, DataError, StorageError
 
 _END = "<|endoftext|>"
 _SMALLEST = 257  # the bytes and the end of a document
+_SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]  # [PAD] is 0, as T5's masks need it
+_LARGEST_ALPHABET = 1000  # characters of a WordPiece vocabulary; words with others are unknown
+
+Files = dict[str, bytes]
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -53,13 +61,19 @@ def build_parser() -> argparse.ArgumentParser:
         help="Keys to learn from (default: text).",
     )
     output = parser.add_argument_group("Tokenizer")
+    output.add_argument(
+        "--kind", choices=("bpe", "wordpiece"), default="bpe", help="(default: bpe)"
+    )
+    output.add_argument(
+        "--cased", action="store_true", help="With --kind wordpiece: keep upper case and accents."
+    )
     output.add_argument("--output-dir", required=True, metavar="DIR", help="Folder to write to.")
     output.add_argument(
         "--vocab-size",
         type=int,
         default=32768,
         metavar="N",
-        help=f"Entries, {_END} included; the text may allow fewer (default: 32768).",
+        help="Entries, special ones included; the text may allow fewer (default: 32768).",
     )
     output.add_argument(
         "--min-frequency",
@@ -72,26 +86,26 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Train and write the three files.
+    """Train and write the files.
 
     Raises:
         UserError: the flags, the input or the output folder need mending.
     """
-    if options.vocab_size < _SMALLEST:
-        raise ConfigError(
-            f"--vocab-size {options.vocab_size}: give at least {_SMALLEST} (256 bytes and {_END})"
-        )
-    if options.min_frequency < 1:
-        raise ConfigError(f"--min-frequency {options.min_frequency}: give at least 1")
+    _check(options)
     started = time.monotonic()
     from megatron.data.text_input import find_inputs
 
-    texts = _texts(find_inputs(options.input), options.json_keys)
-    tokenizer = _train(texts, options.vocab_size, options.min_frequency)
-    _write(tokenizer, Path(options.output_dir))
+    paths, keys = find_inputs(options.input), options.json_keys
+    if options.kind == "bpe":
+        tokenizer = _train_bpe(_texts(paths, keys), options.vocab_size, options.min_frequency)
+        files = _bpe_files(tokenizer)
+    else:
+        tokenizer = _train_wordpiece(lambda: _texts(paths, keys), options)
+        files = _wordpiece_files(tokenizer)
+    _write(files, Path(options.output_dir))
     size = tokenizer.get_vocab_size()
     print(
-        f"{options.output_dir}: vocab.json, merges.txt and tokenizer.json with {size:,} entries "
+        f"{options.output_dir}: {', '.join(files)} with {size:,} entries "
         f"in {time.monotonic() - started:.1f} s"
     )
     if size < options.vocab_size:
@@ -99,6 +113,17 @@ def run(options: argparse.Namespace) -> None:
             f"The text gave fewer entries than --vocab-size {options.vocab_size:,}: no more pairs "
             f"occur {options.min_frequency} times"
         )
+
+
+def _check(options: argparse.Namespace) -> None:
+    if options.kind == "bpe" and options.vocab_size < _SMALLEST:
+        raise ConfigError(
+            f"--vocab-size {options.vocab_size}: give at least {_SMALLEST} (256 bytes and {_END})"
+        )
+    if options.min_frequency < 1:
+        raise ConfigError(f"--min-frequency {options.min_frequency}: give at least 1")
+    if options.cased and options.kind != "wordpiece":
+        raise ConfigError("--cased goes with --kind wordpiece; byte-level BPE always keeps case")
 
 
 def _texts(paths: Sequence[str], keys: Sequence[str]) -> Iterator[str]:
@@ -122,7 +147,7 @@ def _texts(paths: Sequence[str], keys: Sequence[str]) -> Iterator[str]:
         raise DataError(f"--input {' '.join(paths)}: no text to learn from")
 
 
-def _train(texts: Iterator[str], vocab_size: int, min_frequency: int) -> Any:
+def _train_bpe(texts: Iterator[str], vocab_size: int, min_frequency: int) -> Any:
     """The trained `tokenizers` pipeline; bytes come first, the end of a document last."""
     from tokenizers import Tokenizer
     from tokenizers.decoders import ByteLevel as ByteLevelDecoder
@@ -145,7 +170,7 @@ def _train(texts: Iterator[str], vocab_size: int, min_frequency: int) -> Any:
     return tokenizer
 
 
-def _write(tokenizer: Any, folder: Path) -> None:
+def _bpe_files(tokenizer: Any) -> Files:
     import orjson
 
     definition = orjson.loads(tokenizer.to_str())
@@ -155,12 +180,83 @@ def _write(tokenizer: Any, folder: Path) -> None:
         merge if isinstance(merge, str) else " ".join(merge)
         for merge in definition["model"]["merges"]
     ]
-    files = {
+    return {
         "vocab.json": orjson.dumps(dict(sorted(vocab.items(), key=lambda item: item[1]))),
         "merges.txt": "\n".join(["#version: 0.2", *merges, ""]).encode(),
         "tokenizer.json": orjson.dumps(definition, option=orjson.OPT_INDENT_2),
         "tokenizer_config.json": orjson.dumps({"eos_token": _END}),
     }
+
+
+def _train_wordpiece(texts: Callable[[], Iterator[str]], options: argparse.Namespace) -> Any:
+    """The trained `tokenizers` pipeline; special entries come first, then single characters.
+
+    Args:
+        texts: starts a pass over the input: one finds its characters, one its words.
+    """
+    from tokenizers.decoders import WordPiece as WordPieceDecoder
+    from tokenizers.trainers import WordPieceTrainer
+
+    from megatron.tokenizer.wordpiece import wordpiece_pipeline
+
+    draft = wordpiece_pipeline({"[UNK]": 0}, lower_case=not options.cased)
+    alphabet = _alphabet(draft, texts())
+    # The library numbers characters inside words in an order that changes from run to run, which
+    # then decides ties: as special entries they have their numbers before.
+    continuing = [f"##{character}" for character in alphabet if _continues(draft, character)]
+    smallest = len(_SPECIAL) + len(continuing) + len(alphabet)
+    if options.vocab_size < smallest:
+        raise ConfigError(
+            f"--vocab-size {options.vocab_size}: the text's characters alone take {smallest}: "
+            "give at least that"
+        )
+    trainer = WordPieceTrainer(
+        vocab_size=options.vocab_size,
+        min_frequency=options.min_frequency,
+        special_tokens=[*_SPECIAL, *continuing],
+        initial_alphabet=alphabet,
+        limit_alphabet=len(alphabet),
+        show_progress=sys.stderr.isatty(),
+    )
+    draft.train_from_iterator(texts(), trainer=trainer)
+    # Anew: the draft also takes the special entries for single words of the text.
+    tokenizer = wordpiece_pipeline(draft.get_vocab(), lower_case=not options.cased)
+    tokenizer.add_special_tokens(_SPECIAL)
+    tokenizer.decoder = WordPieceDecoder()
+    return tokenizer
+
+
+def _alphabet(pipeline: Any, texts: Iterator[str]) -> list[str]:
+    """The most frequent characters of normalized text, sorted."""
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(pipeline.normalizer.normalize_str(text))
+    frequent = sorted(counts, key=lambda character: (-counts[character], character))
+    kept = [character for character in frequent if not character.isspace()]
+    return sorted(kept[:_LARGEST_ALPHABET])
+
+
+def _continues(pipeline: Any, character: str) -> bool:
+    """Whether `character` can stand inside a word: punctuation is a word of its own."""
+    return len(pipeline.pre_tokenizer.pre_tokenize_str(f"a{character}")) == 1
+
+
+def _wordpiece_files(tokenizer: Any) -> Files:
+    vocab = tokenizer.get_vocab()
+    lines = sorted(vocab, key=lambda entry: int(vocab[entry]))
+    import orjson
+
+    names = ("pad", "unk", "cls", "sep", "mask")
+    special = {f"{name}_token": entry for name, entry in zip(names, _SPECIAL, strict=True)}
+    return {
+        "vocab.txt": "\n".join([*lines, ""]).encode(),
+        "tokenizer.json": tokenizer.to_str(pretty=True).encode(),
+        "tokenizer_config.json": orjson.dumps(special),
+    }
+
+
+def _write(files: Files, folder: Path) -> None:
+    """Each file under its name, complete or not at all."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, data in files.items():

@@ -147,12 +147,27 @@ def scan(root: Path) -> tuple[list[Found], list[str]]:
     return found, problems
 
 
+def checkpoint_at(path: Path) -> Found | None:
+    """The checkpoint whose own folder this is, `iter_0000100` or `release`; None: it is not one."""
+    kind = format_of(path) if path.is_dir() else None
+    if kind is None:
+        return None
+    match = _FOLDER.fullmatch(path.name)
+    return Found(kind, int(match.group(1)) if match else 0, path.absolute())
+
+
+def format_of(path: Path) -> str | None:
+    """The format of a checkpoint's own folder; None where it is none, or incomplete."""
+    if (path / MANIFEST).is_file():
+        return "native"
+    return "legacy" if any(path.glob("mp_rank_*")) else None
+
+
 def _classify(path: Path) -> tuple[str | None, str]:
     """The format of a checkpoint folder, or None and what is wrong."""
-    if (path / MANIFEST).is_file():
-        return "native", ""
-    if any(path.glob("mp_rank_*")):
-        return "legacy", ""
+    kind = format_of(path)
+    if kind is not None:
+        return kind, ""
     if (path / ".metadata").exists():
         return None, (
             "is a torch.distributed.checkpoint folder, a format that runs code when it is read: "

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron.checkpoint.find import Found, list_checkpoints, read_tracker, scan
+from megatron.checkpoint.find import (
+    Found,
+    checkpoint_at,
+    list_checkpoints,
+    read_tracker,
+    scan,
+)
+from megatron.checkpoint.hf.files import is_model_folder
 from megatron.checkpoint.reader import NativeReader, Reader, open_found
 from megatron.errors import CheckpointError
 
@@ -15,20 +22,42 @@ def summarize(root: Path, *, verify: bool, details: bool) -> tuple[list[str], bo
     """Lines about every checkpoint of a folder, and whether all are sound.
 
     Args:
-        root: folder of checkpoints.
+        root: folder of checkpoints, or one checkpoint, or a folder of Hugging Face.
         verify: read everything and compare digests.
         details: list the tensors and what else the checkpoint says.
 
     Raises:
         CheckpointError: the folder holds none that is complete.
     """
+    if is_model_folder(root):
+        return _summarize_hf(root, details=details), True
+    single = checkpoint_at(root)
+    if single is not None:
+        return _summarize_all([single], verify=verify, details=details)
     checkpoints = list_checkpoints(root, quiet=True)
     if not checkpoints:
         raise CheckpointError(f"{root}: there is no checkpoint")
     named, complaint = read_tracker(root)
-    lines = [
-        f"{root}: the tracker names {named or 'nothing'}" + (f": {complaint}" * bool(complaint))
-    ]
+    first = f"{root}: the tracker names {named or 'nothing'}" + (f": {complaint}" * bool(complaint))
+    lines, sound = _summarize_all(checkpoints, verify=verify, details=details)
+    incomplete = [f"{problem}: incomplete, never loaded" for problem in scan(root)[1]]
+    return [first, *lines, *incomplete], sound
+
+
+def _summarize_hf(root: Path, *, details: bool) -> list[str]:
+    """Names, shapes and types were compared with config.json; there are no digests."""
+    from megatron.checkpoint.hf.reader import HFReader
+
+    reader = HFReader(root)
+    state = "fits config.json, content not verified: the format has no digests"
+    headline = f"{root}  {reader.architecture}  {len(reader.names())} tensors  {state}"
+    return [headline, *(f"  {line}" for line in _details(reader) if details)]
+
+
+def _summarize_all(
+    checkpoints: Sequence[Found], *, verify: bool, details: bool
+) -> tuple[list[str], bool]:
+    lines: list[str] = []
     sound = True
     for found in checkpoints:
         try:
@@ -40,7 +69,6 @@ def summarize(root: Path, *, verify: bool, details: bool) -> tuple[list[str], bo
         lines.append(_headline(found, reader, verify))
         if details:
             lines.extend(f"  {line}" for line in _details(reader))
-    lines.extend(f"{problem}: incomplete, never loaded" for problem in scan(root)[1])
     return lines, sound
 
 

@@ -14,7 +14,7 @@ from megatron.checkpoint.reader import Reader
 from megatron.errors import CheckpointError
 
 _ROWS = 4096  # read at a time
-_TABLES = ("embedding.word.weight", "output.weight")
+_TABLES = ("embedding.word.weight", "output.weight", "output.bias")
 
 
 class PaddedReader:
@@ -73,7 +73,10 @@ class PaddedReader:
         part = torch.zeros(tuple(shape), dtype=self._reader.dtype(name))
         count = min(shape[0], max(0, held[0] - offset[0]))
         if count < shape[0] and (name.startswith("model.") or name.endswith(".master")):
-            part[:] = self._mean_row(name)[offset[1] : offset[1] + shape[1]]
+            mean = self._mean_row(name)
+            part[:] = mean[
+                tuple(slice(o, o + n) for o, n in zip(offset[1:], shape[1:], strict=True))
+            ]
         if count:
             part[:count] = self._reader.read(
                 name, global_shape=held, offset=offset, shape=(count, *shape[1:])
@@ -81,14 +84,15 @@ class PaddedReader:
         return part
 
     def _mean_row(self, name: str) -> torch.Tensor:
-        """Mean [h] of the entries' rows, in fp32; read in pieces, which no rank holds together."""
+        """Mean [h] of the entries' rows (of a bias [], their mean), in fp32; read in pieces, which
+        no rank holds together."""
         held = self._reader.global_shape(name)
-        total = torch.zeros(held[1], dtype=torch.float64)
+        total = torch.zeros(held[1:], dtype=torch.float64)
         for start in range(0, self._entries, _ROWS):
-            shape = (min(_ROWS, self._entries - start), held[1])
-            total += self._reader.read(name, global_shape=held, offset=(start, 0), shape=shape).sum(
-                0, dtype=torch.float64
-            )
+            shape = (min(_ROWS, self._entries - start), *held[1:])
+            offset = (start, *(0 for _ in held[1:]))
+            rows = self._reader.read(name, global_shape=held, offset=offset, shape=shape)
+            total += rows.sum(0, dtype=torch.float64)
         return (total / self._entries).float()
 
 

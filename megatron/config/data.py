@@ -106,3 +106,9 @@ class DataConfig:
     log_sample_ids: bool = flag(
         False, "Append each iteration's sample ids to samples.jsonl in the --save folder."
     )
+
+    @property
+    def sample_tokens(self) -> int:
+        """Tokens of a sample that the model reads, of encoder and decoder together."""
+        assert self.seq_length is not None, "the configuration is not resolved"
+        return self.seq_length + (self.decoder_seq_length or 0)

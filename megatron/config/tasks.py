@@ -56,3 +56,23 @@ class HarnessConfig:
     lm_eval_limit: float | None = flag(
         None, "Only so many documents of each task; below 1 a share of them. Unset: all."
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneConfig:
+    """Finetuning tasks (GLUE and RACE)."""
+
+    train_data: tuple[str, ...] | None = flag(
+        None, "Files (for RACE folders) to train on.", many=True
+    )
+    epochs: int | None = flag(
+        None, "How often to train on all of --train-data. 0: only evaluate.", unit="epochs"
+    )
+    pretrained_checkpoint: str | None = flag(
+        None, "Folder of the pretrained BERT to start from: ours, Megatron's or Hugging Face's."
+    )
+    keep_last: bool = flag(
+        False,
+        "Samples that fill no batch at the end of an epoch go into the next one's first. Off: "
+        "they are left out of this epoch.",
+    )

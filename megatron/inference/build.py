@@ -17,12 +17,12 @@ from megatron.inference.graphs import DecodeGraphs
 from megatron.inference.load import Loaded
 from megatron.inference.scheduler import SchedulerSettings
 from megatron.kernels.library import find_library
-from megatron.kernels.paged_attention import choose_paged_attention
+from megatron.kernels.paged_attention import PagedAttention, choose_paged_attention
 from megatron.models.gpt import GPTModel
 from megatron.models.sizes import Sizes, sizes_of
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layers import set_products
-from megatron.parallel.layout import Layout
+from megatron.parallel.layout import Axis, Layout
 from megatron.parallel.products import FixedRows
 
 CPU_CACHE_BYTES = 2**30
@@ -80,7 +80,13 @@ class EngineOptions:
             raise ConfigError(problems)
 
 
-def engine_of(loaded: Loaded, device: Device, options: EngineOptions | None = None) -> BatchEngine:
+def engine_of(
+    loaded: Loaded,
+    device: Device,
+    options: EngineOptions | None = None,
+    *,
+    copy: Axis | None = None,
+) -> BatchEngine:
     """An engine for a checkpoint that `load_gpt` has read. Collective over its layout."""
     return build_engine(
         loaded.model,
@@ -89,6 +95,7 @@ def engine_of(loaded: Loaded, device: Device, options: EngineOptions | None = No
         device,
         vocab_size=loaded.tokenizer.vocab_size,
         options=options,
+        copy=copy,
     )
 
 
@@ -100,6 +107,7 @@ def build_engine(
     *,
     vocab_size: int,
     options: EngineOptions | None = None,
+    copy: Axis | None = None,
 ) -> BatchEngine:
     """An engine for a model in memory. Collective over `layout`.
 
@@ -110,12 +118,16 @@ def build_engine(
         device: of the model.
         vocab_size: entries that can be chosen; those behind are padding.
         options: sizes; None: the defaults.
+        copy: of several data-parallel copies of the model, the ranks of this one, stage by stage:
+            each is an engine of its own. None: there is one copy, of all ranks.
 
     Raises:
         ConfigError: the layout has other ranks, or no sequence fits in memory.
     """
     options = options or EngineOptions()
-    _check_layout(layout)
+    if copy is None:
+        _check_layout(layout)
+    copy = copy or layout.world
     if options.product_rows is not None:
         set_products(model, FixedRows(options.product_rows))
     sizes = sizes_of(config.model)
@@ -135,21 +147,15 @@ def build_engine(
     )
     library = find_library(device.torch_device).library
     paged = choose_paged_attention(library, sizes.head_size, dtype)
+    can_record = options.graphs and records_on(device) and paged.can_capture
     graphs = None
-    if options.graphs and records_on(device) and layout.world.size == 1 and paged.can_capture:
-        graphs = DecodeGraphs(
-            model,
-            memory,
-            paged,
-            device.record,
-            max_sequences=options.max_sequences,
-            max_length=sizes.positions,
-            device=device.torch_device,
-        )
+    if can_record and copy.size == 1:
+        graphs = _graphs(model, memory, paged, options, sizes.positions, device)
     executor = Executor(
         model.eval(),
         layout,
         memory,
+        copy=copy,
         paged=paged,
         graphs=graphs,
         vocab_size=vocab_size,
@@ -166,6 +172,25 @@ def build_engine(
     )
     return BatchEngine(
         executor, settings, vocab_size=vocab_size, max_length=sizes.positions, seed=options.seed
+    )
+
+
+def _graphs(
+    model: GPTModel,
+    memory: CacheMemory,
+    paged: PagedAttention,
+    options: EngineOptions,
+    max_length: int,
+    device: Device,
+) -> DecodeGraphs:
+    return DecodeGraphs(
+        model,
+        memory,
+        paged,
+        device.recorder(),
+        max_sequences=options.max_sequences,
+        max_length=max_length,
+        device=device.torch_device,
     )
 
 

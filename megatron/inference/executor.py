@@ -18,7 +18,7 @@ from megatron.inference.scheduler import Plan, Row, Sequence
 from megatron.kernels.paged_attention import Chunk, PagedAttention, Singles
 from megatron.models.gpt import GPTModel
 from megatron.parallel.collectives import gather_to
-from megatron.parallel.layout import Layout
+from megatron.parallel.layout import Axis, Layout
 from megatron.parallel.pipeline.p2p import PipelineChannel
 from megatron.parallel.pipeline.schedule import Operation
 
@@ -44,8 +44,9 @@ class Executor:
 
     Args:
         model: this process's part, in evaluation mode.
-        layout: who this process is; tensor and pipeline ranks only.
+        layout: who this process is.
         memory: the cache of the part's layers.
+        copy: the ranks of the model's copy that this process is part of, stage by stage.
         paged: how sequences attend that add one token.
         graphs: runs steps in which every sequence adds one token; None: nothing special does.
         vocab_size: entries that can be chosen; those behind are padding.
@@ -60,6 +61,7 @@ class Executor:
         layout: Layout,
         memory: CacheMemory,
         *,
+        copy: Axis,
         paged: PagedAttention,
         graphs: DecodeGraphs | None = None,
         vocab_size: int,
@@ -70,6 +72,7 @@ class Executor:
         self._model = model
         self._layout = layout
         self._memory = memory
+        self._copy = copy
         self._paged = paged
         self._graphs = graphs
         self._vocab_size = vocab_size
@@ -121,11 +124,11 @@ class Executor:
 
     def _tell_all(self, result: Tensor) -> Tensor:
         """The result of the last stage's first tensor rank, on every rank: none can differ."""
-        world = self._layout.world
-        if world.size > 1:
-            source = world.ranks[world.size - self._layout.tensor.size]
-            work = dist.broadcast(result, src=source, group=world.group, async_op=True)
-            world.transfer("broadcast", work).wait()
+        copy = self._copy
+        if copy.size > 1:
+            source = copy.ranks[copy.size - self._layout.tensor.size]
+            work = dist.broadcast(result, src=source, group=copy.group, async_op=True)
+            copy.transfer("broadcast", work).wait()
         return result
 
     def _inputs(self, plan: Plan, outputs: Many[Output]) -> tuple[Tensor, StepCache]:

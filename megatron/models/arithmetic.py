@@ -1,4 +1,4 @@
-"""Sizes and costs of a GPT by arithmetic: nothing is built."""
+"""Sizes and costs of a model by arithmetic: nothing is built."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from megatron.config.model import ModelConfig
 from megatron.config.stages import ModelPart, whole_model
 from megatron.models.sizes import Sizes, sizes_of
 
+_SEGMENTS = 2  # of a BERT sample: token types, and classes of the binary head
+
 
 def count_parameters(model: ModelConfig, padded_vocab_size: int) -> int:
     """Parameters of the whole model, tied ones once."""
-    whole = whole_model(sizes_of(model).layers)
-    return count_part_parameters(model, padded_vocab_size, whole, tensor=1)
+    return count_part_parameters(model, padded_vocab_size, whole_model(model.all_layers), tensor=1)
 
 
 def count_part_parameters(
@@ -21,35 +22,106 @@ def count_part_parameters(
     The last part of a tied model cut in several holds a second copy of the word embeddings.
     """
     sizes = sizes_of(model)
-    vectors = 1 if model.normalization == "RMSNorm" else 2
-    norm = sizes.hidden * vectors
-    layer = layer_matrix_parameters(sizes) // tensor + 2 * norm
-    if model.add_bias_linear or model.add_qkv_bias:
-        layer += sizes.qkv // tensor
-    if model.add_bias_linear:
-        layer += sizes.up // tensor + 2 * sizes.hidden
-    if model.qk_layernorm:
-        layer += 2 * sizes.head_size * vectors
-    count = len(part.layers) * layer
+    norm = _norm_parameters(model)
+    of_decoder = sum(index >= sizes.layers for index in part.layers)
+    count = len(part.layers) * _layer_parameters(model, tensor)
+    count += of_decoder * _cross_parameters(model, tensor)
     tables = int(part.embedding)
+    if part.embedding:
+        count += _small_tables(model) * sizes.hidden
     if part.head:
-        count += norm
+        count += norm + _head_parameters(model, padded_vocab_size, tensor)
         tables += int(model.untie_embeddings_and_output_weights or not part.embedding)
-    if part.embedding and model.position_embedding_type == "learned_absolute":
-        count += sizes.positions * sizes.hidden
+    if model.architecture == "t5" and sizes.layers - 1 in part.layers:
+        count += norm  # the encoder's last
     return count + tables * padded_vocab_size // tensor * sizes.hidden
 
 
-def flops_per_token(model: ModelConfig, seq_length: int, padded_vocab_size: int) -> int:
+def _norm_parameters(model: ModelConfig) -> int:
+    return sizes_of(model).hidden * _vectors(model)
+
+
+def _vectors(model: ModelConfig) -> int:
+    """Of a normalization: a weight, and a bias where it has one."""
+    return 1 if model.normalization == "RMSNorm" else 2
+
+
+def _layer_parameters(model: ModelConfig, tensor: int) -> int:
+    """Attention, MLP and their normalizations."""
+    sizes = sizes_of(model)
+    count = layer_matrix_parameters(sizes) // tensor + 2 * _norm_parameters(model)
+    if model.add_bias_linear or model.add_qkv_bias:
+        count += sizes.qkv // tensor
+    if model.add_bias_linear:
+        count += sizes.up // tensor + 2 * sizes.hidden
+    if model.qk_layernorm:
+        count += 2 * sizes.head_size * _vectors(model)
+    return count
+
+
+def _cross_parameters(model: ModelConfig, tensor: int) -> int:
+    """What a decoder's layer has besides: attention to the encoder and its normalization."""
+    sizes = sizes_of(model)
+    biases = 3 * sizes.query // tensor + sizes.hidden if model.add_bias_linear else 0
+    return 4 * sizes.hidden * sizes.query // tensor + biases + _norm_parameters(model)
+
+
+def _small_tables(model: ModelConfig) -> int:
+    """Rows [h] of learned positions and token types."""
+    rows = sizes_of(model).positions if model.position_embedding_type == "learned_absolute" else 0
+    return rows + (_SEGMENTS if model.architecture == "bert" and model.bert_binary_head else 0)
+
+
+def _head_parameters(model: ModelConfig, padded_vocab_size: int, tensor: int) -> int:
+    """Between the last normalization and the losses, less the vocabulary's matrix."""
+    if model.architecture == "gpt":
+        return 0
+    hidden, bias = sizes_of(model).hidden, padded_vocab_size // tensor
+    if model.architecture == "t5":
+        return bias
+    dense = hidden * hidden + hidden
+    binary = dense + _SEGMENTS * (hidden + 1) if model.bert_binary_head else 0  # and the pooler
+    return bias + dense + _norm_parameters(model) + binary
+
+
+def flops_per_token(
+    model: ModelConfig,
+    seq_length: int,
+    padded_vocab_size: int,
+    *,
+    decoder_seq_length: int | None = None,
+) -> int:
     """Floating-point operations of forward and backward for one token.
 
-    6 x (parameters in matrix products: layers and output head, not the input embedding)
-    + 6 x layers x sequence x query size (causal attention: half of the square).
+    GPT: 6 x (parameters in matrix products: layers and output head, not the input embedding)
+    + 6 x layers x sequence x query size (causal attention: half of the square). BERT: its heads
+    too, and the whole square. T5: of a sample, divided by its tokens in encoder and decoder; keys
+    and values of the decoder's attention to the encoder are products over the encoder's tokens.
     Recomputation never counts.
     """
     sizes = sizes_of(model)
-    products = sizes.layers * layer_matrix_parameters(sizes) + padded_vocab_size * sizes.hidden
-    return 6 * products + 6 * sizes.layers * seq_length * sizes.query
+    layer = layer_matrix_parameters(sizes)
+    output = padded_vocab_size * sizes.hidden
+    if model.architecture == "t5":
+        return _flops_of_t5(model, seq_length, decoder_seq_length or 0, output)
+    products = sizes.layers * layer + output
+    square = 6 * sizes.layers * seq_length * sizes.query
+    if model.architecture == "bert":
+        dense = sizes.hidden * sizes.hidden
+        pooled = dense + _SEGMENTS * sizes.hidden if model.bert_binary_head else 0
+        return 6 * (products + dense) + 6 * pooled // seq_length + 2 * square
+    return 6 * products + square
+
+
+def _flops_of_t5(model: ModelConfig, encoder: int, decoder: int, output: int) -> int:
+    """Of a token, with the two sequence lengths."""
+    sizes, below = sizes_of(model), model.decoder_num_layers or 0
+    layer, matrix = layer_matrix_parameters(sizes), sizes.hidden * sizes.query
+    of_encoder = sizes.layers * (6 * layer * encoder + 12 * encoder * encoder * sizes.query)
+    products = decoder * (layer + 2 * matrix) + encoder * 2 * matrix
+    scores = 6 * decoder * decoder + 12 * decoder * encoder  # causal, and to the encoder
+    of_decoder = below * (6 * products + scores * sizes.query)
+    return (of_encoder + of_decoder + 6 * decoder * output) // (encoder + decoder)
 
 
 def layer_matrix_parameters(sizes: Sizes) -> int:

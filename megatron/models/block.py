@@ -1,4 +1,7 @@
-"""One transformer layer: attention, then MLP, each behind a normalization, each added back."""
+"""One transformer layer: attention, then MLP, each behind a normalization, each added back.
+
+A decoder's layer has a third part between the two: attention to an encoder's output.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from megatron.kernels.dropout import choose_bias_dropout_add
 from megatron.kernels.rope import Rotation
 from megatron.models.attention import SelfAttention
 from megatron.models.cache import KeyValueCache
+from megatron.models.cross_attention import CrossAttention, Memory
 from megatron.models.kernels import PLAIN_KERNELS, Kernels
 from megatron.models.mlp import MLP
 from megatron.models.norm import Stream, new_norm
@@ -21,7 +25,7 @@ from megatron.parallel.random import split_region
 class Block(nn.Module):
     """A pre-norm layer.
 
-    The residual is the layer's input, or with --apply-residual-connection-post-layernorm the
+    The residual is each part's input, or with --apply-residual-connection-post-layernorm the
     normalized input. What a half computes is added to it by the next normalization (see `Stream`),
     or by its dropout where it has one. An fp32 residual stream stays fp32: 16-bit outputs are added
     to it. With sequence parallelism all of it but the split layers runs on this rank's part of the
@@ -31,6 +35,7 @@ class Block(nn.Module):
         layer_number: from 1.
         attention: form of the core.
         causal: without a mask, tokens attend to those before them only.
+        reads_memory: between the two halves it attends to an encoder's output too.
         recompute_core: compute the core again in backward instead of keeping its insides.
         kernels: what to compute with.
     """
@@ -43,6 +48,7 @@ class Block(nn.Module):
         attention: AttentionChoice,
         *,
         causal: bool = True,
+        reads_memory: bool = False,
         recompute_core: bool = False,
         kernels: Kernels = PLAIN_KERNELS,
         device: torch.device | None = None,
@@ -66,6 +72,19 @@ class Block(nn.Module):
             device=device,
             dtype=dtype,
         )
+        self.cross_norm = self.cross_attention = None
+        if reads_memory:
+            self.cross_norm = new_norm(model, layout, kernels, device=device, dtype=dtype)
+            self.cross_attention = CrossAttention(
+                model,
+                layout,
+                layer_number,
+                attention,
+                recompute_core=recompute_core,
+                kernels=kernels,
+                device=device,
+                dtype=dtype,
+            )
         self.mlp_norm = new_norm(model, layout, kernels, device=device, dtype=dtype)
         self.mlp = MLP(model, layout, kernels=kernels, device=device, dtype=dtype)
 
@@ -75,12 +94,19 @@ class Block(nn.Module):
         mask: Tensor | None,
         rotation: Rotation | None,
         cache: KeyValueCache | None = None,
+        memory: Memory | None = None,
     ) -> Stream:
         """[s, b, h] -> [s, b, h]; [s/t, b, h] with sequence parallelism."""
         x, normal = self.attention_norm(stream)
         residual = normal if self.residual_after_norm else x
         update = self.attention(normal, mask, rotation, cache)
         stream = self._add(residual, update, self.attention.bias_to_add, "attention output")
+        if self.cross_norm is not None and self.cross_attention is not None:
+            assert memory is not None, "a decoder's layer reads what the encoder has made"
+            x, normal = self.cross_norm(stream)
+            residual = normal if self.residual_after_norm else x
+            update = self.cross_attention(normal, memory)
+            stream = self._add(residual, update, self.cross_attention.bias_to_add, "cross output")
         x, normal = self.mlp_norm(stream)
         residual = normal if self.residual_after_norm else x
         return self._add(residual, self.mlp(normal), self.mlp.bias_to_add, "mlp output")

@@ -28,6 +28,8 @@ class LayerStack(nn.ModuleDict):
         layers: numbers, from 0, of those that this process holds.
         attention: form of the core.
         causal: without a mask, tokens attend to those before them only.
+        reads_memory: they attend to an encoder's output too.
+        numbered_after: layers of the model before the first of these (an encoder's).
         recompute: what to compute again in backward; None: nothing.
         kernels: what to compute with.
     """
@@ -40,6 +42,8 @@ class LayerStack(nn.ModuleDict):
         attention: AttentionChoice,
         *,
         causal: bool = True,
+        reads_memory: bool = False,
+        numbered_after: int = 0,
         recompute: RecomputePlan | None = None,
         kernels: Kernels = PLAIN_KERNELS,
         device: torch.device | None = None,
@@ -50,9 +54,10 @@ class LayerStack(nn.ModuleDict):
             self[str(index)] = Block(
                 model,
                 layout,
-                index + 1,
+                numbered_after + index + 1,
                 attention,
                 causal=causal,
+                reads_memory=reads_memory,
                 recompute_core=recompute is not None and recompute.granularity == "selective",
                 kernels=kernels,
                 device=device,

@@ -191,7 +191,7 @@ def _merge_leading_dimensions(part: nn.Module) -> None:
 
 def _layers(part: nn.Module) -> Iterable[nn.Module]:
     """The modules that stand in a list or dict of the part: its layers."""
-    for child in part.children():
+    for child in part.modules():
         if isinstance(child, nn.ModuleDict):
             yield from child.values()
         elif isinstance(child, nn.ModuleList):

@@ -33,6 +33,11 @@ class Tokenizer(ABC):
     def vocab_size(self) -> int:
         """Entries, appended special tokens and extra ids included; fixes the padded vocabulary."""
 
+    @property
+    def text_vocab_size(self) -> int:
+        """Entries that text can become; those behind were appended to the files' own."""
+        return self.vocab_size
+
     @abstractmethod
     def tokenize(self, text: str) -> list[int]:
         """Ids of one text."""

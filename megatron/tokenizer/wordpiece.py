@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from megatron.config.data import TokenizerConfig
 from megatron.errors import DataError
@@ -30,7 +31,10 @@ class WordPieceTokenizer(Tokenizer):
         assert config.tokenizer_type is not None
         data = read_bytes("--vocab-file", config.vocab_file)
         self._vocab = _parse_vocab(config.vocab_file, data)
-        self._tokenizer = _build(self._vocab, lower_case="LowerCase" in config.tokenizer_type)
+        self._file_entries = len(self._vocab)
+        self._tokenizer = wordpiece_pipeline(
+            self._vocab, lower_case="LowerCase" in config.tokenizer_type
+        )
         sentinels = extra_ids(config.vocab_extra_ids)
         append_entries(self._vocab, ["[BOS]", "[EOS]", *sentinels])
         self._sentinels = [self._vocab[entry] for entry in sentinels]
@@ -46,6 +50,11 @@ class WordPieceTokenizer(Tokenizer):
     def vocab_size(self) -> int:
         """Entries of the file and those appended."""
         return len(self._vocab)
+
+    @property
+    def text_vocab_size(self) -> int:
+        """Entries of the file."""
+        return self._file_entries
 
     @property
     def vocab(self) -> Mapping[str, int]:
@@ -89,8 +98,8 @@ def _parse_vocab(path: str, data: bytes) -> dict[str, int]:
     return vocab
 
 
-def _build(vocab: dict[str, int], *, lower_case: bool):  # type: ignore[no-untyped-def]
-    """The pipeline in the `tokenizers` library."""
+def wordpiece_pipeline(vocab: Mapping[str, int], *, lower_case: bool) -> Any:
+    """BERT's pipeline in the `tokenizers` library, with these entries."""
     from tokenizers import Tokenizer as Pipeline
     from tokenizers.models import WordPiece
     from tokenizers.normalizers import BertNormalizer

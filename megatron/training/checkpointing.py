@@ -11,15 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.checkpoint.any_format import open_root
 from megatron.checkpoint.background import Saved
 from megatron.checkpoint.entries import Entry, State, boxes_of_range
 from megatron.checkpoint.legacy.save import write_legacy
 from megatron.checkpoint.plan import share_of
-from megatron.checkpoint.reader import Reader, open_checkpoint
+from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.restore import restore
 from megatron.checkpoint.store import agree, write_checkpoint
 from megatron.config import RunConfig
-from megatron.config.model import NETWORK_FIELDS
+from megatron.config.model import NETWORK_FIELDS, ModelConfig
 from megatron.config.run import describe_difference
 from megatron.config.yaml_file import from_dict, to_dict
 from megatron.errors import CheckpointError
@@ -29,6 +30,9 @@ from megatron.parallel.parameter import part_shape, spec_of
 from megatron.parallel.replicas import Gradients
 from megatron.training.callbacks.terminal import say
 from megatron.training.run import Run
+
+_PADDING = ModelConfig().make_vocab_size_divisible_by
+_MOST_RANKS = 64  # that split a vocabulary
 
 
 def save_run(run: Run) -> Path:
@@ -50,6 +54,33 @@ def save_run(run: Run) -> Path:
         seconds = time.perf_counter() - started
         report_saved(Saved(iteration, path, plan.total_bytes, seconds, seconds))
     return path
+
+
+def save_weights(run: Run, root: Path) -> Path:
+    """Write the weights alone under `root`, as the only checkpoint there. Collective."""
+    run.optimizer.wait_for_weights()
+    state = _weights_state(run, is_copy=True)
+    plan = agree(state, run.layout)
+    mine = share_of(plan, state, run.layout.world.rank)
+    meta = {**meta_of(run), "optimizer": None}
+    return write_checkpoint(root, run.progress.iteration, plan, mine, meta, run.layout, keep=1)
+
+
+def take_weights(run: Run, reader: Reader, *, fresh: Iterable[str]) -> None:
+    """Weights of another network's checkpoint, as far as this one has them.
+
+    Args:
+        reader: whose vocabulary has this run's rows.
+        fresh: beginnings of parameters' names that keep their initial values.
+
+    Raises:
+        CheckpointError: a parameter is missing in the checkpoint, or has another shape.
+    """
+    ours = tuple(f"model.{name}" for name in fresh)
+    state = _weights_state(run, is_copy=False)
+    taken = {name: entries for name, entries in state.items() if not name.startswith(ours)}
+    restore(reader, taken, cast=True)
+    run.optimizer.reload_masters()
 
 
 def report_saved(saved: Saved) -> None:
@@ -163,7 +194,7 @@ def open_for_loading(config: RunConfig, layout: Layout) -> Reader | None:
     if config.checkpoint.load is None:
         return None
     root, started = Path(config.checkpoint.load), time.perf_counter()
-    reader = open_checkpoint(root, layout=layout)
+    reader = open_root(root, layout=layout)
     if reader is None:
         if config.checkpoint.exit_on_missing_checkpoint:
             raise CheckpointError(f"--load {root}: there is no checkpoint in this folder")
@@ -175,22 +206,35 @@ def open_for_loading(config: RunConfig, layout: Layout) -> Reader | None:
     if layout.world.rank == 0:
         seconds = time.perf_counter() - started
         size = sum(file.stat().st_size for file in reader.path.rglob("*")) / 1e9
-        say(f"  {reader.path}: {size:.3g} GB verified in {seconds:.2f} s")
+        # Files of Hugging Face have no digests.
+        done = "opened" if reader.format == "hf" else "verified"
+        say(f"  {reader.path}: {size:.3g} GB {done} in {seconds:.2f} s")
     return reader
 
 
 def network_of(folder: str) -> dict[str, Any]:
     """For --use-checkpoint-args: the network of a checkpoint, by "model.field"."""
-    reader = open_checkpoint(Path(folder), verify=False)
+    reader = open_root(Path(folder), verify=False)
     if reader is None:
         raise CheckpointError(
             f"--use-checkpoint-args: --load {folder} holds no checkpoint: give its flags instead"
         )
     saved = reader.meta["config"]["model"]
-    # How the vocabulary is padded is no part of the network, but decides the padding entries'
-    # share of the softmax.
-    names = (*NETWORK_FIELDS, "make_vocab_size_divisible_by")
-    return {f"model.{name}": saved[name] for name in names if name in saved}
+    network = {f"model.{name}": saved[name] for name in NETWORK_FIELDS if name in saved}
+    # Two that are no part of the network, but say what it computes. How the vocabulary is padded
+    # decides the padding entries' share of the softmax; an import may set the exact GeLU, which
+    # is not our default.
+    network["model.make_vocab_size_divisible_by"] = _padding_of(reader)
+    return network | ({"model.onnx_safe": True} if saved.get("onnx_safe") else {})
+
+
+def _padding_of(reader: Reader) -> int:
+    """--make-vocab-size-divisible-by. A folder of Hugging Face does not tell how many entries its
+    tokenizer has: all rows where they were padded, as it seems; else no padding."""
+    rows, saved = int(reader.meta["padded_vocab_size"]), reader.meta["config"]["model"]
+    if reader.format != "hf":
+        return int(saved.get("make_vocab_size_divisible_by", _PADDING))
+    return rows if rows % _MOST_RANKS == 0 else 1
 
 
 def check_network(config: RunConfig, reader: Reader) -> None:

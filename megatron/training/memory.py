@@ -66,7 +66,7 @@ def estimate_memory(
         _part_activations(config, part, layout, width) * held // len(parts) for part in parts
     )
     if parts[-1].head:
-        activations += _logits(config, layout, width, padded_vocab_size)
+        activations += _end_activations(config, layout, width, padded_vocab_size)
     return replace(kept, activations=activations)
 
 
@@ -77,8 +77,7 @@ def _kept_for_weights(
     half = config.precision.fp16 or config.precision.bf16
     in_fp32 = not half or config.precision.accumulate_allreduce_grads_in_fp32
     width, summed = 2 if half else 4, 4 if in_fp32 else 2
-    layer, outside = _count_weights(config, padded_vocab_size, layout, parts)
-    parameters = layer * sum(len(part.layers) for part in parts) + outside
+    layer, outside, parameters = _count_weights(config, padded_vocab_size, layout, parts)
     moments = 2 if config.optimizer.optimizer == "adam" else int(config.optimizer.sgd_momentum > 0)
     on_host, stage = config.optimizer.optimizer_cpu_offload, config.parallel.zero_stage or 0
     updated = parameters // layout.replica.size if stage > 0 else parameters
@@ -105,13 +104,17 @@ def _kept_for_weights(
 
 def _count_weights(
     config: RunConfig, padded_vocab_size: int, layout: Layout, parts: Sequence[ModelPart]
-) -> tuple[int, int]:
-    """Parameters of one layer, and of all that the parts hold outside of their layers."""
+) -> tuple[int, int, int]:
+    """Parameters of the largest layer, of all outside of layers, and of the parts in all."""
     count = partial(
         count_part_parameters, config.model, padded_vocab_size, tensor=layout.tensor.size
     )
-    layer = count(part=ModelPart(range(1), embedding=False, head=False))
-    return layer, sum(count(part=replace(part, layers=range(0))) for part in parts)
+    layer = max(
+        count(part=ModelPart(range(index, index + 1), embedding=False, head=False))
+        for index in (0, config.model.all_layers - 1)
+    )
+    outside = sum(count(part=replace(part, layers=range(0))) for part in parts)
+    return layer, outside, sum(count(part=part) for part in parts)
 
 
 def largest_process(config: RunConfig, padded_vocab_size: int, world_size: int) -> MemoryEstimate:
@@ -136,52 +139,72 @@ def largest_process(config: RunConfig, padded_vocab_size: int, world_size: int) 
     return max(estimates, key=lambda estimate: estimate.total)
 
 
-def _tokens(config: RunConfig, layout: Layout) -> int:
-    """Of one micro-batch on one process."""
-    return (
-        known(config.data.seq_length)
-        * known(config.training.micro_batch_size)
-        // layout.context.size
-    )
+def _tokens(config: RunConfig, layout: Layout, sequence: int | None = None) -> int:
+    """Of one micro-batch of sequences (unset: --seq-length) on one process."""
+    length = known(config.data.seq_length) if sequence is None else sequence
+    return length * known(config.training.micro_batch_size) // layout.context.size
 
 
-def _logits(config: RunConfig, layout: Layout, width: int, padded_vocab_size: int) -> int:
-    """In their own format and as fp32 softmax."""
-    return (width + 4) * _tokens(config, layout) * padded_vocab_size // layout.tensor.size
+def _end_activations(config: RunConfig, layout: Layout, width: int, padded_vocab_size: int) -> int:
+    """The logits, in their own format and as fp32 softmax, and BERT's layer before them."""
+    tokens = _tokens(config, layout, config.data.decoder_seq_length)
+    logits = (width + 4) * tokens * padded_vocab_size // layout.tensor.size
+    if config.model.architecture != "bert":
+        return logits
+    outside = layout.tensor.size if config.parallel.sequence_parallel else 1
+    # Output of the dense layer, of its activation, of the normalization.
+    return logits + 3 * width * tokens * known(config.model.hidden_size) // outside
 
 
 def _part_activations(config: RunConfig, part: ModelPart, layout: Layout, width: int) -> int:
     """Bytes saved for the backward of one micro-batch through the layers of a part."""
     training, count = config.training, len(part.layers)
     outside = layout.tensor.size if config.parallel.sequence_parallel else 1
-    boundary = width * _tokens(config, layout) * known(config.model.hidden_size) // outside
-    layer = _layer_activations(config, layout, width)
-    layers = count * layer
+    message = _tokens(config, layout, config.data.sample_tokens)
+    boundary = width * message * known(config.model.hidden_size) // outside
+    encoder = known(config.model.num_layers)
+    of_layers = [
+        _layer_activations(config, layout, width, is_decoder=index >= encoder)
+        for index in part.layers
+    ]
+    layers = sum(of_layers)
     if training.recompute_granularity == "full":
         group = training.recompute_num_layers or 1
+        largest = max(of_layers, default=0)
         if training.recompute_method == "uniform":
-            layers = -(-count // group) * boundary + min(group, count) * layer
+            layers = -(-count // group) * boundary + min(group, count) * largest
         else:
-            kept = max(0, count - group)
-            layers = (count - kept) * boundary + max(kept, 1) * layer
+            kept = of_layers[group:]
+            layers = (count - len(kept)) * boundary + max(sum(kept), largest)
     return layers + (int(part.embedding) + int(part.head)) * boundary
 
 
-def _layer_activations(config: RunConfig, layout: Layout, width: int) -> int:
-    model, tokens = config.model, _tokens(config, layout)
-    tensor = layout.tensor.size
+def _layer_activations(
+    config: RunConfig, layout: Layout, width: int, *, is_decoder: bool = False
+) -> int:
+    """Of one layer; of a T5's decoder with its attention to the encoder."""
+    model, tensor = config.model, layout.tensor.size
+    length = config.data.decoder_seq_length if is_decoder else config.data.seq_length
+    tokens = _tokens(config, layout, length)
     outside = tensor if config.parallel.sequence_parallel else 1
+    hidden = known(model.hidden_size)
     heads = known(model.num_attention_heads) * known(model.kv_channels)
     keys_values = 2 * model.kv_heads * known(model.kv_channels)
     inner = known(model.ffn_hidden_size) * (3 if model.swiglu else 2)
     # Two norm inputs, two norm outputs; query, key, value; attention output; MLP inner tensors.
-    elements = 4 * known(model.hidden_size) // outside + (2 * heads + keys_values + inner) // tensor
+    elements = 4 * hidden // outside + (2 * heads + keys_values + inner) // tensor
     total = width * tokens * elements
+    masks = 2  # of hidden dropout
+    read = known(length)  # keys that a query meets, in all its attentions
+    if is_decoder:
+        # Norm input and output, query, attention output; key and value of the encoder's tokens.
+        total += width * tokens * (2 * hidden // outside + 2 * heads // tensor)
+        total += width * _tokens(config, layout) * 2 * heads // tensor
+        masks, read = 3, read + known(config.data.seq_length)
     if model.hidden_dropout > 0:
-        total += 2 * tokens * known(model.hidden_size) // outside  # one byte a mask entry
+        total += masks * tokens * hidden // outside  # one byte a mask entry
     plain_scores = not model.masked_softmax_fusion
     if plain_scores and config.training.recompute_granularity != "selective":
-        keys = known(config.data.seq_length)
-        scores = tokens * keys * known(model.num_attention_heads) // tensor
+        scores = tokens * read * known(model.num_attention_heads) // tensor
         total += scores * (2 * width + (1 if model.attention_dropout > 0 else 0))
     return total

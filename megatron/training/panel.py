@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import torch
 
 from megatron.config import RunConfig
+from megatron.config.data import DataConfig
+from megatron.config.run import known
 from megatron.device import Device
 from megatron.kernels.library import find_library
 from megatron.models.arithmetic import count_parameters, flops_per_token
@@ -25,6 +27,30 @@ def format_panel(title: str, rows: Iterable[Row]) -> str:
     return "\n".join([rule, title, rule, *body, rule])
 
 
+_ATTENTION = {
+    "gpt": "causal attention counted half",
+    "bert": "attention counted whole",
+    "t5": "the decoder's causal attention counted half",
+}
+
+
+def model_flops(config: RunConfig, padded_vocab_size: int) -> int:
+    """Of a token, see `flops_per_token`."""
+    data = config.data
+    return flops_per_token(
+        config.model,
+        known(data.seq_length),
+        padded_vocab_size,
+        decoder_seq_length=data.decoder_seq_length,
+    )
+
+
+def describe_lengths(data: DataConfig) -> str:
+    """Tokens of a sample: `128`, or `512 + 128` in encoder and decoder."""
+    lengths = (data.seq_length, data.decoder_seq_length)
+    return " + ".join(str(length) for length in lengths if length is not None)
+
+
 def size_rows(config: RunConfig, world_size: int, padded_vocab_size: int) -> list[Row]:
     """What follows from the flags alone, for any world size: nothing is touched."""
     layout = Layout.at(
@@ -34,10 +60,9 @@ def size_rows(config: RunConfig, world_size: int, padded_vocab_size: int) -> lis
         context=config.parallel.context_parallel_size,
         pipeline=config.parallel.pipeline_model_parallel_size,
     )
-    assert config.data.seq_length and config.training.global_batch_size
-    assert config.training.micro_batch_size
+    assert config.training.global_batch_size and config.training.micro_batch_size
     parameters = count_parameters(config.model, padded_vocab_size)
-    flops = flops_per_token(config.model, config.data.seq_length, padded_vocab_size)
+    flops = model_flops(config, padded_vocab_size)
     batch, micro = config.training.global_batch_size, config.training.micro_batch_size
     memory = largest_process(config, padded_vocab_size, world_size)
     return [
@@ -47,9 +72,12 @@ def size_rows(config: RunConfig, world_size: int, padded_vocab_size: int) -> lis
             f"{batch} samples = {batch // (micro * layout.data.size)} micro-batch(es) x "
             f"{micro} samples x {layout.data.size} data-parallel process(es)",
         ),
-        ("tokens an iteration", f"{batch * config.data.seq_length:,}"),
+        ("tokens an iteration", f"{batch * config.data.sample_tokens:,}"),
         ("parameters", f"{parameters:,} (vocabulary padded to {padded_vocab_size:,})"),
-        ("model FLOPs a token", f"{flops / 1e9:.4g} GFLOP (causal attention counted half)"),
+        (
+            "model FLOPs a token",
+            f"{flops / 1e9:.4g} GFLOP ({_ATTENTION[config.model.architecture]})",
+        ),
         ("memory a process", f"at most about {memory.describe()}"),
     ]
 

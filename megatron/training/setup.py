@@ -200,7 +200,7 @@ def _connect(
     """The way to the neighbouring pipeline stages; None without a pipeline. Collective."""
     if layout.pipeline.size == 1:
         return None
-    sequence = known(config.data.seq_length) // layout.context.size
+    sequence = config.data.sample_tokens // layout.context.size
     if config.parallel.sequence_parallel:
         sequence //= layout.tensor.size
     precision = config.precision

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.models.arithmetic import flops_per_token
 from megatron.training.callbacks.base import Callback
 from megatron.training.callbacks.bubble import PipelineBubble
 from megatron.training.callbacks.checkpoints import Checkpoints
@@ -18,7 +17,14 @@ from megatron.training.callbacks.sample_ids import SampleIds
 from megatron.training.callbacks.scalars import Scalars
 from megatron.training.callbacks.terminal import ProgressBar
 from megatron.training.evaluation import Evaluation, EvaluationListener
-from megatron.training.panel import Row, device_rows, format_panel, size_rows
+from megatron.training.panel import (
+    Row,
+    describe_lengths,
+    device_rows,
+    format_panel,
+    model_flops,
+    size_rows,
+)
 from megatron.training.run import Run
 from megatron.training.writers import Writer
 
@@ -34,8 +40,7 @@ def standard_callbacks(
     evaluation that fails must not cost the training before it. The line's time leaves both out.
     """
     config = run.config
-    assert config.data.seq_length
-    flops = flops_per_token(config.model, config.data.seq_length, run.padded_vocab_size)
+    flops = model_flops(config, run.padded_vocab_size)
     scalars = Scalars(writers)
     callbacks: list[Callback] = []
     if config.profiling.profile and run.layout.world.rank in config.profiling.profile_ranks:
@@ -78,7 +83,7 @@ def _describe_data(run: Run) -> str:
         f"{name} {0 if split is None else len(split):,}"
         for name, split in zip(("training", "validation", "test"), run.datasets, strict=True)
     )
-    return f"{source}; samples of {data.seq_length} tokens: {sizes}"
+    return f"{source}; samples of {describe_lengths(data)} tokens: {sizes}"
 
 
 def _describe_checkpoints(run: Run) -> str:

@@ -2,15 +2,19 @@
 
 MFU = tokens/s of one process x model FLOPs of one token / the device's dense 16-bit peak.
 Model FLOPs of a token: `models.arithmetic.flops_per_token` (causal attention counted half,
-recomputation not counted).
+recomputation not counted). Padding counts as tokens: it is computed.
 """
 
 from __future__ import annotations
 
 
-def tokens_per_second(samples: int, seq_length: int, seconds: float, world_size: int) -> float:
-    """Of one process."""
-    return samples * seq_length / seconds / world_size
+def tokens_per_second(samples: int, tokens: int, seconds: float, world_size: int) -> float:
+    """Of one process.
+
+    Args:
+        tokens: of a sample.
+    """
+    return samples * tokens / seconds / world_size
 
 
 def model_flops_utilization(

@@ -6,8 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.checkpoint.states import save_state
+from megatron.checkpoint import compare
+from tests.checkpoint.hf.models import CASES, tensors_of, write_folder
+from tests.checkpoint.states import make_state, save_state
 
 SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "checkpoint" / "inspect.py"
 
@@ -60,6 +63,57 @@ def test_megatrons_folders_are_read(golden, inspect):
     code, text = inspect(golden / "gpt_tp2pp2_fp32" / "ckpt")
     assert code == 0
     assert "iter_0000020  legacy  156 tensors  verified" in text
+
+
+def test_one_checkpoint_and_hugging_face_s_folders(tmp_path, inspect):
+    code, text = inspect(save_state(tmp_path, 1))
+    assert code == 0
+    assert "iter_0000001  native  8 tensors" in text
+    folder = write_folder(tmp_path / "hf", CASES["llama"].config, tensors_of(CASES["llama"]))
+    code, text = inspect("--details", folder)
+    assert code == 0
+    assert "LlamaForCausalLM  15 tensors  fits config.json, content not verified" in text
+    assert "model.final_norm.weight  float32 [32]" in text
+
+
+def test_differences_are_named_and_measured(tmp_path, inspect, monkeypatch):
+    monkeypatch.setattr(compare, "_ELEMENTS", 7)  # so that tensors are compared in parts
+    one, state = save_state(tmp_path / "a", 1), make_state(1)
+    code, text = inspect("diff", tmp_path / "a", one)
+    assert (code, text.splitlines()[-1]) == (0, "8 tensors are the same, 0 differences")
+    weight = state["model.layers.0.mlp.up.weight"].tensor
+    weight[3, 2] += 0.5
+    weight[30, 7] -= 2
+    norm = state["model.norm.weight"]
+    state["model.norm.weight"] = type(norm).whole(norm.tensor.float())
+    state["mask"] = type(norm).whole(torch.zeros(2, 5, dtype=torch.bool))
+    state["new"] = state.pop("empty")
+    other = save_state(tmp_path / "b", 2, state)
+    code, text = inspect("diff", one, other)
+    assert code == 1
+    for line in (
+        "model.layers.0.mlp.up.weight: 2 of 256 values changed, by at most 2",
+        "model.norm.weight: float16 [8] -> float32 [8]",
+        "mask: bool [3, 5] -> bool [2, 5]",
+        f"empty: only in {one}",
+        f"new: only in {other}",
+        "iteration: 1 -> 2",
+    ):
+        assert line in text.splitlines()
+    code, text = inspect("diff", one, other, "--only", "optimizer.")
+    assert (code, text.splitlines()[-1]) == (0, "2 tensors are the same, 0 differences")
+    file = other / "rank_00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert inspect("diff", one, other)[0] == 4
+
+
+def test_checkpoints_of_several_formats_are_compared(golden, tmp_path, inspect):
+    whole, split = (golden / name / "ckpt" for name in ("gpt_fp32", "gpt_tp2pp2_fp32"))
+    code, text = inspect("diff", whole, whole / "iter_0000020")
+    assert (code, text.splitlines()[-1]) == (0, "156 tensors are the same, 0 differences")
+    code, text = inspect("diff", whole, split)
+    assert code == 1
+    assert "model.layers.0.mlp.up.weight: 16,384 of 16,384 values changed, by at most 0." in text
 
 
 def test_it_runs_as_a_script_although_its_name_is_that_of_a_library(tmp_path):

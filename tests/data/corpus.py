@@ -19,3 +19,26 @@ def write_corpus(
     with IndexedDatasetBuilder(prefix, np.uint16) as builder:
         builder.add_documents(tokens, lengths, np.ones(documents, int))
     return prefix
+
+
+VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+
+
+def write_vocabulary(path: Path, words: int = 200) -> Path:
+    """A WordPiece vocabulary: special entries, `words` words and as many continuations."""
+    entries = [*VOCABULARY, *(f"w{i}" for i in range(words)), *(f"##p{i}" for i in range(words))]
+    path.write_text("\n".join(entries) + "\n")
+    return path
+
+
+def write_sentences(
+    prefix: Path, *, documents: int = 40, vocab_size: int = 405, seed: int = 0
+) -> Path:
+    """A dataset of documents of 0 to 8 sentences of 1 to 30 tokens; returns its prefix."""
+    random = np.random.RandomState(seed)
+    counts = random.randint(0, 9, documents)
+    lengths = random.randint(1, 31, counts.sum())
+    tokens = random.randint(len(VOCABULARY), vocab_size, lengths.sum())
+    with IndexedDatasetBuilder(prefix, np.uint16) as builder:
+        builder.add_documents(tokens, lengths, counts)
+    return prefix

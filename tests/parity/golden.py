@@ -15,10 +15,11 @@ from megatron.training.evaluation import final_evaluation
 from megatron.training.loop import train
 from megatron.training.setup import build_run
 from megatron.training.standard import standard_callbacks
+from pretrain_bert import BertRecipe
 from pretrain_gpt import GPTRecipe
 from tests.training.toy import Recorder
 
-GPT = """
+_ALL = """
     --num-layers 4 --hidden-size 64 --num-attention-heads 4
     --seq-length 128 --max-position-embeddings 128
     --micro-batch-size 4 --global-batch-size 16 --train-iters 40
@@ -27,10 +28,15 @@ GPT = """
     --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion
     --no-gradient-accumulation-fusion --no-async-tensor-model-parallel-allreduce
     --no-persist-layer-norm --no-exit-signal-handler
-    --data-path data/gpt_text_document --split 949,50,1
-    --tokenizer-type GPT2BPETokenizer --num-workers 0
+    --split 949,50,1 --num-workers 0 --eval-interval 20 --eval-iters 5 --log-interval 1
+""".split()
+GPT = """
+    --data-path data/gpt_text_document --tokenizer-type GPT2BPETokenizer
     --vocab-file data/gpt2-tiny-vocab.json --merge-file data/gpt2-tiny-merges.txt
-    --eval-interval 20 --eval-iters 5 --log-interval 1
+""".split()
+BERT = """
+    --data-path data/bert_text_sentence --tokenizer-type BertWordPieceLowerCase
+    --vocab-file data/bert-5000-vocab.txt
 """.split()
 
 
@@ -39,13 +45,15 @@ def continue_run(
 ) -> list[dict[str, Any]]:
     """Load iteration 20 of a recorded run and train to its end; what was recorded of ours.
 
-    The working folder becomes `golden`: the index cache's descriptions hold the path as spelt.
+    The run's name begins with its kind of network. The working folder becomes `golden`: the index
+    cache's descriptions hold the path as spelt.
     """
     os.chdir(golden)
     size, rank = layout.world.size, layout.world.rank
-    words = [*GPT, "--load", f"{run_name}/ckpt", "--data-cache-path", str(cache), *flags]
-    config = parse_config(words, world_size=size).config
-    run = build_run(config, GPTRecipe(), Launch(rank, size), Device.cpu(), layout)
+    recipe, corpus = (BertRecipe(), BERT) if run_name.startswith("bert") else (GPTRecipe(), GPT)
+    words = [*_ALL, *corpus, "--load", f"{run_name}/ckpt", "--data-cache-path", str(cache), *flags]
+    config = parse_config(words, world_size=size, architecture=recipe.architecture).config
+    run = build_run(config, recipe, Launch(rank, size), Device.cpu(), layout)
     recorder = Recorder()
     callbacks, listeners = standard_callbacks(run, [recorder])
     train(run, callbacks)

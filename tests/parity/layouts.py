@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
@@ -13,13 +13,13 @@ from megatron.parallel.layout import Layout, grid_sizes
 from tests.distributed import run_distributed
 from tests.training.toy import train_toy
 
-ITERATIONS = 20
+ITERATIONS, OTHER_ITERATIONS = 20, 8  # of a GPT, of the other kinds
 LOSS_TOLERANCE = 1e-5  # relative, at every iteration
 NORM_TOLERANCE = 1e-4
 _GLOBAL_BATCH = 8
 _BASE = f"""
     --hidden-dropout 0 --attention-dropout 0 --num-layers 4 --global-batch-size {_GLOBAL_BATCH}
-    --eval-interval 100 --eval-iters 0 --train-iters {ITERATIONS}
+    --eval-interval 100 --eval-iters 0
 """.split()
 _LLAMA = (
     "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
@@ -36,6 +36,7 @@ class LayoutCase:
         processes: in all; what the three sizes leave is data parallel.
         flags: further ones, of the layout: they change no number.
         network: further ones that the single process gets too.
+        kind: of network.
     """
 
     processes: int
@@ -44,6 +45,7 @@ class LayoutCase:
     pipeline: int = 1
     flags: str = ""
     network: str = ""
+    kind: str = "gpt"
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -60,16 +62,26 @@ class LayoutCase:
     def shown_flags(self) -> str:
         return " ".join(f"{self.flags} {self.network}".split())
 
+    @property
+    def iterations(self) -> int:
+        return ITERATIONS if self.kind == "gpt" else OTHER_ITERATIONS
+
     def words(self) -> list[str]:
         """The command line. Micro-batches: four fill a pipeline, two accumulate gradients."""
         data = grid_sizes(self.processes, **self.sizes)["data"]
         micro_batches = 4 if self.pipeline > 1 else 2
+        micro_batch = max(1, _GLOBAL_BATCH // data // micro_batches)
+        if self.kind != "gpt":
+            # Always the same: the loss is a mean of the micro-batches' means over hidden tokens,
+            # and they do not hide equally many.
+            micro_batch = 2
         return [
             *_BASE,
+            *("--train-iters", str(self.iterations)),
             *("--tensor-model-parallel-size", str(self.tensor)),
             *("--context-parallel-size", str(self.context)),
             *("--pipeline-model-parallel-size", str(self.pipeline)),
-            *("--micro-batch-size", str(max(1, _GLOBAL_BATCH // data // micro_batches))),
+            *("--micro-batch-size", str(micro_batch)),
             *self.flags.split(),
             *self.network.split(),
         ]
@@ -142,8 +154,34 @@ LAYOUTS: tuple[LayoutCase, ...] = (
 )
 
 
+# Of BERT and T5 what they have of their own: masks, more tables and heads, a message of two halves.
+_OTHERS = (
+    LayoutCase(2, flags="--zero-stage 1"),
+    LayoutCase(2, flags="--zero-stage 3"),
+    LayoutCase(2, tensor=2),
+    LayoutCase(2, tensor=2, flags=f"{_SP} --cross-entropy-fusion-impl linear"),
+    LayoutCase(2, pipeline=2),
+    LayoutCase(2, pipeline=2, flags=_VIRTUAL),
+    LayoutCase(2, pipeline=2, flags="--pipeline-schedule zero-bubble"),
+    LayoutCase(4, tensor=2, pipeline=2, flags=f"{_SP} {_RECOMPUTE}"),
+)
+OTHER_LAYOUTS: tuple[LayoutCase, ...] = (
+    *(replace(case, kind="bert") for case in _OTHERS),
+    *(replace(case, kind="t5") for case in _OTHERS),
+    LayoutCase(2, pipeline=2, network="--bert-no-binary-head", kind="bert"),
+    LayoutCase(2, tensor=2, flags=_SP, network="--position-embedding-type rope", kind="t5"),
+    LayoutCase(
+        3,
+        pipeline=3,
+        flags="--pipeline-model-parallel-split-rank 1",
+        network="--decoder-num-layers 2",
+        kind="t5",
+    ),
+)
+
+
 class Curves(NamedTuple):
-    """What one process recorded: a value an iteration."""
+    """What one process recorded: a value an iteration, of several losses one after another."""
 
     losses: list[float]
     norms: list[float]
@@ -156,22 +194,25 @@ class Difference(NamedTuple):
     norm: float
 
 
-def train_curves(layout: Layout, words: Sequence[str]) -> Curves:
+def train_curves(layout: Layout, words: Sequence[str], kind: str = "gpt") -> Curves:
     """Train the toy model to its end."""
-    recorder, _ = train_toy(layout, words)
-    return Curves(recorder.values("lm loss"), recorder.values("grad-norm"))
+    recorder, run = train_toy(layout, words, kind)
+    losses = [recorder.values(name) for name in run.recipe.loss_names(run.config)]
+    return Curves([value for curve in losses for value in curve], recorder.values("grad-norm"))
 
 
 @cache
-def single_process(network: str) -> Curves:
+def single_process(network: str, kind: str = "gpt") -> Curves:
     """The same training on one process."""
-    return train_curves(Layout.single(), LayoutCase(1, network=network).words())
+    return train_curves(Layout.single(), LayoutCase(1, network=network, kind=kind).words(), kind)
 
 
 def compare(case: LayoutCase) -> Difference:
     """Train in gloo processes as `case` says, and on one."""
-    expected = single_process(case.network)
-    got: list[Curves] = run_distributed(case.processes, train_curves, case.words(), **case.sizes)
+    expected = single_process(case.network, case.kind)
+    got: list[Curves] = run_distributed(
+        case.processes, train_curves, case.words(), case.kind, **case.sizes
+    )
     return Difference(
         max(largest_difference(curves.losses, expected.losses) for curves in got),
         max(largest_difference(curves.norms, expected.norms) for curves in got),

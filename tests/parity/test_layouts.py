@@ -7,6 +7,8 @@ from tests.parity.layouts import (
     LAYOUTS,
     LOSS_TOLERANCE,
     NORM_TOLERANCE,
+    OTHER_ITERATIONS,
+    OTHER_LAYOUTS,
     LayoutCase,
     compare,
     largest_difference,
@@ -15,10 +17,10 @@ from tests.parity.layouts import (
 
 
 def _id(case: LayoutCase) -> str:
-    return f"{case.name} {case.shown_flags}"
+    return f"{case.kind} {case.name} {case.shown_flags}"
 
 
-@pytest.mark.parametrize("case", LAYOUTS, ids=_id)
+@pytest.mark.parametrize("case", [*LAYOUTS, *OTHER_LAYOUTS], ids=_id)
 def test_losses_and_norms_equal_the_single_process(case):
     difference = compare(case)
     assert difference.loss <= LOSS_TOLERANCE
@@ -29,6 +31,13 @@ def test_the_curves_are_those_of_a_training():
     losses, norms = single_process("")
     assert len(losses) == len(norms) == ITERATIONS
     assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.parametrize("kind", ["bert", "t5"])
+def test_the_other_curves_are_those_of_a_training_too(kind):
+    losses, norms = single_process("", kind)
+    assert len(norms) == OTHER_ITERATIONS
+    assert losses[OTHER_ITERATIONS - 1] < losses[0]
 
 
 def test_a_difference_is_seen_wherever_it_is():

@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from tasks import harness
 from tests.distributed import run_distributed
 from tests.tasks.toy import save_toy
 
-pytest.importorskip("lm_eval", reason="needs the extra [eval]")
+harness_tasks = pytest.importorskip("lm_eval.tasks", reason="needs the extra [eval]")
 
 CHOICES = """
 task: toy_choice
@@ -137,7 +138,11 @@ def test_a_task_file_can_be_named(toy):
     assert numbers["toy_choice acc"] == 1
 
 
-def test_mistakes_are_said(toy):
+def test_mistakes_are_said(toy, monkeypatch):
+    own_only = partial(harness_tasks.TaskManager, include_defaults=False)
+    monkeypatch.setattr(
+        harness_tasks, "TaskManager", lambda include_path, **_: own_only(include_path=include_path)
+    )
     with pytest.raises(ConfigError, match="the harness knows no such task"):
         _evaluate(Layout.single(), toy, ["--lm-eval-tasks", "no_such_task"])
     with pytest.raises(ConfigError) as caught:

@@ -145,7 +145,12 @@ def test_the_vocabulary_is_padded_to_the_model_s_own_rows(entries, rows, multipl
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (["--saver", "megatron"], 9, "--saver megatron: Megatron-LM's own files are not written"),
+        (["--loader", "hf", "--keep-optimizer"], 9, "--keep-optimizer: folders of Hugging Face"),
+        (
+            ["--saver", "megatron", "--target-tensor-parallel-size", "0"],
+            9,
+            "--target-tensor-parallel-size 0: at least 1",
+        ),
         (["--loader", "native"], 4, "there is no checkpoint in it"),
         (["--loader", "hf"], 4, "neither model.safetensors nor"),
         (["--loader", "native", "--verify"], 9, "--verify compares ours with Hugging Face"),
@@ -175,6 +180,37 @@ def test_megatron_s_flags_say_that_they_change_nothing(tmp_path: Path, capsys) -
     assert "--target-tensor-parallel-size 2: changes nothing: what is written loads in any" in out
     assert "--target-pipeline-parallel-size 4: changes nothing" in out
     assert "--megatron-path /m: not needed" in out
+
+
+def test_hugging_face_to_megatron_and_back(tmp_path: Path, capsys) -> None:
+    case = CASES["llama"]
+    folder = write_folder(tmp_path / "a", case.config, tensors_of(case))
+    words = "--target-tensor-parallel-size 2 --target-pipeline-parallel-size 2 --verify".split()
+    assert convert("hf", "megatron", folder, tmp_path / "b", *words) == 0
+    out = capsys.readouterr().out
+    assert "--rotary-base 1000: Megatron-LM 23.08 computes with 10000" in out
+    assert "logits differ by at most" in out or "NOT CHECKED" in out
+    assert (tmp_path / "b" / "latest_checkpointed_iteration.txt").read_text() == "release"
+    assert len(list((tmp_path / "b" / "release").iterdir())) == 4
+    assert convert("megatron", "hf", tmp_path / "b", tmp_path / "c") == 0
+    assert_same(tensors_in(tmp_path / "c"), tensors_of(case))
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "message"),
+    [
+        ("qwen3", [], "attention.key_norm.weight has no place in a model of Megatron-LM 23.08"),
+        ("qwen2", [], "--add-qkv-bias: Megatron-LM 23.08 has biases in all linear layers or in"),
+        ("llama", ["--target-tensor-parallel-size", "4"], "[70, 32] does not split among 4"),
+        ("llama", ["--target-pipeline-parallel-size", "4"], "does not divide over"),
+    ],
+)
+def test_what_megatron_has_no_place_for(name, words, message, tmp_path: Path, capsys) -> None:
+    case = CASES[name]
+    folder = write_folder(tmp_path / "a", case.config, tensors_of(case))
+    assert convert("hf", "megatron", folder, tmp_path / "b", *words) != 0
+    assert message in capsys.readouterr().err
+    assert not list((tmp_path / "b").glob("*_*/"))
 
 
 def test_verify_says_plainly_that_it_did_not_check(tmp_path: Path, capsys, monkeypatch) -> None:
@@ -277,6 +313,31 @@ def test_the_run_starts_with_the_model_s_own_loss(imported: Path, tmp_path: Path
     with torch.no_grad():
         found = run.parts[0].eval()(tokens)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_training_starts_from_hugging_face_s_folder_without_a_conversion(
+    imported: Path, tmp_path: Path, capsys
+) -> None:
+    """The same losses and weights as from the converted one."""
+    original, file = tmp_path / "original", "tokenizer.json"
+    (imported / COMPANION_FOLDER / file).replace(original / file)
+    words = ["--tokenizer-model", str(original / file), *TRAINING]
+    lines = []
+    for folder in (imported, original):
+        out = tmp_path / f"from-{folder.name}"
+        assert main(GPTRecipe(), [*words, "--load", str(folder), "--save", str(out)]) == 0
+        text = capsys.readouterr().out
+        lines.append(
+            [line.split("lm loss: ")[1][:12] for line in text.splitlines() if "lm loss:" in line]
+        )
+    assert lines[0] == lines[1]
+    one, other = (open_checkpoint(tmp_path / f"from-{f.name}") for f in (imported, original))
+    assert one is not None
+    assert other is not None
+    assert all(torch.equal(read_whole(one, n), read_whole(other, n)) for n in one.names())
+    words.remove("--finetune")
+    assert main(GPTRecipe(), [*words, "--load", str(original), "--save", str(tmp_path / "x")]) == 4
+    assert "holds no optimizer state: start with a fresh optimizer" in capsys.readouterr().err
 
 
 def test_megatron_s_checkpoints_go_to_ours_and_to_gpt2(tmp_path: Path, capsys) -> None:

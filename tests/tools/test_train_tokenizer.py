@@ -56,6 +56,35 @@ def test_same_input_same_files(tmp_path):
         assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
 
 
+@pytest.mark.parametrize(
+    ("flags", "kind", "words"),
+    [
+        ([], "BertWordPieceLowerCase", "the tailor , naive"),
+        (["--cased"], "BertWordPieceCase", "The tailor , naïve"),
+    ],
+)
+def test_wordpiece(tmp_path, flags, kind, words):
+    source = write(tmp_path / "in.jsonl", TEXT, "The tailor, naïve 世界!")
+    for name in ("a", "b"):
+        folder = tmp_path / name
+        assert train(source, folder, "--kind", "wordpiece", "--vocab-size", "150", *flags) == 0
+    for path in (tmp_path / "a").iterdir():
+        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
+    ours = build_tokenizer(
+        TokenizerConfig(tokenizer_type=kind, vocab_file=str(tmp_path / "a" / "vocab.txt"))
+    )
+    huggingface = build_tokenizer(
+        TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path / "a"))
+    )
+    assert (ours.pad, ours.cls, ours.sep, ours.mask) == (0, 2, 3, 4)
+    ids = ours.tokenize("The tailor, naïve")
+    assert ids == huggingface.tokenize("The tailor, naïve")
+    assert ours.detokenize(ids) == words
+    assert 5 <= len(ours.tokenize("the tower told the time")) < 10  # learnt words, or nearly
+    assert "##!" not in ours.vocab  # punctuation never continues a word
+    assert "##t" in ours.vocab
+
+
 def test_small_text_gives_fewer_entries(tmp_path, capsys):
     source = write(tmp_path / "in.jsonl", "ab ab")
     assert train(source, tmp_path / "t", "--vocab-size", "1000") == 0
@@ -67,6 +96,9 @@ def test_small_text_gives_fewer_entries(tmp_path, capsys):
     [
         ([TEXT], ["--vocab-size", "256"], 9, "--vocab-size 256: give at least 257"),
         ([TEXT], ["--min-frequency", "0"], 9, "--min-frequency 0: give at least 1"),
+        ([TEXT], ["--kind", "wordpiece", "--vocab-size", "20"], 9, "characters alone take"),
+        ([TEXT], ["--cased"], 9, "--cased goes with --kind wordpiece"),
+        ([""], ["--kind", "wordpiece"], 6, "no text to learn from"),
         ([""], [], 6, "no text to learn from"),
         ([TEXT], ["--json-keys", "text"], 6, "in.jsonl:1: no key 'text'"),
     ],

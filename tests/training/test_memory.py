@@ -5,7 +5,7 @@ import pytest
 from megatron.config.parser import parse_config
 from megatron.models.arithmetic import count_parameters
 from megatron.training.memory import largest_process
-from tests.training.toy import TOY
+from tests.training.toy import OF_KIND, TOY
 
 
 def _estimate(*flags, world_size=1):
@@ -29,6 +29,22 @@ def test_bytes_of_what_is_kept_for_each_parameter():
     assert _bytes(_estimate("--bf16")) == (2, 4, 12)
     assert _bytes(_estimate("--fp16")) == (2, 2, 12)
     assert _bytes(_estimate("--optimizer", "sgd")) == (4, 4, 4)
+
+
+@pytest.mark.parametrize("kind", ["bert", "t5"])
+def test_the_other_kinds_are_counted_whole(kind):
+    """On one process; cut in two, every layer is somewhere, and the tied words twice."""
+    words = [*TOY, "--train-iters", "1", "--num-layers", "8", *OF_KIND[kind]]
+    config = parse_config(words, world_size=1, architecture=kind).config
+    parameters = count_parameters(config.model, 104)
+    whole = largest_process(config, 104, 1)
+    assert (whole.parameters, whole.optimizer) == (4 * parameters, 8 * parameters)
+    words += ["--pipeline-model-parallel-size", "2"]
+    half = parse_config(words, world_size=2, architecture=kind).config
+    assert 0.5 < largest_process(half, 104, 2).parameters / whole.parameters < 0.8
+    words += ["--recompute-granularity", "full", "--recompute-method", "uniform"]
+    less = parse_config(words, world_size=2, architecture=kind).config
+    assert largest_process(less, 104, 2).activations < largest_process(half, 104, 2).activations
 
 
 def test_shared_states_shrink_with_the_processes():

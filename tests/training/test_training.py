@@ -64,6 +64,24 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tmp_path, flags)
     assert fingerprint(resumed_run) == fingerprint(whole_run)
 
 
+@pytest.mark.parametrize("kind", ["bert", "t5"])
+@pytest.mark.parametrize("flags", [(), ("--bf16",)], ids=["fp32", "bf16"])
+def test_so_does_a_resumed_bert_or_t5(tmp_path, kind, flags):
+    whole, whole_run = train_toy(Layout.single(), flags, kind)
+    save = [*flags, "--save", str(tmp_path), "--save-interval", "100"]
+    train_toy(Layout.single(), [*save, "--exit-interval", "2"], kind)
+    second, resumed_run = train_toy(Layout.single(), [*save, "--load", str(tmp_path)], kind)
+    assert second.values("lm loss") == whole.values("lm loss")[2:]
+    assert fingerprint(resumed_run) == fingerprint(whole_run)
+
+
+def test_a_checkpoint_of_another_kind_is_refused_by_name(tmp_path):
+    save = ["--save", str(tmp_path), "--save-interval", "1", "--exit-interval", "1"]
+    train_toy(Layout.single(), save, "bert")
+    with pytest.raises(CheckpointError, match="architecture is gpt here and bert in the check"):
+        build_toy(Layout.single(), ["--load", str(tmp_path)])
+
+
 def _resume_on_two(layout, arguments):
     recorder, run = train_toy(layout, arguments)
     return recorder.values("lm loss"), run.progress.iteration

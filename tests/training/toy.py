@@ -1,4 +1,4 @@
-"""A toy GPT run in this process or in several, for tests of the training loop."""
+"""A toy run in this process or in several, for tests of the training loop."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from megatron.device import Device
 from megatron.environment import Launch
 from megatron.parallel.layout import Layout
 from megatron.training.loop import train
+from megatron.training.recipe import Recipe
 from megatron.training.run import Run
 from megatron.training.setup import build_run
 from megatron.training.standard import standard_callbacks
+from pretrain_bert import BertRecipe
 from pretrain_gpt import GPTRecipe
+from pretrain_t5 import T5Recipe
 
 TOY = """
     --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16
@@ -25,6 +28,14 @@ TOY = """
     --mock-data --tokenizer-type NullTokenizer --vocab-size 100 --make-vocab-size-divisible-by 8
     --num-workers 0 --log-interval 1 --eval-interval 3 --eval-iters 1
 """.split()
+
+
+RECIPES: dict[str, Recipe] = {"gpt": GPTRecipe(), "bert": BertRecipe(), "t5": T5Recipe()}
+OF_KIND: dict[str, list[str]] = {
+    "gpt": [],
+    "bert": [],
+    "t5": "--decoder-seq-length 12 --lr 2e-3 --min-lr 2e-4".split(),
+}
 
 
 class Recorder:
@@ -43,19 +54,21 @@ class Recorder:
         return [record[name] for record in self.records if name in record]
 
 
-def build_toy(layout: Layout, arguments: Sequence[str] = ()) -> Run:
-    """A run of the toy model; later flags win over the toy's own."""
+def build_toy(layout: Layout, arguments: Sequence[str] = (), kind: str = "gpt") -> Run:
+    """A run of the toy model of a kind; later flags win over the toy's own."""
     size, rank = layout.world.size, layout.world.rank
-    words = [*TOY, *arguments]
+    words = [*TOY, *OF_KIND[kind], *arguments]
     words += [] if {"--train-samples", "--train-iters"} & set(words) else ["--train-iters", "6"]
     words += [] if "--exit-signal-handler" in words else ["--no-exit-signal-handler"]
-    parsed = parse_config(words, world_size=size)
-    return build_run(parsed.config, GPTRecipe(), Launch(rank, size), Device.cpu(), layout)
+    parsed = parse_config(words, world_size=size, architecture=kind)
+    return build_run(parsed.config, RECIPES[kind], Launch(rank, size), Device.cpu(), layout)
 
 
-def train_toy(layout: Layout, arguments: Sequence[str] = ()) -> tuple[Recorder, Run]:
+def train_toy(
+    layout: Layout, arguments: Sequence[str] = (), kind: str = "gpt"
+) -> tuple[Recorder, Run]:
     """Train it to the end; what was recorded on this rank, and the run."""
-    run, recorder = build_toy(layout, arguments), Recorder()
+    run, recorder = build_toy(layout, arguments, kind), Recorder()
     callbacks, _ = standard_callbacks(run, [recorder])
     train(run, callbacks)
     return recorder, run

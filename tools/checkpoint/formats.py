@@ -30,11 +30,12 @@ from megatron.config.arguments import from_namespace
 from megatron.config.data import TokenizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.resolve import resolve
-from megatron.config.run import RunConfig, known
-from megatron.config.stages import plan_parts
+from megatron.config.run import RunConfig
+from megatron.config.stages import plan_model
 from megatron.config.yaml_file import from_dict
 from megatron.errors import CheckpointError, UserError
 from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.vocabulary import padded_vocab_size
 
 _EMBEDDING = f"{WEIGHTS}embedding.word.weight"
 _POSITIONS = f"{WEIGHTS}embedding.position.weight"
@@ -132,10 +133,12 @@ def _complete(config: RunConfig, reader: Reader) -> RunConfig:
 def save_native(source: Source, options: argparse.Namespace) -> Path:
     """A checkpoint of ours, with the model's small files beside it."""
     tokenizer = _adopt_files(source, options)
-    rows = options.true_vocab_size or source.rows
+    held = rows = options.true_vocab_size or source.rows
     entries = _entries(tokenizer)
     multiple = source.config.model.make_vocab_size_divisible_by
-    if entries is not None and entries <= rows:
+    if entries is not None and entries > rows:  # BERT's tokenizer here has two of its own
+        rows = padded_vocab_size(entries, multiple, 1)
+    elif entries is not None:
         multiple = padding_multiple(entries, rows)
     model = replace(source.config.model, make_vocab_size_divisible_by=multiple)
     extra: dict[str, object] = {}
@@ -144,7 +147,7 @@ def save_native(source: Source, options: argparse.Namespace) -> Path:
     if "legacy_args" in source.reader.meta:  # for the way back
         extra["legacy_args"] = source.reader.meta["legacy_args"]
     return convert.save_native(
-        _with_rows(source.reader, rows),
+        PaddedReader(source.reader, rows=rows, entries=held),
         options.save_dir,
         replace(source.config, model=model, tokenizer=tokenizer),
         extra,
@@ -185,7 +188,7 @@ def _target(source: Source, options: argparse.Namespace) -> ParallelConfig:
             options.target_num_layers_per_virtual_pipeline_stage
         ),
     )
-    plan_parts(known(source.config.model.num_layers), parallel)
+    plan_model(source.config.model, parallel)
     return parallel
 
 
@@ -223,7 +226,7 @@ def _adopt_files(source: Source, options: argparse.Namespace) -> TokenizerConfig
         for name, data in found.items():
             replace_file(folder / name, data)
     if not paths:
-        return _tokenizer_in(folder, given)
+        return _tokenizer_in(folder, given, source.config.model.architecture)
     return replace(
         given,
         tokenizer_type=given.tokenizer_type or _kind_of(paths),
@@ -249,9 +252,14 @@ def _kind_of(paths: Mapping[str, str]) -> str:
     return "HuggingFaceTokenizer" if model.endswith(".json") else "Llama2Tokenizer"
 
 
-def _tokenizer_in(folder: Path, given: TokenizerConfig) -> TokenizerConfig:
+def _tokenizer_in(folder: Path, given: TokenizerConfig, architecture: str) -> TokenizerConfig:
     """The tokenizer of a folder of Hugging Face files; without a type where it has none."""
     paths = {name: str(folder / name) for name in files.COMPANIONS if (folder / name).is_file()}
+    if architecture == "bert" and files.WORDPIECES in paths:
+        settings = folder / files.TOKENIZER_CONFIG
+        lower = not settings.is_file() or read_json(settings).get("do_lower_case", True)
+        kind = "BertWordPieceLowerCase" if lower else "BertWordPieceCase"
+        return replace(given, tokenizer_type=kind, vocab_file=paths[files.WORDPIECES])
     if files.TOKENIZER_JSON in paths:
         return replace(
             given,
@@ -312,9 +320,10 @@ def _tokenizer_files(source: Source, options: argparse.Namespace) -> dict[str, b
     config = from_namespace(TokenizerConfig, options)
     config = source.config.tokenizer if config == TokenizerConfig() else config
     is_json = (config.tokenizer_model or "").endswith(".json")
+    is_wordpiece = (config.tokenizer_type or "").startswith("BertWordPiece")
     names = {
         "tokenizer_model": files.TOKENIZER_JSON if is_json else files.TOKENIZER_MODEL,
-        "vocab_file": files.VOCAB,
+        "vocab_file": files.WORDPIECES if is_wordpiece else files.VOCAB,
         "merge_file": files.MERGES,
     }
     found = {}

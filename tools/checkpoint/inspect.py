@@ -1,10 +1,12 @@
-"""Say what a folder of checkpoints holds, and whether it is sound, without loading a tensor.
+"""Say what a folder of checkpoints holds, and whether it is sound; or how two of them differ.
 
     python tools/checkpoint/inspect.py runs/demo/checkpoints
     python tools/checkpoint/inspect.py --no-verify --details runs/demo/checkpoints
+    python tools/checkpoint/inspect.py diff runs/demo/checkpoints runs/other/iter_0000100
 
-The folder is one that was given to --save or --load: ours, or Megatron-LM's. Exit code 0: all
-checkpoints in it are sound; 4: one is damaged, or there is none.
+A folder is one that was given to --save or --load, ours or Megatron-LM's, or one of Hugging Face;
+for `diff` also one checkpoint in it. No tensor is held whole. Exit code 0: all checkpoints are
+sound, or both are the same; 1: the two differ; 4: one is damaged, or there is none.
 """
 
 from __future__ import annotations
@@ -20,9 +22,22 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+DIFFERENT = 1  # exit code
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the summary; the exit code."""
+    """Print the summary, or the differences; the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    from megatron.command import run_command
+
+    if words[:1] == ["diff"]:
+        pair = _diff_parser().parse_args(words[1:])
+        return run_command(lambda: _diff(pair))
+    args = _parser().parse_args(words)
+    return run_command(lambda: _inspect(args))
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -35,11 +50,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--details", action="store_true", help="List all tensors and what else was saved."
     )
-    args = parser.parse_args(argv)
+    return parser
 
-    from megatron.command import run_command
 
-    return run_command(lambda: _inspect(args))
+def _diff_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="inspect.py diff", description="How two checkpoints of any format differ."
+    )
+    parser.add_argument("one", type=Path, help="A checkpoint, or a folder of them: the newest.")
+    parser.add_argument("other", type=Path, help="Another.")
+    parser.add_argument(
+        "--only", default="", metavar="PREFIX", help="Compare tensors whose names begin so."
+    )
+    parser.add_argument("--no-verify", action="store_true", help="Do not compare digests first.")
+    return parser
+
+
+def _diff(args: argparse.Namespace) -> int:
+    from megatron.checkpoint.any_format import open_any
+    from megatron.checkpoint.compare import compare
+    from megatron.errors import EXIT_OK
+
+    one, other = (open_any(path, verify=not args.no_verify) for path in (args.one, args.other))
+    print(f"{one.path} ({one.format}) -> {other.path} ({other.format})")
+    found = compare(one, other, only=args.only)
+    print("".join(f"{line}\n" for line in found.lines), end="")
+    print(f"{found.equal} tensors are the same, {len(found.lines)} differences")
+    return DIFFERENT if found.lines else EXIT_OK
 
 
 def _inspect(args: argparse.Namespace) -> int:

@@ -32,6 +32,7 @@ from megatron.config.arguments import add_flags
 from megatron.config.data import TokenizerConfig
 from megatron.errors import CheckpointError, ConfigError
 
+MODELS = ("GPT", "BERT", "T5")
 LOADERS = ("native", "megatron", "hf", "llama2_hf")
 SAVERS = ("native", "megatron", "hf")
 _HF = ("hf", "llama2_hf")
@@ -50,7 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--model-type", required=True, choices=("GPT",), help="Kind of model.")
+    parser.add_argument("--model-type", required=True, choices=MODELS, help="Kind of model.")
     parser.add_argument("--loader", default="megatron", choices=LOADERS, help="Format to read.")
     parser.add_argument("--saver", default="megatron", choices=SAVERS, help="Format to write.")
     parser.add_argument("--load-dir", required=True, type=Path, help="Folder to read.")
@@ -85,7 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     export.add_argument(
         "--model-family",
-        choices=("llama", "mistral", "qwen2", "qwen3", "gpt2"),
+        choices=("llama", "mistral", "qwen2", "qwen3", "gpt2", "bert"),
         help="Write as this. Unset: as it came, else the first that fits.",
     )
     export.add_argument(
@@ -142,10 +143,17 @@ def run(options: argparse.Namespace) -> Iterator[str]:
     if options.keep_optimizer and (options.loader in _HF or options.saver in _HF):
         raise ConfigError("--keep-optimizer: folders of Hugging Face hold weights alone: drop it")
     for name in _TARGETS:
-        if (getattr(options, name) or 1) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}: at least 1")
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: at least 1")
     yield from notices(options)
     source = formats.LOADERS[options.loader](options)
+    kind = source.config.model.architecture
+    if kind != options.model_type.lower():
+        raise ConfigError(
+            f"--model-type {options.model_type}: {source.reader.path} holds a {kind.upper()}: give "
+            f"--model-type {kind.upper()}"
+        )
     yield from source.notices
     if options.saver == "megatron":
         yield from formats.megatron_notices(source)

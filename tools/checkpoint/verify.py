@@ -6,12 +6,14 @@ folder can choose what code runs.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron.checkpoint.hf.files import CONFIG, find_shards
 from megatron.checkpoint.hf.reader import HFReader
@@ -21,6 +23,7 @@ from megatron.checkpoint.restore import restore
 from megatron.config.run import RunConfig, known
 from megatron.device import Device
 from megatron.errors import CheckpointError
+from megatron.models.bert import BertModel
 from megatron.models.gpt import GPTModel
 from megatron.parallel.layout import Layout
 from megatron.training.checkpointing import model_state
@@ -29,7 +32,7 @@ _TOKENS = (2, 64)  # [b, s], shorter where the model's context is
 
 
 def verify(reader: Reader, config: RunConfig, folder: Path, *, tolerance: float) -> str:
-    """Compare logits of a checkpoint with those of a Hugging Face folder, in fp32 on the CPU.
+    """Compare what a checkpoint gives with what those of a Hugging Face folder, in fp32 on the CPU.
 
     Args:
         reader: the checkpoint.
@@ -46,35 +49,90 @@ def verify(reader: Reader, config: RunConfig, folder: Path, *, tolerance: float)
     if find_spec("transformers") is None:
         return "--verify: NOT CHECKED: transformers is not installed (pip install transformers)"
     theirs_reader = HFReader(folder)
-    length = min(_TOKENS[1], known(config.model.max_position_embeddings))
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(theirs_reader.vocab, (_TOKENS[0], length), generator=generator)
-    ours = our_logits(reader, config, tokens)[..., : theirs_reader.vocab]
-    theirs = their_logits(theirs_reader, tokens)
-    difference, largest = (ours - theirs).abs().max().item(), theirs.abs().max().item()
-    text = f"logits differ by at most {difference:.2e} (largest logit {largest:.2f}, fp32)"
-    if not difference <= tolerance * max(1.0, largest):
-        raise CheckpointError(f"--verify: {text}: more than {tolerance:g} of it")
-    return f"--verify: {text}"
+    inputs = _random_inputs(known(config.model.max_position_embeddings), theirs_reader.vocab)
+    ours = our_outputs(reader, config, inputs)
+    theirs = their_outputs(theirs_reader, inputs)
+    lines = []
+    for name, expected in theirs.items():
+        found = ours[name][..., : expected.shape[-1]]
+        difference, largest = (found - expected).abs().max().item(), expected.abs().max().item()
+        lines.append(f"{name} differ by at most {difference:.2e} (largest {largest:.2f}, fp32)")
+        if not difference <= tolerance * max(1.0, largest):
+            raise CheckpointError(f"--verify: {lines[-1]}: more than {tolerance:g} of it")
+    return f"--verify: {'; '.join(lines)}"
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What both models are given.
+
+    Attributes:
+        tokens: [b, s].
+        types: [b, s], segments, for a BERT.
+        padding: bool [b, s], True where there is a token, for a BERT.
+    """
+
+    tokens: Tensor
+    types: Tensor
+    padding: Tensor
+
+
+def _random_inputs(positions: int, vocab: int) -> Inputs:
+    generator, length = torch.Generator().manual_seed(0), min(_TOKENS[1], positions)
+    tokens = torch.randint(vocab, (_TOKENS[0], length), generator=generator)
+    types = torch.randint(2, tokens.shape, generator=generator)
+    padding = torch.ones_like(tokens, dtype=torch.bool)
+    padding[-1, length - length // 4 :] = False
+    return Inputs(tokens, types, padding)
 
 
 @torch.no_grad()
-def our_logits(reader: Reader, config: RunConfig, tokens: torch.Tensor) -> torch.Tensor:
-    """Logits [b, s, rows] of a checkpoint for tokens [b, s], in fp32."""
+def our_outputs(reader: Reader, config: RunConfig, inputs: Inputs) -> dict[str, Tensor]:
+    """What a checkpoint's model gives, in fp32: logits, or of a BERT what `_bert_outputs` has."""
     config = replace(config, precision=replace(config.precision, fp16=False, bf16=False))
     rows = reader.global_shape("model.embedding.word.weight")[0]
-    model = GPTModel.from_config(config, Layout.single(), Device.cpu(), rows).eval()
-    restore(reader, model_state([model]), prefixes=("model.",), cast=True)
-    logits: torch.Tensor = model(tokens)
-    return logits
+    build = BertModel.from_config if config.model.architecture == "bert" else GPTModel.from_config
+    model = build(config, Layout.single(), Device.cpu(), rows).eval()
+    held = set(reader.names())
+    state = {name: entry for name, entry in model_state([model]).items() if name in held}
+    restore(reader, state, prefixes=("model.",), cast=True)
+    if isinstance(model, GPTModel):
+        return {"logits": model(inputs.tokens)}
+    return _bert_outputs(model, held, inputs)
+
+
+def _bert_outputs(model: BertModel, held: Collection[str], inputs: Inputs) -> dict[str, Tensor]:
+    """Logits of tokens and of the order, as far as there are heads; else the pooled vector, and the
+    hidden states of what is no padding."""
+    found = model(inputs.tokens, inputs.padding, inputs.types)
+    if "model.output.bias" in held:
+        tokens = {"logits": found.tokens[inputs.padding]}
+        return tokens | ({"order": found.order} if "model.binary_head.weight" in held else {})
+    model.head = None
+    hidden = model(inputs.tokens, inputs.padding, inputs.types)
+    assert model.pooler is not None
+    states = {"hidden states": hidden.transpose(0, 1)[inputs.padding]}
+    return states | ({"pooled": model.pooler(hidden)} if "model.pooler.dense.bias" in held else {})
 
 
 @torch.no_grad()
-def their_logits(reader: HFReader, tokens: torch.Tensor) -> torch.Tensor:
-    """Logits [b, s, vocabulary] that `transformers` computes from a folder, in fp32."""
+def their_outputs(reader: HFReader, inputs: Inputs) -> dict[str, Tensor]:
+    """What `transformers` computes from a folder, in fp32."""
     model = their_model(reader).eval()
-    logits: torch.Tensor = model(tokens).logits
-    return logits
+    if reader.family.name != "bert":
+        return {"logits": model(inputs.tokens).logits}
+    found = model(inputs.tokens, attention_mask=inputs.padding, token_type_ids=inputs.types)
+    if reader.architecture == "BertModel":
+        return {
+            "hidden states": found.last_hidden_state[inputs.padding],
+            "pooled": found.pooler_output,
+        }
+    if reader.architecture == "BertForMaskedLM":
+        return {"logits": found.logits[inputs.padding]}
+    return {
+        "logits": found.prediction_logits[inputs.padding],
+        "order": found.seq_relationship_logits,
+    }
 
 
 def their_model(reader: HFReader) -> Any:
@@ -91,17 +149,17 @@ def their_model(reader: HFReader) -> Any:
     values.pop("torch_dtype", None)
     config = transformers.AutoConfig.for_model(kind, **values)
     config._attn_implementation = "eager"
-    model = getattr(transformers, reader.family.architecture)(config).float()
+    model = getattr(transformers, reader.architecture)(config).float()
     state = {
         name: tensor
         for file in sorted(set(find_shards(reader.path).values()))
         for name, tensor in load_file(file).items()
         if not reader.family.is_derived(name)
     }
-    if reader.bare_names:
+    if reader.bare_names and reader.architecture != "BertModel":
         state = {reader.family.prefix + name: tensor for name, tensor in state.items()}
     missing, unexpected = model.load_state_dict(state, strict=False)
-    if unexpected or set(missing) - {"lm_head.weight"}:
+    if unexpected or set(missing) - {reader.family.tied_head, "cls.predictions.decoder.bias"}:
         raise CheckpointError(f"--verify: transformers lacks {missing}, has no place: {unexpected}")
     model.tie_weights()
     return model

@@ -1,14 +1,20 @@
-"""The families that our GPT expresses."""
+"""The families that our models express."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from megatron.checkpoint.hf.bert import Bert
 from megatron.checkpoint.hf.family import Family, misfits
 from megatron.checkpoint.hf.gpt2 import GPT2
 from megatron.checkpoint.hf.llama import LlamaLike
 from megatron.config.model import ModelConfig
 from megatron.errors import CheckpointError
+
+_NOT_EXPRESSED = {
+    "t5": "its relative position biases, its unscaled attention scores and its activations are not "
+    "built (Megatron-LM's own T5 files are read and written)",
+}
 
 
 def families() -> Mapping[str, Family]:
@@ -19,6 +25,7 @@ def families() -> Mapping[str, Family]:
         LlamaLike("qwen2", "Qwen2ForCausalLM", qkv_bias=True, window=True),
         LlamaLike("qwen3", "Qwen3ForCausalLM", head_norm=True, window=True, head_size=128),
         GPT2(),
+        Bert(),
     )
     return {family.name: family for family in known}
 
@@ -30,6 +37,8 @@ def family_named(name: object, path: object) -> Family:
         CheckpointError: it is not among those known.
     """
     known = families()
+    if name in _NOT_EXPRESSED:
+        raise CheckpointError(f"{path}: model_type {name}: not read: {_NOT_EXPRESSED[str(name)]}")
     if not isinstance(name, str) or name not in known:
         raise CheckpointError(
             f"{path}: model_type {name!r} is not known: possible are {', '.join(known)}"

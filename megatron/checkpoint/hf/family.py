@@ -33,12 +33,19 @@ class Family(Protocol):
         """`model_type` in config.json."""
 
     @property
-    def architecture(self) -> str:
-        """The class of `transformers` that has a language model's head."""
-
-    @property
     def prefix(self) -> str:
         """Begins the names of all tensors but the head's; some files leave it out. Or empty."""
+
+    @property
+    def tied_head(self) -> str:
+        """What files may call the word embeddings a second time, as the output's weight."""
+
+    def architecture(self, pieces: frozenset[str]) -> str:
+        """The class of `transformers`.
+
+        Args:
+            pieces: those that are there, of the ones that the family's files may lack.
+        """
 
     def read(self, settings: Settings) -> Described:
         """The network of a config.json.
@@ -93,7 +100,8 @@ def _meaning(model: ModelConfig, name: str) -> Any:
         case "rotary_seq_len_interpolation_factor":
             return model.rotary_seq_len_interpolation_factor or 1
         case "openai_gelu":
-            return activation_of(model)
+            # BERT's head for masked tokens has an activation of its own.
+            return activation_of(model), model.architecture == "bert" and model.openai_gelu
         case "add_qkv_bias":
             return model.add_bias_linear or model.add_qkv_bias
     return getattr(model, name)

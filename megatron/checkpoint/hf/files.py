@@ -18,18 +18,21 @@ INDEX = "model.safetensors.index.json"
 TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_MODEL = "tokenizer.model"
 VOCAB, MERGES = "vocab.json", "merges.txt"
+WORDPIECES = "vocab.txt"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 # What goes along with a model: text, never code.
 COMPANIONS = (
     CONFIG,
     GENERATION_CONFIG,
     TOKENIZER_JSON,
     TOKENIZER_MODEL,
-    "tokenizer_config.json",
+    TOKENIZER_CONFIG,
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
     VOCAB,
     MERGES,
+    WORDPIECES,
 )
 MAX_COMPANION = 256 << 20  # bytes; the largest tokenizer files have some ten million
 
@@ -54,6 +57,12 @@ def inside(folder: Path, name: str) -> Path:
     if not any(target.is_relative_to(home) for home in homes):
         raise CheckpointError(f"{path}: a link out of the folder, which is not followed")
     return path
+
+
+def is_model_folder(folder: Path) -> bool:
+    """Whether a folder looks like Hugging Face's, or would, were its tensors not pickled."""
+    names = (SINGLE, INDEX, *_PICKLED)
+    return (folder / CONFIG).is_file() and any((folder / name).exists() for name in names)
 
 
 def find_shards(folder: Path) -> dict[str, Path]:

@@ -19,8 +19,12 @@ class GPT2:
     """See `Family`."""
 
     name = "gpt2"
-    architecture = "GPT2LMHeadModel"
     prefix = "transformer."
+    tied_head = "lm_head.weight"
+
+    def architecture(self, pieces: frozenset[str]) -> str:
+        """See `Family`."""
+        return "GPT2LMHeadModel"
 
     def read(self, settings: Settings) -> Described:
         """See `Family`."""
@@ -53,7 +57,6 @@ class GPT2:
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
         """See `Family`."""
         return {
-            "architectures": [self.architecture],
             "model_type": self.name,
             "vocab_size": vocab,
             "n_positions": model.max_position_embeddings,

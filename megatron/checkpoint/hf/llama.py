@@ -26,7 +26,7 @@ class LlamaLike:
 
     Attributes:
         name: `model_type`.
-        architecture: class of `transformers`.
+        language_model: class of `transformers`.
         qkv_bias: queries, keys and values have biases.
         head_norm: queries and keys are normalized, head by head.
         window: config.json may limit attention to a window.
@@ -35,13 +35,18 @@ class LlamaLike:
     """
 
     name: str
-    architecture: str
+    language_model: str
     qkv_bias: bool = False
     head_norm: bool = False
     window: bool = False
     old_files: bool = False
     head_size: int | None = None
     prefix: str = ""
+    tied_head: str = "lm_head.weight"
+
+    def architecture(self, pieces: frozenset[str]) -> str:
+        """See `Family`."""
+        return self.language_model
 
     def read(self, settings: Settings) -> Described:
         """See `Family`."""
@@ -106,7 +111,6 @@ class LlamaLike:
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
         """See `Family`. The older spelling of keys, which all versions of `transformers` read."""
         config = {
-            "architectures": [self.architecture],
             "model_type": self.name,
             "vocab_size": vocab,
             "hidden_size": model.hidden_size,

@@ -14,7 +14,7 @@ from megatron.checkpoint.entries import Box, check_request
 from megatron.checkpoint.hf.families import family_named
 from megatron.checkpoint.hf.family import Family
 from megatron.checkpoint.hf.files import CONFIG, find_shards, inside
-from megatron.checkpoint.hf.rules import Rule, Shape
+from megatron.checkpoint.hf.rules import Rule, Shape, present
 from megatron.checkpoint.hf.settings import Settings, read_json
 from megatron.checkpoint.manifest import describe
 from megatron.config.run import RunConfig
@@ -22,7 +22,7 @@ from megatron.config.yaml_file import to_dict
 from megatron.errors import CheckpointError
 
 _FLOATS = ("F32", "F16", "BF16", "F64")
-_HEAD = "lm_head.weight"
+_OLD_NORMS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 _SHOWN = 10  # problems listed in a message
 
 
@@ -49,16 +49,19 @@ class HFReader:
         self.family: Family = family_named(values.get("model_type"), config_path)
         described = self.family.read(Settings(values, config_path))
         self.vocab, self.notices = described.vocab, described.notices
-        self._held = _open_shards(path, shards)
+        self._held = {_modern(name): one for name, one in _open_shards(path, shards).items()}
         prefix = self.family.prefix
         self.bare_names = bool(prefix) and not any(n.startswith(prefix) for n in self._held)
-        self._rules = {
-            rule.name: rule for rule in self.family.rules(described.model, described.vocab)
-        }
+        rules = self.family.rules(described.model, described.vocab)
+        found = [rule for rule in rules if any(self._name(n) in self._held for n in rule.theirs)]
+        self._rules = {rule.name: rule for rule in present(rules, found)}
         self._check()
-        if _HEAD in self._held and not described.model.untie_embeddings_and_output_weights:
+        tied = not described.model.untie_embeddings_and_output_weights
+        if self.family.tied_head in self._held and tied:
             self._check_tied_head()
         self.meta = {
+            "iteration": self.iteration,
+            "consumed_train_samples": 0,
             "padded_vocab_size": described.vocab,
             "config": to_dict(RunConfig(model=described.model)),
         }
@@ -85,6 +88,11 @@ class HFReader:
         check_request(self.path, name, rule.shape, tuple(global_shape), part)
         whole = rule.form.join([self._held[self._name(one)].load() for one in rule.theirs])
         return whole[part.within(Box((0,) * len(rule.shape), rule.shape))].contiguous()
+
+    @property
+    def architecture(self) -> str:
+        """The class of `transformers` that the folder is of."""
+        return self.family.architecture(frozenset(rule.piece for rule in self._rules.values()))
 
     def _rule(self, name: str) -> Rule:
         if name not in self._rules:
@@ -116,7 +124,7 @@ class HFReader:
             elif held.dtype not in _FLOATS:
                 problems.append(f"{name} is {held.dtype}: only plain floating point is read")
         for name in sorted(self._held.keys() - expected.keys()):
-            if name != _HEAD and not self.family.is_derived(name):
+            if name != self.family.tied_head and not self.family.is_derived(name):
                 problems.append(f"{name} has no place in a {self.family.name} model")
         if problems:
             more = f" and {len(problems) - _SHOWN} more" * (len(problems) > _SHOWN)
@@ -125,10 +133,11 @@ class HFReader:
     def _check_tied_head(self) -> None:
         rule = self._rules["model.embedding.word.weight"]
         embedding = self._held[self._name(rule.theirs[0])].load()
-        if not torch.equal(self._held[_HEAD].load(), embedding):
+        if not torch.equal(self._held[self.family.tied_head].load(), embedding):
             raise CheckpointError(
-                f"{self.path}: {_HEAD} differs from the word embeddings, although config.json "
-                "says tie_word_embeddings: set that to false in a copy, or remove the tensor"
+                f"{self.path}: {self.family.tied_head} differs from the word embeddings, although "
+                "config.json says tie_word_embeddings: set that to false in a copy, or remove "
+                "the tensor"
             )
 
 
@@ -145,6 +154,14 @@ class _Held:
                 return file.get_tensor(self.name)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{self.path}: {self.name}: {error}") from error
+
+
+def _modern(name: str) -> str:
+    """The first BERT's files call a normalization's weight and bias gamma and beta."""
+    for old, new in _OLD_NORMS.items():
+        if name.endswith(old):
+            return name.removesuffix(old) + new
+    return name
 
 
 def _open_shards(folder: Path, shards: dict[str, Path]) -> dict[str, _Held]:

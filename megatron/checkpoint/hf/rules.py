@@ -5,7 +5,7 @@ Each form is a pure function of shapes: `join` and `split` undo each other bit f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -111,14 +111,22 @@ class Rule:
         shape: ours.
         theirs: names of the tensors that make it up.
         form: how.
+        piece: of the model, which files may lack as a whole; "": they may not.
     """
 
     name: str
     shape: Shape
     theirs: tuple[str, ...]
     form: Form
+    piece: str = ""
 
     def shapes(self) -> list[Shape]:
         """Shapes of their tensors, in order."""
         parts = self.form.split(torch.empty(self.shape, device="meta"))
         return [tuple(part.shape) for part in parts]
+
+
+def present(rules: Sequence[Rule], held: Iterable[Rule]) -> list[Rule]:
+    """The rules without those of pieces that nothing at all is held of."""
+    pieces = {rule.piece for rule in held} | {""}
+    return [rule for rule in rules if rule.piece in pieces]

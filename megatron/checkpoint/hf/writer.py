@@ -22,7 +22,7 @@ from megatron.checkpoint.durable import (
 )
 from megatron.checkpoint.hf.family import Family, differing_fields
 from megatron.checkpoint.hf.files import CONFIG, INDEX, SINGLE, json_bytes
-from megatron.checkpoint.hf.rules import Rule
+from megatron.checkpoint.hf.rules import Rule, present
 from megatron.checkpoint.hf.settings import Settings, harmless
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.shard import plan_shard, write_shard
@@ -55,7 +55,8 @@ class Export:
     def tensors(self) -> Tensors:
         """By their names, in order; each is read when it is written."""
         found: Tensors = {}
-        for rule in self.family.rules(self.model, self.vocab):
+        rules = self._rules()
+        for rule in rules:
             held, dtype = self.reader.global_shape(rule.name), self.reader.dtype(rule.name)
             if held != rule.shape:
                 raise CheckpointError(
@@ -66,12 +67,17 @@ class Export:
                 shown = name.removeprefix(self.family.prefix) if self.bare_names else name
                 found[shown] = DeferredTensor(shape, dtype, partial(self._read, rule, index))
         extra = {name for name in self.reader.names() if name.startswith("model.")}
-        extra -= {rule.name for rule in self.family.rules(self.model, self.vocab)}
+        extra -= {rule.name for rule in rules}
         if extra:
             raise CheckpointError(
                 f"{self.reader.path}: {sorted(extra)[0]} has no place in a {self.family.name} model"
             )
         return found
+
+    def _rules(self) -> list[Rule]:
+        """Of the pieces that the checkpoint has."""
+        rules, names = self.family.rules(self.model, self.vocab), set(self.reader.names())
+        return present(rules, [rule for rule in rules if rule.name in names])
 
     def _read(self, rule: Rule, index: int) -> torch.Tensor:
         zeros = (0,) * len(rule.shape)
@@ -89,7 +95,13 @@ class Export:
             return {**template, key: dtype}
         kept = dict(harmless(template or {}))
         kept.pop("dtype", None)
-        return {**kept, **self.family.write(self.model, self.vocab), "torch_dtype": dtype}
+        architecture = self.family.architecture(frozenset(rule.piece for rule in self._rules()))
+        return {
+            **kept,
+            "architectures": [architecture],
+            **self.family.write(self.model, self.vocab),
+            "torch_dtype": dtype,
+        }
 
     def _is_described_by(self, template: Mapping[str, Any]) -> bool:
         if template.get("model_type") != self.family.name:

@@ -80,12 +80,13 @@ def legacy_surroundings(args: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
     return sections
 
 
-def legacy_config(args: Mapping[str, Json]) -> dict[str, Json]:
-    """Model-shape fields for `--use-checkpoint-args`, under `ModelConfig`'s names.
+def legacy_config(args: Mapping[str, Json], architecture: str = "gpt") -> dict[str, Json]:
+    """A network's shape for `--use-checkpoint-args`, under `ModelConfig`'s names.
 
     Fields that the file's version did not have are left out: their defaults hold.
     """
     config = {name: args[name] for name in _MODEL_FIELDS if name in args}
+    config["architecture"] = architecture
     if "layernorm_epsilon" in args:
         config.setdefault("norm_epsilon", args["layernorm_epsilon"])
     if args.get("use_rotary_position_embeddings"):
@@ -149,7 +150,7 @@ def megatron_arguments(
         "add_position_embedding": model.position_embedding_type != "none",
         "use_rotary_position_embeddings": model.position_embedding_type == "rope",
         "transformer_impl": "local",
-        "consumed_valid_samples": _evaluated(config, meta["iteration"]),
+        "consumed_valid_samples": _evaluated(config, meta.get("iteration", 0)),
     }
     values |= dict(meta.get("legacy_args") or {})
     values |= {

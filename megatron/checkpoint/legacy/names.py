@@ -1,17 +1,17 @@
 """Megatron's parameters by our names, and how its files split and order them.
 
-Read are GPT trees of v1.0 to 23.08 and of the Llama-2 fork, and by `core_names` flat ones of
-Megatron Core; a layer's number in a file counts from the first layer of its stage, or of its
-virtual stage.
+Read are GPT, BERT and T5 trees of v1.0 to 23.08 and of the Llama-2 fork, and by `core_names` flat
+ones of Megatron Core (GPT); a layer's number in a file counts from the first layer of its stage, or
+of its virtual stage.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,6 +22,7 @@ from megatron.errors import CheckpointError
 _EMBEDDINGS = {
     "word_embeddings.weight": "embedding.word.weight",
     "position_embeddings.weight": "embedding.position.weight",
+    "tokentype_embeddings.weight": "embedding.token_type.weight",
 }
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)")
 _LAYER_PARTS = {
@@ -36,17 +37,44 @@ _LAYER_PARTS = {
     "mlp.dense_h_to_4h": "mlp.up",
     "mlp.dense_4h_to_h": "mlp.down",
 }
+# In front of its MLP a decoder's layer has its attention to the encoder.
+_DECODER_PARTS = _LAYER_PARTS | {
+    "post_attention_layernorm": "cross_norm",
+    "post_attention_norm": "cross_norm",
+    "inter_attention.query": "cross_attention.query",
+    "inter_attention.key_value": "cross_attention.key_value",
+    "inter_attention.dense": "cross_attention.output",
+    "post_inter_attention_layernorm": "mlp_norm",
+    "post_inter_attention_norm": "mlp_norm",
+}
+_HEADS = {
+    "output_layer.weight": "output.weight",
+    "pooler.dense.weight": "pooler.dense.weight",
+    "pooler.dense.bias": "pooler.dense.bias",
+    "lm_head.bias": "output.bias",
+    "lm_head.dense.weight": "head.dense.weight",
+    "lm_head.dense.bias": "head.dense.bias",
+    "lm_head.layernorm.weight": "head.norm.weight",
+    "lm_head.layernorm.bias": "head.norm.bias",
+    "lm_head.norm.weight": "head.norm.weight",
+    "lm_head.norm.bias": "head.norm.bias",
+    "binary_head.weight": "binary_head.weight",
+    "binary_head.bias": "binary_head.bias",
+}
 _FINAL = {
     f"final_{norm}.{kind}": f"final_norm.{kind}"
     for norm in ("layernorm", "norm")
     for kind in ("weight", "bias")
 }
 _COLUMN = re.compile(
-    r"embedding\.word\.weight|output\.weight|layers\.\d+\.(attention\.qkv|mlp\.up)\.(weight|bias)"
+    r"embedding\.word\.weight|output\.(weight|bias)|((en|de)coder\.)?layers\.\d+\."
+    r"(attention\.qkv|cross_attention\.query|cross_attention\.key_value|mlp\.up)\.(weight|bias)"
 )
-_ROW = re.compile(r"layers\.\d+\.(attention\.output|mlp\.down)\.weight")
+_ROW = re.compile(
+    r"((en|de)coder\.)?layers\.\d+\.(attention\.output|cross_attention\.output|mlp\.down)\.weight"
+)
 
-
+_BESIDE = ("lm_head", "binary_head")  # beside `language_model`, not in it
 _MAX_CHUNKS = 1000
 _MAX_DEPTH = 2
 _MAX_NAMES = 100_000
@@ -88,21 +116,46 @@ def is_core(tree: Mapping[str, Any]) -> bool:
     )
 
 
-def list_parameters(model: Any, first_layer: int, *, tied: bool = True) -> list[Parameter]:
+def architecture_of(models: Iterable[Any]) -> str:
+    """The kind of network that trees are parts of, see `ModelConfig.architecture`."""
+    trees = [model for model in models if isinstance(model, dict)]
+    languages = [model.get("language_model") for model in trees]
+    if any(isinstance(language, dict) and "decoder" in language for language in languages):
+        return "t5"
+    return "bert" if any("lm_head" in model for model in trees) else "gpt"
+
+
+class FirstLayers(NamedTuple):
+    """Numbers of a stage's first layer in a GPT, a BERT or a T5's encoder, and in its decoder."""
+
+    encoder: int
+    decoder: int = 0
+
+
+def list_parameters(
+    model: Any,
+    first: FirstLayers,
+    *,
+    architecture: str = "gpt",
+    tied: bool = True,
+    is_first: bool = True,
+) -> list[Parameter]:
     """The parameters of a file's `model`, in the order in which Megatron registers them.
 
     Args:
         model: the tree under the key `model`.
-        first_layer: number of the stage's first layer.
+        first: where the stage's layers begin.
+        architecture: see `architecture_of`.
         tied: the output shares the word embeddings.
+        is_first: of the first stage; embeddings elsewhere are copies.
 
     Raises:
-        CheckpointError: it is not a GPT, or a tensor has a name that is not known.
+        CheckpointError: it is of another kind, or a tensor has a name that is not known.
     """
     if is_core({"model": model}):
         return [
             Parameter(
-                core_names.our_name(path, first_layer, tied=tied),
+                core_names.our_name(path, first.encoder, tied=tied),
                 _tensor(value, path),
                 is_bias=path.endswith("bias"),
             )
@@ -110,15 +163,19 @@ def list_parameters(model: Any, first_layer: int, *, tied: bool = True) -> list[
             if not core_names.is_no_parameter(path)
         ]
     if not isinstance(model, dict) or not isinstance(model.get("language_model"), dict):
-        raise CheckpointError("no `language_model`: not a GPT file of Megatron-LM up to 23.08")
+        raise CheckpointError(
+            "no `language_model`: not a GPT, BERT or T5 file of Megatron-LM up to 23.08"
+        )
     language = model["language_model"]
     extra = sorted({*model, *language} - _KNOWN_KEYS)
     if extra:
-        raise CheckpointError(f"it holds {', '.join(extra)}: only GPT files are read so far")
+        raise CheckpointError(
+            f"it holds {', '.join(extra)}: GPT, BERT and T5 files are read so far"
+        )
     return [
         Parameter(name, tensor, is_bias=path.endswith(".bias"))
         for path, tensor in _tensors(model, language)
-        for name in [_our_name(path, first_layer)]
+        for name in [_our_name(path, first, architecture, is_first=is_first)]
     ]
 
 
@@ -128,7 +185,11 @@ _KNOWN_KEYS = {
     "embedding",
     "encoder",
     "transformer",
+    "decoder",
+    "pooler",
     "output_layer",
+    "lm_head",
+    "binary_head",
 }
 
 
@@ -140,8 +201,12 @@ def _tensors(
     trees = {
         "embedding": language.get("embedding", {}),
         "encoder": encoder,
+        "decoder": language.get("decoder", {}),
+        "pooler": language.get("pooler", {}),
         "output_layer": language.get("output_layer", {}),
         "word_embeddings_for_head": model.get("word_embeddings_for_head", {}),
+        "lm_head": model.get("lm_head", {}),
+        "binary_head": model.get("binary_head", {}),
     }
     for top, tree in trees.items():
         for path, value in _flatten(tree, top):
@@ -169,33 +234,51 @@ def _flatten(tree: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
         yield from _flatten(value, f"{path}.{key}" if path else key, depth + 1)
 
 
-def _our_name(path: str, first_layer: int) -> str | None:
+def _our_name(path: str, first: FirstLayers, architecture: str, *, is_first: bool) -> str | None:
     top, _, rest = path.partition(".")
     if top == "word_embeddings_for_head":
         return None
-    if top == "output_layer" and rest == "weight":
-        return "output.weight"
+    if path in _HEADS:
+        return _HEADS[path]
     if top == "embedding" and rest in _EMBEDDINGS:
-        return _EMBEDDINGS[rest]
-    if top == "encoder" and rest in _FINAL:
-        return _FINAL[rest]
+        return _EMBEDDINGS[rest] if is_first else None
+    stack = f"{top}." if architecture == "t5" else ""
+    if rest in _FINAL:
+        return stack + _FINAL[rest]
     match = _LAYER.fullmatch(rest)
-    if top == "encoder" and match and match.group(2) in _LAYER_PARTS:
+    known = _DECODER_PARTS if top == "decoder" else _LAYER_PARTS
+    if match and match.group(2) in known:
         layer, part, kind = match.groups()
-        return f"layers.{first_layer + int(layer)}.{_LAYER_PARTS[part]}.{kind}"
-    raise CheckpointError(f"parameter {path} has no place in our GPT")
+        start = first.decoder if top == "decoder" else first.encoder
+        return f"{stack}layers.{start + int(layer)}.{known[part]}.{kind}"
+    raise CheckpointError(f"parameter {path} has no place in our {architecture}")
 
 
-_TOPS = {  # of our names, with the keys under which Megatron 23.08 keeps them
-    "embedding.word": ("embedding", "word_embeddings"),
-    "embedding.position": ("embedding", "position_embeddings"),
-    "output": ("output_layer",),
+_PATHS = {  # keys under which Megatron 23.08 keeps what stands outside the layers
+    **{
+        ours: ("language_model", "embedding", *theirs.split("."))
+        for theirs, ours in _EMBEDDINGS.items()
+    },
+    **{
+        ours: (*(() if head in _BESIDE else ("language_model",)), head, rest)
+        for theirs, ours in _HEADS.items()
+        for head, _, rest in [theirs.partition(".")]
+        if not rest.startswith("norm.")
+    },
 }
-_MODULES_OF_23_08 = {
-    ours: theirs
-    for theirs, ours in _LAYER_PARTS.items()
-    if not theirs.startswith("attention.") and not theirs.endswith("_norm")
-}
+_STACKED = re.compile(r"(?:(encoder|decoder)\.)?(?:layers\.(\d+)\.(.+)|final_norm)\.(weight|bias)")
+
+
+def _written(parts: Mapping[str, str]) -> dict[str, str]:
+    """Our modules of a layer, with their names in 23.08."""
+    return {
+        ours: theirs
+        for theirs, ours in parts.items()
+        if not theirs.startswith("attention.") and not theirs.endswith("_norm")
+    }
+
+
+_WRITTEN = {"encoder": _written(_LAYER_PARTS), "decoder": _written(_DECODER_PARTS)}
 
 
 def megatron_path(name: str, first_layer: int) -> tuple[str, ...]:
@@ -205,23 +288,29 @@ def megatron_path(name: str, first_layer: int) -> tuple[str, ...]:
         name: one that Megatron has.
         first_layer: number of the stage's first layer.
     """
-    module, _, kind = name.rpartition(".")
-    if module in _TOPS:
-        return ("language_model", *_TOPS[module], kind)
-    if module == "final_norm":
-        return ("language_model", "encoder", f"final_layernorm.{kind}")
-    _, layer, part = module.split(".", 2)
-    local = f"layers.{int(layer) - first_layer}.{_MODULES_OF_23_08[part]}.{kind}"
-    return ("language_model", "encoder", local)
+    if name in _PATHS:
+        return _PATHS[name]
+    match = _STACKED.fullmatch(name)
+    assert match, name
+    stack, layer, module, kind = match.groups()
+    stack = stack or "encoder"
+    if layer is None:
+        return ("language_model", stack, f"final_layernorm.{kind}")
+    local = f"layers.{int(layer) - first_layer}.{_WRITTEN[stack][module]}.{kind}"
+    return ("language_model", stack, local)
 
 
-def count_layers(model: Any) -> int:
-    """Layers that a file's `model` holds."""
+def count_layers(model: Any) -> FirstLayers:
+    """Layers that a file's `model` holds: what it moves the next stage's first layers by."""
     if is_core({"model": model}):
-        return core_names.layers_of(list(model))
+        return FirstLayers(core_names.layers_of(list(model)))
     language = model.get("language_model", {}) if isinstance(model, dict) else {}
     encoder = language.get("encoder", language.get("transformer", {}))
-    matches = (_LAYER.fullmatch(str(path)) for path in encoder)
+    return FirstLayers(_count(encoder), _count(language.get("decoder", {})))
+
+
+def _count(stack: Iterable[Any]) -> int:
+    matches = (_LAYER.fullmatch(str(path)) for path in stack)
     return len({match.group(1) for match in matches if match})
 
 
@@ -242,7 +331,9 @@ class Arrangement:
     def arrange(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """One tensor-parallel part of parameter `name`, or of its optimizer state, as ours."""
         if ".attention.qkv." in name and self.version < 2:
-            return self._rows_by_head(tensor)
+            return self._rows_by_head(tensor, 3)
+        if ".cross_attention.key_value." in name and self.version < 2:
+            return self._rows_by_head(tensor, 2)
         if ".mlp.up." in name and self.swiglu:
             return tensor.unflatten(0, (2, -1))  # [2, f/t, h]: gate, up
         return tensor
@@ -252,12 +343,12 @@ class Arrangement:
         assert self.version >= 2, self.version
         return tensor.flatten(0, 1) if ".mlp.up." in name and self.swiglu else tensor
 
-    def _rows_by_head(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Rows of each head's query, key and value together, as since version 2.0."""
+    def _rows_by_head(self, tensor: torch.Tensor, kinds: int) -> torch.Tensor:
+        """Rows of each head's (query,) key and value together, as since version 2.0."""
         if self.version == 0:
-            split = tensor.unflatten(0, (3, self.heads, -1)).transpose(0, 1)
+            split = tensor.unflatten(0, (kinds, self.heads, -1)).transpose(0, 1)
         else:
-            split = tensor.unflatten(0, (self.heads, -1, 3)).transpose(1, 2)
+            split = tensor.unflatten(0, (self.heads, -1, kinds)).transpose(1, 2)
         return split.flatten(0, 2)
 
     def split_dim(self, name: str) -> int | None:

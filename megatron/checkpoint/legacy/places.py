@@ -6,6 +6,7 @@ which its optimizer numbers them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,20 +17,45 @@ from megatron.errors import CheckpointError
 
 VERSION = 3.0  # `checkpoint_version` of what is written
 _WORDS = "embedding.word.weight"
+_TIED = "(tied)"
+_FIRST_IN_ENCODER = re.compile(r"encoder\.layers\.\d+\.attention_norm\.weight")
 _TIED_PATH = ("word_embeddings_for_head", "weight")
 
-# In the order of registration.
-_BEFORE_LAYERS = ("embedding.word", "embedding.position")
-_IN_LAYER = (
-    "attention_norm",
-    "attention.qkv",
-    "attention.output",
-    "mlp_norm",
-    "mlp.up",
-    "mlp.down",
+# In the order of registration; those that a model lacks are left out.
+_BEFORE_LAYERS = (
+    "embedding.word.weight",
+    "embedding.position.weight",
+    "embedding.token_type.weight",
 )
-_AFTER_LAYERS = ("final_norm", "output")
+_ATTENTION = ("attention_norm", "attention.qkv", "attention.output")
+_MLP = ("mlp_norm", "mlp.up", "mlp.down")
+_CROSS = (
+    "cross_norm",
+    "cross_attention.query",
+    "cross_attention.key_value",
+    "cross_attention.output",
+)
 _KINDS = ("weight", "bias")
+_IN_LAYER = {
+    "": (*_ATTENTION, *_MLP),
+    "encoder.": (*_ATTENTION, *_MLP),
+    "decoder.": (*_ATTENTION, *_CROSS, *_MLP),
+}
+_AFTER_LAYERS = (
+    "pooler.dense.weight",
+    "pooler.dense.bias",
+    "output.weight",
+)
+# Here the last stage has its copy of tied word embeddings.
+_LAST = (
+    "output.bias",
+    "head.dense.weight",
+    "head.dense.bias",
+    "head.norm.weight",
+    "head.norm.bias",
+    "binary_head.weight",
+    "binary_head.bias",
+)
 
 
 @dataclass(frozen=True)
@@ -109,11 +135,21 @@ def plan_files(
 
 
 def _check(shapes: Mapping[str, tuple[int, ...]], parts: Sequence[ModelPart]) -> None:
-    placed = {name for part in parts for name in _names(part)}
+    if "decoder.final_norm.weight" in shapes and len(parts) > 1:
+        raise CheckpointError(
+            "a T5's files are written for one pipeline stage only: convert with "
+            "--target-pipeline-parallel-size 1, or use the native format"
+        )
+    placed = {name for part in parts for name in _names(shapes, part)}
     extra = sorted(shapes.keys() - placed)
     if extra:
         raise CheckpointError(
             f"{extra[0]} has no place in a model of Megatron-LM 23.08: use the native format"
+        )
+    if "layers.0.attention.qkv.bias" in shapes and "layers.0.mlp.up.bias" not in shapes:
+        raise CheckpointError(
+            "--add-qkv-bias: Megatron-LM 23.08 has biases in all linear layers or in none: use the "
+            "native format"
         )
     if len({len(part.layers) for part in parts}) != 1:
         raise CheckpointError(
@@ -122,15 +158,27 @@ def _check(shapes: Mapping[str, tuple[int, ...]], parts: Sequence[ModelPart]) ->
         )
 
 
-def _names(part: ModelPart) -> Iterator[str]:
-    """All that could stand in a part of a model, in Megatron's order."""
-    modules: list[str] = []
+def _names(shapes: Mapping[str, tuple[int, ...]], part: ModelPart) -> Iterator[str]:
+    """All that could stand in a part of a model, in Megatron's order; _TIED for the copy."""
     if part.embedding:
-        modules += _BEFORE_LAYERS
-    modules += [f"layers.{index}.{name}" for index in part.layers for name in _IN_LAYER]
+        yield from _BEFORE_LAYERS
+    for stack, layers in _stacks(shapes, part):
+        modules = [f"layers.{index}.{name}" for index in layers for name in _IN_LAYER[stack]]
+        modules += ["final_norm"] * part.head
+        yield from (f"{stack}{module}.{kind}" for module in modules for kind in _KINDS)
     if part.head:
-        modules += _AFTER_LAYERS
-    yield from (f"{module}.{kind}" for module in modules for kind in _KINDS)
+        yield from _AFTER_LAYERS
+        if not part.embedding:
+            yield _TIED
+        yield from _LAST
+
+
+def _stacks(shapes: Mapping[str, tuple[int, ...]], part: ModelPart) -> list[tuple[str, range]]:
+    """What our names of a part's layers begin with, and their numbers: a T5 has two stacks."""
+    encoder = sum(_FIRST_IN_ENCODER.fullmatch(name) is not None for name in shapes)
+    if not encoder:
+        return [("", part.layers)]
+    return [("encoder.", range(encoder)), ("decoder.", range(len(part.layers) - encoder))]
 
 
 def _slots(
@@ -140,13 +188,12 @@ def _slots(
     rank: int,
     ranks: int,
 ) -> Iterator[Slot]:
-    for name in _names(part):
-        if name in shapes:
+    for name in _names(shapes, part):
+        if name == _TIED and "output.weight" not in shapes:
+            yield Slot(_TIED_PATH, _WORDS, _box(_WORDS, shapes[_WORDS], arrangement, rank, ranks))
+        elif name in shapes:
             path = megatron_path(name, part.layers.start)
             yield Slot(path, name, _box(name, shapes[name], arrangement, rank, ranks))
-    if part.head and not part.embedding and "output.weight" not in shapes:
-        box = _box(_WORDS, shapes[_WORDS], arrangement, rank, ranks)
-        yield Slot(_TIED_PATH, _WORDS, box)
 
 
 def _box(name: str, shape: tuple[int, ...], arrangement: Arrangement, rank: int, ranks: int) -> Box:

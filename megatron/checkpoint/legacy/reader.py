@@ -7,7 +7,7 @@ reads the small pickled trees only), and a read joins the tensor ranks' parts.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,9 @@ from megatron.checkpoint.legacy.arguments import (
 from megatron.checkpoint.legacy.inert import TensorRef, show
 from megatron.checkpoint.legacy.names import (
     Arrangement,
+    FirstLayers,
     Parameter,
+    architecture_of,
     chunks_of_tree,
     count_layers,
     is_core,
@@ -55,8 +57,8 @@ _UNTIED = "untie_embeddings_and_output_weights"
 
 
 class LegacyReader:
-    """Reads GPT checkpoints of Megatron-LM v1.0 to 23.08, under our names; of its Llama-2 fork; and
-    the weights of Megatron Core's in its `torch` format.
+    """Reads checkpoints of Megatron-LM under our names: GPT, BERT and T5 of v1.0 to 23.08 and of
+    its Llama-2 fork, and the weights of Megatron Core's GPT in its `torch` format.
 
     `meta` holds iteration, consumed_train_samples, consumed_valid_samples, scheduled_samples,
     padded_vocab_size, optimizer (None where its state cannot be had), schedule (Megatron's
@@ -80,6 +82,9 @@ class LegacyReader:
         self._arrangement = self._find_arrangement(first)
         # Later Megatron numbers the optimizer's parameters in orders of its own.
         self._weights_only = is_core(first)
+        self._architecture = architecture_of(
+            model for file in self._files for model in chunks_of_tree(file.tree)
+        )
         self._beside: list[RankFile] = []
         self._parts: dict[str, list[tuple[RankFile, TensorRef]]] = {}
         states = [self._add_file(file, layers) for file, layers in self._with_layers()]
@@ -101,24 +106,34 @@ class LegacyReader:
             float(version), heads // self._tensor_size, bool(self._args.get("swiglu", False))
         )
 
-    def _with_layers(self) -> Iterator[tuple[RankFile, list[int]]]:
-        """Every file with the number of the first layer of each of its chunks.
+    def _with_layers(self) -> Iterator[tuple[RankFile, list[FirstLayers]]]:
+        """Every file with the numbers of the first layers of each of its chunks.
 
         Chunk v of stage p is part v * stages + p of the model.
         """
-        counts: dict[tuple[int, int], int] = {}  # by chunk and stage, which is the model's order
+        counts: dict[
+            tuple[int, int], FirstLayers
+        ] = {}  # by chunk and stage, which is the model's order
         for file in self._files:
             for chunk, model in enumerate(chunks_of_tree(file.tree)):
                 counts.setdefault((chunk, file.stage), count_layers(model))
-        before = {key: sum(n for k, n in counts.items() if k < key) for key in counts}
+        before = {key: _sum(n for k, n in counts.items() if k < key) for key in counts}
         for file in self._files:
             chunks = range(len(chunks_of_tree(file.tree)))
             yield file, [before[chunk, file.stage] for chunk in chunks]
 
-    def _add_file(self, file: RankFile, first_layers: Sequence[int]) -> OptimizerState | None:
+    def _add_file(
+        self, file: RankFile, first_layers: Sequence[FirstLayers]
+    ) -> OptimizerState | None:
         try:
             chunks = [
-                list_parameters(model, first, tied=not self._args.get(_UNTIED, False))
+                list_parameters(
+                    model,
+                    first,
+                    architecture=self._architecture,
+                    tied=not self._args.get(_UNTIED, False),
+                    is_first=file.stage == 0,
+                )
                 for model, first in zip(chunks_of_tree(file.tree), first_layers, strict=True)
             ]
             parameters = [parameter for chunk in chunks for parameter in chunk]
@@ -196,7 +211,7 @@ class LegacyReader:
             "optimizer": None if released else self._optimizer_meta(states, warns=warns),
             "schedule": schedule,
             "config": {
-                "model": legacy_config(self._args),
+                "model": legacy_config(self._args, self._architecture),
                 "optimizer": optimizer_config(self._args),
             },
             "legacy_args": self._args,
@@ -272,6 +287,11 @@ class LegacyReader:
         if name not in self._pieces:
             raise CheckpointError(f"{self.path}: holds no tensor {name!r}")
         return self._pieces[name]
+
+
+def _sum(counts: Iterable[FirstLayers]) -> FirstLayers:
+    encoders, decoders = zip(FirstLayers(0), *counts, strict=True)
+    return FirstLayers(sum(encoders), sum(decoders))
 
 
 def _named(parameters: Sequence[Parameter]) -> list[Parameter]:

@@ -21,8 +21,8 @@ from megatron.checkpoint.legacy.rank_files import DISTRIBUTED_FILE, MODEL_FILE
 from megatron.checkpoint.legacy.torch_file import write_torch_file
 from megatron.checkpoint.reader import Reader
 from megatron.config.model import ModelConfig
-from megatron.config.run import RunConfig, known
-from megatron.config.stages import plan_parts
+from megatron.config.run import RunConfig
+from megatron.config.stages import plan_model
 
 _WEIGHTS, _STATES = "model.", "optimizer."
 _KINDS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "momentum": "momentum_buffer"}
@@ -76,7 +76,7 @@ class LegacyWriter:
         self._arrangement = Arrangement(VERSION, heads=0, swiglu=config.model.swiglu)
         self.files = plan_files(
             {name: reader.global_shape(f"{_WEIGHTS}{name}") for name in names},
-            plan_parts(known(config.model.num_layers), parallel),
+            plan_model(config.model, parallel),
             tensor=parallel.tensor_model_parallel_size,
             stages=parallel.pipeline_model_parallel_size,
             swiglu=config.model.swiglu,

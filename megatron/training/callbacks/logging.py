@@ -68,9 +68,8 @@ class LogLine(Callback):
             self._sums[name] = self._sums.get(name, 0.0) + value
 
     def _record(self, run: Run, outcome: StepOutcome, params_norm: float | None) -> LogRecord:
-        sequence = run.config.data.seq_length
-        assert sequence is not None
-        rate = tokens_per_second(self._samples, sequence, self._seconds, run.layout.world.size)
+        tokens = run.config.data.sample_tokens
+        rate = tokens_per_second(self._samples, tokens, self._seconds, run.layout.world.size)
         return LogRecord(
             iteration=run.progress.iteration,
             train_iterations=run.train_iterations,

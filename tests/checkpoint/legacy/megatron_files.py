@@ -116,7 +116,7 @@ def _tree(form: Form, model: dict, rank: int, stage: int, layers: range) -> dict
         "checkpoint_version": form.version,
         "iteration": 3,
         "model": tree,
-        "optimizer": _optimizer(form, parts, paths),
+        "optimizer": optimizer_of(form, parts, paths),
         "opt_param_scheduler": {"max_lr": 0.1, "num_steps": 40},
     }
     if form.version == 0:
@@ -164,7 +164,7 @@ def _reorder(form: Form, part: torch.Tensor) -> torch.Tensor:
     return rows.reshape(part.shape)
 
 
-def _optimizer(form: Form, parts: dict, paths: dict) -> dict:
+def optimizer_of(form: Form, parts: dict, paths: dict) -> dict:
     plain = [name for name in parts if paths[name][-1].endswith("bias") or parts[name].dim() == 1]
     groups = [[name for name in parts if name not in plain], plain]
     order = [name for group in groups for name in group]

@@ -71,15 +71,6 @@ def test_a_release_starts_a_new_run(tmp_path):
     assert torch.equal(read_whole(reader, name), model["final_norm.weight"])
 
 
-def test_weights_alone_are_read_beside_a_distributed_optimizer(tmp_path, capsys):
-    path = write(tmp_path, Form(), whole_model(), optimizer={"optimizer": {"param_groups": []}})
-    (path / "mp_rank_00" / "distrib_optim.pt").write_bytes(b"")
-    reader = open_checkpoint(tmp_path)
-    assert reader.meta["optimizer"] is None
-    assert all(name.startswith("model.") for name in reader.names())
-    assert "distrib_optim.pt" in capsys.readouterr().err
-
-
 def test_a_file_without_optimizer_is_read(tmp_path):
     write(tmp_path, Form(), whole_model(), optimizer=None)
     assert open_checkpoint(tmp_path).meta["optimizer"] is None
@@ -106,8 +97,8 @@ def _rewrite(path, change):
         (lambda t: t["optimizer"]["param_groups"].append({}), "groups with a learning rate"),
         (lambda t: t["optimizer"]["param_groups"][0]["params"].pop(), "do not match"),
         (lambda t: t["optimizer"]["state"][0].update(step=4), "step counts differ"),
-        (lambda t: t["model"].update(binary_head={}), "holds binary_head: only GPT"),
-        (lambda t: t["model"].pop("language_model"), "not a GPT file"),
+        (lambda t: t["model"].update(classification_head={}), "holds classification_head: GPT"),
+        (lambda t: t["model"].pop("language_model"), "not a GPT, BERT or T5 file"),
         (lambda t: t["model"]["language_model"]["encoder"].update(x=0), "x is no tensor"),
         (
             lambda t: t["model"]["language_model"]["encoder"].update(x=torch.ones(1)),
@@ -115,7 +106,7 @@ def _rewrite(path, change):
         ),
         (lambda t: t.update(checkpoint_version=5.0), "checkpoint_version 5.0 is not known"),
         (lambda t: t.update(iteration="3"), "iteration '3'"),
-        (lambda t: t.update(model0=t.pop("model")), "virtual pipeline stages"),
+        (lambda t: t.update(model0=t.pop("model"), model1={}), "not a GPT, BERT or T5 file"),
         (lambda t: t.update(args={}), "no argparse.Namespace"),
         (lambda t: t["model"].update({1: 2}), "not a tree of Megatron-LM"),
         (lambda t: t["model"]["language_model"]["encoder"].update({1: 2}), "no text"),
@@ -149,7 +140,7 @@ def test_files_of_two_saves_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("folder", "file", "message"),
     [
-        ("mp_rank_00", "model_rng.pt", "23.04"),
+        ("mp_rank_00_000", "optim.pt", "folders are missing"),
         ("mp_rank_00_000_000", "model_optim_rng.pt", "per data rank"),
         ("mp_rank_00", "weights.pt", "missing"),
     ],

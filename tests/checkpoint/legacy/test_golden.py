@@ -3,7 +3,6 @@
 import random
 import shutil
 
-import pytest
 import torch
 
 from megatron.checkpoint.find import Found, find_checkpoint
@@ -128,9 +127,29 @@ def test_the_split_run_is_joined_along_the_right_dimension(golden):
             assert torch.equal(read_whole(reader, f"model.layers.{layer}.{ours}"), joined)
 
 
-def test_what_megatron_calls_bert_is_refused_for_now(golden):
-    with pytest.raises(CheckpointError, match="only GPT files"):
-        open_checkpoint(golden / "bert_fp32" / "ckpt")
+def test_the_bert_run_is_read_as_pytorch_reads_it(golden):
+    reader = open_checkpoint(golden / "bert_fp32" / "ckpt")
+    (tree,) = trees_of(reader.path).values()
+    model, language = tree["model"], tree["model"]["language_model"]
+    assert reader.meta["config"]["model"]["architecture"] == "bert"
+    assert len(reader.names()) == 62 * 3
+    types = language["embedding"]["tokentype_embeddings"]["weight"]
+    for name, tensor in {
+        "embedding.token_type.weight": types,
+        "pooler.dense.bias": language["pooler"]["dense.bias"],
+        "output.bias": model["lm_head"]["bias"],
+        "head.norm.weight": model["lm_head"]["layernorm.weight"],
+        "binary_head.weight": model["binary_head"]["weight"],
+    }.items():
+        assert torch.equal(read_whole(reader, f"model.{name}"), tensor), name
+    state = tree["optimizer"]["state"]
+    for name, index in {
+        "binary_head.weight": 21,
+        "output.bias": 57,
+        "binary_head.bias": 61,
+    }.items():
+        found = read_whole(reader, f"optimizer.{name}.exp_avg_sq")
+        assert torch.equal(found, state[index]["exp_avg_sq"]), name
 
 
 def test_a_damaged_file_is_refused_or_reads_the_same(golden, tmp_path):

@@ -1,12 +1,21 @@
 """What we write as Megatron's files, against its own files and PyTorch's own reader."""
 
-
 import pytest
 import torch
 
+from megatron.checkpoint.entries import Entry
 from megatron.checkpoint.reader import open_checkpoint
+from megatron.checkpoint.store import save
+from megatron.config.parser import parse_config
+from megatron.config.yaml_file import to_dict
+from megatron.device import Device
+from megatron.models.t5 import T5Model
+from megatron.parallel.layout import Layout
+from megatron.training.checkpointing import model_state
 from tests.checkpoint.legacy.test_golden import trees_of
 from tests.checkpoint.states import read_whole
+from tests.distributed import run_distributed
+from tests.training.toy import train_toy
 from tools.checkpoint import util
 
 # What only Megatron's own run knows: Apex's optimizer has two settings that PyTorch's lacks, and
@@ -14,8 +23,8 @@ from tools.checkpoint import util
 OURS_ONLY = {"bias_correction", "step"}
 
 
-def convert(loader, saver, load, save, *words):
-    ends = ["--model-type", "GPT", "--load-dir", str(load), "--save-dir", str(save)]
+def convert(loader, saver, load, out, *words, kind="GPT"):
+    ends = ["--model-type", kind, "--load-dir", str(load), "--save-dir", str(out)]
     return util.main([*ends, "--loader", loader, "--saver", saver, *words])
 
 
@@ -40,11 +49,12 @@ def assert_same_tensors(found, expected):
         assert path[0] == "rng_state" or torch.equal(found[path], tensor), path
 
 
-@pytest.mark.parametrize("run", ["gpt_fp32", "gpt_tp2pp2_fp32"])
+@pytest.mark.parametrize("run", ["gpt_fp32", "gpt_tp2pp2_fp32", "bert_fp32"])
 def test_megatron_s_files_come_back_bit_for_bit(golden, tmp_path, run):
     original, native, again = golden / run / "ckpt", tmp_path / "native", tmp_path / "megatron"
-    assert convert("megatron", "native", original, native, "--keep-optimizer") == 0
-    assert convert("native", "megatron", native, again, "--keep-optimizer") == 0
+    kind = run.partition("_")[0].upper()
+    assert convert("megatron", "native", original, native, "--keep-optimizer", kind=kind) == 0
+    assert convert("native", "megatron", native, again, "--keep-optimizer", kind=kind) == 0
     assert (again / "latest_checkpointed_iteration.txt").read_bytes() == (
         original / "latest_checkpointed_iteration.txt"
     ).read_bytes()
@@ -99,3 +109,104 @@ def test_other_splits_hold_the_same_model(golden, tmp_path):
         trees_of(back / "iter_0000020")["mp_rank_00"],
         trees_of(original / "iter_0000020")["mp_rank_00"],
     )
+
+
+TOY = """
+    --hidden-dropout 0 --attention-dropout 0 --num-layers 4 --global-batch-size 8 --eval-iters 0
+    --make-vocab-size-divisible-by 16
+""".split()
+SAVES = "--save-interval 3 --exit-interval 3 --ckpt-format legacy --save".split()
+LAYOUTS = {
+    "sharded by ZeRO": (2, {}, ["--zero-stage", "2"]),
+    "distributed optimizer": (2, {}, ["--use-distributed-optimizer", "--bf16"]),
+    "split": (4, {"tensor": 2, "pipeline": 2}, [
+        "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2",
+        "--num-layers-per-virtual-pipeline-stage", "1", "--use-distributed-optimizer",
+    ]),
+}  # fmt: skip
+
+
+def _losses(layout, flags):
+    return train_toy(layout, flags)[0].values("lm loss")
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_run_that_saves_so_goes_on_from_it(tmp_path, name):
+    processes, sizes, flags = LAYOUTS[name]
+    (expected,) = run_distributed(processes, _losses, [*TOY, *flags], **sizes)[-1:]
+    first = run_distributed(processes, _losses, [*TOY, *flags, *SAVES, str(tmp_path)], **sizes)
+    more = [flag for flag in flags if flag == "--bf16"]
+    second = _losses(Layout.single(), [*TOY, *more, "--load", str(tmp_path)])
+    rel = 2e-3 if more else 1e-5
+    assert [*first[-1], *second] == pytest.approx(expected, rel=rel)
+    (path,) = tmp_path.glob("iter_*")
+    assert not [one.name for one in path.iterdir() if not one.name.startswith("mp_rank_")]
+    trees = trees_of(path)
+    assert len(trees) == sizes.get("tensor", 1) * sizes.get("pipeline", 1)
+    for tree in trees.values():
+        assert tree["args"].padded_vocab_size % (16 * sizes.get("tensor", 1)) == 0
+        assert tree["iteration"] == 3
+        states = tree["optimizer"].get("optimizer", tree["optimizer"])
+        assert ("state" in states) == ("--use-distributed-optimizer" not in flags)
+
+
+def test_files_can_be_mapped_and_name_megatron_s_padding(tmp_path):
+    flags = [*TOY, *SAVES, str(tmp_path), "--tensor-model-parallel-size", "2"]
+    run_distributed(2, _losses, flags, tensor=2)
+    file = tmp_path / "iter_0000003" / "mp_rank_01" / "model_optim_rng.pt"
+    tree = torch.load(file, mmap=True, weights_only=False)
+    words = tree["model"]["language_model"]["embedding"]["word_embeddings"]["weight"]
+    assert words.shape == (64, 32)  # 101 entries to a multiple of 16 * 2, halved
+    assert tree["args"].padded_vocab_size == 128
+    assert words.data_ptr() % 64 == 0
+
+
+T5 = """
+    --encoder-num-layers 2 --decoder-num-layers 3 --hidden-size 32 --num-attention-heads 4
+    --seq-length 16 --decoder-seq-length 8 --max-position-embeddings 16 --micro-batch-size 1
+    --train-iters 1 --lr 1
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 63 --make-vocab-size-divisible-by 8
+""".split()
+
+
+def test_a_t5_with_adam_s_moments(tmp_path):
+    """Written with two tensor ranks as Megatron names it, and read back bit for bit."""
+    config = parse_config(T5, world_size=1, architecture="t5").config
+    model = T5Model.from_config(config, Layout.single(), Device.cpu(), 64)
+    state = {}
+    for name, entry in model_state([model]).items():
+        entry.tensor.normal_()
+        state[name] = entry
+        for factor, kind in ((2, "exp_avg"), (3, "exp_avg_sq")):
+            moment = Entry.whole(factor * entry.tensor)
+            state[f"{name.replace('model.', 'optimizer.', 1)}.{kind}"] = moment
+    meta = {
+        "iteration": 7,
+        "consumed_train_samples": 7,
+        "optimizer": {"step": 7, "loss_scale": {}},
+        "schedule": {"num_steps": 7},
+        "config": to_dict(config),
+    }
+    save(tmp_path / "native", 7, state, meta, Layout.single())
+    words = ["--keep-optimizer", "--target-tensor-parallel-size", "2"]
+    out = tmp_path / "megatron"
+    assert convert("native", "megatron", tmp_path / "native", out, *words, kind="T5") == 0
+    tree = trees_of(out / "iter_0000007")["mp_rank_01"]
+    language = tree["model"]["language_model"]
+    assert list(language) == ["embedding", "encoder", "decoder"]
+    assert list(tree["model"]) == ["language_model", "lm_head"]
+    layer = [name for name in language["decoder"] if name.startswith("layers.2.")]
+    modules = "input_layernorm self_attention.query_key_value self_attention.dense "
+    modules += "post_attention_layernorm inter_attention.query inter_attention.key_value "
+    modules += "inter_attention.dense post_inter_attention_layernorm mlp.dense_h_to_4h "
+    modules += "mlp.dense_4h_to_h"
+    assert layer == [f"layers.2.{m}.{k}" for m in modules.split() for k in ("weight", "bias")]
+    assert language["decoder"]["layers.0.inter_attention.key_value.weight"].shape == (32, 32)
+    assert tree["model"]["lm_head"]["bias"].shape == (32,)
+    reader = open_checkpoint(out)
+    assert reader.names() == sorted(state)
+    assert all(torch.equal(read_whole(reader, n), entry.tensor) for n, entry in state.items())
+    words[-2:] = ["--target-pipeline-parallel-size", "1"]
+    assert convert("native", "megatron", tmp_path / "native", out, *words, kind="T5") == 0
+    words[-1] = "5"
+    assert convert("native", "megatron", tmp_path / "native", out, *words, kind="T5") == 4

@@ -1,0 +1,72 @@
+#!/usr/bin/env bash
+# Pretrain a 345M-parameter BERT with its layers split over processes (tensor parallel) and dealt out to
+# stages (pipeline parallel), on one machine or several.
+#
+#   DATA_PATH=data/my_text_sentence VOCAB_FILE=bert-vocab.txt \
+#   NPROC_PER_NODE=8 examples/pretrain_bert_distributed_with_mp.sh
+#
+# On several machines, start it on each with NNODES, NODE_RANK (0, 1, ...) and MASTER_ADDR (the
+# address of machine 0). Flags given to this script come last and win.
+set -euo pipefail
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+: "${DATA_PATH:?set it to the prefix of a .bin/.idx pair (tools/preprocess_data.py --split-sentences)}"
+: "${VOCAB_FILE:?set it to the file of the WordPiece vocabulary (text)}"
+OUT=${OUT:-runs/bert-345m}
+TENSOR_PARALLEL=${TENSOR_PARALLEL:-2}
+PIPELINE_PARALLEL=${PIPELINE_PARALLEL:-2}
+
+LAUNCH=(
+    --nproc-per-node "${NPROC_PER_NODE:-8}"
+    --nnodes "${NNODES:-1}"
+    --node-rank "${NODE_RANK:-0}"
+    --master-addr "${MASTER_ADDR:-localhost}"
+    --master-port "${MASTER_PORT:-6000}"
+)
+
+MODEL=(
+    --num-layers 24
+    --hidden-size 1024
+    --num-attention-heads 16
+    --seq-length 512
+    --max-position-embeddings 512
+)
+
+LAYOUT=(
+    --tensor-model-parallel-size "$TENSOR_PARALLEL"
+    --pipeline-model-parallel-size "$PIPELINE_PARALLEL"
+)
+
+TRAINING=(
+    --micro-batch-size 2
+    --global-batch-size 16
+    --train-iters 2000000
+    --lr 0.0001
+    --min-lr 0.00001
+    --lr-decay-style linear
+    --lr-decay-iters 990000
+    --lr-warmup-fraction .01
+    --weight-decay 1e-2
+    --clip-grad 1.0
+    ${PRECISION---fp16} # PRECISION= (empty) trains in fp32, as a CPU must
+)
+
+DATA=(
+    --data-path "$DATA_PATH"
+    --tokenizer-type BertWordPieceLowerCase
+    --vocab-file "$VOCAB_FILE"
+    --split 949,50,1
+)
+
+OUTPUT=(
+    --save "$OUT/checkpoints"
+    --load "$OUT/checkpoints"
+    --save-interval 10000
+    --eval-interval 1000
+    --eval-iters 10
+    --log-interval 100
+    --tensorboard-dir "$OUT/tensorboard"
+)
+
+exec torchrun "${LAUNCH[@]}" "$ROOT/pretrain_bert.py" \
+    "${MODEL[@]}" "${LAYOUT[@]}" "${TRAINING[@]}" "${DATA[@]}" "${OUTPUT[@]}" "$@"

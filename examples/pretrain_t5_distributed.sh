@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# Pretrain a 220M-parameter T5 with data parallelism, on one machine or several.
+#
+#   DATA_PATH=data/my_text_sentence VOCAB_FILE=bert-vocab.txt \
+#   NPROC_PER_NODE=8 examples/pretrain_t5_distributed.sh
+#
+# On several machines, start it on each with NNODES, NODE_RANK (0, 1, ...) and MASTER_ADDR (the
+# address of machine 0). Flags given to this script come last and win.
+set -euo pipefail
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+: "${DATA_PATH:?set it to the prefix of a .bin/.idx pair (tools/preprocess_data.py --split-sentences)}"
+: "${VOCAB_FILE:?set it to the file of the WordPiece vocabulary (text)}"
+OUT=${OUT:-runs/t5-220m}
+
+LAUNCH=(
+    --nproc-per-node "${NPROC_PER_NODE:-8}"
+    --nnodes "${NNODES:-1}"
+    --node-rank "${NODE_RANK:-0}"
+    --master-addr "${MASTER_ADDR:-localhost}"
+    --master-port "${MASTER_PORT:-6000}"
+)
+
+MODEL=(
+    --num-layers 12
+    --hidden-size 768
+    --num-attention-heads 12
+    --kv-channels 64
+    --ffn-hidden-size 3072
+    --encoder-seq-length 512
+    --decoder-seq-length 128
+    --max-position-embeddings 512
+)
+
+TRAINING=(
+    --micro-batch-size 16
+    --global-batch-size 128
+    --train-iters 1000000
+    --lr 0.0001
+    --min-lr 0.00001
+    --lr-decay-style linear
+    --lr-warmup-fraction .01
+    --weight-decay 1e-2
+    --clip-grad 1.0
+    ${PRECISION---fp16} # PRECISION= (empty) trains in fp32, as a CPU must
+)
+
+DATA=(
+    --data-path "$DATA_PATH"
+    --tokenizer-type BertWordPieceLowerCase
+    --vocab-file "$VOCAB_FILE"
+    --vocab-extra-ids 100 # one for each run of words that is taken out
+    --split 949,50,1
+)
+
+OUTPUT=(
+    --save "$OUT/checkpoints"
+    --load "$OUT/checkpoints"
+    --save-interval 10000
+    --eval-interval 1000
+    --eval-iters 10
+    --log-interval 100
+    --tensorboard-dir "$OUT/tensorboard"
+)
+
+exec torchrun "${LAUNCH[@]}" "$ROOT/pretrain_t5.py" \
+    "${MODEL[@]}" "${TRAINING[@]}" "${DATA[@]}" "${OUTPUT[@]}" "$@"

@@ -1,0 +1,50 @@
+"""Open a checkpoint wherever it lies and whoever wrote it: ours, Megatron-LM's, Hugging Face's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron.checkpoint.exchange import Exchange
+from megatron.checkpoint.find import checkpoint_at
+from megatron.checkpoint.hf.files import is_model_folder
+from megatron.checkpoint.reader import Reader, open_checkpoint, open_found
+from megatron.errors import CheckpointError
+from megatron.parallel.layout import Layout
+
+
+def open_root(root: Path, *, verify: bool = True, layout: Layout | None = None) -> Reader | None:
+    """What --load names: a folder of Hugging Face, or the newest checkpoint of a folder of them.
+
+    Collective over `layout`, where one is given. None where there is nothing.
+
+    Raises:
+        CheckpointError: there are checkpoints, but none that can be read.
+    """
+    if not is_model_folder(root):
+        return open_checkpoint(root, verify=verify, layout=layout)
+    from megatron.checkpoint.hf.reader import HFReader
+
+    opened: list[Reader] = []
+    exchange = Exchange((layout or Layout.single()).world)
+    exchange.together(lambda: opened.append(HFReader(root)))
+    return opened[0]
+
+
+def open_any(path: Path, *, verify: bool = True) -> Reader:
+    """The checkpoint that a path leads to.
+
+    Args:
+        path: a folder of checkpoints, of which the newest that is sound is taken; one of them
+            (`iter_0000100`); or a folder of Hugging Face.
+        verify: compare digests; files of Hugging Face have none.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged, or of a kind that is not read.
+    """
+    found = checkpoint_at(path)
+    if found is not None:
+        return open_found(found, verify=verify)
+    reader = open_root(path, verify=verify)
+    if reader is None:
+        raise CheckpointError(f"{path}: there is no checkpoint")
+    return reader

@@ -1,0 +1,207 @@
+"""T5: an encoder and a decoder that reads its output (Raffel et al., 2019), as Megatron has it.
+
+Positions are learned (or rotary) and shared by both halves, and the output shares the words'
+matrix. Shapes: e the encoder's sequence, d the decoder's, b micro-batch, h hidden, v padded
+vocabulary, t tensor-parallel size.
+
+Under a pipeline the two halves travel together, [e + d, b, h]: the first part embeds both; in the
+encoder's parts the decoder's embedding rides along, in the decoder's parts the encoder's output.
+So every message has one shape, wherever the decoder begins, and the embeddings are in one place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.config import RunConfig
+from megatron.config.model import ModelConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.config.stages import ModelPart, whole_model
+from megatron.device import Device
+from megatron.kernels.attention import choose_attention
+from megatron.kernels.rope import Rotation
+from megatron.models.bert import padding_mask
+from megatron.models.construct import build_model
+from megatron.models.cross_attention import Memory
+from megatron.models.embedding import Embedding, RotaryTable, new_embedding
+from megatron.models.head import Output, TokenLoss
+from megatron.models.kernels import choose_kernels
+from megatron.models.norm import Stream, new_norm
+from megatron.models.recompute import RecomputePlan
+from megatron.models.sizes import sizes_of
+from megatron.models.stack import LayerStack
+from megatron.parallel.layout import Layout
+
+
+class Half(nn.Module):
+    """Layers of the encoder or of the decoder, and the normalization after the last of them."""
+
+    def __init__(self, layers: LayerStack, final_norm: nn.Module | None) -> None:
+        super().__init__()
+        self.layers = layers
+        self.final_norm = final_norm
+
+    def run(self, hidden: Tensor, *inputs: Any) -> Tensor:
+        """[s, b, h] -> [s, b, h], normalized where the half ends."""
+        stream = self.layers.run(Stream(hidden), *inputs)
+        if self.final_norm is None:
+            return stream.join()
+        x: Tensor = self.final_norm(stream)[1]
+        return x
+
+
+class T5Model(nn.Module):
+    """Embeddings of both halves, encoder, decoder, output.
+
+    Parameters are allocated on `device`, not filled: see `parallel.initialization.initialize`.
+    Their names are global, whatever part of the model this process holds:
+
+        embedding.word.weight, embedding.position.weight            [v, h], [positions, h]
+        encoder.layers.0.attention_norm, .attention.qkv, .attention.output,
+            .mlp_norm, .mlp.up, .mlp.down                           .weight and .bias each
+        encoder.final_norm
+        decoder.layers.0.attention_norm, .attention.qkv, .attention.output,
+            .cross_norm, .cross_attention.query, .cross_attention.key_value,
+            .cross_attention.output, .mlp_norm, .mlp.up, .mlp.down
+        decoder.final_norm
+        output.bias (and output.weight of an untied one)            [v], [v, h]
+
+    Args:
+        model: network flags, resolved (no None among the sizes).
+        precision: number formats.
+        layout: who this process is.
+        padded_vocab_size: v.
+        part: the layers that this process holds, the decoder's counted after the encoder's, and
+            whether it begins or ends the model; None: the whole model.
+        recompute: what to compute again in backward; None: nothing.
+        cp_comm_type: of no effect: a rule refuses contexts that are split.
+        device: where it runs.
+        parameter_device: of the parameters where it is another: "meta" leaves them without memory.
+        dtype: of the parameters.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        precision: PrecisionConfig,
+        layout: Layout,
+        *,
+        padded_vocab_size: int,
+        part: ModelPart | None = None,
+        recompute: RecomputePlan | None = None,
+        cp_comm_type: str = "p2p",
+        device: torch.device,
+        parameter_device: torch.device | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        first = sizes_of(model).layers  # of the decoder
+        self.part = part or whole_model(model.all_layers)
+        self.layout = layout
+        self.attention_choice = choose_attention(model, precision, device)
+        kernels = choose_kernels(precision, device)
+        allocation: dict[str, Any] = {"device": parameter_device or device, "dtype": dtype}
+        words = {"padded_vocab_size": padded_vocab_size, **allocation}
+        self.embedding = new_embedding(model, precision, layout, self.part, kernels, **words)
+        has_rope = model.position_embedding_type == "rope"
+        self.rotary = RotaryTable(model, device=device) if has_rope else None
+
+        def new_half(layers: range, ends: bool, **options: Any) -> Half | None:
+            if not layers and not ends:
+                return None
+            stack = LayerStack(
+                model,
+                layout,
+                layers,
+                self.attention_choice,
+                recompute=recompute,
+                kernels=kernels,
+                **options,
+                **allocation,
+            )
+            return Half(stack, new_norm(model, layout, kernels, **allocation) if ends else None)
+
+        held = self.part.layers
+        mine = range(held.start, min(held.stop, first))
+        self.encoder = new_half(mine, ends=first - 1 in held, causal=False)
+        theirs = range(max(held.start, first) - first, max(held.stop, first) - first)
+        self.decoder = new_half(
+            theirs, ends=self.part.head, causal=True, reads_memory=True, numbered_after=first
+        )
+        self.output = None
+        if self.part.head:
+            token_loss = TokenLoss.from_config(precision, device)
+            self.output = Output(model, layout, token_loss, self.embedding, has_bias=True, **words)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: RunConfig,
+        layout: Layout,
+        device: Device,
+        padded_vocab_size: int,
+        part: ModelPart | None = None,
+    ) -> T5Model:
+        """See `build_model`."""
+        return build_model(cls, config, layout, device, padded_vocab_size, part)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        decoder_tokens: Tensor,
+        padding: Tensor,
+        labels: Tensor | None = None,
+        hidden: Tensor | None = None,
+    ) -> Tensor:
+        """One pass through the layers held here.
+
+        Padding may stand at the end of the decoder's sequences too: no token before it sees it.
+
+        Args:
+            tokens: the encoder's, [b, e].
+            decoder_tokens: [b, d].
+            padding: bool [b, e], True where there is a token of the encoder's and not only padding.
+            labels: [b, d], the token that follows each of the decoder's.
+            hidden: [e + d, b, h], from the part before; None where this part begins the model.
+
+        Returns:
+            Where the model goes on in another part: both halves' hidden states [e + d, b, h]. At
+            its end, with labels the loss of each token, fp32 [b, d]; else logits [b, d, v/t].
+        """
+        states, x = self._halves(tokens, decoder_tokens, hidden)
+        mask = padding_mask(padding)
+        if self.encoder is not None:
+            states = self.encoder.run(states, mask, self._rotation(tokens))
+        if self.decoder is not None:
+            memory = Memory(states, mask)
+            x = self.decoder.run(x, None, self._rotation(decoder_tokens), None, memory)
+        if self.output is None:
+            return torch.cat((states.to(x.dtype), x))
+        scores: Tensor = self.output(x, labels)
+        return scores
+
+    def _halves(
+        self, tokens: Tensor, decoder_tokens: Tensor, hidden: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """What goes into the layers held here, [e, b, h] and [d, b, h]; with sequence parallelism
+        this rank's part of each."""
+        if hidden is not None:
+            lengths = [
+                ids.shape[1] // self.layout.sequence.size for ids in (tokens, decoder_tokens)
+            ]
+            states, x = hidden.split(lengths)
+            return states, x
+        assert isinstance(self.embedding, Embedding), "this part takes hidden states"
+        places = torch.arange(max(tokens.shape[1], decoder_tokens.shape[1]), device=tokens.device)
+        states = self.embedding(tokens, places[: tokens.shape[1]].expand_as(tokens))
+        positions = places[: decoder_tokens.shape[1]].expand_as(decoder_tokens)
+        return states, self.embedding(decoder_tokens, positions, site="decoder embedding")
+
+    def _rotation(self, tokens: Tensor) -> Rotation | None:
+        if self.rotary is None:
+            return None
+        rotation: Rotation = self.rotary(torch.arange(tokens.shape[1], device=tokens.device))
+        return rotation

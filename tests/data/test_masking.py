@@ -1,0 +1,115 @@
+"""Which tokens are hidden: whole words, within the budget, in the shares that BERT asks for."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from megatron.config.data import TokenizerConfig
+from megatron.data.masking import SpecialIds, choose_runs, hidden_budget, whole_words
+from megatron.errors import ConfigError
+from megatron.tokenizer.build import build_tokenizer
+from tests.data.corpus import write_vocabulary
+
+PAD, _, CLS, SEP, MASK = range(5)
+WORD, PIECE = 5, 205  # the first of either
+
+
+@pytest.fixture(name="ids", scope="module")
+def _ids(tmp_path_factory: pytest.TempPathFactory) -> SpecialIds:
+    path = write_vocabulary(tmp_path_factory.mktemp("vocabulary") / "vocab.txt")
+    tokenizer = build_tokenizer(
+        TokenizerConfig(
+            tokenizer_type="BertWordPieceLowerCase", vocab_file=str(path), vocab_extra_ids=3
+        )
+    )
+    return SpecialIds.of(tokenizer)
+
+
+def test_special_ids_are_the_tokenizers(ids: SpecialIds) -> None:
+    assert (ids.pad, ids.cls, ids.sep, ids.mask) == (PAD, CLS, SEP, MASK)
+    assert (ids.bos, ids.eos, ids.sentinels, ids.size) == (405, 406, (407, 408, 409), 410)
+    assert np.flatnonzero(ids.continues).tolist() == list(range(PIECE, 405))
+
+
+def test_a_tokenizer_without_a_mask_is_refused() -> None:
+    tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=9))
+    with pytest.raises(ConfigError, match="BertWordPieceLowerCase"):
+        SpecialIds.of(tokenizer)
+
+
+def words_of(tokens: list[int], ids: SpecialIds) -> list[list[int]]:
+    words = whole_words(np.array(tokens, np.int64), ids)
+    return [words.positions[a:b] for a, b in zip(words.bounds[:-1], words.bounds[1:], strict=True)]
+
+
+def test_pieces_belong_to_their_word(ids: SpecialIds) -> None:
+    tokens = [CLS, WORD, PIECE, PIECE + 1, WORD + 1, SEP, WORD + 2, PIECE, SEP]
+    assert words_of(tokens, ids) == [[1, 2, 3], [4], [6, 7]]
+    cut = [CLS, PIECE, WORD, SEP, PIECE, PIECE, WORD, SEP]  # both segments lost their front
+    assert words_of(cut, ids) == [[1], [2, 4, 5], [6]]
+    assert words_of([CLS, SEP], ids) == []
+
+
+def test_runs_are_whole_words_apart_and_within_the_budget(ids: SpecialIds) -> None:
+    random = np.random.RandomState(0)
+    for _ in range(200):
+        tokens = random.randint(WORD, 405, random.randint(1, 80))
+        words = whole_words(tokens, ids)
+        whole = {position: k for k in range(len(words)) for position in words_at(words, k)}
+        budget = float(random.choice([0, 0.5, 1, 7.5, 20]))
+        runs = list(choose_runs(words, budget, lambda: random.randint(1, 5), random))
+        hidden = [position for run in runs for position in run]
+        assert len(hidden) == len(set(hidden)) <= budget
+        touched = {whole[position] for position in hidden}
+        assert sorted(hidden) == sorted(p for k in touched for p in words_at(words, k))
+
+
+def words_at(words: object, k: int) -> list[int]:
+    return words.positions[words.bounds[k] : words.bounds[k + 1]]  # type: ignore[attr-defined]
+
+
+def test_a_run_is_shortened_to_fit() -> None:
+    ids = SpecialIds.generated(100)
+    words = whole_words(np.arange(50, 60), ids)
+    runs = list(choose_runs(words, 3, lambda: 10, np.random.RandomState(1)))
+    assert sum(map(len, runs)) == 3
+
+
+def test_draws_of_the_caller_come_between_runs() -> None:
+    """A run is handed out before the next one is drawn for."""
+    words = whole_words(np.arange(50, 60), SpecialIds.generated(100))
+    events: list[str] = []
+
+    def draw() -> int:
+        events.append("draw")
+        return 1
+
+    for _ in choose_runs(words, 2, draw, np.random.RandomState(1)):
+        events.append("run")
+    assert events == ["draw", "run", "draw", "run"]
+
+
+def test_budget() -> None:
+    assert hidden_budget(0.15, 128, 125) == 0.15 * 125  # a fraction, as Megatron has it
+    assert hidden_budget(0.15, 100, 125) == 15
+    assert hidden_budget(0.15, 10, 125) == 2  # 1.5 to the even number
+    assert hidden_budget(0.15, 4, 125) == 1
+    assert hidden_budget(0.15, 5, 2) == 0.3  # none fits
+    assert hidden_budget(0, 128, 125) == 0
+
+
+def test_every_word_is_as_likely_as_any_other() -> None:
+    ids = SpecialIds.generated(100)
+    words = whole_words(np.arange(50, 70), ids)
+    random = np.random.RandomState(5)
+    counts = Counter(
+        position
+        for _ in range(4000)
+        for run in choose_runs(words, 3, lambda: 1, random)
+        for position in run
+    )
+    assert sorted(counts) == list(range(20))
+    assert max(abs(count / 600 - 1) for count in counts.values()) < 0.15  # 4000 * 3 / 20 = 600

@@ -1,0 +1,67 @@
+"""A BERT and a T5 small enough for tests, and batches for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.config.precision import PrecisionConfig
+from megatron.models.bert import BertModel
+from megatron.models.t5 import T5Model
+from megatron.parallel.initialization import initialize
+from megatron.parallel.layout import Layout
+from tests.models.small import BATCH, SEQUENCE, VOCAB, config
+
+NETWORKS: dict[str, type[nn.Module]] = {"bert": BertModel, "t5": T5Model}
+DECODER = 8  # tokens of the T5's decoder
+
+
+def build(
+    kind: str,
+    flags: dict[str, Any] | None = None,
+    *,
+    layout: Layout | None = None,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> Any:
+    """A model of a kind; without dropout unless the flags say so."""
+    own = {"decoder_num_layers": 2} if kind == "t5" else {}
+    quiet = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
+    model: Any = NETWORKS[kind](
+        config(architecture=kind, **{**own, **quiet, **(flags or {})}),
+        PrecisionConfig(),
+        layout or Layout.single(),
+        padded_vocab_size=VOCAB,
+        device=torch.device("cpu"),
+        dtype=dtype,
+        **options,
+    )
+    initialize(model.named_parameters(), 1)
+    return model
+
+
+def batch_of(kind: str) -> list[Tensor]:
+    """What the model's forward takes, its labels last. The second sample has padding."""
+    generator = torch.Generator().manual_seed(7)
+
+    def draw(length: int) -> Tensor:
+        return torch.randint(VOCAB, (BATCH, length), generator=generator)
+
+    padding = torch.ones(BATCH, SEQUENCE, dtype=torch.bool)
+    padding[1, SEQUENCE - 4 :] = False
+    if kind == "t5":
+        return [draw(SEQUENCE), draw(DECODER), padding, draw(DECODER)]
+    types = (torch.arange(SEQUENCE) > SEQUENCE // 2).long().expand(BATCH, -1)
+    return [draw(SEQUENCE), padding, types, draw(SEQUENCE)]
+
+
+def losses(kind: str, model: Any, batch: list[Tensor]) -> Tensor:
+    """Of tokens that are no padding, and BERT's of the segments' order."""
+    result = model(*batch)
+    if kind == "t5":
+        loss: Tensor = result.mean()
+        return loss
+    order = torch.nn.functional.cross_entropy(result.order.float(), torch.tensor([0, 1]))
+    return result.tokens[batch[1]].mean() + order

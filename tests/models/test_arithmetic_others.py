@@ -1,0 +1,85 @@
+"""Counts by arithmetic of BERT and T5: real modules, FLOPs that PyTorch counts, published sizes."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron.config.precision import PrecisionConfig
+from megatron.config.stages import ModelPart
+from megatron.models.arithmetic import count_parameters, count_part_parameters, flops_per_token
+from megatron.models.bert import BertModel
+from megatron.models.t5 import T5Model
+from megatron.parallel.layout import Layout
+from tests.models.small import VOCAB, config
+
+BERT = {"architecture": "bert"}
+T5 = {"architecture": "t5", "decoder_num_layers": 2}
+NETWORKS = {
+    "bert": BERT,
+    "bert without binary head": {**BERT, "bert_binary_head": False},
+    "bert, untied": {**BERT, "untie_embeddings_and_output_weights": True},
+    "t5": T5,
+    "t5, wide heads": {**T5, "kv_channels": 10},
+    "t5, no biases": {**T5, "add_bias_linear": False, "normalization": "RMSNorm"},
+    "t5, rope": {**T5, "position_embedding_type": "rope"},
+}
+
+
+def _build(model, *, part=None, layout=None, device="meta", vocab=VOCAB):
+    network = BertModel if model.architecture == "bert" else T5Model
+    return network(
+        model,
+        PrecisionConfig(),
+        layout or Layout.single(),
+        padded_vocab_size=vocab,
+        part=part,
+        device=torch.device(device),
+    )
+
+
+def _held(network):
+    return sum(parameter.numel() for parameter in network.parameters())
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_every_network_counts(name):
+    model = config(**NETWORKS[name])
+    assert count_parameters(model, VOCAB) == _held(_build(model))
+
+
+@pytest.mark.parametrize("kind", ["bert", "t5"])
+def test_every_part_counts(kind):
+    model = config(**NETWORKS[kind])
+    cut = 2 if kind == "bert" else 4
+    for part in (
+        ModelPart(range(cut), embedding=True, head=False),
+        ModelPart(range(cut, model.all_layers), embedding=False, head=True),
+    ):
+        network = _build(model, part=part, layout=Layout.at(0, 2, tensor=2))
+        assert count_part_parameters(model, VOCAB, part, tensor=2) == _held(network)
+
+
+def test_published_sizes():
+    """BERT-large of the paper has 340 million parameters, Megatron's head and pooler included."""
+    sizes = {"hidden_size": 1024, "ffn_hidden_size": 4096, "num_attention_heads": 16}
+    sizes |= {"kv_channels": 64, "num_layers": 24, "max_position_embeddings": 512}
+    model = config(**{**BERT, **sizes})
+    assert count_parameters(model, 30522) == 336_226_108
+
+
+@pytest.mark.parametrize("kind", ["bert", "t5"])
+def test_flops_are_those_that_pytorch_counts(kind):
+    """Of the products of forward, in plain attention, whose scores hold both triangles."""
+    model = config(**NETWORKS[kind], masked_softmax_fusion=False, max_position_embeddings=12)
+    network = _build(model, device="cpu").eval()
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    e, d = 12, 8
+    tokens, padding = torch.ones(1, e, dtype=torch.int64), torch.ones(1, e, dtype=torch.bool)
+    decoder = torch.ones(1, d, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        network(tokens, padding) if kind == "bert" else network(tokens, decoder, padding)
+    ours = flops_per_token(model, e, VOCAB, decoder_seq_length=d if kind == "t5" else None)
+    count = e if kind == "bert" else e + d
+    causal = 0 if kind == "bert" else 2 * 2 * d * d * 16  # the half that is not counted
+    assert ours * count / 3 == pytest.approx(counter.get_total_flops() - causal, rel=1e-3)

@@ -1,0 +1,51 @@
+"""Held against Megatron-LM 23.08: its BERT goes on from iteration 20 as the original did."""
+
+import json
+
+import pytest
+
+from tests.distributed import run_distributed
+from tests.parity.golden import continue_run
+
+LOSS, GRAD_NORM = 1e-4, 2e-3  # relative tolerances
+NAMES = ("lm loss", "sop loss")
+RUN = "bert_fp32"
+
+TENSOR = "--tensor-model-parallel-size 2"
+PIPELINE = "--pipeline-model-parallel-size 2"
+
+
+def _compare(records, recording):
+    """Iterations 21 to 40 and both evaluations at the end, line by line."""
+    ours = {r["iteration"]: r for r in records if "lm loss" in r}
+    assert sorted(ours) == list(range(21, 41))
+    for theirs in recording["train"][20:]:
+        mine = ours[theirs["iteration"]]
+        for name in NAMES:
+            assert mine[name] == pytest.approx(theirs[name], rel=LOSS)
+        assert mine["grad-norm"] == pytest.approx(theirs["grad norm"], rel=GRAD_NORM)
+        assert mine["consumed samples"] == theirs["consumed samples"]
+        assert f"{mine['learning-rate']:.3E}" == f"{theirs['learning rate']:.3E}"
+    for name in NAMES:
+        ours = [r[f"{name} validation"] for r in records if f"{name} validation" in r]
+        theirs = [v[name] for v in recording["validation"] if v["iteration"] == 40]
+        assert ours == pytest.approx(theirs, rel=LOSS)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "flags"),
+    [
+        ({}, ""),
+        ({"tensor": 2}, TENSOR),
+        ({"tensor": 2}, f"{TENSOR} --sequence-parallel"),
+        ({"pipeline": 2}, PIPELINE),
+    ],
+    ids=["one process", "tensor 2", "tensor 2, sequences split", "pipeline 2"],
+)
+def test_it_goes_on_as_the_original(golden, tmp_path, sizes, flags):
+    recording = json.loads((golden / RUN / "run.json").read_text())
+    processes = 2 if sizes else 1
+    for records in run_distributed(
+        processes, continue_run, golden, RUN, tmp_path, flags.split(), **sizes
+    ):
+        _compare(records, recording)
