@@ -1,13 +1,17 @@
 # make demo              train a small GPT on the Python standard library's source, end to end
 # make demo INPUT=x.jsonl  the same on your own text (one {"text": ...} a line)
+# make demo MODEL=bert   a BERT (or t5) instead, which fills in hidden words
+# make serve             a page and an API to talk to the model that make demo has trained
 # make test              the test suite
 # make lint              ruff and mypy
 # Each sets up .venv by itself; needs no root. PYTHON=python3.12 chooses the interpreter.
 
 PYTHON ?=
 VENV ?= .venv
-OUT ?= runs/demo
+MODEL ?= gpt
+OUT ?= runs/demo$(if $(filter-out gpt,$(MODEL)),-$(MODEL))
 INPUT ?=
+PORT ?= 5000
 ITERS ?=
 TESTS ?= tests
 PYTEST_FLAGS ?= -n 2 --timeout 300
@@ -15,7 +19,7 @@ PYTEST_FLAGS ?= -n 2 --timeout 300
 PY = $(VENV)/bin/python
 
 .DEFAULT_GOAL = help
-.PHONY: help setup demo test lint clean
+.PHONY: help setup demo serve test lint clean
 
 help:
 	@sed -n '/^# /s/^# //p;/^$$/q' $(firstword $(MAKEFILE_LIST))
@@ -24,7 +28,11 @@ setup:
 	@tools/setup_venv.sh "$(VENV)" "$(PYTHON)"
 
 demo: setup
-	@$(PY) tools/demo.py --out "$(OUT)" $(if $(INPUT),--input "$(INPUT)") $(if $(ITERS),--iters $(ITERS))
+	@$(PY) tools/demo.py --model "$(MODEL)" --out "$(OUT)" $(if $(INPUT),--input "$(INPUT)") $(if $(ITERS),--iters $(ITERS))
+
+serve: setup
+	@PATH="$(abspath $(VENV))/bin:$$PATH" CHECKPOINT="$(OUT)/checkpoints" \
+	    examples/run_text_generation_server_demo.sh --port $(PORT)
 
 test: setup
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_FLAGS) $(TESTS)

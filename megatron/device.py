@@ -5,9 +5,10 @@ from __future__ import annotations
 import mmap
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -29,6 +30,9 @@ _PEAK_FLOPS = (
     ("V100", 125e12),
     ("T4", 65e12),
 )
+
+
+Work = Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,33 @@ class Device:
     def backend(self, asked: str) -> str:
         """Communication library: what was asked for on GPUs, gloo on a CPU."""
         return asked if self.is_gpu else "gloo"
+
+    def recorder(self) -> Callable[[Work], Work]:
+        """Runs a GPU's work once and records its kernels: gives what runs them again, at once.
+
+        They read and write the same memory each time, and the result is the same tensor. The work
+        must not wait for the device. Recordings of one recorder share memory, so no two may run at
+        a time.
+        """
+        assert self.is_gpu, "a CPU has nothing to record"
+        pool = torch.cuda.graph_pool_handle()  # gone with the last recording in it: no two owners
+        return partial(self._record, pool)
+
+    def _record(self, pool: Any, work: Work) -> Work:
+        here, aside = torch.cuda.current_stream(self.torch_device), torch.cuda.Stream()
+        aside.wait_stream(here)
+        with torch.cuda.stream(aside):
+            work()  # libraries set themselves up when they are first called
+        here.wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            result = work()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return result
+
+        return replay
 
     def synchronize(self) -> None:
         """Wait until all queued work is done."""

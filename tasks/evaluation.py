@@ -64,6 +64,8 @@ def _saved(given: Mapping[str, Any]) -> RunConfig:
 def _loads(config: RunConfig, world_size: int) -> Iterator[str]:
     if config.checkpoint.load is None:
         yield "--load is required: give the folder of a trained model's checkpoints"
+    else:  # which names its tokenizer, unless it is old
+        yield from rules_data.tokenizer(config, world_size)
 
 
 def _not_here(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -101,7 +103,6 @@ RULES: tuple[Rule, ...] = (
     rules_model.activation_function,
     rules_model.normalization,
     rules_model.precision,
-    rules_data.tokenizer,
     _not_here,
 )
 

@@ -32,6 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         match TASKS[task].kind:
             case "language model":
                 from tasks.language_model import run
+            case "harness":
+                from tasks.harness import run
+            case "finetuning":
+                from tasks.finetune_command import run
         return run(task, arguments, launch)
 
     return run_process(arguments, work)

@@ -8,13 +8,18 @@ from typing import Literal
 
 from megatron.config.command_line import split
 from megatron.config.fields import suggestion
-from megatron.config.tasks import LanguageModelTaskConfig, TaskConfig
+from megatron.config.tasks import (
+    FinetuneConfig,
+    HarnessConfig,
+    LanguageModelTaskConfig,
+    TaskConfig,
+)
 from megatron.errors import ConfigError
 
 PROGRAM = "tasks/main.py"
-OPTIONS = (TaskConfig, LanguageModelTaskConfig)  # beside a run's own
+OPTIONS = (TaskConfig, LanguageModelTaskConfig, HarnessConfig, FinetuneConfig)  # beside a run's own
 
-Kind = Literal["language model"]
+Kind = Literal["language model", "harness", "finetuning"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,16 @@ TASKS: dict[str, Task] = {
     "WIKITEXT103": Task("language model", "perplexity a word of WikiText, or of another text"),
     "LAMBADA": Task("language model", "the last word of passages"),
     "PERPLEXITY": Task("language model", "perplexity of any corpus of documents"),
+    "LM_EVAL": Task("harness", "tasks of EleutherAI's lm-evaluation-harness"),
+    "RACE": Task("finetuning", "questions about a text, four answers each"),
+    "MNLI": Task("finetuning", "does one text follow from the other?"),
+    "QQP": Task("finetuning", "do two questions ask the same?"),
+    "SST-2": Task("finetuning", "is a film review good or bad?"),
+    "CoLA": Task("finetuning", "is a sentence grammatical?"),
+    "MRPC": Task("finetuning", "do two sentences say the same?"),
+    "QNLI": Task("finetuning", "does a sentence answer the question?"),
+    "RTE": Task("finetuning", "does one text follow from the other?"),
+    "WNLI": Task("finetuning", "does a sentence with a pronoun resolved follow from it?"),
 }
 # Megatron-LM's tasks that are not here.
 _RETRIEVAL = ("ICT-ZEROSHOT-NQ", "RETRIEVER-EVAL", "RET-FINETUNE-NQ")

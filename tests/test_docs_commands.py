@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -26,8 +27,10 @@ sys.argv = sys.argv[1:]
 sys.path.insert(0, sys.argv[0].rpartition("/")[0] or ".")
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
+_SERVER = "tools/run_text_generation_server.py"
+_SAMPLES = "tools/generate_samples_gpt.py"
 # Commands of the system, of which there is nothing to check here.
-_SYSTEM = {"mkdir", "source", "cd", "python3", "docker"}
+_SYSTEM = {"mkdir", "source", "cd", "python3", "docker", "openssl"}
 
 
 def _environment() -> dict[str, str]:
@@ -51,6 +54,11 @@ def _check_python(words: list[str]) -> None:
     if Path(words[0]).name.startswith("pretrain_"):
         _check_pretrain(words, world_size=1)
         return
+    if words[0] in (_SERVER, _SAMPLES):
+        _check_generation(words)
+        return
+    if words[0] == "-m":
+        words = [f"{words[1].replace('.', '/')}.py", *words[2:]]
     done = subprocess.run(
         [sys.executable, "-c", _PARSE_ONLY, *words],
         cwd=ROOT,
@@ -60,6 +68,29 @@ def _check_python(words: list[str]) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def _check_generation(words: list[str]) -> None:
+    """Of a program that takes the rest of its flags from a checkpoint, which is not there."""
+    from megatron.config.arguments import from_namespace
+    from megatron.config.parser import build_parser
+    from megatron.config.samples import SamplesConfig, problems_of
+    from megatron.config.server import ServerConfig
+
+    if words[0] == _SERVER:
+        build_parser(words[0], (ServerConfig,)).parse_args(words[1:])
+        return
+    given = build_parser(words[0], (SamplesConfig,)).parse_args(words[1:])
+    assert not problems_of(from_namespace(SamplesConfig, given))
+
+
+def _check_curl(words: list[str]) -> None:
+    """What is sent to the text generation server is a request that it takes."""
+    from megatron.inference.server.megatron_contract import read_contract
+
+    (url,) = [word for word in words if word.startswith("http://localhost:5000/")]
+    if url.endswith("/api"):
+        read_contract(json.loads(words[words.index("-d") + 1]))
 
 
 def _network(_: str) -> dict[str, int]:
@@ -86,8 +117,11 @@ def _check_torchrun(words: list[str]) -> None:
 
     options = parse_args(words)
     _, _, nodes = options.nnodes.rpartition(":")
-    world_size = int(options.nproc_per_node) * int(nodes)
-    _check_pretrain([options.training_script, *options.training_script_args], world_size)
+    words = [options.training_script, *options.training_script_args]
+    if words[0] in (_SERVER, _SAMPLES):
+        _check_generation(words)
+        return
+    _check_pretrain(words, int(options.nproc_per_node) * int(nodes))
 
 
 def _check_tensorboard(words: list[str]) -> None:
@@ -96,6 +130,7 @@ def _check_tensorboard(words: list[str]) -> None:
 
 
 _CHECKS = {
+    "curl": _check_curl,
     "make": _check_make,
     "pip": _check_pip,
     "python": _check_python,
@@ -161,7 +196,7 @@ _FEWER = (
     ("--train-iters 300", "--train-iters 4"),
     ("--eval-interval 100 --eval-iters 10", "--eval-interval 2 --eval-iters 1"),
     ("--save-interval 100", "--save-interval 2"),
-    ("--max-new-tokens 100", "--max-new-tokens 5"),
+    ("--out-seq-length 100", "--out-seq-length 5"),
 )
 
 

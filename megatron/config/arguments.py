@@ -128,9 +128,13 @@ def default_text(field: Field) -> str:
     return f"{field.default:g}" if isinstance(field.default, float) else str(field.default)
 
 
-def add_known_flags(parser: argparse.ArgumentParser) -> None:
-    """Megatron's flags without a field, kept out of the help, under their own names."""
-    for flag in (*REFUSED, *HONOURED):
+def add_known_flags(parser: argparse.ArgumentParser, config_types: Iterable[type]) -> None:
+    """Megatron's flags without a field, kept out of the help, under their own names.
+
+    A flag that one program has a field for (in `config_types`) is only known to the others.
+    """
+    taken = {name for each in config_types for field in fields_of(each) for name in field.names}
+    for flag in (flag for flag in (*REFUSED, *HONOURED) if flag.name not in taken):
         options: dict[str, Any] = {
             "dest": flag.name,
             "default": argparse.SUPPRESS,

@@ -132,7 +132,7 @@ def build_parser(program: str, extra: Sequence[type] = ()) -> argparse.ArgumentP
     parser.add_argument("--config", metavar="FILE", help="YAML file with the same settings.")
     for section in (*sections().values(), *extra):
         add_flags(parser, section)
-    add_known_flags(parser)
+    add_known_flags(parser, extra)
     return parser
 
 

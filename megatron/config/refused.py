@@ -89,9 +89,8 @@ REFUSED: tuple[KnownFlag, ...] = (
         choices={"--transformer-impl": ("local", "transformer_engine")},
     ),
     *_group(
-        "text generation is not built yet",
+        "embeddings of BERT are made for Retro, which is out of scope",
         switches=("--output-bert-embeddings",),
-        values={"--inference-batch-times-seqlen-threshold": 512, "--max-tokens-to-oom": 12000},
         choices={"--bert-embedder-type": ("megatron", "huggingface")},
     ),
     *_group(
@@ -190,5 +189,13 @@ HONOURED: tuple[KnownFlag, ...] = (
         "process groups are made once, by the entry script: no start-up is left to the caller",
         bool,
         default=False,
+    ),
+    *_group(
+        "requests of any length are computed together: there is no threshold to pass",
+        values={"--inference-batch-times-seqlen-threshold": 512},
+    ),
+    *_group(
+        "the text generation server's; training generates nothing",
+        values={"--max-tokens-to-oom": 12000},
     ),
 )

@@ -38,3 +38,41 @@ class LanguageModelTaskConfig:
         "path of --valid-data, else none.",
         choices=("wikitext", "ptb", "none"),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HarnessConfig:
+    """EleutherAI's lm-evaluation-harness (--task LM_EVAL)."""
+
+    lm_eval_tasks: tuple[str, ...] | None = flag(
+        None, "Names of its tasks or groups, patterns, or YAML files of tasks.", many=True
+    )
+    lm_eval_include_path: str | None = flag(
+        None, "Folder of further task files. Their code is run."
+    )
+    lm_eval_num_fewshot: int | None = flag(
+        None, "Examples before each question. Unset: as each task has it.", unit="examples"
+    )
+    lm_eval_limit: float | None = flag(
+        None, "Only so many documents of each task; below 1 a share of them. Unset: all."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneConfig:
+    """Finetuning tasks (GLUE and RACE)."""
+
+    train_data: tuple[str, ...] | None = flag(
+        None, "Files (for RACE folders) to train on.", many=True
+    )
+    epochs: int | None = flag(
+        None, "How often to train on all of --train-data. 0: only evaluate.", unit="epochs"
+    )
+    pretrained_checkpoint: str | None = flag(
+        None, "Folder of the pretrained BERT to start from: ours, Megatron's or Hugging Face's."
+    )
+    keep_last: bool = flag(
+        False,
+        "Samples that fill no batch at the end of an epoch go into the next one's first. Off: "
+        "they are left out of this epoch.",
+    )

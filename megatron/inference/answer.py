@@ -63,6 +63,15 @@ class PlainAnswer:
         # Of tokens found in the cache there would be no scores.
         reuses = not request.sampling.prompt_logprobs
         self._sequence = Sequence(request.id, list(request.prompt), reuses)
+        sampling = request.sampling
+        self._choice = Choice(  # as far as it is the same for every token
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            repetition_penalty=sampling.repetition_penalty,
+            history=self._sequence.tokens,
+            logprob=sampling.logprobs,
+            tops=sampling.top_logprobs,
+        )
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -81,41 +90,38 @@ class PlainAnswer:
         events, results = self._prompt.take(row, results)
         if not row.is_last:
             return events
-        sampling = self.request.sampling
+        sampling, tokens = self.request.sampling, self._sequence.tokens
         if results:
             (chosen,) = results
             assert chosen.token is not None
-            self._sequence.tokens.append(chosen.token)
+            tokens.append(chosen.token)
             logprob = chosen.logprob if sampling.logprobs else None
             events.append(Token(self.request.id, chosen.token, logprob, chosen.top))
-        answer = self._sequence.tokens[len(self.request.prompt) :]
-        if answer and ends(self.request, answer):
-            events.append(self.finished())
-        elif len(answer) >= sampling.max_new_tokens:
+            if ends(sampling, tokens):
+                return [*events, self.finished()]
+        if self._new_tokens >= sampling.max_new_tokens:
             events.append(replace(self.finished(), reason="length"))
         return events
 
     def finished(self) -> Finished:
         """See `Answer`."""
-        new = len(self._sequence.tokens) - len(self.request.prompt)
-        return Finished(
-            self.request.id, "stop", new_tokens=new, cached_tokens=self._sequence.cached
-        )
+        cached = self._sequence.cached
+        return Finished(self.request.id, "stop", new_tokens=self._new_tokens, cached_tokens=cached)
+
+    @property
+    def _new_tokens(self) -> int:
+        return len(self._sequence.tokens) - len(self.request.prompt)
 
     def _next(self) -> Choice:
         """How to choose the next token."""
-        sampling, tokens = self.request.sampling, self._sequence.tokens
-        number = len(tokens) - len(self.request.prompt)
-        return Choice(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
+        sampling, number = self.request.sampling, self._new_tokens
+        if not self._choice.is_drawn and not sampling.banned_pairs:
+            return self._choice
+        return replace(
+            self._choice,
             top_p=_decayed_top_p(sampling, number),
             uniform=uniform(self._seed, number),
-            repetition_penalty=sampling.repetition_penalty,
-            history=tokens,
-            banned=_banned(sampling, tokens[-1]),
-            logprob=sampling.logprobs,
-            tops=sampling.top_logprobs,
+            banned=_banned(sampling, self._sequence.tokens[-1]),
         )
 
 
@@ -135,7 +141,7 @@ class BeamAnswer:
             sampling.beam_width,
             length_penalty=sampling.length_penalty,
             max_new_tokens=sampling.max_new_tokens,
-            ends=lambda answer: ends(request, answer),
+            ends=lambda answer: ends(sampling, (*request.prompt, *answer)),
             endings=len(sampling.stop_tokens),
         )
         self._tops = min(self._search.candidates, vocab_size)
@@ -183,10 +189,9 @@ class BeamAnswer:
         steps = self._search.advance([self._nexts[beam].top for beam in self._beams])
         self._nexts = {}
         if not steps:
-            is_long = len(self._search.answers[0].tokens) == self.request.sampling.max_new_tokens
             event = self.finished()
-            stopped = ends(self.request, event.beams[0].tokens)
-            return [event if stopped or not is_long else replace(event, reason="length")]
+            is_complete = ends(self.request.sampling, self.request.prompt + event.beams[0].tokens)
+            return [event if is_complete else replace(event, reason="length")]
         parents = self._beams
         forks = {
             place: scheduler.fork(parents[step.parent], [*parents[step.parent].tokens, step.token])
@@ -215,22 +220,21 @@ class _PromptScores:
     def wishes(self, row: Row) -> list[Wish]:
         if self._is_told:
             return []
-        prompt, sampling = self._request.prompt, self._request.sampling
+        prompt, tops = self._request.prompt, self._request.sampling.top_logprobs
         last = min(row.start + row.count, len(prompt) - 1)
         return [
-            (
-                place - row.start,
-                Choice(target=prompt[place + 1], logprob=True, tops=sampling.top_logprobs),
-            )
+            (place - row.start, Choice(target=prompt[place + 1], logprob=True, tops=tops))
             for place in range(row.start, last)
         ]
 
     def take(self, row: Row, results: Many[Chosen]) -> tuple[list[Event], Many[Chosen]]:
         """What there is to tell, and the results that are not the prompt's."""
+        if self._is_told:
+            return [], results
         count = len(self.wishes(row))
         self._scores |= {row.start + i + 1: results[i] for i in range(count)}
         prompt = self._request.prompt
-        if self._is_told or row.start + row.count < len(prompt):
+        if row.start + row.count < len(prompt):
             return [], results[count:]
         self._is_told = True
         scores = [self._scores[place] for place in range(1, len(prompt))]
@@ -239,16 +243,16 @@ class _PromptScores:
         return [event], results[count:]
 
 
-def ends(request: Request, answer: Many[int]) -> bool:
-    """Whether the answer, which has at least one token, is complete."""
-    sampling = request.sampling
-    if answer[-1] in sampling.stop_tokens:
+def ends(sampling: Sampling, tokens: Many[int]) -> bool:
+    """Whether the last token, which is the answer's, completes it.
+
+    Args:
+        sampling: with the rules.
+        tokens: prompt and answer.
+    """
+    if tokens[-1] in sampling.stop_tokens:
         return True
-    if not sampling.stop_sequences:
-        return False
-    longest = max(map(len, sampling.stop_sequences))
-    tail = (*request.prompt[-longest:], *answer[-longest:])
-    return any(tail[-len(stop) :] == stop for stop in sampling.stop_sequences)
+    return any(tuple(tokens[-len(stop) :]) == stop for stop in sampling.stop_sequences)
 
 
 def _banned(sampling: Sampling, last: int) -> tuple[int, ...]:

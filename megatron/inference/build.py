@@ -13,18 +13,24 @@ from megatron.errors import ConfigError
 from megatron.inference.cache import CacheMemory
 from megatron.inference.engine import BatchEngine
 from megatron.inference.executor import Executor
+from megatron.inference.graphs import DecodeGraphs
 from megatron.inference.load import Loaded
 from megatron.inference.scheduler import SchedulerSettings
-from megatron.kernels.paged_attention import single_attention_reference
+from megatron.kernels.library import find_library
+from megatron.kernels.paged_attention import PagedAttention, choose_paged_attention
 from megatron.models.gpt import GPTModel
 from megatron.models.sizes import Sizes, sizes_of
 from megatron.parallel.collectives import all_reduce
-from megatron.parallel.layout import Layout
+from megatron.parallel.layers import set_products
+from megatron.parallel.layout import Axis, Layout
+from megatron.parallel.products import FixedRows
 
 CPU_CACHE_BYTES = 2**30
 GPU_CACHE_SHARE = 0.9  # of the memory that the model leaves free
 # Of a GPU's free memory, not for the cache: logits and activations of a step.
 GPU_STEP_BYTES = 3 * 2**30
+MOST_CHUNK = 512
+_COUNTS = ("max_sequences", "max_step_tokens", "cache_tokens", "block_size", "product_rows")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +44,10 @@ class EngineOptions:
             `max_sequences` of full length need.
         block_size: tokens of a block of the cache.
         seed: of requests that have none of their own.
+        graphs: record steps on a GPU (CUDA graphs), where one process has the whole model.
+        product_rows: matrix products take so many tokens at a time, always, and prompts are cut at
+            fixed places: a token's scores then have the same bits whatever else is in the batch,
+            for some more work. None: a batch's size can show in the last bits.
     """
 
     max_sequences: int = 256
@@ -45,12 +55,14 @@ class EngineOptions:
     cache_tokens: int | None = None
     block_size: int = 16
     seed: int = 1234
+    graphs: bool = True
+    product_rows: int | None = None
 
     def __post_init__(self) -> None:
         """Raises ConfigError where a value is out of range."""
         problems = [
             f"{name} {value}: give 1 or more"
-            for name in ("max_sequences", "max_step_tokens", "cache_tokens", "block_size")
+            for name in _COUNTS
             if (value := getattr(self, name)) is not None and value < 1
         ]
         if self.max_step_tokens < self.max_sequences:
@@ -58,11 +70,23 @@ class EngineOptions:
                 f"max_step_tokens {self.max_step_tokens} is less than max_sequences "
                 f"{self.max_sequences}: each sequence of a step adds at least one token"
             )
+        room = self.max_step_tokens - self.max_sequences
+        if self.product_rows is not None and not problems and room < self.block_size:
+            problems.append(
+                f"max_step_tokens {self.max_step_tokens} has no room for a block of a prompt "
+                f"beside {self.max_sequences} sequences: give more, or no product_rows"
+            )
         if problems:
             raise ConfigError(problems)
 
 
-def engine_of(loaded: Loaded, device: Device, options: EngineOptions | None = None) -> BatchEngine:
+def engine_of(
+    loaded: Loaded,
+    device: Device,
+    options: EngineOptions | None = None,
+    *,
+    copy: Axis | None = None,
+) -> BatchEngine:
     """An engine for a checkpoint that `load_gpt` has read. Collective over its layout."""
     return build_engine(
         loaded.model,
@@ -71,6 +95,7 @@ def engine_of(loaded: Loaded, device: Device, options: EngineOptions | None = No
         device,
         vocab_size=loaded.tokenizer.vocab_size,
         options=options,
+        copy=copy,
     )
 
 
@@ -82,6 +107,7 @@ def build_engine(
     *,
     vocab_size: int,
     options: EngineOptions | None = None,
+    copy: Axis | None = None,
 ) -> BatchEngine:
     """An engine for a model in memory. Collective over `layout`.
 
@@ -92,12 +118,18 @@ def build_engine(
         device: of the model.
         vocab_size: entries that can be chosen; those behind are padding.
         options: sizes; None: the defaults.
+        copy: of several data-parallel copies of the model, the ranks of this one, stage by stage:
+            each is an engine of its own. None: there is one copy, of all ranks.
 
     Raises:
         ConfigError: the layout has other ranks, or no sequence fits in memory.
     """
     options = options or EngineOptions()
-    _check_layout(layout)
+    if copy is None:
+        _check_layout(layout)
+    copy = copy or layout.world
+    if options.product_rows is not None:
+        set_products(model, FixedRows(options.product_rows))
     sizes = sizes_of(config.model)
     precision = config.precision
     dtype = parameter_dtype(fp16=precision.fp16, bf16=precision.bf16)
@@ -113,11 +145,19 @@ def build_engine(
         device=device.torch_device,
         dtype=dtype,
     )
+    library = find_library(device.torch_device).library
+    paged = choose_paged_attention(library, sizes.head_size, dtype)
+    can_record = options.graphs and records_on(device) and paged.can_capture
+    graphs = None
+    if can_record and copy.size == 1:
+        graphs = _graphs(model, memory, paged, options, sizes.positions, device)
     executor = Executor(
         model.eval(),
         layout,
         memory,
-        attend_singles=single_attention_reference,
+        copy=copy,
+        paged=paged,
+        graphs=graphs,
         vocab_size=vocab_size,
         hidden=sizes.hidden,
         stream_dtype=torch.float32 if precision.fp32_residual_connection else dtype,
@@ -128,10 +168,41 @@ def build_engine(
         block_size=options.block_size,
         max_sequences=options.max_sequences,
         max_tokens=options.max_step_tokens,
+        chunk=0 if options.product_rows is None else _chunk(options),
     )
     return BatchEngine(
         executor, settings, vocab_size=vocab_size, max_length=sizes.positions, seed=options.seed
     )
+
+
+def _graphs(
+    model: GPTModel,
+    memory: CacheMemory,
+    paged: PagedAttention,
+    options: EngineOptions,
+    max_length: int,
+    device: Device,
+) -> DecodeGraphs:
+    return DecodeGraphs(
+        model,
+        memory,
+        paged,
+        device.recorder(),
+        max_sequences=options.max_sequences,
+        max_length=max_length,
+        device=device.torch_device,
+    )
+
+
+def _chunk(options: EngineOptions) -> int:
+    """Where prompts are cut: small, for beginnings are only found again in whole chunks."""
+    room = min(MOST_CHUNK, options.max_step_tokens - options.max_sequences)
+    return room // options.block_size * options.block_size
+
+
+def records_on(device: Device) -> bool:
+    """Whether kernels can be recorded there."""
+    return device.is_gpu
 
 
 def _check_layout(layout: Layout) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.kernels.paged_attention import Chunk, SingleAttention, Singles, chunk_attention
+from megatron.kernels.paged_attention import Chunk, PagedAttention, Singles, chunk_attention
 
 
 class CacheMemory:
@@ -44,12 +44,6 @@ class CacheMemory:
         keys, values = self._layers[layer_number]
         return keys, values
 
-    def write(self, layer_number: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Put [s, g, d] where `slots` [s] says."""
-        keys, values = self.of_layer(layer_number)
-        keys.index_copy_(0, slots, key)
-        values.index_copy_(0, slots, value)
-
 
 @dataclass(frozen=True)
 class StepCache:
@@ -62,7 +56,7 @@ class StepCache:
         outputs: tokens whose logits are wanted, int64 [k].
         singles: the first tokens, one a sequence; None: there are none.
         chunks: the tokens behind them.
-        attend_singles: how the first attend.
+        paged: how the first attend, and how the cache is written.
     """
 
     memory: CacheMemory
@@ -71,17 +65,17 @@ class StepCache:
     outputs: Tensor
     singles: Singles | None
     chunks: tuple[Chunk, ...]
-    attend_singles: SingleAttention
+    paged: PagedAttention
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, layer_number: int) -> Tensor:
         """See `KeyValueCache`."""
         query, key, value = (x.squeeze(1) for x in (query, key, value))  # [s, heads, d]
-        self.memory.write(layer_number, self.slots, key, value)
         keys, values = self.memory.of_layer(layer_number)
+        self.paged.append(key, value, keys, values, self.slots)
         parts = []
         if self.singles is not None:
             first = query[: self.singles.lengths.numel()]
-            parts.append(self.attend_singles(first, keys, values, self.singles).flatten(1))
+            parts.append(self.paged.singles(first, keys, values, self.singles).flatten(1))
         for chunk in self.chunks:
             here = slice(chunk.first, chunk.first + chunk.count)
             parts.append(chunk_attention(query[here], key[here], value[here], keys, values, chunk))

@@ -12,12 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.inference.cache import CacheMemory, StepCache
+from megatron.inference.graphs import DecodeGraphs
 from megatron.inference.sampling import Choice, Chosen, choose, result_width, unpack
 from megatron.inference.scheduler import Plan, Row, Sequence
-from megatron.kernels.paged_attention import Chunk, SingleAttention, Singles
+from megatron.kernels.paged_attention import Chunk, PagedAttention, Singles
 from megatron.models.gpt import GPTModel
 from megatron.parallel.collectives import gather_to
-from megatron.parallel.layout import Layout
+from megatron.parallel.layout import Axis, Layout
 from megatron.parallel.pipeline.p2p import PipelineChannel
 from megatron.parallel.pipeline.schedule import Operation
 
@@ -44,9 +45,11 @@ class Executor:
 
     Args:
         model: this process's part, in evaluation mode.
-        layout: who this process is; tensor and pipeline ranks only.
+        layout: who this process is.
         memory: the cache of the part's layers.
-        attend_singles: how sequences attend that add one token.
+        copy: the ranks of the model's copy that this process is part of, stage by stage.
+        paged: how sequences attend that add one token.
+        graphs: runs steps in which every sequence adds one token; None: nothing special does.
         vocab_size: entries that can be chosen; those behind are padding.
         hidden: h.
         stream_dtype: of hidden states between stages.
@@ -59,7 +62,9 @@ class Executor:
         layout: Layout,
         memory: CacheMemory,
         *,
-        attend_singles: SingleAttention,
+        copy: Axis,
+        paged: PagedAttention,
+        graphs: DecodeGraphs | None = None,
         vocab_size: int,
         hidden: int,
         stream_dtype: torch.dtype,
@@ -68,7 +73,9 @@ class Executor:
         self._model = model
         self._layout = layout
         self._memory = memory
-        self._attend_singles = attend_singles
+        self._copy = copy
+        self._paged = paged
+        self._graphs = graphs
         self._vocab_size = vocab_size
         self._hidden = hidden
         self._device = device
@@ -81,8 +88,7 @@ class Executor:
     @torch.no_grad()
     def run(self, plan: Plan, outputs: Many[Output]) -> list[Chosen]:
         """Compute the plan's tokens; what was chosen for each output. Collective."""
-        tokens, cache = self._inputs(plan, outputs)
-        logits = self._through_stages(tokens, cache)
+        logits = self._logits(plan, outputs)
         if not outputs:
             return []
         choices = [output.choice for output in outputs]
@@ -93,6 +99,14 @@ class Executor:
             width = result_width(choices)
             result = torch.empty(len(choices), width, dtype=torch.float64, device=self._device)
         return unpack(self._tell_all(result).cpu(), choices)
+
+    def _logits(self, plan: Plan, outputs: Many[Output]) -> Tensor:
+        """See `_through_stages`."""
+        if self._graphs is not None and _all_add_one(plan, outputs):
+            logits = self._graphs.run(plan, [self._blocks(row) for row in plan])
+            if logits is not None:
+                return logits
+        return self._through_stages(*self._inputs(plan, outputs))
 
     def _through_stages(self, tokens: Tensor, cache: StepCache) -> Tensor:
         """This stage's result: hidden states [s, 1, h], or of the last one logits [1, k, v/t]."""
@@ -111,11 +125,11 @@ class Executor:
 
     def _tell_all(self, result: Tensor) -> Tensor:
         """The result of the last stage's first tensor rank, on every rank: none can differ."""
-        world = self._layout.world
-        if world.size > 1:
-            source = world.ranks[world.size - self._layout.tensor.size]
-            work = dist.broadcast(result, src=source, group=world.group, async_op=True)
-            world.transfer("broadcast", work).wait()
+        copy = self._copy
+        if copy.size > 1:
+            source = copy.ranks[copy.size - self._layout.tensor.size]
+            work = dist.broadcast(result, src=source, group=copy.group, async_op=True)
+            copy.transfer("broadcast", work).wait()
         return result
 
     def _inputs(self, plan: Plan, outputs: Many[Output]) -> tuple[Tensor, StepCache]:
@@ -139,7 +153,7 @@ class Executor:
                     plan[count:], firsts[count:], blocks[count:], strict=False
                 )
             ),
-            attend_singles=self._attend_singles,
+            paged=self._paged,
         )
         tokens = np.array([token for row in plan for token in row.tokens], dtype=np.int64)
         return self._tensor(tokens[None]), cache
@@ -173,6 +187,11 @@ class Executor:
 
     def _tensor(self, array: Integers) -> Tensor:
         return torch.from_numpy(array).to(self._device, non_blocking=True)
+
+
+def _all_add_one(plan: Plan, outputs: Many[Output]) -> bool:
+    """Whether the plan is one token of each sequence, and for each the next one is wanted."""
+    return len(outputs) == len(plan) and plan[-1].count == 1
 
 
 def _slots(blocks: Integers, places: Integers, block_size: int) -> Integers:

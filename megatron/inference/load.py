@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatron.checkpoint.any_format import open_root
 from megatron.checkpoint.hf.files import COMPANION_FOLDER
 from megatron.checkpoint.legacy.arguments import legacy_surroundings
-from megatron.checkpoint.reader import Reader, open_checkpoint
+from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.restore import restore
 from megatron.checkpoint.vocabulary import PaddedReader
 from megatron.config import RunConfig, rules_model
@@ -87,15 +88,17 @@ def load_gpt(
     return Loaded(model.eval(), tokenizer, config, reader.iteration, layout, rows)
 
 
-def open_existing(folder: str, *, verify: bool = True, layout: Layout | None = None) -> Reader:
-    """The checkpoint that `--load` names. Collective over `layout`, where one is given.
+def open_existing(
+    folder: str, *, flag: str = "--load", verify: bool = True, layout: Layout | None = None
+) -> Reader:
+    """The checkpoint that a flag names. Collective over `layout`, where one is given.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    reader = open_checkpoint(Path(folder), verify=verify, layout=layout)
+    reader = open_root(Path(folder), verify=verify, layout=layout)
     if reader is None:
-        raise CheckpointError(f"--load {folder}: there is no checkpoint in this folder")
+        raise CheckpointError(f"{flag} {folder}: there is no checkpoint in this folder")
     return reader
 
 
@@ -125,7 +128,10 @@ def saved_config(reader: Reader, folder: str) -> RunConfig:
         model=run.model,
         precision=replace(run.precision, fp8_format=None, fp8_recipe="tensorwise", fp8_wgrad=True),
         tokenizer=_found_again(run.tokenizer, Path(folder) / COMPANION_FOLDER),
-        data=DataConfig(seq_length=run.data.seq_length or run.model.max_position_embeddings),
+        data=DataConfig(
+            seq_length=run.data.seq_length or run.model.max_position_embeddings,
+            decoder_seq_length=run.data.decoder_seq_length,
+        ),
     )
 
 

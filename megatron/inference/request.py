@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 
 from megatron.errors import UserError
 
-Reason = Literal["stop", "length", "cancelled", "error"]
+Reason = Literal["stop", "length", "cancelled", "refused", "error"]
 TopLogprobs = tuple[tuple[int, float], ...]  # (token, log probability), most likely first
 
 MOST_TOP_LOGPROBS = 100
@@ -183,8 +183,9 @@ class Finished:
     """The end of a request, always its last event.
 
     Attributes:
-        reason: "stop": a stop token or sequence; "length": `max_new_tokens`; "cancelled"; "error".
-        message: what went wrong, with reason "error".
+        reason: "stop": a stop token or sequence; "length": `max_new_tokens`; "cancelled";
+            "refused": the engine cannot answer it, and never began; "error": something went wrong.
+        message: what is wrong, with reason "refused" or "error".
         new_tokens: of the answer; of the best beam's.
         cached_tokens: of the prompt, that were computed for an earlier request.
         beams: of a beam search, best first.

@@ -23,16 +23,20 @@ class SchedulerSettings:
         block_size: tokens of a block.
         max_sequences: of a step.
         max_tokens: of a step; at least `max_sequences`, so that every sequence can go on.
+        chunk: where a prompt is cut, whatever room a step has: at every multiple of this. Its
+            tokens are then computed in the same company always. 0: where room ends.
     """
 
     blocks: int
     block_size: int
     max_sequences: int
     max_tokens: int
+    chunk: int = 0
 
     def __post_init__(self) -> None:
         assert min(self.blocks, self.block_size, self.max_sequences) >= 1, self
-        assert self.max_tokens >= self.max_sequences, self
+        assert self.max_tokens >= self.max_sequences + self.chunk, self
+        assert self.chunk % self.block_size == 0, self
 
     def blocks_for(self, tokens: int) -> int:
         """How many hold so many tokens."""
@@ -143,7 +147,7 @@ class Scheduler:
         going_on = [s for s in self._running if s.missing == 1]
         begun = [s for s in self._running if s.missing > 1]
         for sequence in going_on + begun:
-            count = min(sequence.missing, step.budget)
+            count = self._count(sequence, step.budget)
             if count and sequence not in step.preempted and self._make_room(sequence, count, step):
                 step.put(sequence, count)
         self._begin_waiting(step)
@@ -161,6 +165,14 @@ class Scheduler:
                 key = _key(sequence, index, size)
                 self.pool.publish(sequence.blocks[index], key)
                 sequence.keys.append(key)
+
+    def _count(self, sequence: Sequence, budget: int) -> int:
+        """Tokens to compute now; 0: none fit."""
+        chunk, missing = self.settings.chunk, sequence.missing
+        if not chunk or missing == 1:
+            return min(missing, budget)
+        count = min(missing, chunk - sequence.computed % chunk)
+        return count if count <= budget else 0
 
     def _make_room(self, sequence: Sequence, count: int, step: _Step) -> bool:
         """Give it blocks for so many tokens more, others' where needed; False: it lost its own."""
@@ -181,7 +193,9 @@ class Scheduler:
                 return
             self._waiting.popleft()
             self._running.append(sequence)
-            count = min(sequence.missing, step.budget)
+            count = self._count(sequence, step.budget)
+            if not count:
+                return
             self._grow(sequence, count)
             step.put(sequence, count)
 
@@ -230,6 +244,8 @@ class Scheduler:
             if not self.pool.is_known(key):
                 break
             keys.append(key)
+        if self.settings.chunk:
+            del keys[len(keys) - len(keys) % (self.settings.chunk // size) :]
         return keys
 
     def _preempt(self, sequence: Sequence) -> None:

@@ -70,13 +70,13 @@ def serve(
 
 
 def obey(engine: Engine, command: Command) -> list[Event]:
-    """Carry out one command; what it leads to at once. A refused request ends with an error."""
+    """Carry out one command; what it leads to at once."""
     match command:
         case Add(request):
             try:
                 engine.add(request)
             except RequestError as error:
-                return [Finished(request.id, "error", str(error))]
+                return [Finished(request.id, "refused", str(error))]
             return []
         case Cancel(request_id):
             return engine.cancel(request_id)

@@ -7,6 +7,7 @@ has s tokens of any number of sequences: first those of sequences that add one t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,6 +17,12 @@ from torch import Tensor
 
 from megatron.device import Device
 from megatron.kernels.attention import cpu_attention, gpu_attention
+from megatron.kernels.library import DTYPE_CODES, VECTOR_BYTES, Kernel, KernelLibrary
+
+PAGED_ATTENTION = Kernel("paged_attention", "pppppppiiiiiiiiid")
+APPEND_TO_CACHE = Kernel("append_to_cache", "pppppii")
+PART = 256  # keys that a block of threads goes through
+LARGEST_VECTORS = 32  # of 16 bytes in a head; paged_attention.cu has the same
 
 
 @dataclass(frozen=True)
@@ -51,10 +58,16 @@ class Chunk:
     slots: Tensor | None
 
 
-class SingleAttention(Protocol):
-    """How singles attend."""
+class PagedAttention(Protocol):
+    """How singles attend, and how a cache is written.
 
-    def __call__(self, query: Tensor, keys: Tensor, values: Tensor, singles: Singles) -> Tensor:
+    Attributes:
+        can_capture: the same kernels run whatever the lengths are, up to `Singles.longest`.
+    """
+
+    can_capture: bool
+
+    def singles(self, query: Tensor, keys: Tensor, values: Tensor, singles: Singles) -> Tensor:
         """One query a sequence.
 
         Args:
@@ -67,11 +80,79 @@ class SingleAttention(Protocol):
             [u, n, d]; anything where there are no tokens.
         """
 
+    def append(
+        self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor
+    ) -> None:
+        """Put key and value [s, g, d] at `slots`, int64 [s], of keys and values [slots, g, d]."""
+
+
+def choose_paged_attention(
+    library: KernelLibrary | None, head_size: int, dtype: torch.dtype
+) -> PagedAttention:
+    """The kernels where there is a library and they take the head's size, else PyTorch's
+    operations."""
+    vectors, rest = divmod(head_size * dtype.itemsize, VECTOR_BYTES)
+    if library is None or rest or vectors > LARGEST_VECTORS or dtype not in DTYPE_CODES:
+        return PlainPaged()
+    return FusedPaged(library)
+
+
+class PlainPaged:
+    """See `PagedAttention`: by PyTorch's operations."""
+
+    can_capture = False
+
+    def singles(self, query: Tensor, keys: Tensor, values: Tensor, singles: Singles) -> Tensor:
+        """See `single_attention_reference`."""
+        return single_attention_reference(query, keys, values, singles)
+
+    def append(
+        self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor
+    ) -> None:
+        """See `PagedAttention`."""
+        keys.index_copy_(0, slots, key)
+        values.index_copy_(0, slots, value)
+
+
+class FusedPaged:
+    """See `PagedAttention`. One kernel goes through parts of the keys where they lie, a second
+    joins the parts; a sequence's result has the same bits whatever the others are."""
+
+    can_capture = True
+
+    def __init__(self, library: KernelLibrary) -> None:
+        self._library = library
+
+    def singles(self, query: Tensor, keys: Tensor, values: Tensor, singles: Singles) -> Tensor:
+        """See `PagedAttention`."""
+        query = query.contiguous()
+        rows, heads, size = query.shape
+        groups, parts = keys.shape[1], -(-singles.longest // PART)
+        partial_sums = query.new_empty(rows, heads, parts, size + 2, dtype=torch.float32)
+        out = torch.empty_like(query)
+        self._library.launch(
+            PAGED_ATTENTION,
+            *(query, keys, values, singles.tables, singles.lengths, partial_sums, out),
+            *(rows, groups, heads // groups, size, singles.tables.shape[1], singles.block_size),
+            *(PART, parts, DTYPE_CODES[query.dtype], 1 / math.sqrt(size)),
+        )
+        return out
+
+    def append(
+        self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor
+    ) -> None:
+        """See `PagedAttention`."""
+        key, value = key.contiguous(), value.contiguous()
+        width = key[0].numel() * key.element_size() // VECTOR_BYTES
+        self._library.launch(
+            APPEND_TO_CACHE, *(key, value, keys, values, slots), *(len(slots), width)
+        )
+
 
 def single_attention_reference(
     query: Tensor, keys: Tensor, values: Tensor, singles: Singles
 ) -> Tensor:
-    """See `SingleAttention`: collects each sequence's keys and values, as many as the longest has.
+    """See `PagedAttention.singles`: collects keys and values, as many as the longest sequence has.
 
     The heads of a group take the place of positions that share keys, so that none are repeated.
     """

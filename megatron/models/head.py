@@ -18,6 +18,7 @@ from megatron.parallel.gradients import GradientBuffer, GradientSlot
 from megatron.parallel.layout import Layout
 from megatron.parallel.linear import Communication, parallel_linear
 from megatron.parallel.parameter import ZEROS, new_parameter
+from megatron.parallel.products import PLAIN, Products
 
 
 def vocabulary_logits(
@@ -28,6 +29,7 @@ def vocabulary_logits(
     bias: Tensor | None = None,
     overlap: bool = True,
     slot: GradientSlot | None = None,
+    products: Products = PLAIN,
 ) -> Tensor:
     """Scores of this rank's part of the vocabulary.
 
@@ -38,12 +40,13 @@ def vocabulary_logits(
         bias: [v/t].
         overlap: communicate while computing; off: the same results.
         slot: where the weight's gradient goes; None: to autograd.
+        products: how it multiplies.
 
     Returns:
         [s, b, v/t].
     """
     communication = Communication(layout.tensor, layout.sequence_parallel, overlap)
-    return parallel_linear(x, weight, bias, communication, slot=slot)
+    return parallel_linear(x, weight, bias, communication, slot=slot, products=products)
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,7 @@ class Output(nn.Module):
     Attributes:
         overlap: communicate while computing; off: the same results.
         slot: where the matrix's gradient of this use goes; None: to autograd.
+        products: how scores are multiplied.
     """
 
     def __init__(
@@ -126,6 +130,7 @@ class Output(nn.Module):
         self.token_loss = token_loss
         self.overlap = True
         self.slot: GradientSlot | None = None
+        self.products: Products = PLAIN
         # In a tuple: no child of this module, so that its parameter keeps one name.
         self._tied: tuple[nn.Module, ...] = ()
         if model.untie_embeddings_and_output_weights:
@@ -162,6 +167,7 @@ class Output(nn.Module):
         """
         options: dict[str, Any] = {"bias": self.bias, "overlap": self.overlap, "slot": self.slot}
         if labels is None:  # [s, b, v/t]
+            options["products"] = self.products
             logits = vocabulary_logits(x, self._matrix(), self.layout, **options)
             return logits.transpose(0, 1)
         return self.token_loss(x, self._matrix(), labels.t(), self.layout, **options).t()

@@ -146,6 +146,13 @@ def set_overlap(module: nn.Module, overlap: bool) -> None:
             part.overlap = overlap  # type: ignore[assignment]
 
 
+def set_products(module: nn.Module, products: Products) -> None:
+    """Let every layer that multiplies by a weight do it so."""
+    for part in module.modules():
+        if hasattr(part, "products"):
+            part.products = products  # type: ignore[assignment]
+
+
 @runtime_checkable
 class TakesSlots(Protocol):
     """A module that can write gradients of its weights where a buffer keeps them."""

@@ -88,6 +88,25 @@ class Plain:
 PLAIN = Plain()
 
 
+class FixedRows(Plain):
+    """Forward always multiplies so many rows of the input at a time, the last ones filled up.
+
+    A library chooses how it multiplies by the sizes, and with them changes the order of a row's
+    sums. With fixed sizes a row's result has the same bits whatever rows come with it.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Kept]:
+        """See `Products`."""
+        rows = x.flatten(0, -2)
+        filled = F.pad(rows, (0, 0, 0, -len(rows) % self.rows))
+        parts = [F.linear(part, weight, bias) for part in filled.split(self.rows)]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return out[: len(rows)].unflatten(0, x.shape[:-1]), (weight,)
+
+
 @dataclass(frozen=True)
 class Fp8Format:
     """What is rounded to what.

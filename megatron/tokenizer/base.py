@@ -33,6 +33,11 @@ class Tokenizer(ABC):
     def vocab_size(self) -> int:
         """Entries, appended special tokens and extra ids included; fixes the padded vocabulary."""
 
+    @property
+    def text_vocab_size(self) -> int:
+        """Entries that text can become; those behind were appended to the files' own."""
+        return self.vocab_size
+
     @abstractmethod
     def tokenize(self, text: str) -> list[int]:
         """Ids of one text."""
@@ -100,6 +105,14 @@ class Tokenizer(ABC):
     def mask(self) -> int:
         """Id that stands for a hidden token."""
         return self._special("mask")
+
+    def special_ids(self, *names: str) -> frozenset[int]:
+        """Ids of those of the named special tokens that this tokenizer has."""
+        return frozenset(self._special_ids[name] for name in names if name in self._special_ids)
+
+    def tokenize_spelled(self, text: str) -> list[int]:
+        """Ids of a text that spells its special tokens out, so that none are added."""
+        return self.tokenize(text)
 
     def _special(self, name: str) -> int:
         if name not in self._special_ids:

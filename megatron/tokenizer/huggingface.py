@@ -70,6 +70,10 @@ class HuggingFaceTokenizer(Tokenizer):
         """Ids of one text, as the file's post-processing leaves them."""
         return self._tokenizer.encode(text).ids
 
+    def tokenize_spelled(self, text: str) -> list[int]:
+        """Ids of a text that spells its special tokens out, without the file's post-processing."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens spelt out."""
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)

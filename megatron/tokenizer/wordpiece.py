@@ -31,6 +31,7 @@ class WordPieceTokenizer(Tokenizer):
         assert config.tokenizer_type is not None
         data = read_bytes("--vocab-file", config.vocab_file)
         self._vocab = _parse_vocab(config.vocab_file, data)
+        self._file_entries = len(self._vocab)
         self._tokenizer = wordpiece_pipeline(
             self._vocab, lower_case="LowerCase" in config.tokenizer_type
         )
@@ -49,6 +50,11 @@ class WordPieceTokenizer(Tokenizer):
     def vocab_size(self) -> int:
         """Entries of the file and those appended."""
         return len(self._vocab)
+
+    @property
+    def text_vocab_size(self) -> int:
+        """Entries of the file."""
+        return self._file_entries
 
     @property
     def vocab(self) -> Mapping[str, int]:

@@ -56,6 +56,33 @@ def save_run(run: Run) -> Path:
     return path
 
 
+def save_weights(run: Run, root: Path) -> Path:
+    """Write the weights alone under `root`, as the only checkpoint there. Collective."""
+    run.optimizer.wait_for_weights()
+    state = _weights_state(run, is_copy=True)
+    plan = agree(state, run.layout)
+    mine = share_of(plan, state, run.layout.world.rank)
+    meta = {**meta_of(run), "optimizer": None}
+    return write_checkpoint(root, run.progress.iteration, plan, mine, meta, run.layout, keep=1)
+
+
+def take_weights(run: Run, reader: Reader, *, fresh: Iterable[str]) -> None:
+    """Weights of another network's checkpoint, as far as this one has them.
+
+    Args:
+        reader: whose vocabulary has this run's rows.
+        fresh: beginnings of parameters' names that keep their initial values.
+
+    Raises:
+        CheckpointError: a parameter is missing in the checkpoint, or has another shape.
+    """
+    ours = tuple(f"model.{name}" for name in fresh)
+    state = _weights_state(run, is_copy=False)
+    taken = {name: entries for name, entries in state.items() if not name.startswith(ours)}
+    restore(reader, taken, cast=True)
+    run.optimizer.reload_masters()
+
+
 def report_saved(saved: Saved) -> None:
     """Say what is on the disk now, and what it has cost."""
     speed = f"{saved.size / 1e9:.3g} GB in {saved.seconds:.2f} s"

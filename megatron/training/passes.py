@@ -62,6 +62,7 @@ class Passes:
         count: micro-batches.
         first_sample: place in the sample order of the first; None: no dropout to seed.
         scale: of the summed losses before backward.
+        forward: what to do in the place of the recipe's forward, to learn other things than losses.
 
     Attributes:
         losses: by log name, one value a micro-batch; empty where the model does not end here.
@@ -76,6 +77,7 @@ class Passes:
         *,
         first_sample: int | None = None,
         scale: Callable[[Tensor], Tensor] = lambda loss: loss,
+        forward: Callable[..., Tensor | Mapping[str, Tensor]] | None = None,
     ) -> None:
         self.losses: dict[str, list[Tensor]] = {}
         self.sample_ids: list[list[int]] = []
@@ -84,6 +86,7 @@ class Passes:
         self._count = count
         self._first_sample = first_sample
         self._scale = scale
+        self._forward = forward
         self._loaded: dict[int, Batch] = {}
         self._begun: Tensor | None = None
 
@@ -139,8 +142,8 @@ class Passes:
         self._seed(chunk, micro_batch)
         with run.timers.measure("forward-compute", level=2):
             inputs = (batch, hidden, run.config, run.tokenizer, run.layout)
-            if run.torch_ddp is None:
-                result = run.recipe.forward(run.parts[chunk], *inputs)
+            if run.torch_ddp is None or self._forward is not None:
+                result = (self._forward or run.recipe.forward)(run.parts[chunk], *inputs)
             else:
                 result = run.torch_ddp(*inputs, is_last=micro_batch == self._count - 1)
         if isinstance(result, Tensor):

@@ -17,6 +17,7 @@ from megatron.environment import Launch
 from megatron.errors import EXIT_OK, EXIT_SAVED_ON_SIGNAL, StorageError
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.vocabulary import padded_vocab_size
+from megatron.training.callbacks.base import Callback
 from megatron.training.callbacks.terminal import say
 from megatron.training.checkpointing import network_of
 from megatron.training.evaluation import final_evaluation
@@ -28,6 +29,20 @@ from megatron.training.run import Run
 from megatron.training.setup import build_run
 from megatron.training.standard import standard_callbacks, start_panel
 from megatron.training.writers import open_writers
+
+
+class Extras:
+    """What a kind of training does beside pretraining. All ranks call all of it; collective."""
+
+    def begin(self, run: Run) -> None:
+        """Once the run is built, its checkpoint loaded."""
+
+    def callbacks(self, run: Run) -> list[Callback]:
+        """Further ones, after the others: their checkpoints are written already."""
+        return []
+
+    def end(self, run: Run) -> None:
+        """Once the training that was asked for is done, or there was none."""
 
 
 def main(recipe: Recipe, argv: Sequence[str] | None = None) -> int:
@@ -72,17 +87,26 @@ def _dry_run(config: RunConfig, launch: Launch) -> int:
     return EXIT_OK
 
 
-def pretrain(config: RunConfig, recipe: Recipe, launch: Launch, started: float) -> int:
+def pretrain(
+    config: RunConfig,
+    recipe: Recipe,
+    launch: Launch,
+    started: float,
+    extras: Extras | None = None,
+) -> int:
     """Train as a resolved configuration says; the exit code. Collective.
 
     Args:
         started: when the process began, by `time.monotonic`.
+        extras: what else is to be done; None: nothing.
     """
+    extras = extras or Extras()
     with processes(config, launch) as (device, layout), ExitStack() as stack:
         if config.checkpoint.save is not None and layout.world.rank == 0:
             stack.enter_context(_claim_folder(config, Path(config.checkpoint.save)))
         run = build_run(config, recipe, launch, device, layout)
-        return _train_and_evaluate(run, started)
+        extras.begin(run)
+        return _train_and_evaluate(run, started, extras)
 
 
 def _claim_folder(config: RunConfig, folder: Path) -> SaveLock:
@@ -98,7 +122,7 @@ def _claim_folder(config: RunConfig, folder: Path) -> SaveLock:
     return lock
 
 
-def _train_and_evaluate(run: Run, started: float) -> int:
+def _train_and_evaluate(run: Run, started: float, extras: Extras) -> int:
     writers = open_writers(run.config, is_log_rank=run.is_log_rank)
     if run.layout.world.rank == 0:
         say(start_panel(run, time.monotonic() - started))
@@ -106,9 +130,11 @@ def _train_and_evaluate(run: Run, started: float) -> int:
             say(f"the checkpoint is at iteration {run.progress.iteration}: nothing left to train")
     try:
         callbacks, listeners = standard_callbacks(run, writers)
+        callbacks += extras.callbacks(run)
         leave = None if run.config.training.skip_train else train(run, callbacks)
         if leave is None:
             final_evaluation(run, listeners)
+            extras.end(run)
         elif run.layout.world.rank == 0:
             say(f"exiting program at iteration {run.progress.iteration}: {leave.reason}")
     finally:

@@ -33,6 +33,20 @@ def test_a_long_prompt_is_cut_into_chunks_and_others_go_on_meanwhile() -> None:
     assert carry_out(scheduler) == []
 
 
+def test_chunks_of_a_fixed_size_end_at_its_multiples_only() -> None:
+    settings = SchedulerSettings(blocks=20, block_size=2, max_sequences=4, max_tokens=11, chunk=4)
+    scheduler = Scheduler(settings)
+    for length in (10, 3, 7):
+        scheduler.add(Sequence("r", list(range(length))))
+    assert carry_out(scheduler) == [(0, 4), (0, 3), (0, 4)]
+    assert carry_out(scheduler) == [(4, 4), (4, 3)]
+    assert carry_out(scheduler) == [(8, 2)]
+    again = Sequence("r", list(range(7)))
+    scheduler.add(again)
+    assert carry_out(scheduler) == [(4, 3)]
+    assert again.cached == 4  # not 6: the third block is no whole chunk
+
+
 def test_sequences_that_begin_alike_share_full_blocks() -> None:
     scheduler = Scheduler(SETTINGS)
     first, second = Sequence("r", [1, 2, 3, 4, 5, 6]), Sequence("r", [1, 2, 3, 4, 5, 7])
@@ -123,7 +137,8 @@ def test_every_sequence_is_computed_once_and_in_order_and_no_block_leaks(seed: i
         blocks=chance.randint(6, 20),
         block_size=chance.choice((1, 2, 4)),
         max_sequences=chance.randint(1, 5),
-        max_tokens=chance.randint(5, 12),
+        max_tokens=chance.randint(9, 12),
+        chunk=chance.choice((0, 0, 4)),
     )
     scheduler = Scheduler(settings)
     longest = settings.blocks * settings.block_size

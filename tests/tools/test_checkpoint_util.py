@@ -30,7 +30,7 @@ from tests.checkpoint.hf.models import CASES, logits, tensors_of, write_folder
 from tests.checkpoint.legacy import megatron_files
 from tests.checkpoint.legacy.megatron_files import whole_model
 from tests.checkpoint.states import read_whole
-from tools import generate_text
+from tools import generate_samples_gpt
 from tools.checkpoint import formats, util, verify
 
 
@@ -289,9 +289,9 @@ def test_text_is_generated_from_what_came_in(imported: Path, capsys) -> None:
         tokens = torch.tensor([ids])
         ids.append(int(logits(case, tensors_of(case), tokens)[0, -1].argmax()))
     assert 69 not in ids  # the end of a document, which would not be printed
-    words = ["--prompt", "w3 w1 w4", "--max-new-tokens", "6", "--temperature", "0"]
+    words = ["--prompt", "w3 w1 w4", "--out-seq-length", "6", "--greedy"]
     moved = imported.rename(imported.with_name("moved"))
-    assert generate_text.main(["--load", str(moved), *words]) == 0
+    assert generate_samples_gpt.main(["--load", str(moved), *words]) == 0
     assert capsys.readouterr().out.split() == [f"w{index}" for index in ids]
 
 

@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# Serve a 345M-parameter GPT from 8 GPUs, each with an eighth of every layer. The checkpoint may have
+# been saved in any layout.
+#
+#   CHECKPOINT=runs/gpt-345m/checkpoints VOCAB_FILE=gpt2-vocab.json MERGE_FILE=gpt2-merges.txt \
+#       examples/run_text_generation_server_345M_8_tensor_parallel.sh
+#
+# Then: python tools/text_generation_cli.py localhost:5000, or a browser at http://localhost:5000.
+# Flags given to this script come last and win, for example: --port 8000
+set -euo pipefail
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+: "${CHECKPOINT:?set it to the folder of checkpoints}"
+: "${VOCAB_FILE:?set it to the file of the GPT-2 vocabulary (json)}"
+: "${MERGE_FILE:?set it to the file of the GPT-2 merges (text)}"
+TENSOR_PARALLEL=${TENSOR_PARALLEL:-8}
+
+MODEL=(
+    --num-layers 24
+    --hidden-size 1024
+    --num-attention-heads 16
+    --seq-length 1024
+    --max-position-embeddings 1024
+    ${PRECISION---bf16} # PRECISION= (empty) computes in fp32
+)
+
+LAYOUT=(
+    --tensor-model-parallel-size "$TENSOR_PARALLEL"
+    --pipeline-model-parallel-size 1
+)
+
+TOKENIZER=(
+    --tokenizer-type GPT2BPETokenizer
+    --vocab-file "$VOCAB_FILE"
+    --merge-file "$MERGE_FILE"
+)
+
+# What requests get that do not say.
+SAMPLING=(
+    --temperature 1.0
+    --top_p 0.9
+    --out-seq-length 1024
+    --seed 42
+)
+
+exec torchrun --standalone --nproc-per-node "$TENSOR_PARALLEL" \
+    "$ROOT/tools/run_text_generation_server.py" \
+    --load "$CHECKPOINT" "${MODEL[@]}" "${LAYOUT[@]}" "${TOKENIZER[@]}" "${SAMPLING[@]}" "$@"

@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Serve what `make demo` has trained. Network, tokenizer and precision are in the checkpoint.
+#
+#   examples/run_text_generation_server_demo.sh
+#
+# Then: python tools/text_generation_cli.py localhost:5000, or a browser at http://localhost:5000.
+# Flags given to this script come last and win, for example: --port 8000
+set -euo pipefail
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+CHECKPOINT=${CHECKPOINT:-runs/demo/checkpoints}
+
+exec python "$ROOT/tools/run_text_generation_server.py" \
+    --load "$CHECKPOINT" --temperature 0.7 --top_k 40 "$@"

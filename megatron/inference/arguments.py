@@ -1,0 +1,104 @@
+"""The command line of programs that let a trained model write: flags over its checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megatron.config import ParsedRun, RunConfig, parse_config, rules_data, rules_model
+from megatron.config.checks import Rule
+from megatron.inference.load import open_existing, saved_config
+
+
+def parse_generation(
+    arguments: Sequence[str],
+    *,
+    world_size: int,
+    program: str,
+    extra: Sequence[type],
+    check_extra: Callable[..., Iterable[str]],
+) -> ParsedRun:
+    """What the checkpoint under `--load` says, changed by Megatron's flags; everything checked.
+
+    `--load` alone is enough. Flags of the network, as Megatron's own scripts give them, must be
+    those of the checkpoint: loading it compares them.
+
+    Args:
+        extra: dataclasses of the program's own flags.
+        check_extra: an instance of each of these to the mistakes in them.
+
+    Raises:
+        ConfigError: all mistakes.
+        CheckpointError: --load names no checkpoint.
+    """
+    return parse_config(
+        arguments,
+        world_size=world_size,
+        program=program,
+        extra=extra,
+        find_start=_saved,
+        rules=RULES,
+        check_extra=check_extra,
+    )
+
+
+def _saved(given: Mapping[str, Any]) -> RunConfig:
+    folder = given.get("load")
+    if folder is None:
+        return RunConfig()
+    config = saved_config(open_existing(folder, verify=False), folder)
+    return replace(config, training=replace(config.training, micro_batch_size=1))
+
+
+def _loads(config: RunConfig, world_size: int) -> Iterator[str]:
+    if config.checkpoint.load is None:
+        yield "--load is required: give the folder of a trained model's checkpoints"
+
+
+def _one_copy(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Tensor and pipeline ranks, and nothing else that training has."""
+    parallel = config.parallel
+    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    if tensor * pipeline != world_size:
+        yield (
+            f"--tensor-model-parallel-size {tensor} x --pipeline-model-parallel-size {pipeline} is "
+            f"not the {world_size} launched process(es): text generation runs one copy of the "
+            f"model, so launch {tensor * pipeline}"
+        )
+    for name, value, none in (
+        ("--context-parallel-size", parallel.context_parallel_size, 1),
+        (
+            "--num-layers-per-virtual-pipeline-stage",
+            parallel.num_layers_per_virtual_pipeline_stage,
+            None,
+        ),
+        (
+            "--num-virtual-stages-per-pipeline-rank",
+            parallel.num_virtual_stages_per_pipeline_rank,
+            None,
+        ),
+        ("--fp8-format", config.precision.fp8_format, None),
+    ):
+        if value != none:
+            yield f"{name} {value} is of training: drop it"
+    if parallel.sequence_parallel:
+        yield "--sequence-parallel is of training: drop it"
+    if parallel.zero_stage == 3:
+        yield "--zero-stage 3 shares the weights of a training run: drop it"
+
+
+RULES: tuple[Rule, ...] = (
+    _loads,
+    rules_model.bounds,
+    rules_model.layout,
+    rules_model.tensor_parallel,
+    rules_model.pipeline,
+    rules_model.heads,
+    rules_model.positions,
+    rules_model.activation_function,
+    rules_model.normalization,
+    rules_model.precision,
+    rules_data.tokenizer,
+    _one_copy,
+)

@@ -1,0 +1,149 @@
+"""Steps in which every sequence adds one token, recorded once and run again: a GPU then gets all
+kernels of a step in one call, for which a CPU would need longer than the GPU computes.
+
+A recording is of a number of sequences and a longest length; a step takes the next larger one and
+fills it up with rows of no tokens. All recordings read the same input memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron.inference.cache import CacheMemory, StepCache
+from megatron.inference.scheduler import Plan
+from megatron.kernels.paged_attention import PART, PagedAttention, Singles
+from megatron.models.gpt import GPTModel
+
+Record = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
+
+_MANY_ROWS = 32  # from which all tables are copied rather than those that changed
+
+logger = logging.getLogger(__name__)
+
+
+def row_counts(most: int) -> list[int]:
+    """Numbers of sequences to record for: few, and none much larger than the one before."""
+    counts = {1, 2, 4, 8, *range(16, 64, 16), *range(64, 128, 32), *range(128, most + 1, 64)}
+    return sorted({*(count for count in counts if count < most), most})
+
+
+def lengths_to_record(most: int) -> list[int]:
+    """Longest lengths to record for, each four times the one before: parts of the keys that no
+    sequence has cost little."""
+    lengths = [4 * PART]
+    while lengths[-1] < most:
+        lengths.append(4 * lengths[-1])
+    return [*lengths[:-1], -(-most // PART) * PART]
+
+
+class DecodeGraphs:
+    """Recordings, made when they are first needed.
+
+    Args:
+        model: of a process that is alone.
+        memory: the cache.
+        paged: attention that can be recorded.
+        record: `Device.recorder`.
+        max_sequences: of a step.
+        max_length: of a sequence.
+        device: where all of it is.
+    """
+
+    def __init__(
+        self,
+        model: GPTModel,
+        memory: CacheMemory,
+        paged: PagedAttention,
+        record: Record,
+        *,
+        max_sequences: int,
+        max_length: int,
+        device: torch.device,
+    ) -> None:
+        self._model, self._memory, self._paged, self._record = model, memory, paged, record
+        self._counts = row_counts(max_sequences)
+        self._lengths = lengths_to_record(max_length)
+        self._recordings: dict[tuple[int, int], Callable[[], Tensor]] = {}
+        self._works = True
+        width = -(-max_length // memory.block_size)
+        # Rows: token, position, slot, length (with the new token).
+        self._host = _on_host(device, 4, max_sequences)
+        self._host_tables = _on_host(device, max_sequences, width)
+        self._inputs = torch.zeros_like(self._host, device=device)
+        self._tables = torch.zeros_like(self._host_tables, device=device)
+        self._in_tables: list[tuple[int, ...] | None] = [None] * max_sequences
+
+    def run(self, plan: Plan, blocks: Sequence[NDArray[np.int64]]) -> Tensor | None:
+        """Logits [1, u, v] of the plan's sequences; None: recording does not work here."""
+        if not self._works:
+            return None
+        count = next(count for count in self._counts if count >= len(plan))
+        most = max(row.start for row in plan) + 1
+        longest = next(length for length in self._lengths if length >= most)
+        self._fill_in(plan, blocks, count)
+        replay = self._recordings.get((count, longest)) or self._new_recording(count, longest)
+        return None if replay is None else replay()[:, : len(plan)]
+
+    def _new_recording(self, count: int, longest: int) -> Callable[[], Tensor] | None:
+        try:
+            recording = self._record(lambda: self._step(count, longest))
+        except RuntimeError:  # CUDA's, of any kind: without recordings all of it runs, slower
+            logger.exception("CUDA graphs: off: recording a step failed")
+            self._works = False
+            return None
+        self._recordings[count, longest] = recording
+        return recording
+
+    def _step(self, count: int, longest: int) -> Tensor:
+        """The work of a step, from the input memory."""
+        tokens, positions, slots = self._inputs[:3, :count].long()
+        cache = StepCache(
+            memory=self._memory,
+            positions=positions,
+            slots=slots,
+            outputs=torch.arange(count, device=tokens.device),
+            singles=Singles(
+                tables=self._tables[:count],
+                lengths=self._inputs[3, :count],
+                longest=longest,
+                block_size=self._memory.block_size,
+            ),
+            chunks=(),
+            paged=self._paged,
+        )
+        return self._model(tokens.unsqueeze(0), cache=cache)
+
+    def _fill_in(self, plan: Plan, blocks: Sequence[NDArray[np.int64]], count: int) -> None:
+        """Put the step's tokens and tables into the input memory."""
+        size, used = self._memory.block_size, len(plan)
+        host = self._host.numpy()
+        host[:, used:count] = np.array([[0], [0], [self._memory.spare_slot], [0]])
+        starts = np.fromiter((row.start for row in plan), np.int64, used)
+        last = np.fromiter((array[-1] for array in blocks), np.int64, used)
+        host[0, :used] = np.fromiter((row.tokens[0] for row in plan), np.int64, used)
+        host[1, :used] = starts
+        host[2, :used] = last * size + starts % size
+        host[3, :used] = starts + 1
+        self._inputs.copy_(self._host, non_blocking=True)
+        changed = [i for i, row in enumerate(plan) if self._in_tables[i] is not row.blocks]
+        tables = self._host_tables.numpy()
+        for i in changed:
+            tables[i, : len(blocks[i])] = blocks[i]
+            self._in_tables[i] = plan[i].blocks
+        if len(changed) >= _MANY_ROWS:
+            self._tables[:used].copy_(self._host_tables[:used], non_blocking=True)
+        else:
+            for i in changed:
+                part = slice(len(blocks[i]))
+                self._tables[i, part].copy_(self._host_tables[i, part], non_blocking=True)
+
+
+def _on_host(device: torch.device, *shape: int) -> Tensor:
+    """Zeros that the device can copy while this process goes on."""
+    return torch.zeros(shape, dtype=torch.int32, pin_memory=device.type != "cpu")

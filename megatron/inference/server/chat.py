@@ -1,0 +1,141 @@
+"""A conversation as the one text that a chat model was trained on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megatron.errors import ConfigError
+from megatron.inference.server.errors import ApiError
+
+_MAX_TEMPLATE = 1 << 20  # bytes
+_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+class ChatTemplate:
+    """A Jinja template as Hugging Face tokenizers bring it, in a sandbox.
+
+    Args:
+        source: the template.
+        special: bos_token, eos_token and the like, as it calls them.
+
+    Raises:
+        ConfigError: it is no template.
+    """
+
+    def __init__(self, source: str, special: Mapping[str, str]) -> None:
+        from jinja2 import TemplateSyntaxError
+        from jinja2.ext import loopcontrols
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        self._special = dict(special)
+        try:
+            self._template = environment.from_string(source)
+        except TemplateSyntaxError as error:
+            raise ConfigError(
+                f"the chat template has a mistake in line {error.lineno}: {error}: mend it, or "
+                "give another one by --chat-template"
+            ) from error
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The text of the conversation, up to where the model's answer begins.
+
+        Raises:
+            ApiError: the template refuses these messages.
+        """
+        from jinja2 import TemplateError
+
+        try:
+            return self._template.render(
+                messages=messages,
+                add_generation_prompt=True,
+                tools=None,
+                documents=None,
+                **self._special,
+            )
+        except (TemplateError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
+            raise ApiError(
+                400, f"the model's chat template refuses the messages: {error}", field="messages"
+            ) from None
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    # Jinja's own filter writes for HTML.
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _refuse(message: str) -> NoReturn:
+    from jinja2 import TemplateError
+
+    raise TemplateError(message)
+
+
+def find_template(chat_template: str | None, tokenizer_model: str | None) -> str | None:
+    """The text of `--chat-template`, else of the one beside the tokenizer; None: there is none.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    if chat_template is not None:
+        return _read("--chat-template", Path(chat_template))
+    folder = _folder(tokenizer_model)
+    if folder is None:
+        return None
+    if (folder / "chat_template.jinja").is_file():
+        return _read("the tokenizer's", folder / "chat_template.jinja")
+    found = _settings(folder).get("chat_template")
+    if isinstance(found, list):  # several by name
+        named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
+        found = named.get("default")
+    return found if isinstance(found, str) else None
+
+
+def special_tokens(tokenizer_model: str | None) -> dict[str, str]:
+    """bos_token and the like, as tokenizer_config.json beside the tokenizer spells them."""
+    folder = _folder(tokenizer_model)
+    settings = {} if folder is None else _settings(folder)
+    found = {}
+    for name in _TOKENS:
+        entry = settings.get(name)
+        entry = entry.get("content") if isinstance(entry, dict) else entry
+        if isinstance(entry, str):
+            found[name] = entry
+    return found
+
+
+def _folder(tokenizer_model: str | None) -> Path | None:
+    if tokenizer_model is None:
+        return None
+    path = Path(tokenizer_model)
+    return path if path.is_dir() else path.parent
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    path = folder / "tokenizer_config.json"
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(_read("the tokenizer's", path))
+    except ValueError as error:
+        raise ConfigError(f"{path}: not JSON: {error}") from error
+    return value if isinstance(value, dict) else {}
+
+
+def _read(what: str, path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MAX_TEMPLATE + 1)
+        if len(data) > _MAX_TEMPLATE:
+            raise ConfigError(f"{what} {path}: larger than {_MAX_TEMPLATE:,} bytes")
+        return data.decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{what} {path} cannot be read: {error}") from error

@@ -1,0 +1,419 @@
+// The page of the text generation server. It talks to the same OpenAI-style endpoints as any client.
+
+const ALTERNATIVES = 5; // tokens told beside each that was chosen
+const KEPT = ["temperature", "top_p", "top_k", "max_tokens", "repetition_penalty", "seed", "stops", "system"];
+const SLIDERS = ["temperature", "top_p", "repetition_penalty"];
+
+const $ = (id) => document.getElementById(id);
+const state = {
+  mode: "complete",
+  model: null, // as /v1/models tells it
+  messages: [], // of the chat: {role, content}
+  prompt: "", // of the last completion
+  running: null, // AbortController
+  answer: null, // the element that the last answer is in
+};
+
+// ---- The server ---------------------------------------------------------------------------------
+
+function headers() {
+  const token = $("token").value.trim();
+  return { "Content-Type": "application/json", ...(token && { Authorization: `Bearer ${token}` }) };
+}
+
+async function failure(response) {
+  try {
+    const { error } = await response.json();
+    return new Error(error.message);
+  } catch {
+    return new Error(`the server answered ${response.status} ${response.statusText}`);
+  }
+}
+
+async function* serverEvents(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) throw new Error("the connection ended before the answer did");
+    const events = (rest + value).split("\n\n");
+    rest = events.pop();
+    for (const event of events) {
+      const data = event.replace(/^data: /, "");
+      if (data === "[DONE]") return;
+      const object = JSON.parse(data);
+      if (object.error) throw new Error(object.error.message);
+      yield object;
+    }
+  }
+}
+
+// Of a streamed bit: {text, tokens: [{text, logprob, top: [[text, logprob], ...]}], finish}.
+function readBit({ choices: [choice] }) {
+  const told = choice.logprobs;
+  const finish = choice.finish_reason;
+  if (choice.delta) {
+    const tokens = (told?.content ?? []).map((each) => ({
+      text: each.token,
+      logprob: each.logprob,
+      top: each.top_logprobs.map((other) => [other.token, other.logprob]),
+    }));
+    return { text: choice.delta.content ?? "", tokens, finish };
+  }
+  const tokens = (told?.tokens ?? []).map((text, i) => ({
+    text,
+    logprob: told.token_logprobs[i],
+    top: Object.entries(told.top_logprobs[i] ?? {}),
+  }));
+  return { text: choice.text, tokens, finish };
+}
+
+async function* generate(signal) {
+  const chat = state.mode === "chat";
+  const system = $("system").value.trim();
+  const body = chat
+    ? {
+        messages: [...(system ? [{ role: "system", content: system }] : []), ...state.messages],
+        logprobs: true,
+        top_logprobs: ALTERNATIVES,
+      }
+    : { prompt: state.prompt, logprobs: ALTERNATIVES };
+  const path = chat ? "v1/chat/completions" : "v1/completions";
+  const response = await fetch(path, {
+    method: "POST",
+    headers: headers(),
+    signal,
+    body: JSON.stringify({ ...body, ...sampling(), stream: true }),
+  });
+  if (!response.ok) throw await failure(response);
+  for await (const bit of serverEvents(response)) yield readBit(bit);
+}
+
+function sampling() {
+  const number = (id) => ($(id).value === "" ? undefined : Number($(id).value));
+  const stop = $("stops").value.split("\n").filter((line) => line !== "");
+  return {
+    temperature: number("temperature"),
+    top_p: number("top_p"),
+    top_k: number("top_k"),
+    max_tokens: number("max_tokens"),
+    repetition_penalty: number("repetition_penalty"),
+    seed: number("seed"),
+    ...(stop.length && { stop }),
+  };
+}
+
+async function connect() {
+  try {
+    const response = await fetch("v1/models", { headers: headers() });
+    if (response.status === 401) {
+      $("settings").open = true;
+      return notify("This server asks for an access token: enter it under Settings.");
+    }
+    if (!response.ok) throw await failure(response);
+    [state.model] = (await response.json()).data;
+  } catch (error) {
+    return notify(`The server cannot be reached: ${error.message}`);
+  }
+  notify("");
+  $("model").textContent = state.model.id;
+  document.title = `${state.model.id}: talk to the model`;
+  $("max_tokens").max = state.model.max_model_len;
+  const chat = document.querySelector("[name=mode][value=chat]");
+  chat.disabled = !state.model.chat;
+  const why = state.model.chat ? "" : "This model has no chat template.";
+  chat.parentElement.title = why;
+  chat.setAttribute("aria-description", why);
+  if (!state.model.chat && state.mode === "chat") setMode("complete");
+}
+
+// ---- What is shown ------------------------------------------------------------------------------
+
+function notify(text) {
+  $("notice").textContent = text;
+  $("notice").hidden = !text;
+}
+
+function say(text, bad = false) {
+  $("status").textContent = text;
+  $("status").classList.toggle("bad", bad);
+}
+
+function setMode(mode) {
+  state.mode = mode;
+  const chat = mode === "chat";
+  document.querySelector(`[name=mode][value=${mode}]`).checked = true;
+  $("output").classList.toggle("plain", !chat);
+  $("output").dataset.empty = chat ? "Say something below." : "The text will stand here.";
+  $("input-label").textContent = chat ? "Your message" : "Text to go on from";
+  $("input").placeholder = chat ? "Write a message…" : "Write the beginning of a text…";
+  $("send").textContent = chat ? "Send" : "Generate";
+  clear();
+}
+
+function clear() {
+  state.running?.abort();
+  state.messages = [];
+  state.prompt = "";
+  state.answer = null;
+  $("output").replaceChildren();
+  $("output-help").hidden = true;
+  hideTip();
+  say("");
+  showButtons();
+}
+
+function showButtons() {
+  const running = state.running !== null;
+  $("send").hidden = running;
+  $("stop").hidden = !running;
+  $("again").disabled = running || !state.answer;
+  $("copy").disabled = !state.answer;
+  $("clear").disabled = running || !$("output").hasChildNodes();
+}
+
+function addTurn(role, text) {
+  const turn = document.createElement("div");
+  turn.className = `turn ${role}`;
+  turn.textContent = text;
+  $("output").append(turn);
+  return turn;
+}
+
+function beginAnswer() {
+  const answer = document.createElement("span");
+  answer.className = "answer writing";
+  if (state.mode === "chat") {
+    addTurn("assistant", "").append(answer);
+  } else {
+    $("output").replaceChildren(document.createTextNode(state.prompt), answer);
+  }
+  state.answer = answer;
+}
+
+// A span for each token. Where a character takes several tokens, one for all of them.
+function append({ text, tokens }) {
+  const box = $("output");
+  const follow = box.scrollHeight - box.scrollTop - box.clientHeight < 60;
+  const whole = tokens.map((token) => token.text).join("") === text;
+  for (const token of whole ? tokens : [{ ...tokens.at(-1), text }]) {
+    if (token.text === "") continue;
+    const span = document.createElement("span");
+    span.textContent = token.text;
+    if (token.logprob !== undefined) {
+      span.token = token;
+      span.style.setProperty("--p", Math.exp(token.logprob).toFixed(3));
+    }
+    state.answer.append(span);
+  }
+  if (follow) box.scrollTop = box.scrollHeight;
+}
+
+// ---- Answering ----------------------------------------------------------------------------------
+
+async function answer() {
+  const clock = { start: performance.now(), first: 0, tokens: 0 };
+  const controller = new AbortController();
+  state.running = controller;
+  beginAnswer();
+  const mine = state.answer;
+  showButtons();
+  say("Waiting for the first token…");
+  let end = "stopped";
+  try {
+    for await (const bit of generate(controller.signal)) {
+      if (state.answer !== mine) return;
+      if (bit.text) append(bit);
+      clock.first ||= bit.tokens.length ? performance.now() : 0;
+      clock.tokens += bit.tokens.length;
+      if (bit.finish) end = bit.finish === "length" ? "token limit reached" : "complete";
+      say(speed(clock));
+    }
+    say(`${speed(clock)} · ${end}`);
+  } catch (error) {
+    if (state.answer !== mine) return;
+    if (controller.signal.aborted) say(`${speed(clock)} · stopped`);
+    else say(`${error.message}`, true);
+  } finally {
+    mine.classList.remove("writing");
+    if (state.running === controller) finish(mine);
+  }
+}
+
+function finish(mine) {
+  state.running = null;
+  if (state.mode === "chat") state.messages.push({ role: "assistant", content: mine.textContent });
+  $("output-help").hidden = !mine.hasChildNodes();
+  showButtons();
+  $("input").focus({ preventScroll: true });
+}
+
+function speed({ start, first, tokens }) {
+  if (!first) return "";
+  const seconds = (performance.now() - first) / 1000;
+  const rate = tokens > 1 && seconds > 0 ? ` · ${((tokens - 1) / seconds).toFixed(1)} tokens/s` : "";
+  return `${tokens} token${tokens === 1 ? "" : "s"}${rate} · first after ${((first - start) / 1000).toFixed(2)} s`;
+}
+
+function send() {
+  const text = $("input").value;
+  if (state.running || text === "") return;
+  if (state.mode === "chat") {
+    state.messages.push({ role: "user", content: text });
+    addTurn("user", text);
+    $("input").value = "";
+  } else {
+    state.prompt = text;
+  }
+  answer();
+}
+
+function again() {
+  if (state.running || !state.answer) return;
+  if (state.mode === "chat") {
+    state.messages.pop();
+    state.answer.parentElement.remove();
+  }
+  answer();
+}
+
+async function copy() {
+  const text = state.mode === "chat" ? state.answer.textContent : $("output").textContent;
+  try {
+    await navigator.clipboard.writeText(text);
+    say("Copied.");
+  } catch {
+    // No clipboard without https or localhost: select it, so that Ctrl+C does it.
+    getSelection().selectAllChildren(state.mode === "chat" ? state.answer : $("output"));
+    say("Selected: press Ctrl+C to copy.");
+  }
+}
+
+// ---- How likely a token was ---------------------------------------------------------------------
+
+function percent(logprob) {
+  const value = Math.exp(logprob) * 100;
+  return `${value.toFixed(value < 10 ? 1 : 0)} %`;
+}
+
+function visible(text) {
+  return text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "␣");
+}
+
+function row(text, logprob, taken) {
+  const line = document.createElement("tr");
+  line.className = taken ? "taken" : "";
+  const meter = document.createElement("meter");
+  meter.value = Math.exp(logprob);
+  for (const content of [visible(text), meter, percent(logprob)]) {
+    const cell = document.createElement("td");
+    cell.append(content);
+    line.append(cell);
+  }
+  return line;
+}
+
+function showTip(span) {
+  hideTip();
+  const { text, logprob, top = [] } = span.token;
+  const rows = top.map(([other, value]) => row(other, value, other === text));
+  if (!top.some(([other]) => other === text)) rows.unshift(row(text, logprob, true));
+  const table = document.createElement("table");
+  table.append(...rows);
+  $("tip").replaceChildren(table);
+  $("tip").hidden = false;
+  span.classList.add("chosen");
+  place($("tip"), span.getBoundingClientRect());
+}
+
+function place(tip, where) {
+  const { width, height } = tip.getBoundingClientRect();
+  const below = where.bottom + 6 + height < innerHeight;
+  tip.style.left = `${Math.max(8, Math.min(where.left, innerWidth - width - 8))}px`;
+  tip.style.top = `${Math.max(8, below ? where.bottom + 6 : where.top - height - 6)}px`;
+}
+
+function hideTip() {
+  $("tip").hidden = true;
+  document.querySelector(".chosen")?.classList.remove("chosen");
+}
+
+// Left and right go from token to token, for those who have no mouse.
+function moveTip(step) {
+  const spans = [...document.querySelectorAll(".answer span")].filter((span) => span.token);
+  if (!spans.length) return;
+  const now = spans.findIndex((span) => span.classList.contains("chosen"));
+  const next = now < 0 ? (step > 0 ? 0 : spans.length - 1) : now + step;
+  const span = spans[Math.max(0, Math.min(next, spans.length - 1))];
+  span.scrollIntoView({ block: "nearest" });
+  showTip(span);
+}
+
+// ---- Settings, kept for the next visit; the access token only for this one -------------------------
+
+function restore() {
+  for (const id of KEPT) $(id).value = localStorage.getItem(id) ?? $(id).value;
+  $("shade").checked = localStorage.getItem("shade") === "true";
+  $("token").value = sessionStorage.getItem("token") ?? "";
+  $("settings").open = matchMedia("(min-width: 52rem)").matches;
+  showSettings();
+}
+
+function showSettings() {
+  for (const id of SLIDERS) $(`${id}-value`).textContent = Number($(id).value).toFixed(2);
+  $("output").classList.toggle("shaded", $("shade").checked);
+}
+
+function keep() {
+  for (const id of KEPT) localStorage.setItem(id, $(id).value);
+  localStorage.setItem("shade", $("shade").checked);
+  sessionStorage.setItem("token", $("token").value.trim());
+  showSettings();
+}
+
+// ---- Start --------------------------------------------------------------------------------------
+
+$("form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  send();
+});
+$("input").addEventListener("keydown", (event) => {
+  const sends = event.ctrlKey || event.metaKey || (state.mode === "chat" && !event.shiftKey);
+  if (event.key === "Enter" && sends && !event.isComposing) {
+    event.preventDefault();
+    send();
+  }
+});
+$("stop").addEventListener("click", () => state.running?.abort());
+$("again").addEventListener("click", again);
+$("copy").addEventListener("click", copy);
+$("clear").addEventListener("click", () => {
+  clear();
+  $("input").focus();
+});
+$("controls").addEventListener("input", keep);
+$("controls").addEventListener("submit", (event) => event.preventDefault());
+$("token").addEventListener("change", connect);
+for (const radio of document.querySelectorAll("[name=mode]")) {
+  radio.addEventListener("change", () => setMode(radio.value));
+}
+$("output").addEventListener("mouseover", ({ target }) => (target.token ? showTip(target) : hideTip()));
+$("output").addEventListener("mouseleave", hideTip);
+$("output").addEventListener("click", ({ target }) => target.token && showTip(target));
+$("output").addEventListener("blur", hideTip);
+for (const move of ["wheel", "touchmove"]) $("output").addEventListener(move, hideTip, { passive: true });
+$("output").addEventListener("keydown", (event) => {
+  const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+  if (!step) return;
+  event.preventDefault();
+  moveTip(step);
+});
+document.addEventListener("keydown", (event) => {
+  if (event.key !== "Escape") return;
+  hideTip();
+  state.running?.abort();
+});
+
+restore();
+setMode("complete");
+connect();

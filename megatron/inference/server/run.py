@@ -1,0 +1,176 @@
+"""The text generation server, every rank of it: from a command line to its end."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from megatron.checkpoint.hf.files import COMPANION_FOLDER, GENERATION_CONFIG
+from megatron.config import RunConfig
+from megatron.config.server import ServerConfig, problems_of
+from megatron.environment import Launch
+from megatron.errors import EXIT_OK
+from megatron.inference.arguments import parse_generation
+from megatron.inference.build import EngineOptions, engine_of
+from megatron.inference.engine import BatchEngine
+from megatron.inference.load import Loaded, load_gpt
+from megatron.inference.server.chat import ChatTemplate, find_template, special_tokens
+from megatron.inference.server.inbox import SocketInbox
+from megatron.inference.server.launch import find_token, front, take_address, url_of
+from megatron.inference.server.limits import Limits
+from megatron.inference.server.settings import Defaults, FrontSettings
+from megatron.inference.worker import serve
+from megatron.training.callbacks.terminal import say
+from megatron.training.panel import format_panel
+from megatron.training.process import processes, run_process, show_notices
+
+PROGRAM = "run_text_generation_server.py"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one process of the server until it is told to end; the exit code."""
+    return run_process(arguments, lambda launch: _serve(arguments, launch))
+
+
+def _serve(arguments: Sequence[str], launch: Launch) -> int:
+    parsed = parse_generation(
+        arguments,
+        world_size=launch.world_size,
+        program=PROGRAM,
+        extra=(ServerConfig,),
+        check_extra=problems_of,
+    )
+    (server,) = parsed.extra
+    show_notices(parsed.notices, launch)
+    # What can be wrong is found before the model is loaded.
+    token = find_token(server)
+    template = _find_template(server, parsed.config)
+    listener = take_address(server) if launch.rank == 0 else None
+    with processes(parsed.config, launch) as (device, layout):
+        assert parsed.config.checkpoint.load is not None
+        loaded = load_gpt(parsed.config.checkpoint.load, device, layout, config=parsed.config)
+        options = EngineOptions(
+            max_sequences=server.max_batch_size,
+            max_step_tokens=max(EngineOptions.max_step_tokens, server.max_batch_size),
+            cache_tokens=server.cache_tokens,
+            seed=parsed.config.training.seed,
+        )
+        engine = engine_of(loaded, device, options)
+        if listener is None:
+            with _deaf():
+                serve(engine, None, layout.world, device=device.torch_device)
+            return EXIT_OK
+        settings = _settings(server, loaded, engine, token, template)
+        say(_panel(server, settings, loaded, url_of(listener), device.name))
+        with front(listener, settings, lambda: engine.stats) as inbox, _ends_by_signal(inbox):
+            serve(engine, inbox, layout.world, device=device.torch_device)
+    return EXIT_OK
+
+
+def _find_template(server: ServerConfig, config: RunConfig) -> str | None:
+    """The chat template, tried."""
+    folder = config.tokenizer.tokenizer_model
+    template = find_template(server.chat_template, folder)
+    if template is not None:
+        ChatTemplate(template, special_tokens(folder))
+    return template
+
+
+@contextmanager
+def _ends_by_signal(inbox: SocketInbox) -> Iterator[None]:
+    """Ctrl-C and SIGTERM end the server on all ranks, between two steps."""
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, lambda *_: inbox.shut_down()) for number in signals]
+    try:
+        yield
+    finally:
+        for number, handler in zip(signals, before, strict=True):
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _deaf() -> Iterator[None]:
+    """Rank 0 hears the signals, and ends the others; one that left first would strand them."""
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, signal.SIG_IGN) for number in signals]
+    try:
+        yield
+    finally:
+        for number, handler in zip(signals, before, strict=True):
+            signal.signal(number, handler)
+
+
+def _settings(
+    server: ServerConfig,
+    loaded: Loaded,
+    engine: BatchEngine,
+    token: str | None,
+    template: str | None,
+) -> FrontSettings:
+    load = loaded.config.checkpoint.load
+    assert load is not None
+    longest = server.out_seq_length or engine.limits.max_length
+    return FrontSettings(
+        model=server.served_model_name or _name_of(Path(load)),
+        tokenizer=loaded.config.tokenizer,
+        engine=replace(engine.limits, max_length=min(longest, engine.limits.max_length)),
+        limits=Limits(
+            body_bytes=server.max_body_bytes,
+            queued=server.max_queued_requests,
+            tokens=server.max_tokens_to_oom,
+            generate_seconds=server.request_timeout,
+        ),
+        defaults=Defaults(server.temperature, server.top_k, server.top_p),
+        stop_tokens=_stop_tokens(Path(load), engine.limits.vocab_size),
+        chat_template=template,
+        token=token,
+        legacy_status_codes=server.legacy_status_codes,
+        created=int(time.time()),
+    )
+
+
+def _name_of(folder: Path) -> str:
+    """`demo` of runs/demo/checkpoints."""
+    folder = folder.resolve()
+    return folder.parent.name if folder.name.startswith("checkpoint") else folder.name
+
+
+def _stop_tokens(folder: Path, vocab_size: int) -> tuple[int, ...]:
+    """What an imported chat model's generation_config.json says that ends a turn."""
+    path = folder / COMPANION_FOLDER / GENERATION_CONFIG
+    if not path.is_file():
+        return ()
+    try:
+        value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+    except (ValueError, AttributeError):
+        return ()  # the import has checked what matters of it
+    tokens = value if isinstance(value, list) else [value]
+    return tuple(token for token in tokens if type(token) is int and 0 <= token < vocab_size)
+
+
+def _panel(
+    server: ServerConfig, settings: FrontSettings, loaded: Loaded, url: str, device: str
+) -> str:
+    model = loaded.config.model
+    address = url.removeprefix("http://")
+    rows = [
+        ("page", f"{url}/"),
+        ("command line", f"python tools/text_generation_cli.py {address}"),
+        ("OpenAI clients", f"base URL {url}/v1, model {settings.model}"),
+        ("access", "with the token" if settings.token else "from this machine, without a token"),
+        ("checkpoint", f"{loaded.config.checkpoint.load}, iteration {loaded.iteration:,}"),
+        ("network", f"{model.num_layers} layers, hidden size {model.hidden_size}"),
+        ("tokenizer", f"{loaded.tokenizer.kind}, {loaded.tokenizer.vocab_size:,} entries"),
+        ("chat", "with a template" if settings.chat_template else "no chat template"),
+        ("longest text", f"{settings.engine.max_length:,} tokens"),
+        ("cache", f"{settings.engine.cache_tokens:,} tokens"),
+        ("at a time", f"{server.max_batch_size:,} sequences"),
+        ("device", f"{device}, {next(loaded.model.parameters()).dtype}"),
+        ("layout", loaded.layout.describe()),
+    ]
+    return format_panel(f"{PROGRAM}: serving {settings.model}", rows)

@@ -1,0 +1,179 @@
+"""Labelled texts from the files of GLUE and RACE."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.errors import DataError
+from megatron.training.callbacks.terminal import say
+from tasks.files import read_text
+
+_MOST_WRONG = 0.01  # share of lines that may be broken: QQP's own file has some
+_LETTERS = "ABCD"
+
+
+@dataclass(frozen=True)
+class Example:
+    """Something to choose about.
+
+    Attributes:
+        texts: pairs, the second None where there is one text: one for a sample whose class is
+            asked for, or one for every choice.
+        label: of the class, or of the right choice.
+    """
+
+    texts: tuple[tuple[str, str | None], ...]
+    label: int
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Where a GLUE task's tab-separated files have what, in lines of so many columns.
+
+    Attributes:
+        counts: of columns: more than one where the parts of the data differ.
+        first: of the first text; -1 counts from the end.
+        second: of the second; None: there is one text.
+        label: of the label.
+    """
+
+    counts: tuple[int, ...]
+    first: int
+    second: int | None
+    label: int
+
+
+@dataclass(frozen=True)
+class GlueTask:
+    """One task on tab-separated files.
+
+    Attributes:
+        labels: as written in the files, in the order of the classes.
+        columns: where they and the texts stand.
+        score: what the best checkpoint is chosen by.
+    """
+
+    labels: tuple[str, ...]
+    columns: Columns
+    score: str = "accuracy"
+
+
+_YES_NO = ("0", "1")
+_ENTAILS = ("entailment", "not_entailment")
+GLUE: dict[str, GlueTask] = {
+    "MNLI": GlueTask(("contradiction", "entailment", "neutral"), Columns((12, 16), 8, 9, -1)),
+    "QQP": GlueTask(_YES_NO, Columns((6,), 3, 4, 5)),
+    "SST-2": GlueTask(_YES_NO, Columns((2,), 0, None, 1)),
+    "CoLA": GlueTask(_YES_NO, Columns((4,), 3, None, 1), score="matthews"),
+    "MRPC": GlueTask(_YES_NO, Columns((5,), 3, 4, 0)),
+    "QNLI": GlueTask(_ENTAILS, Columns((4,), 1, 2, 3)),
+    "RTE": GlueTask(_ENTAILS, Columns((4,), 1, 2, 3)),
+    "WNLI": GlueTask(_YES_NO, Columns((4,), 1, 2, 3)),
+}
+
+
+def read_glue(task: str, path: str) -> list[Example]:
+    """The examples of a file; a first line of titles is left out.
+
+    Raises:
+        DataError: names the file and the line that has other columns or labels than the task. A
+            broken line among more than a hundred good ones is left out, with a warning.
+    """
+    spec = GLUE[task]
+    examples: list[Example] = []
+    wrong: list[str] = []
+    for number, line in enumerate(_lines(path), start=1):
+        cells = line.rstrip("\r").split("\t")
+        problem = _problem(cells, spec)
+        if problem is None:
+            examples.append(_example(cells, spec))
+        elif number > 1 or len(cells) not in spec.columns.counts:
+            wrong.append(f"{path}, line {number}: {problem}")
+    if wrong and len(wrong) > _MOST_WRONG * len(examples):
+        raise DataError(f"--task {task}: {wrong[0]} ({len(wrong):,} such lines in all)")
+    if wrong:
+        say(f"WARNING: {len(wrong):,} lines are left out: {wrong[0]}")
+    if not examples:
+        raise DataError(f"--task {task}: {path}: holds no example")
+    return examples
+
+
+def _lines(path: str) -> list[str]:
+    return [line for line in read_text(path).split("\n") if line.strip()]
+
+
+def _problem(cells: Sequence[str], spec: GlueTask) -> str | None:
+    """What is wrong with a line's cells, or None."""
+    columns = spec.columns
+    if len(cells) not in columns.counts:
+        wanted = " or ".join(map(str, columns.counts))
+        return f"{len(cells)} columns between tabs, where {wanted} are expected"
+    if cells[columns.label] not in spec.labels:
+        return f"label {cells[columns.label]!r}, where one of {', '.join(spec.labels)} is expected"
+    texts = [columns.first] if columns.second is None else [columns.first, columns.second]
+    return None if all(cells[column].strip() for column in texts) else "an empty text"
+
+
+def _example(cells: Sequence[str], spec: GlueTask) -> Example:
+    columns = spec.columns
+    second = None if columns.second is None else _tidy(cells[columns.second])
+    label = spec.labels.index(cells[columns.label])
+    return Example(((_tidy(cells[columns.first]), second),), label)
+
+
+def read_race(folder: str) -> list[Example]:
+    """The questions of a folder's `*.txt` files (and of folders below), four choices each.
+
+    A choice takes the place of the question's `_`, or follows it.
+
+    Raises:
+        DataError: names the file and line that is not one of RACE's articles.
+    """
+    files = sorted(Path(folder).rglob("*.txt")) if Path(folder).is_dir() else [Path(folder)]
+    examples = [
+        example
+        for file in files
+        for number, line in enumerate(_lines(str(file)), start=1)
+        for example in _questions(line, f"{file}, line {number}")
+    ]
+    if not examples:
+        raise DataError(f"--task RACE: {folder}: holds no article: give a folder of *.txt files")
+    return examples
+
+
+def _questions(line: str, where: str) -> Iterator[Example]:
+    try:
+        article = json.loads(line)
+        text = _tidy(article["article"])
+        parts = zip(article["questions"], article["options"], article["answers"], strict=True)
+        for question, options, answer in parts:
+            label = _LETTERS.index(answer)
+            if len(options) != len(_LETTERS):
+                raise ValueError(f"{len(options)} options")
+            yield Example(tuple((_joined(question, option), text) for option in options), label)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"--task RACE: {where}: no article of RACE ({type(error).__name__}: {error}): expected "
+            "JSON with article, questions, options (four each) and answers (A to D)"
+        ) from None
+
+
+def _joined(question: str, option: str) -> str:
+    """A question with an answer: instead of its blank, or behind it."""
+    return _tidy(question.replace("_", option) if "_" in question else f"{question} {option}")
+
+
+def _tidy(text: str) -> str:
+    """On one line, with single spaces."""
+    return " ".join(text.split())
+
+
+def count_labels(examples: Iterable[Example]) -> dict[int, int]:
+    """How many examples each class has."""
+    counts: dict[int, int] = {}
+    for example in examples:
+        counts[example.label] = counts.get(example.label, 0) + 1
+    return counts

@@ -1,0 +1,188 @@
+"""The command line of a finetuning task, and its run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from megatron.config import (
+    ParsedRun,
+    RunConfig,
+    parse_config,
+    rules_data,
+    rules_model,
+    rules_training,
+)
+from megatron.config.checks import RULES, Rule, find_problems
+from megatron.config.model import ModelConfig
+from megatron.config.run import known
+from megatron.config.tasks import FinetuneConfig, TaskConfig
+from megatron.environment import Launch
+from megatron.errors import ConfigError
+from megatron.inference.load import check_architecture, open_existing, saved_config
+from megatron.training.pretrain import pretrain
+from megatron.training.process import show_notices
+from tasks.classify_files import GLUE, Example, read_glue, read_race
+from tasks.files import find_missing
+from tasks.finetune import Choice, FinetuneRecipe
+from tasks.finetune_extras import Finetuning
+from tasks.table import PROGRAM
+
+FindStart = Callable[[Mapping[str, Any]], RunConfig]
+# What can only be said once the length of the run is known.
+_LATE: tuple[Rule, ...] = (
+    rules_model.required,
+    rules_training.length,
+    rules_training.warm_up,
+    rules_training.saving,
+)
+_OF_CORPORA: tuple[Rule, ...] = (rules_data.sources, rules_data.blends, rules_data.split)
+RACE = Choice("RACE", tuple("ABCD"), texts=4)
+
+
+def run(task: str, arguments: list[str], launch: Launch) -> int:
+    """Finetune and evaluate; the exit code. Collective.
+
+    Raises:
+        UserError: a flag, a checkpoint or the data need mending.
+    """
+    started = time.monotonic()
+    parsed = parse(task, arguments, launch.world_size)
+    options, own = parsed.extra
+    show_notices(parsed.notices, launch)
+    choice, read = _find_choice(task)
+    train = [example for path in own.train_data or () for example in read(path)]
+    valid = {path: read(path) for path in options.valid_data or ()}
+    config, used = with_length(parsed.config, own, len(train), launch.world_size)
+    recipe = FinetuneRecipe(
+        choice, train, [example for examples in valid.values() for example in examples], used
+    )
+    epochs = own.epochs or 0
+    extras = Finetuning(
+        recipe,
+        pretrained=own.pretrained_checkpoint,
+        valid=valid,
+        epoch_iterations=known(config.training.train_iters) // epochs if epochs else 0,
+        options=options,
+    )
+    return pretrain(config, recipe, launch, started, extras)
+
+
+def parse(
+    task: str, arguments: list[str], world_size: int, find_start: FindStart | None = None
+) -> ParsedRun:
+    """The command line over what the pretrained checkpoint says; the length is not known yet.
+
+    Raises:
+        ConfigError: all mistakes.
+    """
+
+    def check(options: TaskConfig, own: FinetuneConfig) -> Iterator[str]:
+        if own.epochs is None or own.epochs < 0:
+            yield f"--task {task} needs --epochs: give a number, 0 to evaluate only"
+        if own.epochs and not own.train_data:
+            yield f"--task {task} needs --train-data: give the file to train on, or --epochs 0"
+        if own.epochs == 0 and not options.valid_data:
+            yield "--epochs 0 without --valid-data: there is nothing to do: give a file"
+        yield from find_missing("--train-data", own.train_data)
+        yield from find_missing("--valid-data", options.valid_data)
+
+    return parse_config(
+        arguments,
+        world_size=world_size,
+        program=PROGRAM,
+        architecture="bert",
+        extra=(TaskConfig, FinetuneConfig),
+        find_start=find_start or _pretrained,
+        rules=[
+            *(rule for rule in RULES if rule not in (*_LATE, *_OF_CORPORA)),
+            _needs_a_network,
+            _own_order,
+        ],
+        check_extra=check,
+    )
+
+
+def _find_choice(task: str) -> tuple[Choice, Callable[[str], list[Example]]]:
+    """What is chosen among, and how to read a file of it."""
+    if task == "RACE":
+        return RACE, read_race
+    return Choice(task, GLUE[task].labels, score=GLUE[task].score), partial(read_glue, task)
+
+
+def with_length(
+    config: RunConfig, own: FinetuneConfig, samples: int, world_size: int
+) -> tuple[RunConfig, int | None]:
+    """The run with its length in iterations, and how many samples of each epoch it uses.
+
+    Without --keep-last an epoch ends with its last full batch; with it, every sample of each epoch
+    is used, and only the last batch of the run is filled up with samples of one more.
+
+    Raises:
+        ConfigError: what does not fit that length; less than a batch of samples.
+    """
+    batch = known(config.training.global_batch_size)
+    epochs = own.epochs or 0
+    if epochs and samples < batch and not own.keep_last:
+        raise ConfigError(
+            f"--train-data has {samples} examples, fewer than a batch of {batch}: lower "
+            "--global-batch-size, or give --keep-last"
+        )
+    used = None if own.keep_last else samples // batch * batch
+    iterations = epochs * (samples // batch) if used else -(-epochs * samples // batch)
+    checkpoint = config.checkpoint
+    if checkpoint.save is not None and checkpoint.save_interval is None and epochs:
+        checkpoint = replace(checkpoint, save_interval=max(1, iterations // epochs))
+    training = replace(config.training, train_iters=iterations, train_samples=None)
+    config = replace(config, training=training, checkpoint=checkpoint)
+    problems = find_problems(config, world_size, rules=_LATE)
+    if problems:
+        raise ConfigError(problems)
+    return config, used or None
+
+
+def _pretrained(given: Mapping[str, Any]) -> RunConfig:
+    """The run that flags change: of the pretrained checkpoint, or of --load."""
+    named = {flag: given[flag] for flag in ("train_iters", "train_samples") if flag in given}
+    if named:
+        flags = ", ".join("--" + flag.replace("_", "-") for flag in named)
+        raise ConfigError(f"{flags}: --epochs says how long to train: drop it")
+    flag, folder = next(
+        (
+            (f"--{name.replace('_', '-')}", given[name])
+            for name in ("pretrained_checkpoint", "load")
+            if given.get(name) is not None
+        ),
+        ("", None),
+    )
+    start = RunConfig(model=ModelConfig(architecture="bert"))
+    if folder is not None:
+        start = saved_config(open_existing(folder, flag=flag, verify=False), folder)
+        check_architecture(start, "bert", f"{flag} {folder}")
+    only_evaluates = given.get("epochs") == 0
+    return replace(
+        start,
+        # A classifier is built on the pooler, which a model without a binary head lacks.
+        model=replace(start.model, bert_binary_head=True),
+        training=replace(start.training, skip_train=only_evaluates),
+        checkpoint=replace(start.checkpoint, no_load_optim=only_evaluates),
+        evaluation=replace(start.evaluation, eval_iters=0),
+    )
+
+
+def _needs_a_network(config: RunConfig, world_size: int) -> Iterator[str]:
+    if config.model.num_layers is None:
+        yield "--pretrained-checkpoint is required: give the folder of a pretrained BERT"
+
+
+def _own_order(config: RunConfig, world_size: int) -> Iterator[str]:
+    """What decides the order or the number of samples elsewhere."""
+    if config.data.dataloader_type == "cyclic":
+        yield "--dataloader-type cyclic: each epoch is shuffled anyway: drop it"
+    if config.training.rampup_batch_size is not None:
+        yield "--rampup-batch-size: epochs are counted in batches of one size: drop it"
+    if config.data.mock_data:
+        yield "--mock-data: give labelled texts as --train-data"

@@ -1,0 +1,261 @@
+"""What finetuning does beside training: pretrained weights in, evaluation, the best one kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.checkpoint.durable import storage_errors
+from megatron.checkpoint.vocabulary import PaddedReader
+from megatron.config.run import known
+from megatron.config.tasks import TaskConfig
+from megatron.data.sample import SampleDataset
+from megatron.inference.load import open_existing
+from megatron.parallel.collectives import all_reduce
+from megatron.training.callbacks.base import Callback, Leave
+from megatron.training.callbacks.terminal import say
+from megatron.training.checkpointing import check_network, save_weights, take_weights
+from megatron.training.data import batches_from
+from megatron.training.passes import Passes
+from megatron.training.pretrain import Extras
+from megatron.training.run import Run
+from megatron.training.step import StepOutcome
+from tasks.classify_files import Example
+from tasks.classify_samples import FilledUp, TextSamples
+from tasks.confusion import CLASS_TITLES, Matrix, class_rows, summary
+from tasks.finetune import FinetuneRecipe
+from tasks.progress import Progress
+from tasks.results import Numbers, format_number, format_table, write_results
+
+BEST = "best"  # a folder in --save
+_RECORD = "evaluation.json"  # in it: of which iteration, and how good
+_PASSES = 16  # micro-batches between two looks at the progress
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """One evaluation on all files."""
+
+    iteration: int
+    by_file: Mapping[str, Matrix]
+
+    @property
+    def all_files(self) -> Matrix:
+        """The counts of all files together."""
+        matrices = [torch.tensor(matrix) for matrix in self.by_file.values()]
+        result: Matrix = torch.stack(matrices).sum(dim=0).tolist()
+        return result
+
+
+class Finetuning(Extras):
+    """See the module.
+
+    Args:
+        recipe: what is trained.
+        pretrained: folder of the pretrained checkpoint; None: random weights.
+        valid: examples to evaluate on, by file.
+        epoch_iterations: updates of an epoch; 0: no training.
+        options: where results go.
+    """
+
+    def __init__(
+        self,
+        recipe: FinetuneRecipe,
+        *,
+        pretrained: str | None,
+        valid: Mapping[str, Sequence[Example]],
+        epoch_iterations: int,
+        options: TaskConfig,
+    ) -> None:
+        self._recipe = recipe
+        self._pretrained = pretrained
+        self._valid = valid
+        self._epoch_iterations = epoch_iterations
+        self._options = options
+        self._last: Evaluated | None = None
+
+    def begin(self, run: Run) -> None:
+        """Weights of the pretrained model, unless the finetuning itself goes on."""
+        if run.channel is not None:  # of a sample's texts each is a sequence
+            shape = (run.batches.micro_batch * self._recipe.choice.texts, _hidden(run))
+            run.channel = run.channel.with_shape((_sequence(run), *shape))
+        if self._pretrained is not None and run.progress.iteration == 0:
+            _take_pretrained(run, self._pretrained, self._recipe.choice.head_name)
+
+    def callbacks(self, run: Run) -> list[Callback]:
+        """Evaluation at the end of each epoch."""
+        return [_AtEpochsEnd(self)] if self._valid and self._epoch_iterations else []
+
+    def end(self, run: Run) -> None:
+        """The results, for good."""
+        if not self._valid:
+            return
+        if self._last is None or self._last.iteration != run.progress.iteration:
+            self.evaluate(run)
+        assert self._last is not None
+        if run.layout.world.rank == 0:
+            self._write(run, self._last)
+
+    def evaluate(self, run: Run) -> None:
+        """Guess on all files, tell, and keep the weights if they are the best. Collective."""
+        counts = {name: count_guesses(run, self._recipe, data) for name, data in self._data(run)}
+        self._last = Evaluated(run.progress.iteration, counts)
+        if run.layout.world.rank == 0:
+            say(self._table(run, self._last))
+        self._keep_if_best(run, self._last)
+
+    @property
+    def epoch_iterations(self) -> int:
+        """Updates of an epoch."""
+        return self._epoch_iterations
+
+    def _data(self, run: Run) -> list[tuple[str, TextSamples]]:
+        length = known(run.config.data.seq_length)
+        return [
+            (name, TextSamples(examples, run.tokenizer, length))
+            for name, examples in self._valid.items()
+        ]
+
+    def _table(self, run: Run, evaluated: Evaluated) -> str:
+        title = f"{self._recipe.choice.task} at iteration {evaluated.iteration}"
+        parts = [title]
+        for name, matrix in evaluated.by_file.items():
+            numbers = summary(matrix)
+            rows = class_rows(matrix, self._recipe.choice.classes)
+            shown = ", ".join(f"{key} {format_number(value)}" for key, value in numbers.items())
+            parts.append(f"{name}: {shown}\n{format_table(CLASS_TITLES, rows)}")
+        if len(evaluated.by_file) > 1:
+            numbers = summary(evaluated.all_files)
+            shown = ", ".join(f"{key} {format_number(value)}" for key, value in numbers.items())
+            parts.append(f"all files: {shown}")
+        return "\n".join(parts)
+
+    def _keep_if_best(self, run: Run, evaluated: Evaluated) -> None:
+        """Write `--save`/best, where this is better than what is there. Collective."""
+        if run.config.checkpoint.save is None or not self._epoch_iterations:
+            return
+        root = Path(run.config.checkpoint.save) / BEST
+        score = float(summary(evaluated.all_files)[self._recipe.choice.score])
+        best = torch.tensor([_best_score(root) if run.layout.world.rank == 0 else 0.0])
+        best = all_reduce(best.to(run.device.torch_device), run.layout.world)
+        if score <= float(best):
+            return
+        save_weights(run, root)
+        if run.layout.world.rank == 0:
+            record = {"iteration": evaluated.iteration, "score": score}
+            write_results(root / _RECORD, record)
+            say(f"  the best so far ({self._recipe.choice.score} {score:.6g}): kept in {root}")
+
+    def _write(self, run: Run, evaluated: Evaluated) -> None:
+        path = self._results_path(run)
+        if path is None:
+            return
+        content: dict[str, Any] = {
+            "task": self._recipe.choice.task,
+            "iteration": evaluated.iteration,
+            "results": _with_underscores(summary(evaluated.all_files)),
+            "files": {
+                name: {
+                    "results": _with_underscores(summary(matrix)),
+                    "classes": list(self._recipe.choice.classes),
+                    "counts": matrix,
+                }
+                for name, matrix in evaluated.by_file.items()
+            },
+            "pretrained_checkpoint": self._pretrained,
+            "layout": run.layout.describe(),
+        }
+        save = run.config.checkpoint.save
+        if save is not None and (Path(save) / BEST / _RECORD).is_file():
+            with storage_errors(Path(save)):
+                content["best"] = json.loads((Path(save) / BEST / _RECORD).read_text())
+        write_results(path, content)
+        say(f"results written to {path}")
+
+    def _results_path(self, run: Run) -> Path | None:
+        """The file asked for, or one in the folder of checkpoints; None: there is neither."""
+        if self._options.results is not None:
+            return Path(self._options.results)
+        folder = run.config.checkpoint.save
+        if folder is None:
+            return None
+        name = f"{self._recipe.choice.task.lower()}-iter_{run.progress.iteration:07d}.json"
+        return Path(folder) / "evaluation" / name
+
+
+class _AtEpochsEnd(Callback):
+    """Evaluates after each epoch."""
+
+    def __init__(self, finetuning: Finetuning) -> None:
+        self._finetuning = finetuning
+
+    def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
+        at_end = run.progress.iteration % self._finetuning.epoch_iterations == 0
+        if at_end and not (leave is not None and leave.by_signal):
+            self._finetuning.evaluate(run)
+
+
+def count_guesses(run: Run, recipe: FinetuneRecipe, dataset: SampleDataset) -> Matrix:
+    """How often each class was taken for each: [class][guess], every sample once. Collective."""
+    run.optimizer.wait_for_weights()
+    each = run.batches.samples_per_pass
+    passes_needed = -(-len(dataset) // each)
+    batches = batches_from(run, FilledUp(dataset, passes_needed * each), consumed=0)
+    size = len(recipe.choice.classes)
+    total = torch.zeros(size, size, dtype=torch.int64, device=run.device.torch_device)
+    progress = Progress(
+        shown=run.layout.world.rank == 0, log_interval=run.config.logging.log_interval
+    )
+    for part in run.parts:
+        part.eval()
+    for first in range(0, passes_needed, _PASSES):
+        count = min(_PASSES, passes_needed - first)
+        passes = Passes(run, batches, count, forward=recipe.guess)
+        passes.forward()
+        if passes.losses and run.layout.tensor.is_first:
+            total += torch.stack(passes.losses["counts"]).sum(dim=0)
+        progress(first + count, passes_needed)
+    matrix: Matrix = all_reduce(total, run.layout.world).tolist()
+    assert sum(map(sum, matrix)) == len(dataset), "a sample was not counted once"
+    return matrix
+
+
+def _take_pretrained(run: Run, folder: str, head_name: str) -> None:
+    reader = open_existing(folder, flag="--pretrained-checkpoint", layout=run.layout)
+    check_network(run.config, reader)
+    held = {name.removeprefix("model.") for name in reader.names()}
+    fresh = [head_name]
+    for name in ("pooler", "embedding.token_type"):
+        if not any(one.startswith(name) for one in held):
+            fresh.append(name)
+    entries = run.tokenizer.text_vocab_size  # Google's BERT has no rows for what we append
+    padded = PaddedReader(reader, rows=run.padded_vocab_size, entries=entries)
+    take_weights(run, padded, fresh=fresh)
+    if run.layout.world.rank == 0:
+        say(f"weights from {reader.path}; drawn anew: {', '.join(fresh)}")
+
+
+def _best_score(root: Path) -> float:
+    """Of the weights that are kept; below all others where there are none."""
+    try:
+        return float(json.loads((root / _RECORD).read_text())["score"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return -2.0
+
+
+def _hidden(run: Run) -> int:
+    return known(run.config.model.hidden_size)
+
+
+def _sequence(run: Run) -> int:
+    """Tokens of a message between stages, on this rank."""
+    return known(run.config.data.seq_length) // run.layout.sequence.size
+
+
+def _with_underscores(numbers: Numbers) -> dict[str, Any]:
+    return {key.replace(" ", "_"): value for key, value in numbers.items()}

@@ -1,0 +1,93 @@
+"""The harness's view of a model: texts in, log-probabilities and texts out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from megatron.config.run import known
+from megatron.inference.load import Loaded
+from tasks.workers import Workers
+from tasks.zero_shot import last_window
+
+
+class HarnessModel(TemplateLM):
+    """On rank 0; what it needs computed, `workers` compute."""
+
+    def __init__(self, loaded: Loaded, workers: Workers) -> None:
+        super().__init__()
+        self._text = loaded.tokenizer
+        self._workers = workers
+        self._window = known(loaded.config.data.seq_length)
+        # Some tokenizers begin every text with a token of their own.
+        self._start = self._text.tokenize("")
+
+    @property
+    def eot_token_id(self) -> int:
+        """The token that ends a document."""
+        return self._text.eod
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before a text that has nothing before it."""
+        return self._start[0] if self._start else self.eot_token_id
+
+    @property
+    def tokenizer_name(self) -> str:
+        """For the harness's caches."""
+        return self._text.fingerprint()
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
+        """Ids of a text; without what begins every text, where `add_special_tokens` is False."""
+        ids = self._text.tokenize(string)
+        return ids[len(self._start) :] if add_special_tokens is False else ids
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
+    ) -> list[tuple[float, bool]]:
+        samples = []
+        for _text, context, continuation in requests:
+            sample = last_window(context or [self.prefix_token_id], continuation, self._window)
+            samples.append([list(sample.tokens), sample.scored])
+        return [(value, greedy) for value, greedy in self._workers.call("score", samples)]
+
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Log-probability of each whole text, every token with as full a window as there is."""
+        samples, owner = [], []
+        for number, request in enumerate(requests):
+            tokens = self.tok_encode(request.args[0], add_special_tokens=False)
+            windows = get_rolling_token_windows(tokens, self.prefix_token_id, self._window, 1)
+            for context, targets in map(make_disjoint_window, windows):
+                samples.append([[*context, *targets], len(targets)])
+                owner.append(number)
+        totals = [0.0] * len(requests)
+        for number, (value, _) in zip(owner, self._workers.call("score", samples), strict=True):
+            totals[number] += value
+        return totals
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """What follows each context, up to one of the request's ends."""
+        wishes = []
+        for context, given in (request.args for request in requests):
+            asked = normalize_gen_kwargs(given)
+            wishes.append(
+                {
+                    "prompt": self.tok_encode(context) or [self.prefix_token_id],
+                    "max_new_tokens": asked["max_gen_toks"],
+                    "until": list(asked["until"]),
+                    "temperature": float(asked.get("temperature") or 0.0),
+                    "top_k": int(asked.get("top_k") or 0),
+                    "top_p": float(asked.get("top_p") or 0.0),
+                }
+            )
+        texts = self._workers.call("generate", wishes)
+        return [str(text) for text in texts]

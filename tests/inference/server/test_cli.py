@@ -1,0 +1,111 @@
+"""tools/text_generation_cli.py against a server, in a pipe and on a terminal."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.inference.server.fake_engine import FakeEngine
+from tests.inference.server.live import Live, make_settings, running
+from tests.repository import ROOT
+from tools import text_generation_cli as cli
+
+CHAT = "{% for message in messages %}{{ message.content }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def chatty(tokenizer_folder: Path):
+    engine = FakeEngine()
+    with running(engine, make_settings(tokenizer_folder, engine, chat_template=CHAT)) as live:
+        yield live
+
+
+def _address(live: Live) -> str:
+    return f"127.0.0.1:{live.port}"
+
+
+def test_a_prompt_is_answered(live: Live, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([_address(live), "--prompt", "x", "--tokens", "5"]) == 0
+    assert capsys.readouterr().out == "xxxxx\n"
+
+
+def test_flags_reach_the_engine(live: Live) -> None:
+    flags = "--temperature 0 --top_k 3 --seed 9 --tokens 2 --stop a --stop b".split()
+    assert cli.main([f"http://{_address(live)}/", "--prompt", "x", *flags]) == 0
+    sampling = live.engine.seen[-1].sampling
+    assert (sampling.temperature, sampling.top_k, sampling.seed) == (0, 3, 9)
+
+
+def test_a_pipe_is_a_prompt(live: Live) -> None:
+    words = [sys.executable, "tools/text_generation_cli.py", _address(live), "--tokens", "3"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        words, input="東", cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("東")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere"], "give HOST:PORT"),
+        (["localhost:http"], "give HOST:PORT"),
+        (["127.0.0.1:1"], "does the server run there?"),
+        (["{live}", "--tokens", "5000"], "max_tokens 5000 are more than the model's 256"),
+        (["{live}", "--temperature", "-1"], "temperature -1.0: give 0 to 100"),
+        (["{live}", "--auth-token-file", "/no/such"], "--auth-token-file /no/such"),
+    ],
+)
+def test_errors_say_what_to_do(
+    live: Live, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [word.replace("{live}", _address(live)) for word in words]
+    assert cli.main([*words, "--prompt", "x"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error
+
+
+def test_a_conversation_on_a_terminal(chatty: Live, tmp_path: Path) -> None:
+    main, side = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "tools/text_generation_cli.py", _address(chatty), "--chat"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "MEGATRON_CACHE": str(tmp_path)},
+        stdin=side,
+        stdout=side,
+        stderr=side,
+    )
+    os.close(side)
+    try:
+        _expect(main, "> ")
+        for line, answer in (
+            ("/tokens 3", "> "),
+            ("y", "yyy"),
+            ("/tokens x", "/tokens x: give a number"),
+            ("/nonsense", "there is no such command"),
+            ("/help", "Ctrl-C stops an answer."),
+            ("z", "> "),
+        ):
+            os.write(main, f"{line}\n".encode())
+            _expect(main, answer)
+        os.write(main, b"\x04")
+        assert process.wait(timeout=20) == 0
+    finally:
+        process.kill()
+        os.close(main)
+    assert len(chatty.engine.seen[-1].prompt) == 5  # y, yyy and z
+    assert "/help" in (tmp_path / "text_generation_history").read_text()
+
+
+def _expect(terminal: int, text: str, seconds: float = 30) -> None:
+    seen, end = "", time.monotonic() + seconds
+    while text not in seen:
+        assert time.monotonic() < end, seen
+        seen += os.read(terminal, 4096).decode("utf-8", "replace")

@@ -1,0 +1,280 @@
+"""OpenAI's own client, and what it sends and expects."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.inference.server.fake_engine import FakeEngine, logprob_of
+from tests.inference.server.live import Live, make_settings, running
+
+TEXT = "Hello, world!"
+
+
+@pytest.fixture(scope="module")
+def client(live: Live) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)
+
+
+def test_a_completion(client: openai.OpenAI) -> None:
+    done = client.completions.create(model="test", prompt=TEXT, max_tokens=4)
+    (choice,) = done.choices
+    assert TEXT.startswith(choice.text)
+    assert choice.finish_reason == "length"
+    assert done.usage
+    assert done.usage.completion_tokens == 4
+    assert done.usage.total_tokens == done.usage.prompt_tokens + 4
+
+
+def test_several_prompts_and_answers_are_in_order(client: openai.OpenAI) -> None:
+    done = client.completions.create(model="test", prompt=["x", "y"], n=2, max_tokens=2)
+    assert [choice.text for choice in done.choices] == ["xx", "xx", "yy", "yy"]
+    assert [choice.index for choice in done.choices] == [0, 1, 2, 3]
+    assert done.usage
+    assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (2, 8)
+
+
+def test_token_ids_are_a_prompt(client: openai.OpenAI, live: Live) -> None:
+    client.completions.create(model="test", prompt=[5, 6], max_tokens=1)
+    assert live.engine.seen[-1].prompt == (5, 6)
+    client.completions.create(model="test", prompt=[[5, 6], [7]], max_tokens=1)
+    assert [request.prompt for request in live.engine.seen[-2:]] == [(5, 6), (7,)]
+
+
+def test_a_stream_is_the_same_text(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"model": "test", "prompt": "naïve 東京!", "max_tokens": 24, "n": 2}
+    whole = client.completions.create(**options)
+    texts, ends, usage = ["", ""], [], None
+    stream = client.completions.create(
+        **options, stream=True, stream_options={"include_usage": True}
+    )
+    for chunk in stream:
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            ends += [choice.finish_reason] if choice.finish_reason else []
+    assert texts == [choice.text for choice in whole.choices]
+    assert ends == ["length", "length"]
+    assert usage == whole.usage
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_strings_end_an_answer_before_them(live: Live, stream: bool) -> None:
+    body = {"prompt": TEXT, "max_tokens": 50, "stop": ["orl", "zzz"], "stream": stream}
+    answer = live.post("/v1/completions", body)
+    if not stream:
+        (choice,) = answer.json()["choices"]
+        assert (choice["text"], choice["finish_reason"]) == ("Hello, w", "stop")
+        return
+    chunks = _chunks(answer.text)
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "Hello, w"
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+def _chunks(text: str) -> list[dict[str, Any]]:
+    *events, last = [event.removeprefix("data: ") for event in text.split("\n\n") if event]
+    assert last == "[DONE]"
+    return [json.loads(event) for event in events]
+
+
+def test_echo_and_logprobs(client: openai.OpenAI, live: Live) -> None:
+    (choice,) = client.completions.create(
+        model="test", prompt=TEXT, max_tokens=2, logprobs=2, echo=True
+    ).choices
+    prompt = live.engine.seen[-1].prompt
+    assert choice.text.startswith(TEXT)
+    told = choice.logprobs
+    assert told
+    assert told.tokens
+    assert told.token_logprobs
+    assert told.text_offset
+    assert told.top_logprobs
+    assert "".join(told.tokens) == choice.text
+    assert told.token_logprobs == [
+        None,
+        *(logprob_of(token) for token in (*prompt[1:], *prompt[:2])),
+    ]
+    spelled = zip(told.tokens, told.text_offset, strict=True)
+    assert all(choice.text[offset:].startswith(token) for token, offset in spelled)
+    assert len(told.top_logprobs[-1]) == 2
+
+
+def test_a_prompt_is_only_scored(client: openai.OpenAI) -> None:
+    done = client.completions.create(model="test", prompt=TEXT, max_tokens=0, logprobs=1, echo=True)
+    assert done.choices[0].text == TEXT
+
+
+def test_a_chat(client: openai.OpenAI) -> None:
+    done = client.chat.completions.create(
+        model="test",
+        messages=[
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+        ],
+        max_completion_tokens=3,
+        logprobs=True,
+        top_logprobs=2,
+    )
+    (choice,) = done.choices
+    assert choice.message.role == "assistant"
+    assert choice.message.content == ""  # the fake engine repeats the first token, an end
+    assert choice.finish_reason == "stop"
+
+
+def test_the_template_makes_the_prompt(live: Live, tokenizer_folder: Path) -> None:
+    from tokenizers import Tokenizer
+
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "x"}]
+    assert live.post("/v1/chat/completions", {"messages": messages}).status_code == 200
+    known = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
+    text = known.decode(list(live.engine.seen[-1].prompt), skip_special_tokens=False)
+    assert text == "<|endoftext|><|user|>Hi\n<|assistant|>x\n<|assistant|>"
+
+
+@pytest.fixture(scope="module")
+def plain_chat(tokenizer_folder: Path) -> Any:
+    """A chat whose first token is text, so that the fake engine has something to repeat."""
+    engine = FakeEngine()
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    with running(engine, make_settings(tokenizer_folder, engine, chat_template=template)) as live:
+        yield openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)
+
+
+def test_a_chat_streams(plain_chat: openai.OpenAI) -> None:
+    options: dict[str, Any] = {
+        "model": "test",
+        "messages": [{"role": "user", "content": TEXT}],
+        "max_tokens": 5,
+        "logprobs": True,
+        "top_logprobs": 1,
+    }
+    whole = plain_chat.chat.completions.create(**options)
+    content = whole.choices[0].message.content
+    assert content
+    chunks = list(plain_chat.chat.completions.create(**options, stream=True))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == content
+    tokens = [
+        token
+        for chunk in chunks
+        if chunk.choices[0].logprobs
+        for token in chunk.choices[0].logprobs.content or []
+    ]
+    assert whole.choices[0].logprobs
+    assert tokens == whole.choices[0].logprobs.content
+    assert bytes(byte for token in tokens for byte in token.bytes or []).decode() == content
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["test"]
+
+
+REFUSED = [
+    ("/v1/completions", {"prompt": TEXT, "suffix": "x"}, "suffix"),
+    ("/v1/completions", {"prompt": TEXT, "best_of": 3}, "best_of"),
+    ("/v1/completions", {"prompt": TEXT, "logit_bias": {"5": 1}}, "logit_bias"),
+    ("/v1/completions", {"prompt": TEXT, "frequency_penalty": 0.5}, "frequency_penalty"),
+    ("/v1/completions", {"prompt": TEXT, "tempreature": 1}, "tempreature"),
+    ("/v1/completions", {"prompt": TEXT, "temperature": "1"}, "temperature"),
+    ("/v1/completions", {"prompt": TEXT, "temperature": -1}, "temperature"),
+    ("/v1/completions", {"prompt": TEXT, "temperature": True}, "temperature"),
+    ("/v1/completions", {"prompt": TEXT, "top_p": 1.5}, "top_p"),
+    ("/v1/completions", {"prompt": TEXT, "max_tokens": 0}, "max_tokens"),
+    ("/v1/completions", {"prompt": TEXT, "n": 129}, "n"),
+    ("/v1/completions", {"prompt": [TEXT] * 100, "n": 2}, "n"),
+    ("/v1/completions", {"prompt": TEXT, "stop": [""]}, "stop"),
+    ("/v1/completions", {"prompt": TEXT, "stop": 5}, "stop"),
+    ("/v1/completions", {"prompt": TEXT, "stop": ["x"] * 17}, "stop"),
+    ("/v1/completions", {"prompt": TEXT, "stream_options": {}}, "stream_options"),
+    ("/v1/completions", {"prompt": TEXT, "logprobs": 21}, "logprobs"),
+    ("/v1/completions", {}, "prompt"),
+    ("/v1/completions", {"prompt": []}, "prompt"),
+    ("/v1/completions", {"prompt": [1.5]}, "prompt"),
+    ("/v1/completions", {"prompt": [400]}, "prompt"),
+    ("/v1/completions", {"prompt": [-1]}, "prompt"),
+    ("/v1/chat/completions", {"messages": []}, "messages"),
+    ("/v1/chat/completions", {"messages": "Hi"}, "messages"),
+    ("/v1/chat/completions", {"messages": [{"role": "user"}]}, "messages"),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages",
+    ),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "forbidden", "content": "Hi"}]},
+        "messages",
+    ),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "Hi"}], "tools": [{}]},
+        "tools",
+    ),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "Hi"}], "top_logprobs": 2},
+        "top_logprobs",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body", "field"), REFUSED, ids=str)
+def test_what_is_refused_is_named(live: Live, path: str, body: dict[str, Any], field: str) -> None:
+    answer = live.post(path, body)
+    error = answer.json()["error"]
+    assert answer.status_code == 400
+    assert error["param"] == field
+    assert field in error["message"]
+    assert error["type"] == "invalid_request_error"
+
+
+def test_harmless_values_of_refused_fields_pass(client: openai.OpenAI) -> None:
+    client.completions.create(
+        model="test",
+        prompt="x",
+        best_of=1,
+        frequency_penalty=0,
+        presence_penalty=0.0,
+        logit_bias={},
+        suffix=None,
+        user="me",
+        max_tokens=1,
+    )
+
+
+def test_errors_are_the_clients_own_classes(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="'test' is"):
+        client.completions.create(model="gpt-4", prompt="x")
+    with pytest.raises(openai.UnprocessableEntityError, match="the model's 256"):
+        client.completions.create(model="test", prompt="x", max_tokens=300)
+
+
+def test_without_a_template_chat_says_what_to_do(tokenizer_folder: Path) -> None:
+    engine = FakeEngine()
+    with running(engine, make_settings(tokenizer_folder, engine, chat_template=None)) as live:
+        body = {"messages": [{"role": "user", "content": "Hi"}]}
+        answer = live.post("/v1/chat/completions", body)
+        assert answer.status_code == 400
+        assert "--chat-template" in answer.json()["error"]["message"]
+
+
+def test_the_openapi_document_has_every_field_and_path(live: Live) -> None:
+    from megatron.inference.server.megatron_contract import CONTRACT
+    from megatron.inference.server.openai_fields import CHAT, COMPLETION
+
+    document = live.client.get("/openapi.json").json()
+    tables = {
+        "/api": CONTRACT,
+        "/v1/completions": COMPLETION,
+        "/v1/chat/completions": CHAT,
+    }
+    for path, table in tables.items():
+        body = document["paths"][path]["post"]["requestBody"]
+        schema = body["content"]["application/json"]["schema"]
+        assert set(schema["properties"]) == {field.name for field in table}
+    assert {"/v1/models", "/health", "/metrics"} <= set(document["paths"])

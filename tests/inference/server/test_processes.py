@@ -1,0 +1,226 @@
+"""The server as users start it: its processes, one or several ranks, examples, its end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+from tests.inference.server.fuzz import fuzz
+from tests.repository import ROOT
+
+TOOL = str(ROOT / "tools" / "run_text_generation_server.py")
+EXAMPLES = sorted((ROOT / "examples").glob("run_text_generation_server*.sh"))
+SHAPE = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 64 "
+    "--max-position-embeddings 64"
+).split()
+TEXT = "Hello, world!"
+BODY = {"prompts": [TEXT, "def main"], "tokens_to_generate": 8, "top_k": 1, "logprobs": True}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) -> str:
+    """An untrained model with the test tokenizer."""
+    from megatron.parallel.layout import Layout
+    from megatron.training.checkpointing import save_run
+    from tests.training.toy import build_toy
+
+    folder = str(tmp_path_factory.mktemp("model") / "checkpoints")
+    files = _tokenizer_flags(tokenizer_folder)
+    run = build_toy(Layout.single(), [*SHAPE, *files, "--save", folder, "--save-interval", "1"])
+    save_run(run)
+    return folder
+
+
+def _tokenizer_flags(folder: Path) -> list[str]:
+    files = ["--vocab-file", str(folder / "vocab.json"), "--merge-file", str(folder / "merges.txt")]
+    return ["--tokenizer-type", "GPT2BPETokenizer", *files]
+
+
+def _environment(**more: str) -> dict[str, str]:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    ours = {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return {**os.environ, **ours, **more}
+
+
+@contextlib.contextmanager
+def _server(
+    words: Sequence[str], folder: Path, **environment: str
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process and where it answers."""
+    log = folder / "log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [*words, "--port", "0"],
+            cwd=ROOT,
+            env=_environment(**environment),
+            stdout=output,
+            stderr=output,
+            text=True,
+            start_new_session=True,
+        )
+    try:
+        yield process, _address(process, log)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _address(process: subprocess.Popen[str], log: Path) -> str:
+    end = time.monotonic() + 120
+    while not (found := re.search(r"page +(http://\S+)/", log.read_text())):
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < end, log.read_text()
+        time.sleep(0.05)
+    return found.group(1)
+
+
+def _ask(url: str) -> dict[str, Any]:
+    answer = httpx.put(f"{url}/api", json=BODY, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """One process, from the checkpoint alone: as `make serve` starts it."""
+    folder = tmp_path_factory.mktemp("alone")
+    words = [str(ROOT / "examples" / "run_text_generation_server_demo.sh")]
+    with _server(words, folder, CHECKPOINT=checkpoint) as (process, url):
+        yield url
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.wait(timeout=30) == 0
+    assert "Traceback" not in _log(folder)
+
+
+def test_answers_are_the_same_again(alone: str) -> None:
+    answer = _ask(alone)
+    _assert_same(answer, _ask(alone))
+    for segments, logprobs in zip(answer["segments"], answer["logprobs"], strict=True):
+        assert len(segments) == len(logprobs) + 1
+
+
+def _assert_same(answer: dict[str, Any], other: dict[str, Any]) -> None:
+    """Text for text, numbers up to the order of their sums."""
+    assert answer["segments"] == other["segments"]
+    for row, values in zip(answer["logprobs"], other["logprobs"], strict=True):
+        assert row == pytest.approx(values, abs=1e-4)
+
+
+def test_the_command_of_megatrons_readme(alone: str) -> None:
+    words = ["curl", "-s", f"{alone}/api", "-X", "PUT"]
+    words += ["-H", "Content-Type: application/json; charset=UTF-8"]
+    words += ["-d", '{"prompts":["Hello world"], "tokens_to_generate":1}']
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith('{"text":["Hello world')
+
+
+def test_a_small_load_has_no_failure(alone: str) -> None:
+    words = [sys.executable, "tools/benchmark_server.py", alone.removeprefix("http://")]
+    flags = "--clients 20 --requests 40 --tokens 4 --prompt-words 4".split()
+    done = subprocess.run(
+        [*words, *flags], cwd=ROOT, env=_environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"failures +0\n", done.stdout)
+    assert re.search(r"new tokens +[\d.]+ /s\nfirst text", done.stdout)
+
+
+def _start_345m(
+    name: str, checkpoint: str, tokenizer: Path, folder: Path
+) -> contextlib.AbstractContextManager[tuple[subprocess.Popen[str], str]]:
+    """An example at toy size, with two ranks where it has eight."""
+    return _server(
+        [str(ROOT / "examples" / name), *SHAPE],
+        folder,
+        CHECKPOINT=checkpoint,
+        VOCAB_FILE=str(tokenizer / "vocab.json"),
+        MERGE_FILE=str(tokenizer / "merges.txt"),
+        TENSOR_PARALLEL="2",
+        PRECISION="",
+    )
+
+
+def test_two_ranks_answer_the_same_and_end_together(
+    checkpoint: str, tokenizer_folder: Path, tmp_path: Path, alone: str
+) -> None:
+    name = "run_text_generation_server_345M_8_tensor_parallel.sh"
+    with _start_345m(name, checkpoint, tokenizer_folder, tmp_path) as (process, url):
+        _assert_same(_ask(url), _ask(alone))
+        outcome = fuzz("127.0.0.1", int(url.rpartition(":")[2]), 60)
+        assert not outcome.faults, outcome.faults
+        _assert_same(_ask(url), _ask(alone))
+        os.killpg(process.pid, signal.SIGINT)  # Ctrl-C in a terminal: to all of them
+        assert process.wait(timeout=60) in (0, 1)  # torchrun has its own mind about Ctrl-C
+    ours = re.sub(r"(?s)Traceback.*?SignalException.*?\n", "", _log(tmp_path))
+    assert "Traceback" not in ours  # torchrun's apart
+
+
+def test_without_its_web_server_the_rest_ends(
+    checkpoint: str, tokenizer_folder: Path, tmp_path: Path, alone: str
+) -> None:
+    name = "run_text_generation_server_345M.sh"
+    with _start_345m(name, checkpoint, tokenizer_folder, tmp_path) as (process, url):
+        _assert_same(_ask(url), _ask(alone))
+        child = ["pgrep", "-P", str(process.pid), "-f", "server.front"]
+        found = subprocess.run(child, capture_output=True, text=True, check=True)
+        os.kill(int(found.stdout), signal.SIGKILL)
+        assert process.wait(timeout=30) == 1
+    assert "the web server ended with code -9" in _log(tmp_path)
+
+
+def _log(folder: Path) -> str:
+    return (folder / "log").read_text()
+
+
+def test_examples_say_what_to_set() -> None:
+    for script in EXAMPLES:
+        assert subprocess.run(["bash", "-n", script], check=False).returncode == 0
+        assert os.access(script, os.X_OK)
+        if "demo" not in script.name:
+            done = subprocess.run([script], capture_output=True, text=True, check=False)
+            assert "CHECKPOINT: set it to" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        ([], 9, "--load is required"),
+        (["--load", "{empty}"], 4, "there is no checkpoint in this folder"),
+        (["--load", "{checkpoint}", "--host", "0.0.0.0"], 9, "give --auth-token-file"),
+        (["--load", "{checkpoint}", "--num-layers", "3"], 4, "of another network"),
+        (["--load", "{checkpoint}", "--top_p", "2"], 9, "--top_p 2: give 0 (all) to 1"),
+        (
+            ["--load", "{checkpoint}", "--tensor-model-parallel-size", "2"],
+            9,
+            "launch 2",
+        ),
+        (["--load", "{checkpoint}", "--chat-template", "/no/such"], 9, "--chat-template /no/such"),
+    ],
+)
+def test_mistakes_are_named(
+    words: list[str],
+    code: int,
+    message: str,
+    checkpoint: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    from megatron.inference.server.run import main
+
+    named = {"{checkpoint}": checkpoint, "{empty}": str(tmp_path)}
+    flags = [named.get(word, word) for word in words]
+    assert main([*flags, "--port", "0"]) == code
+    assert message in capfd.readouterr().err

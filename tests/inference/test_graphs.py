@@ -1,0 +1,81 @@
+"""What a recording reads and writes, with a recorder that repeats the work instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from megatron.inference import build
+from megatron.inference.engine import BatchEngine
+from megatron.inference.graphs import lengths_to_record, row_counts
+from megatron.inference.request import Request
+from megatron.kernels.paged_attention import PART, PlainPaged
+from tests.checkpoint.hf.models import VOCAB
+from tests.inference.toy import OPTIONS, drain, greedy, prompts, tokens_of, toy_engine, write_model
+
+Work = Callable[[], Tensor]
+
+
+def engine_with(
+    record: Callable[[Work], Work], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> BatchEngine:
+    """An engine on the CPU whose recordings are made by `record`."""
+    monkeypatch.setattr(PlainPaged, "can_capture", True)
+    monkeypatch.setattr(build.Device, "recorder", lambda self: record)
+    monkeypatch.setattr(build, "records_on", lambda device: True)
+    return toy_engine(folder, OPTIONS)
+
+
+def test_steps_run_from_the_same_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_model("llama", tmp_path)
+    requests = [
+        Request(str(i), prompt, greedy(1 + 3 * (i % 4)))
+        for i, prompt in enumerate(prompts(20, longest=12, vocab=VOCAB))
+    ]
+    expected = drain(toy_engine(folder), requests)
+    made: list[Work] = []
+    calls = 0
+
+    def record(work: Work) -> Work:
+        made.append(work)
+
+        def again() -> Tensor:
+            nonlocal calls
+            calls += 1
+            return work()
+
+        return again
+
+    found = drain(engine_with(record, folder, monkeypatch), requests)
+    assert {key: tokens_of(events) for key, events in found.items()} == {
+        key: tokens_of(events) for key, events in expected.items()
+    }
+    assert 1 < len(made) <= len(row_counts(OPTIONS.max_sequences))
+    assert calls > 2 * len(made), "a recording is used again"
+
+
+def test_where_recording_fails_everything_runs_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def record(work: Work) -> Work:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    folder = write_model("llama", tmp_path)
+    requests = [Request("a", (1, 2, 3), greedy(5))]
+    expected = tokens_of(drain(toy_engine(folder), requests)["a"])
+    found = tokens_of(drain(engine_with(record, folder, monkeypatch), requests)["a"])
+    assert found == expected
+    assert caplog.text.count("CUDA graphs: off") == 1
+
+
+def test_sizes_to_record_reach_the_largest_and_grow_slowly() -> None:
+    for most in (1, 3, 8, 100, 256, 300):
+        counts = row_counts(most)
+        assert counts[0] == 1
+        assert counts[-1] == most
+        assert all(b <= 2 * a for a, b in zip(counts, counts[1:], strict=False))
+    assert lengths_to_record(100) == [PART]
+    assert lengths_to_record(5000) == [4 * PART, 16 * PART, 5120]

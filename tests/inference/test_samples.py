@@ -1,0 +1,117 @@
+"""tools/generate_samples_gpt.py: prompts in, JSON lines out, on from where it was stopped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint.hf.models import CASES, POSITIONS, VOCAB, tensors_of, write_folder
+from tests.inference.toy import expected_greedy
+from tests.tools.test_checkpoint_util import convert, write_word_tokenizer
+from tools import generate_samples_gpt
+
+END = VOCAB - 1  # of a document
+PROMPTS = [[3, 1, 4], [1, 5], [9, 2, 6, 5, 3, 5], [8]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Llama whose tokens are the words w0, w1, ..."""
+    folder = tmp_path_factory.mktemp("samples")
+    case = CASES["llama"]
+    write_folder(folder / "original", case.config, tensors_of(case))
+    write_word_tokenizer(folder / "original", case.config["vocab_size"])
+    assert convert("llama2_hf", "native", folder / "original", folder / "native") == 0
+    return folder / "native"
+
+
+def run(model: Path, *words: object) -> int:
+    return generate_samples_gpt.main(["--load", str(model), *map(str, words)])
+
+
+def words_of(tokens: list[int]) -> str:
+    return " ".join(f"w{token}" for token in tokens)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_file_of_prompts_is_answered_in_its_order(model: Path, tmp_path: Path) -> None:
+    source, target = tmp_path / "prompts.txt", tmp_path / "answers.jsonl"
+    source.write_text("".join(words_of(prompt) + "\n" for prompt in PROMPTS))
+    files = ("--sample-input-file", source, "--sample-output-file", target)
+    assert run(model, *files, "--greedy", "--out-seq-length", 6, "--recompute") == 0
+    for prompt, sample in zip(PROMPTS, read(target), strict=True):
+        answer = expected_greedy("llama", prompt, 6)
+        finished = END in answer
+        answer = answer[: answer.index(END)] if finished else answer
+        assert sample["prompt"] == words_of(prompt)
+        assert sample["text"].split() == words_of(answer).split()
+        assert (sample["length"], sample["finished"]) == (len(answer), finished)
+    assert {sample["finished"] for sample in read(target)} == {True, False}
+
+
+def test_stopped_in_the_midst_it_goes_on_and_writes_the_same(model: Path, tmp_path: Path) -> None:
+    target = tmp_path / "samples.jsonl"
+    warm = ("--num-samples", 5, "--out-seq-length", 8, "--temperature", 1.5, "--top_k", 30)
+    assert run(model, *warm, "--genfile", target) == 0
+    whole = target.read_bytes()
+    assert len({sample["text"] for sample in read(target)}) == 5
+    target.write_bytes(whole[: whole.index(b"\n") + 20])  # one line and a part of the next
+    assert run(model, *warm, "--genfile", target) == 0
+    assert target.read_bytes() == whole
+
+
+def test_a_file_of_something_else_is_left_alone(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = tmp_path / "prompts.txt", tmp_path / "prompts.txt.out"
+    source.write_text("w1\n")
+    for content, said in (
+        ('{"prompt": "w2", "text": ""}\n', "line 1 is of another prompt"),
+        ("my notes\n", "line 1 is no sample"),
+        ('{"prompt": "w1"}\n{"prompt": "w1"}\n', "has 2 samples, and 1 are asked for"),
+    ):
+        target.write_text(content)
+        assert run(model, "--sample-input-file", source) == 8
+        assert said in capsys.readouterr().err
+        assert target.read_text() == content
+
+
+def test_a_prompt_without_an_answer_does_not_stop_the_others(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "prompts.jsonl"
+    lines = [{"prompt": "w1 " * POSITIONS}, {"text": ""}, {"text": "w3"}]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert run(model, "--sample-input-file", source, "--greedy", "--out-seq-length", 2) == 1
+    long, empty, good = read(Path(f"{source}.out"))
+    assert f"{POSITIONS} positions" in long["error"]
+    assert "empty" in empty["error"]
+    assert good["length"] == 2
+    assert "error" not in good
+    assert "2 prompt(s) got no answer" in capsys.readouterr().err
+
+
+def test_several_texts_for_one_prompt_are_printed(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(model, "--prompt", "w3 w1", "--num-samples", 2, "--out-seq-length", 4) == 0
+    _, first, heading, second = capsys.readouterr().out.splitlines()
+    assert heading == "----- sample 2"
+    assert first.startswith("w3 w1")
+    assert second.startswith("w3 w1")
+    assert first != second
+
+
+def test_mistakes_are_named_together(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(model, "--top_p", 2, "--genfile", "x", "--prompt", "a") == 9
+    said = capsys.readouterr().err
+    assert "--top_p 2: give 0 (all) to 1" in said
+    assert "--genfile is of texts without a prompt" in said
+    assert run(model) == 9
+    assert "nothing to write: give --prompt TEXT" in capsys.readouterr().err

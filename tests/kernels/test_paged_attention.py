@@ -1,0 +1,140 @@
+"""Attention over a cache in blocks: the kernel against the plain form in float64."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from megatron.kernels.attention import attention_reference
+from megatron.kernels.paged_attention import (
+    PART,
+    Chunk,
+    FusedPaged,
+    PlainPaged,
+    Singles,
+    choose_paged_attention,
+    chunk_attention,
+)
+from tests.kernels.compare import BF16, FP16, FP32, fresh
+
+BLOCK = 4
+TOLERANCE = {FP32: 2e-6, FP16: 2e-3, BF16: 2e-2}
+
+
+def case(lengths, *, groups, per_group, size, dtype=torch.float32, device="cpu"):
+    """Queries, a cache in which each sequence has blocks of its own in any order, and tables."""
+    generator, chance = fresh(), random.Random(0)
+    counts = [-(-length // BLOCK) for length in lengths]
+    free = list(range(sum(counts) + 3))
+    chance.shuffle(free)
+    tables = torch.zeros(len(lengths), max(counts) + 1, dtype=torch.int32)
+    for table, count in zip(tables, counts, strict=True):
+        table[:count] = torch.tensor([free.pop() for _ in range(count)], dtype=torch.int32)
+    slots = (sum(counts) + 3) * BLOCK
+    query = torch.randn(len(lengths), groups * per_group, size, generator=generator)
+    keys, values = (torch.randn(slots, groups, size, generator=generator) for _ in range(2))
+    singles = Singles(
+        tables.to(device),
+        torch.tensor(lengths, dtype=torch.int32, device=device),
+        max(lengths),
+        BLOCK,
+    )
+    return [x.to(device, dtype) for x in (query, keys, values)], singles
+
+
+def expected(query, keys, values, singles):
+    """Row by row, by the formula, in float64."""
+    rows = []
+    for row, table, length in zip(query, singles.tables, singles.lengths.tolist(), strict=True):
+        places = torch.arange(length, device=query.device)
+        slots = table[places // BLOCK].long() * BLOCK + places % BLOCK
+        parts = (row[None], keys[slots], values[slots])
+        wide = [x.double().unsqueeze(1) for x in parts]
+        out = attention_reference(*wide, mask=None, causal=False, dropout=0.0)
+        rows.append(out.view_as(row))
+    return torch.stack(rows)
+
+
+SHAPES = [(2, 1, 64), (1, 4, 128), (2, 2, 16), (3, 3, 80), (1, 11, 32), (1, 8, 256)]
+
+
+@pytest.mark.parametrize(("groups", "per_group", "size"), SHAPES)
+def test_the_plain_form_equals_the_formula(groups, per_group, size):
+    tensors, singles = case([1, 9, 4, 30], groups=groups, per_group=per_group, size=size)
+    found = PlainPaged().singles(*tensors, singles)
+    torch.testing.assert_close(
+        found.double(), expected(*tensors, singles), rtol=0, atol=TOLERANCE[FP32]
+    )
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP16, BF16])
+@pytest.mark.parametrize(("groups", "per_group", "size"), SHAPES)
+def test_the_kernel_equals_the_formula(kernels, dtype, groups, per_group, size):
+    library, device = kernels
+    paged = choose_paged_attention(library, size, dtype)
+    if isinstance(paged, PlainPaged):
+        assert (size, dtype) == (256, FP32)
+        return
+    lengths = [1, 5, PART - 1, 2 * PART + 3]
+    tensors, singles = case(
+        lengths, groups=groups, per_group=per_group, size=size, dtype=dtype, device=device
+    )
+    found = paged.singles(*tensors, singles)
+    torch.testing.assert_close(
+        found.double(), expected(*tensors, singles), rtol=0, atol=TOLERANCE[dtype]
+    )
+
+
+def test_bits_do_not_depend_on_the_batch(kernels):
+    library, device = kernels
+    (query, keys, values), singles = case(
+        [7, 40, PART + 9], groups=2, per_group=2, size=32, dtype=BF16, device=device
+    )
+    paged = FusedPaged(library)
+    together = paged.singles(query, keys, values, singles)
+    for row in range(3):
+        alone = Singles(singles.tables[[row]], singles.lengths[[row]], 4 * PART, BLOCK)
+        assert torch.equal(paged.singles(query[[row]], keys, values, alone)[0], together[row])
+
+
+def test_a_row_without_tokens_is_zero(kernels):
+    library, device = kernels
+    (query, keys, values), singles = case(
+        [5, 6], groups=1, per_group=2, size=32, dtype=FP32, device=device
+    )
+    singles.lengths[1] = 0
+    found = FusedPaged(library).singles(query, keys, values, singles)
+    assert not found[1].any()
+    assert found[0].any()
+
+
+def test_appending_writes_where_it_is_told_and_nowhere_else(kernels):
+    library, device = kernels
+    key, value = (torch.randn(3, 2, 16, generator=fresh()).to(device, BF16) for _ in range(2))
+    slots = torch.tensor([7, 0, 3], device=device)
+    caches = [torch.zeros(2, 9, 2, 16, dtype=BF16, device=device) for _ in range(2)]
+    for paged, (keys, values) in zip((PlainPaged(), FusedPaged(library)), caches, strict=True):
+        paged.append(key, value, keys, values, slots)
+        assert torch.equal(keys[slots], key)
+        assert torch.equal(values[slots], value)
+    assert torch.equal(*caches)
+
+
+def test_chunks_attend_to_what_is_before_them():
+    """As if the whole sequence were computed at once."""
+    length, groups, heads, size = 13, 2, 4, 8
+    generator = fresh()
+    query = torch.randn(length, heads, size, generator=generator)
+    key, value = (torch.randn(length, groups, size, generator=generator) for _ in range(2))
+    wide = [x.unsqueeze(1) for x in (query, key, value)]
+    whole = attention_reference(*wide, mask=None, causal=True, dropout=0.0).squeeze(1)
+    slots = torch.randperm(20, generator=generator)[:length]
+    keys, values = (torch.zeros(20, groups, size) for _ in range(2))
+    PlainPaged().append(key, value, keys, values, slots)
+    for first, count in ((0, 5), (5, 1), (6, 7)):
+        here = slice(first, first + count)
+        chunk = Chunk(0, count, slots[: first + count] if first else None)
+        found = chunk_attention(query[here], key[here], value[here], keys, values, chunk)
+        torch.testing.assert_close(found, whole[here], rtol=0, atol=1e-6)

@@ -1,0 +1,124 @@
+#!/usr/bin/env python3
+"""Time text generation: decoding and prompts, against `transformers` and the memory's speed.
+
+    python tools/benchmark_generation.py --model L              # 8B Llama shape, one GPU
+    python tools/benchmark_generation.py --model demo --batch 1 4 --new 8   # a toy, on a CPU
+
+Weights are random: the shape alone matters. A decoding step cannot be faster than its floor: every
+weight but the word embeddings, and every key and value of the batch, read once at the speed of a
+large copy on this very device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.command import run_command
+from megatron.errors import ConfigError
+
+WARM_UP = 8  # steps, in which recordings are made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table; the exit code."""
+    options = _parser().parse_args(argv)
+    return run_command(lambda: run(options))
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure and print.
+
+    Raises:
+        ConfigError: the model's window is too short for what is asked.
+    """
+    import torch
+
+    from megatron.device import Device
+    from tools.bench.workloads import WORKLOADS, read_flags, training_flags
+    from tools.generation_benchmark.measure import Subject, bandwidth_of
+    from tools.generation_benchmark.report import Result, line, table
+
+    device = Device.pick()
+    device.activate()
+    config = read_flags(
+        training_flags(WORKLOADS[options.model], options.precision, 1, Path("none"), ()), 1
+    )
+    window = config.model.max_position_embeddings or 0
+    longest = options.prompt + options.new + WARM_UP + 1
+    if longest > window:
+        raise ConfigError(
+            f"--prompt {options.prompt} and --new {options.new} with {WARM_UP + 1} more for "
+            f"warming up do not fit in the {window} positions of --model {options.model}: give less"
+        )
+    bandwidth = bandwidth_of(device)
+    subject = Subject(
+        config,
+        device,
+        bandwidth,
+        product_rows=options.product_rows,
+        graphs=not options.no_graphs,
+    )
+    decoding = []
+    for batch in options.batch:
+        decoding.append(subject.decode(batch, options.prompt, options.new, WARM_UP))
+        print(line(decoding[-1]), flush=True)
+    length = min(options.prefill_length, window - 1)
+    speed = subject.prefill(length, options.prefill_tokens)
+    if options.transformers:
+        from tools.generation_benchmark.rival import Rival
+
+        subject.release()
+        rival = Rival(config, device)
+        decoding = [rival.beside(row, options.prompt, options.new) for row in decoding]
+    result = Result(
+        device=device.name,
+        torch=str(torch.__version__),
+        model=options.model,
+        precision=options.precision,
+        parameters=subject.parameters,
+        bandwidth=bandwidth,
+        decoding=tuple(decoding),
+        prompt_tokens_per_second=speed,
+        prompt_length=length,
+    )
+    print(table(result))
+    if options.out is not None:
+        options.out.write_text(json.dumps(asdict(result), indent=2) + "\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="Time text generation.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--model", choices=("S", "L", "demo"), default="L", help="L: Llama 3.1 8B")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="bf16", help="of weights")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 32, 256], help="batch sizes")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
+    parser.add_argument("--new", type=int, default=128, help="steps timed")
+    parser.add_argument("--prefill-length", type=int, default=2048, help="tokens of a long prompt")
+    parser.add_argument("--prefill-tokens", type=int, default=32768, help="of all long prompts")
+    parser.add_argument(
+        "--product-rows",
+        type=int,
+        help="matrix products take so many tokens at a time: the same bits in any batch",
+    )
+    parser.add_argument("--no-graphs", action="store_true", help="without CUDA graphs")
+    parser.add_argument(
+        "--transformers", action="store_true", help="time `transformers` with a static cache too"
+    )
+    parser.add_argument("--out", type=Path, help="JSON file for the numbers")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

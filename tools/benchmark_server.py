@@ -1,0 +1,167 @@
+#!/usr/bin/env python3
+"""Load a text generation server with many clients at a time, and say how long they waited.
+
+python tools/benchmark_server.py localhost:5000 --clients 200 --requests 400
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from megatron.command import run_command
+from megatron.errors import UserError
+
+_WORDS = "the of import self return for in class def if not value name data list is and to".split()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; 1 where a request failed."""
+    options = _parser().parse_args(argv)
+    return run_command(lambda: run(options))
+
+
+def run(options: argparse.Namespace) -> int:
+    """One measurement.
+
+    Raises:
+        UserError: the server cannot be reached.
+    """
+    host, _, port = options.server.rpartition(":")
+    if not host or not port.isdigit():
+        raise UserError(f"{options.server}: give HOST:PORT, for example localhost:5000")
+    load = Load(host, int(port), options.tokens, options.prompt_words, random.Random(options.seed))
+    seconds = asyncio.run(load.run(options.clients, options.requests))
+    print(report(load.answers, load.failures, seconds, options.clients))
+    return 1 if load.failures else 0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """How one request went, in seconds from its sending.
+
+    Attributes:
+        first: to the first text.
+        whole: to the end.
+        tokens: of the answer.
+    """
+
+    first: float
+    whole: float
+    tokens: int
+
+
+@dataclass
+class Load:
+    """Clients that each ask again as soon as they have their answer."""
+
+    host: str
+    port: int
+    tokens: int
+    prompt_words: int
+    random: random.Random
+    answers: list[Answer] = field(default_factory=list)
+    failures: Counter[str] = field(default_factory=Counter)
+
+    async def run(self, clients: int, requests: int) -> float:
+        """Make the requests; the seconds that all of them took."""
+        prompts = iter([self._prompt() for _ in range(requests)])
+        start = time.perf_counter()
+        await asyncio.gather(*(self._client(prompts) for _ in range(min(clients, requests))))
+        return time.perf_counter() - start
+
+    def _prompt(self) -> str:
+        # Of different lengths and beginnings, as those of different people are.
+        count = self.random.randint(1, 2 * self.prompt_words - 1)
+        return " ".join(self.random.choices(_WORDS, k=count))
+
+    async def _client(self, prompts: Iterator[str]) -> None:
+        for prompt in prompts:
+            try:
+                self.answers.append(await self._ask(prompt))
+            except (OSError, ValueError, asyncio.IncompleteReadError) as error:
+                self.failures[str(error) or type(error).__name__] += 1
+
+    async def _ask(self, prompt: str) -> Answer:
+        body = {"prompt": prompt, "max_tokens": self.tokens, "stream": True}
+        options = {"stream_options": {"include_usage": True}}
+        data = json.dumps({**body, **options}).encode()
+        start = time.perf_counter()
+        reader, writer = await asyncio.open_connection(self.host, self.port)
+        try:
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: {self.host}:{self.port}\r\n"
+            head += "Content-Type: application/json\r\nConnection: close\r\n"
+            writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+            status = (await reader.readuntil(b"\r\n\r\n")).split(b" ", 2)[1].decode()
+            if status != "200":
+                raise ValueError(f"status {status}")
+            return await _read(reader, start)
+        finally:
+            writer.close()
+
+
+async def _read(reader: asyncio.StreamReader, start: float) -> Answer:
+    first, tokens = 0.0, 0
+    async for line in reader:
+        if not line.startswith(b"data: {"):
+            if line.startswith(b"data: [DONE]"):
+                whole = time.perf_counter() - start
+                return Answer(first or whole, whole, tokens)
+            continue
+        value = json.loads(line.removeprefix(b"data: "))
+        if "error" in value:
+            raise ValueError(value["error"]["message"])
+        if value["choices"] and not first:
+            first = time.perf_counter() - start
+        if value.get("usage"):
+            tokens = value["usage"]["completion_tokens"]
+    raise ValueError("an answer broke off")
+
+
+def report(answers: Sequence[Answer], failures: Counter[str], seconds: float, clients: int) -> str:
+    """The figures as text."""
+    lines = [f"{len(answers) + failures.total()} requests, {clients} at a time, {seconds:.1f} s"]
+    if answers:
+        tokens = sum(answer.tokens for answer in answers)
+        lines += [
+            f"answers        {len(answers) / seconds:9.1f} /s",
+            f"new tokens     {tokens / seconds:9.1f} /s",
+            _line("first text", [answer.first for answer in answers]),
+            _line("whole answer", [answer.whole for answer in answers]),
+        ]
+    lines.append(f"failures       {failures.total():9d}")
+    lines += [f"  {count} x {reason}" for reason, count in failures.most_common()]
+    return "\n".join(lines)
+
+
+def _line(name: str, seconds: Sequence[float]) -> str:
+    ranked = sorted(seconds)
+    half, most = (ranked[math.ceil(share * len(ranked)) - 1] for share in (0.5, 0.99))
+    return f"{name.ljust(14)} {half:9.3f} s p50 {most:9.3f} s p99 {ranked[-1]:9.3f} s longest"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="Load a text generation server, and say how long clients waited.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("server", metavar="HOST:PORT", help="for example localhost:5000")
+    parser.add_argument("--clients", type=int, default=200, help="requests at a time")
+    parser.add_argument("--requests", type=int, default=400, help="requests altogether")
+    parser.add_argument("--tokens", type=int, default=32, help="of each answer, at most")
+    parser.add_argument("--prompt-words", type=int, default=16, help="of a prompt, on average")
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,34 @@
+#!/usr/bin/env python3
+"""Let a trained GPT write: on from a prompt, from a file of prompts, or from nothing.
+
+python tools/generate_samples_gpt.py --load CHECKPOINTS --prompt "def main("
+python tools/generate_samples_gpt.py --load CHECKPOINTS --sample-input-file prompts.txt \\
+    --sample-output-file answers.jsonl --greedy
+torchrun --nproc-per-node 2 tools/generate_samples_gpt.py --load CHECKPOINTS \\
+    --tensor-model-parallel-size 2 --num-samples 1000 --genfile samples.jsonl
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+PROGRAM = "generate_samples_gpt.py"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one process; the exit code, as `pretrain_gpt.py`'s."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if {"-h", "--help"} & set(arguments):
+        from megatron.config.parser import build_parser
+        from megatron.config.samples import SamplesConfig
+
+        build_parser(PROGRAM, (SamplesConfig,)).print_help()
+        return 0
+    from megatron.inference.sample_run import main as run
+
+    return run(PROGRAM, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

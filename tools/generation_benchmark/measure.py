@@ -1,0 +1,155 @@
+"""Our engine on a model of random weights."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import replace
+
+import torch
+
+from megatron.config import RunConfig
+from megatron.device import Device
+from megatron.inference.build import EngineOptions, build_engine
+from megatron.inference.engine import BatchEngine
+from megatron.inference.request import Request, Sampling, Token
+from megatron.models.gpt import GPTModel
+from megatron.models.sizes import sizes_of
+from megatron.parallel.layout import Layout
+from tools.bench.workloads import padded_vocabulary
+from tools.generation_benchmark.report import Decoding
+
+_BLOCK = 16
+_COPIED = {True: 2**30, False: 2**26}  # bytes, on a GPU and on a CPU
+_COPIES = 20
+
+
+def bandwidth_of(device: Device) -> float:
+    """Bytes/s of a large copy, read and written counted."""
+    source = torch.zeros(_COPIED[device.is_gpu], dtype=torch.uint8, device=device.torch_device)
+    target = torch.empty_like(source)
+    for count in (3, _COPIES):  # the first to warm up
+        device.synchronize()
+        start = time.perf_counter()
+        for _ in range(count):
+            target.copy_(source)
+        device.synchronize()
+        seconds = time.perf_counter() - start
+    return 2 * source.numel() * _COPIES / seconds
+
+
+class Subject:
+    """A model, and an engine made anew for each measurement.
+
+    Args:
+        config: of the network.
+        device: where to run.
+        bandwidth: bytes/s, for the floor.
+        product_rows, graphs: see `EngineOptions`.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        device: Device,
+        bandwidth: float,
+        *,
+        product_rows: int | None,
+        graphs: bool,
+    ) -> None:
+        self._options = EngineOptions(product_rows=product_rows, graphs=graphs, block_size=_BLOCK)
+        self._config, self._device, self._bandwidth = config, device, bandwidth
+        rows = padded_vocabulary(config)
+        self._vocab = rows
+        model = GPTModel.from_config(config, Layout.single(), device, rows)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                # Matrices small, so that nothing overflows; vectors are weights of norms.
+                parameter.normal_(std=0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        self._weight_bytes = sum(
+            parameter.numel() * parameter.element_size()
+            for name, parameter in model.named_parameters()
+            if not name.startswith("embedding.")  # of which a step reads a row a sequence
+        )
+        self._model: GPTModel | None = model
+
+    def release(self) -> None:
+        """Give the model's memory back."""
+        self._model = None
+        self._device.empty_cache()
+
+    def decode(self, batch: int, prompt: int, new: int, warm_up: int) -> Decoding:
+        """Time `new` steps of `batch` sequences that have begun with `prompt` tokens."""
+        # While the last prompts are taken in, the first sequences go on already.
+        ahead = 2 + batch * prompt // (_step_tokens(batch) - batch)
+        most = new + warm_up + ahead
+        engine = self._engine(batch, batch * (prompt + most + _BLOCK))
+        for number in range(batch):
+            engine.add(self._request(number, prompt, most))
+        answered: set[str] = set()
+        while len(answered) < batch:
+            answered |= {event.request for event in engine.step() if isinstance(event, Token)}
+        for _ in range(warm_up - 1):
+            engine.step()
+        self._device.synchronize()
+        start = time.perf_counter()
+        tokens = 0
+        for _ in range(new):
+            tokens += len(engine.step())
+        seconds = (time.perf_counter() - start) / new
+        engine.abort("done")
+        assert tokens == new * batch, "every sequence gets a token in every step"
+        length = prompt + warm_up + (new + ahead) / 2
+        return Decoding(batch, length, seconds, self._floor(batch, length))
+
+    def prefill(self, length: int, tokens: int) -> float:
+        """Tokens/s of prompts of this length, `tokens` of them in all."""
+        engine = self._engine(16, max(tokens, length) + 32 * _BLOCK)
+        count = max(1, tokens // length)
+        for warm in (True, False):
+            for number in range(1 if warm else count):
+                engine.add(self._request(number, length, 1))
+            start = time.perf_counter()
+            while engine.has_work:
+                engine.step()
+            seconds = time.perf_counter() - start
+        return count * length / seconds
+
+    def _engine(self, sequences: int, tokens: int) -> BatchEngine:
+        assert self._model is not None, "the model has been released"
+        self._device.empty_cache()
+        options = replace(
+            self._options,
+            max_sequences=sequences,
+            max_step_tokens=_step_tokens(sequences),
+            cache_tokens=tokens,
+        )
+        return build_engine(
+            self._model,
+            self._config,
+            Layout.single(),
+            self._device,
+            vocab_size=self._vocab,
+            options=options,
+        )
+
+    def _request(self, number: int, prompt: int, new: int) -> Request:
+        chance = random.Random(number * 1000 + new)  # no two begin alike
+        tokens = tuple(chance.randrange(self._vocab) for _ in range(prompt))
+        return Request(str(number), tokens, Sampling(max_new_tokens=new, temperature=0))
+
+    def _floor(self, batch: int, length: float) -> float:
+        """Seconds to read all weights, and the keys and values of the batch."""
+        sizes = sizes_of(self._config.model)
+        assert self._model is not None
+        itemsize = next(self._model.parameters()).element_size()
+        token = 2 * sizes.layers * sizes.kv_heads * sizes.head_size * itemsize
+        weights = self._weight_bytes
+        if not self._config.model.untie_embeddings_and_output_weights:
+            weights += self._vocab * sizes.hidden * itemsize
+        return (weights + batch * length * token) / self._bandwidth
+
+
+def _step_tokens(sequences: int) -> int:
+    return max(2048, 4 * sequences)

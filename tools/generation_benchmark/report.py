@@ -1,0 +1,72 @@
+"""What the benchmark found, and how it is shown."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """Steps in which each sequence of a batch gets a token.
+
+    Attributes:
+        batch: sequences.
+        length: tokens of each, on average over the steps.
+        seconds: of a step.
+        floor: seconds, for reading what must be read.
+        theirs: seconds of a step of `transformers`; None: not measured.
+    """
+
+    batch: int
+    length: float
+    seconds: float
+    floor: float
+    theirs: float | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """All that was measured, on one device."""
+
+    device: str
+    torch: str
+    model: str
+    precision: str
+    parameters: int
+    bandwidth: float
+    decoding: tuple[Decoding, ...]
+    prompt_tokens_per_second: float
+    prompt_length: int
+
+
+def table(result: Result) -> str:
+    """In markdown."""
+    lines = [
+        f"{result.device}, torch {result.torch}; {result.model}, "
+        f"{result.parameters / 1e9:.2f} billion parameters, {result.precision}; "
+        f"copy {result.bandwidth / 1e12:.2f} TB/s",
+        "",
+        "| batch | mean length | tokens/s | ms a step | floor, ms | of floor | transformers, "
+        "tokens/s | times |",
+        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        *(_row(decoding) for decoding in result.decoding),
+        "",
+        f"Prompts of {result.prompt_length} tokens: "
+        f"{result.prompt_tokens_per_second:,.0f} tokens/s.",
+    ]
+    return "\n".join(lines)
+
+
+def _row(row: Decoding) -> str:
+    theirs, times = "-", "-"
+    if row.theirs is not None:
+        theirs, times = f"{row.batch / row.theirs:,.0f}", f"{row.theirs / row.seconds:.1f}"
+    return (
+        f"| {row.batch} | {row.length:.0f} | {row.batch / row.seconds:,.0f} | "
+        f"{row.seconds * 1e3:.2f} | {row.floor * 1e3:.2f} | {row.floor / row.seconds:.0%} | "
+        f"{theirs} | {times} |"
+    )
+
+
+def line(row: Decoding) -> str:
+    return f"batch {row.batch}: {row.seconds * 1e3:.2f} ms a step, floor {row.floor * 1e3:.2f} ms"

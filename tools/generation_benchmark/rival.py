@@ -1,0 +1,87 @@
+"""`transformers` at the same shape: its Llama with a static cache, which it compiles on a GPU."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from megatron.config import RunConfig
+from megatron.device import Device, parameter_dtype
+from megatron.errors import ConfigError
+from megatron.models.sizes import sizes_of
+from tools.bench.workloads import padded_vocabulary
+from tools.generation_benchmark.report import Decoding
+
+_WARM_UP_STEPS = 4
+
+
+class Rival:
+    """Its model, of random weights.
+
+    Raises:
+        ConfigError: `transformers` is not installed.
+    """
+
+    def __init__(self, config: RunConfig, device: Device) -> None:
+        try:
+            import transformers
+        except ImportError as error:
+            raise ConfigError("--transformers: it is not installed: drop the flag") from error
+        sizes = sizes_of(config.model)
+        self._device = device
+        self._vocab = padded_vocabulary(config)
+        shape = transformers.LlamaConfig(
+            vocab_size=self._vocab,
+            hidden_size=sizes.hidden,
+            intermediate_size=sizes.ffn,
+            num_hidden_layers=sizes.layers,
+            num_attention_heads=sizes.heads,
+            num_key_value_heads=sizes.kv_heads,
+            max_position_embeddings=sizes.positions,
+            tie_word_embeddings=not config.model.untie_embeddings_and_output_weights,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+        dtype = parameter_dtype(fp16=config.precision.fp16, bf16=config.precision.bf16)
+        with torch.device(device.torch_device):
+            self._model = transformers.LlamaForCausalLM(shape).to(dtype).eval()
+        self._processors = transformers.LogitsProcessorList
+
+    def beside(self, ours: Decoding, prompt: int, new: int) -> Decoding:
+        """`ours` with the seconds of a step of theirs."""
+        return replace(ours, theirs=self._seconds(ours.batch, prompt, new))
+
+    def _seconds(self, batch: int, prompt: int, new: int) -> float:
+        generator = torch.Generator().manual_seed(1)
+        tokens = torch.randint(self._vocab, (batch, prompt), generator=generator)
+        clock = _Clock(self._device)
+        for _ in range(2):  # the first compiles
+            clock.times.clear()
+            with torch.no_grad():
+                self._model.generate(
+                    tokens.to(self._device.torch_device),
+                    attention_mask=torch.ones_like(tokens).to(self._device.torch_device),
+                    max_new_tokens=new + _WARM_UP_STEPS,
+                    do_sample=False,
+                    cache_implementation="static",
+                    pad_token_id=0,
+                    logits_processor=self._processors([clock]),
+                )
+        timed = clock.times[_WARM_UP_STEPS:]
+        return (timed[-1] - timed[0]) / (len(timed) - 1)
+
+
+class _Clock:
+    """Called with each step's scores: notes when they were there."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.times: list[float] = []
+
+    def __call__(self, tokens: Any, scores: Any) -> Any:
+        self._device.synchronize()
+        self.times.append(time.perf_counter())
+        return scores

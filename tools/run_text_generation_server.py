@@ -1,0 +1,30 @@
+#!/usr/bin/env python3
+"""Serve a trained GPT: Megatron-LM's REST API, OpenAI's API, and a page to talk to.
+
+python tools/run_text_generation_server.py --load runs/demo/checkpoints
+torchrun --nproc-per-node 8 tools/run_text_generation_server.py --load CHECKPOINTS \\
+    --tensor-model-parallel-size 8
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one process of the server; the exit code, as `pretrain_gpt.py`'s."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if {"-h", "--help"} & set(arguments):
+        from megatron.config.parser import build_parser
+        from megatron.config.server import ServerConfig
+
+        build_parser("run_text_generation_server.py", (ServerConfig,)).print_help()
+        return 0
+    from megatron.inference.server.run import main as run
+
+    return run(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

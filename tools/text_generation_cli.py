@@ -1,0 +1,261 @@
+#!/usr/bin/env python3
+"""Talk to a text generation server from a terminal or a script.
+
+python tools/text_generation_cli.py localhost:5000                        a prompt at a time
+python tools/text_generation_cli.py localhost:5000 --prompt "def main("   one answer
+head -c 500 story.txt | python tools/text_generation_cli.py localhost:5000
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import json
+import sys
+import urllib.parse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.command import run_command
+from megatron.environment import cache_folder
+from megatron.errors import UserError
+
+_HELP = """\
+Write a text, and the model goes on from it; with --chat, a message that it answers.
+  /tokens N        longest answer                 /seed N    the same answers again
+  /temperature X   0: the most likely token       /clear     forget the conversation
+  /top_k N, /top_p X                              /help, /quit (or Ctrl-D)
+Ctrl-C stops an answer."""
+_NUMBERS = {"tokens": int, "seed": int, "top_k": int, "temperature": float, "top_p": float}
+_KEPT_LINES = 1000
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Talk until there is nothing more to say; the exit code."""
+    options = _parser().parse_args(argv)
+    return run_command(lambda: run(options))
+
+
+def run(options: argparse.Namespace) -> None:
+    """One answer where a prompt is given or piped in, else one after another.
+
+    Raises:
+        UserError: the server cannot be reached, or refuses.
+    """
+    talk = Talk(Server(options.server, options.auth_token_file, options.timeout), options)
+    if options.prompt is not None:
+        talk.answer(options.prompt)
+    elif not sys.stdin.isatty():
+        talk.answer(sys.stdin.read())
+    else:
+        _converse(talk)
+
+
+class Server:
+    """Where the answers come from.
+
+    Args:
+        address: HOST:PORT, with or without http:// before it.
+        token_file: holds the token that the server asks for; None: it asks for none.
+        timeout: seconds to wait for the next bit of an answer.
+    """
+
+    def __init__(self, address: str, token_file: str | None, timeout: float) -> None:
+        url = urllib.parse.urlsplit(address if "//" in address else f"//{address}")
+        try:
+            port = url.port
+        except ValueError:
+            port = None
+        if not url.hostname or port is None or url.path.strip("/"):
+            raise UserError(f"{address}: give HOST:PORT, for example localhost:5000")
+        self._host, self._port, self._timeout = url.hostname, port, timeout
+        self._headers = {"Content-Type": "application/json"}
+        if token_file is not None:
+            self._headers["Authorization"] = f"Bearer {_read_token(token_file)}"
+
+    def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The objects of a streamed answer.
+
+        Raises:
+            UserError: with the server's own words, where it has some.
+        """
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=self._timeout)
+        where = f"{self._host}:{self._port}"
+        with contextlib.closing(connection):
+            try:
+                connection.request("POST", path, json.dumps(body), self._headers)
+                response = connection.getresponse()
+                if response.status != http.HTTPStatus.OK:
+                    raise UserError(f"{where}: {_message(response)}")
+                yield from _objects(response)
+            except TimeoutError as error:
+                raise UserError(
+                    f"{where} was silent for {self._timeout:g} seconds: give a larger --timeout"
+                ) from error
+            except (OSError, http.client.HTTPException) as error:
+                raise UserError(
+                    f"{where} cannot be talked to ({error}): does the server run there?"
+                ) from error
+
+
+def _read_token(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--auth-token-file {path} cannot be read: {error}") from error
+
+
+def _message(response: http.client.HTTPResponse) -> str:
+    text = response.read().decode("utf-8", "replace")
+    try:
+        return str(json.loads(text)["error"]["message"])
+    except (ValueError, TypeError, KeyError):
+        return f"status {response.status}, {text[:200]!r}: is this a text generation server?"
+
+
+def _objects(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+    for line in response:
+        data = line.strip().removeprefix(b"data: ")
+        if data == b"[DONE]":
+            return
+        if not data:
+            continue
+        value = json.loads(data)
+        if "error" in value:
+            raise UserError(str(value["error"]["message"]))
+        yield value
+    raise http.client.HTTPException("the answer broke off")
+
+
+class Talk:
+    """What has been said so far, and how answers are to be drawn."""
+
+    def __init__(self, server: Server, options: argparse.Namespace) -> None:
+        self._server = server
+        self._chat: bool = options.chat
+        self._settings = {name: getattr(options, name) for name in _NUMBERS}
+        self._stop: list[str] = options.stop
+        self._start = [{"role": "system", "content": options.system}] if options.system else []
+        self._messages = list(self._start)
+
+    def answer(self, text: str) -> None:
+        """Ask, and print the answer as it comes."""
+        said = {"role": "user", "content": text}
+        path, body = "/v1/completions", {"prompt": text, **self._sampling()}
+        if self._chat:
+            path = "/v1/chat/completions"
+            body = {"messages": [*self._messages, said], **self._sampling()}
+        told = ""
+        try:
+            for value in self._server.stream(path, {**body, "stream": True}):
+                for choice in value["choices"]:
+                    bit = choice.get("delta", {}).get("content") or choice.get("text") or ""
+                    told += bit
+                    print(bit, end="", flush=True)
+        finally:
+            print(flush=True)
+        if self._chat:
+            self._messages += [said, {"role": "assistant", "content": told}]
+
+    def set(self, name: str, text: str) -> None:
+        """Change one number.
+
+        Raises:
+            UserError: it is none.
+        """
+        try:
+            self._settings[name] = _NUMBERS[name](text)
+        except ValueError:
+            raise UserError(f"/{name} {text}: give a number") from None
+
+    def clear(self) -> None:
+        """Forget the conversation."""
+        self._messages = list(self._start)
+
+    def _sampling(self) -> dict[str, Any]:
+        values = {**self._settings, "max_tokens": self._settings["tokens"], "stop": self._stop}
+        del values["tokens"]
+        return {name: value for name, value in values.items() if value not in (None, [])}
+
+
+def _converse(talk: Talk) -> None:
+    with _history():
+        print("/help says what there is; Ctrl-D leaves.")
+        while True:
+            try:
+                line = input("> ")
+            except EOFError:
+                print()
+                return
+            except KeyboardInterrupt:
+                print()
+                continue
+            if line.strip() == "/quit":
+                return
+            try:
+                _obey(talk, line)
+            except UserError as error:
+                print(f"error: {error}", file=sys.stderr)
+            except KeyboardInterrupt:
+                print("(stopped)")
+
+
+def _obey(talk: Talk, line: str) -> None:
+    name, _, value = line.strip().removeprefix("/").partition(" ")
+    if not line.strip():
+        return
+    if not line.startswith("/"):
+        talk.answer(line)
+    elif name == "help":
+        print(_HELP)
+    elif name == "clear":
+        talk.clear()
+    elif name in _NUMBERS:
+        talk.set(name, value)
+    else:
+        raise UserError(f"/{name}: there is no such command; /help lists them")
+
+
+@contextlib.contextmanager
+def _history() -> Iterator[None]:
+    """Line editing, and earlier lines with the arrow keys, those of earlier days too."""
+    try:
+        import readline
+    except ImportError:  # not on every platform
+        yield
+        return
+    path = cache_folder() / "text_generation_history"
+    with contextlib.suppress(OSError):
+        readline.read_history_file(path)
+    readline.set_history_length(_KEPT_LINES)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            readline.write_history_file(path)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="Talk to a text generation server.", allow_abbrev=False
+    )
+    parser.add_argument("server", metavar="HOST:PORT", help="for example localhost:5000")
+    parser.add_argument("--prompt", help="answer this and leave; a pipe does the same")
+    parser.add_argument("--chat", action="store_true", help="messages instead of texts to go on")
+    parser.add_argument("--system", help="with --chat: what the model is told first")
+    parser.add_argument("--tokens", type=int, default=64, help="longest answer (%(default)s)")
+    parser.add_argument("--temperature", type=float, help="0: always the most likely token")
+    parser.add_argument("--top_k", "--top-k", type=int, help="so many most likely tokens")
+    parser.add_argument("--top_p", "--top-p", type=float, help="tokens of this probability")
+    parser.add_argument("--seed", type=int, help="the same answers again")
+    parser.add_argument("--stop", action="append", default=[], help="end before this text")
+    parser.add_argument("--auth-token-file", metavar="FILE", help="with the server's token")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds (%(default)s)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
