@@ -208,8 +208,9 @@ def pack_losses(losses: Mapping[str, list[Tensor]], flags: Sequence[bool], run: 
     if losses and layout.tensor.is_first:
         means = torch.stack([torch.stack(losses[name]).float().mean() for name in names])
         packed[: len(names)] = means / (layout.data.size * layout.context.size)
-    for place, flag in zip(packed[len(names) :], flags, strict=True):
-        place.fill_(float(flag))  # an assignment would wait for the device
+    for place, flag in enumerate(flags, len(names)):
+        if flag:
+            packed[place].fill_(1.0)  # an assignment would wait for the device
     return all_reduce(packed, layout.world)
 
 
