@@ -17,8 +17,14 @@ from tests.reliability.scoreboard.runs import (
     resumed_runs,
     sample_order,
     terminated,
+    waiting_time,
 )
 from tests.reliability.scoreboard.score import Row
+from tests.reliability.scoreboard.serving import (
+    crowded_server,
+    fuzzed_requests,
+    guarded_server,
+)
 
 _ALL = 100_000
 
@@ -60,7 +66,7 @@ ROWS: tuple[Row, ...] = (
         6,
         "checkpoints of all layouts of tensor {1, 2} x pipeline {1, 2} x data {1, 2, 4} x ZeRO "
         "{0, 1, 3}, each loaded into each: parameters, moments and position bit for bit, the next "
-        "loss within 1e-5",
+        "loss of each layout within 1e-5 of one process's",
         all_layouts,
         full=36,
         quick=3,
@@ -104,6 +110,13 @@ ROWS: tuple[Row, ...] = (
         torn_trackers,
         full=15,
         quick=2,
+    ),
+    Row(
+        12,
+        "training waits for a save in the background at most 0.1 s and a second a gigabyte (CPU)",
+        waiting_time,
+        full=10,
+        quick=0,
     ),
     Row(
         15,
@@ -150,5 +163,30 @@ ROWS: tuple[Row, ...] = (
         banned_calls,
         full=_ALL,
         quick=0,
+    ),
+    Row(
+        31,
+        "fuzzed requests to the text generation server on two ranks (types, sizes, Unicode, "
+        "numbers that are none, depth, broken HTTP): no 5xx, no crash, good requests in between "
+        "answered",
+        fuzzed_requests,
+        full=50,
+        quick=0,  # tests/inference/server/test_fuzz.py and test_processes.py try it
+    ),
+    Row(
+        32,
+        "50 clients that send slowly, bodies of 2 MiB, clients that leave: 408, 413, places free "
+        "within 1 s, and p99 of good requests at most doubled; then 200 clients at a time",
+        crowded_server,
+        full=10,
+        quick=0,  # tests/inference/server/test_limits.py tries it
+    ),
+    Row(
+        33,
+        "the text generation server listens on 127.0.0.1; another address is refused without a "
+        "token, and every request without it is 401",
+        guarded_server,
+        full=3,
+        quick=0,  # tests/inference/server/test_guard.py tries it
     ),
 )

@@ -14,9 +14,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.checkpoint.entries import flatten
+import torch
+
+from megatron.checkpoint.background import BackgroundSaver
+from megatron.checkpoint.entries import Entry, flatten
 from megatron.checkpoint.find import TRACKER
 from megatron.checkpoint.shard import memory_of
+from megatron.device import Device
 from megatron.errors import EXIT_SAVED_ON_SIGNAL
 from megatron.parallel.layout import Layout
 from megatron.training.checkpointing import state_of
@@ -184,3 +188,21 @@ def _jumps(number: int) -> Callable[[], None]:
 
 def _losses(text: str) -> list[str]:
     return re.findall(r"lm loss: (\S+)", text)
+
+
+def waiting_time(folder: Path, count: int) -> Trials:
+    """Row 12: how long the training stands still for half a gigabyte."""
+    tensors = {f"model.{i}": Entry.whole(torch.full((16 << 20,), float(i))) for i in range(8)}
+    size = sum(entry.tensor.nbytes for entry in tensors.values())
+    layout = Layout.single()
+    saver = BackgroundSaver(
+        folder, tensors, layout, layout, Device.cpu(), keep=1, report=lambda *_: None
+    )
+    trials, waited = Trials(), []
+    for number in range(count):
+        with trials.trial(f"save {number}"):
+            waited.append(saver.start(number, tensors, {}, since=time.perf_counter()))
+            saver.wait()
+            expect(waited[-1] <= size / 1e9 + 0.1, f"{waited[-1]:.2f} s")
+    trials.note(f"MiB a save, of which the longest wait was {max(waited):.2f} s", size >> 20)
+    return trials
