@@ -1,5 +1,6 @@
 # make demo              train a small GPT on the Python standard library's source, end to end
 # make demo INPUT=x.jsonl  the same on your own text (one {"text": ...} a line)
+# make demo MODEL=bert   a BERT (or t5) instead, which fills in hidden words
 # make serve             a page and an API to talk to the model that make demo has trained
 # make test              the test suite
 # make lint              ruff and mypy
@@ -7,7 +8,8 @@
 
 PYTHON ?=
 VENV ?= .venv
-OUT ?= runs/demo
+MODEL ?= gpt
+OUT ?= runs/demo$(if $(filter-out gpt,$(MODEL)),-$(MODEL))
 INPUT ?=
 PORT ?= 5000
 ITERS ?=
@@ -26,7 +28,7 @@ setup:
 	@tools/setup_venv.sh "$(VENV)" "$(PYTHON)"
 
 demo: setup
-	@$(PY) tools/demo.py --out "$(OUT)" $(if $(INPUT),--input "$(INPUT)") $(if $(ITERS),--iters $(ITERS))
+	@$(PY) tools/demo.py --model "$(MODEL)" --out "$(OUT)" $(if $(INPUT),--input "$(INPUT)") $(if $(ITERS),--iters $(ITERS))
 
 serve: setup
 	@PATH="$(abspath $(VENV))/bin:$$PATH" CHECKPOINT="$(OUT)/checkpoints" \

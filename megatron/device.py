@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -30,6 +30,9 @@ _PEAK_FLOPS = (
     ("V100", 125e12),
     ("T4", 65e12),
 )
+
+
+Work = Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
@@ -113,20 +116,25 @@ class Device:
         """Communication library: what was asked for on GPUs, gloo on a CPU."""
         return asked if self.is_gpu else "gloo"
 
-    def record(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """Run a GPU's `work` once and record its kernels; a call that runs them again, at once.
+    def recorder(self) -> Callable[[Work], Work]:
+        """Runs a GPU's work once and records its kernels: gives what runs them again, at once.
 
-        They read and write the same memory each time, and the result is the same tensor. `work`
-        must not wait for the device.
+        They read and write the same memory each time, and the result is the same tensor. The work
+        must not wait for the device. Recordings of one recorder share memory, so no two may run at
+        a time.
         """
         assert self.is_gpu, "a CPU has nothing to record"
+        pool = torch.cuda.graph_pool_handle()  # gone with the last recording in it: no two owners
+        return partial(self._record, pool)
+
+    def _record(self, pool: Any, work: Work) -> Work:
         here, aside = torch.cuda.current_stream(self.torch_device), torch.cuda.Stream()
         aside.wait_stream(here)
         with torch.cuda.stream(aside):
             work()  # libraries set themselves up when they are first called
         here.wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=_graph_pool(self.torch_device)):
+        with torch.cuda.graph(graph, pool=pool):
             result = work()
 
         def replay() -> torch.Tensor:
@@ -230,12 +238,6 @@ def _unpin(runtime: Any, memory: mmap.mmap, address: int) -> None:
 @lru_cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@lru_cache
-def _graph_pool(device: torch.device) -> Any:
-    """Memory that recordings share, since no two run at a time."""
-    return torch.cuda.graph_pool_handle()
 
 
 class Reading:

@@ -238,13 +238,15 @@ def test_yaml_run_is_valid_and_trains_at_toy_size(config: Path, toy: Toy, tmp_pa
     assert [r["iteration"] for r in records if "lm loss" in r] == [1, 2]
 
 
-def test_the_demo_runs_small(toy: Toy, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["gpt", "bert", "t5"])
+def test_the_demo_runs_small(toy: Toy, tmp_path: Path, model: str) -> None:
     source = tmp_path / "mine.jsonl"
     files = sorted((ROOT / "tests").rglob("*.py"))
     source.write_text("".join(json.dumps({"text": f.read_text()}) + "\n" for f in files))
     out = tmp_path / "demo"
     words = [sys.executable, str(ROOT / "tools" / "demo.py"), "--out", str(out)]
-    done = _start([*words, "--input", str(source), "--iters", "2"], toy.environment)
+    words += ["--model", model, "--input", str(source), "--iters", "2"]
+    done = _start(words, toy.environment)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert "validation loss" in done.stdout
     assert "unigram entropy" in done.stdout

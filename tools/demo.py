@@ -1,10 +1,12 @@
-"""From raw text to a trained, evaluated GPT that writes text: what `make demo` runs.
+"""From raw text to a trained, evaluated model at work: what `make demo` runs.
 
     python tools/demo.py --out runs/demo
     python tools/demo.py --out runs/mine --input my.jsonl
+    python tools/demo.py --model bert --out runs/demo-bert
 
-Without --input the text is this Python's own standard library. Every step prints the command that
-it runs, so that each can be repeated by hand with other values.
+A GPT writes in the end, a BERT and a T5 fill in hidden words. Without --input the text is this
+Python's own standard library. Every step prints the command that it runs, so that each can be
+repeated by hand with other values.
 """
 
 from __future__ import annotations
@@ -25,10 +27,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+if __package__ in (None, ""):
+    # Started as a file: the package beside this folder may not be installed.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from megatron.command import run_command
 from megatron.errors import DataError, StorageError
+from tools.demos.kinds import KINDS, VOCAB_SIZE, Kind
 
 ROOT = Path(__file__).resolve().parent.parent
+TEXTS = 5  # of the validation documents, for the trained model to work on
 DEFAULT_OUT = Path("runs/demo")
 MARKER = ".megatron-demo"  # says that a folder is ours to overwrite
 # Folders of the standard library's place that hold other things than its code, or tables only.
@@ -36,21 +44,6 @@ NOT_LIBRARY = {
     *("test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages"),
     *("encodings", "pydoc_data"),
 }
-
-VOCAB_SIZE = 2048
-SEQ_LENGTH = 128
-GLOBAL_BATCH = 8
-# Small enough for 2 CPU cores to see about a million tokens in two minutes.
-MODEL_FLAGS = (
-    "--num-layers 4 --hidden-size 128 --num-attention-heads 4 "
-    f"--seq-length {SEQ_LENGTH} --max-position-embeddings {SEQ_LENGTH} "
-    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
-    "--attention-dropout 0 --hidden-dropout 0"
-)
-OPTIMIZER_FLAGS = (
-    "--lr 3e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-fraction 0.05 "
-    "--weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 --init-method-std 0.06"
-)
 
 
 @dataclass(frozen=True)
@@ -61,16 +54,20 @@ class Validation:
         entropy: unigram entropy of their tokens, nats per token: the loss of a model that knows
             how frequent each of these tokens is and nothing else.
         bytes_per_token: UTF-8 bytes of their text over their tokens.
-        start: how the first of them begins.
+        texts: their first sentences of some length, or the first document.
     """
 
     entropy: float
     bytes_per_token: float
-    start: str
+    texts: list[str]
 
 
-def write_standard_library(path: Path) -> None:
-    """One `{"text": source}` line for each module, in an order that is the same every time."""
+def write_standard_library(path: Path, *, in_lines: bool) -> None:
+    """One `{"text": source}` line for each module, in an order that is the same every time.
+
+    Args:
+        in_lines: the source is a list of its lines: sentences, split already.
+    """
     root = Path(sysconfig.get_path("stdlib"))
     files = sorted(
         file
@@ -87,7 +84,8 @@ def write_standard_library(path: Path) -> None:
                 source = file.read_text(encoding="utf-8")
             except UnicodeDecodeError:
                 continue  # a few modules are kept in an old encoding
-            output.write(json.dumps({"text": source}) + "\n")
+            text = [line for line in source.split("\n") if line.strip()] if in_lines else source
+            output.write(json.dumps({"text": text}) + "\n")
             size, count = size + len(source.encode()), count + 1
     print(f"wrote {path}: {count} modules of {root}, {size / 1e6:.1f} MB")
 
@@ -143,32 +141,24 @@ def processes() -> tuple[int, bool]:
 
 
 def training_command(
-    out: Path, prefix: Path, split: str, iterations: int, count: int, gpu: bool
+    kind: Kind, out: Path, prefix: Path, split: str, iterations: int, count: int, gpu: bool
 ) -> list[str]:
-    """torchrun and pretrain_gpt.py with everything that the demo asks for."""
-    micro_batch = max(1, GLOBAL_BATCH // count)
+    """torchrun and the model's script with everything that the demo asks for."""
+    micro_batch = max(1, kind.global_batch // count)
     return [
-        *f"torchrun --standalone --nproc-per-node {count} pretrain_gpt.py".split(),
-        *MODEL_FLAGS.split(),
+        *f"torchrun --standalone --nproc-per-node {count} {kind.script}".split(),
+        *kind.training_flags,
         *f"--micro-batch-size {micro_batch} --global-batch-size {micro_batch * count}".split(),
         *f"--train-iters {iterations}".split(),
-        *OPTIMIZER_FLAGS.split(),
         *(["--bf16"] if gpu else []),
         *["--data-path", str(prefix), "--split", split, "--num-workers", "0"],
-        *tokenizer_flags(out),
+        *kind.tokenizer(out / "tokenizer"),
         *f"--eval-interval {max(1, iterations // 4)} --eval-iters 40".split(),
         *["--save", str(out / "checkpoints"), "--save-interval", str(iterations)],
         *["--tensorboard-dir", str(out / "tensorboard")],
         *["--metrics-jsonl", str(out / "metrics.jsonl")],
         *f"--log-interval {max(1, iterations // 20)}".split(),
     ]
-
-
-def tokenizer_flags(out: Path) -> list[str]:
-    """GPT-2's form of the trained tokenizer: ids as with tokenizer.json, and faster in bulk."""
-    folder = out / "tokenizer"
-    files = ["--vocab-file", str(folder / "vocab.json"), "--merge-file", str(folder / "merges.txt")]
-    return ["--tokenizer-type", "GPT2BPETokenizer", *files]
 
 
 def split_of(documents: int) -> tuple[str, int]:
@@ -191,26 +181,28 @@ def describe_validation(dataset: Any, first: int, tokenizer_file: Path) -> Valid
     import numpy as np
     from tokenizers import Tokenizer
 
-    bounds = dataset.document_indices
-    tokens = np.concatenate([dataset.get(i) for i in range(int(bounds[first]), len(dataset))])
-    text = Tokenizer.from_file(str(tokenizer_file)).decode(tokens.tolist())
+    decode = Tokenizer.from_file(str(tokenizer_file)).decode
+    start = int(dataset.document_indices[first])
+    sequences = [dataset.get(i) for i in range(start, len(dataset))]
+    tokens = np.concatenate(sequences)
     counts = np.bincount(tokens)
     shares = counts[counts > 0] / len(tokens)
+    long = [sequence for sequence in sequences if len(sequence) >= 8]
     return Validation(
         entropy=float(-(shares * np.log(shares)).sum()),
-        bytes_per_token=len(text.encode()) / len(tokens),
-        start=text[:40].partition("\n")[0],
+        bytes_per_token=len(decode(tokens.tolist()).encode()) / len(tokens),
+        texts=[decode(sequence.tolist()) for sequence in (long or sequences)[:TEXTS]],
     )
 
 
-def report(out: Path, validation: Validation, loss: float, seconds: float) -> None:
+def report(kind: Kind, out: Path, validation: Validation, loss: float, seconds: float) -> None:
     """The result, and what to look at next."""
-    per_byte = math.log(2) * validation.bytes_per_token
     entropy, saved = validation.entropy, out / "checkpoints"
+    what = "hidden token" if kind.sentences else "token"
     print(f"""
 === Result
-validation loss  {loss:.3f} nats per token, {loss / per_byte:.3f} bits per byte
-unigram entropy  {entropy:.3f} nats per token, {entropy / per_byte:.3f} bits per byte
+validation loss  {loss:.3f} nats per {what}{bits_per_byte(kind, validation, loss)}
+unigram entropy  {entropy:.3f} nats per token{bits_per_byte(kind, validation, entropy)}
                  (of the validation tokens: the loss of knowing only how frequent each token is)
 time             {seconds:.0f} s
 
@@ -220,36 +212,53 @@ Metrics        {out / "metrics.jsonl"}
 Checkpoint     {saved}
 Train on       the torchrun command above with a larger --train-iters, --load {saved}
                and --override-opt_param-scheduler (a longer run has another learning rate)
-Your own text  make demo INPUT=my.jsonl OUT=runs/mine (a {{"text": ...}} object a line)
-
+Your own text  make demo{kind.choice} INPUT=my.jsonl OUT=runs/mine
+               (a {{"text": ...}} object a line)""")
+    if not kind.sentences:
+        print(f"""
 Talk to the model: run
     make serve{"" if out == DEFAULT_OUT else f" OUT={out}"}
 and open http://127.0.0.1:5000/ in a browser, or in another terminal run
     .venv/bin/python tools/text_generation_cli.py localhost:5000""")
 
 
-def demo(out: Path, source: Path | None, iterations: int) -> None:
-    """Run all the steps."""
-    start = time.perf_counter()
-    open_folder(out)
+def bits_per_byte(kind: Kind, validation: Validation, nats: float) -> str:
+    """Nats per token in other units; nothing where the model does not predict every token."""
+    if kind.sentences:
+        return ""
+    return f", {nats / (math.log(2) * validation.bytes_per_token):.3f} bits per byte"
+
+
+def prepare(kind: Kind, out: Path, source: Path | None) -> Path:
+    """Text, tokenizer, token ids: the prefix of the dataset."""
     corpus = out / "corpus.jsonl" if source is None else source
     if source is None:
         print("=== Text: the source of Python's standard library")
-        write_standard_library(corpus)
+        write_standard_library(corpus, in_lines=kind.sentences)
     run(
-        "Train a byte-level BPE tokenizer",
-        ["python", "tools/train_tokenizer.py", "--input", str(corpus)]
+        f"Train a {kind.vocabulary} tokenizer",
+        ["python", "tools/train_tokenizer.py", "--input", str(corpus), *kind.vocabulary_flags]
         + ["--vocab-size", str(VOCAB_SIZE), "--output-dir", str(out / "tokenizer")],
     )
+    split_sentences = kind.sentences and source is not None
     run(
         "Turn the text into token ids",
         ["python", "tools/preprocess_data.py", "--input", str(corpus)]
-        + ["--output-prefix", str(out / "corpus"), *tokenizer_flags(out)]
-        + ["--append-eod", "--workers", "2"],
+        + ["--output-prefix", str(out / "corpus"), *kind.tokenizer(out / "tokenizer")]
+        + ([] if kind.sentences else ["--append-eod"])
+        + (["--split-sentences"] if split_sentences else [])
+        + ["--workers", "2"],
     )
+    return out / ("corpus_text_sentence" if split_sentences else "corpus_text_document")
+
+
+def demo(kind: Kind, out: Path, source: Path | None, iterations: int) -> None:
+    """Run all the steps."""
+    start = time.perf_counter()
+    open_folder(out)
+    prefix = prepare(kind, out, source)
     from megatron.data.indexed import IndexedDataset
 
-    prefix = out / "corpus_text_document"
     dataset = IndexedDataset(prefix)
     split, first = split_of(len(dataset.document_indices) - 1)
     validation = describe_validation(dataset, first, out / "tokenizer" / "tokenizer.json")
@@ -257,23 +266,18 @@ def demo(out: Path, source: Path | None, iterations: int) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 2) // count)))
     where = f"{count} GPU(s)" if gpu else f"{count} processes on the CPU"
     run(
-        f"Pretrain a small GPT on {where}",
-        training_command(out, prefix, split, iterations, count, gpu),
+        f"Pretrain a small {kind.name} on {where}",
+        training_command(kind, out, prefix, split, iterations, count, gpu),
     )
     run(
         "Draw the loss curve",
         ["python", "tools/plot_loss.py", "--metrics", str(out / "metrics.jsonl")]
         + ["--output", str(out / "loss.png"), "--entropy", f"{validation.entropy:.4f}"],
     )
-    prompt = "    def __init__(self" if source is None else validation.start
-    run(
-        "Let it write",
-        ["python", "tools/generate_samples_gpt.py", "--load", str(out / "checkpoints")]
-        + ["--prompt", prompt, "--out-seq-length", "100", "--num-samples", "2"]
-        + ["--temperature", "0.7", "--top_k", "40", "--seed", "1"],
-    )
+    tool, *flags = kind.show(None if source is None else validation.texts)
+    run(kind.title, ["python", tool, "--load", str(out / "checkpoints"), *flags])
     loss = last_validation_loss(out / "metrics.jsonl")
-    report(out, validation, loss, time.perf_counter() - start)
+    report(kind, out, validation, loss, time.perf_counter() - start)
 
 
 def last_validation_loss(metrics: Path) -> float:
@@ -284,7 +288,10 @@ def last_validation_loss(metrics: Path) -> float:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="From raw text to a trained, evaluated GPT that writes text."
+        description="From raw text to a trained, evaluated model at work."
+    )
+    parser.add_argument(
+        "--model", choices=tuple(KINDS), default="gpt", help="what to train (default: %(default)s)"
     )
     parser.add_argument(
         "--out", type=Path, default=DEFAULT_OUT, help="folder for everything it writes"
@@ -292,18 +299,19 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--input", type=Path, help='jsonl with {"text": ...} lines; unset: the standard library'
     )
-    parser.add_argument(
-        "--iters", type=int, default=1000, help="training iterations (default: %(default)s)"
-    )
+    numbers = ", ".join(f"{kind.iterations} for {name}" for name, kind in KINDS.items())
+    parser.add_argument("--iters", type=int, help=f"training iterations (default: {numbers})")
     return parser.parse_args(arguments)
 
 
 def checked_demo(options: argparse.Namespace) -> None:
+    kind = KINDS[options.model]
+    iterations = kind.iterations if options.iters is None else options.iters
     if options.input is not None and not options.input.is_file():
         raise DataError(f"--input {options.input}: no such file")
-    if options.iters < 1:
-        raise DataError(f"--iters {options.iters}: give at least 1")
-    demo(options.out, options.input, options.iters)
+    if iterations < 1:
+        raise DataError(f"--iters {iterations}: give at least 1")
+    demo(kind, options.out, options.input, iterations)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -194,6 +194,7 @@ def _train_wordpiece(texts: Callable[[], Iterator[str]], options: argparse.Names
     Args:
         texts: starts a pass over the input: one finds its characters, one its words.
     """
+    from tokenizers.decoders import WordPiece as WordPieceDecoder
     from tokenizers.trainers import WordPieceTrainer
 
     from megatron.tokenizer.wordpiece import wordpiece_pipeline
@@ -221,6 +222,7 @@ def _train_wordpiece(texts: Callable[[], Iterator[str]], options: argparse.Names
     # Anew: the draft also takes the special entries for single words of the text.
     tokenizer = wordpiece_pipeline(draft.get_vocab(), lower_case=not options.cased)
     tokenizer.add_special_tokens(_SPECIAL)
+    tokenizer.decoder = WordPieceDecoder()
     return tokenizer
 
 

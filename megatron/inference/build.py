@@ -17,7 +17,7 @@ from megatron.inference.graphs import DecodeGraphs
 from megatron.inference.load import Loaded
 from megatron.inference.scheduler import SchedulerSettings
 from megatron.kernels.library import KernelLibrary, find_library
-from megatron.kernels.paged_attention import choose_paged_attention
+from megatron.kernels.paged_attention import PagedAttention, choose_paged_attention
 from megatron.models.gpt import GPTModel
 from megatron.models.sizes import Sizes, sizes_of
 from megatron.parallel.collectives import all_reduce
@@ -148,17 +148,10 @@ def build_engine(
         dtype=dtype,
     )
     paged = choose_paged_attention(library, sizes.head_size, dtype)
+    can_record = options.graphs and records_on(device) and paged.can_capture
     graphs = None
-    if options.graphs and records_on(device) and copy.size == 1 and paged.can_capture:
-        graphs = DecodeGraphs(
-            model,
-            memory,
-            paged,
-            device.record,
-            max_sequences=options.max_sequences,
-            max_length=sizes.positions,
-            device=device.torch_device,
-        )
+    if can_record and copy.size == 1:
+        graphs = _graphs(model, memory, paged, options, sizes.positions, device)
     executor = Executor(
         model.eval(),
         layout,
@@ -180,6 +173,25 @@ def build_engine(
     )
     return BatchEngine(
         executor, settings, vocab_size=vocab_size, max_length=sizes.positions, seed=options.seed
+    )
+
+
+def _graphs(
+    model: GPTModel,
+    memory: CacheMemory,
+    paged: PagedAttention,
+    options: EngineOptions,
+    max_length: int,
+    device: Device,
+) -> DecodeGraphs:
+    return DecodeGraphs(
+        model,
+        memory,
+        paged,
+        device.recorder(),
+        max_sequences=options.max_sequences,
+        max_length=max_length,
+        device=device.torch_device,
     )
 
 

@@ -49,7 +49,7 @@ class DecodeGraphs:
         model: of a process that is alone.
         memory: the cache.
         paged: attention that can be recorded.
-        record: `Device.record`.
+        record: `Device.recorder`.
         max_sequences: of a step.
         max_length: of a sequence.
         device: where all of it is.

@@ -128,7 +128,10 @@ def saved_config(reader: Reader, folder: str) -> RunConfig:
         model=run.model,
         precision=replace(run.precision, fp8_format=None, fp8_recipe="tensorwise", fp8_wgrad=True),
         tokenizer=_found_again(run.tokenizer, Path(folder) / COMPANION_FOLDER),
-        data=DataConfig(seq_length=run.data.seq_length or run.model.max_position_embeddings),
+        data=DataConfig(
+            seq_length=run.data.seq_length or run.model.max_position_embeddings,
+            decoder_seq_length=run.data.decoder_seq_length,
+        ),
     )
 
 

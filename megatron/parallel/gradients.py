@@ -39,7 +39,7 @@ from megatron.parallel.buckets import (
     Span,
     plan_buckets,
 )
-from megatron.parallel.collectives import start_all_reduce, start_reduce_scatter
+from megatron.parallel.collectives import mean_of, start_all_reduce, start_reduce_scatter
 from megatron.parallel.flat import Flat
 from megatron.parallel.layout import Layout
 from megatron.parallel.weights import WeightBuffer
@@ -405,11 +405,11 @@ class GradientBuffer:
         if self.zero_stage == 2:
             self._receive()  # so that one bucket at most is on its way
             bucket.whole, received = None, torch.empty_like(bucket.kept)
-        whole.div_(self.axis.size)
+        mean = mean_of(whole, self.axis)
         if self.is_sharded:
-            work = start_reduce_scatter(whole, self.axis, into=received)
+            work = start_reduce_scatter(whole, self.axis, into=received, op=mean)
         else:
-            work = start_all_reduce(whole, self.axis)
+            work = start_all_reduce(whole, self.axis, mean)
         self._sent.append(_Sent(bucket, work, whole, received))
         if self.zero_stage == 2 and not self._overlap:
             self._receive()

@@ -161,8 +161,8 @@ class _Reading:
         self._reading = run.device.read(torch.cat([part.double() for part in parts]))
 
     def wait(self) -> tuple[StepResult, dict[str, float], list[bool], list[bool]]:
-        """The optimizer's result, the losses, whether some rank wants to leave and whether one's
-        clock says to save, and whether each micro-batch of this rank had a finite loss."""
+        """The optimizer's result; the losses; whether some rank wants to leave, and whether one
+        has a checkpoint due; and whether each micro-batch of this rank had a finite loss."""
         numbers = iter(self._reading.wait())
         ended, packed, finite = (list(islice(numbers, size)) for size in self._sizes)
         losses, flags = unpack_losses(packed, self._run)
@@ -198,8 +198,7 @@ def reduce_losses(
 
 
 def pack_losses(losses: Mapping[str, list[Tensor]], flags: Sequence[bool], run: Run) -> Tensor:
-    """The same on the device: the losses [n], then for each flag more than 0 where some rank has
-    set it.
+    """The same on the device: the losses, and for each flag the number of ranks that set it.
 
     One all-reduce over the world: the ranks that hold the end of the model know the losses, and
     one tensor rank speaks for all. Each data and context rank gives its mean over micro-batches.
@@ -209,12 +208,14 @@ def pack_losses(losses: Mapping[str, list[Tensor]], flags: Sequence[bool], run: 
     if losses and layout.tensor.is_first:
         means = torch.stack([torch.stack(losses[name]).float().mean() for name in names])
         packed[: len(names)] = means / (layout.data.size * layout.context.size)
-    for place, flag in zip(packed[len(names) :], flags, strict=True):
-        place.fill_(float(flag))  # an assignment would wait for the device
+    for place, flag in enumerate(flags, len(names)):
+        if flag:
+            packed[place].fill_(1.0)  # an assignment would wait for the device
     return all_reduce(packed, layout.world)
 
 
 def unpack_losses(packed: Sequence[float], run: Run) -> tuple[dict[str, float], list[bool]]:
-    """Losses by log name, and whether some rank has set each flag."""
+    """Losses by log name, and for each flag whether some rank had set it."""
     names = run.recipe.loss_names(run.config)
-    return dict(zip(names, packed, strict=False)), [count > 0 for count in packed[len(names) :]]
+    losses = dict(zip(names, packed, strict=False))
+    return losses, [count > 0 for count in packed[len(names) :]]

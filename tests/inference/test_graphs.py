@@ -24,7 +24,7 @@ def engine_with(
 ) -> BatchEngine:
     """An engine on the CPU whose recordings are made by `record`."""
     monkeypatch.setattr(PlainPaged, "can_capture", True)
-    monkeypatch.setattr(build.Device, "record", lambda self, work: record(work))
+    monkeypatch.setattr(build.Device, "recorder", lambda self: record)
     monkeypatch.setattr(build, "records_on", lambda device: True)
     return toy_engine(folder, OPTIONS)
 

@@ -1,0 +1,166 @@
+"""Hidden words, found by a trained BERT or T5: `[MASK]` in a text stands for them.
+
+To a BERT it stands for one token, to a T5 for a run of words of any length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.restore import restore
+from megatron.config import RunConfig
+from megatron.config.run import known
+from megatron.device import Device
+from megatron.errors import CheckpointError, UserError
+from megatron.inference.load import open_existing, saved_config
+from megatron.models.bert import BertModel, BertResult
+from megatron.models.t5 import T5Model
+from megatron.parallel.layout import Layout
+from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.training.checkpointing import model_state
+
+MARK = "[MASK]"
+_LONGEST_RUN = 20  # tokens that a T5 may put in one place
+
+
+class Guess(NamedTuple):
+    """What may stand in a marked place, and how sure the model is of it."""
+
+    words: str
+    probability: float
+
+
+@dataclass(frozen=True)
+class Filler:
+    """A trained model that fills in, and what it was trained with."""
+
+    model: BertModel | T5Model
+    tokenizer: Tokenizer
+    config: RunConfig
+
+    def fill(self, text: str, *, top: int = 1) -> list[list[Guess]]:
+        """For each `[MASK]` of `text` the most likely fillings, the likeliest first.
+
+        Args:
+            top: how many; a T5 gives one, the best that taking the likeliest token each time finds.
+
+        Raises:
+            UserError: nothing is marked, or the text is longer than the model's window.
+        """
+        parts = [self.tokenizer.tokenize(part) for part in text.split(MARK)]
+        if len(parts) == 1:
+            raise UserError(f"--text {text!r}: nothing to fill in: write {MARK} where words go")
+        if isinstance(self.model, BertModel):
+            return guess_tokens(self.model, self.tokenizer, self._checked(parts, 2), top=top)
+        limit = known(self.config.data.decoder_seq_length)
+        # A sentinel and one token each, behind the first token.
+        most = min(len(self.tokenizer.additional_special_tokens_ids), (limit - 1) // 2)
+        if len(parts) - 1 > most:
+            raise UserError(f"--text {text!r}: this T5 fills at most {most} places: mark fewer")
+        runs = guess_runs(self.model, self.tokenizer, self._checked(parts, 0), limit=limit)
+        return [[run] for run in runs]
+
+    def _checked(self, parts: list[list[int]], specials: int) -> list[list[int]]:
+        length = sum(map(len, parts)) + len(parts) - 1 + specials
+        window = known(self.config.data.seq_length)
+        if length > window:
+            raise UserError(f"--text: {length} tokens, the model reads {window}: give less text")
+        return parts
+
+
+def load_filler(folder: str, device: Device) -> Filler:
+    """The newest complete checkpoint under `folder`, as one process.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged, or holds a model of another kind.
+    """
+    reader = open_existing(folder)
+    config = saved_config(reader, folder)
+    classes: dict[str, type[BertModel] | type[T5Model]] = {"bert": BertModel, "t5": T5Model}
+    kind = config.model.architecture
+    if kind not in classes:
+        raise CheckpointError(f"--load {folder}: holds a {kind}, where a bert or t5 is needed")
+    rows = reader.meta["padded_vocab_size"]
+    model = classes[kind].from_config(config, Layout.single(), device, rows)
+    restore(reader, model_state([model]), prefixes=("model.",), cast=True)
+    return Filler(model.eval(), build_tokenizer(config.tokenizer), config)
+
+
+@torch.no_grad()
+def guess_tokens(
+    model: BertModel, tokenizer: Tokenizer, parts: Sequence[Sequence[int]], *, top: int
+) -> list[list[Guess]]:
+    """The likeliest tokens between each two parts of a text, `top` each."""
+    ids = [tokenizer.cls, *_joined(parts, [tokenizer.mask] * len(parts)), tokenizer.sep]
+    tokens = _row(ids, model)
+    result = model(tokens, torch.ones_like(tokens, dtype=torch.bool))
+    assert isinstance(result, BertResult)
+    places = [place for place, token in enumerate(ids) if token == tokenizer.mask]
+    scores = result.tokens[0, places, : tokenizer.vocab_size].float()  # padding has no text
+    best = scores.softmax(dim=-1).topk(top)
+    return [
+        [
+            Guess(tokenizer.detokenize([token]), share)
+            for token, share in zip(tokens_here, shares, strict=True)
+        ]
+        for tokens_here, shares in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    ]
+
+
+@torch.no_grad()
+def guess_runs(
+    model: T5Model, tokenizer: Tokenizer, parts: Sequence[Sequence[int]], *, limit: int
+) -> list[Guess]:
+    """What stands between each two parts of a text, the likeliest token each time.
+
+    The decoder is held to the form that it was trained on: sentinels in order, words behind each,
+    then the end.
+
+    Args:
+        limit: tokens that the decoder reads: two for each run at least, and one.
+    """
+    sentinels = tokenizer.additional_special_tokens_ids[: len(parts) - 1]
+    encoder = _row(_joined(parts, sentinels), model)
+    padding = torch.ones_like(encoder, dtype=torch.bool)
+    decoder = [tokenizer.bos]
+    longest = min(_LONGEST_RUN, (limit - 1) // len(sentinels) - 1)
+    runs: list[Guess] = []
+    for sentinel, following in zip(sentinels, [*sentinels[1:], tokenizer.eos], strict=True):
+        decoder.append(sentinel)
+        start, probability = len(decoder), 1.0
+        while len(decoder) - start < longest:
+            scores = model(encoder, _row(decoder, model), padding)[0, -1, : tokenizer.vocab_size]
+            scores = _allowed(scores.float(), tokenizer, following, is_first=len(decoder) == start)
+            share, token = scores.softmax(dim=-1).max(dim=-1)
+            probability *= float(share)
+            if int(token) == following:
+                break
+            decoder.append(int(token))
+        runs.append(Guess(tokenizer.detokenize(decoder[start:]), probability))
+    return runs
+
+
+def _allowed(scores: Tensor, tokenizer: Tokenizer, following: int, *, is_first: bool) -> Tensor:
+    """Scores `[v]` without the special tokens that cannot come here; a run is never empty."""
+    marks = {*tokenizer.additional_special_tokens_ids, tokenizer.eos} - {following}
+    special = {tokenizer.pad, tokenizer.cls, tokenizer.sep, tokenizer.mask, tokenizer.bos}
+    banned = [*marks, *special, *([following] if is_first else [])]
+    return scores.index_fill(0, torch.tensor(banned, device=scores.device), float("-inf"))
+
+
+def _joined(parts: Sequence[Sequence[int]], marks: Sequence[int]) -> list[int]:
+    """The parts with a mark between each two."""
+    ids = list(parts[0])
+    for part, mark in zip(parts[1:], marks, strict=False):
+        ids += [mark, *part]
+    return ids
+
+
+def _row(ids: Sequence[int], model: torch.nn.Module) -> Tensor:
+    """`[1, s]` where the model is."""
+    return torch.tensor([list(ids)], device=next(model.parameters()).device)

@@ -1,0 +1,165 @@
+"""Hidden words filled in: by models that know one sentence by heart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.config import RunConfig
+from megatron.config.data import DataConfig, TokenizerConfig
+from megatron.config.model import ModelConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.data.t5 import take_out
+from megatron.errors import UserError
+from megatron.inference.fill import Filler
+from megatron.models.bert import BertModel, BertResult
+from megatron.models.t5 import T5Model
+from megatron.parallel.initialization import initialize
+from megatron.parallel.layout import Layout
+from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.training.checkpointing import save_run
+from tests.data.corpus import write_vocabulary
+from tests.training.toy import build_toy
+from tools import fill_in
+
+SENTENCE = "w1 w2p3 w4 w5 w6 w7"  # w2p3 is two tokens
+STEPS = 60
+
+
+@pytest.fixture(name="tokenizer", scope="module")
+def _tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    path = write_vocabulary(tmp_path_factory.mktemp("vocabulary") / "vocab.txt", words=20)
+    return build_tokenizer(
+        TokenizerConfig(
+            tokenizer_type="BertWordPieceLowerCase", vocab_file=str(path), vocab_extra_ids=3
+        )
+    )
+
+
+def new_model(cls: Any, tokenizer: Tokenizer, **sizes: object) -> Any:
+    flags: dict[str, Any] = {
+        "num_layers": 1,
+        "hidden_size": 32,
+        "ffn_hidden_size": 64,
+        "num_attention_heads": 2,
+        "kv_channels": 16,
+        "max_position_embeddings": 16,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        **sizes,
+    }
+    model = cls(
+        ModelConfig(**flags),
+        PrecisionConfig(),
+        Layout.single(),
+        padded_vocab_size=64,
+        device=torch.device("cpu"),
+    )
+    initialize(model.named_parameters(), 1)
+    assert tokenizer.vocab_size < 64
+    return model
+
+
+def filler(model: Any, tokenizer: Tokenizer) -> Filler:
+    data = DataConfig(seq_length=16, decoder_seq_length=16)
+    return Filler(model.eval(), tokenizer, RunConfig(data=data))
+
+
+@pytest.fixture(name="bert", scope="module")
+def _bert(tokenizer: Tokenizer) -> Filler:
+    model = new_model(BertModel, tokenizer, bert_binary_head=False)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    text = torch.tensor([[tokenizer.cls, *tokenizer.tokenize(SENTENCE), tokenizer.sep]])
+    places = text.shape[1] - 2
+    text = text.expand(places, -1)
+    masked = text.clone()  # each place in a row of its own
+    masked[range(places), range(1, places + 1)] = tokenizer.mask
+    masked[0, places] = tokenizer.mask
+    for _ in range(STEPS):
+        result = model(masked, torch.ones_like(text, dtype=torch.bool), labels=text)
+        assert isinstance(result, BertResult)
+        optimizer.zero_grad()
+        result.tokens[masked == tokenizer.mask].mean().backward()
+        optimizer.step()
+    return filler(model, tokenizer)
+
+
+@pytest.fixture(name="t5", scope="module")
+def _t5(tokenizer: Tokenizer) -> Filler:
+    model = new_model(
+        T5Model, tokenizer, architecture="t5", decoder_num_layers=1, bert_binary_head=False
+    )
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    text = np.array(tokenizer.tokenize(SENTENCE))
+    sentinels = tuple(tokenizer.additional_special_tokens_ids)
+    for step in range(3 * STEPS):
+        runs = [[[1, 2], [5]], [[0], [3, 4]], [[1, 2, 3]]][step % 3]
+        left, hidden = take_out(text, runs, sentinels)
+        encoder = torch.tensor([left])
+        decoder = torch.tensor([[tokenizer.bos, *hidden]])
+        labels = torch.tensor([[*hidden, tokenizer.eos]])
+        padding = torch.ones_like(encoder, dtype=torch.bool)
+        optimizer.zero_grad()
+        model(encoder, decoder, padding, labels).mean().backward()
+        optimizer.step()
+    return filler(model, tokenizer)
+
+
+def test_a_bert_finds_hidden_tokens(bert: Filler) -> None:
+    (guesses,) = bert.fill("w1 w2p3 [MASK] w5 w6 w7", top=3)
+    assert guesses[0].words == "w4"
+    assert len(guesses) == 3
+    shares = [guess.probability for guess in guesses]
+    assert 1 >= shares[0] > 0.5
+    assert shares == sorted(shares, reverse=True)
+    first, last = bert.fill("[MASK] w2p3 w4 w5 w6 [MASK]")
+    assert (first[0].words, last[0].words) == ("w1", "w7")
+
+
+def test_a_t5_finds_hidden_runs(t5: Filler) -> None:
+    ((first,), (second,)) = t5.fill("w1 [MASK] w4 w5 [MASK] w7")
+    assert (first.words, second.words) == ("w2p3", "w6")
+    assert 0.5 < first.probability <= 1
+    ((run,),) = t5.fill("w1 [MASK] w5 w6 w7")
+    assert run.words == "w2p3 w4"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("w1 w2", r"write \[MASK\]"),
+        ("[MASK] " + "w1 " * 20, "the model reads 16"),
+    ],
+)
+def test_texts_that_cannot_be_filled(bert: Filler, t5: Filler, text: str, message: str) -> None:
+    for model in (bert, t5):
+        with pytest.raises(UserError, match=message):
+            model.fill(text)
+
+
+def test_more_places_than_sentinels(t5: Filler) -> None:
+    with pytest.raises(UserError, match="at most 3 places"):
+        t5.fill("[MASK] w1 [MASK] w2 [MASK] w3 [MASK]")
+    narrow = DataConfig(seq_length=16, decoder_seq_length=4)
+    with pytest.raises(UserError, match="at most 1 places"):
+        Filler(t5.model, t5.tokenizer, RunConfig(data=narrow)).fill("[MASK] w1 [MASK]")
+
+
+def test_an_untrained_t5_keeps_to_the_form(tokenizer: Tokenizer) -> None:
+    """Runs are neither empty nor endless, and hold no special tokens."""
+    model = new_model(
+        T5Model, tokenizer, architecture="t5", decoder_num_layers=1, bert_binary_head=False
+    )
+    for (run,) in filler(model, tokenizer).fill("w1 [MASK] w4 [MASK] w7 [MASK]"):
+        assert "[" not in run.words
+        assert "<" not in run.words
+
+
+def test_a_gpt_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_run(build_toy(Layout.single(), ["--save", str(tmp_path), "--save-interval", "1"]))
+    assert fill_in.main(["--load", str(tmp_path), "--text", "[MASK]"]) != 0
+    assert "holds a gpt, where a bert or t5 is needed" in capsys.readouterr().err

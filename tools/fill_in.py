@@ -1,0 +1,60 @@
+#!/usr/bin/env python3
+"""Let a trained BERT or T5 fill in hidden words.
+
+python tools/fill_in.py --load runs/demo-bert/checkpoints --text "for [MASK] in range(10):"
+
+[MASK] stands for one token where the model is a BERT, for any number of words where it is a T5.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from megatron.command import run_command
+from megatron.errors import ConfigError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print each text filled in, and what else was likely; the exit code."""
+    options = _parser().parse_args(argv)
+    return run_command(lambda: run(options))
+
+
+def run(options: argparse.Namespace) -> None:
+    """Fill in and print.
+
+    Raises:
+        UserError: there is no checkpoint to load, or a text has nothing to fill in.
+    """
+    if options.top < 1:
+        raise ConfigError(f"--top {options.top}: give at least 1")
+    from megatron.device import Device
+    from megatron.inference.fill import MARK, load_filler
+
+    filler = load_filler(options.load, Device.pick())
+    for text in options.text:
+        places = filler.fill(text, top=options.top)
+        parts = text.split(MARK)
+        best = [f"<{guesses[0].words}>" for guesses in places]
+        filled = "".join(map("".join, zip(parts, [*best, ""], strict=True)))
+        print(f"{text}\n  {filled}")
+        for guesses in places:
+            print("    " + ", ".join(f"{guess.words} {guess.probability:.0%}" for guess in guesses))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="Let a trained BERT or T5 fill in hidden words.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--load", required=True, help="folder of checkpoints, the newest is used")
+    parser.add_argument("--text", required=True, nargs="+", help="texts with [MASK] in them")
+    parser.add_argument("--top", type=int, default=3, help="fillings to show (a T5 gives one)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
