@@ -117,8 +117,7 @@ class PlainAnswer:
         sampling, number = self.request.sampling, self._new_tokens
         if not self._choice.is_drawn and not sampling.banned_pairs:
             return self._choice
-        return replace(
-            self._choice,
+        return self._choice._replace(
             top_p=_decayed_top_p(sampling, number),
             uniform=uniform(self._seed, number),
             banned=_banned(sampling, self._sequence.tokens[-1]),

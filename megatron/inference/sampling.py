@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -15,8 +14,7 @@ _NOT_FINITE = -1
 _MASK = 2**64 - 1
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """What to do with one row of logits; see `request.Sampling`.
 
     Attributes:

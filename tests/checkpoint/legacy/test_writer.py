@@ -4,17 +4,20 @@ import pytest
 import torch
 
 from megatron.checkpoint.entries import Entry
+from megatron.checkpoint.legacy import writer
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.store import save
 from megatron.config.parser import parse_config
 from megatron.config.yaml_file import to_dict
 from megatron.device import Device
+from megatron.errors import StorageError
 from megatron.models.t5 import T5Model
 from megatron.parallel.layout import Layout
 from megatron.training.checkpointing import model_state
 from tests.checkpoint.legacy.test_golden import trees_of
 from tests.checkpoint.states import read_whole
 from tests.distributed import run_distributed
+from tests.parity.golden import continue_run
 from tests.training.toy import train_toy
 from tools.checkpoint import util
 
@@ -148,6 +151,45 @@ def test_a_run_that_saves_so_goes_on_from_it(tmp_path, name):
         assert tree["iteration"] == 3
         states = tree["optimizer"].get("optimizer", tree["optimizer"])
         assert ("state" in states) == ("--use-distributed-optimizer" not in flags)
+
+
+def test_a_save_that_fails_leaves_the_one_before(tmp_path, monkeypatch):
+    assert _losses(Layout.single(), [*TOY, *SAVES, str(tmp_path)])
+    (before,) = tmp_path.glob("iter_*")
+
+    def full(path, tree):
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(writer, "write_torch_file", full)
+    flags = [*TOY, *SAVES, str(tmp_path), "--load", str(tmp_path), "--exit-interval", "4"]
+    with pytest.raises(StorageError, match=r"model_optim_rng.pt: No space left"):
+        _losses(Layout.single(), flags)
+    assert [path for path in tmp_path.iterdir() if path.is_dir()] == [before]
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3"
+
+
+def test_a_converted_run_goes_on_as_from_the_original(golden, tmp_path, monkeypatch):
+    """Weights, moments, schedule and position: the next losses are the same to the bit."""
+    monkeypatch.chdir(golden)
+    original = golden / "gpt_tp2pp2_fp32" / "ckpt"
+    assert convert("megatron", "native", original, tmp_path / "n", "--keep-optimizer") == 0
+    assert convert("native", "megatron", tmp_path / "n", tmp_path / "m", "--keep-optimizer") == 0
+    losses = [
+        [
+            record["lm loss"]
+            for record in continue_run(
+                Layout.single(),
+                golden,
+                "gpt_tp2pp2_fp32",
+                tmp_path / "cache",
+                ["--load", str(folder), "--exit-interval", "3"],
+            )
+            if "lm loss" in record
+        ]
+        for folder in (original, tmp_path / "n", tmp_path / "m")
+    ]
+    assert len(losses[0]) == 1
+    assert losses[0] == losses[1] == losses[2]
 
 
 def test_files_can_be_mapped_and_name_megatron_s_padding(tmp_path):
