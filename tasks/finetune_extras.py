@@ -239,8 +239,7 @@ def _take_pretrained(run: Run, folder: str, head_name: str) -> None:
     entries = run.tokenizer.text_vocab_size  # Google's BERT has no rows for what we append
     padded = PaddedReader(reader, rows=run.padded_vocab_size, entries=entries)
     take_weights(run, padded, fresh=fresh)
-    if run.layout.world.rank == 0:
-        say(f"weights from {reader.path}; drawn anew: {', '.join(fresh)}")
+    run.pretrained = f"{reader.path} (drawn anew: {', '.join(fresh)})"
 
 
 def _best_score(root: Path) -> float:

@@ -1,7 +1,7 @@
 """Try what the software promises of faults, and write the counts into the documentation.
 
     python tools/scoreboard.py --out docs/reliability.md
-    python tools/scoreboard.py --rows 2 3
+    python tools/scoreboard.py --out docs/reliability.md --rows 2 3
 
 Each row kills, fills, damages or attacks for real, in forked processes, and counts how often the
 promise held. The rows are those of `tests/reliability/scoreboard`, which the tests try fewer times.
@@ -14,11 +14,12 @@ import contextlib
 import io
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,47 +31,52 @@ if TYPE_CHECKING:
     from tests.reliability.scoreboard.score import Row, Trials
 
 _BEGIN, _END = "<!-- scoreboard: written by tools/scoreboard.py -->\n", "<!-- end -->\n"
-_COLUMNS = ("#", "what is done, and what must hold", "held", "longest", "beside")
+_COLUMNS = ("#", "what is done, and what must hold", "held", "longest", "beside", "commit")
 
 
-def table(results: Iterable[tuple[Row, Trials]], where: str) -> str:
-    """The results in Markdown, under a line that says where they are from."""
-    lines = [where, "", _line(_COLUMNS), _line(["---"] * len(_COLUMNS))]
-    lines += [_line(cells(row, trials)) for row, trials in results]
-    return "\n".join(lines) + "\n"
+def table(lines: Iterable[str]) -> str:
+    """The lines of results under their heading, in Markdown."""
+    return "\n".join([_line(_COLUMNS), _line(["---"] * len(_COLUMNS)), *lines]) + "\n"
 
 
-def cells(row: Row, trials: Trials) -> list[str]:
-    """Of one line."""
+def result(row: Row, trials: Trials, commit: str) -> str:
+    """One line."""
     beside = "; ".join(f"{text}: {count:,}" for text, count in sorted(trials.notes.items()))
     held = f"{trials.passed} of {trials.tried}"
-    return [str(row.number), row.what, held, f"{trials.worst:.1f} s", beside]
+    return _line([str(row.number), row.what, held, f"{trials.worst:.1f} s", beside, commit])
 
 
 def _line(values: Sequence[str]) -> str:
     return f"| {' | '.join(values)} |"
 
 
-def where_from() -> str:
-    """Commit, machine and day of the results."""
-    import torch
-
+def commit_and_day() -> str:
+    """Of the results."""
     root = Path(__file__).resolve().parent.parent
     words = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
     git = subprocess.run(words, cwd=root, capture_output=True, text=True, check=False)
-    return (
-        f"Commit {git.stdout.strip() or 'unknown'}, {time.strftime('%Y-%m-%d')}, "
-        f"{os.cpu_count()} CPU cores ({platform.machine()}), torch {torch.__version__}."
-    )
+    return f"{git.stdout.strip() or 'unknown'}, {time.strftime('%Y-%m-%d')}"
 
 
-def replaced(page: str, text: str) -> str:
-    """The page with `text` in the place of the last results."""
+def machine() -> str:
+    """What the results are from, in a line."""
+    import torch
+
+    return f"{os.cpu_count()} CPU cores ({platform.machine()}), torch {torch.__version__}."
+
+
+def replaced(page: str, lines: Mapping[int, str], where: str) -> str:
+    """The page with these lines, by row number, beside or in the place of those that it has."""
     head, begin, rest = page.partition(_BEGIN)
-    _, end, tail = rest.partition(_END)
+    before, end, tail = rest.partition(_END)
     if not begin or not end:
         raise SystemExit(f"error: the page has no lines {_BEGIN.strip()} and {_END.strip()}")
-    return head + begin + "\n" + text + "\n" + end + tail
+    held = {
+        int(match.group(1)): match.group(0) for match in re.finditer(r"(?m)^\| (\d+) \|.*$", before)
+    }
+    merged = sorted((held | dict(lines)).items())
+    text = table(line for _, line in merged)
+    return f"{head}{begin}\n{where}\n\n{text}\n{end}{tail}"
 
 
 def try_row(row: Row, count: int) -> Trials:
@@ -91,14 +97,10 @@ def main(words: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--out", type=Path, metavar="PAGE.md", help="Page to write the table into. Unset: print it."
+        "--out", type=Path, metavar="PAGE.md", help="Page to write the results into. Unset: print."
     )
-    parser.add_argument(
-        "--rows", type=int, nargs="+", metavar="N", help="Only these. Not with --out."
-    )
+    parser.add_argument("--rows", type=int, nargs="+", metavar="N", help="Only these rows.")
     options = parser.parse_args(words)
-    if options.out and options.rows:
-        parser.error("--rows does not go with --out: the page holds all rows")
 
     import torch
 
@@ -108,25 +110,25 @@ def main(words: Sequence[str]) -> int:
     known = {row.number for row in ROWS}
     if absent := sorted(set(options.rows or ()) - known):
         parser.error(f"--rows {absent[0]}: there are {', '.join(map(str, sorted(known)))}")
-    results = []
+    lines, failures = {}, 0
+    commit = commit_and_day()
     for row in ROWS:
         if options.rows and row.number not in options.rows:
             continue
         started = time.monotonic()
         trials = try_row(row, row.full)
-        results.append((row, trials))
+        lines[row.number] = result(row, trials, commit)
+        failures += len(trials.failures)
         seconds = time.monotonic() - started
         print(f"{row.number}: {trials.passed} of {trials.tried} in {seconds:.0f} s", flush=True)
         for failure in trials.failures:
             print(f"  {failure}", flush=True)
-    text = table(results, where_from())
-    if options.out:
-        page = replaced(options.out.read_text(encoding="utf-8"), text)
-        options.out.write_text(page, encoding="utf-8")
-        print(f"wrote {options.out}")
-    else:
-        print(text)
-    return int(any(trials.failures for _, trials in results))
+        if options.out:  # at once: the rest may take long
+            page = replaced(options.out.read_text(encoding="utf-8"), lines, machine())
+            options.out.write_text(page, encoding="utf-8")
+    if not options.out:
+        print(table(lines.values()))
+    return int(failures > 0)
 
 
 if __name__ == "__main__":

@@ -64,6 +64,11 @@ class HostCopy:
         )
         self._device = device
 
+    @property
+    def size(self) -> int:
+        """Bytes of the memory."""
+        return self._buffer.numel()
+
     def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies of the tensors, there when this returns. They last until the next call."""
         assert tensors.keys() == self._places.keys()
@@ -134,6 +139,11 @@ class BackgroundSaver:
         )
         self._thread.start()
         return waited
+
+    @property
+    def host_bytes(self) -> int:
+        """Of host memory that this process keeps for copies."""
+        return self._copy.size
 
     @property
     def is_busy(self) -> bool:

@@ -11,7 +11,7 @@ from megatron.errors import ConfigError
 
 def legacy_files(config: RunConfig, world_size: int) -> Iterator[str]:
     """See `checkpoint.legacy.places`, which refuses the same of a conversion."""
-    checkpoint, model, stages = config.checkpoint, config.model, _stage_sizes(config)
+    checkpoint, model = config.checkpoint, config.model
     if checkpoint.ckpt_format != "legacy":
         return
     for name, on in (
@@ -29,6 +29,12 @@ def legacy_files(config: RunConfig, world_size: int) -> Iterator[str]:
                 f"{name}: Megatron-LM 23.08, which --ckpt-format legacy writes for, has no place "
                 "for such weights: use --ckpt-format native"
             )
+    if config.optimizer.optimizer == "sgd" and config.parallel.use_distributed_optimizer:
+        yield (
+            "--ckpt-format legacy with --use-distributed-optimizer: Megatron-LM's file holds "
+            "Adam's states, not those of --optimizer sgd: drop one of the three"
+        )
+    stages = _stage_sizes(config)
     if len(set(stages)) > 1:
         yield (
             "--ckpt-format legacy: Megatron-LM 23.08 gives every stage equally many layers, here "
@@ -43,7 +49,7 @@ def legacy_files(config: RunConfig, world_size: int) -> Iterator[str]:
 
 def _stage_sizes(config: RunConfig) -> list[int]:
     """Layers of each part of the model; none where other rules find the plan wanting."""
-    if not config.model.num_layers:
+    if config.parallel.pipeline_model_parallel_size < 1 or (config.model.num_layers or 0) < 1:
         return []
     try:
         return [len(part.layers) for part in plan_model(config.model, config.parallel)]

@@ -2,8 +2,8 @@
 
 One process trains two iterations and saves. Each layout loads that and saves it as its own; then
 each layout loads each of these. Every element of every parameter and moment, on every rank, must be
-the one process's, bit for bit, and so must the position; the loss of the next iteration must be its
-loss, up to the order of sums.
+the one process's, bit for bit, and so must the position. The next loss of each layout must be that
+of the one process, up to the order of sums; it is computed once, as the same bits give the same.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _ONE = "one"  # the folder of the one process
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a layout found in a checkpoint: elements that differ, and the next loss."""
+    """What a layout found in a checkpoint: bytes that differ; and its next loss."""
 
     differing: int
     loss: float
@@ -103,6 +103,14 @@ def _one_process(root: Path) -> float:
     words = [*_FLAGS, "--save", str(root / _ONE), "--exit-interval", str(_SAVED_AT)]
     run = build_toy(Layout.single(), words)
     train(run, standard_callbacks(run, [])[0])
+    return _next_loss(run)
+
+
+def _next_loss(run: Run) -> float:
+    """Of the update that follows the position, which is made."""
+    dataset = run.datasets[0]
+    assert dataset is not None
+    run.train_batches = batches_from(run, dataset, consumed=run.progress.consumed_samples)
     return Updates(run).make(look_ahead=False).losses["lm loss"]
 
 
@@ -116,10 +124,13 @@ def _load_all(layout: Layout, grid: Grid, root: Path, grids: tuple[Grid, ...]) -
     reference = open_checkpoint(root / _ONE)
     assert reference is not None
     whole = {name: read_whole(reference, name) for name in reference.names()}
-    return [_load(run, root / source.name, whole) for source in grids]
+    found = [_load(run, root / source.name, whole) for source in grids]
+    loss = _next_loss(run)
+    return [Loaded(differing, loss) for differing in found]
 
 
-def _load(run: Run, folder: Path, whole: dict[str, torch.Tensor]) -> Loaded:
+def _load(run: Run, folder: Path, whole: dict[str, torch.Tensor]) -> int:
+    """Bytes that are not as they should be after the checkpoint was loaded."""
     reader = open_checkpoint(folder, layout=run.layout)
     assert reader is not None
     restore_run(run, reader)
@@ -132,10 +143,7 @@ def _load(run: Run, folder: Path, whole: dict[str, torch.Tensor]) -> Loaded:
         mine, theirs = (_bits(tensor) for tensor in (entry.tensor, whole[name][place]))
         differing += int((mine != theirs).sum())
     assert run.progress.iteration == _SAVED_AT
-    dataset = run.datasets[0]
-    assert dataset is not None
-    run.train_batches = batches_from(run, dataset, consumed=run.progress.consumed_samples)
-    return Loaded(differing, Updates(run).make(look_ahead=False).losses["lm loss"])
+    return differing
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ import torch
 
 from tests.reliability.scoreboard.rows import ROWS
 from tests.reliability.scoreboard.score import Row, Trials, expect
-from tools.scoreboard import replaced, table, try_row
+from tools.scoreboard import replaced, result, try_row
 
 
 @pytest.mark.parametrize(
@@ -36,12 +36,18 @@ def test_a_promise_that_breaks_is_counted() -> None:
     row = Row(7, "done and held", run, full=3, quick=3)
     trials = try_row(row, 3)
     assert trials.failures == ["trial 1: AssertionError: broken"]
-    text = table([(row, trials)], "Commit x.")
-    assert "| 7 | done and held | 2 of 3 | 0.0 s | looks: 3 |" in text
-    page = "before\n<!-- scoreboard: written by tools/scoreboard.py -->\nold\n<!-- end -->\nafter\n"
-    assert replaced(replaced(page, "x\n"), text).count("| 7 |") == 1
-    assert replaced(page, text).startswith("before\n")
-    assert replaced(page, text).endswith("<!-- end -->\nafter\n")
-    assert "old" not in replaced(page, text)
+    line = result(row, trials, "0123abc, today")
+    assert line == "| 7 | done and held | 2 of 3 | 0.0 s | looks: 3 | 0123abc, today |"
+
+
+def test_a_row_takes_the_place_of_its_last_result() -> None:
+    mark = "<!-- scoreboard: written by tools/scoreboard.py -->"
+    page = f"before\n{mark}\n<!-- end -->\nafter\n"
+    for number, text in ((7, "first"), (5, "other"), (7, "second")):
+        page = replaced(page, {number: f"| {number} | {text} |"}, "2 cores.")
+    assert page.startswith(f"before\n{mark}\n\n2 cores.\n\n| # |")
+    assert "\n| 5 | other |\n| 7 | second |\n" in page
+    assert "first" not in page
+    assert page.endswith("<!-- end -->\nafter\n")
     with pytest.raises(SystemExit, match="has no lines"):
-        replaced("nothing\n", text)
+        replaced("nothing\n", {}, "")

@@ -30,26 +30,8 @@ class Checkpoints(Callback):
         self._is_advised = False
 
     def on_start(self, run: Run) -> None:
-        options = run.config.checkpoint
-        if options.async_save:
-            assert options.save
-            try:
-                self._background = BackgroundSaver(
-                    options.save,
-                    state_of(run),
-                    run.layout,
-                    run.layout.beside(
-                        timedelta(minutes=run.config.parallel.distributed_timeout_minutes)
-                    ),
-                    run.device,
-                    keep=options.keep_latest,
-                    report=_report,
-                )
-            except MemoryError as error:
-                raise ConfigError(
-                    f"--async-save keeps a copy of what a process saves in host memory: {error}: "
-                    "drop the flag"
-                ) from error
+        if run.config.checkpoint.async_save:
+            self._background = _background_saver(run)
         run.save_clock.restart()
 
     def interrupts(self, run: Run) -> bool:
@@ -104,6 +86,32 @@ class Checkpoints(Callback):
             self._settle(run)
         except Exception as error:  # what ended the training comes first
             say(f"WARNING: {error}")
+
+
+def _background_saver(run: Run) -> BackgroundSaver:
+    """Its host memory in place. Collective."""
+    options, started = run.config.checkpoint, time.perf_counter()
+    assert options.save
+    timeout = timedelta(minutes=run.config.parallel.distributed_timeout_minutes)
+    try:
+        saver = BackgroundSaver(
+            options.save,
+            state_of(run),
+            run.layout,
+            run.layout.beside(timeout),
+            run.device,
+            keep=options.keep_latest,
+            report=_report,
+        )
+    except MemoryError as error:
+        raise ConfigError(
+            f"--async-save keeps a copy of what a process saves in host memory: {error}: drop the "
+            "flag"
+        ) from error
+    if run.layout.world.rank == 0:
+        size, seconds = saver.host_bytes / 1e9, time.perf_counter() - started
+        say(f"  --async-save: {size:.3g} GB of host memory a process, ready in {seconds:.2f} s")
+    return saver
 
 
 def _report(iteration: int, outcome: Saved | Exception) -> None:

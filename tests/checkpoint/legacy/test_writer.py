@@ -1,5 +1,7 @@
 """What we write as Megatron's files, against its own files and PyTorch's own reader."""
 
+from argparse import Namespace
+
 import pytest
 import torch
 
@@ -112,6 +114,48 @@ def test_other_splits_hold_the_same_model(golden, tmp_path):
         trees_of(back / "iter_0000020")["mp_rank_00"],
         trees_of(original / "iter_0000020")["mp_rank_00"],
     )
+
+
+def test_a_split_bert_goes_back_bit_for_bit(golden, tmp_path):
+    """The last stage's copy of the word embeddings stands before the heads, as Megatron has it."""
+    original, split = golden / "bert_fp32" / "ckpt", tmp_path / "split"
+    words = "--keep-optimizer --target-tensor-parallel-size {0} --target-pipeline-parallel-size {0}"
+    assert (
+        convert("megatron", "megatron", original, split, *words.format(2).split(), kind="BERT") == 0
+    )
+    last = trees_of(split / "iter_0000020")["mp_rank_01_001"]
+    assert list(last["model"]) == [
+        "language_model", "word_embeddings_for_head", "lm_head", "binary_head"
+    ]  # fmt: skip
+    decayed = len(last["optimizer"]["param_groups"][0]["params"])
+    shapes = [tuple(last["optimizer"]["state"][i]["exp_avg"].shape) for i in range(decayed)]
+    assert shapes[-4:] == [(64, 64), (2560, 64), (64, 64), (2, 64)]
+    back = tmp_path / "back"
+    assert convert("megatron", "megatron", split, back, *words.format(1).split(), kind="BERT") == 0
+    trees = (trees_of(root / "iter_0000020")["mp_rank_00"] for root in (back, original))
+    assert_same_tensors(*trees)
+
+
+@pytest.mark.parametrize("head", ["classification_head", "multichoice_head"])
+def test_finetuned_berts(golden, tmp_path, head):
+    """A task's head stands beside the language model, in the place of those of pretraining."""
+    original = golden / "bert_fp32" / "ckpt" / "iter_0000020"
+    (tree,) = trees_of(original).values()
+    for key in ("lm_head", "binary_head"):
+        del tree["model"][key]
+    tree["model"][head] = {"weight": torch.randn(3, 64), "bias": torch.randn(3)}
+    tree["args"] = Namespace(**{k: v for k, v in vars(tree["args"]).items() if k != "model_type"})
+    del tree["optimizer"], tree["rng_state"]
+    place = tmp_path / "a" / "iter_0000020" / "mp_rank_00"
+    place.mkdir(parents=True)
+    torch.save(tree, place / "model_optim_rng.pt")
+    words = ["--target-tensor-parallel-size", "2", "--target-pipeline-parallel-size", "2"]
+    assert convert("megatron", "native", tmp_path / "a", tmp_path / "b", kind="BERT") == 0
+    assert convert("native", "megatron", tmp_path / "b", tmp_path / "c", *words, kind="BERT") == 0
+    words = ["--target-tensor-parallel-size", "1", "--target-pipeline-parallel-size", "1"]
+    assert convert("megatron", "megatron", tmp_path / "c", tmp_path / "d", *words, kind="BERT") == 0
+    found = trees_of(tmp_path / "d" / "iter_0000020")["mp_rank_00"]
+    assert_same_tensors(found["model"], tree["model"])
 
 
 TOY = """

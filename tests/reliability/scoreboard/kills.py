@@ -11,6 +11,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,14 @@ from megatron.device import Device
 from megatron.parallel.layout import Layout
 from tests.checkpoint.killing import assert_recovers, kill_at, run_forked
 from tests.checkpoint.states import assert_holds, make_state, save_state
-from tests.distributed import TIMEOUT
 from tests.reliability.scoreboard.score import Trials, expect
 
 _RANKS = 2
 _HIDDEN = 128  # a megabyte a rank
-_PATIENCE = 20.0  # seconds within which what is left of a killed job has ended
+# A rank that waits for one that was killed hears of it at once, but for one that it has not yet
+# been connected to: there this long.
+_TIMEOUT = timedelta(seconds=10)
+_PATIENCE = 30.0  # seconds within which what is left of a killed job has ended
 
 
 def _state_of(iteration: int, rank: int) -> State:
@@ -49,13 +52,13 @@ def _whole_state(iteration: int) -> State:
 def _save_on_and_on(rank: int, store: Path, root: Path, background: bool, ready: int) -> None:
     """One rank of a job that saves iteration 2, 3 ... until it is killed."""
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=_RANKS, timeout=TIMEOUT
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=_RANKS, timeout=_TIMEOUT
     )
     layout, device = Layout.create("cpu", rank, _RANKS), Device.cpu()
     saver: BackgroundSaver | None = None
     if background:
         state = _state_of(1, rank)
-        beside = layout.beside(TIMEOUT)
+        beside = layout.beside(_TIMEOUT)
         saver = BackgroundSaver(root, state, layout, beside, device, keep=3, report=lambda *_: None)
     os.write(ready, b"x")
     for iteration in itertools.count(2):

@@ -66,7 +66,7 @@ ROWS: tuple[Row, ...] = (
         6,
         "checkpoints of all layouts of tensor {1, 2} x pipeline {1, 2} x data {1, 2, 4} x ZeRO "
         "{0, 1, 3}, each loaded into each: parameters, moments and position bit for bit, the next "
-        "loss within 1e-5",
+        "loss of each layout within 1e-5 of one process's",
         all_layouts,
         full=36,
         quick=3,
