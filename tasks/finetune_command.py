@@ -51,12 +51,25 @@ def run(task: str, arguments: list[str], launch: Launch) -> int:
     """
     started = time.monotonic()
     parsed = parse(task, arguments, launch.world_size)
-    options, own = parsed.extra
     show_notices(parsed.notices, launch)
+    config, recipe, extras = prepare(task, parsed, launch.world_size)
+    return pretrain(config, recipe, launch, started, extras)
+
+
+def prepare(
+    task: str, parsed: ParsedRun, world_size: int
+) -> tuple[RunConfig, FinetuneRecipe, Finetuning]:
+    """The data read, and with it the run's length: what `pretrain` takes.
+
+    Raises:
+        ConfigError: a flag does not fit that length.
+        DataError: a file is not what the task expects.
+    """
+    options, own = parsed.extra
     choice, read = _find_choice(task)
     train = [example for path in own.train_data or () for example in read(path)]
     valid = {path: read(path) for path in options.valid_data or ()}
-    config, used = with_length(parsed.config, own, len(train), launch.world_size)
+    config, used = with_length(parsed.config, own, len(train), world_size)
     recipe = FinetuneRecipe(
         choice, train, [example for examples in valid.values() for example in examples], used
     )
@@ -68,7 +81,7 @@ def run(task: str, arguments: list[str], launch: Launch) -> int:
         epoch_iterations=known(config.training.train_iters) // epochs if epochs else 0,
         options=options,
     )
-    return pretrain(config, recipe, launch, started, extras)
+    return config, recipe, extras
 
 
 def parse(

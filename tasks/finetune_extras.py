@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.durable import storage_errors
+from megatron.checkpoint.exchange import Exchange
 from megatron.checkpoint.vocabulary import PaddedReader
 from megatron.config.run import known
 from megatron.config.tasks import TaskConfig
@@ -61,6 +62,9 @@ class Finetuning(Extras):
         valid: examples to evaluate on, by file.
         epoch_iterations: updates of an epoch; 0: no training.
         options: where results go.
+
+    Attributes:
+        last: the last evaluation; None before the first.
     """
 
     def __init__(
@@ -77,7 +81,7 @@ class Finetuning(Extras):
         self._valid = valid
         self._epoch_iterations = epoch_iterations
         self._options = options
-        self._last: Evaluated | None = None
+        self.last: Evaluated | None = None
 
     def begin(self, run: Run) -> None:
         """Weights of the pretrained model, unless the finetuning itself goes on."""
@@ -95,19 +99,19 @@ class Finetuning(Extras):
         """The results, for good."""
         if not self._valid:
             return
-        if self._last is None or self._last.iteration != run.progress.iteration:
+        if self.last is None or self.last.iteration != run.progress.iteration:
             self.evaluate(run)
-        assert self._last is not None
+        assert self.last is not None
         if run.layout.world.rank == 0:
-            self._write(run, self._last)
+            self._write(run, self.last)
 
     def evaluate(self, run: Run) -> None:
         """Guess on all files, tell, and keep the weights if they are the best. Collective."""
         counts = {name: count_guesses(run, self._recipe, data) for name, data in self._data(run)}
-        self._last = Evaluated(run.progress.iteration, counts)
+        self.last = Evaluated(run.progress.iteration, counts)
         if run.layout.world.rank == 0:
-            say(self._table(run, self._last))
-        self._keep_if_best(run, self._last)
+            say(self._table(run, self.last))
+        self._keep_if_best(run, self.last)
 
     @property
     def epoch_iterations(self) -> int:
@@ -141,9 +145,8 @@ class Finetuning(Extras):
             return
         root = Path(run.config.checkpoint.save) / BEST
         score = float(summary(evaluated.all_files)[self._recipe.choice.score])
-        best = torch.tensor([_best_score(root) if run.layout.world.rank == 0 else 0.0])
-        best = all_reduce(best.to(run.device.torch_device), run.layout.world)
-        if score <= float(best):
+        best = Exchange(run.layout.world).on_main(lambda: _best_score(root))
+        if score <= best:
             return
         save_weights(run, root)
         if run.layout.world.rank == 0:
@@ -236,8 +239,7 @@ def _take_pretrained(run: Run, folder: str, head_name: str) -> None:
     entries = run.tokenizer.text_vocab_size  # Google's BERT has no rows for what we append
     padded = PaddedReader(reader, rows=run.padded_vocab_size, entries=entries)
     take_weights(run, padded, fresh=fresh)
-    if run.layout.world.rank == 0:
-        say(f"weights from {reader.path}; drawn anew: {', '.join(fresh)}")
+    run.pretrained = f"{reader.path} (drawn anew: {', '.join(fresh)})"
 
 
 def _best_score(root: Path) -> float:

@@ -266,7 +266,7 @@ def test_the_demo_says_what_to_mend(given: list[str], message: str, tmp_path: Pa
     from tools import demo
 
     assert demo.main(["--out", str(tmp_path / "out"), *given]) != 0
-    assert capsys.readouterr().err.strip() == f"demo: {message}"
+    assert capsys.readouterr().err.strip() == f"error: {message}"
 
 
 def test_the_demo_overwrites_nothing_that_is_not_its_own(tmp_path: Path, capsys) -> None:

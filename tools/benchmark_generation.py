@@ -42,6 +42,7 @@ def run(options: argparse.Namespace) -> None:
     import torch
 
     from megatron.device import Device
+    from megatron.inference.build import EngineOptions
     from tools.bench.workloads import WORKLOADS, read_flags, training_flags
     from tools.generation_benchmark.measure import Subject, bandwidth_of
     from tools.generation_benchmark.report import Result, line, table
@@ -63,8 +64,11 @@ def run(options: argparse.Namespace) -> None:
         config,
         device,
         bandwidth,
-        product_rows=options.product_rows,
-        graphs=not options.no_graphs,
+        EngineOptions(
+            product_rows=options.product_rows,
+            few_rows=not options.no_few_rows,
+            graphs=not options.no_graphs,
+        ),
     )
     decoding = []
     for batch in options.batch:
@@ -111,6 +115,9 @@ def _parser() -> argparse.ArgumentParser:
         "--product-rows",
         type=int,
         help="matrix products take so many tokens at a time: the same bits in any batch",
+    )
+    parser.add_argument(
+        "--no-few-rows", action="store_true", help="without our kernel for products of few tokens"
     )
     parser.add_argument("--no-graphs", action="store_true", help="without CUDA graphs")
     parser.add_argument(

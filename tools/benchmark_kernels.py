@@ -20,7 +20,7 @@ if __name__ == "__main__":
 from megatron.command import run_command
 from megatron.errors import ConfigError
 
-GROUPS = ("layers", "training")  # files of tools/kernel_benchmarks
+GROUPS = ("layers", "training", "generation")  # files of tools/kernel_benchmarks
 
 
 def main() -> int:

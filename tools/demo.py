@@ -33,11 +33,10 @@ if __package__ in (None, ""):
 
 from megatron.command import run_command
 from megatron.errors import DataError, StorageError
-from tools.demos.kinds import KINDS, VOCAB_SIZE, Kind
+from tools.demos.kinds import DEFAULT_OUT, KINDS, VOCAB_SIZE, Kind
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXTS = 5  # of the validation documents, for the trained model to work on
-DEFAULT_OUT = Path("runs/demo")
 MARKER = ".megatron-demo"  # says that a folder is ours to overwrite
 # Folders of the standard library's place that hold other things than its code, or tables only.
 NOT_LIBRARY = {
@@ -213,13 +212,9 @@ Checkpoint     {saved}
 Train on       the torchrun command above with a larger --train-iters, --load {saved}
                and --override-opt_param-scheduler (a longer run has another learning rate)
 Your own text  make demo{kind.choice} INPUT=my.jsonl OUT=runs/mine
-               (a {{"text": ...}} object a line)""")
-    if not kind.sentences:
-        print(f"""
-Talk to the model: run
-    make serve{"" if out == DEFAULT_OUT else f" OUT={out}"}
-and open http://127.0.0.1:5000/ in a browser, or in another terminal run
-    .venv/bin/python tools/text_generation_cli.py localhost:5000""")
+               (a {{"text": ...}} object a line)
+
+{kind.go_on(out)}""")
 
 
 def bits_per_byte(kind: Kind, validation: Validation, nats: float) -> str:

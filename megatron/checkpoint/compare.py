@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron.checkpoint.entries import Box, boxes_of_range
 from megatron.checkpoint.manifest import describe
 from megatron.checkpoint.reader import Reader
+from megatron.checkpoint.vocabulary import is_vocabulary_table
 
 _ELEMENTS = 4 << 20  # of a tensor that are compared at a time
 # What both meta data tell, whatever the format.
@@ -77,19 +78,22 @@ def _compare_tensor(one: Reader, other: Reader, name: str) -> str | None:
         describe(str(reader.dtype(name)).removeprefix("torch."), reader.global_shape(name))
         for reader in (one, other)
     ]
-    if one.global_shape(name) != other.global_shape(name):
+    shapes = [reader.global_shape(name) for reader in (one, other)]
+    differs = shapes[0] != shapes[1]
+    if differs and not (is_vocabulary_table(name) and shapes[0][1:] == shapes[1][1:]):
         return " -> ".join(forms)
-    values = compare_values(one, other, name)
+    values = compare_values(one, other, name, min(shapes))
     parts = [" -> ".join(forms)] if forms[0] != forms[1] else []
     if values.changed:
         count = f"{values.changed:,} of {values.total:,} values changed"
         parts.append(f"{count}, by at most {values.largest:.3g}")
+    elif differs:
+        parts.append("the rows that both have are the same")
     return ", ".join(parts) or None
 
 
-def compare_values(one: Reader, other: Reader, name: str) -> Values:
-    """Compare a tensor of the same shape in both, in parts."""
-    shape = one.global_shape(name)
+def compare_values(one: Reader, other: Reader, name: str, shape: tuple[int, ...]) -> Values:
+    """Compare the first `shape` of a tensor in both, in parts."""
     total, changed, largest = math.prod(shape), 0, 0.0
     for start in range(0, total, _ELEMENTS):
         for box in boxes_of_range(shape, start, min(start + _ELEMENTS, total)):

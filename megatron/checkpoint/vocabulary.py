@@ -37,7 +37,7 @@ class PaddedReader:
         self._entries = entries
         self.format, self.path = reader.format, reader.path
         self.iteration, self.meta = reader.iteration, reader.meta
-        for name in filter(_is_table, reader.names()):
+        for name in filter(is_vocabulary_table, reader.names()):
             held = reader.global_shape(name)[0]
             if held < entries:
                 raise CheckpointError(
@@ -56,7 +56,7 @@ class PaddedReader:
     def global_shape(self, name: str) -> tuple[int, ...]:
         """Shape of a whole tensor, vocabulary tables with the rows asked for."""
         shape = self._reader.global_shape(name)
-        return (self._rows, *shape[1:]) if _is_table(name) else shape
+        return (self._rows, *shape[1:]) if is_vocabulary_table(name) else shape
 
     def read(
         self,
@@ -68,7 +68,7 @@ class PaddedReader:
     ) -> torch.Tensor:
         """The part of a tensor at `offset` with `shape`, on the CPU."""
         held = self._reader.global_shape(name)
-        if not _is_table(name) or held[0] == global_shape[0]:
+        if not is_vocabulary_table(name) or held[0] == global_shape[0]:
             return self._reader.read(name, global_shape=global_shape, offset=offset, shape=shape)
         part = torch.zeros(tuple(shape), dtype=self._reader.dtype(name))
         count = min(shape[0], max(0, held[0] - offset[0]))
@@ -96,6 +96,6 @@ class PaddedReader:
         return (total / self._entries).float()
 
 
-def _is_table(name: str) -> bool:
+def is_vocabulary_table(name: str) -> bool:
     """`model.` or `optimizer.`, then a table, then perhaps the kind of state."""
     return name.partition(".")[2].startswith(_TABLES)

@@ -175,13 +175,6 @@ def saving(config: RunConfig, world_size: int) -> Iterator[str]:
             f"--save {checkpoint.save} needs --save-interval: give iterations between checkpoints, "
             "or minutes as --save-interval-in-mins"
         )
-    if checkpoint.ckpt_format == "legacy":
-        for name, on in (
-            ("--async-save", checkpoint.async_save),
-            ("--keep-latest", checkpoint.keep_latest is not None),
-        ):
-            if on:
-                yield f"{name} goes with --ckpt-format native only: drop one of the two"
     if checkpoint.load is None:
         for name, on in (
             ("--use-checkpoint-args", checkpoint.use_checkpoint_args),

@@ -56,13 +56,16 @@ def plan_parts(
     Raises:
         ConfigError: the layers do not fit the stages, or the layout string cannot be read.
     """
-    stages = config.pipeline_model_parallel_size
+    stages, encoder = config.pipeline_model_parallel_size, num_layers - decoder_layers
+    shown = f"--num-layers {encoder}"
+    if decoder_layers:
+        shown += f" + --decoder-num-layers {decoder_layers} = {num_layers}"
     if config.pipeline_model_parallel_split_rank is not None:
-        counts = _split_counts(num_layers - decoder_layers, decoder_layers, config)
+        counts = _split_counts(encoder, decoder_layers, config)
     elif config.pipeline_model_parallel_layout is not None:
-        counts = parse_layout(config.pipeline_model_parallel_layout, num_layers, stages)
+        counts = parse_layout(config.pipeline_model_parallel_layout, num_layers, stages, shown)
     else:
-        counts = _even_counts(num_layers, config)
+        counts = _even_counts(num_layers, config, shown)
     ends = [sum(counts[: i + 1]) for i in range(len(counts))]
     return [
         ModelPart(range(end - count, end), embedding=i == 0, head=i == len(counts) - 1)
@@ -105,8 +108,12 @@ def _counted_extras(config: ParallelConfig) -> int:
     )
 
 
-def _even_counts(num_layers: int, config: ParallelConfig) -> list[int]:
-    """Layers of each part: equal, but for fixed first and last stages and counted extras."""
+def _even_counts(num_layers: int, config: ParallelConfig, shown: str) -> list[int]:
+    """Layers of each part: equal, but for fixed first and last stages and counted extras.
+
+    Args:
+        shown: the number of layers by its flags.
+    """
     stages = config.pipeline_model_parallel_size
     chunks = chunks_of(num_layers, config)
     first, last = (
@@ -114,14 +121,14 @@ def _even_counts(num_layers: int, config: ParallelConfig) -> list[int]:
         config.decoder_last_pipeline_num_layers,
     )
     if first is not None or last is not None:
-        return _fixed_ends(num_layers, stages, chunks, first, last)
+        return _fixed_ends(num_layers, stages, chunks, first, last, shown)
     embedding = int(config.account_for_embedding_in_pipeline_split)
     loss = int(config.account_for_loss_in_pipeline_split)
     slots, parts = num_layers + embedding + loss, stages * chunks
     if slots % parts:
         extras = " (embedding and loss counted)" if embedding or loss else ""
         raise ConfigError(
-            f"--num-layers {num_layers}{extras} does not divide over "
+            f"{shown}{extras} does not divide over "
             f"--pipeline-model-parallel-size {stages} x {chunks} virtual stage(s): use a multiple "
             f"of {parts}, or say who holds what with {LAYOUT_FLAG} or "
             "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
@@ -170,7 +177,7 @@ def _split_counts(encoder: int, decoder: int, config: ParallelConfig) -> list[in
 
 
 def _fixed_ends(
-    num_layers: int, stages: int, chunks: int, first: int | None, last: int | None
+    num_layers: int, stages: int, chunks: int, first: int | None, last: int | None, shown: str
 ) -> list[int]:
     """The first and last stage hold a given number; the others share the rest equally."""
     if chunks > 1:
@@ -182,18 +189,21 @@ def _fixed_ends(
     rest, others = num_layers - sum(fixed), stages - len(fixed)
     if rest < 0 or (rest % others if others else rest):
         raise ConfigError(
-            f"--num-layers {num_layers} less {' and '.join(map(str, fixed))} of the first and last "
+            f"{shown} less {' and '.join(map(str, fixed))} of the first and last "
             f"stage does not divide over the other {others} stage(s)"
         )
     middle = [rest // others] * others
     return [*([] if first is None else [first]), *middle, *([] if last is None else [last])]
 
 
-def parse_layout(text: str, num_layers: int, stages: int) -> list[int]:
+def parse_layout(text: str, num_layers: int, stages: int, shown: str) -> list[int]:
     """Layers of each part from a string such as `Ett|tt|tt|ttL`.
 
     `E` embedding, `t` a layer, `L` loss, `|` next part; `t*3` and `(tt|)*2` repeat. Parts are in
-    the order of the model.
+    the order of the model, a T5's encoder first.
+
+    Args:
+        shown: the number of layers by its flags.
 
     Raises:
         ConfigError: unreadable, or not this model on these stages.
@@ -205,9 +215,7 @@ def parse_layout(text: str, num_layers: int, stages: int) -> list[int]:
         raise ConfigError(f"{LAYOUT_FLAG} {text}: E and L stand once, at the ends")
     counts = [part.count("t") for part in parts]
     if sum(counts) != num_layers:
-        raise ConfigError(
-            f"{LAYOUT_FLAG} {text}: has {sum(counts)} layers, --num-layers is {num_layers}"
-        )
+        raise ConfigError(f"{LAYOUT_FLAG} {text}: has {sum(counts)} layers, not {shown}")
     if len(counts) % stages:
         raise ConfigError(
             f"{LAYOUT_FLAG} {text}: {len(counts)} parts do not divide over "

@@ -21,6 +21,8 @@ from megatron.data.t5 import T5Dataset, T5Options
 from megatron.errors import ConfigError
 from megatron.tokenizer.base import Tokenizer
 
+_SHORTEST = 2  # tokens of text in a sample
+
 
 def build_gpt_datasets(
     data: DataConfig,
@@ -92,13 +94,7 @@ def build_bert_datasets(
         samples: as for `build_gpt_datasets`; also is_builder, barrier and what is raised.
     """
     options = BertOptions(seq_length, data.mask_prob, seed, binary_head)
-    plan = SentenceMapPlan(
-        num_samples=0,  # each split and member has its own
-        max_length=seq_length - BERT_ADDED_TOKENS,
-        short_seq_prob=data.short_seq_prob,
-        seed=seed,
-        min_sentences=2 if binary_head else 1,
-    )
+    plan = _plan(data, "--seq-length", seq_length, BERT_ADDED_TOKENS, seed, 2 if binary_head else 1)
     ids = _special_ids(data, tokenizer)
 
     def build(sentences: SentenceSource) -> BertDataset:
@@ -129,13 +125,7 @@ def build_t5_datasets(
         ConfigError: the vocabulary has no sentinels.
     """
     options = T5Options(encoder_seq_length, decoder_seq_length, data.mask_prob, seed)
-    plan = SentenceMapPlan(
-        num_samples=0,  # each split and member has its own
-        max_length=encoder_seq_length - T5_RESERVED_TOKENS,
-        short_seq_prob=data.short_seq_prob,
-        seed=seed,
-        min_sentences=1,
-    )
+    plan = _plan(data, "--encoder-seq-length", encoder_seq_length, T5_RESERVED_TOKENS, seed, 1)
     ids = _special_ids(data, tokenizer)
     if not ids.sentinels:
         raise ConfigError(
@@ -147,6 +137,28 @@ def build_t5_datasets(
         return T5Dataset(sentences, ids, options)
 
     return _build_on_sentences(data, plan, samples, ids, build, is_builder, barrier)
+
+
+def _plan(
+    data: DataConfig, flag: str, length: int, reserved: int, seed: int, min_sentences: int
+) -> SentenceMapPlan:
+    """What all splits' maps have in common; each split and member has its own number of samples.
+
+    Raises:
+        ConfigError: the sequence has no room for text.
+    """
+    if length < reserved + _SHORTEST:
+        raise ConfigError(
+            f"{flag} {length}: {reserved} tokens are kept for special ones: give at least "
+            f"{reserved + _SHORTEST}"
+        )
+    return SentenceMapPlan(
+        num_samples=0,
+        max_length=length - reserved,
+        short_seq_prob=data.short_seq_prob,
+        seed=seed,
+        min_sentences=min_sentences,
+    )
 
 
 def _special_ids(data: DataConfig, tokenizer: Tokenizer) -> SpecialIds:

@@ -12,6 +12,7 @@ from megatron.data.sentence_map import (
     SentenceMapPlan,
     build_sentence_map,
     is_sound_sentence_map,
+    overlong_documents,
     usable_documents,
 )
 from megatron.data.sentence_source import MappedSentences
@@ -69,14 +70,12 @@ def _report_long(name: str, member: Member, *, warns: bool) -> None:
     """Say how much is lost to overlong sentences, which Megatron leaves out silently."""
     start, end = member.bounds
     documents = member.data.document_indices[start : end + 1]
-    counts = documents[1:] - documents[:-1]
-    several = int((counts > 1).sum())
-    kept = int(usable_documents(documents, member.data.sequence_lengths, 2).sum())
-    if warns and kept < several:
+    lost = int(overlong_documents(documents, member.data.sequence_lengths).sum())
+    if warns and lost:
         warnings.warn(
-            f"{member.data.prefix}: {several - kept} of the {end - start} {name} documents are "
-            f"left out, because they hold a sentence of more than {LONGEST_SENTENCE} tokens: "
-            "split sentences more finely when preprocessing to keep them",
+            f"{member.data.prefix}: {lost} of the {end - start} {name} documents are left out, "
+            f"because they hold a sentence of more than {LONGEST_SENTENCE} tokens: split sentences "
+            "more finely when preprocessing to keep them",
             stacklevel=3,
         )
 

@@ -81,11 +81,17 @@ def usable_documents(
         lengths: tokens of every sentence of the dataset.
     """
     counts = np.diff(documents)
+    return (counts >= min_sentences) & ~overlong_documents(documents, lengths)
+
+
+def overlong_documents(
+    documents: NDArray[np.int64], lengths: NDArray[np.int32]
+) -> NDArray[np.bool_]:
+    """Whether each document has several sentences, one of them above 512 tokens, `[D]`."""
     first, last = int(documents[0]), int(documents[-1])
     long_so_far = np.zeros(last - first + 1, np.int64)
     np.cumsum(lengths[first:last] > LONGEST_SENTENCE, out=long_so_far[1:])
-    has_long = np.diff(long_so_far[documents - first]) > 0
-    return (counts >= min_sentences) & ~(has_long & (counts > 1))
+    return (np.diff(long_so_far[documents - first]) > 0) & (np.diff(documents) > 1)
 
 
 def build_sentence_map(

@@ -82,7 +82,7 @@ class PlainAnswer:
         """See `Answer`."""
         wishes = self._prompt.wishes(row)
         if row.is_last and self.request.sampling.max_new_tokens:
-            wishes.append((row.count - 1, self._next()))
+            wishes.append((row.size - 1, self._next()))
         return wishes
 
     def take(self, row: Row, results: Many[Chosen], scheduler: Scheduler) -> list[Event]:
@@ -117,8 +117,7 @@ class PlainAnswer:
         sampling, number = self.request.sampling, self._new_tokens
         if not self._choice.is_drawn and not sampling.banned_pairs:
             return self._choice
-        return replace(
-            self._choice,
+        return self._choice._replace(
             top_p=_decayed_top_p(sampling, number),
             uniform=uniform(self._seed, number),
             banned=_banned(sampling, self._sequence.tokens[-1]),
@@ -160,7 +159,7 @@ class BeamAnswer:
         wishes = self._prompt.wishes(row)
         if row.is_last:
             banned = _banned(self.request.sampling, row.tokens[-1])
-            wishes.append((row.count - 1, Choice(tops=self._tops, banned=banned)))
+            wishes.append((row.size - 1, Choice(tops=self._tops, banned=banned)))
         return wishes
 
     def take(self, row: Row, results: Many[Chosen], scheduler: Scheduler) -> list[Event]:
@@ -221,7 +220,7 @@ class _PromptScores:
         if self._is_told:
             return []
         prompt, tops = self._request.prompt, self._request.sampling.top_logprobs
-        last = min(row.start + row.count, len(prompt) - 1)
+        last = min(row.start + row.size, len(prompt) - 1)
         return [
             (place - row.start, Choice(target=prompt[place + 1], logprob=True, tops=tops))
             for place in range(row.start, last)
@@ -234,7 +233,7 @@ class _PromptScores:
         count = len(self.wishes(row))
         self._scores |= {row.start + i + 1: results[i] for i in range(count)}
         prompt = self._request.prompt
-        if row.start + row.count < len(prompt):
+        if row.start + row.size < len(prompt):
             return [], results[count:]
         self._is_told = True
         scores = [self._scores[place] for place in range(1, len(prompt))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -25,8 +25,7 @@ from megatron.parallel.pipeline.schedule import Operation
 Integers = np.ndarray
 
 
-@dataclass(frozen=True)
-class Output:
+class Output(NamedTuple):
     """Logits that are wanted, and what for.
 
     Attributes:
@@ -135,11 +134,11 @@ class Executor:
     def _inputs(self, plan: Plan, outputs: Many[Output]) -> tuple[Tensor, StepCache]:
         """Token ids [1, s], and where they belong."""
         size = self._memory.block_size
-        firsts = np.cumsum([0] + [row.count for row in plan])
+        firsts = np.cumsum([0] + [row.size for row in plan])
         blocks = [self._blocks(row) for row in plan]
-        places = [np.arange(row.start, row.start + row.count) for row in plan]
+        places = [np.arange(row.start, row.start + row.size) for row in plan]
         slots = [_slots(b, p, size) for b, p in zip(blocks, places, strict=True)]
-        count = sum(row.count == 1 for row in plan)  # these come first
+        count = sum(row.size == 1 for row in plan)  # these come first
         wanted = [firsts[output.row] + output.place for output in outputs]
         cache = StepCache(
             memory=self._memory,
@@ -174,9 +173,9 @@ class Executor:
     def _chunk(self, row: Row, first: int, blocks: Integers) -> Chunk:
         slots = None
         if row.start:
-            places = np.arange(row.start + row.count)
+            places = np.arange(row.start + row.size)
             slots = self._tensor(_slots(blocks, places, self._memory.block_size))
-        return Chunk(first, row.count, slots)
+        return Chunk(first, row.size, slots)
 
     def _blocks(self, row: Row) -> Integers:
         """The row's blocks as an array, made when they change."""
@@ -191,7 +190,7 @@ class Executor:
 
 def _all_add_one(plan: Plan, outputs: Many[Output]) -> bool:
     """Whether the plan is one token of each sequence, and for each the next one is wanted."""
-    return len(outputs) == len(plan) and plan[-1].count == 1
+    return len(outputs) == len(plan) and plan[-1].size == 1
 
 
 def _slots(blocks: Integers, places: Integers, block_size: int) -> Integers:

@@ -6,7 +6,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.checkpoint.any_format import open_root
-from megatron.checkpoint.hf.files import COMPANION_FOLDER
+from megatron.checkpoint.hf.files import (
+    COMPANION_FOLDER,
+    TOKENIZER_CONFIG,
+    TOKENIZER_JSON,
+    WORDPIECES,
+)
+from megatron.checkpoint.hf.settings import read_json
 from megatron.checkpoint.legacy.arguments import legacy_surroundings
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.restore import restore
@@ -124,6 +130,8 @@ def saved_config(reader: Reader, folder: str) -> RunConfig:
     if reader.format == "legacy":
         sections = {**sections, **legacy_surroundings(reader.meta["legacy_args"])}
     run = resolve(from_dict(sections, str(reader.path)), 1)
+    if reader.format == "hf" and run.tokenizer.tokenizer_type is None:
+        run = replace(run, tokenizer=_hf_tokenizer(reader.path, run.model.architecture))
     return RunConfig(
         model=run.model,
         precision=replace(run.precision, fp8_format=None, fp8_recipe="tensorwise", fp8_wgrad=True),
@@ -133,6 +141,19 @@ def saved_config(reader: Reader, folder: str) -> RunConfig:
             decoder_seq_length=run.data.decoder_seq_length,
         ),
     )
+
+
+def _hf_tokenizer(folder: Path, architecture: str) -> TokenizerConfig:
+    """The tokenizer in a folder of Hugging Face, as far as its files tell."""
+    vocabulary = folder / WORDPIECES
+    if architecture == "bert" and vocabulary.is_file():
+        settings = folder / TOKENIZER_CONFIG
+        lower = not settings.is_file() or read_json(settings).get("do_lower_case") is not False
+        kind = "BertWordPieceLowerCase" if lower else "BertWordPieceCase"
+        return TokenizerConfig(tokenizer_type=kind, vocab_file=str(vocabulary))
+    if (folder / TOKENIZER_JSON).is_file():
+        return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
+    return TokenizerConfig()
 
 
 def _over(config: RunConfig, layout: Layout) -> RunConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +14,7 @@ _NOT_FINITE = -1
 _MASK = 2**64 - 1
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """What to do with one row of logits; see `request.Sampling`.
 
     Attributes:
@@ -49,8 +48,7 @@ class Choice:
         return self.target is None and self.repetition_penalty != 1
 
 
-@dataclass(frozen=True)
-class Chosen:
+class Chosen(NamedTuple):
     """The result for one row.
 
     Attributes:
@@ -91,16 +89,22 @@ def choose(logits: Tensor, choices: Sequence[Choice]) -> Tensor:
     result = logits.new_zeros(len(choices), result_width(choices), dtype=torch.float64)
     if any(choice.banned for choice in choices):
         logits = _without_banned(logits, choices)
-    tokens = _tokens(logits, choices)
+    largest, likeliest = logits.max(dim=-1)
+    tokens = _tokens(logits, likeliest, choices)
     _tell_logprobs(logits, tokens, choices, result)
-    finite = logits.amax(dim=-1).isfinite()  # a NaN anywhere in a row is its maximum
-    result[:, 0] = torch.where(finite, tokens, _NOT_FINITE)
+    # A NaN anywhere in a row is its maximum.
+    result[:, 0] = torch.where(largest.isfinite(), tokens, _NOT_FINITE)
     return result
 
 
 def unpack(result: Tensor, choices: Sequence[Choice]) -> list[Chosen]:
     """`choose`'s result, row by row."""
     most = (result.shape[1] - 2) // 2
+    if not most:
+        return [
+            Chosen(None if token == _NOT_FINITE else int(token), logprob, ())
+            for token, logprob in result.tolist()
+        ]
     chosen = []
     for row, choice in zip(result.tolist(), choices, strict=True):
         tokens, logprobs = row[2 : 2 + choice.tops], row[2 + most : 2 + most + choice.tops]
@@ -117,9 +121,8 @@ def _without_banned(logits: Tensor, choices: Sequence[Choice]) -> Tensor:
     return logits
 
 
-def _tokens(logits: Tensor, choices: Sequence[Choice]) -> Tensor:
-    """[k], int64."""
-    tokens = logits.argmax(dim=-1)
+def _tokens(logits: Tensor, tokens: Tensor, choices: Sequence[Choice]) -> Tensor:
+    """[k], int64: `tokens`, which are the likeliest, changed where others are asked for."""
     known = {i: choice.target for i, choice in enumerate(choices) if choice.target is not None}
     if known:
         tokens[list(known)] = torch.tensor(list(known.values()), device=logits.device)

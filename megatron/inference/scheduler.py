@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from megatron.inference.blocks import FIRST_KEY, BlockPool, Key, next_key
 
@@ -72,8 +73,7 @@ class Sequence:
         return len(self.tokens) - self.computed
 
 
-@dataclass(frozen=True, eq=False)
-class Row:
+class Row(NamedTuple):
     """What a step does for one sequence: computes tokens `start` to `start + count`.
 
     Attributes:
@@ -89,7 +89,7 @@ class Row:
     is_last: bool
 
     @property
-    def count(self) -> int:
+    def size(self) -> int:
         """Tokens computed."""
         return len(self.tokens)
 
@@ -153,14 +153,14 @@ class Scheduler:
         self._begin_waiting(step)
         if not step.rows and self._waiting:
             self._begin_stuck(step)
-        return tuple(sorted(step.rows.values(), key=lambda row: row.count > 1))
+        return tuple(sorted(step.rows.values(), key=lambda row: row.size > 1))
 
     def done(self, plan: Plan) -> None:
         """The plan's tokens are in the cache now."""
         size = self.settings.block_size
         for row in plan:
             sequence = row.sequence
-            sequence.computed = row.start + row.count
+            sequence.computed = row.start + row.size
             for index in range(len(sequence.keys), sequence.computed // size):
                 key = _key(sequence, index, size)
                 self.pool.publish(sequence.blocks[index], key)
@@ -274,7 +274,7 @@ class _Step:
     def drop(self, sequence: Sequence) -> None:
         self.preempted.add(sequence)
         row = self.rows.pop(sequence, None)
-        self.budget += 0 if row is None else row.count
+        self.budget += 0 if row is None else row.size
 
 
 def _row(sequence: Sequence, count: int) -> Row:

@@ -1,7 +1,9 @@
 """The attention core: softmax(Q K^T / sqrt(d)) V, plain or by PyTorch's fused kernels.
 
 Queries are [s, b, n, d]; keys and values [s, b, g, d], where each of the g groups serves n / g
-consecutive query heads. A mask is boolean, True where a query may attend, and replaces `causal`.
+consecutive query heads; there may be fewer or more keys than queries. A mask is boolean, True where
+a query may attend, and replaces `causal`. That of padding has one row for all queries of a sample.
+PyTorch's fused kernels take it as it is (`softmax.py` would need every score in memory).
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ class AttentionFunction(Protocol):
             query: [s, b, n, d].
             key: [s, b, g, d].
             value: [s, b, g, d].
-            mask: bool [b or 1, 1, s, s], True where a query may attend; None: see `causal`.
+            mask: bool [b or 1, 1, s or 1, keys], True where a query may attend; None: see `causal`.
             causal: without a mask, attend to the past and oneself only.
             dropout: probability on attention weights.
             layer_number: from 1, for query-key layer scaling.

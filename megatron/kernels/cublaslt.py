@@ -18,8 +18,7 @@ from megatron.kernels.fp8 import Fp8
 _COMPUTE_32F = 68
 _TYPES = {torch.float32: 0, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}  # cudaDataType
 _TRANSPOSED = 1
-_TRANSPOSE_A, _SCALE_A, _SCALE_B, _SCALE_MODE_A, _SCALE_MODE_B = 3, 17, 18, 31, 32
-_SCALE_PER_ROW = 3
+_TRANSPOSE_A, _SCALE_A, _SCALE_B = 3, 17, 18
 _PREFERRED_WORKSPACE = 1
 WORKSPACE_BYTES = 32 * 1024 * 1024  # what NVIDIA recommends for Hopper
 
@@ -67,12 +66,12 @@ class CublasLt:
         """into += left right^T, summed in fp32 without shortcuts.
 
         Args:
-            left: [m, k]; one scale, or one for each row.
+            left: [m, k], with one scale (with one for each row the library has no such product).
             right: [n, k], likewise.
             into: [m, n], fp32, contiguous.
         """
         gpu = into.get_device()
-        shapes = (left.values.shape, right.values.shape, left.inverse.shape)
+        shapes = (left.values.shape, right.values.shape)
         key = (gpu, *shapes, left.values.dtype, right.values.dtype)
         with Device(into.device).as_current():
             plan = self._plans.get(key)
@@ -101,9 +100,6 @@ class CublasLt:
             self._handles[gpu] = self._create("cublasLtCreate")
         operation = self._create("cublasLtMatmulDescCreate", _COMPUTE_32F, _TYPES[torch.float32])
         self._set(operation, _TRANSPOSE_A, ctypes.c_int32(_TRANSPOSED))
-        if left.inverse.numel() > 1:
-            self._set(operation, _SCALE_MODE_A, ctypes.c_int32(_SCALE_PER_ROW))
-            self._set(operation, _SCALE_MODE_B, ctypes.c_int32(_SCALE_PER_ROW))
         layouts = [self._layout(matrix) for matrix in (right.values, left.values, into)]
         preference = self._create("cublasLtMatmulPreferenceCreate")
         limit = ctypes.c_size_t(WORKSPACE_BYTES)

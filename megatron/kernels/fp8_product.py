@@ -71,7 +71,8 @@ class LibraryProduct:
     """See `Fp8Product`: `torch._scaled_mm`, and cuBLASLt itself to add to fp32 sums.
 
     Adding costs no pass over memory of its own then: 58 of the 2131 ms of a step of Llama 3 8B
-    (docs/benchmarks.md). Without cuBLASLt (another vendor's GPU) the sum is taken apart.
+    (docs/benchmarks.md). The sum is taken apart where rows have their own scales, and without
+    cuBLASLt (another vendor's GPU).
     """
 
     def __init__(self) -> None:
@@ -92,10 +93,11 @@ class LibraryProduct:
         accumulate: bool = False,
     ) -> Tensor:
         if into is not None and accumulate:
-            if self._adding is None or into.dtype != torch.float32:
-                return into.add_(self(left, right, into.dtype, bias=bias, fast=fast))
-            self._adding.add_product(left, right, into)
-            return into
+            one_scale = left.inverse.numel() == right.inverse.numel() == 1
+            if self._adding is not None and one_scale and into.dtype == torch.float32:
+                self._adding.add_product(left, right, into)
+                return into
+            return into.add_(self(left, right, into.dtype, bias=bias, fast=fast))
         return torch._scaled_mm(
             left.values,
             right.values.t(),

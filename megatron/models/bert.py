@@ -22,7 +22,7 @@ from megatron.models.construct import build_model
 from megatron.models.embedding import Embedding, RotaryTable, new_embedding
 from megatron.models.head import Output, TokenLoss
 from megatron.models.initial import weight_init
-from megatron.models.kernels import choose_kernels
+from megatron.models.kernels import PLAIN_KERNELS, Kernels, choose_kernels
 from megatron.models.norm import Stream, new_norm
 from megatron.models.recompute import RecomputePlan
 from megatron.models.sizes import sizes_of
@@ -118,7 +118,7 @@ class BertModel(nn.Module):
             self.final_norm = new_norm(model, layout, kernels, **allocation)
             self.pooler = Pooler(model, layout, **allocation) if has_pooler else None
         if self.part.head and pretraining_heads:
-            self.head = MaskedTokenHead(model, layout, **allocation)
+            self.head = MaskedTokenHead(model, layout, kernels, **allocation)
             token_loss = TokenLoss.from_config(precision, device)
             self.output = Output(model, layout, token_loss, self.embedding, has_bias=True, **words)
             if has_pooler:
@@ -235,6 +235,7 @@ class MaskedTokenHead(nn.Module):
         self,
         model: ModelConfig,
         layout: Layout,
+        kernels: Kernels = PLAIN_KERNELS,
         *,
         device: torch.device | None = None,
         dtype: torch.dtype = torch.float32,
@@ -251,7 +252,7 @@ class MaskedTokenHead(nn.Module):
             device=device,
             dtype=dtype,
         )
-        self.norm = new_norm(model, layout, device=device, dtype=dtype)
+        self.norm = new_norm(model, layout, kernels, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, h] -> [s, b, h]; [s/t, b, h] with sequence parallelism."""

@@ -212,6 +212,15 @@ def open_for_loading(config: RunConfig, layout: Layout) -> Reader | None:
     return reader
 
 
+def entries_held(reader: Reader, entries: int) -> int:
+    """Of a tokenizer's entries those that a checkpoint has rows for, or should have.
+
+    A BERT of Hugging Face knows nothing of the [BOS] and [EOS] that our tokenizer adds to its own.
+    """
+    is_theirs = reader.format == "hf" and reader.meta["config"]["model"]["architecture"] == "bert"
+    return min(entries, int(reader.meta["padded_vocab_size"])) if is_theirs else entries
+
+
 def network_of(folder: str) -> dict[str, Any]:
     """For --use-checkpoint-args: the network of a checkpoint, by "model.field"."""
     reader = open_root(Path(folder), verify=False)

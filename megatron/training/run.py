@@ -72,6 +72,8 @@ class Run:
     operation_clock: OperationClock | None
     progress: Progress
     train_batches: Iterator[Batch] = iter(())
+    pretrained: str | None = None
+    """Where the first weights are from, where that is another network's checkpoint."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Of all parts of the model here; names are global, so no two parts share one."""

@@ -32,7 +32,12 @@ from megatron.parallel.weight_gradients import WeightGradientQueue, attach
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.vocabulary import padded_vocab_size
 from megatron.training.batch_size import BatchPlan
-from megatron.training.checkpointing import open_for_loading, restore_run, shard_state
+from megatron.training.checkpointing import (
+    entries_held,
+    open_for_loading,
+    restore_run,
+    shard_state,
+)
 from megatron.training.data import batches_from, samples_needed
 from megatron.training.exit import ExitRequest
 from megatron.training.operation_clock import OperationClock
@@ -60,7 +65,9 @@ def build_run(
     )
     reader = open_for_loading(config, layout)
     if reader is not None:
-        reader = PaddedReader(reader, rows=vocabulary, entries=tokenizer.vocab_size)
+        reader = PaddedReader(
+            reader, rows=vocabulary, entries=entries_held(reader, tokenizer.vocab_size)
+        )
     parts = _build_parts(config, recipe, layout, device, vocabulary)
     gradients, tied = _share(config, parts, layout, device)
     named_parameters = [pair for part in parts for pair in part.named_parameters()]

@@ -78,7 +78,9 @@ def start_panel(run: Run, seconds: float) -> str:
 
 def _describe_data(run: Run) -> str:
     data = run.config.data
-    source = "generated tokens (--mock-data)" if data.mock_data else "indexed files"
+    has_corpus = any((data.data_path, data.train_data_path, data.valid_data_path))
+    source = "indexed files" if has_corpus else "the task's files"
+    source = "generated tokens (--mock-data)" if data.mock_data else source
     sizes = ", ".join(
         f"{name} {0 if split is None else len(split):,}"
         for name, split in zip(("training", "validation", "test"), run.datasets, strict=True)
@@ -93,6 +95,8 @@ def _describe_checkpoints(run: Run) -> str:
         if run.progress.iteration
         else f"weights from {options.load}"
         if options.finetune
+        else f"weights from {run.pretrained}"
+        if run.pretrained is not None
         else "starting fresh"
     )
     return f"{loaded}; {_describe_saving(options)}"

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron.checkpoint import compare
+from megatron.checkpoint.entries import Entry
 from tests.checkpoint.hf.models import CASES, tensors_of, write_folder
 from tests.checkpoint.states import make_state, save_state
 
@@ -114,6 +115,16 @@ def test_checkpoints_of_several_formats_are_compared(golden, tmp_path, inspect):
     code, text = inspect("diff", whole, split)
     assert code == 1
     assert "model.layers.0.mlp.up.weight: 16,384 of 16,384 values changed, by at most 0." in text
+
+
+def test_vocabularies_of_other_padding_are_compared_in_the_rows_that_both_have(tmp_path, inspect):
+    name, table = "model.embedding.word.weight", torch.randn(6, 4)
+    one = save_state(tmp_path / "a", 1, {name: Entry.whole(table)})
+    other = save_state(tmp_path / "b", 1, {name: Entry.whole(table[:5].clone())})
+    code, text = inspect("diff", one, other)
+    assert code == 1
+    line = f"{name}: float32 [6, 4] -> float32 [5, 4], the rows that both have are the same"
+    assert line in text.splitlines()
 
 
 def test_it_runs_as_a_script_although_its_name_is_that_of_a_library(tmp_path):

@@ -77,6 +77,13 @@ def test_a_split_whose_layers_do_not_divide():
     assert "4 decoder layers" in problems(words, architecture="t5", world_size=4)[0]
 
 
+@pytest.mark.parametrize("words", ["", "--pipeline-model-parallel-layout Ett|ttL"])
+def test_layers_that_do_not_fit_are_named_by_both_flags(words):
+    words = f"{T5} --pipeline-model-parallel-size 2 --decoder-num-layers 3 {words}"
+    line = problems(words, architecture="t5", world_size=2)[0]
+    assert "--num-layers 4 + --decoder-num-layers 3 = 7" in line
+
+
 def test_the_yaml_file_of_another_script_is_refused_by_name(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(dump(parse(architecture="bert").config))

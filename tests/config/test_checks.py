@@ -233,6 +233,31 @@ _LINES = [
         "--save here --save-interval-in-mins 0",
         "--save-interval-in-mins 0.0: must be above 0",
     ),
+    (
+        "--save here --save-interval 5 --ckpt-format legacy --async-save",
+        "--async-save goes with --ckpt-format native only: drop one of the two",
+    ),
+    (
+        "--save here --save-interval 5 --ckpt-format legacy --keep-latest 2",
+        "--keep-latest goes with --ckpt-format native only: drop one of the two",
+    ),
+    (
+        "--save here --save-interval 5 --ckpt-format legacy --optimizer sgd "
+        "--use-distributed-optimizer",
+        "--ckpt-format legacy with --use-distributed-optimizer: Megatron-LM's file holds Adam's "
+        "states, not those of --optimizer sgd: drop one of the three",
+    ),
+    (
+        "--save here --save-interval 5 --ckpt-format legacy --qk-layernorm",
+        "--qk-layernorm: Megatron-LM 23.08, which --ckpt-format legacy writes for, has no place "
+        "for such weights: use --ckpt-format native",
+    ),
+    (
+        "--save here --save-interval 5 --ckpt-format legacy --num-layers 4 "
+        "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1",
+        "--ckpt-format legacy: Megatron-LM 23.08 gives every stage equally many layers, here they "
+        "have 1, 3: use --ckpt-format native",
+    ),
     ("--save here --save-interval 5 --keep-latest 0", "--keep-latest 0: must be at least 1"),
     (
         "--exit-on-missing-checkpoint",

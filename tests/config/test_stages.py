@@ -69,7 +69,7 @@ def test_layout_strings(text, layers, stages, counts):
         ("tt|tL", "begin with E"),
         ("Ett|t", "end with L"),
         ("Ett|tEL", "stand once"),
-        ("Ett|tL", "has 3 layers, --num-layers is 4"),
+        ("Ett|tL", "has 3 layers, not --num-layers 4"),
         ("Et|t|ttL", "3 parts do not divide"),
         ("Et(t|tL", "not closed"),
         ("Et)t|tL", "not opened"),

@@ -14,7 +14,7 @@ from megatron.data.bert import BertDataset, truncate
 from megatron.data.build import build_bert_datasets
 from megatron.data.indexed import IndexedDatasetBuilder
 from megatron.data.members import Datasets
-from megatron.errors import DataError
+from megatron.errors import ConfigError, DataError
 from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.build import build_tokenizer
 from tests.data.corpus import VOCABULARY, write_sentences, write_vocabulary
@@ -202,6 +202,13 @@ def test_another_tokenizers_data_is_refused(tmp_path: Path, tokenizer: Tokenizer
     prefix = write_sentences(tmp_path / "x", vocab_size=5000)
     with pytest.raises(DataError, match=r"x\.bin: sentence \d+ holds the token id .* 407 entries"):
         train(on_file(prefix), tokenizer)
+
+
+def test_a_sequence_without_room_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    config = on_file(write_sentences(tmp_path / "x"))
+    with pytest.raises(ConfigError, match="--seq-length 4: .* give at least 5"):
+        train(config, tokenizer, seq_length=4)
+    assert train(config, tokenizer, seq_length=5)[0]["text"].shape == (5,)
 
 
 def test_splits_paths_and_blends(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -40,7 +40,7 @@ def with_gradients(function, inputs, **options):
 
 @pytest.mark.parametrize("groups", [1, 2, N])
 @pytest.mark.parametrize("size", [64, 128])
-@pytest.mark.parametrize("which", ["causal", "all", "mask"])
+@pytest.mark.parametrize("which", ["causal", "all", "mask", "padding"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_fused_attention_equals_plain(groups, size, which, dtype):
     mask = None
@@ -48,6 +48,9 @@ def test_fused_attention_equals_plain(groups, size, which, dtype):
         mask = torch.ones(S, S, dtype=torch.bool).tril()
         mask[60:, :60] = False
         mask = mask.expand(B, 1, S, S).to(DEVICE.torch_device)
+    if which == "padding":  # of BERT and T5: one row for all queries of a sample
+        lengths = torch.tensor([S, S - 50], device=DEVICE.torch_device)
+        mask = (torch.arange(S, device=DEVICE.torch_device) < lengths[:, None])[:, None, None, :]
     options = {"mask": mask, "causal": which == "causal"}
     choice = choose_attention(ModelConfig(), PrecisionConfig(), DEVICE.torch_device)
     inputs = heads(groups, size, dtype)

@@ -25,7 +25,7 @@ def chosen(choice: Choice, logits: torch.Tensor = LOGITS) -> int | None:
 
 def counts(choice: Choice, draws: int = 4000) -> list[float]:
     """How often each token is drawn, over evenly spread chances."""
-    rows = [replace(choice, uniform=(i + 0.5) / draws) for i in range(draws)]
+    rows = [choice._replace(uniform=(i + 0.5) / draws) for i in range(draws)]
     found = unpack(choose(LOGITS.expand(draws, -1), rows), rows)
     seen = Counter(result.token for result in found)
     return [seen[token] / draws for token in range(len(SHARES))]
@@ -68,7 +68,7 @@ def test_rows_of_every_kind_do_not_disturb_each_other() -> None:
         Choice(target=7, logprob=True, tops=1),
         Choice(banned=(4,), temperature=0.9),
     ]
-    rows = [replace(kinds[i % 8], uniform=uniform(1, i)) for i in range(64)]
+    rows = [kinds[i % 8]._replace(uniform=uniform(1, i)) for i in range(64)]
     together = unpack(choose(logits, rows), rows)
     for i, row in enumerate(rows):
         (alone,) = unpack(choose(logits[i : i + 1], [row]), [row])

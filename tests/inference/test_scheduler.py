@@ -16,7 +16,7 @@ def carry_out(scheduler: Scheduler) -> list[tuple[int, int]]:
     """Plan and do a step; (start, count) of each row."""
     plan = scheduler.plan()
     scheduler.done(plan)
-    return [(row.start, row.count) for row in plan]
+    return [(row.start, row.size) for row in plan]
 
 
 def test_a_long_prompt_is_cut_into_chunks_and_others_go_on_meanwhile() -> None:
@@ -171,19 +171,19 @@ def test_every_sequence_is_computed_once_and_in_order_and_no_block_leaks(seed: i
 
 
 def check(plan: Plan, settings: SchedulerSettings) -> None:
-    assert sum(row.count for row in plan) <= settings.max_tokens
+    assert sum(row.size for row in plan) <= settings.max_tokens
     assert len(plan) <= settings.max_sequences
     for row in plan:
         assert row.start == row.sequence.computed
-        assert list(row.tokens) == row.sequence.tokens[row.start : row.start + row.count]
-        assert len(row.blocks) == settings.blocks_for(row.start + row.count)
+        assert list(row.tokens) == row.sequence.tokens[row.start : row.start + row.size]
+        assert len(row.blocks) == settings.blocks_for(row.start + row.size)
     written = [row.blocks[i // settings.block_size] for row in plan for i in places(row)]
     users = [block for row in plan for block in set(row.blocks)]
     assert all(users.count(block) == 1 for block in written), "a block is written by one only"
 
 
 def places(row: object) -> range:
-    return range(row.start, row.start + row.count)  # type: ignore[attr-defined]
+    return range(row.start, row.start + row.size)  # type: ignore[attr-defined]
 
 
 def check_blocks(scheduler: Scheduler, alive: list[Sequence]) -> None:

@@ -77,7 +77,7 @@ def test_commands_reach_every_rank_and_events_come_from_one(
         assert tokens_of(found[key]) == tokens_of(expected[key])
         assert end_of(found[key]).reason == "length"
     assert end_of(found["5"]).reason == "cancelled"
-    assert end_of(found["impossible"]).reason == "error"
+    assert end_of(found["impossible"]).reason == "refused"
     assert "positions" in end_of(found["impossible"]).message
     assert "nobody" not in found
 

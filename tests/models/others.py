@@ -23,6 +23,7 @@ def build(
     flags: dict[str, Any] | None = None,
     *,
     layout: Layout | None = None,
+    device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> Any:
@@ -34,7 +35,7 @@ def build(
         PrecisionConfig(),
         layout or Layout.single(),
         padded_vocab_size=VOCAB,
-        device=torch.device("cpu"),
+        device=torch.device(device),
         dtype=dtype,
         **options,
     )
@@ -42,8 +43,12 @@ def build(
     return model
 
 
-def batch_of(kind: str) -> list[Tensor]:
+def batch_of(kind: str, device: torch.device | str = "cpu") -> list[Tensor]:
     """What the model's forward takes, its labels last. The second sample has padding."""
+    return [part.to(device) for part in _batch_of(kind)]
+
+
+def _batch_of(kind: str) -> list[Tensor]:
     generator = torch.Generator().manual_seed(7)
 
     def draw(length: int) -> Tensor:
@@ -63,5 +68,7 @@ def losses(kind: str, model: Any, batch: list[Tensor]) -> Tensor:
     if kind == "t5":
         loss: Tensor = result.mean()
         return loss
-    order = torch.nn.functional.cross_entropy(result.order.float(), torch.tensor([0, 1]))
+    order = torch.nn.functional.cross_entropy(
+        result.order.float(), torch.ones(BATCH, dtype=torch.int64, device=result.order.device)
+    )
     return result.tokens[batch[1]].mean() + order

@@ -23,17 +23,17 @@ VIRTUAL = (2, {"pipeline": 2}, ["--num-layers-per-virtual-pipeline-stage", "1"])
 CONTEXT = (4, {"tensor": 2, "context": 2}, ["--zero-stage", "1"])
 
 
-def _train(layout, flags):
-    recorder, _ = train_toy(layout, flags)
+def _train(layout, flags, kind="gpt"):
+    recorder, _ = train_toy(layout, flags, kind)
     return recorder.values("lm loss")
 
 
-def _run(layout, *flags):
+def _run(layout, *flags, kind="gpt"):
     processes, sizes, more = layout
     words = [*FLAGS, *more, *flags]
     for axis, size in sizes.items():
         words += [NAMES[axis], str(size)]
-    return run_distributed(processes, _train, words, **sizes)[-1]
+    return run_distributed(processes, _train, words, kind, **sizes)[-1]
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +53,15 @@ def test_losses_go_on(tmp_path, uninterrupted, before, after):
     first = _run(before, "--save", folder, "--save-interval", "3", "--exit-interval", "3")
     second = _run(after, "--load", folder)
     assert [*first, *second] == pytest.approx(uninterrupted, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["bert", "t5"])
+def test_losses_of_bert_and_t5_go_on(tmp_path, kind):
+    folder = str(tmp_path)
+    first = _run(SPLIT, "--save", folder, "--save-interval", "3", "--exit-interval", "3", kind=kind)
+    second = _run(VIRTUAL, "--load", folder, kind=kind)
+    expected = _train(Layout.single(), FLAGS, kind)
+    assert [*first, *second] == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_difference_would_be_seen(tmp_path, monkeypatch):

@@ -213,6 +213,30 @@ def test_what_megatron_has_no_place_for(name, words, message, tmp_path: Path, ca
     assert not list((tmp_path / "b").glob("*_*/"))
 
 
+def test_the_vocabulary_is_padded_by_megatron_s_rule(tmp_path: Path) -> None:
+    """66 of 71 rows are entries; padded to a multiple of 128 x the tensor-parallel size."""
+    case = CASES["gpt2"]
+    folder = write_folder(tmp_path / "a", case.config, tensors_of(case))
+    (tmp_path / "vocab.json").write_text(json.dumps({f"w{index}": index for index in range(66)}))
+    (tmp_path / "vocab.txt").write_text("".join(f"w{index}\n" for index in range(66)))
+    for words in (
+        ["--true-vocab-size", "66"],
+        ["--vocab-file", str(tmp_path / "vocab.json")],
+        ["--vocab-file", str(tmp_path / "vocab.txt")],
+    ):
+        out = tmp_path / words[-1].rpartition("/")[2]
+        words += ["--target-tensor-parallel-size", "2"]
+        assert convert("hf", "megatron", folder, out.with_suffix(".out"), *words) == 0
+        reader = open_checkpoint(out.with_suffix(".out"))
+        assert reader is not None
+        table = read_whole(reader, "model.embedding.word.weight")
+        original = tensors_of(case)["transformer.wte.weight"]
+        kept = 66 if "--true-vocab-size" in words else 71
+        assert torch.equal(table[:kept], original[:kept])
+        assert table.shape[0] == 256  # 128 x 2
+        torch.testing.assert_close(table[kept:], original[:66].mean(0).expand(256 - kept, -1))
+
+
 def test_verify_says_plainly_that_it_did_not_check(tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(verify, "find_spec", lambda _: None)
     folder = write_folder(tmp_path / "a", CASES["llama"].config, tensors_of(CASES["llama"]))

@@ -7,6 +7,7 @@ configuration and the files that belong to it.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -159,16 +160,33 @@ def save_megatron(source: Source, options: argparse.Namespace) -> Path:
     """Files that Megatron-LM 23.08 loads, split as the flags ask, else as they were."""
     config = replace(source.config, parallel=_target(source, options))
     given = from_namespace(TokenizerConfig, options)
-    if given != TokenizerConfig():
-        config = replace(config, tokenizer=given)
-    entries = options.true_vocab_size or _entries_if_there(config.tokenizer)
+    if given == TokenizerConfig():
+        entries = _entries_if_there(config.tokenizer)
+    elif given.tokenizer_type is None and given.vocab_file and not given.merge_file:
+        entries = _count_entries(given.vocab_file)  # as Megatron's tool does
+    else:
+        given = replace(given, tokenizer_type=given.tokenizer_type or _kind_of(vars(given)))
+        config, entries = replace(config, tokenizer=given), _entries(given)
+    entries = options.true_vocab_size or entries
     rows = source.rows if entries is None else megatron_rows(entries, config)
+    held = min(entries or rows, source.rows)
+    # Rows of padding that a model was trained with stay, unless they are to be dropped.
+    kept = held if options.true_vocab_size else source.rows
     return convert_to_legacy(
-        PaddedReader(source.reader, rows=rows, entries=min(entries or rows, source.rows)),
+        PaddedReader(_with_rows(source.reader, kept), rows=rows, entries=held),
         options.save_dir,
         config,
         keep_optimizer=options.keep_optimizer,
     )
+
+
+def _count_entries(path: str) -> int:
+    """Of a vocabulary: keys of a JSON object, else lines."""
+    data = _read(path, "vocab_file")
+    try:
+        return len(json.loads(data))
+    except ValueError:
+        return len(data.splitlines())
 
 
 def _target(source: Source, options: argparse.Namespace) -> ParallelConfig:

@@ -5,7 +5,7 @@
     python tools/checkpoint/inspect.py diff runs/demo/checkpoints runs/other/iter_0000100
 
 A folder is one that was given to --save or --load, ours or Megatron-LM's, or one of Hugging Face;
-for `diff` also one checkpoint in it. No tensor is held whole. Exit code 0: all checkpoints are
+for `diff` also one checkpoint in it. Tensors are read in parts. Exit code 0: all checkpoints are
 sound, or both are the same; 1: the two differ; 4: one is damaged, or there is none.
 """
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+DEFAULT_OUT = Path("runs/demo")
 VOCAB_SIZE = 2048
 # Small enough for 2 CPU cores to see millions of tokens in some minutes.
 _NETWORK = (
@@ -35,7 +36,7 @@ class Kind:
         iterations: updates, where the user names no number.
         title: of the last step, which shows what the model can do.
         show: that step's tool and flags, from texts of validation documents; None: source code.
-        choice: what `make demo` needs beside.
+        go_on: says what to do with the model, whose demo's folder is given.
     """
 
     name: str
@@ -49,7 +50,12 @@ class Kind:
     iterations: int
     title: str
     show: Callable[[Sequence[str] | None], list[str]]
-    choice: str
+    go_on: Callable[[Path], str]
+
+    @property
+    def choice(self) -> str:
+        """What `make demo` needs beside, to be this one."""
+        return "" if self.name == "GPT" else f" MODEL={self.name.lower()}"
 
     @property
     def training_flags(self) -> list[str]:
@@ -67,12 +73,20 @@ def _wordpiece(folder: Path) -> list[str]:
     return ["--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", str(folder / "vocab.txt")]
 
 
-def _go_on(texts: Sequence[str] | None) -> list[str]:
+def _write(texts: Sequence[str] | None) -> list[str]:
     prompt = "    def __init__(self" if texts is None else texts[0][:40].partition("\n")[0]
     return [
         *["tools/generate_samples_gpt.py", "--prompt", prompt, "--out-seq-length", "100"],
         *"--num-samples 2 --temperature 0.7 --top_k 40 --seed 1".split(),
     ]
+
+
+def _talk(out: Path) -> str:
+    where = "" if out == DEFAULT_OUT else f" OUT={out}"
+    return f"""Talk to the model: run
+    make serve{where}
+and open http://127.0.0.1:5000/ in a browser, or in another terminal run
+    .venv/bin/python tools/text_generation_cli.py localhost:5000"""
 
 
 _HOLES = (
@@ -87,6 +101,11 @@ _HOLES = (
 def _fill_in(texts: Sequence[str] | None) -> list[str]:
     holes = _HOLES if texts is None else [hide_a_word(text) for text in texts]
     return ["tools/fill_in.py", "--text", *holes]
+
+
+def _ask(out: Path) -> str:
+    command = f".venv/bin/python tools/fill_in.py --load {out / 'checkpoints'}"
+    return f"Ask the model: run\n    {command} --text 'while [MASK]:'"
 
 
 def hide_a_word(text: str) -> str:
@@ -110,8 +129,8 @@ KINDS = {
         global_batch=8,
         iterations=1000,
         title="Let it write",
-        show=_go_on,
-        choice="",
+        show=_write,
+        go_on=_talk,
     ),
     "bert": Kind(
         name="BERT",
@@ -125,7 +144,7 @@ KINDS = {
         iterations=2000,
         title="Let it fill in hidden words",
         show=_fill_in,
-        choice=" MODEL=bert",
+        go_on=_ask,
     ),
     "t5": Kind(
         name="T5",
@@ -140,6 +159,6 @@ KINDS = {
         iterations=2000,
         title="Let it fill in hidden words",
         show=_fill_in,
-        choice=" MODEL=t5",
+        go_on=_ask,
     ),
 }

@@ -45,7 +45,7 @@ class Subject:
         config: of the network.
         device: where to run.
         bandwidth: bytes/s, for the floor.
-        product_rows, graphs: see `EngineOptions`.
+        options: of the engine, but for its sizes.
     """
 
     def __init__(
@@ -53,11 +53,9 @@ class Subject:
         config: RunConfig,
         device: Device,
         bandwidth: float,
-        *,
-        product_rows: int | None,
-        graphs: bool,
+        options: EngineOptions,
     ) -> None:
-        self._options = EngineOptions(product_rows=product_rows, graphs=graphs, block_size=_BLOCK)
+        self._options = replace(options, block_size=_BLOCK)
         self._config, self._device, self._bandwidth = config, device, bandwidth
         rows = padded_vocabulary(config)
         self._vocab = rows

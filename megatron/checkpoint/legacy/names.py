@@ -60,6 +60,11 @@ _HEADS = {
     "lm_head.norm.bias": "head.norm.bias",
     "binary_head.weight": "binary_head.weight",
     "binary_head.bias": "binary_head.bias",
+    # of its tasks: BERT that chooses among classes, or among texts
+    "classification_head.weight": "classification_head.weight",
+    "classification_head.bias": "classification_head.bias",
+    "multichoice_head.weight": "multichoice_head.weight",
+    "multichoice_head.bias": "multichoice_head.bias",
 }
 _FINAL = {
     f"final_{norm}.{kind}": f"final_norm.{kind}"
@@ -74,7 +79,12 @@ _ROW = re.compile(
     r"((en|de)coder\.)?layers\.\d+\.(attention\.output|cross_attention\.output|mlp\.down)\.weight"
 )
 
-_BESIDE = ("lm_head", "binary_head")  # beside `language_model`, not in it
+_BESIDE = (
+    "lm_head",
+    "binary_head",
+    "classification_head",
+    "multichoice_head",
+)  # beside `language_model`, not in it
 _MAX_CHUNKS = 1000
 _MAX_DEPTH = 2
 _MAX_NAMES = 100_000
@@ -119,10 +129,12 @@ def is_core(tree: Mapping[str, Any]) -> bool:
 def architecture_of(models: Iterable[Any]) -> str:
     """The kind of network that trees are parts of, see `ModelConfig.architecture`."""
     trees = [model for model in models if isinstance(model, dict)]
-    languages = [model.get("language_model") for model in trees]
-    if any(isinstance(language, dict) and "decoder" in language for language in languages):
+    keys = {key for model in trees for key in model}
+    for language in (model.get("language_model") for model in trees):
+        keys |= set(language) if isinstance(language, dict) else set()
+    if "decoder" in keys:
         return "t5"
-    return "bert" if any("lm_head" in model for model in trees) else "gpt"
+    return "bert" if keys & {"lm_head", "pooler"} else "gpt"
 
 
 class FirstLayers(NamedTuple):
@@ -188,8 +200,7 @@ _KNOWN_KEYS = {
     "decoder",
     "pooler",
     "output_layer",
-    "lm_head",
-    "binary_head",
+    *_BESIDE,
 }
 
 
@@ -205,8 +216,7 @@ def _tensors(
         "pooler": language.get("pooler", {}),
         "output_layer": language.get("output_layer", {}),
         "word_embeddings_for_head": model.get("word_embeddings_for_head", {}),
-        "lm_head": model.get("lm_head", {}),
-        "binary_head": model.get("binary_head", {}),
+        **{top: model.get(top, {}) for top in _BESIDE},
     }
     for top, tree in trees.items():
         for path, value in _flatten(tree, top):

@@ -18,8 +18,8 @@ from megatron.errors import CheckpointError
 VERSION = 3.0  # `checkpoint_version` of what is written
 _WORDS = "embedding.word.weight"
 _TIED = "(tied)"
-_FIRST_IN_ENCODER = re.compile(r"encoder\.layers\.\d+\.attention_norm\.weight")
 _TIED_PATH = ("word_embeddings_for_head", "weight")
+_ENCODER_LAYER = re.compile(r"encoder\.layers\.\d+\.attention_norm\.weight")  # one of each
 
 # In the order of registration; those that a model lacks are left out.
 _BEFORE_LAYERS = (
@@ -55,6 +55,10 @@ _LAST = (
     "head.norm.bias",
     "binary_head.weight",
     "binary_head.bias",
+    "classification_head.weight",
+    "classification_head.bias",
+    "multichoice_head.weight",
+    "multichoice_head.bias",
 )
 
 
@@ -175,7 +179,7 @@ def _names(shapes: Mapping[str, tuple[int, ...]], part: ModelPart) -> Iterator[s
 
 def _stacks(shapes: Mapping[str, tuple[int, ...]], part: ModelPart) -> list[tuple[str, range]]:
     """What our names of a part's layers begin with, and their numbers: a T5 has two stacks."""
-    encoder = sum(_FIRST_IN_ENCODER.fullmatch(name) is not None for name in shapes)
+    encoder = sum(_ENCODER_LAYER.fullmatch(name) is not None for name in shapes)
     if not encoder:
         return [("", part.layers)]
     return [("encoder.", range(encoder)), ("decoder.", range(len(part.layers) - encoder))]

@@ -85,7 +85,9 @@ class LegacyWriter:
     @property
     def total_bytes(self) -> int:
         """Of all tensors, about; copies that Megatron keeps of tied embeddings not counted."""
-        shapes = ((self.reader.global_shape(n), self.reader.dtype(n)) for n in self._held)
+        written = (_WEIGHTS, _STATES) if self._keeps_optimizer else (_WEIGHTS,)
+        names = (name for name in self._held if name.startswith(written))
+        shapes = ((self.reader.global_shape(n), self.reader.dtype(n)) for n in names)
         return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in shapes)
 
     def write(self, folder: Path, rank: int = 0, ranks: int = 1) -> None:
@@ -142,7 +144,9 @@ class LegacyWriter:
     def _optimizer(self, plan: FilePlan) -> dict[str, Any]:
         slots, scale = plan.slots(), self.reader.meta["optimizer"].get("loss_scale")
         groups = _groups(slots)
-        tree: dict[str, Any] = {"param_groups": [self._group(group) for group in groups]}
+        tree: dict[str, Any] = {
+            "param_groups": [self._group(group, slots[group.start].is_decayed) for group in groups]
+        }
         scaler = {"grad_scaler": _scaler(scale)} if scale else {}
         if self.config.parallel.use_distributed_optimizer:
             for group in tree["param_groups"]:
@@ -155,10 +159,9 @@ class LegacyWriter:
         masters = [[self._value(slots[i], _MASTER) for i in group] for group in groups]
         return {"optimizer": tree, **scaler, "fp32_from_fp16_params": masters}
 
-    def _group(self, members: range) -> dict[str, Any]:
+    def _group(self, members: range, decays: bool) -> dict[str, Any]:
         """The settings of a parameter group, with the keys of Apex's optimizer and of PyTorch's."""
         optimizer, schedule = self.config.optimizer, self.config.schedule
-        decays = members.start == 0
         settings: dict[str, Any] = {
             "wd_mult": float(decays),
             "lr_mult": 1.0,
@@ -203,8 +206,9 @@ class LegacyWriter:
             dtype = torch.float32 if accumulates else self._value(chunk[0]).dtype
             states = {}
             for key, kind in flat_states.KINDS.items():
-                has_kind = self._name(chunk[0], kind) in self._held
-                values = [self._value(slot, kind if has_kind else None) for slot in chunk]
+                # An fp32 weight is its own master.
+                is_weight = kind == _MASTER and self._name(chunk[0], kind) not in self._held
+                values = [self._value(slot, None if is_weight else kind) for slot in chunk]
                 states[key] = flat_states.deferred(values, self.data_parallel)
             tree[index] = {dtype: states}
         return tree

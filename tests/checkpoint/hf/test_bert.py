@@ -24,6 +24,8 @@ from megatron.errors import CheckpointError
 from megatron.models.bert import BertModel
 from megatron.parallel.layout import Layout
 from megatron.training.checkpointing import model_state, network_of
+from megatron.training.pretrain import main
+from pretrain_bert import BertRecipe
 from tests.distributed import run_distributed
 from tools.checkpoint import util
 
@@ -178,6 +180,36 @@ def test_a_piece_is_there_or_not(tmp_path):
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"cls.predictions.transform.dense.bias is missing"):
         HFReader(tmp_path)
+
+
+TRAINING = """
+    --finetune --use-checkpoint-args --seq-length 24 --micro-batch-size 2 --train-iters 1 --lr 1e-3
+    --lr-decay-style constant --mock-data --tokenizer-type BertWordPieceLowerCase --num-workers 0
+    --log-interval 1 --eval-iters 0 --save-interval 1 --no-exit-signal-handler
+""".split()
+
+
+def test_pretraining_goes_on_from_the_folder_itself(tmp_path, capsys):
+    """Our tokenizer's two further entries get rows: the mean of the others."""
+    model = save("BertForPreTraining", tmp_path / "a")
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    words = [*special, *(f"w{index}" for index in range(VOCAB - len(special)))]
+    vocab, out = tmp_path / "vocab.txt", tmp_path / "b"
+    vocab.write_text("\n".join(words) + "\n")
+    flags = ["--vocab-file", str(vocab), "--load", str(tmp_path / "a"), "--save", str(out)]
+    assert main(BertRecipe(), [*TRAINING, *flags]) == 0
+    assert "sop loss" in capsys.readouterr().out
+    reader = open_checkpoint(out)
+    table = reader.read(
+        "model.embedding.word.weight",
+        global_shape=(VOCAB + 2, 32),
+        offset=(0, 0),
+        shape=(VOCAB + 2, 32),
+    )
+    before = model.bert.embeddings.word_embeddings.weight.detach()
+    close = {"rtol": 0, "atol": 2.1e-3}  # one step of Adam
+    torch.testing.assert_close(table[:VOCAB], before, **close)
+    torch.testing.assert_close(table[VOCAB:], before.mean(0).expand(2, -1), **close)
 
 
 def test_real_weights(tmp_path, capsys):

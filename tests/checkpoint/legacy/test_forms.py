@@ -97,7 +97,7 @@ def _rewrite(path, change):
         (lambda t: t["optimizer"]["param_groups"].append({}), "groups with a learning rate"),
         (lambda t: t["optimizer"]["param_groups"][0]["params"].pop(), "do not match"),
         (lambda t: t["optimizer"]["state"][0].update(step=4), "step counts differ"),
-        (lambda t: t["model"].update(classification_head={}), "holds classification_head: GPT"),
+        (lambda t: t["model"].update(vision_head={}), "holds vision_head: GPT"),
         (lambda t: t["model"].pop("language_model"), "not a GPT, BERT or T5 file"),
         (lambda t: t["model"]["language_model"]["encoder"].update(x=0), "x is no tensor"),
         (

@@ -1,20 +1,25 @@
 """What we write as Megatron's files, against its own files and PyTorch's own reader."""
 
+from argparse import Namespace
+
 import pytest
 import torch
 
 from megatron.checkpoint.entries import Entry
+from megatron.checkpoint.legacy import writer
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.store import save
 from megatron.config.parser import parse_config
 from megatron.config.yaml_file import to_dict
 from megatron.device import Device
+from megatron.errors import StorageError
 from megatron.models.t5 import T5Model
 from megatron.parallel.layout import Layout
 from megatron.training.checkpointing import model_state
 from tests.checkpoint.legacy.test_golden import trees_of
 from tests.checkpoint.states import read_whole
 from tests.distributed import run_distributed
+from tests.parity.golden import continue_run
 from tests.training.toy import train_toy
 from tools.checkpoint import util
 
@@ -111,6 +116,48 @@ def test_other_splits_hold_the_same_model(golden, tmp_path):
     )
 
 
+def test_a_split_bert_goes_back_bit_for_bit(golden, tmp_path):
+    """The last stage's copy of the word embeddings stands before the heads, as Megatron has it."""
+    original, split = golden / "bert_fp32" / "ckpt", tmp_path / "split"
+    words = "--keep-optimizer --target-tensor-parallel-size {0} --target-pipeline-parallel-size {0}"
+    assert (
+        convert("megatron", "megatron", original, split, *words.format(2).split(), kind="BERT") == 0
+    )
+    last = trees_of(split / "iter_0000020")["mp_rank_01_001"]
+    assert list(last["model"]) == [
+        "language_model", "word_embeddings_for_head", "lm_head", "binary_head"
+    ]  # fmt: skip
+    decayed = len(last["optimizer"]["param_groups"][0]["params"])
+    shapes = [tuple(last["optimizer"]["state"][i]["exp_avg"].shape) for i in range(decayed)]
+    assert shapes[-4:] == [(64, 64), (2560, 64), (64, 64), (2, 64)]
+    back = tmp_path / "back"
+    assert convert("megatron", "megatron", split, back, *words.format(1).split(), kind="BERT") == 0
+    trees = (trees_of(root / "iter_0000020")["mp_rank_00"] for root in (back, original))
+    assert_same_tensors(*trees)
+
+
+@pytest.mark.parametrize("head", ["classification_head", "multichoice_head"])
+def test_finetuned_berts(golden, tmp_path, head):
+    """A task's head stands beside the language model, in the place of those of pretraining."""
+    original = golden / "bert_fp32" / "ckpt" / "iter_0000020"
+    (tree,) = trees_of(original).values()
+    for key in ("lm_head", "binary_head"):
+        del tree["model"][key]
+    tree["model"][head] = {"weight": torch.randn(3, 64), "bias": torch.randn(3)}
+    tree["args"] = Namespace(**{k: v for k, v in vars(tree["args"]).items() if k != "model_type"})
+    del tree["optimizer"], tree["rng_state"]
+    place = tmp_path / "a" / "iter_0000020" / "mp_rank_00"
+    place.mkdir(parents=True)
+    torch.save(tree, place / "model_optim_rng.pt")
+    words = ["--target-tensor-parallel-size", "2", "--target-pipeline-parallel-size", "2"]
+    assert convert("megatron", "native", tmp_path / "a", tmp_path / "b", kind="BERT") == 0
+    assert convert("native", "megatron", tmp_path / "b", tmp_path / "c", *words, kind="BERT") == 0
+    words = ["--target-tensor-parallel-size", "1", "--target-pipeline-parallel-size", "1"]
+    assert convert("megatron", "megatron", tmp_path / "c", tmp_path / "d", *words, kind="BERT") == 0
+    found = trees_of(tmp_path / "d" / "iter_0000020")["mp_rank_00"]
+    assert_same_tensors(found["model"], tree["model"])
+
+
 TOY = """
     --hidden-dropout 0 --attention-dropout 0 --num-layers 4 --global-batch-size 8 --eval-iters 0
     --make-vocab-size-divisible-by 16
@@ -148,6 +195,45 @@ def test_a_run_that_saves_so_goes_on_from_it(tmp_path, name):
         assert tree["iteration"] == 3
         states = tree["optimizer"].get("optimizer", tree["optimizer"])
         assert ("state" in states) == ("--use-distributed-optimizer" not in flags)
+
+
+def test_a_save_that_fails_leaves_the_one_before(tmp_path, monkeypatch):
+    assert _losses(Layout.single(), [*TOY, *SAVES, str(tmp_path)])
+    (before,) = tmp_path.glob("iter_*")
+
+    def full(path, tree):
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(writer, "write_torch_file", full)
+    flags = [*TOY, *SAVES, str(tmp_path), "--load", str(tmp_path), "--exit-interval", "4"]
+    with pytest.raises(StorageError, match=r"model_optim_rng.pt: No space left"):
+        _losses(Layout.single(), flags)
+    assert [path for path in tmp_path.iterdir() if path.is_dir()] == [before]
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3"
+
+
+def test_a_converted_run_goes_on_as_from_the_original(golden, tmp_path, monkeypatch):
+    """Weights, moments, schedule and position: the next losses are the same to the bit."""
+    monkeypatch.chdir(golden)
+    original = golden / "gpt_tp2pp2_fp32" / "ckpt"
+    assert convert("megatron", "native", original, tmp_path / "n", "--keep-optimizer") == 0
+    assert convert("native", "megatron", tmp_path / "n", tmp_path / "m", "--keep-optimizer") == 0
+    losses = [
+        [
+            record["lm loss"]
+            for record in continue_run(
+                Layout.single(),
+                golden,
+                "gpt_tp2pp2_fp32",
+                tmp_path / "cache",
+                ["--load", str(folder), "--exit-interval", "3"],
+            )
+            if "lm loss" in record
+        ]
+        for folder in (original, tmp_path / "n", tmp_path / "m")
+    ]
+    assert len(losses[0]) == 1
+    assert losses[0] == losses[1] == losses[2]
 
 
 def test_files_can_be_mapped_and_name_megatron_s_padding(tmp_path):

@@ -8,8 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,15 @@ import httpx2 as httpx
 import pytest
 
 from tests.inference.server.fuzz import fuzz
+from tests.inference.server.processes import (
+    SHAPE,
+    environment,
+    server_process,
+    write_checkpoint,
+)
 from tests.repository import ROOT
 
-TOOL = str(ROOT / "tools" / "run_text_generation_server.py")
 EXAMPLES = sorted((ROOT / "examples").glob("run_text_generation_server*.sh"))
-SHAPE = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 64 "
-    "--max-position-embeddings 64"
-).split()
 TEXT = "Hello, world!"
 BODY = {"prompts": [TEXT, "def main"], "tokens_to_generate": 8, "top_k": 1, "logprobs": True}
 
@@ -32,59 +32,7 @@ BODY = {"prompts": [TEXT, "def main"], "tokens_to_generate": 8, "top_k": 1, "log
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) -> str:
     """An untrained model with the test tokenizer."""
-    from megatron.parallel.layout import Layout
-    from megatron.training.checkpointing import save_run
-    from tests.training.toy import build_toy
-
-    folder = str(tmp_path_factory.mktemp("model") / "checkpoints")
-    files = _tokenizer_flags(tokenizer_folder)
-    run = build_toy(Layout.single(), [*SHAPE, *files, "--save", folder, "--save-interval", "1"])
-    save_run(run)
-    return folder
-
-
-def _tokenizer_flags(folder: Path) -> list[str]:
-    files = ["--vocab-file", str(folder / "vocab.json"), "--merge-file", str(folder / "merges.txt")]
-    return ["--tokenizer-type", "GPT2BPETokenizer", *files]
-
-
-def _environment(**more: str) -> dict[str, str]:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    ours = {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return {**os.environ, **ours, **more}
-
-
-@contextlib.contextmanager
-def _server(
-    words: Sequence[str], folder: Path, **environment: str
-) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The process and where it answers."""
-    log = folder / "log"
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [*words, "--port", "0"],
-            cwd=ROOT,
-            env=_environment(**environment),
-            stdout=output,
-            stderr=output,
-            text=True,
-            start_new_session=True,
-        )
-    try:
-        yield process, _address(process, log)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def _address(process: subprocess.Popen[str], log: Path) -> str:
-    end = time.monotonic() + 120
-    while not (found := re.search(r"page +(http://\S+)/", log.read_text())):
-        assert process.poll() is None, log.read_text()
-        assert time.monotonic() < end, log.read_text()
-        time.sleep(0.05)
-    return found.group(1)
+    return write_checkpoint(tmp_path_factory.mktemp("model"), tokenizer_folder)
 
 
 def _ask(url: str) -> dict[str, Any]:
@@ -98,7 +46,7 @@ def alone(checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     """One process, from the checkpoint alone: as `make serve` starts it."""
     folder = tmp_path_factory.mktemp("alone")
     words = [str(ROOT / "examples" / "run_text_generation_server_demo.sh")]
-    with _server(words, folder, CHECKPOINT=checkpoint) as (process, url):
+    with server_process(words, folder, CHECKPOINT=checkpoint) as (process, url):
         yield url
         os.kill(process.pid, signal.SIGTERM)
         assert process.wait(timeout=30) == 0
@@ -131,7 +79,7 @@ def test_a_small_load_has_no_failure(alone: str) -> None:
     words = [sys.executable, "tools/benchmark_server.py", alone.removeprefix("http://")]
     flags = "--clients 20 --requests 40 --tokens 4 --prompt-words 4".split()
     done = subprocess.run(
-        [*words, *flags], cwd=ROOT, env=_environment(), capture_output=True, text=True, check=False
+        [*words, *flags], cwd=ROOT, env=environment(), capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"failures +0\n", done.stdout)
@@ -142,7 +90,7 @@ def _start_345m(
     name: str, checkpoint: str, tokenizer: Path, folder: Path
 ) -> contextlib.AbstractContextManager[tuple[subprocess.Popen[str], str]]:
     """An example at toy size, with two ranks where it has eight."""
-    return _server(
+    return server_process(
         [str(ROOT / "examples" / name), *SHAPE],
         folder,
         CHECKPOINT=checkpoint,

@@ -20,6 +20,11 @@ from tests.reliability.scoreboard.runs import (
     waiting_time,
 )
 from tests.reliability.scoreboard.score import Row
+from tests.reliability.scoreboard.serving import (
+    crowded_server,
+    fuzzed_requests,
+    guarded_server,
+)
 
 _ALL = 100_000
 
@@ -158,5 +163,30 @@ ROWS: tuple[Row, ...] = (
         banned_calls,
         full=_ALL,
         quick=0,
+    ),
+    Row(
+        31,
+        "fuzzed requests to the text generation server on two ranks (types, sizes, Unicode, "
+        "numbers that are none, depth, broken HTTP): no 5xx, no crash, good requests in between "
+        "answered",
+        fuzzed_requests,
+        full=50,
+        quick=0,  # tests/inference/server/test_fuzz.py and test_processes.py try it
+    ),
+    Row(
+        32,
+        "50 clients that send slowly, bodies of 2 MiB, clients that leave: 408, 413, places free "
+        "within 1 s, and p99 of good requests at most doubled; then 200 clients at a time",
+        crowded_server,
+        full=10,
+        quick=0,  # tests/inference/server/test_limits.py tries it
+    ),
+    Row(
+        33,
+        "the text generation server listens on 127.0.0.1; another address is refused without a "
+        "token, and every request without it is 401",
+        guarded_server,
+        full=3,
+        quick=0,  # tests/inference/server/test_guard.py tries it
     ),
 )

@@ -1,0 +1,57 @@
+"""What cannot be written as Megatron-LM's files, said before a run and not at its first save."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.config.run import RunConfig
+from megatron.config.stages import plan_model
+from megatron.errors import ConfigError
+
+
+def legacy_files(config: RunConfig, world_size: int) -> Iterator[str]:
+    """See `checkpoint.legacy.places`, which refuses the same of a conversion."""
+    checkpoint, model = config.checkpoint, config.model
+    if checkpoint.ckpt_format != "legacy":
+        return
+    for name, on in (
+        ("--async-save", checkpoint.async_save),
+        ("--keep-latest", checkpoint.keep_latest is not None),
+    ):
+        if on:
+            yield f"{name} goes with --ckpt-format native only: drop one of the two"
+    for name, on in (
+        ("--qk-layernorm", model.qk_layernorm),
+        ("--add-qkv-bias", model.add_qkv_bias and not model.add_bias_linear),
+    ):
+        if on:
+            yield (
+                f"{name}: Megatron-LM 23.08, which --ckpt-format legacy writes for, has no place "
+                "for such weights: use --ckpt-format native"
+            )
+    if config.optimizer.optimizer == "sgd" and config.parallel.use_distributed_optimizer:
+        yield (
+            "--ckpt-format legacy with --use-distributed-optimizer: Megatron-LM's file holds "
+            "Adam's states, not those of --optimizer sgd: drop one of the three"
+        )
+    stages = _stage_sizes(config)
+    if len(set(stages)) > 1:
+        yield (
+            "--ckpt-format legacy: Megatron-LM 23.08 gives every stage equally many layers, here "
+            f"they have {', '.join(map(str, stages))}: use --ckpt-format native"
+        )
+    if model.architecture == "t5" and config.parallel.pipeline_model_parallel_size > 1:
+        yield (
+            "--ckpt-format legacy: a T5's files are written for one pipeline stage only: use "
+            "--ckpt-format native, and convert a checkpoint where Megatron-LM is to load it"
+        )
+
+
+def _stage_sizes(config: RunConfig) -> list[int]:
+    """Layers of each part of the model; none where other rules find the plan wanting."""
+    if config.parallel.pipeline_model_parallel_size < 1 or (config.model.num_layers or 0) < 1:
+        return []
+    try:
+        return [len(part.layers) for part in plan_model(config.model, config.parallel)]
+    except ConfigError:
+        return []

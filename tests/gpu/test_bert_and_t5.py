@@ -1,0 +1,44 @@
+"""BERT and T5 on a GPU give what they give on a CPU, through kernels and masks."""
+
+import pytest
+import torch
+
+from megatron.device import Device
+from megatron.models.recompute import RecomputePlan
+from tests.models.others import batch_of, build, losses
+
+DEVICE = Device.pick()
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not DEVICE.is_gpu, reason="needs a GPU"),
+]
+WIDE = {"kv_channels": 8}  # a head that the fused kernels take
+
+
+def _run(kind, flags, device, dtype, recompute=None):
+    model = build(kind, {**WIDE, **flags}, device=device, dtype=dtype, recompute=recompute)
+    DEVICE.seed(1)
+    loss = losses(kind, model, batch_of(kind, device))
+    loss.backward()
+    gradients = [parameter.grad.float().cpu() for parameter in model.parameters()]
+    return loss.detach().float().cpu(), gradients
+
+
+@pytest.mark.parametrize("kind", ["bert", "t5"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_model_equals_that_of_a_cpu(kind, dtype):
+    loss, gradients = _run(kind, {}, DEVICE.torch_device, dtype)
+    expected_loss, expected = _run(kind, {}, "cpu", torch.float32)
+    tolerance = 1e-3 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(loss, expected_loss, rtol=tolerance, atol=tolerance)
+    for ours, theirs in zip(gradients, expected, strict=True):
+        assert (ours - theirs).norm() < 3 * tolerance * theirs.norm().clamp(min=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["bert", "t5"])
+def test_recomputation_gives_the_same_bits_with_dropout(kind):
+    noisy = {"attention_dropout": 0.2, "hidden_dropout": 0.2}
+    plain, _ = _run(kind, noisy, DEVICE.torch_device, torch.bfloat16)
+    for plan in (RecomputePlan("selective"), RecomputePlan("full", "uniform", 2)):
+        again, _ = _run(kind, noisy, DEVICE.torch_device, torch.bfloat16, plan)
+        assert torch.equal(plain, again)

@@ -1,0 +1,75 @@
+"""The server in processes of its own, over a toy model."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tests.repository import ROOT
+
+TOOL = str(ROOT / "tools" / "run_text_generation_server.py")
+SHAPE = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 64 "
+    "--max-position-embeddings 64"
+).split()
+
+
+def write_checkpoint(folder: Path, tokenizer: Path) -> str:
+    """An untrained model with the tokenizer of a folder; its folder of checkpoints."""
+    from megatron.parallel.layout import Layout
+    from megatron.training.checkpointing import save_run
+    from tests.training.toy import build_toy
+
+    checkpoints = str(folder / "checkpoints")
+    files = ["--vocab-file", str(tokenizer / "vocab.json")]
+    files += ["--merge-file", str(tokenizer / "merges.txt"), "--tokenizer-type", "GPT2BPETokenizer"]
+    saving = ["--save", checkpoints, "--save-interval", "1"]
+    save_run(build_toy(Layout.single(), [*SHAPE, *files, *saving]))
+    return checkpoints
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Variables for a command of this checkout."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    ours = {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return {**os.environ, **ours, **more}
+
+
+@contextlib.contextmanager
+def server_process(
+    words: Sequence[str], folder: Path, **variables: str
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process and where it answers."""
+    log = folder / "log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [*words, "--port", "0"],
+            cwd=ROOT,
+            env=environment(**variables),
+            stdout=output,
+            stderr=output,
+            text=True,
+            start_new_session=True,
+        )
+    try:
+        yield process, _address(process, log)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _address(process: subprocess.Popen[str], log: Path) -> str:
+    end = time.monotonic() + 120
+    while not (found := re.search(r"page +(http://\S+)/", log.read_text())):
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < end, log.read_text()
+        time.sleep(0.05)
+    return found.group(1)

@@ -1,0 +1,275 @@
+"""Finetuning on toy texts that a BERT of two layers can learn, and on the real samples."""
+
+import json
+import random
+
+import pytest
+import torch
+
+from megatron.checkpoint.reader import open_checkpoint
+from megatron.errors import CheckpointError, ConfigError, DataError
+from megatron.parallel.layout import Layout
+from tasks import finetune_command
+from tasks.classify_files import read_glue, read_race
+from tasks.classify_samples import Epochs, TextSamples
+from tests.distributed import run_distributed
+from tests.tasks.toy import WORDS, finetune, save_bert
+
+
+def _sentence(chance, first):
+    return " ".join([first, *chance.sample(WORDS[2:], chance.randint(3, 6))])
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    """A toy BERT, and texts whose first word tells the class."""
+    folder = tmp_path_factory.mktemp("finetune")
+    flags = save_bert(folder)
+    chance = random.Random(0)
+    for name, count in (("train", 67), ("dev", 23)):
+        labels = [i % 2 for i in range(count)]
+        lines = [f"{_sentence(chance, WORDS[label])}\t{label}" for label in labels]
+        (folder / f"{name}.tsv").write_text("sentence\tlabel\n" + "\n".join(lines) + "\n")
+        articles = [
+            {
+                "article": _sentence(chance, WORDS[i % 4]),
+                "questions": ["the first _ is it", "what is it"],
+                "options": [WORDS[:4], WORDS[:4]],
+                "answers": ["ABCD"[i % 4]] * 2,
+            }
+            for i in range(count // 3)
+        ]
+        (folder / name).mkdir()
+        text = "\n".join(json.dumps(article) for article in articles)
+        (folder / name / "1.txt").write_text(text)
+    return folder, flags
+
+
+def _sst(toy, *more):
+    folder, flags = toy
+    data = ["--train-data", str(folder / "train.tsv"), "--valid-data", str(folder / "dev.tsv")]
+    sizes = ["--micro-batch-size", "2", "--global-batch-size", "8", "--lr", "1e-2"]
+    return [*flags, *data, *sizes, *more]
+
+
+def test_it_learns_and_keeps_the_best(toy, tmp_path):
+    words = _sst(toy, "--epochs", "4", "--save", str(tmp_path))
+    losses, last = finetune(Layout.single(), "SST-2", words)
+    assert len(losses) == 4 * (67 // 8)
+    assert losses[-1] < losses[0] / 2
+    assert last.all_files == [[12, 0], [0, 11]]
+    written = json.loads((tmp_path / "evaluation" / "sst-2-iter_0000032.json").read_text())
+    (file,) = written["files"].values()
+    assert file["counts"] == last.all_files
+    best = open_checkpoint(tmp_path / "best")
+    assert written["best"] == {"iteration": best.iteration, "score": 1.0}
+    assert not any(name.startswith("optimizer.") for name in best.names())
+
+    # From the best weights alone, the same guesses without training.
+    again = ["--load", str(tmp_path / "best"), "--epochs", "0"]
+    data = ["--valid-data", str(toy[0] / "dev.tsv"), "--micro-batch-size", "4"]
+    losses, evaluated = finetune(Layout.single(), "SST-2", [*again, *data])
+    assert losses == []
+    assert evaluated.all_files == last.all_files
+
+
+def test_it_goes_on_where_it_stopped(toy, tmp_path):
+    words = _sst(toy, "--epochs", "2", "--save-interval", "5", "--save", str(tmp_path))
+    expected, _ = finetune(Layout.single(), "SST-2", _sst(toy, "--epochs", "2"))
+    first, _ = finetune(Layout.single(), "SST-2", [*words, "--exit-interval", "5"])
+    second, _ = finetune(Layout.single(), "SST-2", [*words, "--load", str(tmp_path)])
+    assert [*first, *second] == expected
+
+
+LAYOUTS = [
+    (2, {}, []),
+    (2, {"tensor": 2}, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
+    (2, {"pipeline": 2}, ["--pipeline-model-parallel-size", "2"]),
+    (2, {}, ["--use-distributed-optimizer"]),
+]
+
+
+@pytest.mark.parametrize(("processes", "sizes", "flags"), LAYOUTS)
+@pytest.mark.parametrize("task", ["SST-2", "RACE"])
+def test_every_layout_learns_as_one_process(toy, task, processes, sizes, flags):
+    words = _sst(toy, "--epochs", "1")
+    if task == "RACE":
+        words = [word.replace(".tsv", "") for word in words]
+    expected, at_end = finetune(Layout.single(), task, words)
+    got = run_distributed(processes, finetune, task, [*words, *flags], **sizes)
+    for losses, evaluated in got:
+        assert losses == pytest.approx(expected, rel=1e-4)
+        assert evaluated.all_files == at_end.all_files
+    assert sum(map(sum, at_end.all_files)) == (14 if task == "RACE" else 23)
+
+
+def test_several_files_are_told_apart(toy, tmp_path):
+    folder, flags = toy
+    lines = (folder / "dev.tsv").read_text().splitlines()[1:]
+    (tmp_path / "one.tsv").write_text("\n".join(lines[:5]))
+    files = ["--valid-data", str(folder / "dev.tsv"), str(tmp_path / "one.tsv")]
+    words = [*flags, *files, "--epochs", "0", "--micro-batch-size", "4"]
+    words += ["--results", str(tmp_path / "out.json")]
+    _, last = finetune(Layout.single(), "SST-2", words)
+    assert [sum(map(sum, matrix)) for matrix in last.by_file.values()] == [23, 5]
+    assert json.loads((tmp_path / "out.json").read_text())["results"]["total_examples"] == 28
+
+
+@pytest.mark.parametrize("task", ["MNLI", "QQP", "RACE"])
+def test_the_real_samples_run_from_start_to_end(toy, shared_data, tmp_path, task):
+    folder = shared_data / "eval"
+    train, valid = {
+        "MNLI": (folder / "mnli" / "train.tsv", folder / "mnli" / "dev_matched.tsv"),
+        "QQP": (folder / "qqp" / "train.tsv", folder / "qqp" / "dev.tsv"),
+        "RACE": (
+            folder / "race" / "RACE-originals" / "train",
+            folder / "race" / "RACE-originals" / "dev",
+        ),
+    }[task]
+    counts = {"MNLI": (700, 300), "QQP": (10_000, 10_000), "RACE": (None, None)}[task]
+    read = read_race if task == "RACE" else lambda path: read_glue(task, path)
+    examples = [len(read(str(path))) for path in (train, valid)]
+    assert counts == (None, None) or tuple(examples) == counts
+    if task == "QQP":  # the tests' time
+        for path in (train, valid):
+            (tmp_path / path.name).write_text("".join(path.read_text().splitlines(True)[:200]))
+        train, valid = tmp_path / "train.tsv", tmp_path / "dev.tsv"
+        examples = [199, 199]
+    batch = "8" if task == "RACE" else "64"
+    words = [*toy[1], "--train-data", str(train), "--valid-data", str(valid), "--lr", "1e-3"]
+    words += ["--epochs", "1", "--micro-batch-size", batch, "--keep-last"]
+    losses, last = finetune(Layout.single(), task, words)
+    assert len(losses) == -(-examples[0] // int(batch))
+    assert sum(map(sum, last.all_files)) == examples[1]
+
+
+class _Numbers:
+    """Ten samples that are their own numbers."""
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, i):
+        return {"id": i}
+
+
+@pytest.mark.parametrize("used", [None, 8])
+def test_epochs_are_shuffled_anew(used):
+    epochs = Epochs(_Numbers(), seed=5, length=3 * (used or 10), used=used)
+    ids = [epochs[i]["id"] for i in range(len(epochs))]
+    size = used or 10
+    parts = [ids[start : start + size] for start in range(0, len(ids), size)]
+    assert all(len(set(part)) == size for part in parts)
+    assert parts[0] != parts[1] != parts[2]
+    assert [epochs[i]["id"] for i in reversed(range(len(epochs)))] == ids[::-1]
+
+
+def test_samples_are_laid_out_and_cut_as_in_megatron():
+    class Letters:
+        cls, sep, pad = 1, 2, 0
+
+        def tokenize(self, text):
+            return [ord(letter) for letter in text]
+
+    def rows(first, second, length):
+        from tasks.classify_files import Example
+
+        sample = TextSamples([Example(((first, second),), 0)], Letters(), length)[0]
+        return [sample[name][0].tolist() for name in ("text", "types", "padding_mask")]
+
+    a, b = ord("a"), ord("b")
+    assert rows("aa", "b", 7) == [
+        [1, a, a, 2, b, 2, 0],
+        [0, 0, 0, 0, 1, 1, 0],
+        [1, 1, 1, 1, 1, 1, 0],
+    ]
+    assert rows("aaa", "bbb", 6)[:2] == [[1, a, a, a, 2, 2], [0, 0, 0, 0, 0, 1]]
+    assert rows("aaaa", None, 4) == [[1, a, a, 2], [0] * 4, [1] * 4]
+
+
+@pytest.mark.parametrize(
+    ("task", "content", "message"),
+    [
+        ("SST-2", "good film\n", r"bad.tsv, line 1: 1 columns .* where 2 are expected"),
+        ("SST-2", "good\t1\nbad\t7\n", r"bad.tsv, line 2: label '7', where one of 0, 1"),
+        ("SST-2", "sentence\tlabel\n", "holds no example"),
+        ("QQP", "1\t2\t3\tfirst\t\t0\n" * 2, "an empty text"),
+        ("CoLA", "x\t1\t*\tIt is.\nx\t1\n", "line 2: 2 columns"),
+    ],
+)
+def test_wrong_lines_are_named(tmp_path, task, content, message):
+    path = tmp_path / "bad.tsv"
+    path.write_text(content)
+    with pytest.raises(DataError, match=message):
+        read_glue(task, str(path))
+
+
+def test_one_broken_line_among_many_is_left_out(tmp_path, capsys):
+    path = tmp_path / "some.tsv"
+    path.write_text("fine\t1\n" * 150 + "broken\n")
+    assert len(read_glue("SST-2", str(path))) == 150
+    assert "1 lines are left out" in capsys.readouterr().out
+
+
+def test_a_race_file_that_is_none_is_named(tmp_path):
+    (tmp_path / "7.txt").write_text('{"article": "x", "questions": ["y"], "options": [["a"]]}')
+    with pytest.raises(DataError, match=r"7.txt, line 1: no article of RACE \(KeyError"):
+        read_race(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "--task MNLI needs --epochs"),
+        (["--epochs", "1"], "--task MNLI needs --train-data"),
+        (["--epochs", "0"], "--epochs 0 without --valid-data"),
+        (["--epochs", "1"], "--pretrained-checkpoint is required"),
+        (["--epochs", "1", "--train-data", "/no"], "--train-data /no: no such file"),
+        (["--train-iters", "5"], "--train-iters: --epochs says how long"),
+        (["--dataloader-type", "cyclic"], "each epoch is shuffled anyway"),
+    ],
+)
+def test_mistakes_are_found_at_the_door(flags, message):
+    with pytest.raises(ConfigError) as caught:
+        finetune_command.parse("MNLI", flags, 1)
+    assert message in str(caught.value)
+
+
+def test_less_than_a_batch_is_refused(toy):
+    words = _sst(toy, "--epochs", "1", "--global-batch-size", "80")
+    with pytest.raises(ConfigError, match="67 examples, fewer than a batch of 80"):
+        finetune(Layout.single(), "SST-2", words)
+
+
+def test_another_kind_of_network_is_refused(tmp_path):
+    from tests.tasks.toy import save_toy
+
+    with pytest.raises(CheckpointError, match="holds a gpt, where a bert is needed"):
+        finetune_command.parse(
+            "MNLI", ["--pretrained-checkpoint", save_toy(str(tmp_path)), "--epochs", "1"], 1
+        )
+
+
+def test_pretrained_weights_are_taken_and_only_the_head_is_new(toy):
+    folder, flags = toy
+    reader = open_checkpoint(folder / "bert")
+    held = {name for name in reader.names() if name.startswith("model.")}
+    parsed = finetune_command.parse("SST-2", _sst(toy, "--epochs", "1"), 1)
+    config, recipe, extras = finetune_command.prepare("SST-2", parsed, 1)
+    from megatron.device import Device
+    from megatron.environment import Launch
+    from megatron.training.setup import build_run
+
+    run = build_run(config, recipe, Launch(), Device.cpu(), Layout.single())
+    extras.begin(run)
+    new = set()
+    for name, parameter in run.named_parameters():
+        if f"model.{name}" not in held:
+            new.add(name)
+            continue
+        shape = tuple(parameter.shape)
+        saved = reader.read(
+            f"model.{name}", global_shape=shape, offset=[0] * len(shape), shape=shape
+        )
+        assert torch.equal(parameter.detach(), saved), name
+    assert new == {"classification_head.weight", "classification_head.bias"}
