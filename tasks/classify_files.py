@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -169,11 +169,3 @@ def _joined(question: str, option: str) -> str:
 def _tidy(text: str) -> str:
     """On one line, with single spaces."""
     return " ".join(text.split())
-
-
-def count_labels(examples: Iterable[Example]) -> dict[int, int]:
-    """How many examples each class has."""
-    counts: dict[int, int] = {}
-    for example in examples:
-        counts[example.label] = counts.get(example.label, 0) + 1
-    return counts

@@ -17,7 +17,7 @@ from megatron.config.run import known
 from megatron.config.tasks import HarnessConfig, TaskConfig
 from megatron.device import Device
 from megatron.environment import Launch
-from megatron.errors import EXIT_OK, ConfigError
+from megatron.errors import EXIT_OK, ConfigError, DataError
 from megatron.inference.load import Loaded, load_gpt
 from megatron.inference.score import Sample, Scorer
 from megatron.parallel.layout import Layout
@@ -141,6 +141,7 @@ def _ask(model: LM, own: HarnessConfig) -> dict[str, Any]:
 
     Raises:
         ConfigError: it knows no task of a name.
+        DataError: the data of a task cannot be read.
     """
     import lm_eval
     from lm_eval.tasks import TaskManager
@@ -157,14 +158,20 @@ def _ask(model: LM, own: HarnessConfig) -> dict[str, Any]:
             "such file: `lm_eval ls tasks` lists them; --lm-eval-include-path adds a folder"
         )
     limit = own.lm_eval_limit
-    result = lm_eval.simple_evaluate(
-        model=model,
-        tasks=names,
-        num_fewshot=own.lm_eval_num_fewshot,
-        limit=int(limit) if limit is not None and limit >= 1 else limit,
-        task_manager=manager,
-        log_samples=False,
-    )
+    try:
+        result = lm_eval.simple_evaluate(
+            model=model,
+            tasks=names,
+            num_fewshot=own.lm_eval_num_fewshot,
+            limit=int(limit) if limit is not None and limit >= 1 else limit,
+            task_manager=manager,
+            log_samples=False,
+        )
+    except OSError as error:  # files, and the network
+        raise DataError(
+            f"--lm-eval-tasks {' '.join(names)}: their data cannot be read: {error}: without a "
+            "network, name task files whose data are local"
+        ) from error
     assert result is not None, "rank 0 of a machine gets the results"
     return dict(result)
 

@@ -45,6 +45,8 @@ def parse(
         elif task == "WIKITEXT103" and len(options.valid_data) > 1:
             yield f"--task {task} reads one text, --valid-data names {len(options.valid_data)}"
         yield from find_missing("--valid-data", options.valid_data)
+        if own.strict_lambada and task != "LAMBADA":
+            yield f"--strict-lambada belongs to --task LAMBADA, not {task}: drop it"
         if own.overlapping_eval < 1:
             yield f"--overlapping-eval {own.overlapping_eval}: must be at least 1"
 

@@ -85,15 +85,18 @@ def count_words(text: str) -> int:
 def prepare_perplexity(
     paths: Sequence[str], options: LanguageModelTaskConfig, tokenizer: Tokenizer, window: int
 ) -> Prepared:
-    """Any corpus: every document on its own, after an end-of-document token."""
+    """Any corpus: every document on its own, after an end-of-document token (or the one that the
+    tokenizer begins every text with)."""
     samples: list[Sample] = []
     documents = tokens = words = size = 0
     detokenize = DETOKENIZERS[detokenizer_for(paths[0], options.detokenizer)]
+    own_start = tokenizer.tokenize("")
+    start = own_start[-1:] or [tokenizer.eod]
     for text in read_documents(paths):
-        ids = tokenizer.tokenize(detokenize(text))
+        ids = tokenizer.tokenize(detokenize(text))[len(own_start) :]
         documents, tokens = documents + 1, tokens + len(ids)
         words, size = words + len(text.split()), size + len(text.encode())
-        document = np.array([tokenizer.eod, *ids])
+        document = np.array([*start, *ids])
         samples += windows(document, window, options.overlapping_eval)
     if not tokens:
         raise DataError(f"--valid-data {' '.join(paths)}: holds no text")
@@ -119,8 +122,9 @@ def prepare_lambada(
 ) -> Prepared:
     """Passages whose last token (or word, with --strict-lambada) is to be guessed."""
     split = _last_word if options.strict_lambada else _last_token
+    detokenize = DETOKENIZERS[options.detokenizer or "none"]
     samples, cut = [], 0
-    for number, text in enumerate(read_documents(paths)):
+    for number, text in enumerate(map(detokenize, read_documents(paths))):
         context, target = split(text, tokenizer)
         if not context or not target:
             raise DataError(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.errors import ConfigError
 from tests.documented import Command, all_commands, bash_blocks, pages
 from tests.repository import ROOT, name, tracked_files
 
@@ -29,6 +30,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 _SERVER = "tools/run_text_generation_server.py"
 _SAMPLES = "tools/generate_samples_gpt.py"
+_TASKS = "tasks/main.py"
 # Commands of the system, of which there is nothing to check here.
 _SYSTEM = {"mkdir", "source", "cd", "python3", "docker", "openssl"}
 
@@ -56,6 +58,9 @@ def _check_python(words: list[str]) -> None:
         return
     if words[0] in (_SERVER, _SAMPLES):
         _check_generation(words)
+        return
+    if words[0] == _TASKS:
+        _check_task(words[1:], world_size=1)
         return
     if words[0] == "-m":
         words = [f"{words[1].replace('.', '/')}.py", *words[2:]]
@@ -98,6 +103,45 @@ def _network(_: str) -> dict[str, int]:
     return {"model.num_layers": 2, "model.hidden_size": 32, "model.num_attention_heads": 4}
 
 
+def _check_task(words: list[str], world_size: int) -> None:
+    """Of tasks/main.py, without the checkpoint and the data that it names."""
+    from dataclasses import replace
+
+    from megatron.config import RunConfig
+    from megatron.config.data import TokenizerConfig
+    from megatron.config.model import ModelConfig
+    from tasks import finetune_command, harness, language_model
+    from tasks.table import TASKS, find_task
+
+    def start(_: object) -> RunConfig:
+        is_bert = TASKS[task].kind == "finetuning"
+        return replace(
+            RunConfig(),
+            model=ModelConfig(
+                architecture="bert" if is_bert else "gpt",
+                num_layers=4,
+                hidden_size=64,
+                num_attention_heads=4,
+            ),
+            tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=100),
+        )
+
+    if words == ["--help"]:
+        return
+    task = find_task(words)
+    parse = {
+        "language model": language_model.parse,
+        "harness": harness.parse,
+        "finetuning": finetune_command.parse,
+    }[TASKS[task].kind]
+    try:
+        parse(task, words, world_size, start)
+    except ConfigError as error:
+        missing = ("no such file", "no such folder", "needs the package lm-eval")
+        problems = [one for one in error.problems if not any(word in one for word in missing)]
+        assert not problems, problems
+
+
 def _check_pretrain(words: list[str], world_size: int) -> None:
     from megatron.config import parse_config
 
@@ -120,6 +164,9 @@ def _check_torchrun(words: list[str]) -> None:
     words = [options.training_script, *options.training_script_args]
     if words[0] in (_SERVER, _SAMPLES):
         _check_generation(words)
+        return
+    if words[0] == _TASKS:
+        _check_task(words[1:], int(options.nproc_per_node) * int(nodes))
         return
     _check_pretrain(words, int(options.nproc_per_node) * int(nodes))
 

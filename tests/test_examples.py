@@ -18,11 +18,12 @@ import torch
 
 from tests.repository import ROOT, name
 
-# Those of the text generation server are tried in tests/inference/server/test_processes.py.
+# Those of the text generation server are tried in tests/inference/server/test_processes.py, those
+# of downstream tasks in tests/tasks/test_examples.py.
 SCRIPTS = sorted(
     file
     for file in (ROOT / "examples").rglob("*.sh")
-    if not file.name.startswith("run_text_generation_server")
+    if not file.name.startswith(("run_text_generation_server", "evaluate_", "finetune_"))
 )
 CONFIGS = sorted((ROOT / "examples").rglob("*.yaml"))
 

@@ -5,6 +5,7 @@
     reader.open_checkpoint(root)                            the newest one that verifies
     restore.restore(reader, entries)                        fill tensors, after checking all of them
     lock.SaveLock(root)                                     one job per folder
+    any_format.open_any(path)                               whoever wrote it, wherever it lies
 
 A state is a dict of `Entry` by name: "model.layers.0.attention.qkv.weight",
 "optimizer.layers.0.attention.qkv.weight.exp_avg". Each entry knows where its tensor stands in

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.config.data import DataConfig
 from megatron.config.run import RunConfig
 
 _SHOWN = {"gpt": "GPT", "bert": "BERT", "t5": "T5"}
@@ -26,6 +27,7 @@ def architecture(config: RunConfig, world_size: int) -> Iterator[str]:
         if given and kind != owner:
             yield f"{name} belongs to a {_SHOWN[owner]}, and this is a {_SHOWN[kind]}: drop it"
     if kind == "gpt":
+        yield from _of_sentences(data)
         return
     if parallel.context_parallel_size > 1:
         yield (
@@ -37,6 +39,15 @@ def architecture(config: RunConfig, world_size: int) -> Iterator[str]:
             f"--use-flash-attn cannot apply the padding masks of a {_SHOWN[kind]}: drop it (the "
             "fused kernel that fits is taken anyway)"
         )
+
+
+def _of_sentences(data: DataConfig) -> Iterator[str]:
+    """Flags that change the samples of BERT and T5 only."""
+    for name in ("mask_prob", "short_seq_prob"):
+        value = getattr(data, name)
+        if value != getattr(DataConfig(), name):
+            flag = f"--{name.replace('_', '-')} {value}"
+            yield f"{flag} belongs to a BERT or T5, and this is a GPT: drop it"
 
 
 def t5(config: RunConfig, world_size: int) -> Iterator[str]:

@@ -125,6 +125,8 @@ class BatchEngine:
         """See `request.Engine`."""
         plan = self._scheduler.plan()
         assert plan or not self._answers, "requests wait, and none can go on"
+        if not plan:
+            return []
         wishes = [self._answers[row.sequence.request].wishes(row) for row in plan]
         outputs = [
             Output(index, place, choice)

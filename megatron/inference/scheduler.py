@@ -2,8 +2,8 @@
 
 A step has a budget of tokens. Sequences that only need their next token come first, then the rest
 of prompts begun, then new prompts in the order of their arrival; a prompt that does not fit is cut
-into chunks. Where blocks run out, the sequence that began last gives its own back and is computed
-again later.
+into chunks, and one that begins like another of the same step comes a step later, to share. Where
+blocks run out, the sequence that began last gives its own back and is computed again later.
 """
 
 from __future__ import annotations
@@ -189,8 +189,11 @@ class Scheduler:
         """Those that come next and fit."""
         while self._waiting and step.budget and len(self._running) < self.settings.max_sequences:
             sequence = self._waiting[0]
-            if not self._begin(sequence):
+            first = self._first_key(sequence)
+            if first in step.coming or not self._begin(sequence):
                 return
+            if first is not None and not sequence.computed:
+                step.coming.add(first)
             self._waiting.popleft()
             self._running.append(sequence)
             count = self._count(sequence, step.budget)
@@ -232,6 +235,13 @@ class Scheduler:
             sequence.cached, sequence.is_new = sequence.computed, False
         return True
 
+    def _first_key(self, sequence: Sequence) -> Key | None:
+        """Of the first block, if others can begin with it."""
+        size = self.settings.block_size
+        if not sequence.reuses or len(sequence.tokens) <= max(size, self.settings.chunk):
+            return None
+        return next_key(FIRST_KEY, sequence.tokens[:size])
+
     def _known_keys(self, sequence: Sequence) -> list[Key]:
         """Of the blocks it can begin with. The last token is always computed: it says what is
         next."""
@@ -266,6 +276,8 @@ class _Step:
     budget: int  # tokens left
     rows: dict[Sequence, Row] = field(default_factory=dict)
     preempted: set[Sequence] = field(default_factory=set)
+    coming: set[Key | None] = field(default_factory=set)
+    """First blocks that are computed in this step: who begins like that waits for the next one."""
 
     def put(self, sequence: Sequence, count: int) -> None:
         self.rows[sequence] = _row(sequence, count)

@@ -16,6 +16,8 @@ T5 = "--decoder-seq-length 32"
     [
         ("gpt", "--bert-no-binary-head"),
         ("gpt", "--decoder-seq-length 32"),
+        ("gpt", "--mask-prob 0.2"),
+        ("gpt", "--short-seq-prob 0.0"),
         ("bert", "--decoder-num-layers 2"),
         ("bert", "--pipeline-model-parallel-split-rank 1"),
         ("bert", "--eod-mask-loss"),
@@ -24,6 +26,12 @@ T5 = "--decoder-seq-length 32"
 def test_flags_of_another_network_are_refused(architecture, flag):
     lines = problems(flag, architecture=architecture, world_size=1)
     assert [line for line in lines if line.startswith(flag) and "drop it" in line]
+
+
+@pytest.mark.parametrize("flag", ["--mask-prob 1.5", "--short-seq-prob -0.1"])
+def test_shares_are_between_0_and_1(flag):
+    lines = problems(flag, architecture="bert", world_size=1)
+    assert [line for line in lines if line.startswith(f"{flag} is no share")]
 
 
 @pytest.mark.parametrize("architecture", ["bert", "t5"])

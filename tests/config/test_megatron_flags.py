@@ -128,6 +128,8 @@ _WORLD = {
 # Flags of another kind of network than a GPT.
 _ARCHITECTURE = {
     "--bert-no-binary-head": "bert",
+    "--mask-prob": "bert",
+    "--short-seq-prob": "bert",
     "--decoder-num-layers": "t5",
     "--decoder-seq-length": "t5",
     "--pipeline-model-parallel-split-rank": "t5",

@@ -174,6 +174,7 @@ def test_a_cancelled_request_frees_its_blocks(llama: Path) -> None:
     assert engine.stats.blocks_used < used
     assert engine.cancel("0") == []
     assert "0" not in drain(engine)
+    assert engine.step() == []
 
 
 def test_what_cannot_be_done_is_refused_at_the_door(llama: Path) -> None:

@@ -36,12 +36,13 @@ def test_a_long_prompt_is_cut_into_chunks_and_others_go_on_meanwhile() -> None:
 def test_chunks_of_a_fixed_size_end_at_its_multiples_only() -> None:
     settings = SchedulerSettings(blocks=20, block_size=2, max_sequences=4, max_tokens=11, chunk=4)
     scheduler = Scheduler(settings)
-    for length in (10, 3, 7):
-        scheduler.add(Sequence("r", list(range(length))))
+    prompts = {length: list(range(100 * length, 101 * length)) for length in (10, 3, 7)}
+    for prompt in prompts.values():
+        scheduler.add(Sequence("r", list(prompt)))
     assert carry_out(scheduler) == [(0, 4), (0, 3), (0, 4)]
     assert carry_out(scheduler) == [(4, 4), (4, 3)]
     assert carry_out(scheduler) == [(8, 2)]
-    again = Sequence("r", list(range(7)))
+    again = Sequence("r", prompts[7])
     scheduler.add(again)
     assert carry_out(scheduler) == [(4, 3)]
     assert again.cached == 4  # not 6: the third block is no whole chunk
@@ -59,6 +60,16 @@ def test_sequences_that_begin_alike_share_full_blocks() -> None:
     third = Sequence("r", [1, 2, 3, 4])  # all of it is known, but its last token says what is next
     scheduler.add(third)
     assert carry_out(scheduler) == [(0, 4)]
+
+
+def test_of_prompts_that_arrive_together_and_begin_alike_one_is_computed() -> None:
+    scheduler = Scheduler(SETTINGS)
+    alike = [Sequence("r", [1, 2, 3, 4, last]) for last in (5, 6, 7)]
+    for sequence in alike:
+        scheduler.add(sequence)
+    assert carry_out(scheduler) == [(0, 5)]
+    assert carry_out(scheduler) == [(4, 1), (4, 1)]
+    assert [sequence.cached for sequence in alike] == [0, 4, 4]
 
 
 def test_what_follows_another_beginning_is_not_shared() -> None:

@@ -54,7 +54,7 @@ def test_equals_float64(kernels, dtype, groups, per_group, size, rotary):
         device, dtype, groups=groups, per_group=per_group, size=size, rotary=rotary
     )
     ours = check(*both(library, groups, size, rotation), [qkv], grads, TOLERANCE[dtype])
-    assert all(x.is_contiguous() for x in ours)
+    assert rotary == 0 or all(x.is_contiguous() for x in ours)
 
 
 @pytest.mark.parametrize("layout", [(1, 2, 0, 3), (1, 0, 2, 3), (0, 1, 2, 3), (3, 0, 1, 2)])

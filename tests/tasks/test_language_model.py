@@ -6,12 +6,14 @@ import math
 import pytest
 import torch
 
+from megatron.config.tasks import LanguageModelTaskConfig
 from megatron.device import Device
 from megatron.errors import ConfigError, DataError
 from megatron.inference.load import load_gpt
 from megatron.parallel.layout import Layout
 from tasks import language_model
-from tasks.zero_shot import count_words, encode_pair
+from tasks.detokenize import ptb, wikitext
+from tasks.zero_shot import count_words, encode_pair, prepare_perplexity
 from tests.distributed import run_distributed
 from tests.tasks.toy import evaluate, save_toy
 
@@ -192,6 +194,28 @@ def test_wrong_lines_are_named(toy, tmp_path, content, message):
     words = ["--load", str(toy / "model"), "--valid-data", str(path)]
     with pytest.raises(DataError, match=message):
         evaluate(Layout.single(), "LAMBADA", words)
+
+
+def test_a_text_s_own_first_token_is_not_scored(tmp_path):
+    class Beginning:
+        """Letters, behind a 1."""
+
+        eod = 0
+
+        def tokenize(self, text):
+            return [1, *(ord(letter) for letter in text)]
+
+    (tmp_path / "corpus.jsonl").write_text('{"text": "ab"}')
+    paths = [str(tmp_path / "corpus.jsonl")]
+    (sample,) = prepare_perplexity(paths, LanguageModelTaskConfig(), Beginning(), 16).samples
+    assert sample.tokens.tolist() == [1, ord("a"), ord("b")]
+    assert sample.scored == 2
+
+
+def test_detokenizing_undoes_wikitext_s_and_ptb_s_tokenization():
+    text = ' = Film = \n It cost 1 @,@ 500 , or " so " ( they 1 @-@ 2 ) it \'s N now . \n'
+    assert wikitext(text) == ' = Film =\nIt cost 1,500, or "so" (they 1-2) it\'s 1 now.\n'
+    assert ptb("it 's $ N now \n x do n't") == "it's $1 now\nx don't"
 
 
 def test_a_pair_is_encoded_as_one_text():

@@ -90,11 +90,11 @@ and open http://127.0.0.1:5000/ in a browser, or in another terminal run
 
 
 _HOLES = (
-    "for [MASK] in range(10):",
-    "if [MASK] is None:",
     "def __init__([MASK], name):",
+    "def close([MASK]):",
+    "class Error(Exception)[MASK]",
+    "if [MASK] is None:",
     "return [MASK].path.join(path, name)",
-    "raise [MASK]('not a number')",
 )
 
 

@@ -63,6 +63,7 @@ def build_app(service: Service, template: ChatTemplate | None) -> ASGIApp:
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/v1/models", _get(lambda: json_response(openai.models()))),
+        Route("/v1/models/{name:path}", partial(_model, openai)),
         Route("/health", _get(partial(_health, service))),
         Route("/metrics", _get(lambda: Response(service.metrics.text(), media_type=_PROMETHEUS))),
         Route("/openapi.json", _get(lambda: json_response(openapi))),
@@ -82,6 +83,13 @@ def _get(make: Callable[[], Response]) -> Callable[[Request], Awaitable[Response
         return make()
 
     return answer
+
+
+async def _model(openai: OpenAiApi, request: Request) -> Response:
+    try:
+        return json_response(openai.model(request.path_params["name"]))
+    except ApiError as error:
+        return openai_error(error)
 
 
 def _health(service: Service) -> Response:

@@ -6,13 +6,32 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron.errors import ConfigError
 from megatron.inference.server.errors import ApiError
 
+if TYPE_CHECKING:
+    from jinja2.ext import Extension
+    from jinja2.nodes import Node
+    from jinja2.parser import Parser
+
 _MAX_TEMPLATE = 1 << 20  # bytes
 _TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+def _generation_tag() -> type[Extension]:
+    """`{% generation %}...{% endgeneration %}`, which marks what is trained on: here only text."""
+    from jinja2.ext import Extension
+
+    class Generation(Extension):
+        tags = {"generation"}
+
+        def parse(self, parser: Parser) -> list[Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    return Generation
 
 
 class ChatTemplate:
@@ -32,7 +51,7 @@ class ChatTemplate:
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _generation_tag()]
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse

@@ -11,6 +11,7 @@ from megatron.config.fields import suggestion
 from megatron.inference.server.errors import ApiError
 
 JsonSchema = dict[str, Any]
+_SHOWN = 64  # characters of a name that is not ours
 _WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
 _TYPES = {int: "integer", float: "number", bool: "boolean", str: "string"}
 
@@ -110,8 +111,9 @@ def read_fields(
         if name in refused and value is not None and value not in refused[name].harmless:
             raise ApiError(400, f"{name} is not supported: {refused[name].reason}", field=name)
         if name not in known and name not in refused:
-            hint = suggestion(name, known)
-            raise ApiError(400, f"there is no field {name!r}{hint}", field=name)
+            shown = name[:_SHOWN]
+            hint = suggestion(shown, known)
+            raise ApiError(400, f"there is no field {shown!r}{hint}", field=shown)
     values = {}
     for field in fields:
         given = body.get(field.name)

@@ -44,9 +44,9 @@ class MegatronApi:
         return await self._sample(prompts, values)
 
     async def _tokenize(self, text: str, values: Mapping[str, Any]) -> tuple[int, ...]:
-        start = (self._service.tokenizer.eod,) if values["add_BOS"] else ()
+        start = self._service.begun(()) if values["add_BOS"] else ()
         # A text of nothing that a tokenizer keeps is an empty one too.
-        return start + await self._service.tokenize(text) or (self._service.tokenizer.eod,)
+        return self._service.begun(start + await self._service.tokenize(text))
 
     def _check_length(self, prompts: Sequence[Sequence[int]], values: Mapping[str, Any]) -> None:
         new_tokens, width = values["tokens_to_generate"], values["beam_width"]
@@ -110,11 +110,11 @@ class MegatronApi:
     async def _beam_search(
         self, prompt: tuple[int, ...], values: Mapping[str, Any]
     ) -> dict[str, Any]:
-        stop = values["stop_token"]
+        vocabulary = range(self._service.settings.engine.vocab_size)
         sampling = Sampling(
             max_new_tokens=values["tokens_to_generate"],
             top_k=1,
-            stop_tokens=(stop,) if 0 <= stop < self._service.settings.engine.vocab_size else (),
+            stop_tokens=tuple(token for token in values["stop_tokens"] if token in vocabulary),
             beam_width=values["beam_width"],
             length_penalty=values["length_penalty"],
             logprobs=True,
@@ -145,7 +145,7 @@ def _with_defaults(
         "temperature": body.get("temperature", defaults.temperature),
         "top_k": top_k,
         "top_p": top_p,
-        "stop_token": body.get("stop_token", service.tokenizer.eod),
+        "stop_tokens": {body["stop_token"]} if "stop_token" in body else service.ends,
     }
 
 

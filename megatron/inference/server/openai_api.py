@@ -88,8 +88,17 @@ class OpenAiApi:
 
     def models(self) -> dict[str, Any]:
         """`GET /v1/models`."""
+        return {"object": "list", "data": [self.model(self._service.settings.model)]}
+
+    def model(self, name: str) -> dict[str, Any]:
+        """`GET /v1/models/NAME`.
+
+        Raises:
+            ApiError: 404 it is not served here.
+        """
+        self._check_model(name)
         settings = self._service.settings
-        model = {
+        return {
             "id": settings.model,
             "object": "model",
             "created": settings.created,
@@ -97,12 +106,13 @@ class OpenAiApi:
             "max_model_len": self._service.max_length,
             "chat": self._template is not None,
         }
-        return {"object": "list", "data": [model]}
 
     def _check_model(self, name: str | None) -> None:
         served = self._service.settings.model
         if name is not None and name != served:
-            raise ApiError(404, f"model {name!r} is not served here: {served!r} is", field="model")
+            raise ApiError(
+                404, f"model {name[:100]!r} is not served here: {served!r} is", field="model"
+            )
 
     async def _answer(self, plan: Plan, form: Form) -> Answered:
         start = time.perf_counter()

@@ -32,7 +32,7 @@ async def read_prompts(service: Service, prompt: Any) -> list[tuple[int, ...]]:
     prompts = []
     for each in given:
         if isinstance(each, str):
-            prompts.append(await service.tokenize(each) or (service.tokenizer.eod,))
+            prompts.append(service.begun(await service.tokenize(each)))
         elif _is_ids(each):
             _check_ids(each, service.settings.engine.vocab_size)
             prompts.append(tuple(each))

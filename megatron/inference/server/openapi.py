@@ -35,6 +35,7 @@ _API_ANSWER = {
         "scores": {**_NUMBERS, "description": "of a beam search, in the place of logprobs"},
     },
 }
+_NAME = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
 _STATUSES = {
     400: "a mistake in the request",
     401: "no token, or a wrong one",
@@ -61,6 +62,7 @@ def document(*, needs_token: bool, legacy_status_codes: bool) -> dict[str, Any]:
         "/v1/completions": {"post": _operation("Go on from a text", schema_of(COMPLETION))},
         "/v1/chat/completions": {"post": _operation("Answer a conversation", schema_of(CHAT))},
         "/v1/models": {"get": _plain("The model that is served")},
+        "/v1/models/{name}": {"get": _plain("The same, by its name"), "parameters": [_NAME]},
         "/health": {"get": {**_plain("Whether the engine runs"), "security": []}},
         "/metrics": {"get": _plain("Figures for Prometheus", "text/plain")},
     }

@@ -67,6 +67,17 @@ class Service:
             return tuple(tokenize(text))
         return tuple(await asyncio.to_thread(tokenize, text))
 
+    def begun(self, prompt: tuple[int, ...]) -> tuple[int, ...]:
+        """`prompt`; of an empty one the end of document, which is also what a text begins after.
+
+        Raises:
+            ApiError: 400 it is empty, and the tokenizer has no such token.
+        """
+        eod = tuple(self.tokenizer.special_ids("eod"))
+        if not prompt and not eod:
+            raise ApiError(400, "the prompt is empty, and no token of this model begins a text")
+        return prompt or eod
+
     def check_total(
         self, prompts: Sequence[Sequence[int]], new_tokens: int, copies: int = 1
     ) -> None:

@@ -61,8 +61,16 @@ def server_process(
     try:
         yield process, _address(process, log)
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+        _end(process)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """By SIGTERM, since torchrun's own processes would outlive it when it is killed."""
+    process.terminate()
+    try:
+        process.wait(timeout=60)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 

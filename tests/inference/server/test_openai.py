@@ -172,6 +172,16 @@ def test_a_chat_streams(plain_chat: openai.OpenAI) -> None:
 
 def test_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["test"]
+    assert client.models.retrieve("test").id == "test"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("of/another")
+
+
+def test_a_long_name_is_not_told_back(live: Live) -> None:
+    answer = live.post("/v1/completions", {"prompt": "x", "y" * 100_000: 1})
+    assert answer.status_code == 400
+    assert len(answer.content) < 500
+    assert len(live.post("/v1/completions", {"prompt": "x", "model": "z" * 9999}).content) < 500
 
 
 REFUSED = [

@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# Finetune a pretrained BERT on RACE (questions about a text, four answers each),
+# and evaluate it after each epoch.
+#
+#   TRAIN_DATA='RACE/train/middle RACE/train/high' VALID_DATA='RACE/dev/middle RACE/dev/high' \
+#   PRETRAINED=checkpoints/bert_345m VOCAB_FILE=bert-large-cased-vocab.txt \
+#   NPROC_PER_NODE=8 examples/finetune_race_distributed.sh
+#
+# Data are folders of RACE's *.txt files; a sample of the micro-batch is a question, four texts.
+# PRETRAINED is a folder of checkpoints, ours or Megatron-LM's, or one of Hugging Face. A run that
+# was interrupted goes on when it is started again. Flags given to this script come last and win.
+set -euo pipefail
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+: "${TRAIN_DATA:?set it to what to train on}"
+: "${VALID_DATA:?set it to what to evaluate on}"
+: "${PRETRAINED:?set it to the folder of a pretrained BERT}"
+: "${VOCAB_FILE:?set it to its vocabulary (text, an entry a line)}"
+OUT=${OUT:-runs/bert-race}
+
+LAUNCH=(
+    --nproc-per-node "${NPROC_PER_NODE:-8}"
+    --nnodes "${NNODES:-1}"
+    --node-rank "${NODE_RANK:-0}"
+    --master-addr "${MASTER_ADDR:-localhost}"
+    --master-port "${MASTER_PORT:-6000}"
+)
+
+TRAINING=(
+    --epochs 3
+    --micro-batch-size 4
+    --seq-length 512
+    --lr 1.0e-5
+    --lr-decay-style linear
+    --lr-warmup-fraction 0.06
+    --weight-decay 1.0e-1
+    --clip-grad 1.0
+    --tensor-model-parallel-size "${TENSOR_PARALLEL:-1}"
+    ${PRECISION---fp16} # PRECISION= (empty) trains in fp32, as a CPU must
+)
+
+DATA=(
+    --train-data $TRAIN_DATA # several may be named, with spaces between
+    --valid-data $VALID_DATA
+    --tokenizer-type "${TOKENIZER_TYPE:-BertWordPieceLowerCase}"
+    --vocab-file "$VOCAB_FILE"
+)
+
+exec torchrun "${LAUNCH[@]}" "$ROOT/tasks/main.py" \
+    --task RACE --pretrained-checkpoint "$PRETRAINED" \
+    --save "$OUT/checkpoints" --load "$OUT/checkpoints" --keep-latest 1 --log-interval 10 \
+    "${TRAINING[@]}" "${DATA[@]}" "$@"

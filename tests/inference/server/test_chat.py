@@ -1,0 +1,110 @@
+"""Chat templates: as transformers renders them, and nothing that a template may not do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.errors import ConfigError
+from megatron.inference.server.chat import ChatTemplate, find_template, special_tokens
+from megatron.inference.server.errors import ApiError
+
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": '  Hello <&> "東京"\n'},
+    {"role": "assistant", "content": "Hi."},
+    {"role": "user", "content": "And?"},
+]
+TEMPLATES = {
+    "marked turns": (
+        "{% for message in messages %}\n"
+        "    {{- '<|' + message['role'] + '|>' + message.content | trim + eos_token }}\n"
+        "{% endfor %}\n"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    ),
+    "system folded into the first turn": (
+        "{%- if messages[0]['role'] == 'system' -%}\n"
+        "{%- set system, rest = messages[0]['content'], messages[1:] -%}\n"
+        "{%- else -%}{%- set system, rest = '', messages -%}{%- endif -%}\n"
+        "{{ bos_token }}{%- for m in rest -%}\n"
+        "{%- if loop.first and system -%}[{{ system }}]{%- endif -%}\n"
+        "({{ m['role'] }}: {{ m['content'] | trim }})\n{%- endfor -%}"
+    ),
+    "control of loops, JSON, tests": (
+        "{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}"
+        "{{ m | tojson }}{% if tools is not none and tools is defined %}T{% endif %}"
+        "{% if loop.index > 3 %}{% break %}{% endif %}{% endfor %}"
+    ),
+    "what is trained on is marked": (
+        "{% for m in messages %}{% if m.role == 'assistant' %}"
+        "{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    ),
+    "the day": "{{ strftime_now('%Y') }}{{ messages | length }}",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_templates_render_as_in_transformers(name: str, tokenizer_folder: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_file=str(tokenizer_folder / "tokenizer.json"), bos_token="<s>", eos_token="</s>"
+    )
+    expected = theirs.apply_chat_template(
+        MESSAGES, chat_template=TEMPLATES[name], tokenize=False, add_generation_prompt=True
+    )
+    ours = ChatTemplate(TEMPLATES[name], {"bos_token": "<s>", "eos_token": "</s>"})
+    assert ours.render(MESSAGES) == expected
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.__class__.__mro__[1].__subclasses__() }}",
+        "{{ ''.__class__ }}",
+        "{{ messages.append(1) }}",
+        "{{ cycler.__init__.__globals__.os.system('true') }}",
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ 1 / 0 }}",
+        "{{ messages + 1 }}",
+    ],
+)
+def test_nothing_comes_of_what_a_template_may_not_do(source: str) -> None:
+    assert _rendered(source) is None
+
+
+def _rendered(source: str) -> str | None:
+    """None where the request is refused, or the sandbox gives an empty text."""
+    try:
+        return ChatTemplate(source, {}).render(MESSAGES) or None
+    except ApiError as error:
+        return None if (error.status, error.field) == (400, "messages") else str(error)
+
+
+def test_a_broken_template_is_named() -> None:
+    with pytest.raises(ConfigError, match="mistake in line 2.*--chat-template"):
+        ChatTemplate("a\n{% if %}", {})
+
+
+def test_templates_are_found_where_tokenizers_have_them(tmp_path: Path) -> None:
+    model = str(tmp_path / "tokenizer.json")
+    assert find_template(None, None) is None
+    assert find_template(None, model) is None
+    settings = tmp_path / "tokenizer_config.json"
+    named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
+    settings.write_text(json.dumps({"chat_template": named, "eos_token": {"content": "<e>"}}))
+    assert find_template(None, model) == "D"
+    assert special_tokens(str(tmp_path)) == {"eos_token": "<e>"}
+    settings.write_text(json.dumps({"chat_template": "C"}))
+    assert find_template(None, str(tmp_path)) == "C"
+    (tmp_path / "chat_template.jinja").write_text("J")
+    assert find_template(None, model) == "J"
+    (tmp_path / "mine").write_text("M")
+    assert find_template(str(tmp_path / "mine"), model) == "M"
+    settings.write_text("{")
+    (tmp_path / "chat_template.jinja").unlink()
+    with pytest.raises(ConfigError, match="not JSON"):
+        find_template(None, model)
