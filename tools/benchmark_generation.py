@@ -66,7 +66,6 @@ def run(options: argparse.Namespace) -> None:
         bandwidth,
         EngineOptions(
             product_rows=options.product_rows,
-            few_rows=not options.no_few_rows,
             graphs=not options.no_graphs,
         ),
     )
@@ -115,9 +114,6 @@ def _parser() -> argparse.ArgumentParser:
         "--product-rows",
         type=int,
         help="matrix products take so many tokens at a time: the same bits in any batch",
-    )
-    parser.add_argument(
-        "--no-few-rows", action="store_true", help="without our kernel for products of few tokens"
     )
     parser.add_argument("--no-graphs", action="store_true", help="without CUDA graphs")
     parser.add_argument(

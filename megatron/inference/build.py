@@ -16,14 +16,14 @@ from megatron.inference.executor import Executor
 from megatron.inference.graphs import DecodeGraphs
 from megatron.inference.load import Loaded
 from megatron.inference.scheduler import SchedulerSettings
-from megatron.kernels.library import KernelLibrary, find_library
+from megatron.kernels.library import find_library
 from megatron.kernels.paged_attention import PagedAttention, choose_paged_attention
 from megatron.models.gpt import GPTModel
 from megatron.models.sizes import Sizes, sizes_of
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layers import set_products
 from megatron.parallel.layout import Axis, Layout
-from megatron.parallel.products import PLAIN, FewRows, FixedRows, Products
+from megatron.parallel.products import PLAIN, FixedRows
 
 CPU_CACHE_BYTES = 2**30
 GPU_CACHE_SHARE = 0.9  # of the memory that the model leaves free
@@ -48,7 +48,6 @@ class EngineOptions:
         product_rows: matrix products take so many tokens at a time, always, and prompts are cut at
             fixed places: a token's scores then have the same bits whatever else is in the batch,
             for some more work. None: a batch's size can show in the last bits.
-        few_rows: a kernel of our own for products of a few tokens, on a GPU.
     """
 
     max_sequences: int = 256
@@ -58,7 +57,6 @@ class EngineOptions:
     seed: int = 1234
     graphs: bool = True
     product_rows: int | None = None
-    few_rows: bool = True
 
     def __post_init__(self) -> None:
         """Raises ConfigError where a value is out of range."""
@@ -131,7 +129,8 @@ def build_engine(
         _check_layout(layout)
     copy = copy or layout.world
     library = find_library(device.torch_device).library
-    set_products(model, _products(options, library))
+    rows = options.product_rows
+    set_products(model, PLAIN if rows is None else FixedRows(rows))
     sizes = sizes_of(config.model)
     precision = config.precision
     dtype = parameter_dtype(fp16=precision.fp16, bf16=precision.bf16)
@@ -199,13 +198,6 @@ def _chunk(options: EngineOptions) -> int:
     """Where prompts are cut: small, for beginnings are only found again in whole chunks."""
     room = min(MOST_CHUNK, options.max_step_tokens - options.max_sequences)
     return room // options.block_size * options.block_size
-
-
-def _products(options: EngineOptions, library: KernelLibrary | None) -> Products:
-    """How the model multiplies by its weights."""
-    if options.product_rows is not None:
-        return FixedRows(options.product_rows)
-    return FewRows(library) if options.few_rows and library is not None else PLAIN
 
 
 def records_on(device: Device) -> bool:

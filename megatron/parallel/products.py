@@ -18,10 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.kernels.few_rows import few_rows_linear
 from megatron.kernels.fp8 import E4M3, E5M2, Fp8, Fp8Casts
 from megatron.kernels.fp8_product import Fp8Product, reference_product
-from megatron.kernels.library import KernelLibrary
 from megatron.kernels.weight_gradient import weight_gradient
 
 FP8_MULTIPLE = 16  # both sizes of a matrix
@@ -88,17 +86,6 @@ class Plain:
 
 
 PLAIN = Plain()
-
-
-class FewRows(Plain):
-    """Forward has a kernel for products of a few rows, which are all that a decoding step has."""
-
-    def __init__(self, library: KernelLibrary) -> None:
-        self._library = library
-
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Kept]:
-        """See `Products`."""
-        return few_rows_linear(self._library, x, weight, bias), (weight,)
 
 
 class FixedRows(Plain):

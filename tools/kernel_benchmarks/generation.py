@@ -5,10 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-from megatron.kernels.few_rows import few_rows_linear
 from megatron.kernels.library import KernelLibrary
 from megatron.kernels.paged_attention import FusedPaged, PlainPaged, Singles
 from tools.kernel_benchmarks.operation import Inputs, Operation
@@ -21,42 +18,11 @@ GROUPS, PER_GROUP, HEAD = 8, 4, 128
 def operations(library: KernelLibrary, device: torch.device) -> list[Operation]:
     """All of them."""
     return [
-        few_rows(library, device, 1, 4096, 6144),
-        few_rows(library, device, 1, 4096, 28672),
-        few_rows(library, device, 1, 14336, 4096),
-        few_rows(library, device, 1, 4096, 128256),
-        few_rows(library, device, 4, 4096, 28672),
         paged_attention(library, device, 1, 1024),
         paged_attention(library, device, 1, 8192),
         paged_attention(library, device, 32, 1024),
         paged_attention(library, device, 256, 1024),
     ]
-
-
-def few_rows(
-    library: KernelLibrary, device: torch.device, rows: int, inputs: int, outputs: int
-) -> Operation:
-    """A decoding step's product with a weight."""
-
-    def draw() -> Inputs:
-        return [
-            torch.randn(rows, inputs, device=device, dtype=BF16),
-            torch.randn(outputs, inputs, device=device, dtype=BF16),
-        ]
-
-    def ours(x: Tensor, weight: Tensor) -> Tensor:
-        return few_rows_linear(library, x, weight, None)
-
-    return Operation(
-        name="product of a few rows",
-        shape=f"[{rows}, {inputs}] x [{outputs}, {inputs}] bf16",
-        forward_bytes=2 * (outputs * inputs + rows * (inputs + outputs)),
-        backward_bytes=0,
-        draw=draw,
-        ours=ours,
-        eager=F.linear,
-        libraries={"cuBLAS": F.linear},
-    )
 
 
 def paged_attention(
