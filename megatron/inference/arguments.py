@@ -56,6 +56,12 @@ def _loads(config: RunConfig, world_size: int) -> Iterator[str]:
         yield "--load is required: give the folder of a trained model's checkpoints"
 
 
+def _tokenizer(config: RunConfig, world_size: int) -> Iterator[str]:
+    """The checkpoint names its tokenizer: without one that is missing, too."""
+    if config.checkpoint.load is not None:
+        yield from rules_data.tokenizer(config, world_size)
+
+
 def _one_copy(config: RunConfig, world_size: int) -> Iterator[str]:
     """Tensor and pipeline ranks, and nothing else that training has."""
     parallel = config.parallel
@@ -99,6 +105,6 @@ RULES: tuple[Rule, ...] = (
     rules_model.activation_function,
     rules_model.normalization,
     rules_model.precision,
-    rules_data.tokenizer,
+    _tokenizer,
     _one_copy,
 )

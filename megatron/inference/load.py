@@ -104,7 +104,8 @@ def open_existing(
     """
     reader = open_root(Path(folder), verify=verify, layout=layout)
     if reader is None:
-        raise CheckpointError(f"{flag} {folder}: there is no checkpoint in this folder")
+        where = " in this folder" if Path(folder).is_dir() else ": no such folder"
+        raise CheckpointError(f"{flag} {folder}: there is no checkpoint{where}")
     return reader
 
 
