@@ -242,7 +242,7 @@ def test_yaml_run_is_valid_and_trains_at_toy_size(config: Path, toy: Toy, tmp_pa
 @pytest.mark.parametrize("model", ["gpt", "bert", "t5"])
 def test_the_demo_runs_small(toy: Toy, tmp_path: Path, model: str) -> None:
     source = tmp_path / "mine.jsonl"
-    files = sorted((ROOT / "tests").rglob("*.py"))
+    files = sorted((ROOT / "tests").rglob("*.py"))[::2]  # enough to train and to validate on
     source.write_text("".join(json.dumps({"text": f.read_text()}) + "\n" for f in files))
     out = tmp_path / "demo"
     words = [sys.executable, str(ROOT / "tools" / "demo.py"), "--out", str(out)]

@@ -92,7 +92,7 @@ class Passes:
 
     def begin(self) -> None:
         """The first forward ahead of `forward_backward`: of a model that is whole here."""
-        self._run.layout.journal.enter("first forward pass of the next iteration")
+        self._run.layout.journal.enter("first forward pass, ahead of time")
         with torch.enable_grad():
             self._begun = self._step(0, 0, None)
 

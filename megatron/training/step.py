@@ -100,8 +100,10 @@ class Updates:
         progress.iteration += 1
         progress.consumed_samples += samples
         if look_ahead and not run.finished and _may_look_ahead(run):
+            journal.iteration = progress.iteration + 1
             self._begun = _next_passes(run)
             self._begun.begin()
+            journal.iteration = progress.iteration
         journal.enter("end of the iteration")
         result, losses, (exit_wanted, save_due), finite = reading.wait()
         losses_are_finite = all(math.isfinite(value) for value in losses.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -91,8 +92,10 @@ def _in_layout(layout: Layout, folder: Path, requests: list[Request]) -> dict[st
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{}, {"tensor": 2}, {"pipeline": 2}], ids=str)
-def test_a_hundred_prompts_in_every_layout(model: Any, sizes: dict[str, int]) -> None:
-    asked = prompts(100, longest=70, vocab=VOCAB, seed=1)
+def test_many_prompts_in_every_layout(model: Any, sizes: dict[str, int]) -> None:
+    """A hundred with MANY_PROMPTS=100."""
+    count = int(os.environ.get("MANY_PROMPTS", "25"))
+    asked = prompts(count, longest=70, vocab=VOCAB, seed=1)
     folder = Path(model.name_or_path)
     if sizes:
         for events in run_distributed(2, _in_layout, folder, requests_for(asked), **sizes):

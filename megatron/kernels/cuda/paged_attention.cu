@@ -189,8 +189,11 @@ extern "C" int paged_attention(const void* query, const void* keys, const void* 
     if (head_size % vector_size<T> || vectors < 1 || vectors > 32) return cudaErrorInvalidValue;
     const Cache<T> cache{static_cast<const T*>(keys), static_cast<const T*>(values), tables,
                          static_cast<int>(table_width), static_cast<int>(block_size)};
-    const cudaError_t error = with_shape(vectors, per_group, [&](auto l, auto h) {
-      constexpr int L = decltype(l)::value, H = decltype(h)::value;
+    constexpr bool kIsWide = sizeof(T) == 4;  // 8 heads would not fit in the registers
+    const int64_t most = kIsWide && per_group > 4 ? 4 : per_group;
+    const cudaError_t error = with_shape(vectors, most, [&](auto l, auto h) {
+      constexpr int L = decltype(l)::value;
+      constexpr int H = kIsWide && decltype(h)::value > 4 ? 4 : decltype(h)::value;
       const size_t shared = kThreads / L * H * (head_size + 2) * sizeof(float);
       const dim3 grid(parts, groups * divide_up(per_group, H), rows);
       return launch(paged_attention_kernel<T, L, H>, grid, dim3(kThreads), shared, stream,
