@@ -8,11 +8,12 @@ from datetime import UTC, datetime
 from typing import Any
 
 from megatron import __version__
-from megatron.config import ParsedRun, RunConfig, parse_config, rules_data, rules_model
+from megatron.config import ParsedRun, RunConfig, parse_config
 from megatron.config.checks import Rule
 from megatron.config.tasks import TaskConfig
 from megatron.device import Device
 from megatron.errors import StorageError
+from megatron.inference.arguments import SAVED_MODEL_RULES
 from megatron.inference.load import Loaded, check_architecture, open_existing, saved_config
 from megatron.training.callbacks.terminal import say
 from megatron.training.panel import format_panel
@@ -61,13 +62,6 @@ def _saved(given: Mapping[str, Any]) -> RunConfig:
     return replace(config, training=replace(config.training, micro_batch_size=_MICRO_BATCH))
 
 
-def _loads(config: RunConfig, world_size: int) -> Iterator[str]:
-    if config.checkpoint.load is None:
-        yield "--load is required: give the folder of a trained model's checkpoints"
-    else:  # which names its tokenizer, unless it is old
-        yield from rules_data.tokenizer(config, world_size)
-
-
 def _not_here(config: RunConfig, world_size: int) -> Iterator[str]:
     """What a model may be trained with and not be evaluated with."""
     parallel = config.parallel
@@ -92,19 +86,7 @@ def _not_here(config: RunConfig, world_size: int) -> Iterator[str]:
         yield "--zero-stage 3 shares the weights of a training run: drop it"
 
 
-RULES: tuple[Rule, ...] = (
-    _loads,
-    rules_model.bounds,
-    rules_model.layout,
-    rules_model.tensor_parallel,
-    rules_model.pipeline,
-    rules_model.heads,
-    rules_model.positions,
-    rules_model.activation_function,
-    rules_model.normalization,
-    rules_model.precision,
-    _not_here,
-)
+RULES: tuple[Rule, ...] = (*SAVED_MODEL_RULES, _not_here)
 
 
 def say_start(task: str, loaded: Loaded, device: Device, data: str) -> None:

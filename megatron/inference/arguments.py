@@ -54,11 +54,7 @@ def _saved(given: Mapping[str, Any]) -> RunConfig:
 def _loads(config: RunConfig, world_size: int) -> Iterator[str]:
     if config.checkpoint.load is None:
         yield "--load is required: give the folder of a trained model's checkpoints"
-
-
-def _tokenizer(config: RunConfig, world_size: int) -> Iterator[str]:
-    """The checkpoint names its tokenizer: without one that is missing, too."""
-    if config.checkpoint.load is not None:
+    else:  # which names its tokenizer, unless it is old
         yield from rules_data.tokenizer(config, world_size)
 
 
@@ -94,7 +90,8 @@ def _one_copy(config: RunConfig, world_size: int) -> Iterator[str]:
         yield "--zero-stage 3 shares the weights of a training run: drop it"
 
 
-RULES: tuple[Rule, ...] = (
+# For every program that runs a saved model.
+SAVED_MODEL_RULES: tuple[Rule, ...] = (
     _loads,
     rules_model.bounds,
     rules_model.layout,
@@ -105,6 +102,5 @@ RULES: tuple[Rule, ...] = (
     rules_model.activation_function,
     rules_model.normalization,
     rules_model.precision,
-    _tokenizer,
-    _one_copy,
 )
+RULES: tuple[Rule, ...] = (*SAVED_MODEL_RULES, _one_copy)
