@@ -35,8 +35,8 @@ def row_counts(most: int) -> list[int]:
 
 def lengths_to_record(most: int) -> list[int]:
     """Longest lengths to record for, each four times the one before: parts of the keys that no
-    sequence has cost little."""
-    lengths = [4 * PART]
+    sequence has cost little. One part is the first, as nothing is joined then."""
+    lengths = [PART]
     while lengths[-1] < most:
         lengths.append(4 * lengths[-1])
     return [*lengths[:-1], -(-most // PART) * PART]

@@ -19,10 +19,11 @@ from megatron.device import Device
 from megatron.kernels.attention import cpu_attention, gpu_attention
 from megatron.kernels.library import DTYPE_CODES, VECTOR_BYTES, Kernel, KernelLibrary
 
-PAGED_ATTENTION = Kernel("paged_attention", "pppppppiiiiiiiiid")
+PAGED_ATTENTION = Kernel("paged_attention", "pppppppiiiiiiiid")
+PAGED_ATTENTION_FP32 = Kernel("paged_attention_fp32", "pppppppiiiiiiid")
 APPEND_TO_CACHE = Kernel("append_to_cache", "pppppii")
-PART = 256  # keys that a block of threads goes through
-LARGEST_VECTORS = 32  # of 16 bytes in a head; paged_attention.cu has the same
+PART = 256  # keys that a block of threads goes through; paged_attention.cuh has the same
+LARGEST_VECTORS = 32  # of 16 bytes in a head; the .cu files have the same
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,8 @@ class PlainPaged:
 
 class FusedPaged:
     """See `PagedAttention`. One kernel goes through parts of the keys where they lie, a second
-    joins the parts; a sequence's result has the same bits whatever the others are."""
+    joins the parts where a sequence has several; its result has the same bits whatever the other
+    sequences are."""
 
     can_capture = True
 
@@ -128,13 +130,17 @@ class FusedPaged:
         query = query.contiguous()
         rows, heads, size = query.shape
         groups, parts = keys.shape[1], -(-singles.longest // PART)
-        partial_sums = query.new_empty(rows, heads, parts, size + 2, dtype=torch.float32)
+        partial_sums = None
+        if parts > 1:
+            partial_sums = query.new_empty(rows, heads, parts, size + 2, dtype=torch.float32)
         out = torch.empty_like(query)
+        is_wide = query.dtype == torch.float32
         self._library.launch(
-            PAGED_ATTENTION,
+            PAGED_ATTENTION_FP32 if is_wide else PAGED_ATTENTION,
             *(query, keys, values, singles.tables, singles.lengths, partial_sums, out),
             *(rows, groups, heads // groups, size, singles.tables.shape[1], singles.block_size),
-            *(PART, parts, DTYPE_CODES[query.dtype], 1 / math.sqrt(size)),
+            *((parts,) if is_wide else (parts, DTYPE_CODES[query.dtype])),
+            1 / math.sqrt(size),
         )
         return out
 

@@ -78,4 +78,4 @@ def test_sizes_to_record_reach_the_largest_and_grow_slowly() -> None:
         assert counts[-1] == most
         assert all(b <= 2 * a for a, b in zip(counts, counts[1:], strict=False))
     assert lengths_to_record(100) == [PART]
-    assert lengths_to_record(5000) == [4 * PART, 16 * PART, 5120]
+    assert lengths_to_record(5000) == [PART, 4 * PART, 16 * PART, 5120]

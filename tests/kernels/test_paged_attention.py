@@ -94,9 +94,10 @@ def test_bits_do_not_depend_on_the_batch(kernels):
     )
     paged = FusedPaged(library)
     together = paged.singles(query, keys, values, singles)
-    for row in range(3):
-        alone = Singles(singles.tables[[row]], singles.lengths[[row]], 4 * PART, BLOCK)
-        assert torch.equal(paged.singles(query[[row]], keys, values, alone)[0], together[row])
+    for row, length in enumerate(singles.lengths.tolist()):
+        for longest in (length, 4 * PART):
+            alone = Singles(singles.tables[[row]], singles.lengths[[row]], longest, BLOCK)
+            assert torch.equal(paged.singles(query[[row]], keys, values, alone)[0], together[row])
 
 
 def test_a_row_without_tokens_is_zero(kernels):

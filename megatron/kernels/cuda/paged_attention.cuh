@@ -1,0 +1,74 @@
+// A key-value cache in blocks, and what the kernels that read it share.
+//
+// A sequence's keys are cut into parts of kPart, each a block's work; another kernel joins the parts.
+// Every sum has an order that depends on the sequence's own length alone: the same bits come out
+// whatever else is in the batch.
+#pragma once
+
+#include "common.cuh"
+
+constexpr int kPart = 256;  // paged_attention.py has the same
+constexpr float kLog2E = 1.4426950408889634f;
+
+// [slots, groups, d]; block i is slots i * block_size and on.
+template <typename T>
+struct Cache {
+  const T* keys;
+  const T* values;
+  const int* tables;  // [rows, table_width]: blocks of each row
+  int table_width, block_size;
+
+  __device__ __forceinline__ int64_t slot(int row, int key) const {
+    const int block = key / block_size;
+    const int* table = tables + static_cast<int64_t>(row) * table_width;
+    return static_cast<int64_t>(table[block]) * block_size + (key - block * block_size);
+  }
+};
+
+// One channel of what a part's block has found: the attention itself where the row has no other
+// part, else in `partial` [rows * heads, parts, d + 2] weighted values, largest score (of powers of
+// two), sum of weights.
+template <typename T>
+__device__ __forceinline__ void tell(T* out, float* partial, int64_t row_head, int head_size,
+                                     int channel, int length, float value, float largest,
+                                     float weights) {
+  if (length <= kPart) {
+    out[row_head * head_size + channel] = from_float<T>(value / weights);
+    return;
+  }
+  float* to = partial + (row_head * gridDim.x + blockIdx.x) * (head_size + 2);
+  to[channel] = value;
+  if (channel == 0) {
+    to[head_size] = largest;
+    to[head_size + 1] = weights;
+  }
+}
+
+// A block has one head of one row, a thread a channel.
+template <typename T>
+__global__ void __launch_bounds__(256)
+    join_parts_kernel(const float* __restrict__ partial, const int* __restrict__ lengths,
+                      T* __restrict__ out, int head_size, int parts) {
+  const int length = lengths[blockIdx.y];
+  if (length <= kPart) return;  // nothing to join
+  const int64_t row_head = static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x;
+  const int width = head_size + 2, channel = threadIdx.x, count = (length + kPart - 1) / kPart;
+  const float* mine = partial + row_head * parts * width;
+  float largest = -INFINITY;
+  for (int p = 0; p < count; p++) largest = fmaxf(largest, mine[p * width + head_size]);
+  float value = 0.f, weights = 0.f;
+  for (int p = 0; p < count; p++) {
+    const float share = exp2f(mine[p * width + head_size] - largest);
+    value += share * mine[p * width + channel];
+    weights += share * mine[p * width + head_size + 1];
+  }
+  out[row_head * head_size + channel] = from_float<T>(value / weights);
+}
+
+template <typename T>
+cudaError_t join_parts(const float* partial, const int* lengths, T* out, int64_t rows,
+                       int64_t heads, int64_t head_size, int64_t parts, cudaStream_t stream) {
+  if (parts == 1) return cudaSuccess;
+  return launch(join_parts_kernel<T>, dim3(heads, rows), dim3(head_size), 0, stream, partial,
+                lengths, out, head_size, parts);
+}
