@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -159,6 +160,13 @@ class Device:
     def seconds_between(self, start: Any, end: Any) -> float:
         """Time from one mark to a later one; all work up to it must be done (`synchronize`)."""
         return start.elapsed_time(end) / 1000.0 if self.is_gpu else end - start
+
+    def send(self, array: np.ndarray) -> Tensor:
+        """The array there; a GPU copies while this process goes on."""
+        tensor = torch.from_numpy(array)
+        if not self.is_gpu:
+            return tensor
+        return tensor.pin_memory().to(self.torch_device, non_blocking=True)
 
     def read(self, numbers: Tensor) -> Reading:
         """Begin to copy a few numbers to the host, behind the work queued so far."""

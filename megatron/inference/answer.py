@@ -12,7 +12,7 @@ from typing import Protocol
 from megatron.inference.beam import BeamSearch
 from megatron.inference.request import Event, Finished, Prompt, Request, Sampling, Token
 from megatron.inference.sampling import Choice, Chosen, uniform
-from megatron.inference.scheduler import Row, Scheduler, Sequence
+from megatron.inference.scheduler import UNKNOWN, Row, Scheduler, Sequence
 
 Wish = tuple[int, Choice]  # place among a row's tokens, and what to do with the logits there
 
@@ -41,6 +41,16 @@ class Answer(Protocol):
 
         Sequences that begin or end here do so in the scheduler too.
         """
+        ...
+
+    @property
+    def can_expect(self) -> bool:
+        """Whether a step can be prepared before the one before it has chosen a token."""
+        ...
+
+    def expect(self) -> None:
+        """The step under way chooses this answer's next token: let its sequence have `UNKNOWN`
+        until then, unless the answer is complete with it. Only where `can_expect`."""
         ...
 
     def finished(self) -> Finished:
@@ -94,6 +104,8 @@ class PlainAnswer:
         if results:
             (chosen,) = results
             assert chosen.token is not None
+            if tokens[-1] == UNKNOWN:
+                tokens.pop()
             tokens.append(chosen.token)
             logprob = chosen.logprob if sampling.logprobs else None
             events.append(Token(self.request.id, chosen.token, logprob, chosen.top))
@@ -109,12 +121,26 @@ class PlainAnswer:
         return Finished(self.request.id, "stop", new_tokens=self._new_tokens, cached_tokens=cached)
 
     @property
+    def can_expect(self) -> bool:
+        """See `Answer`."""
+        depends = self._choice.is_penalized or self.request.sampling.banned_pairs  # on what it is
+        return self._prompt.is_told and not depends
+
+    def expect(self) -> None:
+        """See `Answer`."""
+        if self._new_tokens + 1 < self.request.sampling.max_new_tokens:
+            self._sequence.tokens.append(UNKNOWN)
+
+    @property
     def _new_tokens(self) -> int:
-        return len(self._sequence.tokens) - len(self.request.prompt)
+        """Known ones."""
+        tokens = self._sequence.tokens
+        return len(tokens) - len(self.request.prompt) - (tokens[-1] == UNKNOWN)
 
     def _next(self) -> Choice:
         """How to choose the next token."""
-        sampling, number = self.request.sampling, self._new_tokens
+        sampling = self.request.sampling
+        number = len(self._sequence.tokens) - len(self.request.prompt)
         if not self._choice.is_drawn and not sampling.banned_pairs:
             return self._choice
         return self._choice._replace(
@@ -171,6 +197,15 @@ class BeamAnswer:
                 events += self._next_round(scheduler)
         return events
 
+    @property
+    def can_expect(self) -> bool:
+        """See `Answer`. What is chosen says which beams go on."""
+        return False
+
+    def expect(self) -> None:
+        """See `Answer`."""
+        raise AssertionError("a beam search waits for each round")
+
     def finished(self) -> Finished:
         """See `Answer`."""
         answers = tuple(self._search.answers)
@@ -214,10 +249,10 @@ class _PromptScores:
     def __init__(self, request: Request) -> None:
         self._request = request
         self._scores: dict[int, Chosen] = {}  # by place of the token that is scored
-        self._is_told = not request.sampling.prompt_logprobs
+        self.is_told = not request.sampling.prompt_logprobs
 
     def wishes(self, row: Row) -> list[Wish]:
-        if self._is_told:
+        if self.is_told:
             return []
         prompt, tops = self._request.prompt, self._request.sampling.top_logprobs
         last = min(row.start + row.size, len(prompt) - 1)
@@ -228,14 +263,14 @@ class _PromptScores:
 
     def take(self, row: Row, results: Many[Chosen]) -> tuple[list[Event], Many[Chosen]]:
         """What there is to tell, and the results that are not the prompt's."""
-        if self._is_told:
+        if self.is_told:
             return [], results
         count = len(self.wishes(row))
         self._scores |= {row.start + i + 1: results[i] for i in range(count)}
         prompt = self._request.prompt
         if row.start + row.size < len(prompt):
             return [], results[count:]
-        self._is_told = True
+        self.is_told = True
         scores = [self._scores[place] for place in range(1, len(prompt))]
         tops = tuple(score.top for score in scores) if self._request.sampling.top_logprobs else ()
         event = Prompt(self._request.id, tuple(score.logprob for score in scores), tops)

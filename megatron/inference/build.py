@@ -161,7 +161,7 @@ def build_engine(
         vocab_size=vocab_size,
         hidden=sizes.hidden,
         stream_dtype=torch.float32 if precision.fp32_residual_connection else dtype,
-        device=device.torch_device,
+        device=device,
     )
     settings = SchedulerSettings(
         blocks=blocks,
@@ -171,7 +171,12 @@ def build_engine(
         chunk=0 if options.product_rows is None else _chunk(options),
     )
     return BatchEngine(
-        executor, settings, vocab_size=vocab_size, max_length=sizes.positions, seed=options.seed
+        executor,
+        settings,
+        vocab_size=vocab_size,
+        max_length=sizes.positions,
+        seed=options.seed,
+        looks_ahead=queues_on(device),
     )
 
 
@@ -190,7 +195,7 @@ def _graphs(
         device.recorder(),
         max_sequences=options.max_sequences,
         max_length=max_length,
-        device=device.torch_device,
+        device=device,
     )
 
 
@@ -198,6 +203,11 @@ def _chunk(options: EngineOptions) -> int:
     """Where prompts are cut: small, for beginnings are only found again in whole chunks."""
     room = min(MOST_CHUNK, options.max_step_tokens - options.max_sequences)
     return room // options.block_size * options.block_size
+
+
+def queues_on(device: Device) -> bool:
+    """Whether work goes on there while this process prepares more."""
+    return device.is_gpu
 
 
 def records_on(device: Device) -> bool:

@@ -1,12 +1,17 @@
 """The engine: requests in, steps, events out. It joins the scheduler, which plans, the executor,
 which computes, and answers, which say what to compute for; what is decided here is the same on
-every rank."""
+every rank.
+
+On a GPU a step is queued before the results of the one before are read, so that no GPU waits for
+Python: its sequences have a token that only the GPU knows. Where that token ends an answer, what
+the queued step finds for it is dropped.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections import deque
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from megatron.inference.answer import Answer, BeamAnswer, PlainAnswer
@@ -30,9 +35,26 @@ Totals = dict[str, int]
 class Runs(Protocol):
     """What carries a plan out: `executor.Executor`."""
 
-    def run(self, plan: Plan, outputs: list[Output]) -> list[Chosen]:
-        """Compute the plan's tokens; what was chosen for each output."""
+    def begin(self, plan: Plan, outputs: list[Output]) -> Pending:
+        """Begin to compute the plan's tokens."""
         ...
+
+
+class Pending(Protocol):
+    """Work that has begun: `executor.Begun`."""
+
+    def wait(self) -> list[Chosen]:
+        """What was chosen for each output."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A step under way, and for each of its rows the number of results to come."""
+
+    plan: Plan
+    counts: list[int]
+    pending: Pending
 
 
 class BatchEngine:
@@ -44,6 +66,7 @@ class BatchEngine:
         vocab_size: entries that can be chosen.
         max_length: of prompt and answer, as far as the model's positions go.
         seed: of requests that have none of their own.
+        looks_ahead: queues a step before it reads the results of the one before.
     """
 
     def __init__(
@@ -54,8 +77,11 @@ class BatchEngine:
         vocab_size: int,
         max_length: int,
         seed: int = 0,
+        looks_ahead: bool = False,
     ) -> None:
         self._executor = executor
+        self._looks_ahead = looks_ahead
+        self._flight: _Flight | None = None
         self._scheduler = Scheduler(settings)
         self._seed = seed
         self._limits = Limits(
@@ -123,22 +149,53 @@ class BatchEngine:
 
     def step(self) -> list[Event]:
         """See `request.Engine`."""
-        plan = self._scheduler.plan()
-        assert plan or not self._answers, "requests wait, and none can go on"
-        if not plan:
+        flight, self._flight = self._flight or self._begin_step(), None
+        if flight is None:
+            assert not self._answers, "requests wait, and none can go on"
             return []
+        if self._looks_ahead and self._expects(flight):
+            self._flight = self._begin_step()
+        events = self._land(flight)
+        if not self._answers:
+            self._flight = None
+        return events
+
+    def _begin_step(self) -> _Flight | None:
+        """Plan a step and begin it; None where nothing is to do."""
+        plan = self._scheduler.plan()
+        if not plan:
+            return None
         wishes = [self._answers[row.sequence.request].wishes(row) for row in plan]
         outputs = [
             Output(index, place, choice)
             for index, row_wishes in enumerate(wishes)
             for place, choice in row_wishes
         ]
-        chosen = iter(self._executor.run(plan, outputs))
-        self._scheduler.done(plan)
+        pending = self._executor.begin(plan, outputs)
+        self._scheduler.begun(plan)
+        return _Flight(plan, [len(row_wishes) for row_wishes in wishes], pending)
+
+    def _expects(self, flight: _Flight) -> bool:
+        """Whether the next step can be planned already; sequences then count on their tokens."""
+        answers = [
+            self._answers[row.sequence.request]
+            for row in flight.plan
+            if row.is_last and not row.sequence.is_over
+        ]
+        if not all(answer.can_expect for answer in answers):
+            return False
+        for answer in answers:
+            answer.expect()
+        return True
+
+    def _land(self, flight: _Flight) -> list[Event]:
+        """Take a step's results; what there is to tell."""
+        chosen = iter(flight.pending.wait())
+        self._scheduler.done(flight.plan)
         events: list[Event] = []
-        for row, row_wishes in zip(plan, wishes, strict=True):
-            results = [next(chosen) for _ in row_wishes]
-            if row.sequence.request in self._answers:
+        for row, count in zip(flight.plan, flight.counts, strict=True):
+            results = [next(chosen) for _ in range(count)]
+            if not row.sequence.is_over:
                 events += self._take(self._answers[row.sequence.request], row, results)
         return events
 

@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.device import Device, Reading
 from megatron.inference.cache import CacheMemory, StepCache
 from megatron.inference.graphs import DecodeGraphs
 from megatron.inference.sampling import Choice, Chosen, choose, result_width, unpack
-from megatron.inference.scheduler import Plan, Row, Sequence
+from megatron.inference.scheduler import UNKNOWN, Plan, Row, Sequence
 from megatron.kernels.paged_attention import Chunk, PagedAttention, Singles
 from megatron.models.gpt import GPTModel
 from megatron.parallel.collectives import gather_to
@@ -37,6 +38,22 @@ class Output(NamedTuple):
     row: int
     place: int
     choice: Choice
+
+
+class Begun:
+    """A step under way.
+
+    Args:
+        reading: what `sampling.choose` gives; None: nothing is chosen.
+        choices: for what.
+    """
+
+    def __init__(self, reading: Reading | None, choices: Many[Choice]) -> None:
+        self._reading, self._choices = reading, choices
+
+    def wait(self) -> list[Chosen]:
+        """What was chosen for each output, once the device has come to it."""
+        return [] if self._reading is None else unpack(self._reading.wait(), self._choices)
 
 
 class Executor:
@@ -67,7 +84,7 @@ class Executor:
         vocab_size: int,
         hidden: int,
         stream_dtype: torch.dtype,
-        device: torch.device,
+        device: Device,
     ) -> None:
         self._model = model
         self._layout = layout
@@ -80,29 +97,37 @@ class Executor:
         self._device = device
         self._arrays: WeakKeyDictionary[Sequence, tuple[tuple[int, ...], Integers]]
         self._arrays = WeakKeyDictionary()
+        self._chosen = torch.zeros(0, dtype=torch.int64)  # by the last step, on the device,
+        self._places: dict[Sequence, int] = {}  # and where in it a sequence's next token is
         self._channel = PipelineChannel.create(
-            layout, ring=False, device=device, dtype=stream_dtype, shape=()
+            layout, ring=False, device=device.torch_device, dtype=stream_dtype, shape=()
         )
 
     @torch.no_grad()
-    def run(self, plan: Plan, outputs: Many[Output]) -> list[Chosen]:
-        """Compute the plan's tokens; what was chosen for each output. Collective."""
+    def begin(self, plan: Plan, outputs: Many[Output]) -> Begun:
+        """Queue the work of a plan. Collective. Its tokens may be `UNKNOWN` where the step before
+        chooses them; no host needs to know that step's result."""
         logits = self._logits(plan, outputs)
         if not outputs:
-            return []
+            return Begun(None, [])
         choices = [output.choice for output in outputs]
         if self._layout.pipeline.is_last:
             logits = gather_to(logits[0], self._layout.tensor)[:, : self._vocab_size]
             result = choose(logits, choices)
         else:
             width = result_width(choices)
-            result = torch.empty(len(choices), width, dtype=torch.float64, device=self._device)
-        return unpack(self._tell_all(result).cpu(), choices)
+            device = self._device.torch_device
+            result = torch.empty(len(choices), width, dtype=torch.float64, device=device)
+        result = self._tell_all(result)
+        self._chosen = result[:, 0].long().clamp(min=0)  # a token that is none ends its request
+        self._places = {plan[output.row].sequence: i for i, output in enumerate(outputs)}
+        return Begun(self._device.read(result.flatten()), choices)
 
     def _logits(self, plan: Plan, outputs: Many[Output]) -> Tensor:
         """See `_through_stages`."""
         if self._graphs is not None and _all_add_one(plan, outputs):
-            logits = self._graphs.run(plan, [self._blocks(row) for row in plan])
+            blocks = [self._blocks(row) for row in plan]
+            logits = self._graphs.run(plan, blocks, self._sources(plan), self._chosen)
             if logits is not None:
                 return logits
         return self._through_stages(*self._inputs(plan, outputs))
@@ -131,6 +156,10 @@ class Executor:
             copy.transfer("broadcast", work).wait()
         return result
 
+    def _sources(self, plan: Plan) -> list[int]:
+        """Where in `_chosen` the last token of each row is; -1: it is known."""
+        return [self._places[row.sequence] if row.tokens[-1] == UNKNOWN else -1 for row in plan]
+
     def _inputs(self, plan: Plan, outputs: Many[Output]) -> tuple[Tensor, StepCache]:
         """Token ids [1, s], and where they belong."""
         size = self._memory.block_size
@@ -154,8 +183,13 @@ class Executor:
             ),
             paged=self._paged,
         )
-        tokens = np.array([token for row in plan for token in row.tokens], dtype=np.int64)
-        return self._tensor(tokens[None]), cache
+        known = np.array([token for row in plan for token in row.tokens], dtype=np.int64)
+        tokens = self._tensor(known)
+        unknown = np.flatnonzero(known == UNKNOWN)
+        if len(unknown):
+            sources = [source for source in self._sources(plan) if source >= 0]
+            tokens[self._tensor(unknown)] = self._chosen[self._tensor(np.array(sources))]
+        return tokens.unsqueeze(0), cache
 
     def _singles(self, rows: Plan, blocks: Many[Integers]) -> Singles:
         lengths = np.array([row.start + 1 for row in rows], dtype=np.int32)
@@ -185,7 +219,7 @@ class Executor:
         return known[1]
 
     def _tensor(self, array: Integers) -> Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
+        return self._device.send(array)
 
 
 def _all_add_one(plan: Plan, outputs: Many[Output]) -> bool:

@@ -2,7 +2,8 @@
 kernels of a step in one call, for which a CPU would need longer than the GPU computes.
 
 A recording is of a number of sequences and a longest length; a step takes the next larger one and
-fills it up with rows of no tokens. All recordings read the same input memory.
+fills it up with rows of no tokens. All recordings read the same input memory, which is written in
+the device's queue: a step may be queued while another one runs.
 """
 
 from __future__ import annotations
@@ -15,14 +16,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron.device import Device
 from megatron.inference.cache import CacheMemory, StepCache
 from megatron.inference.scheduler import Plan
 from megatron.kernels.paged_attention import PART, PagedAttention, Singles
 from megatron.models.gpt import GPTModel
 
 Record = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
-
-_MANY_ROWS = 32  # from which all tables are copied rather than those that changed
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class DecodeGraphs:
         *,
         max_sequences: int,
         max_length: int,
-        device: torch.device,
+        device: Device,
     ) -> None:
         self._model, self._memory, self._paged, self._record = model, memory, paged, record
         self._counts = row_counts(max_sequences)
@@ -72,21 +72,39 @@ class DecodeGraphs:
         self._recordings: dict[tuple[int, int], Callable[[], Tensor]] = {}
         self._works = True
         width = -(-max_length // memory.block_size)
-        # Rows: token, position, slot, length (with the new token).
-        self._host = _on_host(device, 4, max_sequences)
-        self._host_tables = _on_host(device, max_sequences, width)
-        self._inputs = torch.zeros_like(self._host, device=device)
-        self._tables = torch.zeros_like(self._host_tables, device=device)
+        # Rows: token, where else it is (`sources`), position, slot, length (with the new token).
+        self._inputs = torch.zeros(5, max_sequences, dtype=torch.int64, device=device.torch_device)
+        self._chosen = torch.zeros_like(self._inputs[0])
+        self._tables = torch.zeros(
+            max_sequences, width, dtype=torch.int32, device=device.torch_device
+        )
         self._in_tables: list[tuple[int, ...] | None] = [None] * max_sequences
+        self._device = device
 
-    def run(self, plan: Plan, blocks: Sequence[NDArray[np.int64]]) -> Tensor | None:
-        """Logits [1, u, v] of the plan's sequences; None: recording does not work here."""
+    def run(
+        self,
+        plan: Plan,
+        blocks: Sequence[NDArray[np.int64]],
+        sources: Sequence[int],
+        chosen: Tensor,
+    ) -> Tensor | None:
+        """Logits [1, u, v] of the plan's sequences; None: recording does not work here.
+
+        Args:
+            plan: one token of each sequence.
+            blocks: of each.
+            sources: where each one's token is among `chosen`; -1: the plan has it.
+            chosen: int64, what the step before chose, or will choose.
+        """
         if not self._works:
             return None
         count = next(count for count in self._counts if count >= len(plan))
         most = max(row.start for row in plan) + 1
         longest = next(length for length in self._lengths if length >= most)
-        self._fill_in(plan, blocks, count)
+        self._fill_in(plan, blocks, sources, count)
+        if max(sources) >= 0:
+            used = min(len(chosen), len(self._chosen))
+            self._chosen[:used] = chosen[:used]
         replay = self._recordings.get((count, longest)) or self._new_recording(count, longest)
         return None if replay is None else replay()[:, : len(plan)]
 
@@ -102,7 +120,8 @@ class DecodeGraphs:
 
     def _step(self, count: int, longest: int) -> Tensor:
         """The work of a step, from the input memory."""
-        tokens, positions, slots = self._inputs[:3, :count].long()
+        known, sources, positions, slots, lengths = self._inputs[:, :count]
+        tokens = torch.where(sources >= 0, self._chosen[sources.clamp(min=0)], known)
         cache = StepCache(
             memory=self._memory,
             positions=positions,
@@ -110,7 +129,7 @@ class DecodeGraphs:
             outputs=torch.arange(count, device=tokens.device),
             singles=Singles(
                 tables=self._tables[:count],
-                lengths=self._inputs[3, :count],
+                lengths=lengths.int(),
                 longest=longest,
                 block_size=self._memory.block_size,
             ),
@@ -119,31 +138,32 @@ class DecodeGraphs:
         )
         return self._model(tokens.unsqueeze(0), cache=cache)
 
-    def _fill_in(self, plan: Plan, blocks: Sequence[NDArray[np.int64]], count: int) -> None:
+    def _fill_in(
+        self, plan: Plan, blocks: Sequence[NDArray[np.int64]], sources: Sequence[int], count: int
+    ) -> None:
         """Put the step's tokens and tables into the input memory."""
         size, used = self._memory.block_size, len(plan)
-        host = self._host.numpy()
-        host[:, used:count] = np.array([[0], [0], [self._memory.spare_slot], [0]])
         starts = np.fromiter((row.start for row in plan), np.int64, used)
         last = np.fromiter((array[-1] for array in blocks), np.int64, used)
-        host[0, :used] = np.fromiter((row.tokens[0] for row in plan), np.int64, used)
-        host[1, :used] = starts
-        host[2, :used] = last * size + starts % size
-        host[3, :used] = starts + 1
-        self._inputs.copy_(self._host, non_blocking=True)
+        inputs = np.empty((5, count), np.int64)
+        inputs[:, used:] = np.array([[0], [-1], [0], [self._memory.spare_slot], [0]])
+        inputs[0, :used] = np.fromiter((row.tokens[0] for row in plan), np.int64, used)
+        inputs[1, :used] = sources
+        inputs[2, :used] = starts
+        inputs[3, :used] = last * size + starts % size
+        inputs[4, :used] = starts + 1
+        self._inputs[:, :count] = self._device.send(inputs)
+        self._renew_tables(plan, blocks)
+
+    def _renew_tables(self, plan: Plan, blocks: Sequence[NDArray[np.int64]]) -> None:
+        """Those that are not what they were in this place."""
         changed = [i for i, row in enumerate(plan) if self._in_tables[i] is not row.blocks]
-        tables = self._host_tables.numpy()
-        for i in changed:
-            tables[i, : len(blocks[i])] = blocks[i]
+        if not changed:
+            return
+        longest = max(len(blocks[i]) for i in changed)
+        tables = np.zeros((len(changed), longest), np.int32)
+        for table, i in zip(tables, changed, strict=True):
+            table[: len(blocks[i])] = blocks[i]
             self._in_tables[i] = plan[i].blocks
-        if len(changed) >= _MANY_ROWS:
-            self._tables[:used].copy_(self._host_tables[:used], non_blocking=True)
-        else:
-            for i in changed:
-                part = slice(len(blocks[i]))
-                self._tables[i, part].copy_(self._host_tables[i, part], non_blocking=True)
-
-
-def _on_host(device: torch.device, *shape: int) -> Tensor:
-    """Zeros that the device can copy while this process goes on."""
-    return torch.zeros(shape, dtype=torch.int32, pin_memory=device.type != "cpu")
+        rows = self._device.send(np.array(changed))
+        self._tables[:, :longest].index_copy_(0, rows, self._device.send(tables))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from megatron.device import Device
 
 NEVER = float("-inf")
 MOST_SCORED_ROWS = 256  # at a time, so that fp32 copies of logits stay small
@@ -83,7 +86,7 @@ def choose(logits: Tensor, choices: Sequence[Choice]) -> Tensor:
         choices: k.
 
     Returns:
-        fp64 [k, 2 + 2m] for `unpack`: token, its log probability, m tokens, their log
+        fp64 [k, 2 + 2m], flat for `unpack`: token, its log probability, m tokens, their log
         probabilities, where m is the most `tops` of a choice.
     """
     result = logits.new_zeros(len(choices), result_width(choices), dtype=torch.float64)
@@ -97,16 +100,18 @@ def choose(logits: Tensor, choices: Sequence[Choice]) -> Tensor:
     return result
 
 
-def unpack(result: Tensor, choices: Sequence[Choice]) -> list[Chosen]:
-    """`choose`'s result, row by row."""
-    most = (result.shape[1] - 2) // 2
+def unpack(result: Sequence[float], choices: Sequence[Choice]) -> list[Chosen]:
+    """`choose`'s result, flat, row by row."""
+    width = result_width(choices)
+    most = (width - 2) // 2
     if not most:
         return [
             Chosen(None if token == _NOT_FINITE else int(token), logprob, ())
-            for token, logprob in result.tolist()
+            for token, logprob in zip(result[::2], result[1::2], strict=True)
         ]
     chosen = []
-    for row, choice in zip(result.tolist(), choices, strict=True):
+    rows = (result[start : start + width] for start in range(0, len(result), width))
+    for row, choice in zip(rows, choices, strict=True):
         tokens, logprobs = row[2 : 2 + choice.tops], row[2 + most : 2 + most + choice.tops]
         top = tuple((int(token), logprob) for token, logprob in zip(tokens, logprobs, strict=True))
         chosen.append(Chosen(None if row[0] == _NOT_FINITE else int(row[0]), row[1], top))
@@ -114,23 +119,22 @@ def unpack(result: Tensor, choices: Sequence[Choice]) -> list[Chosen]:
 
 
 def _without_banned(logits: Tensor, choices: Sequence[Choice]) -> Tensor:
-    logits = logits.clone()
-    for row, choice in enumerate(choices):
-        if choice.banned:
-            logits[row, list(choice.banned)] = NEVER
-    return logits
+    pairs = [(row, token) for row, choice in enumerate(choices) for token in choice.banned]
+    rows, tokens = _send(np.array(pairs).T, logits)
+    return logits.index_put((rows, tokens), logits.new_full((), NEVER))
 
 
 def _tokens(logits: Tensor, tokens: Tensor, choices: Sequence[Choice]) -> Tensor:
     """[k], int64: `tokens`, which are the likeliest, changed where others are asked for."""
     known = {i: choice.target for i, choice in enumerate(choices) if choice.target is not None}
     if known:
-        tokens[list(known)] = torch.tensor(list(known.values()), device=logits.device)
+        rows, targets = _send(np.array([*known.items()]).T, logits)
+        tokens[rows] = targets
     changed = [i for i, choice in enumerate(choices) if choice.is_drawn or choice.is_penalized]
     if changed:
-        mine = [choices[i] for i in changed]
-        scores = _penalized(logits[changed].float(), mine)
-        tokens[changed] = _drawn(scores, mine)
+        mine, rows = [choices[i] for i in changed], _send(np.array(changed), logits)
+        scores = _penalized(logits[rows].float(), mine)
+        tokens[rows] = _drawn(scores, mine)
     return tokens
 
 
@@ -138,7 +142,7 @@ def _penalized(scores: Tensor, choices: Sequence[Choice]) -> Tensor:
     """Changes `scores` and returns them."""
     for row, choice in zip(scores, choices, strict=True):
         if choice.is_penalized:
-            seen = torch.tensor(sorted(set(choice.history)), device=scores.device)
+            seen = _send(np.array(sorted(set(choice.history))), scores)
             before = row[seen]
             weaker = torch.where(
                 before > 0,
@@ -152,13 +156,13 @@ def _penalized(scores: Tensor, choices: Sequence[Choice]) -> Tensor:
 def _drawn(scores: Tensor, choices: Sequence[Choice]) -> Tensor:
     tokens = scores.argmax(dim=-1)
     for cuts in (False, True):
-        rows = [
+        drawn = [
             i for i, c in enumerate(choices) if c.is_drawn and (c.top_k > 0 or c.top_p > 0) == cuts
         ]
-        if not rows:
+        if not drawn:
             continue
-        mine = [choices[i] for i in rows]
-        heat = scores.new_tensor([choice.temperature for choice in mine]).unsqueeze(1)
+        mine, rows = [choices[i] for i in drawn], _send(np.array(drawn), scores)
+        heat = _send(_floats(choice.temperature for choice in mine), scores).unsqueeze(1)
         hot = scores[rows] / heat
         tokens[rows] = _draw_among_best(hot, mine) if cuts else _draw(hot, mine)
     return tokens
@@ -167,7 +171,8 @@ def _drawn(scores: Tensor, choices: Sequence[Choice]) -> Tensor:
 def _draw(scores: Tensor, choices: Sequence[Choice]) -> Tensor:
     """[k]: places in the rows of [k, v], each with its softmax's probability."""
     upto = scores.double().softmax(dim=-1).cumsum(dim=-1)
-    at = upto.new_tensor([choice.uniform for choice in choices]).unsqueeze(1) * upto[:, -1:]
+    at = _send(np.array([choice.uniform for choice in choices]), scores).unsqueeze(1)
+    at = at * upto[:, -1:]
     place = torch.searchsorted(upto, at, right=True)
     return place.squeeze(1).clamp(max=scores.shape[1] - 1)
 
@@ -177,10 +182,10 @@ def _draw_among_best(scores: Tensor, choices: Sequence[Choice]) -> Tensor:
     kept = [min(choice.top_k or vocab, vocab) for choice in choices]
     best, tokens = scores.topk(max(kept), dim=-1)  # in falling order
     place = torch.arange(best.shape[1], device=scores.device)
-    best = best.masked_fill(place >= place.new_tensor(kept).unsqueeze(1), NEVER)
+    best = best.masked_fill(place >= _send(np.array(kept), scores).unsqueeze(1), NEVER)
     share = best.softmax(dim=-1)
     before = share.cumsum(dim=-1) - share
-    top_p = scores.new_tensor([choice.top_p or 2.0 for choice in choices]).unsqueeze(1)
+    top_p = _send(_floats(choice.top_p or 2.0 for choice in choices), scores).unsqueeze(1)
     best = best.masked_fill((before > top_p) & (place > 0), NEVER)
     return tokens.gather(1, _draw(best, choices).unsqueeze(1)).squeeze(1)
 
@@ -192,7 +197,7 @@ def _tell_logprobs(
     most = (result.shape[1] - 2) // 2
     told = [i for i, choice in enumerate(choices) if choice.logprob or choice.tops]
     for start in range(0, len(told), MOST_SCORED_ROWS):
-        rows = told[start : start + MOST_SCORED_ROWS]
+        rows = _send(np.array(told[start : start + MOST_SCORED_ROWS]), logits)
         logprobs = logits[rows].float().log_softmax(dim=-1)
         own = logprobs.gather(1, tokens[rows].unsqueeze(1)).squeeze(1)
         result[rows, 1] = own.double()
@@ -201,3 +206,12 @@ def _tell_logprobs(
             count = best.indices.shape[1]
             result[rows, 2 : 2 + count] = best.indices.double()
             result[rows, 2 + most : 2 + most + count] = best.values.double()
+
+
+def _floats(numbers: Iterable[float]) -> np.ndarray:
+    return np.fromiter(numbers, np.float32)
+
+
+def _send(array: np.ndarray, like: Tensor) -> Tensor:
+    """To where `like` is. Nothing here waits for a GPU, which may still be at an earlier step."""
+    return Device(like.device).send(np.ascontiguousarray(array))

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 from megatron.inference.blocks import FIRST_KEY, BlockPool, Key, next_key
 
+UNKNOWN = -1  # a token that a step under way chooses
+
 
 @dataclass(frozen=True)
 class SchedulerSettings:
@@ -50,12 +52,13 @@ class Sequence:
 
     Attributes:
         request: whose it is.
-        tokens: known so far; who owns the sequence appends.
+        tokens: so far; who owns the sequence appends. The last may be `UNKNOWN`.
         reuses: may begin with blocks that others have computed.
-        computed: so many tokens are in the cache.
+        computed: so many tokens are in the cache, or will be after the steps under way.
         cached: of these found there, when it began first.
         blocks: that hold them, and those of the step under way.
         keys: of the full ones among them that are published.
+        is_over: it has been removed; what a step under way finds for it is of no use.
     """
 
     request: str
@@ -66,6 +69,7 @@ class Sequence:
     blocks: tuple[int, ...] = ()
     keys: list[Key] = field(default_factory=list)
     is_new: bool = True
+    is_over: bool = False
 
     @property
     def missing(self) -> int:
@@ -98,7 +102,8 @@ Plan = tuple[Row, ...]  # those of one token first
 
 
 class Scheduler:
-    """Plans steps. Call `done` with a plan once it is carried out, before the next `plan`."""
+    """Plans steps. Call `begun` with a plan once it is under way, before the next `plan`, and
+    `done` once it is carried out. Steps are carried out in the order of their plans."""
 
     def __init__(self, settings: SchedulerSettings) -> None:
         self.settings = settings
@@ -140,6 +145,7 @@ class Scheduler:
         else:
             self._waiting.remove(sequence)
         self._release(sequence)
+        sequence.is_over = True
 
     def plan(self) -> Plan:
         """The next step; empty where nothing is to do."""
@@ -155,13 +161,19 @@ class Scheduler:
             self._begin_stuck(step)
         return tuple(sorted(step.rows.values(), key=lambda row: row.size > 1))
 
+    def begun(self, plan: Plan) -> None:
+        """Steps that come later find the plan's tokens in the cache."""
+        for row in plan:
+            row.sequence.computed = row.start + row.size
+
     def done(self, plan: Plan) -> None:
-        """The plan's tokens are in the cache now."""
+        """The plan's tokens are in the cache, and all of them are known."""
         size = self.settings.block_size
         for row in plan:
             sequence = row.sequence
-            sequence.computed = row.start + row.size
-            for index in range(len(sequence.keys), sequence.computed // size):
+            # It may have lost its place, and begun again, since the step began.
+            computed = min(row.start + row.size, sequence.computed)
+            for index in range(len(sequence.keys), computed // size):
                 key = _key(sequence, index, size)
                 self.pool.publish(sequence.blocks[index], key)
                 sequence.keys.append(key)

@@ -195,7 +195,7 @@ def test_what_cannot_be_done_is_refused_at_the_door(llama: Path) -> None:
 
 
 def _in_layout(layout: Layout, folder: Path, requests: list[Request]) -> dict[str, list[Event]]:
-    return drain(toy_engine(folder, layout=layout), requests)
+    return drain(toy_engine(folder, layout=layout, looks_ahead=True), requests)
 
 
 @pytest.mark.parametrize("sizes", [{"tensor": 2}, {"pipeline": 2}], ids=str)

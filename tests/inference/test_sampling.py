@@ -20,13 +20,13 @@ LOGITS = torch.tensor(SHARES).log()
 
 def chosen(choice: Choice, logits: torch.Tensor = LOGITS) -> int | None:
     rows = [choice]
-    return unpack(choose(logits[None], rows), rows)[0].token
+    return unpack(choose(logits[None], rows).flatten().tolist(), rows)[0].token
 
 
 def counts(choice: Choice, draws: int = 4000) -> list[float]:
     """How often each token is drawn, over evenly spread chances."""
     rows = [choice._replace(uniform=(i + 0.5) / draws) for i in range(draws)]
-    found = unpack(choose(LOGITS.expand(draws, -1), rows), rows)
+    found = unpack(choose(LOGITS.expand(draws, -1), rows).flatten().tolist(), rows)
     seen = Counter(result.token for result in found)
     return [seen[token] / draws for token in range(len(SHARES))]
 
@@ -69,9 +69,9 @@ def test_rows_of_every_kind_do_not_disturb_each_other() -> None:
         Choice(banned=(4,), temperature=0.9),
     ]
     rows = [kinds[i % 8]._replace(uniform=uniform(1, i)) for i in range(64)]
-    together = unpack(choose(logits, rows), rows)
+    together = unpack(choose(logits, rows).flatten().tolist(), rows)
     for i, row in enumerate(rows):
-        (alone,) = unpack(choose(logits[i : i + 1], [row]), [row])
+        (alone,) = unpack(choose(logits[i : i + 1], [row]).flatten().tolist(), [row])
         assert (alone.token, len(alone.top)) == (together[i].token, len(together[i].top))
         if row.logprob:
             assert alone.logprob == pytest.approx(together[i].logprob, abs=1e-6)
@@ -88,7 +88,7 @@ def test_the_repetition_penalty_weakens_what_occurred() -> None:
 
 def test_log_probabilities_are_told_before_temperature_and_cuts() -> None:
     row = Choice(temperature=0.1, top_k=1, logprob=True, tops=3)
-    (found,) = unpack(choose(LOGITS[None], [row]), [row])
+    (found,) = unpack(choose(LOGITS[None], [row]).flatten().tolist(), [row])
     assert found.logprob == pytest.approx(math.log(0.5), abs=1e-6)
     assert [token for token, _ in found.top] == [0, 1, 2]
     assert [math.exp(value) for _, value in found.top] == pytest.approx(SHARES[:3])

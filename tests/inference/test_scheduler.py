@@ -15,6 +15,7 @@ SETTINGS = SchedulerSettings(blocks=12, block_size=4, max_sequences=3, max_token
 def carry_out(scheduler: Scheduler) -> list[tuple[int, int]]:
     """Plan and do a step; (start, count) of each row."""
     plan = scheduler.plan()
+    scheduler.begun(plan)
     scheduler.done(plan)
     return [(row.start, row.size) for row in plan]
 
@@ -165,6 +166,7 @@ def test_every_sequence_is_computed_once_and_in_order_and_no_block_leaks(seed: i
             to_come -= 1
         plan = scheduler.plan()
         check(plan, settings)
+        scheduler.begun(plan)
         scheduler.done(plan)
         for row in plan:
             if row.is_last:

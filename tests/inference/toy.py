@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
@@ -16,6 +17,7 @@ from megatron.config.run import known
 from megatron.config.stages import parts_of_stage, plan_parts
 from megatron.config.yaml_file import from_dict
 from megatron.device import Device
+from megatron.inference import build
 from megatron.inference.build import EngineOptions, build_engine
 from megatron.inference.engine import BatchEngine
 from megatron.inference.request import Event, Finished, Prompt, Request, Sampling, Token
@@ -33,9 +35,13 @@ def write_model(name: str, folder: Path) -> Path:
 
 
 def toy_engine(
-    folder: Path, options: EngineOptions = OPTIONS, layout: Layout | None = None
+    folder: Path,
+    options: EngineOptions = OPTIONS,
+    layout: Layout | None = None,
+    *,
+    looks_ahead: bool = False,
 ) -> BatchEngine:
-    """An engine over the model in a Hugging Face folder."""
+    """An engine over the model in a Hugging Face folder; `looks_ahead` as on a GPU."""
     layout = layout or Layout.single()
     reader = HFReader(folder)
     config = from_dict(reader.meta["config"], str(folder))
@@ -45,9 +51,10 @@ def toy_engine(
     rows = -(-reader.vocab // layout.tensor.size) * layout.tensor.size
     model = GPTModel.from_config(config, layout, Device.cpu(), rows, part)
     restore(PaddedReader(reader, rows=rows, entries=reader.vocab), model_state([model]))
-    return build_engine(
-        model, config, layout, Device.cpu(), vocab_size=reader.vocab, options=options
-    )
+    with patch.object(build, "queues_on", lambda device: looks_ahead):
+        return build_engine(
+            model, config, layout, Device.cpu(), vocab_size=reader.vocab, options=options
+        )
 
 
 def drain(engine: BatchEngine, requests: Sequence[Request] = ()) -> dict[str, list[Event]]:
