@@ -1,4 +1,5 @@
-"""`transformers` at the same shape: its Llama with a static cache, which it compiles on a GPU."""
+"""`transformers` at the same shape: its Llama with a static cache, which it compiles on a GPU where
+it may."""
 
 from __future__ import annotations
 
@@ -21,17 +22,22 @@ _WARM_UP_STEPS = 4
 class Rival:
     """Its model, of random weights.
 
+    Args:
+        config: of the network.
+        device: where to run.
+        compiles: whether it may.
+
     Raises:
         ConfigError: `transformers` is not installed.
     """
 
-    def __init__(self, config: RunConfig, device: Device) -> None:
+    def __init__(self, config: RunConfig, device: Device, *, compiles: bool) -> None:
         try:
             import transformers
         except ImportError as error:
             raise ConfigError("--transformers: it is not installed: drop the flag") from error
         sizes = sizes_of(config.model)
-        self._device = device
+        self._device, self._compiles = device, compiles
         self._vocab = padded_vocabulary(config)
         shape = transformers.LlamaConfig(
             vocab_size=self._vocab,
@@ -67,6 +73,7 @@ class Rival:
                     max_new_tokens=new + _WARM_UP_STEPS,
                     do_sample=False,
                     cache_implementation="static",
+                    disable_compile=not self._compiles,
                     pad_token_id=0,
                     logits_processor=self._processors([clock]),
                 )
