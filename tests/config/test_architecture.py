@@ -35,13 +35,18 @@ def test_shares_are_between_0_and_1(flag):
 
 
 @pytest.mark.parametrize("architecture", ["bert", "t5"])
-def test_padding_masks_exclude_contexts_and_flash(architecture):
+def test_padding_masks_exclude_contexts(architecture):
     more = T5 if architecture == "t5" else ""
-    words = f"--context-parallel-size 2 --attention-dropout 0 --use-flash-attn --bf16 {more}"
-    lines = problems(words, architecture=architecture, world_size=2)
-    assert len(lines) == 2
-    assert "padding masks" in lines[0]
-    assert "padding masks" in lines[1]
+    words = f"--context-parallel-size 2 --use-flash-attn --bf16 {more}"
+    (line,) = problems(words, architecture=architecture, world_size=2)
+    assert "padding masks" in line
+
+
+def test_the_flash_kernel_takes_no_masks_of_documents():
+    words = "--use-flash-attn --bf16 --reset-attention-mask"
+    (line,) = problems(words, world_size=1)
+    assert line.startswith("--use-flash-attn")
+    assert "--reset-attention-mask: drop one" in line
 
 
 def test_a_t5_has_as_many_decoder_layers_as_encoder_layers_unless_told():
