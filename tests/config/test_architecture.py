@@ -90,6 +90,27 @@ def test_a_split_whose_layers_do_not_divide():
     assert "4 decoder layers" in problems(words, architecture="t5", world_size=4)[0]
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--decoder-num-layers 2", "here one has both"),
+        ("--decoder-num-layers 4 --num-virtual-stages-per-pipeline-rank 2", "no virtual stages"),
+        ("--decoder-num-layers 4 --pipeline-model-parallel-layout Etttt|ttttL", ""),
+        ("--decoder-num-layers 2 --pipeline-model-parallel-split-rank 1", ""),
+    ],
+)
+def test_files_of_megatron_hold_stages_of_one_half(words, message):
+    saves = "--save here --save-interval 5 --ckpt-format legacy --pipeline-model-parallel-size 2"
+    words = f"{T5} {saves} {words}"
+    if not message:
+        parse(words, architecture="t5", world_size=2)
+        return
+    (line,) = problems(words, architecture="t5", world_size=2)
+    assert line.startswith("--ckpt-format legacy: Megatron-LM 23.08")
+    assert message in line
+    assert "choose another --pipeline-model-parallel-split-rank" in line
+
+
 @pytest.mark.parametrize("words", ["", "--pipeline-model-parallel-layout Ett|ttL"])
 def test_layers_that_do_not_fit_are_named_by_both_flags(words):
     words = f"{T5} --pipeline-model-parallel-size 2 --decoder-num-layers 3 {words}"
