@@ -99,7 +99,11 @@ class ModelConfig:
     perform_initialization: bool = flag(
         True, "Initialize weights (off: when a checkpoint is loaded).", off="--no-initialization"
     )
-    use_flash_attn: bool = flag(False, "Insist on a flash attention kernel (GPU, fp16 or bf16).")
+    use_flash_attn: bool = flag(
+        False,
+        "Insist on a flash attention kernel (GPU, fp16 or bf16). Where a BERT or T5 masks padding, "
+        "on cuDNN's or the memory-efficient one, which hold no scores either.",
+    )
     masked_softmax_fusion: bool = flag(
         True,
         "Allow a fused attention kernel; off: plain scores, mask and softmax.",

@@ -21,11 +21,6 @@ def context(config: RunConfig, world_size: int) -> Iterator[str]:
         yield f"--reset-attention-mask does not go with {shown}: drop it, or use 1"
     if config.parallel.cp_comm_type == "a2a":
         yield from _all_to_all(config, shown)
-    elif config.model.attention_dropout > 0:
-        yield (
-            f"--attention-dropout {config.model.attention_dropout} does not go with {shown} and "
-            "--cp-comm-type p2p: use 0, or --cp-comm-type a2a"
-        )
 
 
 def _all_to_all(config: RunConfig, shown: str) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.config.run import RunConfig
-from megatron.config.stages import plan_model
+from megatron.config.stages import megatron_misfit, plan_model
 from megatron.errors import ConfigError
 
 
@@ -34,24 +34,21 @@ def legacy_files(config: RunConfig, world_size: int) -> Iterator[str]:
             "--ckpt-format legacy with --use-distributed-optimizer: Megatron-LM's file holds "
             "Adam's states, not those of --optimizer sgd: drop one of the three"
         )
-    stages = _stage_sizes(config)
-    if len(set(stages)) > 1:
-        yield (
-            "--ckpt-format legacy: Megatron-LM 23.08 gives every stage equally many layers, here "
-            f"they have {', '.join(map(str, stages))}: use --ckpt-format native"
-        )
-    if model.architecture == "t5" and config.parallel.pipeline_model_parallel_size > 1:
-        yield (
-            "--ckpt-format legacy: a T5's files are written for one pipeline stage only: use "
-            "--ckpt-format native, and convert a checkpoint where Megatron-LM is to load it"
-        )
+    misfit = _misfit(config)
+    if misfit:
+        remedy = "use --ckpt-format native"
+        if model.architecture == "t5":
+            remedy = f"choose another --pipeline-model-parallel-split-rank, or {remedy}"
+        yield f"--ckpt-format legacy: Megatron-LM 23.08 {misfit}: {remedy}"
 
 
-def _stage_sizes(config: RunConfig) -> list[int]:
-    """Layers of each part of the model; none where other rules find the plan wanting."""
-    if config.parallel.pipeline_model_parallel_size < 1 or (config.model.num_layers or 0) < 1:
-        return []
+def _misfit(config: RunConfig) -> str:
+    """Why the model is not cut as Megatron does; empty where other rules find the plan wanting."""
+    stages, layers = config.parallel.pipeline_model_parallel_size, config.model.num_layers or 0
+    if stages < 1 or layers < 1:
+        return ""
     try:
-        return [len(part.layers) for part in plan_model(config.model, config.parallel)]
+        parts = plan_model(config.model, config.parallel)
     except ConfigError:
-        return []
+        return ""
+    return megatron_misfit(parts, stages, layers if config.model.architecture == "t5" else None)

@@ -9,18 +9,13 @@ from megatron.config.run import RunConfig
 
 def sharding(config: RunConfig, world_size: int) -> Iterator[str]:
     parallel = config.parallel
-    stage, pipeline = parallel.zero_stage or 0, parallel.pipeline_model_parallel_size
+    stage = parallel.zero_stage or 0
     if parallel.use_distributed_optimizer and stage == 0:
         yield "--use-distributed-optimizer and --zero-stage 0 exclude each other: keep one"
     if parallel.overlap_param_gather and stage == 0:
         yield (
             "--overlap-param-gather: without a shared update there is nothing to gather: add "
             "--use-distributed-optimizer, or drop the flag"
-        )
-    if stage == 2 and pipeline > 1:
-        yield (
-            f"--zero-stage 2 with --pipeline-model-parallel-size {pipeline}: the shards of tied "
-            "embeddings on the first and the last stage would not match: use 1 or 3"
         )
     if stage == 3 and parallel.pipeline_schedule == "zero-bubble":
         yield (

@@ -78,6 +78,31 @@ def parts_of_stage(parts: list[ModelPart], stage: int, stages: int) -> list[Mode
     return parts[stage::stages]
 
 
+def megatron_misfit(parts: list[ModelPart], stages: int, encoder: int | None) -> str:
+    """Why Megatron-LM 23.08 never cuts a model into such parts; empty if it does.
+
+    Args:
+        parts: of the model, first to last.
+        stages: pipeline stages that hold them.
+        encoder: layers of a T5's encoder, its decoder's follow; None: no T5.
+    """
+    halves = [parts]
+    if encoder is not None and len(parts) > 1:
+        if len(parts) > stages:
+            return "has no virtual stages of a T5"
+        if any(part.layers.start < encoder < part.layers.stop for part in parts):
+            return "gives a stage layers of a T5's encoder or of its decoder, here one has both"
+        count = sum(part.layers.start < encoder for part in parts)
+        halves = [parts[:count], parts[count:]]
+    for half in halves:
+        sizes = [len(part.layers) for part in half]
+        if len(set(sizes)) > 1:
+            return "gives every stage equally many layers, here they have " + ", ".join(
+                map(str, sizes)
+            )
+    return ""
+
+
 def chunks_of(num_layers: int, config: ParallelConfig) -> int:
     """Model parts of each stage.
 

@@ -34,6 +34,10 @@ _GPU_KERNELS = [
 ]
 
 
+# Of them, those that take a mask and never hold all scores.
+_MASKED_GPU_KERNELS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+
+
 class AttentionFunction(Protocol):
     """What a model calls."""
 
@@ -207,18 +211,11 @@ def flash_attention(
     dropout: float,
     layer_number: int = 1,
 ) -> Tensor:
-    """The same by the flash kernel only.
-
-    Raises:
-        ConfigError: a mask is given, which the kernel cannot take.
-    """
-    if mask is not None:
-        raise ConfigError(
-            "--use-flash-attn cannot apply an attention mask such as that of "
-            "--reset-attention-mask: drop one of the two flags"
-        )
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        return cpu_attention(query, key, value, mask=None, causal=causal, dropout=dropout)
+    """The same by the flash kernel only; with a mask, which it does not take, by those that compute
+    in the same way, block by block."""
+    kernels = [SDPBackend.FLASH_ATTENTION] if mask is None else _MASKED_GPU_KERNELS
+    with sdpa_kernel(kernels, set_priority=True):
+        return cpu_attention(query, key, value, mask=mask, causal=causal, dropout=dropout)
 
 
 def _expand_groups(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

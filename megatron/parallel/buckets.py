@@ -7,7 +7,7 @@ processes share the work of the update, each owns an equal part of every bucket.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 ALIGNMENT_BYTES = 256  # of every tensor's start: whole vector loads and cache lines
@@ -54,13 +54,19 @@ class Bucket:
 
 
 def plan_buckets(
-    sizes: Sequence[int], *, alignment: int, limit: int, shards: int = 1
+    sizes: Sequence[int],
+    *,
+    alignment: int,
+    limit: int,
+    shards: int = 1,
+    ends: Collection[int] = (),
 ) -> list[Bucket]:
     """Places for tensors of `sizes` elements, in order, in buckets of at least `limit` elements.
 
     Every slot starts at a multiple of `alignment`. Buckets follow one another without gaps; only
-    the last may be smaller than the limit. Each is padded at its end, so that it divides into
-    `shards` equal parts that start at multiples of the alignment too.
+    the last may be smaller than the limit, and those that must end with a tensor in `ends` (its
+    place among the sizes). Each is padded at its end, so that it divides into `shards` equal parts
+    that start at multiples of the alignment too.
     """
     unit = alignment * shards
     buckets: list[Bucket] = []
@@ -69,7 +75,7 @@ def plan_buckets(
     for i, size in enumerate(sizes):
         slots.append(Span(end, end + size))
         end += -(-size // alignment) * alignment
-        if i == len(sizes) - 1 or end - start >= limit:
+        if i == len(sizes) - 1 or i in ends or end - start >= limit:
             end = start + -(-(end - start) // unit) * unit
             buckets.append(Bucket(Span(start, end), tuple(slots)))
             slots, start = [], end

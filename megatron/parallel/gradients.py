@@ -18,15 +18,19 @@ Models", 2020):
 With overlap a bucket is sent as soon as all its gradients are complete, else after backward
 (stage 2: when complete, but waited for). All processes send the buckets in the buffer's order,
 whatever order their gradients come in.
+
+In a pipeline a micro-batch's backward goes through the parts of the model that a process holds one
+by one, with others' in between. Each such piece is a wave, and in stage 2 a bucket belongs to one
+wave: when that is over, nothing of it is left but shards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -52,6 +56,7 @@ class _Pending:
     Attributes:
         plan: its place in the buffer.
         members: the parameters in it, each with its place in the bucket.
+        wave: the gradients that come together with its own.
         kept: where the reduced gradients go: the whole bucket or this process's shard.
         whole: all gradients of the bucket; with stage 2 None until the first one arrives.
         missing: parameters whose gradient is not complete yet, and how often it will be added to.
@@ -59,6 +64,7 @@ class _Pending:
 
     plan: Bucket
     members: list[tuple[nn.Parameter, slice]]
+    wave: Hashable
     kept: Tensor
     whole: Tensor | None
     missing: dict[int, int] = field(default_factory=dict)
@@ -105,8 +111,11 @@ class GradientBuffer:
         bucket_bytes: smallest piece (but the last) that is reduced on its own.
         zero_stage: 0 to 2, see above. A single replica has nothing to share: always 0.
         overlap: reduce during the backward of the last micro-batch.
-        late: parameters whose `main_grad` is complete only when `reduce` is called (tied weights
-            of two pipeline stages): their buckets and what follows wait for that. Below stage 2.
+        late: parameters to whose `main_grad` something is added between the last backward and
+            `reduce` (tied weights of a pipeline's two ends): their buckets and what follows wait
+            for that. In stage 2 each has a bucket of its own, so that both ends cut it at the same
+            rows, and `main_grad` is what this process keeps of the bucket.
+        wave_of: for stage 2, the wave that brings a parameter's gradient; None: there is one.
         before_send: called once an update with the parameters of every bucket when backward is
             done with them, in one order on all ranks: what must happen to `main_grad` before it is
             averaged (sums over the tensor axis). With stage 2 once a micro-batch.
@@ -122,6 +131,7 @@ class GradientBuffer:
         zero_stage: int = 0,
         overlap: bool = False,
         late: Callable[[nn.Parameter], bool] | None = None,
+        wave_of: Callable[[nn.Parameter], Hashable] | None = None,
         before_send: Callable[[list[nn.Parameter]], None] | None = None,
     ) -> None:
         parameters = [p for _, p in named_parameters if p.requires_grad]
@@ -131,11 +141,15 @@ class GradientBuffer:
         self._overlap = overlap and self.axis.size > 1
         self._late = frozenset(id(p) for p in parameters if late is not None and late(p))
         self._before_send = before_send
-        assert not (self._late and self.zero_stage == 2), "stage 2 keeps no gradient to wait for"
+        self._wave_of = wave_of if self.zero_stage == 2 else None
+        self._late_first = layout.pipeline.is_last  # in backward, which begins with the output
         self._collecting = False  # whether finished gradients may be sent
-        self._next = 0  # bucket to be sent
+        self._expected: list[_Pending] = []  # buckets that this wave or update fills
+        self._next = 0  # of them, to be sent
+        self._wave_now: Hashable = None
         self._sent: list[_Sent] = []
         self._buckets: list[_Pending] = []
+        self._waves: dict[Hashable, list[_Pending]] = {}
         self._storages: list[Tensor] = []
         self._in_place: list[tuple[nn.Parameter, Tensor]] = []
         self._owned: dict[int, tuple[Span, Tensor]] = {}
@@ -151,7 +165,7 @@ class GradientBuffer:
             self._allocate(members, dtype, bucket_bytes // dtype.itemsize)
             for (_, dtype), members in by_dtype.items()
         ]
-        self._expect_all()
+        self._expect(self._buckets)
 
     @property
     def is_sharded(self) -> bool:
@@ -163,14 +177,33 @@ class GradientBuffer:
         """Every process holds all weights of its part of the model."""
         return False
 
+    def _arrange(self, parameters: list[nn.Parameter]) -> tuple[list[nn.Parameter], list[int]]:
+        """The parameters in the buffer's order, and the places in it where a bucket must end."""
+        if self.zero_stage < 2:
+            return parameters, []
+        order = list(dict.fromkeys(self._wave(p) for p in parameters))
+
+        def place(parameter: nn.Parameter) -> tuple[int, bool]:
+            is_late = id(parameter) in self._late
+            return order.index(self._wave(parameter)), is_late is not self._late_first
+
+        arranged = sorted(parameters, key=place)
+        groups = [(self._wave(p), id(p) if id(p) in self._late else None) for p in arranged]
+        return arranged, [i for i, (a, b) in enumerate(pairwise(groups)) if a != b]
+
+    def _wave(self, parameter: nn.Parameter) -> Hashable:
+        return None if self._wave_of is None else self._wave_of(parameter)
+
     def _allocate(self, parameters: list[nn.Parameter], dtype: torch.dtype, limit: int) -> Flat:
         shards = self.axis.size if self.is_sharded else 1
         rank = self.axis.rank if self.is_sharded else 0
+        parameters, ends = self._arrange(parameters)
         buckets = plan_buckets(
             [p.numel() for p in parameters],
             alignment=ALIGNMENT_BYTES // dtype.itemsize,
             limit=limit,
             shards=self.axis.size,  # of equal sizes at every stage: sums are in one order then
+            ends=ends,
         )
         total = buckets[-1].span.end
         size = total // shards if self.zero_stage == 2 else total
@@ -188,7 +221,7 @@ class GradientBuffer:
                 whole = storage[plan.span.start : plan.span.end]
                 kept = whole[shard.within(plan.span)]
             places = [(p, slot.within(plan.span)) for p, slot in inside]
-            pending = _Pending(plan, places, kept, whole)
+            pending = _Pending(plan, places, self._wave(inside[0][0]), kept, whole)
             for parameter, slot in inside:
                 own = slot.intersect(shard) or Span(slot.start, slot.start)
                 gradient = kept[own.within(shard)] if own.size else kept[:0]
@@ -196,6 +229,7 @@ class GradientBuffer:
                 self._places[id(parameter)] = (pending, slot.within(plan.span))
                 self._attach(parameter, slot.within(plan.span), pending)
             self._buckets.append(pending)
+            self._waves.setdefault(pending.wave, []).append(pending)
             flat.members.extend(inside)
             flat.regions.append((shard, kept))
         return flat if self.is_sharded else Flat(flat.members, buckets, [(Span(0, total), storage)])
@@ -209,6 +243,8 @@ class GradientBuffer:
             if is_in_place:
                 parameter.grad = view
                 self._in_place.append((parameter, view))
+        elif id(parameter) in self._late:
+            parameter.main_grad = bucket.kept  # type: ignore[attr-defined]
         if not is_in_place or self._overlap:
             collect = partial(self._collect, bucket, slot, is_in_place)
             parameter.register_post_accumulate_grad_hook(collect)
@@ -250,7 +286,7 @@ class GradientBuffer:
             return None
         self._uses[id(parameter)] = self._uses.get(id(parameter), 0) + 1
         self._unslotted = None
-        self._expect_all()
+        self._expect(self._buckets)
         return GradientSlot(self, parameter)
 
     def begin(self, parameter: nn.Parameter) -> tuple[Tensor, bool]:
@@ -288,7 +324,7 @@ class GradientBuffer:
         self._forget()
         for parameter, view in self._in_place:  # zero_grad(set_to_none=True) may have cut it
             parameter.grad = view
-        self._expect_all()
+        self._expect(self._buckets)
 
     def _forget(self) -> None:
         """Zero what backward adds to. A slot's first use writes over what is there."""
@@ -312,27 +348,36 @@ class GradientBuffer:
                     runs.append(bucket.whole[places[0].start : places[-1].stop])
         return runs
 
+    @torch.no_grad()
     def complete(self) -> None:
         """Zero the gradients that no backward of this update has reached. Before reading any."""
+        if self.zero_stage == 2:
+            self._receive()
         for stale in self._stale:
             bucket, place = self._places[stale]
             self._whole(bucket)[place].zero_()
         self._stale.clear()
 
     @contextmanager
-    def micro_batch(self, *, is_last: bool) -> Iterator[None]:
+    def micro_batch(self, *, is_last: bool, wave: Hashable = None) -> Iterator[None]:
         """Around each backward. With overlap the last one sends buckets as they are complete.
 
         Collective over the replica axis with overlap or stage 2.
+
+        Args:
+            is_last: no other one of this update reaches the same parameters.
+            wave: the gradients that it brings, as `wave_of` has it.
         """
         self._collecting = self.zero_stage == 2 or (self._overlap and is_last)
+        if self.zero_stage == 2:
+            self._wave_now = wave if self._wave_of is not None else None
+            self._expect(self._waves.get(self._wave_now, []))
         try:
             yield
         finally:
             self._collecting = False
         if self.zero_stage == 2:
             self._send_rest()
-            self._expect_all()
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -349,7 +394,7 @@ class GradientBuffer:
         if self.zero_stage < 2:
             self._send_rest()
         self._receive()
-        self._expect_all()
+        self._expect(self._buckets)
 
     @torch.no_grad()
     def _collect(
@@ -368,32 +413,33 @@ class GradientBuffer:
         if not self._collecting:
             return
         assert id(parameter) in bucket.missing, "a gradient came twice in one backward"
-        if id(parameter) in self._late:
+        if id(parameter) in self._late and self.zero_stage < 2:
             return
         bucket.missing[id(parameter)] -= 1
         if bucket.missing[id(parameter)] == 0:
             del bucket.missing[id(parameter)]
-        while self._next < len(self._buckets) and not self._buckets[self._next].missing:
-            self._send(self._buckets[self._next])
+        while self._next < len(self._expected) and not self._expected[self._next].missing:
+            self._send(self._expected[self._next])
 
     def _whole(self, bucket: _Pending) -> Tensor:
         if bucket.whole is None:
             assert self._collecting, "backward outside of micro_batch()"
+            assert bucket.wave == self._wave_now, "a gradient came in another one's wave"
             bucket.whole = self._new_whole(bucket)
         return bucket.whole
 
     def _new_whole(self, bucket: _Pending) -> Tensor:
         return bucket.kept.new_zeros(bucket.plan.span.size)
 
-    def _expect_all(self) -> None:
-        """Every gradient is missing, no bucket is sent."""
-        self._next = 0
-        for bucket in self._buckets:
+    def _expect(self, buckets: list[_Pending]) -> None:
+        """Every gradient of these is missing, none of them is sent."""
+        self._expected, self._next = buckets, 0
+        for bucket in buckets:
             bucket.missing = {id(p): self._uses.get(id(p), 1) for p, _ in bucket.members}
 
     def _send_rest(self) -> None:
         """Send what backward left: parameters without a gradient count as zero."""
-        for bucket in self._buckets[self._next :]:
+        for bucket in self._expected[self._next :]:
             self._send(bucket)
 
     def _send(self, bucket: _Pending) -> None:
@@ -424,7 +470,10 @@ class GradientBuffer:
         self._before_send([parameter for parameter, _ in bucket.members])
         if self.zero_stage == 2:
             for parameter, _ in bucket.members:
-                del parameter.main_grad  # type: ignore[attr-defined]
+                if id(parameter) in self._late:
+                    parameter.main_grad = bucket.kept  # type: ignore[attr-defined]
+                else:
+                    del parameter.main_grad  # type: ignore[attr-defined]
 
     def _receive(self) -> None:
         """Wait for all that is under way."""

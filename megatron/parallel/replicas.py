@@ -6,7 +6,7 @@ shard of each (stage 3).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -60,8 +60,8 @@ class Gradients(Protocol):
     def zero(self) -> None:
         """Forget all gradients. Call before the first micro-batch of an update."""
 
-    def micro_batch(self, *, is_last: bool) -> AbstractContextManager[None]:
-        """Around each backward of an update."""
+    def micro_batch(self, *, is_last: bool, wave: Hashable = None) -> AbstractContextManager[None]:
+        """Around each backward of an update; `wave` says which gradients it brings."""
 
     def complete(self) -> None:
         """Zero the gradients that no backward of this update has reached. Before reading any."""

@@ -15,7 +15,7 @@ Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel",
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 
@@ -141,7 +141,7 @@ class ShardedModel:
             parameter.grad = gradient
 
     @contextmanager
-    def micro_batch(self, *, is_last: bool) -> Iterator[None]:
+    def micro_batch(self, *, is_last: bool, wave: Hashable = None) -> Iterator[None]:
         """Around each backward, which itself reduces what it computes. Collective."""
         yield
 

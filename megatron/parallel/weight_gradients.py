@@ -73,7 +73,16 @@ class WeightGradientQueue:
 
 def attach(model: nn.Module, queue: WeightGradientQueue | None) -> int:
     """Set the attribute of every layer that has one; how many there are."""
-    layers = [module for module in model.modules() if hasattr(module, ATTRIBUTE)]
+    layers = _deferring_layers(model)
     for layer in layers:
         setattr(layer, ATTRIBUTE, queue)
     return len(layers)
+
+
+def deferrable_weights(model: nn.Module) -> list[nn.Parameter]:
+    """The weights whose gradients wait where a queue is attached."""
+    return [layer.get_parameter("weight") for layer in _deferring_layers(model)]
+
+
+def _deferring_layers(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if hasattr(module, ATTRIBUTE)]

@@ -14,6 +14,8 @@ from megatron.config import RunConfig
 from megatron.config.run import known
 from megatron.config.stages import ModelPart, parts_of_stage, plan_model
 from megatron.models.arithmetic import count_part_parameters
+from megatron.models.sizes import sizes_of
+from megatron.parallel.buckets import BUCKET_BYTES
 from megatron.parallel.layout import Layout
 from megatron.parallel.pipeline.schedule import activation_bound, schedule_kind
 from megatron.parallel.replicas import shares_weights
@@ -90,7 +92,12 @@ def _kept_for_weights(
         weights, gradients, summed = 4 * updated + gathered, 4 * updated + leaving, 4
     else:
         weights = width * parameters
-        gradients = summed * (updated if stage > 1 else parameters)
+        gradients = summed * parameters
+        if stage == 2 and layout.replica.size > 1:
+            passing = 2 * max(
+                BUCKET_BYTES, summed * _largest_weight(config, padded_vocab_size, layout)
+            )
+            gradients = summed * updated + min(passing, summed * parameters)
         if config.parallel.ddp_impl == "torch" and layout.replica.size > 1:
             gradients *= 2  # its own buckets
     return MemoryEstimate(
@@ -115,6 +122,13 @@ def _count_weights(
     )
     outside = sum(count(part=replace(part, layers=range(0))) for part in parts)
     return layer, outside, sum(count(part=part) for part in parts)
+
+
+def _largest_weight(config: RunConfig, padded_vocab_size: int, layout: Layout) -> int:
+    """Elements of the largest matrix that one tensor rank may hold."""
+    sizes = sizes_of(config.model)
+    rows = max(padded_vocab_size, sizes.up, sizes.ffn, sizes.qkv)
+    return rows * sizes.hidden // layout.tensor.size
 
 
 def largest_process(config: RunConfig, padded_vocab_size: int, world_size: int) -> MemoryEstimate:

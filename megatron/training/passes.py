@@ -26,6 +26,7 @@ from megatron.parallel.pipeline.schedule import (
     make_schedule,
     schedule_kind,
 )
+from megatron.parallel.pipeline.waves import wave_of
 from megatron.parallel.random import derive_seed, micro_batch_seed
 from megatron.training.recipe import Batch
 from megatron.training.run import Run
@@ -114,7 +115,11 @@ class Passes:
                 if operation.kind not in _BACKWARD:
                     return
                 around.enter_context(self._run.timers.measure("backward-compute", level=2))
-                around.enter_context(self._run.gradients.micro_batch(is_last=operation in last))
+                around.enter_context(
+                    self._run.gradients.micro_batch(
+                        is_last=operation in last, wave=wave_of(operation)
+                    )
+                )
 
             self._carry_out(operations, before)
         if clock is not None:

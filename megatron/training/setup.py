@@ -25,6 +25,7 @@ from megatron.parallel.parameter import spec_of
 from megatron.parallel.partial_gradients import sum_partial_gradients
 from megatron.parallel.pipeline.p2p import PipelineChannel
 from megatron.parallel.pipeline.schedule import schedule_kind
+from megatron.parallel.pipeline.waves import parameter_waves
 from megatron.parallel.replicas import Gradients, shares_weights
 from megatron.parallel.tied import tied_copy
 from megatron.parallel.torch_ddp import TorchDataParallel
@@ -164,6 +165,7 @@ def _share(
     if sharded is not None:
         return sharded, tied
     is_torch = _uses_torch_ddp(config, layout)
+    waves = parameter_waves(parts, schedule_kind(config.parallel, len(parts)))
     buffer = GradientBuffer(
         named_parameters,
         # Alone: PyTorch's averages the gradients in place.
@@ -172,6 +174,7 @@ def _share(
         zero_stage=config.parallel.zero_stage or 0,
         overlap=config.parallel.overlap_grad_reduce,
         late=lambda parameter: parameter is tied,
+        wave_of=lambda parameter: waves[id(parameter)],
         before_send=add_up,
     )
     if numbers.gradient_accumulation_fusion and not is_torch:  # which waits for autograd

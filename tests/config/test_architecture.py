@@ -35,13 +35,18 @@ def test_shares_are_between_0_and_1(flag):
 
 
 @pytest.mark.parametrize("architecture", ["bert", "t5"])
-def test_padding_masks_exclude_contexts_and_flash(architecture):
+def test_padding_masks_exclude_contexts(architecture):
     more = T5 if architecture == "t5" else ""
-    words = f"--context-parallel-size 2 --attention-dropout 0 --use-flash-attn --bf16 {more}"
-    lines = problems(words, architecture=architecture, world_size=2)
-    assert len(lines) == 2
-    assert "padding masks" in lines[0]
-    assert "padding masks" in lines[1]
+    words = f"--context-parallel-size 2 --use-flash-attn --bf16 {more}"
+    (line,) = problems(words, architecture=architecture, world_size=2)
+    assert "padding masks" in line
+
+
+def test_the_flash_kernel_takes_no_masks_of_documents():
+    words = "--use-flash-attn --bf16 --reset-attention-mask"
+    (line,) = problems(words, world_size=1)
+    assert line.startswith("--use-flash-attn")
+    assert "--reset-attention-mask: drop one" in line
 
 
 def test_a_t5_has_as_many_decoder_layers_as_encoder_layers_unless_told():
@@ -83,6 +88,27 @@ def test_a_split_that_cannot_be(words, message):
 def test_a_split_whose_layers_do_not_divide():
     words = f"{T5} --pipeline-model-parallel-size 4 --pipeline-model-parallel-split-rank 1"
     assert "4 decoder layers" in problems(words, architecture="t5", world_size=4)[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--decoder-num-layers 2", "here one has both"),
+        ("--decoder-num-layers 4 --num-virtual-stages-per-pipeline-rank 2", "no virtual stages"),
+        ("--decoder-num-layers 4 --pipeline-model-parallel-layout Etttt|ttttL", ""),
+        ("--decoder-num-layers 2 --pipeline-model-parallel-split-rank 1", ""),
+    ],
+)
+def test_files_of_megatron_hold_stages_of_one_half(words, message):
+    saves = "--save here --save-interval 5 --ckpt-format legacy --pipeline-model-parallel-size 2"
+    words = f"{T5} {saves} {words}"
+    if not message:
+        parse(words, architecture="t5", world_size=2)
+        return
+    (line,) = problems(words, architecture="t5", world_size=2)
+    assert line.startswith("--ckpt-format legacy: Megatron-LM 23.08")
+    assert message in line
+    assert "choose another --pipeline-model-parallel-split-rank" in line
 
 
 @pytest.mark.parametrize("words", ["", "--pipeline-model-parallel-layout Ett|ttL"])

@@ -41,11 +41,6 @@ _LINES = [
         "early and a late piece: use a multiple of 8",
     ),
     (
-        "--context-parallel-size 2 --attention-dropout 0.2",
-        "--attention-dropout 0.2 does not go with --context-parallel-size 2 and --cp-comm-type "
-        "p2p: use 0, or --cp-comm-type a2a",
-    ),
-    (
         "--context-parallel-size 2 --cp-comm-type a2a --reset-attention-mask",
         "--reset-attention-mask does not go with --context-parallel-size 2: drop it, or use 1",
     ),

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megatron.config.precision import PrecisionConfig
 from megatron.device import Device
 from megatron.models.recompute import RecomputePlan
 from tests.models.others import batch_of, build, losses
@@ -15,8 +16,9 @@ pytestmark = [
 WIDE = {"kv_channels": 8}  # a head that the fused kernels take
 
 
-def _run(kind, flags, device, dtype, recompute=None):
-    model = build(kind, {**WIDE, **flags}, device=device, dtype=dtype, recompute=recompute)
+def _run(kind, flags, device, dtype, recompute=None, precision=None):
+    options = {"recompute": recompute, "precision": precision}
+    model = build(kind, {**WIDE, **flags}, device=device, dtype=dtype, **options)
     DEVICE.seed(1)
     loss = losses(kind, model, batch_of(kind, device))
     loss.backward()
@@ -33,6 +35,21 @@ def test_model_equals_that_of_a_cpu(kind, dtype):
     torch.testing.assert_close(loss, expected_loss, rtol=tolerance, atol=tolerance)
     for ours, theirs in zip(gradients, expected, strict=True):
         assert (ours - theirs).norm() < 3 * tolerance * theirs.norm().clamp(min=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["bert", "t5"])
+def test_insisting_on_fused_kernels_changes_rounding_only(kind):
+    loss, gradients = _run(
+        kind,
+        {"use_flash_attn": True},
+        DEVICE.torch_device,
+        torch.bfloat16,
+        precision=PrecisionConfig(bf16=True),
+    )
+    expected_loss, expected = _run(kind, {}, "cpu", torch.float32)
+    torch.testing.assert_close(loss, expected_loss, rtol=3e-2, atol=3e-2)
+    for ours, theirs in zip(gradients, expected, strict=True):
+        assert (ours - theirs).norm() < 9e-2 * theirs.norm().clamp(min=1e-3)
 
 
 @pytest.mark.parametrize("kind", ["bert", "t5"])

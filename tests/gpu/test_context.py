@@ -12,7 +12,13 @@ from megatron.parallel.context.block import (
     reference_forward,
 )
 from tests.parallel.context.inputs import heads, weights_of
-from tests.parallel.context.test_block import by_head, in_two_blocks
+from tests.parallel.context.test_block import (
+    by_head,
+    dropped_factors,
+    formula_in_two_blocks,
+    in_two_blocks,
+    pairs_of_two_blocks,
+)
 
 DEVICE = Device.pick()
 pytestmark = [
@@ -35,16 +41,40 @@ def test_flash_blocks_equal_plain_blocks(groups, size, dtype):
     inputs = [x.to(DEVICE.torch_device, dtype) for x in by_head(heads(256, groups, d=size))]
     grad = weights_of(inputs[0].cpu()).to(DEVICE.torch_device, dtype)
     for causal in (True, False):
-        out, logsumexp = block.forward(*inputs, causal=causal)
-        expected, expected_sum = reference_forward(*inputs, causal=causal)
+        options = {"causal": causal, "dropout": 0.0}
+        out, logsumexp, drawn = block.forward(*inputs, **options)
+        expected, expected_sum, nothing = reference_forward(*inputs, **options)
         assert close(out, expected)
         assert (logsumexp - expected_sum).abs().max() < 1e-3
-        got = block.backward(grad, *inputs, out, logsumexp, causal=causal)
-        wanted = reference_backward(grad, *inputs, expected, expected_sum, causal=causal)
+        got = block.backward(grad, *inputs, out, logsumexp, **options, drawn=drawn)
+        wanted = reference_backward(grad, *inputs, expected, expected_sum, **options, drawn=nothing)
         assert all(map(close, got, wanted))
     got = in_two_blocks(flash_forward, flash_backward, inputs, grad)
     wanted = in_two_blocks(reference_forward, reference_backward, inputs, grad)
     assert all(map(close, got, (x.float() for x in wanted)))
+
+
+@pytest.mark.parametrize("form", ["flash", "plain"])
+@pytest.mark.parametrize("groups", [1, 4])
+def test_blocks_drop_the_same_weights_in_both_directions(form, groups):
+    """As the test of the same name on a CPU; the flash kernel's masks come from its counter."""
+    forward, backward = {
+        "flash": (flash_forward, flash_backward),
+        "plain": (reference_forward, reference_backward),
+    }[form]
+    inputs = [x.to(DEVICE.torch_device, torch.bfloat16) for x in by_head(heads(256, groups, d=256))]
+    generator = DEVICE.default_generator
+    state = generator.get_state()
+    factors = dropped_factors(forward, inputs, dropout=0.25, rtol=2e-2)
+    exist = pairs_of_two_blocks(256).to(factors.device)
+    dropped = (factors[exist.expand_as(factors)] == 0).double().mean().item()
+    assert dropped == pytest.approx(0.25, abs=0.01)
+    assert not torch.equal(factors[:, :, 128:, :128], factors[:, :, :128, :128])
+    generator.set_state(state)
+    grad = weights_of(inputs[0].cpu()).to(DEVICE.torch_device, torch.bfloat16)
+    got = in_two_blocks(forward, backward, inputs, grad, dropout=0.25)
+    wanted = formula_in_two_blocks(inputs, grad, factors)
+    assert all(map(close, got, wanted))
 
 
 def test_fp32_and_odd_heads_take_the_plain_form():

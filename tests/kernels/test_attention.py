@@ -1,6 +1,7 @@
 """Attention: plain and fused form against float64, groups, masks, dropout, and the choice."""
 
 import math
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -142,8 +143,18 @@ def test_flash_is_refused_where_it_cannot_run():
     assert "--kv-channels 512" in str(error.value)
 
 
-def test_flash_takes_no_mask():
-    with pytest.raises(ConfigError, match="--reset-attention-mask"):
-        attention.flash_attention(
-            *heads(N), mask=documents(), causal=True, dropout=0.0, layer_number=1
-        )
+def test_with_a_mask_flash_means_kernels_that_take_one(monkeypatch):
+    """Which kernels are allowed; that they run is a GPU's to show."""
+    allowed = []
+
+    @contextmanager
+    def noted(kernels, **_):
+        allowed.append([kernel.name for kernel in kernels])
+        yield
+
+    monkeypatch.setattr(attention, "sdpa_kernel", noted)
+    options = {"causal": True, "dropout": 0.0, "layer_number": 1}
+    for mask in (None, documents()):
+        out = attention.flash_attention(*heads(N), mask=mask, **options)
+        assert torch.equal(out, cpu_attention(*heads(N), mask=mask, **options))
+    assert allowed == [["FLASH_ATTENTION"], ["CUDNN_ATTENTION", "EFFICIENT_ATTENTION"]]

@@ -25,6 +25,7 @@ def build(
     layout: Layout | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
+    precision: PrecisionConfig | None = None,
     **options: Any,
 ) -> Any:
     """A model of a kind; without dropout unless the flags say so."""
@@ -32,7 +33,7 @@ def build(
     quiet = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
     model: Any = NETWORKS[kind](
         config(architecture=kind, **{**own, **quiet, **(flags or {})}),
-        PrecisionConfig(),
+        precision or PrecisionConfig(),
         layout or Layout.single(),
         padded_vocab_size=VOCAB,
         device=torch.device(device),

@@ -17,6 +17,7 @@ REPEATED = (
     LayoutCase(2, tensor=2, flags=_SP),
     LayoutCase(2, pipeline=2, flags=_VIRTUAL),
     LayoutCase(2, context=2, flags="--cp-comm-type a2a"),
+    LayoutCase(2, context=2, flags="--recompute-granularity selective"),
     LayoutCase(4, tensor=2, pipeline=2, flags=f"{_SP} --pipeline-schedule zero-bubble"),
     LayoutCase(8, tensor=2, pipeline=2, flags=f"{_SP} --zero-stage 1 --overlap-grad-reduce"),
 )
@@ -25,6 +26,7 @@ AVERAGED = (
     LayoutCase(2, tensor=2, flags=_SP),
     LayoutCase(2, pipeline=2, flags=_VIRTUAL),
     LayoutCase(2, context=2, flags="--cp-comm-type a2a"),
+    LayoutCase(2, context=2),
 )
 SEEDS = (1, 2, 3, 4)
 DROPOUT = 0.2

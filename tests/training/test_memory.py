@@ -51,8 +51,20 @@ def test_shared_states_shrink_with_the_processes():
     first = _estimate("--bf16", "--use-distributed-optimizer", world_size=4)
     second = _estimate("--bf16", "--zero-stage", "2", world_size=4)
     assert _bytes(first) == (2, 4, 3)
-    assert _bytes(second) == (2, 1, 3)
+    assert _bytes(second) == (2, 1 + 4, 3)  # its shard, and one bucket of all there is
     assert _estimate("--bf16", world_size=4) == _estimate("--bf16")
+
+
+def test_whole_gradients_pass_two_buckets_at_a_time():
+    """In stage 2, with and without a pipeline."""
+    sizes = ("--hidden-size", "1024", "--num-layers", "16", "--zero-stage", "2")
+    for stages, world_size in ((1, 4), (2, 8)):
+        words = (*sizes, "--pipeline-model-parallel-size", str(stages))
+        estimate = _estimate(*words, world_size=world_size)
+        assert estimate.gradients == estimate.parameters // 4 + 2 * 64 * 2**20
+    wide = (*sizes, "--hidden-size", "8192")  # 8192 x 32768 in the MLP: more than a bucket
+    estimate = _estimate(*wide, world_size=4)
+    assert estimate.gradients == estimate.parameters // 4 + 2 * 4 * 8192 * 32768
 
 
 def test_sharded_weights_are_whole_a_few_layers_at_a_time():

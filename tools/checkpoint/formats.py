@@ -34,7 +34,7 @@ from megatron.config.resolve import resolve
 from megatron.config.run import RunConfig
 from megatron.config.stages import plan_model
 from megatron.config.yaml_file import from_dict
-from megatron.errors import CheckpointError, UserError
+from megatron.errors import CheckpointError, ConfigError, UserError
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.vocabulary import padded_vocab_size
 
@@ -200,8 +200,14 @@ def _target(source: Source, options: argparse.Namespace) -> ParallelConfig:
         "tensor_model_parallel_size": options.target_tensor_parallel_size,
         "pipeline_model_parallel_size": options.target_pipeline_parallel_size,
     }
+    split = options.target_pipeline_parallel_split_rank
+    if split is not None and source.config.model.architecture != "t5":
+        raise ConfigError(f"--target-pipeline-parallel-split-rank {split} is for a T5: drop it")
+    if split is None and options.target_pipeline_parallel_size is None:
+        split = old.get("pipeline_model_parallel_split_rank")
     parallel = ParallelConfig(
         **{name: size or old.get(name) or 1 for name, size in sizes.items()},
+        pipeline_model_parallel_split_rank=split,
         num_layers_per_virtual_pipeline_stage=(
             options.target_num_layers_per_virtual_pipeline_stage
         ),

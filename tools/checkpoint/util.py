@@ -39,6 +39,7 @@ _HF = ("hf", "llama2_hf")
 _TARGETS = (
     "target_tensor_parallel_size",
     "target_pipeline_parallel_size",
+    "target_pipeline_parallel_split_rank",
     "target_num_layers_per_virtual_pipeline_stage",
 )
 
@@ -74,6 +75,12 @@ def build_parser() -> argparse.ArgumentParser:
         "--target-pipeline-parallel-size",
         type=int,
         help="Pipeline stages of the files. Unset: as it was split.",
+    )
+    target.add_argument(
+        "--target-pipeline-parallel-split-rank",
+        type=int,
+        help="Stage on which a T5's decoder begins. Unset: as it was split, or with another number "
+        "of stages where layers dealt out alike have it begin.",
     )
     target.add_argument(
         "--target-num-layers-per-virtual-pipeline-stage",

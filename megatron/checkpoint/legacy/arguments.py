@@ -15,7 +15,7 @@ from megatron.config.data import TOKENIZER_TYPES
 from megatron.config.model import NETWORK_FIELDS
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.run import RunConfig, flatten, known
-from megatron.config.stages import chunks_of
+from megatron.config.stages import chunks_of, plan_model
 from megatron.errors import CheckpointError
 
 _MAX_LIST = 10_000
@@ -157,6 +157,7 @@ def megatron_arguments(
         "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
         "pipeline_model_parallel_size": stages,
         "transformer_pipeline_model_parallel_size": stages,
+        "pipeline_model_parallel_split_rank": _split_rank(config),
         "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
         "num_layers_per_virtual_pipeline_stage": known(model.num_layers) // (stages * chunks)
         if chunks > 1
@@ -173,6 +174,14 @@ def megatron_arguments(
     }
     values.pop("model_type", None)  # an enum of Megatron's; its loader does not ask for it
     return argparse.Namespace(**values)
+
+
+def _split_rank(config: RunConfig) -> int | None:
+    """The stage on which a T5's decoder begins; None on a single one, and of other networks."""
+    if config.model.architecture != "t5" or config.parallel.pipeline_model_parallel_size == 1:
+        return None
+    parts = plan_model(config.model, config.parallel)
+    return sum(part.layers.start < known(config.model.num_layers) for part in parts)
 
 
 def _evaluated(config: RunConfig, iteration: int) -> int:

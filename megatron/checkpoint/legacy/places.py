@@ -2,6 +2,10 @@
 
 A plan, as data. The order of a file's parameters is that in which Megatron registers them, by
 which its optimizer numbers them.
+
+Where a T5's decoder begins on a later stage (`--pipeline-model-parallel-split-rank`) that stage has
+a copy of all embeddings, and the last one a copy of the word embeddings for the output, unless it
+is that stage.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from dataclasses import dataclass
 
 from megatron.checkpoint.entries import Box
 from megatron.checkpoint.legacy.names import Arrangement, megatron_path
-from megatron.config.stages import ModelPart, parts_of_stage
+from megatron.config.stages import ModelPart, megatron_misfit, parts_of_stage
 from megatron.errors import CheckpointError
 
 VERSION = 3.0  # `checkpoint_version` of what is written
@@ -124,7 +128,7 @@ def plan_files(
     Raises:
         CheckpointError: a parameter has no place in Megatron's model, or cannot be split so.
     """
-    _check(shapes, parts)
+    _check(shapes, parts, stages)
     arrangement = Arrangement(VERSION, heads=0, swiglu=swiglu)
     plans = []
     for stage in range(stages):
@@ -138,12 +142,7 @@ def plan_files(
     return plans
 
 
-def _check(shapes: Mapping[str, tuple[int, ...]], parts: Sequence[ModelPart]) -> None:
-    if "decoder.final_norm.weight" in shapes and len(parts) > 1:
-        raise CheckpointError(
-            "a T5's files are written for one pipeline stage only: convert with "
-            "--target-pipeline-parallel-size 1, or use the native format"
-        )
+def _check(shapes: Mapping[str, tuple[int, ...]], parts: Sequence[ModelPart], stages: int) -> None:
     placed = {name for part in parts for name in _names(shapes, part)}
     extra = sorted(shapes.keys() - placed)
     if extra:
@@ -155,34 +154,48 @@ def _check(shapes: Mapping[str, tuple[int, ...]], parts: Sequence[ModelPart]) ->
             "--add-qkv-bias: Megatron-LM 23.08 has biases in all linear layers or in none: use the "
             "native format"
         )
-    if len({len(part.layers) for part in parts}) != 1:
-        raise CheckpointError(
-            "Megatron-LM 23.08 gives every pipeline stage equally many layers, here they have "
-            f"{', '.join(str(len(part.layers)) for part in parts)}: use the native format"
-        )
+    encoder = _encoder_layers(shapes)
+    misfit = megatron_misfit(list(parts), stages, encoder or None)
+    if misfit:
+        remedy = "use the native format"
+        if encoder:
+            remedy = f"convert with another --target-pipeline-parallel-split-rank, or {remedy}"
+        raise CheckpointError(f"Megatron-LM 23.08 {misfit}: {remedy}")
 
 
 def _names(shapes: Mapping[str, tuple[int, ...]], part: ModelPart) -> Iterator[str]:
     """All that could stand in a part of a model, in Megatron's order; _TIED for the copy."""
-    if part.embedding:
+    encoder = _encoder_layers(shapes)
+    has_embedding = part.embedding or (encoder > 0 and part.layers.start == encoder)
+    if has_embedding:
         yield from _BEFORE_LAYERS
-    for stack, layers in _stacks(shapes, part):
+    for stack, (layers, ends) in _stacks(shapes, part).items():
         modules = [f"layers.{index}.{name}" for index in layers for name in _IN_LAYER[stack]]
-        modules += ["final_norm"] * part.head
+        modules += ["final_norm"] * ends
         yield from (f"{stack}{module}.{kind}" for module in modules for kind in _KINDS)
     if part.head:
         yield from _AFTER_LAYERS
-        if not part.embedding:
+        if not has_embedding:
             yield _TIED
         yield from _LAST
 
 
-def _stacks(shapes: Mapping[str, tuple[int, ...]], part: ModelPart) -> list[tuple[str, range]]:
-    """What our names of a part's layers begin with, and their numbers: a T5 has two stacks."""
-    encoder = sum(_ENCODER_LAYER.fullmatch(name) is not None for name in shapes)
+def _encoder_layers(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Of a T5; 0 of the others."""
+    return sum(_ENCODER_LAYER.fullmatch(name) is not None for name in shapes)
+
+
+def _stacks(
+    shapes: Mapping[str, tuple[int, ...]], part: ModelPart
+) -> dict[str, tuple[range, bool]]:
+    """By what our names of a part's layers begin with: their numbers, and whether the last of the
+    stack is among them. A T5 has two stacks."""
+    layers, encoder = part.layers, _encoder_layers(shapes)
     if not encoder:
-        return [("", part.layers)]
-    return [("encoder.", range(encoder)), ("decoder.", range(len(part.layers) - encoder))]
+        return {"": (layers, part.head)}
+    above = range(layers.start, min(layers.stop, encoder))
+    below = range(max(layers.start, encoder) - encoder, max(layers.stop, encoder) - encoder)
+    return {"encoder.": (above, encoder - 1 in layers), "decoder.": (below, part.head)}
 
 
 def _slots(
@@ -192,11 +205,13 @@ def _slots(
     rank: int,
     ranks: int,
 ) -> Iterator[Slot]:
+    stacks = _stacks(shapes, part)
     for name in _names(shapes, part):
         if name == _TIED and "output.weight" not in shapes:
             yield Slot(_TIED_PATH, _WORDS, _box(_WORDS, shapes[_WORDS], arrangement, rank, ranks))
         elif name in shapes:
-            path = megatron_path(name, part.layers.start)
+            starts = [found[0].start for stack, found in stacks.items() if name.startswith(stack)]
+            path = megatron_path(name, *starts or [0])
             yield Slot(path, name, _box(name, shapes[name], arrangement, rank, ranks))
 
 

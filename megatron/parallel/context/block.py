@@ -2,7 +2,8 @@
 
 Next to its result a block gives the logarithm of the sum of exponentials of its scores. Results of
 several blocks merge by it; and once merged, result and logarithm of the whole row are all that
-another block's backward needs.
+another block's backward needs. Dropout leaves the logarithm as it is: it drops weights after they
+were divided by their sum.
 
 Shapes: b micro-batch, n query heads, g key-value heads (each serves n/g consecutive query heads),
 q and k tokens in a block, d head size.
@@ -20,24 +21,28 @@ from torch import Tensor
 from megatron.device import Device
 
 LARGEST_FLASH_HEAD = 256
+# What it takes to draw a block's dropout mask again; nothing where there is none.
+Drawn = tuple[Tensor, ...]
 
 
 class BlockForward(Protocol):
     """The first of a form's two functions."""
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Attend within the block.
+        self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, dropout: float
+    ) -> tuple[Tensor, Tensor, Drawn]:
+        """Attend within the block. With dropout it draws from the device's default generator.
 
         Args:
             query: [b, n, q, d].
             key: [b, g, k, d].
             value: [b, g, k, d].
             causal: row i attends to columns up to i; q = k.
+            dropout: probability on attention weights.
 
         Returns:
-            Result [b, n, q, d] and log-sum-exp of the scaled scores, fp32 [b, n, q].
+            Result [b, n, q, d], log-sum-exp of the scaled scores, fp32 [b, n, q], and what backward
+            needs of the mask.
         """
 
 
@@ -54,14 +59,17 @@ class BlockBackward(Protocol):
         logsumexp: Tensor,
         *,
         causal: bool,
+        dropout: float,
+        drawn: Drawn,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """This block's part of the gradients.
 
         Args:
             grad: of `out`.
-            query: as in forward; `key`, `value` and `causal` too.
+            query: as in forward; `key`, `value`, `causal` and `dropout` too.
             out: the merged result of all blocks of these queries, [b, n, q, d].
             logsumexp: over all blocks, fp32 [b, n, q].
+            drawn: what this block's forward gave.
 
         Returns:
             Gradients of query, key and value.
@@ -105,14 +113,19 @@ def merge(out: Tensor, logsumexp: Tensor, part: Tensor, part_sum: Tensor) -> Non
 
 
 def reference_forward(
-    query: Tensor, key: Tensor, value: Tensor, *, causal: bool
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, dropout: float
+) -> tuple[Tensor, Tensor, Drawn]:
     """The formula, with the block's scores in memory; computed and returned in fp32 or wider."""
     query, key, value = _widen(query), _widen(key), _widen(value)
     scores = _scores(query, key, causal)  # [b, g, n/g * q, k]
     logsumexp = scores.logsumexp(dim=-1)
-    out = (scores - logsumexp.unsqueeze(-1)).exp() @ value
-    return out.view_as(query), logsumexp.view(query.shape[:3])
+    weights = (scores - logsumexp.unsqueeze(-1)).exp()
+    drawn: Drawn = ()
+    if dropout > 0:
+        generator = Device(query.device).default_generator
+        drawn = (generator.get_state(),)
+        weights = weights * _factors(weights, dropout, generator)
+    return (weights @ value).view_as(query), logsumexp.view(query.shape[:3]), drawn
 
 
 def reference_backward(
@@ -124,31 +137,43 @@ def reference_backward(
     logsumexp: Tensor,
     *,
     causal: bool,
+    dropout: float,
+    drawn: Drawn,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the formula, in fp32 or wider.
 
     With weights P = exp(scores - logsumexp): the scores' gradient is P * (dP - sum(grad * out)),
-    where the sum over a whole row of P * dP is that over a row of grad * out.
+    where the sum over a whole row of P * dP is that over a row of grad * out. Dropout multiplies
+    the weights in front of the values, and so dP, by 0 or 1 / (1 - p); the sum is the same.
     """
     query, key, value, grad, out = (_widen(x) for x in (query, key, value, grad, out))
     groups = key.shape[1]
     weights = (_scores(query, key, causal) - _by_group(logsumexp, groups).unsqueeze(-1)).exp()
     grad_rows = _by_group(grad, groups)
     row_sums = _by_group((grad * out).sum(-1), groups).unsqueeze(-1)
-    grad_value = weights.transpose(2, 3) @ grad_rows
-    grad_scores = weights * (grad_rows @ value.transpose(2, 3) - row_sums) * _scale(query)
+    grad_weights, kept = grad_rows @ value.transpose(2, 3), weights
+    if dropout > 0:
+        generator = torch.Generator(query.device)
+        generator.set_state(drawn[0])
+        factors = _factors(weights, dropout, generator)
+        grad_weights, kept = grad_weights * factors, weights * factors
+    grad_value = kept.transpose(2, 3) @ grad_rows
+    grad_scores = weights * (grad_weights - row_sums) * _scale(query)
     grad_key = grad_scores.transpose(2, 3) @ _by_group(query, groups)
     return (grad_scores @ key).view_as(query), grad_key, grad_value
 
 
 def flash_forward(
-    query: Tensor, key: Tensor, value: Tensor, *, causal: bool
-) -> tuple[Tensor, Tensor]:
-    """The same by the flash kernel; the result keeps the inputs' 16-bit type."""
-    out, logsumexp, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-        query, key, value, 0.0, causal, scale=_scale(query)
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, dropout: float
+) -> tuple[Tensor, Tensor, Drawn]:
+    """The same by the flash kernel; the result keeps the inputs' 16-bit type.
+
+    The kernel draws by counting (Philox) and says from which seed and offset.
+    """
+    out, logsumexp, _, _, _, _, *drawn, _ = torch.ops.aten._scaled_dot_product_flash_attention(
+        query, key, value, dropout, causal, scale=_scale(query)
     )
-    return out, logsumexp
+    return out, logsumexp, tuple(drawn) if dropout > 0 else ()
 
 
 def flash_backward(
@@ -160,9 +185,12 @@ def flash_backward(
     logsumexp: Tensor,
     *,
     causal: bool,
+    dropout: float,
+    drawn: Drawn,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Its backward. The kernel recomputes the weights from the whole row's log-sum-exp."""
-    unused = torch.empty(2, dtype=torch.uint64, device=query.device)  # dropout's random state
+    if not drawn:
+        drawn = (torch.empty(2, dtype=torch.uint64, device=query.device),) * 2  # unused
     gradients: tuple[Tensor, Tensor, Tensor] = (
         torch.ops.aten._scaled_dot_product_flash_attention_backward(
             grad,
@@ -175,14 +203,19 @@ def flash_backward(
             None,
             query.shape[2],
             key.shape[2],
-            0.0,
+            dropout,
             causal,
-            unused,
-            unused,
+            *drawn,
             scale=_scale(query),
         )
     )
     return gradients
+
+
+def _factors(weights: Tensor, dropout: float, generator: torch.Generator) -> Tensor:
+    """What dropout multiplies weights by: 0 or 1 / (1 - p)."""
+    kept = torch.empty_like(weights).bernoulli_(1 - dropout, generator=generator)
+    return kept.div_(1 - dropout)
 
 
 def _scale(query: Tensor) -> float:

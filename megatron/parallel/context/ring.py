@@ -3,6 +3,7 @@
 In C steps the keys and values of every rank come by. While a block is computed the next one is
 under way. Blocks' results merge by their log-sum-exp; blocks that lie in the future are never
 computed. Backward goes round once more with the gradients of keys and values one step behind.
+Dropout draws a mask for each block, of which forward keeps only how to draw it again.
 
 Shapes: l = s/C local tokens, b micro-batch, n query heads, g key-value heads, d head size.
 """
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.parallel.context.block import BlockAttention, merge
+from megatron.parallel.context.block import BlockAttention, Drawn, merge
 from megatron.parallel.journal import Transfer
 from megatron.parallel.layout import Axis
 
@@ -65,6 +66,7 @@ def ring_attention(
     axis: Axis,
     block: BlockAttention,
     causal: bool,
+    dropout: float = 0.0,
 ) -> Tensor:
     """Attention of this rank's queries to the whole sequence. Collective over the axis.
 
@@ -75,12 +77,14 @@ def ring_attention(
         axis: the context axis.
         block: form of the attention within a block.
         causal: attend to the past and oneself only.
+        dropout: probability on attention weights; drawn from the device's default generator, which
+            must have another seed on every rank of the axis.
 
     Returns:
         [l, b, n * d], in the type of `query`.
     """
     query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-    out: Tensor = _Ring.apply(query, key, value, axis, block, causal)  # [b, n, l, d]
+    out: Tensor = _Ring.apply(query, key, value, axis, block, causal, dropout)  # [b, n, l, d]
     return out.permute(2, 0, 1, 3).flatten(2)
 
 
@@ -127,12 +131,15 @@ class _Ring(torch.autograd.Function):
         axis: Axis,
         block: BlockAttention,
         causal: bool,
+        dropout: float,
     ) -> Tensor:
         plan = ring_plan(axis, query.shape[2], causal=causal)
-        out, logsumexp = _go_round(query, torch.stack((key, value)), axis, block, plan)
+        pair = torch.stack((key, value))
+        out, logsumexp, drawn = _go_round(query, pair, axis, block, plan, dropout)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, logsumexp)
         ctx.axis, ctx.block, ctx.plan = axis, block, plan
+        ctx.dropout, ctx.drawn = dropout, drawn
         return out
 
     @staticmethod
@@ -145,30 +152,42 @@ class _Ring(torch.autograd.Function):
             ctx.axis,
             ctx.block,
             ctx.plan,
+            ctx.dropout,
+            ctx.drawn,
         )
         grad_key, grad_value = grad_pair.to(key.dtype)
-        return grad_query.to(query.dtype), grad_key, grad_value, None, None, None
+        return grad_query.to(query.dtype), grad_key, grad_value, None, None, None, None
 
 
 def _go_round(
-    query: Tensor, pair: Tensor, axis: Axis, block: BlockAttention, plan: list[RingStep]
-) -> tuple[Tensor, Tensor]:
-    """Result [b, n, l, d] and log-sum-exp [b, n, l], both fp32 or wider, of keys and values `pair`.
+    query: Tensor,
+    pair: Tensor,
+    axis: Axis,
+    block: BlockAttention,
+    plan: list[RingStep],
+    dropout: float,
+) -> tuple[Tensor, Tensor, list[Drawn]]:
+    """Result [b, n, l, d] and log-sum-exp [b, n, l], both fp32 or wider, of keys and values `pair`;
+    and of every step how to draw its mask again.
 
     `pair` is [2, b, g, l, d]: one message carries both.
     """
     out, logsumexp = query.new_empty(0), query.new_empty(0)
+    masks = []
     for index, step in enumerate(plan):
         transfer = _Transfer.start(pair, axis) if index + 1 < len(plan) else None
         key, value = pair[:, :, :, step.keys]
-        part, part_sum = block.forward(query[:, :, step.queries], key, value, causal=step.causal)
+        part, part_sum, drawn = block.forward(
+            query[:, :, step.queries], key, value, causal=step.causal, dropout=dropout
+        )
+        masks.append(drawn)
         if index == 0:  # one's own block has every query
             out, logsumexp = part.to(part_sum.dtype), part_sum
         else:
             merge(out[:, :, step.queries], logsumexp[:, :, step.queries], part, part_sum)
         if transfer is not None:
             pair = transfer.wait()
-    return out, logsumexp
+    return out, logsumexp, masks
 
 
 def _go_back(
@@ -177,6 +196,8 @@ def _go_back(
     axis: Axis,
     block: BlockAttention,
     plan: list[RingStep],
+    dropout: float,
+    masks: list[Drawn],
 ) -> tuple[Tensor, Tensor]:
     """Gradients of query and pair, fp32 or wider, from `rows`: grad, query, out and log-sum-exp.
 
@@ -187,12 +208,15 @@ def _go_back(
     grad_query = torch.zeros_like(rows[1], dtype=wide)
     grad_pair = torch.zeros_like(pair, dtype=wide)
     following = None
-    for index, step in enumerate(plan):
+    for index, (step, drawn) in enumerate(zip(plan, masks, strict=True)):
         transfer = _Transfer.start(pair, axis) if index + 1 < len(plan) else None
         grad, query, out, logsumexp = (x[:, :, step.queries] for x in rows)
         key, value = pair[:, :, :, step.keys]
         of_query, of_key, of_value = block.backward(
-            grad, query, key, value, out, logsumexp, causal=step.causal
+            *(grad, query, key, value, out, logsumexp),
+            causal=step.causal,
+            dropout=dropout,
+            drawn=drawn,
         )
         grad_query[:, :, step.queries] += of_query
         if following is not None:

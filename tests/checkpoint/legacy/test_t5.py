@@ -8,6 +8,8 @@ import torch
 from megatron.checkpoint.legacy.names import Arrangement
 from megatron.checkpoint.reader import open_checkpoint
 from tests.checkpoint.legacy.megatron_files import Form, optimizer_of
+from tests.checkpoint.legacy.test_golden import trees_of
+from tests.checkpoint.legacy.test_writer import assert_same_tensors, convert
 from tests.checkpoint.states import read_whole
 from tests.models.others import build
 
@@ -30,6 +32,18 @@ _LINEAR = {
     "mlp.down": "mlp.dense_4h_to_h",
 }
 _COLUMNS = ("qkv", "query", "key_value", "up")
+ARGUMENTS = {
+    "num_layers": 3,
+    "decoder_num_layers": 2,
+    "hidden_size": 16,
+    "ffn_hidden_size": 32,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 12,
+    "tensor_model_parallel_size": TENSOR,
+    "pipeline_model_parallel_size": 3,
+    "pipeline_model_parallel_split_rank": 1,
+    "consumed_train_samples": 48,
+}
 STAGES = (  # what each holds: prefixes of our names, in Megatron's order
     ("embedding.", "encoder."),
     ("embedding.", "decoder.layers.0."),
@@ -78,7 +92,7 @@ def _write(root, model):
                 where[path[-1]] = parts[name]
             folder = root / "iter_0000003" / f"mp_rank_{rank:02d}_{stage:03d}"
             folder.mkdir(parents=True)
-            args = Namespace(num_layers=3, num_attention_heads=4, consumed_train_samples=48)
+            args = Namespace(**ARGUMENTS)
             content = {
                 "args": args,
                 "checkpoint_version": 3.0,
@@ -101,6 +115,56 @@ def test_a_t5_comes_back_whole(tmp_path):
         assert torch.equal(read_whole(reader, f"model.{name}"), tensor), name
         assert torch.equal(read_whole(reader, f"optimizer.{name}.exp_avg"), 2 * tensor), name
     assert reader.meta["config"]["model"]["architecture"] == "t5"
+
+
+def _held(tree):
+    """A file's weights by path, and each parameter's moments in the optimizer's order."""
+    state = tree["optimizer"]["state"]
+    moments = [{kind: state[i][kind] for kind in ("exp_avg", "exp_avg_sq")} for i in sorted(state)]
+    return {"model": tree["model"], "moments": moments}
+
+
+def test_its_stages_are_written_as_they_were(tmp_path):
+    """Copies of embeddings, the encoder's last normalization, and the optimizer's order."""
+    _write(tmp_path / "a", {n: torch.randn_like(p) for n, p in build("t5").named_parameters()})
+    words = ["--keep-optimizer"]
+    assert convert("megatron", "native", tmp_path / "a", tmp_path / "b", *words, kind="T5") == 0
+    assert convert("native", "megatron", tmp_path / "b", tmp_path / "c", *words, kind="T5") == 0
+    expected, found = (trees_of(tmp_path / name / "iter_0000003") for name in "ac")
+    assert found.keys() == expected.keys()
+    for folder, tree in expected.items():
+        assert_same_tensors(_held(found[folder]), _held(tree))
+        assert found[folder]["args"].pipeline_model_parallel_split_rank == 1
+
+
+def test_a_decoder_on_the_last_stage_has_its_embeddings_there(tmp_path):
+    """And no second copy for the output; the file is read back whole."""
+    _write(tmp_path / "a", {n: torch.randn_like(p) for n, p in build("t5").named_parameters()})
+    words = "--keep-optimizer --target-tensor-parallel-size 1 --target-pipeline-parallel-size 2"
+    words = [*words.split(), "--target-pipeline-parallel-split-rank", "1"]
+    assert convert("megatron", "megatron", tmp_path / "a", tmp_path / "b", *words, kind="T5") == 0
+    trees = trees_of(tmp_path / "b" / "iter_0000003")
+    first, last = (trees[f"mp_rank_00_00{stage}"]["model"] for stage in (0, 1))
+    assert (list(first), list(last)) == (["language_model"], ["language_model", "lm_head"])
+    halves = [list(tree["language_model"]) for tree in (first, last)]
+    assert halves == [["embedding", "encoder"], ["embedding", "decoder"]]
+    assert "final_layernorm.weight" in first["language_model"]["encoder"]
+    one, other = open_checkpoint(tmp_path / "a"), open_checkpoint(tmp_path / "b")
+    assert other.names() == one.names()
+    assert all(torch.equal(read_whole(one, n), read_whole(other, n)) for n in one.names())
+
+
+def test_stages_of_both_halves_are_refused(tmp_path, capsys):
+    _write(tmp_path / "a", {n: torch.randn_like(p) for n, p in build("t5").named_parameters()})
+    for more, message in (
+        (["5", "--target-pipeline-parallel-split-rank", "2"], "leaves 2 stage(s) for the 3"),
+        (["1", "--target-pipeline-parallel-split-rank", "1"], "use 1 to one below it"),
+        (["2"], "does not divide"),
+    ):
+        words = ["--target-pipeline-parallel-size", *more]
+        ends = (tmp_path / "a", tmp_path / "b")
+        assert convert("megatron", "megatron", *ends, *words, kind="T5") != 0
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("version", [0, 1])

@@ -95,6 +95,45 @@ def test_the_plan_covers_every_pair_once(size, causal):
     assert areas == {(False, 16), (True, 8 if causal else 16)}  # even work at every step
 
 
+def _drop(layout, seed):
+    """Weights that a ring keeps of this rank's queries [l, b, n, s], and gradients with them."""
+    axis, dropout = layout.context, 0.25
+    query, key, _ = heads(S, 4, d=S)
+    units = torch.eye(S)[:, None, None].expand_as(key)
+    inputs = [split_sequence(x, axis, 0).requires_grad_() for x in (query, key, units)]
+    torch.manual_seed(seed + axis.rank)
+    weights = ring_attention(*inputs, axis=axis, block=BLOCK, causal=True, dropout=dropout)
+    weights.backward(split_sequence(weights_of(torch.empty(S, 2, 4 * S)), axis, 0))
+    return [weights.detach().unflatten(2, (4, S)), *(x.grad for x in inputs)]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_ring_drops_weights_alike_in_both_directions(size):
+    weights, *gradients = (
+        join_sequence(parts, 0)
+        for parts in zip(*run_distributed(size, _drop, 5, context=size), strict=True)
+    )
+    again = run_distributed(size, _drop, 5, context=size)
+    assert torch.equal(join_sequence([parts[0] for parts in again], 0), weights)
+    other = run_distributed(size, _drop, 50, context=size)
+    assert not torch.equal(join_sequence([parts[0] for parts in other], 0), weights)
+    query, key, _ = heads(S, 4, d=S)
+    inputs = [x.double().requires_grad_() for x in (query, key, torch.eye(S)[:, None, None])]
+    scores = torch.einsum("qbnd,kbnd->qbnk", *inputs[:2]) / S**0.5
+    past = torch.ones(S, S, dtype=torch.bool).tril()[:, None, None]
+    whole = scores.masked_fill(~past, -torch.inf).softmax(-1)
+    dropped = (weights == 0)[past.expand_as(weights)].double().mean().item()
+    assert dropped == pytest.approx(0.25, abs=0.05)
+    values = inputs[2].expand_as(inputs[1]).contiguous().detach().requires_grad_()
+    kept = whole * torch.where(weights > 0, 4 / 3, 0.0)
+    torch.testing.assert_close(weights.double(), kept.detach(), rtol=1e-5, atol=1e-6)
+    torch.einsum("qbnk,kbnd->qbnd", kept, values).flatten(2).backward(
+        weights_of(torch.empty(S, 2, 4 * S)).double()
+    )
+    for ours, theirs in zip(gradients, (*(x.grad for x in inputs[:2]), values.grad), strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-5)
+
+
 class _Largest(TorchDispatchMode):
     """Remembers the largest tensor that any operation returned."""
 

@@ -1,6 +1,7 @@
 """Blocks: the plain form against autograd, merging rows, and the choice."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -37,31 +38,40 @@ def test_the_plain_form_equals_attention(groups, causal):
     out, *gradients = by_head(
         [x.unflatten(2, (4, 8)) if x.dim() == 3 else x for x in one_process(inputs, causal=causal)]
     )
-    got, logsumexp = reference_forward(*by_head(inputs), causal=causal)
+    got, logsumexp, drawn = reference_forward(*by_head(inputs), causal=causal, dropout=0.0)
     torch.testing.assert_close(got, out, rtol=1e-5, atol=1e-6)
     grad = weights_of(torch.empty(9, 2, 32)).unflatten(2, (4, 8)).permute(1, 2, 0, 3)
-    back = reference_backward(grad, *by_head(inputs), got, logsumexp, causal=causal)
+    back = reference_backward(
+        grad, *by_head(inputs), got, logsumexp, causal=causal, dropout=0.0, drawn=drawn
+    )
     for ours, theirs in zip(back, gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-def in_two_blocks(forward, backward, inputs, grad):
+def in_two_blocks(forward, backward, inputs, grad, dropout=0.0):
     """Result, log-sum-exp and gradients of full attention, from an early and a late block of keys.
 
     Backward of each block sees the merged result, and only the late queries of the early block.
     """
+    forward = partial(forward, dropout=dropout)
+    backward = partial(backward, dropout=dropout)
     query, key, value = inputs
     half = key.shape[2] // 2
     halves = [(x[:, :, :half], x[:, :, half:]) for x in (key, value)]
     (early_key, late_key), (early_value, late_value) = halves
-    part, logsumexp = forward(query, early_key, early_value, causal=False)
+    part, logsumexp, of_early = forward(query, early_key, early_value, causal=False)
     out = part.to(logsumexp.dtype)
     late = [x[:, :, half:] for x in (query, out, logsumexp, grad)]
-    merge(late[1], late[2], *forward(late[0], late_key, late_value, causal=True))
+    *added, of_late = forward(late[0], late_key, late_value, causal=True)
+    merge(late[1], late[2], *added)
     rounded = out.to(query.dtype)
-    early = backward(grad, query, early_key, early_value, rounded, logsumexp, causal=False)
+    early = backward(
+        *(grad, query, early_key, early_value, rounded, logsumexp), causal=False, drawn=of_early
+    )
     other = backward(
-        late[3], late[0], late_key, late_value, rounded[:, :, half:], late[2], causal=True
+        *(late[3], late[0], late_key, late_value, rounded[:, :, half:], late[2]),
+        causal=True,
+        drawn=of_late,
     )
     grad_query = early[0].to(out.dtype).clone()
     grad_query[:, :, half:] += other[0]
@@ -69,42 +79,95 @@ def in_two_blocks(forward, backward, inputs, grad):
     return out, logsumexp, grad_query, *(torch.cat(pair, 2) for pair in pairs)
 
 
-def test_blocks_merge():
-    inputs = [x.double().requires_grad_() for x in by_head(heads(16, 2))]
-    allowed = torch.ones(16, 16, dtype=torch.bool)
-    allowed[:8, 8:] = False
-    allowed[8:, 8:].tril_()
+def pairs_of_two_blocks(length):
+    """Bool [q, k]: which pairs the two blocks have."""
+    allowed = torch.ones(length, length, dtype=torch.bool)
+    allowed[: length // 2, length // 2 :] = False
+    allowed[length // 2 :, length // 2 :].tril_()
+    return allowed
+
+
+def formula_in_two_blocks(inputs, grad, factors=None):
+    """What `in_two_blocks` should give, in float64; `factors` [b, n, q, k] multiply weights."""
+    query, key, value = inputs = [x.detach().double().requires_grad_() for x in inputs]
+    allowed = pairs_of_two_blocks(key.shape[2]).to(key.device)
+    times = query.shape[1] // key.shape[1]
+    scores = query @ key.repeat_interleave(times, 1).mT / query.shape[-1] ** 0.5
+    scores = scores.masked_fill(~allowed, -math.inf)
+    weights = scores.softmax(-1)
+    if factors is not None:
+        weights = weights * factors
+    out = weights @ value.repeat_interleave(times, 1)
+    out.backward(grad.double())
+    return out.detach(), scores.logsumexp(-1).detach(), *(x.grad for x in inputs)
+
+
+def dropped_factors(forward, inputs, dropout, rtol=1e-5):
+    """The factors [b, n, q, k] by which two blocks' dropout multiplies weights, d = k.
+
+    The values are unit vectors, so the results are the weights.
+    """
     query, key, value = inputs
-    scores = (query @ key.repeat_interleave(2, 1).mT / 8**0.5).masked_fill(~allowed, -math.inf)
-    expected = scores.softmax(-1) @ value.repeat_interleave(2, 1)
-    grad = weights_of(expected)
-    expected.backward(grad.double())
-    got = in_two_blocks(
-        reference_forward, reference_backward, [x.detach().float() for x in inputs], grad
-    )
-    wanted = (expected, scores.logsumexp(-1), *(x.grad for x in inputs))
+    units = torch.eye(key.shape[2]).to(value).expand_as(value)
+
+    def nothing(grad, query, key, value, *_, **__):
+        return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+
+    units = (query, key, units)
+    weights = in_two_blocks(forward, nothing, units, query, dropout)[0]
+    whole = formula_in_two_blocks(units, query)[0]
+    factors = torch.where(weights > 0, 1 / (1 - dropout), 0.0)
+    torch.testing.assert_close(weights.double(), whole * factors, rtol=rtol, atol=1e-6)
+    return factors.double()
+
+
+def test_blocks_merge():
+    inputs = by_head(heads(16, 2))
+    grad = weights_of(inputs[0])
+    got = in_two_blocks(reference_forward, reference_backward, inputs, grad)
+    for ours, theirs in zip(got, formula_in_two_blocks(inputs, grad), strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_blocks_drop_the_same_weights_in_both_directions(groups):
+    """And merge to what the formula gives with the masks that forward drew."""
+    inputs = by_head(heads(32, groups, d=32))
+    state = torch.random.get_rng_state()
+    factors = dropped_factors(reference_forward, inputs, dropout=0.25)
+    seen = factors[pairs_of_two_blocks(32).expand_as(factors)]
+    assert (seen == 0).double().mean() == pytest.approx(0.25, abs=0.03)
+    assert not torch.equal(factors[:, :, 16:, :16] > 0, factors[:, :, :16, :16] > 0)
+    torch.random.set_rng_state(state)
+    grad = weights_of(inputs[0])
+    got = in_two_blocks(reference_forward, reference_backward, inputs, grad, dropout=0.25)
+    wanted = formula_in_two_blocks(inputs, grad, factors)
     for ours, theirs in zip(got, wanted, strict=True):
-        torch.testing.assert_close(ours.double(), theirs.detach(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_sums_are_in_fp32():
     query, key, value = (x.bfloat16() for x in by_head(heads(64, 2)))
-    out, logsumexp = reference_forward(query, key, value, causal=True)
-    wide, wide_sum = reference_forward(query.float(), key.float(), value.float(), causal=True)
+    forward = partial(reference_forward, causal=True, dropout=0.0)
+    out, logsumexp, _ = forward(query, key, value)
+    wide, wide_sum, _ = forward(query.float(), key.float(), value.float())
     assert out.dtype == logsumexp.dtype == torch.float32
     assert torch.equal(out, wide)
     assert torch.equal(logsumexp, wide_sum)
 
 
-def test_the_flash_form_calls_operations_that_torch_has():
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_the_flash_form_calls_operations_that_torch_has(dropout):
     """Types and shapes on the meta device; values are compared on a GPU."""
     query, key, value = (x.bfloat16().to("meta") for x in by_head(heads(16, 2)))
-    out, logsumexp = flash_forward(query, key, value, causal=True)
+    out, logsumexp, drawn = flash_forward(query, key, value, causal=True, dropout=dropout)
+    assert len(drawn) == (2 if dropout else 0)
     assert out.shape == query.shape
     assert (logsumexp.shape, logsumexp.dtype) == (query.shape[:3], torch.float32)
     half = logsumexp[:, :, 8:]
     late = [x[:, :, 8:] for x in (out, query)]
-    gradients = flash_backward(late[0], late[1], key, value, late[0], half, causal=False)
+    options = {"causal": False, "dropout": dropout, "drawn": drawn}
+    gradients = flash_backward(late[0], late[1], key, value, late[0], half, **options)
     assert [g.shape for g in gradients] == [late[1].shape, key.shape, value.shape]
 
 
