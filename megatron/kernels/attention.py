@@ -3,7 +3,8 @@
 Queries are [s, b, n, d]; keys and values [s, b, g, d], where each of the g groups serves n / g
 consecutive query heads; there may be fewer or more keys than queries. A mask is boolean, True where
 a query may attend, and replaces `causal`. That of padding has one row for all queries of a sample.
-PyTorch's fused kernels take it as it is (`softmax.py` would need every score in memory).
+PyTorch's fused kernels take it as it is (`softmax.py` would need every score in memory). `Segments`
+stand for a mask; the flash kernel goes through them without one.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.device import Device
 from megatron.errors import ConfigError
+from megatron.kernels.segments import Mask, Segments
 from megatron.kernels.softmax import MaskedSoftmax, masked_softmax
 
 LARGEST_FLASH_HEAD = 256
@@ -47,7 +49,7 @@ class AttentionFunction(Protocol):
         key: Tensor,
         value: Tensor,
         *,
-        mask: Tensor | None,
+        mask: Mask | None,
         causal: bool,
         dropout: float,
         layer_number: int,
@@ -58,7 +60,8 @@ class AttentionFunction(Protocol):
             query: [s, b, n, d].
             key: [s, b, g, d].
             value: [s, b, g, d].
-            mask: bool [b or 1, 1, s or 1, keys], True where a query may attend; None: see `causal`.
+            mask: bool [b or 1, 1, s or 1, keys], True where a query may attend, or `Segments`, of
+                as many keys as queries; None: see `causal`.
             causal: without a mask, attend to the past and oneself only.
             dropout: probability on attention weights.
             layer_number: from 1, for query-key layer scaling.
@@ -125,7 +128,7 @@ def attention_reference(
     key: Tensor,
     value: Tensor,
     *,
-    mask: Tensor | None,
+    mask: Mask | None,
     causal: bool,
     dropout: float,
     layer_number: int = 1,
@@ -138,6 +141,7 @@ def attention_reference(
     With `scale_by_layer` scores are divided by the layer number before they are rounded to 16
     bits, and multiplied back in fp32. A fused `softmax` takes 16-bit scores and computes in fp32.
     """
+    mask = _as_tensor(mask)
     layer = layer_number if scale_by_layer else 1
     query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, n or g, s, d]
     key, value = _expand_groups(query, key, value)
@@ -163,12 +167,13 @@ def cpu_attention(
     key: Tensor,
     value: Tensor,
     *,
-    mask: Tensor | None,
+    mask: Mask | None,
     causal: bool,
     dropout: float,
     layer_number: int = 1,
 ) -> Tensor:
     """PyTorch's fused attention. Its scores stay in fp32, so layer scaling has nothing to do."""
+    mask = _as_tensor(mask)
     query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
     # The kernels that take a mask or fp32 do not take groups; copies of keys cost them little.
     share = mask is None and query.dtype != torch.float32
@@ -191,12 +196,14 @@ def gpu_attention(
     key: Tensor,
     value: Tensor,
     *,
-    mask: Tensor | None,
+    mask: Mask | None,
     causal: bool,
     dropout: float,
     layer_number: int = 1,
 ) -> Tensor:
     """The same on a GPU, by the fastest kernel that fits."""
+    if isinstance(mask, Segments) and _flash_takes(query):
+        return _segment_attention(query, key, value, mask, dropout)
     with sdpa_kernel(_GPU_KERNELS, set_priority=True):
         return cpu_attention(query, key, value, mask=mask, causal=causal, dropout=dropout)
 
@@ -206,16 +213,54 @@ def flash_attention(
     key: Tensor,
     value: Tensor,
     *,
-    mask: Tensor | None,
+    mask: Mask | None,
     causal: bool,
     dropout: float,
     layer_number: int = 1,
 ) -> Tensor:
     """The same by the flash kernel only; with a mask, which it does not take, by those that compute
     in the same way, block by block."""
+    if isinstance(mask, Segments) and _flash_takes(query):
+        return _segment_attention(query, key, value, mask, dropout)
     kernels = [SDPBackend.FLASH_ATTENTION] if mask is None else _MASKED_GPU_KERNELS
     with sdpa_kernel(kernels, set_priority=True):
         return cpu_attention(query, key, value, mask=mask, causal=causal, dropout=dropout)
+
+
+def _flash_takes(query: Tensor) -> bool:
+    size = query.shape[-1]
+    return query.dtype != torch.float32 and size % 8 == 0 and size <= LARGEST_FLASH_HEAD
+
+
+def _segment_attention(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, dropout: float
+) -> Tensor:
+    """Each stretch by itself, by the flash kernel: padding is passed over, and no mask is read.
+
+    PyTorch has a public form of it (`torch.nn.attention.varlen`), but that has no dropout.
+    """
+    length, samples = query.shape[:2]
+    query, key, value = (
+        x.transpose(0, 1).flatten(0, 1) for x in (query, key, value)
+    )  # [b s, n, d]
+    ends = segments.ends
+    out = torch.ops.aten._flash_attention_forward(
+        query,
+        key,
+        value,
+        ends,
+        ends,
+        length,
+        length,
+        dropout,
+        is_causal=False,
+        return_debug_mask=False,
+    )[0]
+    return out.unflatten(0, (samples, length)).transpose(0, 1).flatten(2)  # [s, b, n d]
+
+
+def _as_tensor(mask: Mask | None) -> Tensor | None:
+    return mask.mask if isinstance(mask, Segments) else mask
 
 
 def _expand_groups(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron.config.model import ModelConfig
 from megatron.kernels.attention import AttentionChoice
 from megatron.kernels.rope import Rotation, choose_split_rotate, rotate
+from megatron.kernels.segments import Mask
 from megatron.models.cache import KeyValueCache
 from megatron.models.initial import weight_init
 from megatron.models.kernels import PLAIN_KERNELS, Kernels
@@ -92,7 +93,7 @@ class SelfAttention(nn.Module):
     def forward(
         self,
         x: Tensor,
-        mask: Tensor | None,
+        mask: Mask | None,
         rotation: Rotation | None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
@@ -135,7 +136,7 @@ class SelfAttention(nn.Module):
             return query, key, value
         return rotate(query, rotation), rotate(key, rotation), value
 
-    def _core(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    def _core(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None) -> Tensor:
         dropout = self.dropout if self.training else 0.0
         drawn = self.axis if dropout > 0 else Axis()
         with split_region(drawn, query.device, self.layer_number, "attention"):

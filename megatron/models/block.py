@@ -12,6 +12,7 @@ from megatron.config.model import ModelConfig
 from megatron.kernels.attention import AttentionChoice
 from megatron.kernels.dropout import choose_bias_dropout_add
 from megatron.kernels.rope import Rotation
+from megatron.kernels.segments import Mask
 from megatron.models.attention import SelfAttention
 from megatron.models.cache import KeyValueCache
 from megatron.models.cross_attention import CrossAttention, Memory
@@ -91,7 +92,7 @@ class Block(nn.Module):
     def forward(
         self,
         stream: Stream,
-        mask: Tensor | None,
+        mask: Mask | None,
         rotation: Rotation | None,
         cache: KeyValueCache | None = None,
         memory: Memory | None = None,

@@ -12,6 +12,7 @@ from megatron.config.precision import PrecisionConfig
 from megatron.device import parameter_dtype
 from megatron.errors import ConfigError
 from megatron.kernels.attention import AttentionChoice, AttentionFunction
+from megatron.kernels.segments import Mask
 from megatron.models.sizes import sizes_of
 from megatron.parallel.context.block import (
     BlockAttention,
@@ -77,7 +78,7 @@ def _ring(
     key: Tensor,
     value: Tensor,
     *,
-    mask: Tensor | None,
+    mask: Mask | None,
     causal: bool,
     dropout: float,
     layer_number: int,
@@ -94,7 +95,7 @@ def _all_to_all(
     key: Tensor,
     value: Tensor,
     *,
-    mask: Tensor | None,
+    mask: Mask | None,
     causal: bool,
     dropout: float,
     layer_number: int,
