@@ -21,7 +21,9 @@ from torch import Tensor
 from megatron.config import RunConfig
 from megatron.config.stages import ModelPart
 from megatron.data.build import build_gpt_datasets
+from megatron.data.document_ends import DocumentEnds
 from megatron.data.masks import context_part, make_batch
+from megatron.data.sample import SEGMENT_ENDS
 from megatron.device import Device
 from megatron.models.gpt import GPTModel
 from megatron.parallel.layout import Layout
@@ -56,7 +58,7 @@ class GPTRecipe:
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
     ) -> Splits:
         assert config.data.seq_length is not None
-        return build_gpt_datasets(
+        splits = build_gpt_datasets(
             config.data,
             seed=config.training.seed,
             seq_length=config.data.seq_length,
@@ -65,6 +67,12 @@ class GPTRecipe:
             is_builder=layout.world.rank == 0,
             barrier=layout.wait_for_all,
         )
+        if not config.data.reset_attention_mask:
+            return splits
+        train, valid, test = (
+            None if split is None else DocumentEnds(split, tokenizer.eod) for split in splits
+        )
+        return train, valid, test
 
     def forward(
         self,
@@ -79,8 +87,8 @@ class GPTRecipe:
             batch["text"],
             eod=tokenizer.eod,
             reset_position_ids=config.data.reset_position_ids,
-            reset_attention_mask=config.data.reset_attention_mask,
             eod_mask_loss=config.data.eod_mask_loss,
+            segment_ends=batch.get(SEGMENT_ENDS),
         )
         mine = context_part(whole, layout.context)
         result = part(mine.tokens, mine.position_ids, mine.labels, mine.attention_mask, hidden)

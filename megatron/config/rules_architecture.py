@@ -28,11 +28,6 @@ def architecture(config: RunConfig, world_size: int) -> Iterator[str]:
             yield f"{name} belongs to a {_SHOWN[owner]}, and this is a {_SHOWN[kind]}: drop it"
     if kind == "gpt":
         yield from _of_sentences(data)
-        if model.use_flash_attn and data.reset_attention_mask:
-            yield (
-                "--use-flash-attn: the flash kernel cannot apply the masks of "
-                "--reset-attention-mask: drop one of the two flags"
-            )
         return
     if parallel.context_parallel_size > 1:
         yield (

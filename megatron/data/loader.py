@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from megatron.data.sample import Sample, SampleDataset
+from megatron.data.document_ends import join_ends
+from megatron.data.sample import SEGMENT_ENDS, Sample, SampleDataset
 
 _PREFETCH = 4  # micro-batches a worker holds ready
 
@@ -49,12 +50,17 @@ def build_loader(
 
 
 def collate(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
-    """Stack each part of the samples: `[b, ...]` where it is an array, `[b]` where it is a number.
+    """Stack each part of the samples: `[b, ...]` where it is an array, `[b]` where it is a number;
+    `SEGMENT_ENDS` are joined, see `join_ends`.
 
     All int64.
     """
+    columns: dict[str, list[Any]]
     columns = {name: [sample[name] for sample in samples] for name in samples[0]}
-    return {name: torch.from_numpy(np.stack(values)) for name, values in columns.items()}
+    return {
+        name: torch.from_numpy(join_ends(values) if name == SEGMENT_ENDS else np.stack(values))
+        for name, values in columns.items()
+    }
 
 
 def _leave_signals_to_parent(worker: int) -> None:

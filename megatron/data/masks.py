@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron.kernels.segments import Segments
 from megatron.parallel.context.split import split_sequence
 from megatron.parallel.layout import Axis
 
@@ -22,15 +23,15 @@ class Batch(NamedTuple):
         labels: the token after each input, `[b, s]` int64.
         loss_mask: 1 where a label counts, else 0, `[b, s]` float32.
         position_ids: `[b, s]` int64.
-        attention_mask: True where a query (dim 2) may attend to a key (dim 3), `[b, 1, s, s]`
-            bool; None: every token attends to itself and all before it.
+        attention_mask: the documents, within which tokens attend to themselves and those before
+            them; None: every token attends to itself and all before it.
     """
 
     tokens: Tensor
     labels: Tensor
     loss_mask: Tensor
     position_ids: Tensor
-    attention_mask: Tensor | None
+    attention_mask: Segments | None
 
 
 def make_batch(
@@ -38,7 +39,7 @@ def make_batch(
     *,
     eod: int,
     reset_position_ids: bool = False,
-    reset_attention_mask: bool = False,
+    segment_ends: Tensor | None = None,
     eod_mask_loss: bool = False,
 ) -> Batch:
     """Cut inputs and labels, and mark where documents end.
@@ -49,7 +50,8 @@ def make_batch(
         text: tokens `[b, s + 1]`.
         eod: id of the end-of-document token.
         reset_position_ids: count positions from 0 in every document.
-        reset_attention_mask: no attention to tokens of earlier documents.
+        segment_ends: `[k + 1]`, 0 and where documents end in the inputs, sample after sample: no
+            attention to tokens of earlier ones. None: to all.
         eod_mask_loss: no loss where the input is an end-of-document token.
     """
     tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
@@ -63,7 +65,9 @@ def make_batch(
     if reset_position_ids:
         start = torch.where(is_start, positions, 0).cummax(dim=1).values
         positions = positions - start
-    mask = _document_mask(is_start) if reset_attention_mask else None
+    mask = None
+    if segment_ends is not None:
+        mask = Segments.of_documents(segment_ends, (tokens.shape[0], tokens.shape[1]))
     return Batch(tokens, labels, loss_mask, positions, mask)
 
 
@@ -78,13 +82,6 @@ def context_part(batch: Batch, axis: Axis) -> Batch:
         return batch
     assert batch.attention_mask is None, "a rule refuses masks with context parallelism"
     tokens, labels, loss_mask, position_ids = (
-        split_sequence(x, axis, dim=1) for x in batch if x is not None
+        split_sequence(x, axis, dim=1) for x in batch if isinstance(x, Tensor)
     )
     return Batch(tokens, labels, loss_mask, position_ids, None)
-
-
-def _document_mask(is_start: Tensor) -> Tensor:
-    """True for keys of the query's own document that are not after it, `[b, 1, s, s]`."""
-    document = is_start.cumsum(dim=1)
-    same = document[:, :, None] == document[:, None, :]
-    return same.tril().unsqueeze(1)

@@ -13,8 +13,12 @@ from megatron.errors import DataError
 IGNORED_LABEL = -1
 """Stands where there is nothing to predict."""
 
+SEGMENT_ENDS = "segment_ends"
+"""Part of a sample or batch: where stretches of tokens end that attend within themselves only."""
+
 Sample = Mapping[str, NDArray[np.int64] | int]
-"""One sample: arrays of one length for the whole dataset, and `id`, its number there."""
+"""One sample: arrays of one length for the whole dataset (but for `SEGMENT_ENDS`), and `id`, its
+number there."""
 
 
 class SampleDataset(Protocol):

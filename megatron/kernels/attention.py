@@ -235,7 +235,7 @@ def _flash_takes(query: Tensor) -> bool:
 def _segment_attention(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, dropout: float
 ) -> Tensor:
-    """Each stretch by itself, by the flash kernel: padding is passed over, and no mask is read.
+    """Each stretch by itself, by the flash kernel, which reads no mask.
 
     PyTorch has a public form of it (`torch.nn.attention.varlen`), but that has no dropout.
     """
@@ -244,17 +244,9 @@ def _segment_attention(
         x.transpose(0, 1).flatten(0, 1) for x in (query, key, value)
     )  # [b s, n, d]
     ends = segments.ends
+    places = (ends, ends, length, length)  # of queries and keys, and the longest of each
     out = torch.ops.aten._flash_attention_forward(
-        query,
-        key,
-        value,
-        ends,
-        ends,
-        length,
-        length,
-        dropout,
-        is_causal=False,
-        return_debug_mask=False,
+        query, key, value, *places, dropout, segments.causal, False
     )[0]
     return out.unflatten(0, (samples, length)).transpose(0, 1).flatten(2)  # [s, b, n d]
 

@@ -16,6 +16,7 @@ from megatron.config.precision import PrecisionConfig
 from megatron.config.stages import ModelPart, whole_model
 from megatron.device import Device
 from megatron.kernels.attention import choose_attention
+from megatron.kernels.segments import Mask
 from megatron.models.cache import KeyValueCache
 from megatron.models.construct import build_model
 from megatron.models.context import over_context
@@ -113,7 +114,7 @@ class GPTModel(nn.Module):
         tokens: Tensor,
         position_ids: Tensor | None = None,
         labels: Tensor | None = None,
-        mask: Tensor | None = None,
+        mask: Mask | None = None,
         hidden: Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
@@ -125,7 +126,7 @@ class GPTModel(nn.Module):
             tokens: [b, s].
             position_ids: [b, s], for learned positions; None: places in the sequence.
             labels: [b, s], the token that follows each.
-            mask: bool [b or 1, 1, s, s], True where a query may attend; None: causal.
+            mask: bool [b or 1, 1, s, s], True where a query may attend, or documents; None: causal.
             hidden: [s, b, h], from the part before; None where this part begins the model.
             cache: of earlier tokens, with the places of these; b is 1 then. None: the tokens are
                 whole sequences.

@@ -42,13 +42,6 @@ def test_padding_masks_exclude_contexts(architecture):
     assert "padding masks" in line
 
 
-def test_the_flash_kernel_takes_no_masks_of_documents():
-    words = "--use-flash-attn --bf16 --reset-attention-mask"
-    (line,) = problems(words, world_size=1)
-    assert line.startswith("--use-flash-attn")
-    assert "--reset-attention-mask: drop one" in line
-
-
 def test_a_t5_has_as_many_decoder_layers_as_encoder_layers_unless_told():
     model = parse(T5, architecture="t5").config.model
     assert (model.decoder_num_layers, model.all_layers) == (4, 8)

@@ -7,7 +7,10 @@ import itertools
 import pytest
 import torch
 
+from megatron.data.document_ends import DocumentEnds
+from megatron.data.loader import collate
 from megatron.data.masks import make_batch
+from megatron.data.sample import SEGMENT_ENDS
 
 EOD = 0
 
@@ -37,11 +40,14 @@ def test_equals_the_loop(positions: bool, attention: bool, loss: bool) -> None:
     text[0] = 1  # no end at all
     text[1, :2] = EOD  # ends at the very start
     text[2, -2:] = EOD  # an end as the last input and as the last label
+    samples = DocumentEnds([{"text": row.numpy(), "id": i} for i, row in enumerate(text)], EOD)
+    loaded = collate([samples[i] for i in range(len(text))])
+    assert torch.equal(loaded["text"], text)
     batch = make_batch(
-        text,
+        loaded["text"],
         eod=EOD,
         reset_position_ids=positions,
-        reset_attention_mask=attention,
+        segment_ends=loaded[SEGMENT_ENDS] if attention else None,
         eod_mask_loss=loss,
     )
     assert torch.equal(batch.tokens, text[:, :-1])
@@ -53,5 +59,5 @@ def test_equals_the_loop(positions: bool, attention: bool, loss: bool) -> None:
         assert batch.loss_mask[i].tolist() == (want_loss if loss else [1.0] * 32)
         assert batch.position_ids[i].tolist() == (want_positions if positions else [*range(32)])
         if batch.attention_mask is not None:
-            assert batch.attention_mask.shape == (5, 1, 32, 32)
-            assert batch.attention_mask[i, 0].tolist() == want_attention
+            assert batch.attention_mask.mask.shape == (5, 1, 32, 32)
+            assert batch.attention_mask.mask[i, 0].tolist() == want_attention

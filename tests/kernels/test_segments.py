@@ -36,6 +36,13 @@ def test_forms_that_take_a_mask_take_stretches(form) -> None:
     assert torch.equal(found, form(*heads, mask=segments.mask, **options))
 
 
+def test_documents_are_stretches_of_the_past() -> None:
+    segments = Segments.of_documents(torch.tensor([0, 2, 2, 4, 8]), (2, 4))
+    first = [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
+    assert segments.mask[0, 0].int().tolist() == first
+    assert torch.equal(segments.mask[1, 0], torch.ones(4, 4).tril().bool())
+
+
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -58,6 +65,20 @@ def test_on_a_gpu_tokens_and_gradients_are_those_of_the_formula(dtype, size) -> 
     for ours, theirs in zip(*results, strict=True):
         far = (ours.double() - theirs).norm() / theirs.norm()
         assert far < (1e-5 if dtype == torch.float32 else 1e-2)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_on_a_gpu_documents_do_not_see_each_other() -> None:
+    ends = torch.tensor([0, 7, 200, 201, 400], device=DEVICE.torch_device)
+    generator = fresh()
+    heads = [torch.randn(200, 2, n, 64, generator=generator) for n in (4, 2, 2)]
+    heads = [x.to(DEVICE.torch_device, torch.bfloat16) for x in heads]
+    segments = Segments.of_documents(ends, (2, 200))
+    options = {"mask": segments, "causal": True, "dropout": 0.0, "layer_number": 1}
+    found = gpu_attention(*heads, **options)
+    expected = attention_reference(*(x.double() for x in heads), **options)
+    assert (found - expected).norm() < 1e-2 * expected.norm()
 
 
 @pytest.mark.gpu
