@@ -71,7 +71,11 @@ class _Pool:
         self._stopped = False
 
     def run(self, tasks: Iterable[Any]) -> Iterator[Any]:
+        """The results. Handing out begins at once, not when the first is asked for."""
         threading.Thread(target=self._hand_out, args=(tasks,), daemon=True).start()
+        return self._results()
+
+    def _results(self) -> Iterator[Any]:
         while (worker := self._order.get()) is not None:
             if isinstance(worker, Exception):
                 raise worker
