@@ -3,6 +3,7 @@ pyproject.toml. A failed compilation says so in a line and never fails the insta
 
 from __future__ import annotations
 
+import compileall
 import sys
 from pathlib import Path
 
@@ -18,6 +19,10 @@ class BuildWithKernels(build_py):
 
     def run(self) -> None:
         super().run()
+        if self.editable_mode:
+            # pip compiles the modules that it copies, not those that stay here. Python does so at
+            # the first run, but in containers it is often told not to: 30 ms more at every start.
+            compileall.compile_dir(HERE / "megatron", quiet=1)
         sys.path.insert(0, str(HERE))
         from megatron.environment import cuda_architectures
         from megatron.kernels import build

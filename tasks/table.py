@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron.config.arguments import flag_destinations
 from megatron.config.command_line import split
 from megatron.config.fields import suggestion
+from megatron.config.old_flags import translate
 from megatron.config.tasks import (
     FinetuneConfig,
     HarnessConfig,
@@ -55,15 +57,23 @@ _RETRIEVAL = ("ICT-ZEROSHOT-NQ", "RETRIEVER-EVAL", "RET-FINETUNE-NQ")
 
 
 def find_task(arguments: Sequence[str]) -> str:
-    """Name of the task on a command line; the last counts.
+    """Name of the task on a command line, by --task (the last counts) or an old flag for it.
 
     Raises:
-        ConfigError: it is missing or unknown.
+        ConfigError: it is missing or unknown, or an old flag says another.
     """
-    names = [flag.values[0] for flag in split(arguments) if flag.name == "--task" and flag.values]
-    if not names:
+    known = flag_destinations(OPTIONS)
+    asked: dict[str, tuple[str, str]] = {}  # by flag: as given, and the name of the task
+    for flag in split(arguments):
+        for now in translate([flag], known).flags:
+            if now.name == "--task" and now.values:
+                asked[flag.name] = (str(flag), now.values[0])
+    if not asked:
         raise ConfigError(f"--task is required: give one of {', '.join(TASKS)}")
-    name = names[-1]
+    shown, names = zip(*asked.values(), strict=True)
+    if len(set(names)) > 1:
+        raise ConfigError(f"{' and '.join(shown)} contradict each other: keep one")
+    name: str = names[0]
     if name in _RETRIEVAL:
         raise ConfigError(f"--task {name}: retrieval (ICT, ORQA) is out of scope: drop it")
     if name not in TASKS:

@@ -62,6 +62,8 @@ def run(options: argparse.Namespace) -> None:
         documents = _write_corpus(corpus, options.text, int(options.megabytes * 1e6))
         size = corpus.stat().st_size / 1e6
         print(f"corpus: {size:.1f} MB, {documents:,} documents")
+        if sys.dont_write_bytecode:
+            print("PYTHONDONTWRITEBYTECODE is set: each run compiles what has no .pyc (30 ms)")
         seconds, cpu = zip(
             *(_run_tool(options, corpus) for _ in range(options.repeat)), strict=True
         )

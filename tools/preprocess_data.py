@@ -9,6 +9,12 @@ writes corpus_text_document.bin and corpus_text_document.idx.
 
 from __future__ import annotations
 
+import gc
+
+if __name__ == "__main__":
+    # The imports only add objects that stay: looking for garbage among them takes 5 of 115 ms.
+    gc.disable()
+
 import argparse
 import os
 import sys
@@ -189,6 +195,9 @@ def run(options: argparse.Namespace) -> None:
         tokenizer,
     )
     workers = options.workers or choose_workers(paths)
+    # What is loaded stays: neither this process nor the workers forked from it go through it again.
+    gc.freeze()
+    gc.enable()
     progress = _Progress(sum(map(os.path.getsize, paths)), options.log_interval, started)
     try:
         counts = preprocess(

@@ -71,7 +71,14 @@ def _known() -> Iterator[str]:
 
 def _old() -> Iterator[str]:
     yield "### Old flags, translated with one notice\n"
-    rows = [(f"`{flag.name}`", flag.era, flag.now) for flag in OLD_FLAGS]
+    rows = [
+        (
+            f"`{flag.name}`",
+            flag.era,
+            f"{flag.now} ({flag.program[0]})" if flag.program else flag.now,
+        )
+        for flag in OLD_FLAGS
+    ]
     yield from _table(("Flag", "Megatron-LM", "Read as"), rows)
     yield "### Old flags, refused with the remedy\n"
     gone = [

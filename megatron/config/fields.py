@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import math
 import types
@@ -94,6 +93,8 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 
     Parts of a long flag, as in `--tensor-parallel`, say more than a similar sound.
     """
+    import difflib  # only mistakes need it
+
     known = list(known)
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.8)
     parts = word.lstrip("-").split("-")

@@ -23,12 +23,14 @@ class OldFlag:
         era: the versions that had it.
         now: what it is called today, for the documentation.
         translate: the flag and the whole command line to today's flags.
+        program: the one that takes it, where that is not every one: by file and a flag it has.
     """
 
     name: str
     era: str
     now: str
     translate: Translate
+    program: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,12 @@ def translate(flags: Sequence[Given], known: Container[str] = ()) -> Translation
             result.problems.append(f"{shown} is gone (last seen {lost.era}): {lost.remedy}")
         elif given.name in old:
             entry = old[given.name]
+            if entry.program is not None and entry.program[1] not in known:
+                result.problems.append(
+                    f"{given} is an old flag ({entry.era}) for {entry.program[0]} {entry.now}: "
+                    "run that, or drop it"
+                )
+                continue
             now = entry.translate(given, flags)
             result.flags += now
             meaning = " ".join(str(flag) for flag in now) or f"nothing: {entry.now}"
@@ -117,6 +125,8 @@ def _no_position_embedding(given: Given, flags: Sequence[Given]) -> list[Given]:
             return []
     return [Given("--position-embedding-type", ("none", *given.values))]
 
+
+_EVALUATION = ("tasks/main.py", "--task")
 
 OLD_FLAGS: tuple[OldFlag, ...] = (
     OldFlag("--batch-size", "to v2.0", "--micro-batch-size", _renamed("--micro-batch-size")),
@@ -211,6 +221,11 @@ OLD_FLAGS: tuple[OldFlag, ...] = (
         _renamed("--retriever-report-topk-accuracies"),
     ),
     OldFlag("--img-dim", "to v2.6", "--img-h and --img-w", _renamed("--img-h", "--img-w")),
+    # Of 2019's evaluate_gpt2.py: a passage's last word, or a file of JSON lines; else WikiText.
+    OldFlag("--cloze-eval", "2019", "--task LAMBADA", _is("--task", "LAMBADA"), _EVALUATION),
+    OldFlag(
+        "--webtext-eval", "2019", "--task PERPLEXITY", _is("--task", "PERPLEXITY"), _EVALUATION
+    ),
 )
 
 _BINARIZE = "binarize the text with tools/preprocess_data.py and give --data-path"

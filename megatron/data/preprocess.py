@@ -187,8 +187,10 @@ def preprocess(
     counts = Counts()
     keys = encoder.options.keys
     level = "document" if encoder.options.splitter is None else "sentence"
-    results = map_in_order(encoder, read_blocks(paths, keys), workers)
-    with contextlib.closing(results), contextlib.ExitStack() as stack:  # type: ignore[type-var]
+    with (
+        map_in_order(encoder, read_blocks(paths, keys), workers) as results,
+        contextlib.ExitStack() as stack,
+    ):
         builders = [
             stack.enter_context(
                 IndexedDatasetBuilder(f"{output_prefix}_{key}_{level}", encoder.dtype)

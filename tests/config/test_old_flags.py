@@ -44,6 +44,11 @@ _REFUSED = {
     "--report-topk-accuracies 1 5": "--retriever-report-topk-accuracies 1 5: ",
     "--img-dim 64": "--img-h 64: ",
 }
+# Of a program of its own; the others refuse it, and name that program.
+_ELSEWHERE = {
+    "--cloze-eval": "tasks/main.py --task LAMBADA: ",
+    "--webtext-eval": "tasks/main.py --task PERPLEXITY: ",
+}
 
 
 @pytest.mark.parametrize("words", _TRANSLATED)
@@ -63,6 +68,12 @@ def test_translated_then_refused_by_name(words: str) -> None:
     assert [line for line in lines if line.startswith(_REFUSED[words])]
 
 
+@pytest.mark.parametrize("words", _ELSEWHERE)
+def test_flags_of_another_program_are_refused_with_its_name(words: str) -> None:
+    (line,) = problems(words)
+    assert line.startswith(f"{words} is an old flag (2019) for {_ELSEWHERE[words]}")
+
+
 @pytest.mark.parametrize("flag", GONE_FLAGS, ids=lambda flag: flag.name)
 def test_what_nothing_stands_for_is_refused_with_the_remedy(flag: Any) -> None:
     lines = problems(flag.name, flag.value or "3")
@@ -78,7 +89,7 @@ def test_gone_switches_take_no_value(flag: str) -> None:
 
 
 def test_every_old_flag_is_tried_here() -> None:
-    tried = {words.split()[0] for words in (*_TRANSLATED, *_REFUSED)}
+    tried = {words.split()[0] for words in (*_TRANSLATED, *_REFUSED, *_ELSEWHERE)}
     with_a_companion = {"--checkpoint-num-layers", "--activations-checkpoint-num-layers"}
     assert {flag.name for flag in OLD_FLAGS} == tried | with_a_companion
 

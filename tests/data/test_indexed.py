@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import errno
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatron.data import indexed
-from megatron.data.indexed import IndexedDataset, IndexedDatasetBuilder, best_dtype
+from megatron.data.indexed import IndexedDataset, IndexedDatasetBuilder, best_dtype, bin_path
 from megatron.errors import DataError, StorageError
 
 # Documents [[1, 2], [3, 4, 5]] and [[7]], as Megatron-LM writes them for 50,257 entries.
@@ -102,6 +104,27 @@ def test_add_index_joins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         IndexedDatasetBuilder(tmp_path / "other", np.int32) as builder,
     ):
         builder.add_index(tmp_path / "a")
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the hint is only given on Linux")
+def test_hints_to_the_disk_cover_the_file_and_may_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranges = []
+
+    def refuse(file: int, start: int, count: int, advice: int) -> None:
+        assert os.fstat(file).st_size >= start + count, "only what is flushed can be written"
+        ranges.append((start, start + count))
+        raise OSError(errno.EINVAL, "no such hint here")
+
+    monkeypatch.setattr(indexed, "_WRITE_BEHIND", 100)
+    monkeypatch.setattr(os, "posix_fadvise", refuse)
+    tokens = np.arange(1000, dtype=np.uint16)
+    with IndexedDatasetBuilder(tmp_path / "x", np.uint16) as builder:
+        for start in range(0, 1000, 40):
+            builder.add_document(tokens[start : start + 40], [40])
+    assert ranges == [(start, start + 160) for start in range(0, 1920, 160)]
+    assert bin_path(tmp_path / "x").read_bytes() == tokens.tobytes()
 
 
 def test_an_exception_leaves_nothing(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from megatron.inference.load import load_gpt
 from megatron.parallel.layout import Layout
 from tasks import language_model
 from tasks.detokenize import ptb, wikitext
+from tasks.table import find_task
 from tasks.zero_shot import count_words, encode_pair, prepare_perplexity
 from tests.distributed import run_distributed
 from tests.tasks.toy import evaluate, save_toy
@@ -157,6 +158,28 @@ def test_a_megatron_checkpoint_is_evaluated_without_conversion(golden, shared_da
     ]
     numbers = evaluate(Layout.single(), "WIKITEXT103", words)
     assert numbers["loss"] < math.log(5000)  # it was trained for 20 iterations
+
+
+@pytest.mark.parametrize(
+    ("flag", "task"), [("--cloze-eval", "LAMBADA"), ("--webtext-eval", "PERPLEXITY")]
+)
+def test_a_flag_of_2019_names_the_task_with_one_notice(toy, flag, task):
+    words = _words(toy, "corpus.jsonl", flag)
+    assert find_task(words) == task
+    parsed = language_model.parse(task, words, 1)
+    (notice,) = [line for line in parsed.notices if "old flag" in line]
+    assert notice == f"{flag} is an old flag (2019), read as --task {task}"
+    assert parsed.extra[0].task == task
+    assert find_task(["--task", task, flag]) == task
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--cloze-eval", "--webtext-eval"], ["--task", "WIKITEXT103", "--cloze-eval"]],
+)
+def test_a_flag_of_2019_contradicts_another_task(flags):
+    with pytest.raises(ConfigError, match=r"--cloze-eval.* contradict each other: keep one"):
+        find_task(flags)
 
 
 @pytest.mark.parametrize(
