@@ -1,8 +1,11 @@
 """The attention core: softmax(Q K^T / sqrt(d)) V, plain or by PyTorch's fused kernels.
 
+A model may have another factor of the scores than 1 / sqrt(d).
+
 Queries are [s, b, n, d]; keys and values [s, b, g, d], where each of the g groups serves n / g
 consecutive query heads; there may be fewer or more keys than queries. A mask is boolean, True where
-a query may attend, and replaces `causal`. That of padding has one row for all queries of a sample.
+a query may attend, or of numbers that are added to the scores (a bias that learns, such as that of
+T5's positions); either replaces `causal`. That of padding has one row for all queries of a sample.
 PyTorch's fused kernels take it as it is (`softmax.py` would need every score in memory).
 """
 
@@ -54,7 +57,8 @@ class AttentionFunction(Protocol):
             query: [s, b, n, d].
             key: [s, b, g, d].
             value: [s, b, g, d].
-            mask: bool [b or 1, 1, s or 1, keys], True where a query may attend; None: see `causal`.
+            mask: bool [b or 1, 1, s or 1, keys], True where a query may attend; or numbers
+                [b or 1, n, s, keys] that are added to the scores; None: see `causal`.
             causal: without a mask, attend to the past and oneself only.
             dropout: probability on attention weights.
             layer_number: from 1, for query-key layer scaling.
@@ -94,11 +98,15 @@ def choose_attention(
             attention_reference,
             scale_by_layer=by_layer,
             softmax_in_fp32=by_layer or precision.attention_softmax_in_fp32,
+            scale=model.softmax_scale,
         )
         return AttentionChoice("plain", "--no-masked-softmax-fusion", function)
+    name, reason, fused = "fused", "scaled_dot_product_attention on CPU", cpu_attention
     if is_gpu:
-        return AttentionChoice("fused", "first of cuDNN, flash, efficient that fits", gpu_attention)
-    return AttentionChoice("fused", "scaled_dot_product_attention on CPU", cpu_attention)
+        reason, fused = "first of cuDNN, flash, efficient that fits", gpu_attention
+    if model.softmax_scale is None:
+        return AttentionChoice(name, reason, fused)
+    return AttentionChoice(name, reason, partial(fused, scale=model.softmax_scale))
 
 
 def _check_flash(model: ModelConfig, precision: PrecisionConfig, device: torch.device) -> None:
@@ -127,6 +135,7 @@ def attention_reference(
     layer_number: int = 1,
     scale_by_layer: bool = False,
     softmax_in_fp32: bool = True,
+    scale: float | None = None,
     softmax: MaskedSoftmax = masked_softmax,
 ) -> Tensor:
     """The formula, with every score in memory.
@@ -137,9 +146,12 @@ def attention_reference(
     layer = layer_number if scale_by_layer else 1
     query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, n or g, s, d]
     key, value = _expand_groups(query, key, value)
-    scores = _scaled_product(query, key, 1 / (layer * math.sqrt(query.shape[-1])))  # [b, n, s, s]
+    factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    scores = _scaled_product(query, key, factor / layer)  # [b, n, s, s]
     if softmax_in_fp32:
         scores = scores.float()
+    if mask is not None and mask.is_floating_point():
+        scores, mask, causal = scores + mask / layer, None, False
     weights = softmax(scores, mask, causal=causal, factor=layer, dtype=value.dtype)
     weights = F.dropout(weights, dropout)
     return (weights @ value).permute(2, 0, 1, 3).flatten(2)
@@ -163,6 +175,7 @@ def cpu_attention(
     causal: bool,
     dropout: float,
     layer_number: int = 1,
+    scale: float | None = None,
 ) -> Tensor:
     """PyTorch's fused attention. Its scores stay in fp32, so layer scaling has nothing to do."""
     query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
@@ -177,6 +190,7 @@ def cpu_attention(
         attn_mask=mask,
         dropout_p=dropout,
         is_causal=causal and mask is None,
+        scale=scale,
         enable_gqa=share and key.shape[1] != query.shape[1],
     )
     return out.permute(2, 0, 1, 3).flatten(2)
@@ -191,10 +205,13 @@ def gpu_attention(
     causal: bool,
     dropout: float,
     layer_number: int = 1,
+    scale: float | None = None,
 ) -> Tensor:
     """The same on a GPU, by the fastest kernel that fits."""
     with sdpa_kernel(_GPU_KERNELS, set_priority=True):
-        return cpu_attention(query, key, value, mask=mask, causal=causal, dropout=dropout)
+        return cpu_attention(
+            query, key, value, mask=mask, causal=causal, dropout=dropout, scale=scale
+        )
 
 
 def flash_attention(

@@ -190,7 +190,7 @@ def _layer_activations(
     hidden = known(model.hidden_size)
     heads = known(model.num_attention_heads) * known(model.kv_channels)
     keys_values = 2 * model.kv_heads * known(model.kv_channels)
-    inner = known(model.ffn_hidden_size) * (3 if model.swiglu else 2)
+    inner = known(model.ffn_hidden_size) * (3 if model.is_gated else 2)
     # Two norm inputs, two norm outputs; query, key, value; attention output; MLP inner tensors.
     elements = 4 * hidden // outside + (2 * heads + keys_values + inner) // tensor
     total = width * tokens * elements
