@@ -12,13 +12,16 @@ from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.config.model import ModelConfig
 from megatron.models.initial import weight_init
 from megatron.models.sizes import sizes_of
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import new_parameter, spec_of
+from megatron.parallel.tied import SharedTable
+
+POSITION_TABLES = ("encoder.position_bias.weight", "decoder.position_bias.weight")  # of a T5
 
 
 def relative_buckets(distances: Tensor, *, both_ways: bool, buckets: int, longest: int) -> Tensor:
@@ -50,7 +53,7 @@ def relative_buckets(distances: Tensor, *, both_ways: bool, buckets: int, longes
     return first + torch.where(distances < alone, distances, shared.clamp(max=buckets - 1))
 
 
-class PositionBias(nn.Module):
+class PositionBias(SharedTable):
     """The table of one stack of layers, [buckets, n]; a tensor rank holds its heads' columns.
 
     Every part of the model that has layers of the stack has a copy under the same name. That with
@@ -87,7 +90,6 @@ class PositionBias(nn.Module):
         )
         spec = replace(spec_of(self.weight), is_copy=is_copy)
         self.weight.spec = spec  # type: ignore[attr-defined]
-        self._original: tuple[PositionBias, ...] = ()  # in a tuple: no child of this module
         # Computed on the CPU, so that every device has the same.
         reach = sizes.positions - 1
         found = relative_buckets(
@@ -99,11 +101,6 @@ class PositionBias(nn.Module):
         self.register_buffer("buckets", found.to(bucket_device), persistent=False)
         self.buckets: Tensor
 
-    def use(self, original: PositionBias) -> None:
-        """Give up the table: another part of the model, in the same process, has it."""
-        del self.weight
-        self._original = (original,)
-
     def forward(self, length: int, mask: Tensor | None) -> Tensor:
         """What is added to the scores of a sequence with itself.
 
@@ -114,9 +111,9 @@ class PositionBias(nn.Module):
         Returns:
             [b or 1, n/t, s, s] in the table's type: its lowest number where a query may not attend.
         """
-        if self._original:
-            bias: Tensor = self._original[0](length, mask)
-            return bias
+        if self.original is not None:
+            shared: Tensor = self.original(length, mask)
+            return shared
         middle = len(self.buckets) // 2
         distances = self.buckets[middle - length + 1 : middle + length]
         by_distance = F.embedding(distances, self.weight).t()  # [n/t, 2s - 1]

@@ -127,7 +127,9 @@ class T5Model(nn.Module):
         kernels = choose_kernels(precision, device)
         allocation: dict[str, Any] = {"device": parameter_device or device, "dtype": dtype}
         words = {"padded_vocab_size": padded_vocab_size, **allocation}
-        self.embedding = new_embedding(model, precision, layout, self.part, kernels, **words)
+        self.embedding = new_embedding(
+            model, precision, layout, self.part, kernels, calls=2, **words
+        )
         has_rope = model.position_embedding_type == "rope"
         self.rotary = RotaryTable(model, device=device) if has_rope else None
 
