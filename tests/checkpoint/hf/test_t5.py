@@ -21,6 +21,8 @@ from megatron.errors import CheckpointError
 from megatron.models.t5 import T5Model
 from megatron.parallel.layout import Layout
 from megatron.training.checkpointing import model_state
+from megatron.training.pretrain import main
+from pretrain_t5 import T5Recipe
 from tests.distributed import run_distributed
 from tools.checkpoint import util
 
@@ -194,3 +196,29 @@ def test_old_files_name_the_words_several_times(tmp_path):
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"encoder.embed_tokens.weight differs"):
         HFReader(tmp_path)
+
+
+TRAINING = """
+    --finetune --use-checkpoint-args --seq-length 24 --decoder-seq-length 12 --micro-batch-size 2
+    --train-iters 1 --lr 1e-3 --lr-decay-style constant --mock-data --tokenizer-type NullTokenizer
+    --vocab-size 70 --num-workers 0 --log-interval 1 --eval-iters 0 --save-interval 1
+    --no-exit-signal-handler
+""".split()
+
+
+@pytest.mark.parametrize("length", [24, 600])
+def test_training_goes_on_from_the_folder_itself(length, tmp_path, capsys):
+    """And out again under the original's config.json. Positions have no end: 600 tokens too."""
+    model = save("1.1", tmp_path / "a", own_head=True)
+    places = ["--load", str(tmp_path / "a"), "--save", str(tmp_path / "b")]
+    assert main(T5Recipe(), [*TRAINING, *places, "--seq-length", str(length)]) == 0
+    assert "lm loss" in capsys.readouterr().out
+    words = ["--hf-files", str(tmp_path / "a"), "--verify"]
+    assert convert("native", "hf", tmp_path / "b", tmp_path / "c", *words) == 0
+    assert "--verify: logits differ by at most" in capsys.readouterr().out
+    one, other = ((tmp_path / name / "config.json").read_bytes() for name in "ac")
+    assert one == other
+    trained = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "c")
+    for name, before in model.state_dict().items():
+        change = (trained.state_dict()[name] - before).abs().max()
+        assert 0 < change <= 1.1e-3, name  # one step of Adam
