@@ -35,6 +35,8 @@ _GPU_KERNELS = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
+# Of those, the ones that give a bias of the scores its gradient.
+_BIAS_KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class AttentionFunction(Protocol):
@@ -208,7 +210,8 @@ def gpu_attention(
     scale: float | None = None,
 ) -> Tensor:
     """The same on a GPU, by the fastest kernel that fits."""
-    with sdpa_kernel(_GPU_KERNELS, set_priority=True):
+    has_bias = mask is not None and mask.is_floating_point()
+    with sdpa_kernel(_BIAS_KERNELS if has_bias else _GPU_KERNELS, set_priority=True):
         return cpu_attention(
             query, key, value, mask=mask, causal=causal, dropout=dropout, scale=scale
         )
