@@ -196,8 +196,8 @@ def new_embedding(
         "dtype": dtype,
     }
     if part.embedding:
-        kinds = {"token_types": token_types, "calls": calls}
-        return Embedding(model, precision, layout, kernels, **kinds, **words)
+        counts: dict[str, Any] = {"token_types": token_types, "calls": calls}
+        return Embedding(model, precision, layout, kernels, **counts, **words)
     if part.head and not model.untie_embeddings_and_output_weights:
         return TiedWordEmbedding(model, layout, **words)
     return None
