@@ -185,13 +185,6 @@ OTHER_LAYOUTS: tuple[LayoutCase, ...] = (
     LayoutCase(2, flags=f"--zero-stage 2 {_OVERLAP}", network=_GOOGLE_S_T5, kind="t5"),
     LayoutCase(2, tensor=2, flags=_SP, network=_GOOGLE_S_T5, kind="t5"),
     LayoutCase(
-        2,
-        pipeline=2,
-        flags="--pipeline-model-parallel-layout Ett|ttttttL",
-        network=_GOOGLE_S_T5,
-        kind="t5",
-    ),
-    LayoutCase(
         4,
         pipeline=2,
         flags=f"--zero-stage 1 {_OVERLAP} {_VIRTUAL}",
