@@ -32,6 +32,7 @@ RULES: tuple[Rule, ...] = (
     rules_sharding.torch_ddp,
     rules_architecture.architecture,
     rules_architecture.t5,
+    rules_architecture.relative_positions,
     rules_model.layout,
     rules_context.context,
     rules_model.tensor_parallel,

@@ -27,7 +27,9 @@ class ModelConfig:
     )
     hidden_size: int | None = flag(None, "Width of the residual stream.")
     ffn_hidden_size: int | None = flag(
-        None, "Inner width of the MLP. Unset: 4 x hidden, or 8/3 x hidden rounded with --swiglu."
+        None,
+        "Inner width of the MLP. Unset: 4 x hidden, or 8/3 x hidden rounded with --swiglu and "
+        "--geglu.",
     )
     num_attention_heads: int | None = flag(None, "Query heads.", unit="heads")
     kv_channels: int | None = flag(None, "Size of one head. Unset: hidden / heads.")
@@ -39,7 +41,15 @@ class ModelConfig:
     position_embedding_type: str = flag(
         "learned_absolute",
         "How positions enter the network.",
-        choices=("learned_absolute", "rope", "none"),
+        choices=("learned_absolute", "rope", "relative", "none"),
+    )
+    relative_attention_num_buckets: int = flag(
+        32,
+        "Distances that --position-embedding-type relative tells apart, a bias for each and head.",
+        unit="buckets",
+    )
+    relative_attention_max_distance: int = flag(
+        128, "From here on all relative distances share one bucket.", unit="tokens"
     )
     rotary_percent: float = flag(1.0, "Share of each head that rotates with rope.", unit="0 to 1")
     rotary_base: float = flag(10000.0, "Base of the rotary frequencies.")
@@ -69,7 +79,9 @@ class ModelConfig:
     )
     openai_gelu: bool = flag(False, "OpenAI's tanh form of GeLU.")
     squared_relu: bool = flag(False, "Squared ReLU instead of GeLU.")
+    relu: bool = flag(False, "ReLU instead of GeLU (the first T5).")
     swiglu: bool = flag(False, "Gated SiLU (SwiGLU) instead of GeLU.")
+    geglu: bool = flag(False, "Gated GeLU in its tanh form (T5 1.1) instead of GeLU.")
     onnx_safe: bool | None = flag(None, "Exact (erf) GeLU, the form that ONNX exports.")
     bias_gelu_fusion: bool = flag(
         True,
@@ -78,6 +90,17 @@ class ModelConfig:
     )
     untie_embeddings_and_output_weights: bool = flag(
         False, "Give the output layer its own weights instead of the word embeddings."
+    )
+    scale_decoder_outputs: bool = flag(
+        False, "Divide what a T5's output layer reads by the root of --hidden-size (the first T5)."
+    )
+    add_output_bias: bool = flag(
+        True,
+        "A bias for every vocabulary entry in a T5's output layer.",
+        off="--disable-output-bias",
+    )
+    softmax_scale: float | None = flag(
+        None, "Factor of a T5's attention scores. Unset: 1 / root of --kv-channels."
     )
     add_bias_linear: bool = flag(True, "Biases in the linear layers.", off="--disable-bias-linear")
     add_qkv_bias: bool = flag(
@@ -134,6 +157,11 @@ class ModelConfig:
         return self.num_layers + (self.decoder_num_layers or 0)
 
     @property
+    def is_gated(self) -> bool:
+        """The MLP has a gate: its first matrix has two parts."""
+        return self.swiglu or self.geglu
+
+    @property
     def kv_heads(self) -> int:
         """Key-value heads: the query groups, or all heads without grouping."""
         if self.group_query_attention:
@@ -155,6 +183,8 @@ NETWORK_FIELDS = (
     "num_query_groups",
     "max_position_embeddings",
     "position_embedding_type",
+    "relative_attention_num_buckets",
+    "relative_attention_max_distance",
     "rotary_percent",
     "rotary_base",
     "rotary_seq_len_interpolation_factor",
@@ -166,10 +196,27 @@ NETWORK_FIELDS = (
     "apply_residual_connection_post_layernorm",
     "openai_gelu",
     "squared_relu",
+    "relu",
     "swiglu",
+    "geglu",
     "untie_embeddings_and_output_weights",
+    "scale_decoder_outputs",
+    "add_output_bias",
+    "softmax_scale",
     "add_bias_linear",
     "add_qkv_bias",
     "qk_layernorm",
     "bert_binary_head",
 )
+
+
+def is_irrelevant(model: ModelConfig, name: str) -> bool:
+    """Whether a field of the network means nothing to this one, by its kind of positions."""
+    positions = model.position_embedding_type
+    if name in ("rotary_percent", "rotary_base", "rotary_seq_len_interpolation_factor"):
+        return positions != "rope"
+    if name.startswith("relative_attention_"):
+        return positions != "relative"
+    if name == "max_position_embeddings":
+        return positions == "relative"  # of any distance
+    return name == "rope_scaling_factor" and not model.use_rope_scaling

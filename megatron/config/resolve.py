@@ -84,7 +84,7 @@ def _model(model: ModelConfig, seq_length: int | None) -> ModelConfig:
         kv_channels = hidden // heads
     if ffn_hidden is None and hidden:
         # Three matrices instead of two: 8/3 keeps the parameter count, 64 suits the hardware.
-        ffn_hidden = int(hidden * 4 * 2 / 3 / 64) * 64 if model.swiglu else 4 * hidden
+        ffn_hidden = int(hidden * 4 * 2 / 3 / 64) * 64 if model.is_gated else 4 * hidden
     decoder_layers = model.decoder_num_layers
     if model.architecture == "t5" and decoder_layers is None:
         decoder_layers = model.num_layers

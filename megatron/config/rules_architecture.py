@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.config.data import DataConfig
+from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
+from megatron.config.stages import plan_model
+from megatron.errors import ConfigError
 
+_FEWEST_BUCKETS = 4
 _SHOWN = {"gpt": "GPT", "bert": "BERT", "t5": "T5"}
 
 
@@ -23,6 +27,10 @@ def architecture(config: RunConfig, world_size: int) -> Iterator[str]:
         ("t5", f"--decoder-num-layers {model.decoder_num_layers}", model.decoder_num_layers),
         ("t5", f"--decoder-seq-length {data.decoder_seq_length}", data.decoder_seq_length),
         ("t5", f"--pipeline-model-parallel-split-rank {split_rank}", split_rank is not None),
+        ("t5", "--position-embedding-type relative", model.position_embedding_type == "relative"),
+        ("t5", "--scale-decoder-outputs", model.scale_decoder_outputs),
+        ("t5", "--disable-output-bias", not model.add_output_bias),
+        ("t5", f"--softmax-scale {model.softmax_scale}", model.softmax_scale is not None),
     ):
         if given and kind != owner:
             yield f"{name} belongs to a {_SHOWN[owner]}, and this is a {_SHOWN[kind]}: drop it"
@@ -43,6 +51,46 @@ def _of_sentences(data: DataConfig) -> Iterator[str]:
         if value != getattr(DataConfig(), name):
             flag = f"--{name.replace('_', '-')} {value}"
             yield f"{flag} belongs to a BERT or T5, and this is a GPT: drop it"
+
+
+def relative_positions(config: RunConfig, world_size: int) -> Iterator[str]:
+    """The buckets of --position-embedding-type relative, and what it does not go with."""
+    model, parallel = config.model, config.parallel
+    buckets, longest = model.relative_attention_num_buckets, model.relative_attention_max_distance
+    if model.position_embedding_type != "relative":
+        for field in ("relative_attention_num_buckets", "relative_attention_max_distance"):
+            value = getattr(model, field)
+            if value != getattr(ModelConfig(), field):
+                yield (
+                    f"--{field.replace('_', '-')} {value} belongs to --position-embedding-type "
+                    "relative: add it, or drop this flag"
+                )
+        return
+    if buckets < _FEWEST_BUCKETS or buckets % 2:
+        yield (
+            f"--relative-attention-num-buckets {buckets}: an encoder has half of them for each "
+            f"direction: use an even number from {_FEWEST_BUCKETS} on"
+        )
+    elif longest <= buckets // 2:
+        yield (
+            f"--relative-attention-max-distance {longest}: the first {buckets // 2} distances of "
+            f"--relative-attention-num-buckets {buckets} have a bucket each: use at least "
+            f"{buckets // 2 + 1}"
+        )
+    if parallel.zero_stage == 3 and _has_virtual_stages(config):
+        yield (
+            "--zero-stage 3 with --position-embedding-type relative and virtual stages: the parts "
+            "on one stage share a table, which would be given back while another part needs it: "
+            "use --zero-stage 1, or one virtual stage"
+        )
+
+
+def _has_virtual_stages(config: RunConfig) -> bool:
+    try:
+        parts = plan_model(config.model, config.parallel)
+    except (ConfigError, AssertionError):  # other rules say so
+        return False
+    return len(parts) > config.parallel.pipeline_model_parallel_size
 
 
 def t5(config: RunConfig, world_size: int) -> Iterator[str]:

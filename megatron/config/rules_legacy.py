@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.config.stages import megatron_misfit, plan_model
 from megatron.errors import ConfigError
@@ -29,6 +30,11 @@ def legacy_files(config: RunConfig, world_size: int) -> Iterator[str]:
                 f"{name}: Megatron-LM 23.08, which --ckpt-format legacy writes for, has no place "
                 "for such weights: use --ckpt-format native"
             )
+    for name in not_computed(model):
+        yield (
+            f"{name}: Megatron-LM 23.08, which --ckpt-format legacy writes for, computes no such "
+            "network: use --ckpt-format native"
+        )
     if config.optimizer.optimizer == "sgd" and config.parallel.use_distributed_optimizer:
         yield (
             "--ckpt-format legacy with --use-distributed-optimizer: Megatron-LM's file holds "
@@ -40,6 +46,20 @@ def legacy_files(config: RunConfig, world_size: int) -> Iterator[str]:
         if model.architecture == "t5":
             remedy = f"choose another --pipeline-model-parallel-split-rank, or {remedy}"
         yield f"--ckpt-format legacy: Megatron-LM 23.08 {misfit}: {remedy}"
+
+
+def not_computed(model: ModelConfig) -> Iterator[str]:
+    """Flags of a network that Megatron-LM 23.08 cannot compute from any weights."""
+    for name, on in (
+        ("--position-embedding-type relative", model.position_embedding_type == "relative"),
+        ("--geglu", model.geglu),
+        ("--relu", model.relu),
+        ("--scale-decoder-outputs", model.scale_decoder_outputs),
+        ("--disable-output-bias", not model.add_output_bias),
+        (f"--softmax-scale {model.softmax_scale}", model.softmax_scale is not None),
+    ):
+        if on:
+            yield name
 
 
 def _misfit(config: RunConfig) -> str:

@@ -19,6 +19,7 @@ _AT_LEAST: Mapping[str, int] = {
     "model.kv_channels": 1,
     "model.num_query_groups": 1,
     "model.max_position_embeddings": 1,
+    "model.relative_attention_max_distance": 1,
     "model.rotary_seq_len_interpolation_factor": 1,
     "model.make_vocab_size_divisible_by": 1,
     "model.init_method_std": 0,
@@ -67,6 +68,7 @@ _AT_LEAST: Mapping[str, int] = {
 _ABOVE_ZERO = (
     "model.norm_epsilon",
     "model.rotary_base",
+    "model.softmax_scale",
     "parallel.distributed_timeout_minutes",
     "model.rope_scaling_factor",
     "precision.loss_scale",
@@ -280,6 +282,8 @@ def activation_function(config: RunConfig, world_size: int) -> Iterator[str]:
         name
         for name, on in (
             ("--swiglu", model.swiglu),
+            ("--geglu", model.geglu),
+            ("--relu", model.relu),
             ("--squared-relu", model.squared_relu),
             ("--openai-gelu", model.openai_gelu),
             ("--onnx-safe true", model.onnx_safe),

@@ -26,7 +26,7 @@ PARTIALS = 4  # rows of partial sums, for each multiprocessor
 
 
 class Activation(Protocol):
-    """What a model calls: x [..., f] (SwiGLU: [..., 2 f]) and a bias like its last dimension, or
+    """What a model calls: x [..., f] (gated: [..., 2 f]) and a bias like its last dimension, or
     None, -> [..., f]."""
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor: ...
@@ -48,20 +48,23 @@ def choose_activation(
     """
     plain = _choose_formula(model)
     gated_or_squared = plain in (swiglu, squared_relu)
-    if library is None or not (model.bias_gelu_fusion or gated_or_squared):
+    has_kernel = gated_or_squared or (plain in (gelu, gelu_tanh) and model.bias_gelu_fusion)
+    if library is None or not has_kernel:
         return plain
     return partial(fused_activation, library, plain, amaxes=amaxes)
 
 
 def _choose_formula(model: ModelConfig) -> Activation:
-    if model.swiglu:
-        return swiglu
-    if model.openai_gelu:
-        return gelu_tanh
-    if model.onnx_safe:
-        return gelu
-    if model.squared_relu:
-        return squared_relu
+    for formula, is_on in (
+        (swiglu, model.swiglu),
+        (geglu, model.geglu),
+        (relu, model.relu),
+        (gelu_tanh, model.openai_gelu),
+        (gelu, model.onnx_safe),
+        (squared_relu, model.squared_relu),
+    ):
+        if is_on:
+            return formula
     return gelu_tanh if model.bias_gelu_fusion and model.add_bias_linear else gelu
 
 
@@ -90,6 +93,11 @@ def squared_relu(x: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.relu(_add(x, bias)).square()
 
 
+def relu(x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """max(x, 0)."""
+    return F.relu(_add(x, bias))
+
+
 def swiglu_reference(x: Tensor) -> Tensor:
     """[..., 2 f], gate then up -> gate * sigmoid(gate) * up, [..., f]."""
     gate, up = x.chunk(2, dim=-1)
@@ -100,6 +108,12 @@ def swiglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
     """The same with PyTorch's fused SiLU."""
     gate, up = _add(x, bias).chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def geglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """[..., 2 f], gate then up -> GeLU(gate) * up, the tanh form (Shazeer, 2020) [..., f]."""
+    gate, up = _add(x, bias).chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
 
 
 def _add(x: Tensor, bias: Tensor | None) -> Tensor:

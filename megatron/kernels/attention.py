@@ -1,8 +1,11 @@
 """The attention core: softmax(Q K^T / sqrt(d)) V, plain or by PyTorch's fused kernels.
 
+A model may have another factor of the scores than 1 / sqrt(d).
+
 Queries are [s, b, n, d]; keys and values [s, b, g, d], where each of the g groups serves n / g
 consecutive query heads; there may be fewer or more keys than queries. A mask is boolean, True where
-a query may attend, and replaces `causal`. That of padding has one row for all queries of a sample.
+a query may attend, or of numbers that are added to the scores (a bias that learns, such as that of
+T5's positions); either replaces `causal`. That of padding has one row for all queries of a sample.
 PyTorch's fused kernels take it as it is (`softmax.py` would need every score in memory). `Segments`
 stand for a mask; the flash kernel goes through them without one.
 """
@@ -34,9 +37,9 @@ _GPU_KERNELS = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-
-
-# Of them, those that take a mask and never hold all scores.
+# Of those, the ones that give a bias of the scores its gradient.
+_BIAS_KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+# And those that take a mask and never hold all scores.
 _MASKED_GPU_KERNELS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 
 
@@ -60,8 +63,9 @@ class AttentionFunction(Protocol):
             query: [s, b, n, d].
             key: [s, b, g, d].
             value: [s, b, g, d].
-            mask: bool [b or 1, 1, s or 1, keys], True where a query may attend, or `Segments`, of
-                as many keys as queries; None: see `causal`.
+            mask: bool [b or 1, 1, s or 1, keys], True where a query may attend; or numbers
+                [b or 1, n, s, keys] that are added to the scores; or `Segments`, of as many keys
+                as queries; None: see `causal`.
             causal: without a mask, attend to the past and oneself only.
             dropout: probability on attention weights.
             layer_number: from 1, for query-key layer scaling.
@@ -91,21 +95,24 @@ def choose_attention(
     Raises:
         ConfigError: --use-flash-attn where no flash kernel can run.
     """
-    is_gpu = Device(device).is_gpu
-    if model.use_flash_attn:
-        _check_flash(model, precision, device)
-        return AttentionChoice("flash", "--use-flash-attn", flash_attention)
-    if not model.masked_softmax_fusion:
+    if not model.masked_softmax_fusion and not model.use_flash_attn:
         by_layer = precision.apply_query_key_layer_scaling
         function = partial(
             attention_reference,
             scale_by_layer=by_layer,
             softmax_in_fp32=by_layer or precision.attention_softmax_in_fp32,
+            scale=model.softmax_scale,
         )
         return AttentionChoice("plain", "--no-masked-softmax-fusion", function)
-    if is_gpu:
-        return AttentionChoice("fused", "first of cuDNN, flash, efficient that fits", gpu_attention)
-    return AttentionChoice("fused", "scaled_dot_product_attention on CPU", cpu_attention)
+    name, reason, fused = "fused", "scaled_dot_product_attention on CPU", cpu_attention
+    if model.use_flash_attn:
+        _check_flash(model, precision, device)
+        name, reason, fused = "flash", "--use-flash-attn", flash_attention
+    elif Device(device).is_gpu:
+        reason, fused = "first of cuDNN, flash, efficient that fits", gpu_attention
+    if model.softmax_scale is None:
+        return AttentionChoice(name, reason, fused)
+    return AttentionChoice(name, reason, partial(fused, scale=model.softmax_scale))
 
 
 def _check_flash(model: ModelConfig, precision: PrecisionConfig, device: torch.device) -> None:
@@ -134,6 +141,7 @@ def attention_reference(
     layer_number: int = 1,
     scale_by_layer: bool = False,
     softmax_in_fp32: bool = True,
+    scale: float | None = None,
     softmax: MaskedSoftmax = masked_softmax,
 ) -> Tensor:
     """The formula, with every score in memory.
@@ -145,9 +153,12 @@ def attention_reference(
     layer = layer_number if scale_by_layer else 1
     query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, n or g, s, d]
     key, value = _expand_groups(query, key, value)
-    scores = _scaled_product(query, key, 1 / (layer * math.sqrt(query.shape[-1])))  # [b, n, s, s]
+    factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    scores = _scaled_product(query, key, factor / layer)  # [b, n, s, s]
     if softmax_in_fp32:
         scores = scores.float()
+    if mask is not None and mask.is_floating_point():
+        scores, mask, causal = scores + mask / layer, None, False
     weights = softmax(scores, mask, causal=causal, factor=layer, dtype=value.dtype)
     weights = F.dropout(weights, dropout)
     return (weights @ value).permute(2, 0, 1, 3).flatten(2)
@@ -171,6 +182,7 @@ def cpu_attention(
     causal: bool,
     dropout: float,
     layer_number: int = 1,
+    scale: float | None = None,
 ) -> Tensor:
     """PyTorch's fused attention. Its scores stay in fp32, so layer scaling has nothing to do."""
     mask = _as_tensor(mask)
@@ -186,6 +198,7 @@ def cpu_attention(
         attn_mask=mask,
         dropout_p=dropout,
         is_causal=causal and mask is None,
+        scale=scale,
         enable_gqa=share and key.shape[1] != query.shape[1],
     )
     return out.permute(2, 0, 1, 3).flatten(2)
@@ -200,12 +213,15 @@ def gpu_attention(
     causal: bool,
     dropout: float,
     layer_number: int = 1,
+    scale: float | None = None,
 ) -> Tensor:
     """The same on a GPU, by the fastest kernel that fits."""
     if isinstance(mask, Segments) and _flash_takes(query):
-        return _segment_attention(query, key, value, mask, dropout)
-    with sdpa_kernel(_GPU_KERNELS, set_priority=True):
-        return cpu_attention(query, key, value, mask=mask, causal=causal, dropout=dropout)
+        return _segment_attention(query, key, value, mask, dropout, scale)
+    with sdpa_kernel(_BIAS_KERNELS if _has_bias(mask) else _GPU_KERNELS, set_priority=True):
+        return cpu_attention(
+            query, key, value, mask=mask, causal=causal, dropout=dropout, scale=scale
+        )
 
 
 def flash_attention(
@@ -217,14 +233,19 @@ def flash_attention(
     causal: bool,
     dropout: float,
     layer_number: int = 1,
+    scale: float | None = None,
 ) -> Tensor:
-    """The same by the flash kernel only; with a mask, which it does not take, by those that compute
-    in the same way, block by block."""
+    """The same by the flash kernel only; with a mask or a bias, which it does not take, by those
+    that compute in the same way, block by block."""
     if isinstance(mask, Segments) and _flash_takes(query):
-        return _segment_attention(query, key, value, mask, dropout)
+        return _segment_attention(query, key, value, mask, dropout, scale)
     kernels = [SDPBackend.FLASH_ATTENTION] if mask is None else _MASKED_GPU_KERNELS
+    if _has_bias(mask):
+        kernels = [SDPBackend.EFFICIENT_ATTENTION]
     with sdpa_kernel(kernels, set_priority=True):
-        return cpu_attention(query, key, value, mask=mask, causal=causal, dropout=dropout)
+        return cpu_attention(
+            query, key, value, mask=mask, causal=causal, dropout=dropout, scale=scale
+        )
 
 
 def _flash_takes(query: Tensor) -> bool:
@@ -232,22 +253,29 @@ def _flash_takes(query: Tensor) -> bool:
     return query.dtype != torch.float32 and size % 8 == 0 and size <= LARGEST_FLASH_HEAD
 
 
+def _has_bias(mask: Mask | None) -> bool:
+    return isinstance(mask, Tensor) and mask.is_floating_point()
+
+
 def _segment_attention(
-    query: Tensor, key: Tensor, value: Tensor, segments: Segments, dropout: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Segments,
+    dropout: float,
+    scale: float | None,
 ) -> Tensor:
     """Each stretch by itself, by the flash kernel, which reads no mask.
 
     PyTorch has a public form of it (`torch.nn.attention.varlen`), but that has no dropout.
     """
     length, samples = query.shape[:2]
-    query, key, value = (
-        x.transpose(0, 1).flatten(0, 1) for x in (query, key, value)
-    )  # [b s, n, d]
+    query, key, value = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
     ends = segments.ends
     places = (ends, ends, length, length)  # of queries and keys, and the longest of each
     out = torch.ops.aten._flash_attention_forward(
-        query, key, value, *places, dropout, segments.causal, False
-    )[0]
+        query, key, value, *places, dropout, segments.causal, False, scale=scale
+    )[0]  # [b s, n, d]
     return out.unflatten(0, (samples, length)).transpose(0, 1).flatten(2)  # [s, b, n d]
 
 

@@ -19,7 +19,8 @@ def count_part_parameters(
 ) -> int:
     """Parameters that one of `tensor` ranks holds of a part of the model.
 
-    The last part of a tied model cut in several holds a second copy of the word embeddings.
+    The last part of a tied model cut in several holds a second copy of the word embeddings, and
+    every part with layers of a stack one of its table of relative positions.
     """
     sizes = sizes_of(model)
     norm = _norm_parameters(model)
@@ -34,6 +35,9 @@ def count_part_parameters(
         tables += int(model.untie_embeddings_and_output_weights or not part.embedding)
     if model.architecture == "t5" and sizes.layers - 1 in part.layers:
         count += norm  # the encoder's last
+    if model.position_embedding_type == "relative":
+        stacks = int(of_decoder > 0) + int(of_decoder < len(part.layers))
+        count += stacks * model.relative_attention_num_buckets * sizes.heads // tensor
     return count + tables * padded_vocab_size // tensor * sizes.hidden
 
 
@@ -78,7 +82,7 @@ def _head_parameters(model: ModelConfig, padded_vocab_size: int, tensor: int) ->
         return 0
     hidden, bias = sizes_of(model).hidden, padded_vocab_size // tensor
     if model.architecture == "t5":
-        return bias
+        return bias if model.add_output_bias else 0
     dense = hidden * hidden + hidden
     binary = dense + _SEGMENTS * (hidden + 1) if model.bert_binary_head else 0  # and the pooler
     return bias + dense + _norm_parameters(model) + binary

@@ -57,6 +57,7 @@ class Embedding(nn.Module):
 
     Args:
         token_types: how many there are.
+        calls: of one pass: an encoder and a decoder have one each.
     """
 
     def __init__(
@@ -68,10 +69,12 @@ class Embedding(nn.Module):
         *,
         padded_vocab_size: int,
         token_types: int = 0,
+        calls: int = 1,
         device: torch.device | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
+        self.calls = calls
         hidden = sizes_of(model).hidden
         tables: dict[str, Any] = {"device": device, "dtype": dtype}
         self.sequence = layout.sequence
@@ -94,7 +97,8 @@ class Embedding(nn.Module):
 
     def take_slots(self, gradients: GradientBuffer) -> None:
         """See `parallel.layers.attach_slots`."""
-        self.word.slot = gradients.slot(self.word.weight)
+        for _ in range(self.calls):  # each call is a use, after which the gradient is waited for
+            self.word.slot = gradients.slot(self.word.weight)
 
     def forward(
         self,
@@ -181,6 +185,7 @@ def new_embedding(
     *,
     padded_vocab_size: int,
     token_types: int = 0,
+    calls: int = 1,
     device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Embedding | TiedWordEmbedding | None:
@@ -191,7 +196,8 @@ def new_embedding(
         "dtype": dtype,
     }
     if part.embedding:
-        return Embedding(model, precision, layout, kernels, token_types=token_types, **words)
+        counts: dict[str, Any] = {"token_types": token_types, "calls": calls}
+        return Embedding(model, precision, layout, kernels, **counts, **words)
     if part.head and not model.untie_embeddings_and_output_weights:
         return TiedWordEmbedding(model, layout, **words)
     return None

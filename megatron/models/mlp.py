@@ -15,7 +15,7 @@ from megatron.parallel.layout import Layout
 
 
 class MLP(nn.Module):
-    """h -> f -> h with a non-linearity; with SwiGLU the up projection holds gate and up."""
+    """h -> f -> h with a non-linearity; a gated one's up projection holds gate and up."""
 
     def __init__(
         self,

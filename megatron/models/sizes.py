@@ -32,7 +32,7 @@ class Sizes:
 
     @property
     def up(self) -> int:
-        """Output of the MLP's first matrix: with SwiGLU gate and up."""
+        """Output of the MLP's first matrix: with a gated one gate and up."""
         return self.up_parts * self.ffn
 
 
@@ -46,7 +46,7 @@ def sizes_of(model: ModelConfig) -> Sizes:
         kv_heads=model.kv_heads,
         head_size=_known(model.kv_channels),
         positions=_known(model.max_position_embeddings),
-        up_parts=2 if model.swiglu else 1,
+        up_parts=2 if model.is_gated else 1,
     )
 
 

@@ -1,8 +1,9 @@
-"""T5: an encoder and a decoder that reads its output (Raffel et al., 2019), as Megatron has it.
+"""T5: an encoder and a decoder that reads its output (Raffel et al., 2019).
 
-Positions are learned (or rotary) and shared by both halves, and the output shares the words'
-matrix. Shapes: e the encoder's sequence, d the decoder's, b micro-batch, h hidden, v padded
-vocabulary, t tensor-parallel size.
+As Megatron has it, positions are learned (or rotary) and shared by both halves, and the output
+shares the words' matrix. As the paper has it, each half has a table of relative positions. Shapes:
+e the encoder's sequence, d the decoder's, b micro-batch, h hidden, v padded vocabulary, t
+tensor-parallel size.
 
 Under a pipeline the two halves travel together, [e + d, b, h]: the first part embeds both; in the
 encoder's parts the decoder's embedding rides along, in the decoder's parts the encoder's output.
@@ -30,6 +31,7 @@ from megatron.models.embedding import Embedding, RotaryTable, new_embedding
 from megatron.models.head import Output, TokenLoss
 from megatron.models.kernels import choose_kernels
 from megatron.models.norm import Stream, new_norm
+from megatron.models.position_bias import PositionBias
 from megatron.models.recompute import RecomputePlan
 from megatron.models.sizes import sizes_of
 from megatron.models.stack import LayerStack
@@ -37,16 +39,35 @@ from megatron.parallel.layout import Layout
 
 
 class Half(nn.Module):
-    """Layers of the encoder or of the decoder, and the normalization after the last of them."""
+    """Layers of the encoder or of the decoder, and the normalization after the last of them.
 
-    def __init__(self, layers: LayerStack, final_norm: nn.Module | None) -> None:
+    Args:
+        position_bias: with relative positions, where there are layers.
+    """
+
+    def __init__(
+        self,
+        layers: LayerStack,
+        final_norm: nn.Module | None,
+        position_bias: PositionBias | None,
+    ) -> None:
         super().__init__()
+        self.position_bias = position_bias
         self.layers = layers
         self.final_norm = final_norm
 
-    def run(self, hidden: Tensor, *inputs: Any) -> Tensor:
-        """[s, b, h] -> [s, b, h], normalized where the half ends."""
-        stream = self.layers.run(Stream(hidden), *inputs)
+    def run(self, hidden: Tensor, length: int, mask: Tensor | None, *inputs: Any) -> Tensor:
+        """[s, b, h] -> [s, b, h], normalized where the half ends.
+
+        Args:
+            hidden: [s, b, h]; [s/t, b, h] with sequence parallelism.
+            length: s.
+            mask: bool [b, 1, 1, s], True where there is a token; None: see `LayerStack`.
+            inputs: what every layer is given besides.
+        """
+        if self.position_bias is not None:
+            mask = self.position_bias(length, mask)
+        stream = self.layers.run(Stream(hidden), mask, *inputs)
         if self.final_norm is None:
             return stream.join()
         x: Tensor = self.final_norm(stream)[1]
@@ -60,6 +81,7 @@ class T5Model(nn.Module):
     Their names are global, whatever part of the model this process holds:
 
         embedding.word.weight, embedding.position.weight            [v, h], [positions, h]
+        encoder.position_bias, decoder.position_bias                [buckets, n], relative ones
         encoder.layers.0.attention_norm, .attention.qkv, .attention.output,
             .mlp_norm, .mlp.up, .mlp.down                           .weight and .bias each
         encoder.final_norm
@@ -67,7 +89,7 @@ class T5Model(nn.Module):
             .cross_norm, .cross_attention.query, .cross_attention.key_value,
             .cross_attention.output, .mlp_norm, .mlp.up, .mlp.down
         decoder.final_norm
-        output.bias (and output.weight of an untied one)            [v], [v, h]
+        output.bias, output.weight where it has them                [v], [v, h]
 
     Args:
         model: network flags, resolved (no None among the sizes).
@@ -105,7 +127,9 @@ class T5Model(nn.Module):
         kernels = choose_kernels(precision, device)
         allocation: dict[str, Any] = {"device": parameter_device or device, "dtype": dtype}
         words = {"padded_vocab_size": padded_vocab_size, **allocation}
-        self.embedding = new_embedding(model, precision, layout, self.part, kernels, **words)
+        self.embedding = new_embedding(
+            model, precision, layout, self.part, kernels, calls=2, **words
+        )
         has_rope = model.position_embedding_type == "rope"
         self.rotary = RotaryTable(model, device=device) if has_rope else None
 
@@ -122,7 +146,18 @@ class T5Model(nn.Module):
                 **options,
                 **allocation,
             )
-            return Half(stack, new_norm(model, layout, kernels, **allocation) if ends else None)
+            norm = new_norm(model, layout, kernels, **allocation) if ends else None
+            bias = None
+            if model.position_embedding_type == "relative" and layers:
+                bias = PositionBias(
+                    model,
+                    layout,
+                    both_ways=not options["causal"],
+                    is_copy=layers.start > 0,
+                    bucket_device=device,
+                    **allocation,
+                )
+            return Half(stack, norm, bias)
 
         held = self.part.layers
         mine = range(held.start, min(held.stop, first))
@@ -132,9 +167,17 @@ class T5Model(nn.Module):
             theirs, ends=self.part.head, causal=True, reads_memory=True, numbered_after=first
         )
         self.output = None
+        hidden_size = sizes_of(model).hidden
+        self.output_scale = hidden_size**-0.5 if model.scale_decoder_outputs else None
         if self.part.head:
-            token_loss = TokenLoss.from_config(precision, device)
-            self.output = Output(model, layout, token_loss, self.embedding, has_bias=True, **words)
+            self.output = Output(
+                model,
+                layout,
+                TokenLoss.from_config(precision, device),
+                self.embedding,
+                has_bias=model.add_output_bias,
+                **words,
+            )
 
     @classmethod
     def from_config(
@@ -171,17 +214,30 @@ class T5Model(nn.Module):
             Where the model goes on in another part: both halves' hidden states [e + d, b, h]. At
             its end, with labels the loss of each token, fp32 [b, d]; else logits [b, d, v/t].
         """
+        states, x = self.states(tokens, decoder_tokens, padding, hidden)
+        if self.output is None:
+            return torch.cat((states.to(x.dtype), x))
+        if self.output_scale is not None:
+            x = x * self.output_scale
+        scores: Tensor = self.output(x, labels)
+        return scores
+
+    def states(
+        self, tokens: Tensor, decoder_tokens: Tensor, padding: Tensor, hidden: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Both halves' hidden states behind the layers held here, [e, b, h] and [d, b, h].
+
+        See `forward`; with sequence parallelism this rank's part of each.
+        """
         states, x = self._halves(tokens, decoder_tokens, hidden)
         mask = padding_mask(padding)
         if self.encoder is not None:
-            states = self.encoder.run(states, mask, self._rotation(tokens))
+            states = self.encoder.run(states, tokens.shape[1], mask, self._rotation(tokens))
         if self.decoder is not None:
             memory = Memory(states, mask)
-            x = self.decoder.run(x, None, self._rotation(decoder_tokens), None, memory)
-        if self.output is None:
-            return torch.cat((states.to(x.dtype), x))
-        scores: Tensor = self.output(x, labels)
-        return scores
+            rotation = self._rotation(decoder_tokens)
+            x = self.decoder.run(x, decoder_tokens.shape[1], None, rotation, None, memory)
+        return states, x
 
     def _halves(
         self, tokens: Tensor, decoder_tokens: Tensor, hidden: Tensor | None

@@ -1,38 +1,121 @@
-"""Tied word embeddings under a pipeline: two copies of one parameter, kept equal.
+"""Parameters that several parts of a model hold: copies, kept equal.
 
-The first stage looks words up, the last one scores them. Both start with the same values (their
-name is the same); adding their gradients before the update keeps them the same.
+Under a pipeline the first stage looks words up, and the last one scores them; every stage with
+layers of a T5's encoder, or decoder, reads that one's relative positions. All copies start with the
+same values (their name is the same); adding their gradients before the update keeps them the same.
+Parts in one process share one parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from megatron.parallel.collectives import all_reduce
-from megatron.parallel.layout import Axis
+from megatron.parallel.layout import Axis, Layout
 
-_TIED = "embedding.word.weight"
+_WORDS = "embedding.word.weight"
 
 
-def tied_copy(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], embedding: Axis, *, is_tied: bool
-) -> nn.Parameter | None:
-    """The parameter that another stage holds too; None where there is none.
+@dataclass(frozen=True)
+class Tie:
+    """One such parameter, which other stages have too.
+
+    Attributes:
+        axis: the stages that add up, among them all that hold a copy.
+        copy: this process's; None: it has none, and adds nothing.
+        nothing: what it adds then, like a copy's gradient.
+    """
+
+    axis: Axis
+    copy: nn.Parameter | None
+    nothing: Tensor | None = None
+
+    def add_up(self) -> None:
+        """Add the copies' gradients. Collective over the axis."""
+        if self.copy is not None:
+            gradient: Tensor = self.copy.main_grad  # type: ignore[attr-defined]
+        else:
+            assert self.nothing is not None
+            gradient = self.nothing.zero_()
+        if gradient.numel():  # of a shard there may be none, then nowhere
+            all_reduce(gradient, self.axis)
+
+
+def tie_words(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], layout: Layout, *, is_tied: bool
+) -> list[Tie]:
+    """The word embeddings, where another stage holds them too.
 
     Args:
         named_parameters: held by this process.
-        embedding: a pipeline's two ends, see `Layout.embedding`.
+        layout: who this process is.
         is_tied: the output layer uses the word embeddings.
     """
-    if embedding.size == 1 or not is_tied:
-        return None
-    return dict(named_parameters)[_TIED]
+    if layout.embedding.size == 1 or not is_tied:
+        return []
+    return [Tie(layout.embedding, dict(named_parameters)[_WORDS])]
 
 
-def share_tied_gradients(copy: nn.Parameter | None, embedding: Axis) -> None:
-    """Add the two copies' gradients. Collective over a pipeline's two ends, where both hold one."""
-    if copy is not None:
-        gradient: Tensor = copy.main_grad  # type: ignore[attr-defined]
-        all_reduce(gradient, embedding)
+def tie_tables(
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    names: Sequence[str],
+    layout: Layout,
+    *,
+    device: torch.device,
+    gradient_dtype: torch.dtype,
+) -> list[Tie]:
+    """Parameters of which any stages of a pipeline hold copies. Collective over the pipeline.
+
+    Args:
+        named_parameters: held by this process; shards have their `main_grad`.
+        names: of the parameters.
+        layout: who this process is.
+        device: of the gradients.
+        gradient_dtype: their type.
+    """
+    if layout.pipeline.size == 1 or not names:
+        return []
+    held = dict(named_parameters)
+    copies = [held.get(name) for name in names]
+    sizes = [0 if one is None else getattr(one, "main_grad", one).numel() for one in copies]
+    holders = [int(one is not None) for one in copies]
+    sums = all_reduce(torch.tensor([sizes, holders], device=device), layout.pipeline).tolist()
+    ties = []
+    for copy, size, count in zip(copies, *sums, strict=True):
+        absent = torch.zeros(size // count, dtype=gradient_dtype, device=device)
+        ties.append(Tie(layout.pipeline, copy, absent if copy is None else None))
+    return ties
+
+
+class SharedTable(nn.Module):
+    """A module that several parts of a model have, each under the same name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._original: tuple[SharedTable, ...] = ()  # in a tuple: no child of this module
+
+    @property
+    def original(self) -> SharedTable | None:
+        """The module of another part of the model, in this process, that has the parameters."""
+        return self._original[0] if self._original else None
+
+    def use(self, original: SharedTable) -> None:
+        """Give up the parameters: that module's are used."""
+        for name, _ in list(self.named_parameters()):
+            delattr(self, name)
+        self._original = (original,)
+
+
+def unite_copies(parts: Iterable[nn.Module]) -> None:
+    """Let the parts of a model in one process share their tables, so that each is there once."""
+    found: dict[str, SharedTable] = {}
+    for part in parts:
+        for name, module in part.named_modules():
+            if isinstance(module, SharedTable):
+                first = found.setdefault(name, module)
+                if first is not module:
+                    module.use(first)

@@ -20,7 +20,7 @@ from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.restore import restore
 from megatron.checkpoint.store import agree, write_checkpoint
 from megatron.config import RunConfig
-from megatron.config.model import NETWORK_FIELDS, ModelConfig
+from megatron.config.model import NETWORK_FIELDS, ModelConfig, is_irrelevant
 from megatron.config.run import describe_difference
 from megatron.config.yaml_file import from_dict, to_dict
 from megatron.errors import CheckpointError
@@ -230,6 +230,8 @@ def network_of(folder: str) -> dict[str, Any]:
         )
     saved = reader.meta["config"]["model"]
     network = {f"model.{name}": saved[name] for name in NETWORK_FIELDS if name in saved}
+    if saved.get("position_embedding_type") == "relative":
+        del network["model.max_position_embeddings"]  # relative positions reach any length
     # Two that are no part of the network, but say what it computes. How the vocabulary is padded
     # decides the padding entries' share of the softmax; an import may set the exact GeLU, which
     # is not our default.
@@ -251,7 +253,9 @@ def check_network(config: RunConfig, reader: Reader) -> None:
     differing = [
         f"{name} is {getattr(config.model, name)} here and {saved[name]} in the checkpoint"
         for name in NETWORK_FIELDS
-        if name in saved and saved[name] != getattr(config.model, name)
+        if name in saved
+        and saved[name] != getattr(config.model, name)
+        and not is_irrelevant(config.model, name)
     ]
     if differing:
         raise CheckpointError(

@@ -190,7 +190,21 @@ def _part_activations(config: RunConfig, part: ModelPart, layout: Layout, width:
         else:
             kept = of_layers[group:]
             layers = (count - len(kept)) * boundary + max(sum(kept), largest)
+    layers += _position_biases(config, part, layout, width)
     return layers + (int(part.embedding) + int(part.head)) * boundary
+
+
+def _position_biases(config: RunConfig, part: ModelPart, layout: Layout, width: int) -> int:
+    """What a T5 with relative positions adds to scores: the encoder's is another for each sample,
+    as it has the padding's mask too."""
+    model, data = config.model, config.data
+    if model.position_embedding_type != "relative":
+        return 0
+    of_decoder = sum(index >= known(model.num_layers) for index in part.layers)
+    scores = known(data.decoder_seq_length) ** 2 if of_decoder else 0
+    if of_decoder < len(part.layers):
+        scores += known(config.training.micro_batch_size) * known(data.seq_length) ** 2
+    return width * known(model.num_attention_heads) // layout.tensor.size * scores
 
 
 def _layer_activations(
@@ -204,7 +218,7 @@ def _layer_activations(
     hidden = known(model.hidden_size)
     heads = known(model.num_attention_heads) * known(model.kv_channels)
     keys_values = 2 * model.kv_heads * known(model.kv_channels)
-    inner = known(model.ffn_hidden_size) * (3 if model.swiglu else 2)
+    inner = known(model.ffn_hidden_size) * (3 if model.is_gated else 2)
     # Two norm inputs, two norm outputs; query, key, value; attention output; MLP inner tensors.
     elements = 4 * hidden // outside + (2 * heads + keys_values + inner) // tensor
     total = width * tokens * elements

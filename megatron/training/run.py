@@ -16,6 +16,7 @@ from megatron.optimizer.schedule import Schedules
 from megatron.parallel.layout import Layout
 from megatron.parallel.pipeline.p2p import PipelineChannel
 from megatron.parallel.replicas import Gradients
+from megatron.parallel.tied import Tie
 from megatron.parallel.torch_ddp import TorchDataParallel
 from megatron.parallel.weight_gradients import WeightGradientQueue
 from megatron.tokenizer.base import Tokenizer
@@ -56,7 +57,7 @@ class Run:
     tokenizer: Tokenizer
     padded_vocab_size: int
     parts: list[nn.Module]
-    tied: nn.Parameter | None
+    ties: list[Tie]
     gradients: Gradients
     torch_ddp: TorchDataParallel | None
     optimizer: Optimizer

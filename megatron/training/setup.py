@@ -15,6 +15,7 @@ from megatron.config.stages import parts_of_stage, plan_model
 from megatron.device import Device, parameter_dtype
 from megatron.environment import Launch
 from megatron.errors import ConfigError
+from megatron.models.position_bias import POSITION_TABLES
 from megatron.optimizer.mixed import Optimizer
 from megatron.optimizer.schedule import Schedules
 from megatron.parallel.gradients import GradientBuffer
@@ -27,7 +28,7 @@ from megatron.parallel.pipeline.p2p import PipelineChannel
 from megatron.parallel.pipeline.schedule import schedule_kind
 from megatron.parallel.pipeline.waves import parameter_waves
 from megatron.parallel.replicas import Gradients, shares_weights
-from megatron.parallel.tied import tied_copy
+from megatron.parallel.tied import Tie, tie_tables, tie_words, unite_copies
 from megatron.parallel.torch_ddp import TorchDataParallel
 from megatron.parallel.weight_gradients import WeightGradientQueue, attach
 from megatron.tokenizer import build_tokenizer
@@ -70,7 +71,7 @@ def build_run(
             reader, rows=vocabulary, entries=entries_held(reader, tokenizer.vocab_size)
         )
     parts = _build_parts(config, recipe, layout, device, vocabulary)
-    gradients, tied = _share(config, parts, layout, device)
+    gradients, ties = _share(config, parts, layout, device)
     named_parameters = [pair for part in parts for pair in part.named_parameters()]
     _initialize(named_parameters, gradients, config, loading=reader is not None)
     batches = BatchPlan.from_config(config.training, layout.data.size)
@@ -85,7 +86,7 @@ def build_run(
         tokenizer=tokenizer,
         padded_vocab_size=vocabulary,
         parts=parts,
-        tied=tied,
+        ties=ties,
         gradients=gradients,
         torch_ddp=TorchDataParallel(parts[0], recipe.forward, layout.replica)
         if _uses_torch_ddp(config, layout)
@@ -127,16 +128,18 @@ def _build_parts(
 ) -> list[torch.nn.Module]:
     """The parts of the model that this pipeline stage holds."""
     plan = plan_model(config.model, config.parallel)
-    return [
+    parts: list[torch.nn.Module] = [
         recipe.build_part(config, layout, device, vocabulary, part)
         for part in parts_of_stage(plan, layout.pipeline.rank, layout.pipeline.size)
     ]
+    unite_copies(parts)
+    return parts
 
 
 def _share(
     config: RunConfig, parts: list[torch.nn.Module], layout: Layout, device: Device
-) -> tuple[Gradients, torch.nn.Parameter | None]:
-    """The parts' gradients as their replicas share them; the parameter tied to another stage's.
+) -> tuple[Gradients, list[Tie]]:
+    """The parts' gradients as their replicas share them; what is tied to other stages'.
 
     Stage 3 puts shards in the place of the parts' parameters.
     """
@@ -157,13 +160,20 @@ def _share(
             before_update=add_up,
         )
     named_parameters = [pair for part in parts for pair in part.named_parameters()]
-    tied = tied_copy(
+    ties = tie_words(
         named_parameters,
-        layout.embedding,
+        layout,
         is_tied=not config.model.untie_embeddings_and_output_weights,
+    ) + tie_tables(
+        named_parameters,
+        POSITION_TABLES if config.model.position_embedding_type == "relative" else (),
+        layout,
+        device=device.torch_device,
+        gradient_dtype=torch.float32 if in_fp32 or sharded is not None else dtype,
     )
     if sharded is not None:
-        return sharded, tied
+        return sharded, ties
+    late = {id(tie.copy) for tie in ties}
     is_torch = _uses_torch_ddp(config, layout)
     waves = parameter_waves(parts, schedule_kind(config.parallel, len(parts)))
     buffer = GradientBuffer(
@@ -173,14 +183,14 @@ def _share(
         accumulate_in_fp32=in_fp32,
         zero_stage=config.parallel.zero_stage or 0,
         overlap=config.parallel.overlap_grad_reduce,
-        late=lambda parameter: parameter is tied,
+        late=lambda parameter: id(parameter) in late,
         wave_of=lambda parameter: waves[id(parameter)],
         before_send=add_up,
     )
     if numbers.gradient_accumulation_fusion and not is_torch:  # which waits for autograd
         for part in parts:
             attach_slots(part, buffer)
-    return buffer, tied
+    return buffer, ties
 
 
 def _uses_torch_ddp(config: RunConfig, layout: Layout) -> bool:

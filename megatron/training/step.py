@@ -13,7 +13,6 @@ from torch import Tensor
 from megatron.optimizer.mixed import StepResult
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layers import forget_weights
-from megatron.parallel.tied import share_tied_gradients
 from megatron.training.passes import Passes
 from megatron.training.run import Run
 
@@ -174,7 +173,8 @@ class _Reading:
 def reduce_gradients(run: Run) -> None:
     """From this process's gradients to those of the global batch. Collective."""
     run.gradients.complete()
-    share_tied_gradients(run.tied, run.layout.embedding)
+    for tie in run.ties:
+        tie.add_up()
     run.gradients.reduce()
 
 

@@ -21,6 +21,11 @@ T5 = "--decoder-seq-length 32"
         ("bert", "--decoder-num-layers 2"),
         ("bert", "--pipeline-model-parallel-split-rank 1"),
         ("bert", "--eod-mask-loss"),
+        ("gpt", "--position-embedding-type relative"),
+        ("bert", "--position-embedding-type relative"),
+        ("gpt", "--scale-decoder-outputs"),
+        ("bert", "--disable-output-bias"),
+        ("gpt", "--softmax-scale 1.0"),
     ],
 )
 def test_flags_of_another_network_are_refused(architecture, flag):
@@ -49,6 +54,36 @@ def test_a_t5_has_as_many_decoder_layers_as_encoder_layers_unless_told():
     model = parse("--decoder-seq-length 256 --decoder-num-layers 2", architecture="t5").config.model
     assert (model.all_layers, model.max_position_embeddings) == (6, 256)
     assert "--decoder-seq-length is required" in problems(architecture="t5")[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--relative-attention-num-buckets 7", "use an even number from 4 on"),
+        ("--relative-attention-num-buckets 2", "use an even number from 4 on"),
+        ("--relative-attention-max-distance 16", "use at least 17"),
+        ("--geglu --relu", "--geglu and --relu: an MLP has one activation function"),
+        ("--softmax-scale 0", "must be above 0"),
+        ("--ckpt-format legacy --save x", "--position-embedding-type relative: Megatron-LM 23.08"),
+        (
+            "--zero-stage 3 --pipeline-model-parallel-size 2 "
+            "--num-layers-per-virtual-pipeline-stage 1",
+            "the parts on one stage share a table",
+        ),
+    ],
+)
+def test_relative_positions_that_cannot_be(words, message):
+    words = f"{T5} --position-embedding-type relative {words}"
+    lines = problems(words, architecture="t5", world_size=4)
+    assert [line for line in lines if message in line]
+
+
+@pytest.mark.parametrize("name", ["num-buckets 16", "max-distance 64"])
+def test_buckets_belong_to_relative_positions(name):
+    flag = f"--relative-attention-{name}"
+    assert parse(f"{T5} --position-embedding-type relative {flag}", architecture="t5")
+    (line,) = problems(f"{T5} {flag}", architecture="t5")
+    assert line.startswith(f"{flag} belongs to --position-embedding-type relative")
 
 
 def _layers(*words, stages):

@@ -7,6 +7,7 @@ from megatron.config.precision import PrecisionConfig
 from megatron.device import Device
 from megatron.models.recompute import RecomputePlan
 from tests.models.others import batch_of, build, losses
+from tests.models.test_bert_and_t5 import T5_KNOBS
 
 DEVICE = Device.pick()
 pytestmark = [
@@ -26,11 +27,13 @@ def _run(kind, flags, device, dtype, recompute=None, precision=None):
     return loss.detach().float().cpu(), gradients
 
 
-@pytest.mark.parametrize("kind", ["bert", "t5"])
+@pytest.mark.parametrize(
+    ("kind", "flags"), [("bert", {}), ("t5", {}), ("t5", T5_KNOBS["1.0"]), ("t5", T5_KNOBS["1.1"])]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_model_equals_that_of_a_cpu(kind, dtype):
-    loss, gradients = _run(kind, {}, DEVICE.torch_device, dtype)
-    expected_loss, expected = _run(kind, {}, "cpu", torch.float32)
+def test_model_equals_that_of_a_cpu(kind, flags, dtype):
+    loss, gradients = _run(kind, flags, DEVICE.torch_device, dtype)
+    expected_loss, expected = _run(kind, flags, "cpu", torch.float32)
     tolerance = 1e-3 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(loss, expected_loss, rtol=tolerance, atol=tolerance)
     for ours, theirs in zip(gradients, expected, strict=True):
@@ -52,9 +55,9 @@ def test_insisting_on_fused_kernels_changes_rounding_only(kind):
         assert (ours - theirs).norm() < 9e-2 * theirs.norm().clamp(min=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["bert", "t5"])
-def test_recomputation_gives_the_same_bits_with_dropout(kind):
-    noisy = {"attention_dropout": 0.2, "hidden_dropout": 0.2}
+@pytest.mark.parametrize(("kind", "flags"), [("bert", {}), ("t5", {}), ("t5", T5_KNOBS["1.1"])])
+def test_recomputation_gives_the_same_bits_with_dropout(kind, flags):
+    noisy = {"attention_dropout": 0.2, "hidden_dropout": 0.2, **flags}
     plain, _ = _run(kind, noisy, DEVICE.torch_device, torch.bfloat16)
     for plan in (RecomputePlan("selective"), RecomputePlan("full", "uniform", 2)):
         again, _ = _run(kind, noisy, DEVICE.torch_device, torch.bfloat16, plan)

@@ -25,6 +25,8 @@ DEFINITIONS = {
     "gelu_tanh": tanh_form,
     "gelu_tanh_reference": tanh_form,
     "squared_relu": lambda x: torch.where(x > 0, x * x, 0),
+    "relu": lambda x: torch.where(x > 0, x, 0),
+    "geglu": lambda x: tanh_form(x[..., :4]) * x[..., 4:],
     "swiglu": gated,
     "swiglu_reference": gated,
 }
@@ -57,6 +59,8 @@ def test_the_two_gelus_differ():
         ({"onnx_safe": True}, "gelu"),
         ({"squared_relu": True}, "squared_relu"),
         ({"swiglu": True}, "swiglu"),
+        ({"geglu": True}, "geglu"),
+        ({"relu": True}, "relu"),
     ],
 )
 def test_choice(flags, name):

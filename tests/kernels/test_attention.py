@@ -129,7 +129,15 @@ def test_choice_on_cpu():
     assert "CPU" in str(fused)
     plain = choose_attention(ModelConfig(masked_softmax_fusion=False), PrecisionConfig(), CPU)
     assert plain.function.func is attention_reference
-    assert plain.function.keywords == {"scale_by_layer": True, "softmax_in_fp32": True}
+    assert plain.function.keywords == {
+        "scale_by_layer": True,
+        "softmax_in_fp32": True,
+        "scale": None,
+    }
+    for fused in (True, False):
+        model = ModelConfig(softmax_scale=1.0, masked_softmax_fusion=fused)
+        unscaled = choose_attention(model, PrecisionConfig(), CPU)
+        assert unscaled.function.keywords["scale"] == 1.0
     assert "--no-masked-softmax-fusion" in str(plain)
 
 

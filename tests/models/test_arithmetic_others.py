@@ -22,6 +22,12 @@ NETWORKS = {
     "t5, wide heads": {**T5, "kv_channels": 10},
     "t5, no biases": {**T5, "add_bias_linear": False, "normalization": "RMSNorm"},
     "t5, rope": {**T5, "position_embedding_type": "rope"},
+    "t5, relative": {
+        **T5,
+        "position_embedding_type": "relative",
+        "geglu": True,
+        "add_output_bias": False,
+    },
 }
 
 
@@ -47,10 +53,11 @@ def test_every_network_counts(name):
     assert count_parameters(model, VOCAB) == _held(_build(model))
 
 
-@pytest.mark.parametrize("kind", ["bert", "t5"])
-def test_every_part_counts(kind):
-    model = config(**NETWORKS[kind])
-    cut = 2 if kind == "bert" else 4
+@pytest.mark.parametrize(
+    ("name", "cut"), [("bert", 2), ("t5", 4), ("t5, relative", 3), ("t5, relative", 4)]
+)
+def test_every_part_counts(name, cut):
+    model = config(**NETWORKS[name])
     for part in (
         ModelPart(range(cut), embedding=True, head=False),
         ModelPart(range(cut, model.all_layers), embedding=False, head=True),

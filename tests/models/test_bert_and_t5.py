@@ -21,11 +21,29 @@ KNOBS = {
     "dropout": {"attention_dropout": 0.1, "hidden_dropout": 0.1},
 }
 
+GOOGLE_S_T5 = {
+    "position_embedding_type": "relative",
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+    "add_output_bias": False,
+    "softmax_scale": 1.0,
+}
+T5_KNOBS = {
+    "1.0": {**GOOGLE_S_T5, "relu": True, "scale_decoder_outputs": True, "init_method_std": 0.1},
+    "1.1": {**GOOGLE_S_T5, "geglu": True, "untie_embeddings_and_output_weights": True},
+    "relative, plain attention": {
+        "position_embedding_type": "relative",
+        "masked_softmax_fusion": False,
+    },
+}
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("knob", KNOBS)
+
+@pytest.mark.parametrize(
+    ("kind", "knob"),
+    [*((kind, knob) for kind in KINDS for knob in KNOBS), *(("t5", knob) for knob in T5_KNOBS)],
+)
 def test_every_knob_trains(kind, knob):
-    model, batch = build(kind, KNOBS[knob]), batch_of(kind)
+    model, batch = build(kind, {**KNOBS, **T5_KNOBS}[knob]), batch_of(kind)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     torch.manual_seed(1)
     curve = []
@@ -131,17 +149,22 @@ def test_names_of_a_t5():
     assert names[-1] == "output.bias"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_16_bits_are_near_fp32(kind):
+@pytest.mark.parametrize(
+    ("kind", "flags"), [*((kind, {}) for kind in KINDS), ("t5", T5_KNOBS["1.1"])]
+)
+def test_16_bits_are_near_fp32(kind, flags):
     batch = batch_of(kind)
-    rough = losses(kind, build(kind, dtype=torch.bfloat16), batch)
-    torch.testing.assert_close(rough, losses(kind, build(kind), batch), rtol=0.01, atol=0.02)
+    rough = losses(kind, build(kind, flags, dtype=torch.bfloat16), batch)
+    expected = losses(kind, build(kind, flags), batch)
+    torch.testing.assert_close(rough, expected, rtol=0.01, atol=0.02)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "flags"), [*((kind, {}) for kind in KINDS), ("t5", T5_KNOBS["1.1"])]
+)
 @pytest.mark.parametrize("plan", [RecomputePlan("selective"), RecomputePlan("full")], ids=str)
-def test_recomputation_gives_the_same_bits(kind, plan):
-    dropout = {"attention_dropout": 0.3, "hidden_dropout": 0.3}
+def test_recomputation_gives_the_same_bits(kind, flags, plan):
+    dropout = {"attention_dropout": 0.3, "hidden_dropout": 0.3, **flags}
     gradients = []
     for recompute in (None, plan):
         model = build(kind, dropout, recompute=recompute)

@@ -169,6 +169,11 @@ _OTHERS = (
     LayoutCase(2, pipeline=2, flags="--pipeline-schedule zero-bubble"),
     LayoutCase(4, tensor=2, pipeline=2, flags=f"{_SP} {_RECOMPUTE}"),
 )
+_GOOGLE_S_T5 = (
+    "--position-embedding-type relative --relative-attention-num-buckets 8 "
+    "--relative-attention-max-distance 9 --normalization RMSNorm --disable-bias-linear "
+    "--disable-output-bias --softmax-scale 1.0 --geglu --scale-decoder-outputs"
+)
 OTHER_LAYOUTS: tuple[LayoutCase, ...] = (
     *(replace(case, kind="bert") for case in _OTHERS),
     *(replace(case, kind="t5") for case in _OTHERS),
@@ -179,6 +184,23 @@ OTHER_LAYOUTS: tuple[LayoutCase, ...] = (
         pipeline=3,
         flags="--pipeline-model-parallel-split-rank 1",
         network="--decoder-num-layers 2",
+        kind="t5",
+    ),
+    LayoutCase(2, flags=f"--zero-stage 2 {_OVERLAP}", network=_GOOGLE_S_T5, kind="t5"),
+    LayoutCase(2, tensor=2, flags=_SP, network=_GOOGLE_S_T5, kind="t5"),
+    LayoutCase(
+        4,
+        pipeline=2,
+        flags=f"--zero-stage 1 {_OVERLAP} {_VIRTUAL}",
+        network=_GOOGLE_S_T5,
+        kind="t5",
+    ),
+    LayoutCase(4, pipeline=2, flags="--zero-stage 3", network=_GOOGLE_S_T5, kind="t5"),
+    LayoutCase(
+        3,
+        pipeline=3,
+        flags="--pipeline-model-parallel-split-rank 2",
+        network=f"{_GOOGLE_S_T5} --decoder-num-layers 2",
         kind="t5",
     ),
 )

@@ -20,6 +20,7 @@ ONE = (1, {}, [])
 SPLIT = (4, {"tensor": 2, "pipeline": 2}, ["--sequence-parallel"])
 SHARDED = (4, {"pipeline": 2}, ["--use-distributed-optimizer"])
 VIRTUAL = (2, {"pipeline": 2}, ["--num-layers-per-virtual-pipeline-stage", "1"])
+RELATIVE = ["--position-embedding-type", "relative", "--geglu", "--disable-output-bias"]
 CONTEXT = (4, {"tensor": 2, "context": 2}, ["--zero-stage", "1"])
 
 
@@ -55,12 +56,13 @@ def test_losses_go_on(tmp_path, uninterrupted, before, after):
     assert [*first, *second] == pytest.approx(uninterrupted, rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["bert", "t5"])
-def test_losses_of_bert_and_t5_go_on(tmp_path, kind):
+@pytest.mark.parametrize(("kind", "more"), [("bert", []), ("t5", []), ("t5", RELATIVE)])
+def test_losses_of_bert_and_t5_go_on(tmp_path, kind, more):
     folder = str(tmp_path)
-    first = _run(SPLIT, "--save", folder, "--save-interval", "3", "--exit-interval", "3", kind=kind)
-    second = _run(VIRTUAL, "--load", folder, kind=kind)
-    expected = _train(Layout.single(), FLAGS, kind)
+    saving = ["--save", folder, "--save-interval", "3", "--exit-interval", "3"]
+    first = _run(SPLIT, *saving, *more, kind=kind)
+    second = _run(VIRTUAL, "--load", folder, *more, kind=kind)
+    expected = _train(Layout.single(), [*FLAGS, *more], kind)
     assert [*first, *second] == pytest.approx(expected, rel=1e-5)
 
 

@@ -117,3 +117,13 @@ def test_recomputation_and_plain_attention_move_the_activations():
 
 def test_units_are_readable():
     assert "MiB" in _estimate().describe()
+
+
+def test_relative_positions_keep_their_biases():
+    words = [*TOY, "--train-iters", "1", *OF_KIND["t5"], "--micro-batch-size", "2"]
+    kept = []
+    for kind in ("none", "relative"):
+        flags = ["--position-embedding-type", kind]
+        config = parse_config([*words, *flags], world_size=1, architecture="t5").config
+        kept.append(largest_process(config, 104, 1).activations)
+    assert kept[1] - kept[0] == 4 * 4 * (2 * 16**2 + 12**2)  # bytes, heads, scores of both halves

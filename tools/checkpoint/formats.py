@@ -127,8 +127,12 @@ def _complete(config: RunConfig, reader: Reader) -> RunConfig:
     config = resolve(replace(config, model=model), world_size=1)
     dtype = reader.dtype(_EMBEDDING)
     precision = replace(config.precision, fp16=dtype == torch.float16, bf16=dtype == torch.bfloat16)
-    length = config.data.seq_length or config.model.max_position_embeddings
-    return replace(config, precision=precision, data=replace(config.data, seq_length=length))
+    data, length = config.data, config.data.seq_length or config.model.max_position_embeddings
+    decoder = data.decoder_seq_length
+    if config.model.architecture == "t5" and decoder is None:
+        decoder = length
+    data = replace(data, seq_length=length, decoder_seq_length=decoder)
+    return replace(config, precision=precision, data=data)
 
 
 def save_native(source: Source, options: argparse.Namespace) -> Path:

@@ -93,7 +93,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     export.add_argument(
         "--model-family",
-        choices=("llama", "mistral", "qwen2", "qwen3", "gpt2", "bert"),
+        choices=("llama", "mistral", "qwen2", "qwen3", "gpt2", "bert", "t5"),
         help="Write as this. Unset: as it came, else the first that fits.",
     )
     export.add_argument(

@@ -25,9 +25,15 @@ from megatron.device import Device
 from megatron.errors import CheckpointError
 from megatron.models.bert import BertModel
 from megatron.models.gpt import GPTModel
+from megatron.models.t5 import T5Model
 from megatron.parallel.layout import Layout
 from megatron.training.checkpointing import model_state
 
+_NETWORKS: dict[str, type[BertModel] | type[GPTModel] | type[T5Model]] = {
+    "bert": BertModel,
+    "gpt": GPTModel,
+    "t5": T5Model,
+}
 _TOKENS = (2, 64)  # [b, s], shorter where the model's context is
 
 
@@ -69,12 +75,14 @@ class Inputs:
     Attributes:
         tokens: [b, s].
         types: [b, s], segments, for a BERT.
-        padding: bool [b, s], True where there is a token, for a BERT.
+        padding: bool [b, s], True where there is a token, for a BERT and a T5's encoder.
+        decoder_tokens: [b, d], for a T5.
     """
 
     tokens: Tensor
     types: Tensor
     padding: Tensor
+    decoder_tokens: Tensor
 
 
 def _random_inputs(positions: int, vocab: int) -> Inputs:
@@ -83,21 +91,31 @@ def _random_inputs(positions: int, vocab: int) -> Inputs:
     types = torch.randint(2, tokens.shape, generator=generator)
     padding = torch.ones_like(tokens, dtype=torch.bool)
     padding[-1, length - length // 4 :] = False
-    return Inputs(tokens, types, padding)
+    decoder = torch.randint(vocab, (_TOKENS[0], -(-length // 2)), generator=generator)
+    return Inputs(tokens, types, padding, decoder)
 
 
 @torch.no_grad()
 def our_outputs(reader: Reader, config: RunConfig, inputs: Inputs) -> dict[str, Tensor]:
-    """What a checkpoint's model gives, in fp32: logits, or of a BERT what `_bert_outputs` has."""
+    """What a checkpoint's model gives, in fp32: logits, of a T5 both halves' states too; of a BERT
+    what `_bert_outputs` has."""
     config = replace(config, precision=replace(config.precision, fp16=False, bf16=False))
     rows = reader.global_shape("model.embedding.word.weight")[0]
-    build = BertModel.from_config if config.model.architecture == "bert" else GPTModel.from_config
+    build = _NETWORKS[config.model.architecture].from_config
     model = build(config, Layout.single(), Device.cpu(), rows).eval()
     held = set(reader.names())
     state = {name: entry for name, entry in model_state([model]).items() if name in held}
     restore(reader, state, prefixes=("model.",), cast=True)
     if isinstance(model, GPTModel):
         return {"logits": model(inputs.tokens)}
+    if isinstance(model, T5Model):
+        both = (inputs.tokens, inputs.decoder_tokens, inputs.padding)
+        encoder, decoder = (states.transpose(0, 1) for states in model.states(*both))
+        return {
+            "logits": model(*both),
+            "encoder states": encoder[inputs.padding],
+            "decoder states": decoder,
+        }
     return _bert_outputs(model, held, inputs)
 
 
@@ -119,6 +137,18 @@ def _bert_outputs(model: BertModel, held: Collection[str], inputs: Inputs) -> di
 def their_outputs(reader: HFReader, inputs: Inputs) -> dict[str, Tensor]:
     """What `transformers` computes from a folder, in fp32."""
     model = their_model(reader).eval()
+    if reader.family.name == "t5":
+        found = model(
+            inputs.tokens,
+            attention_mask=inputs.padding,
+            decoder_input_ids=inputs.decoder_tokens,
+            output_hidden_states=True,
+        )
+        return {
+            "logits": found.logits,
+            "encoder states": found.encoder_last_hidden_state[inputs.padding],
+            "decoder states": found.decoder_hidden_states[-1],
+        }
     if reader.family.name != "bert":
         return {"logits": model(inputs.tokens).logits}
     found = model(inputs.tokens, attention_mask=inputs.padding, token_type_ids=inputs.types)
@@ -158,8 +188,14 @@ def their_model(reader: HFReader) -> Any:
     }
     if reader.bare_names and reader.architecture != "BertModel":
         state = {reader.family.prefix + name: tensor for name, tensor in state.items()}
+    own_head = reader.family.head_follows_files and reader.family.tied_head in state
+    if own_head:  # it is tied from birth, whatever config.json says
+        head = model.get_output_embeddings()
+        head.weight = torch.nn.Parameter(torch.empty_like(head.weight))
     missing, unexpected = model.load_state_dict(state, strict=False)
-    if unexpected or set(missing) - {reader.family.tied_head, "cls.predictions.decoder.bias"}:
+    tied = {reader.family.tied_head, *reader.family.word_copies, "cls.predictions.decoder.bias"}
+    if unexpected or set(missing) - tied:
         raise CheckpointError(f"--verify: transformers lacks {missing}, has no place: {unexpected}")
-    model.tie_weights()
+    if not own_head:
+        model.tie_weights()
     return model

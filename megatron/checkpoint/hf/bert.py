@@ -30,6 +30,8 @@ class Bert:
     name = "bert"
     prefix = "bert."
     tied_head = "cls.predictions.decoder.weight"
+    head_follows_files = False
+    word_copies: tuple[str, ...] = ()
 
     def architecture(self, pieces: frozenset[str]) -> str:
         """See `Family`."""

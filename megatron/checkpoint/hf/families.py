@@ -8,13 +8,9 @@ from megatron.checkpoint.hf.bert import Bert
 from megatron.checkpoint.hf.family import Family, misfits
 from megatron.checkpoint.hf.gpt2 import GPT2
 from megatron.checkpoint.hf.llama import LlamaLike
+from megatron.checkpoint.hf.t5 import T5
 from megatron.config.model import ModelConfig
 from megatron.errors import CheckpointError
-
-_NOT_EXPRESSED = {
-    "t5": "its relative position biases, its unscaled attention scores and its activations are not "
-    "built (Megatron-LM's own T5 files are read and written)",
-}
 
 
 def families() -> Mapping[str, Family]:
@@ -26,6 +22,7 @@ def families() -> Mapping[str, Family]:
         LlamaLike("qwen3", "Qwen3ForCausalLM", head_norm=True, window=True, head_size=128),
         GPT2(),
         Bert(),
+        T5(),
     )
     return {family.name: family for family in known}
 
@@ -37,8 +34,6 @@ def family_named(name: object, path: object) -> Family:
         CheckpointError: it is not among those known.
     """
     known = families()
-    if name in _NOT_EXPRESSED:
-        raise CheckpointError(f"{path}: model_type {name}: not read: {_NOT_EXPRESSED[str(name)]}")
     if not isinstance(name, str) or name not in known:
         raise CheckpointError(
             f"{path}: model_type {name!r} is not known: possible are {', '.join(known)}"

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from megatron.checkpoint.hf.rules import Rule
 from megatron.checkpoint.hf.settings import Settings
-from megatron.config.model import NETWORK_FIELDS, ModelConfig
+from megatron.config.model import NETWORK_FIELDS, ModelConfig, is_irrelevant
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,15 @@ class Family(Protocol):
     @property
     def tied_head(self) -> str:
         """What files may call the word embeddings a second time, as the output's weight."""
+
+    @property
+    def head_follows_files(self) -> bool:
+        """The output has a weight of its own where files hold one that differs from the word
+        embeddings, although config.json may call the two tied."""
+
+    @property
+    def word_copies(self) -> tuple[str, ...]:
+        """Further names that files may have for the word embeddings."""
 
     def architecture(self, pieces: frozenset[str]) -> str:
         """The class of `transformers`.
@@ -82,15 +91,8 @@ def differing_fields(one: ModelConfig, other: ModelConfig) -> list[str]:
     return [
         name
         for name in NETWORK_FIELDS
-        if not _irrelevant(one, name) and _meaning(one, name) != _meaning(other, name)
+        if not is_irrelevant(one, name) and _meaning(one, name) != _meaning(other, name)
     ]
-
-
-def _irrelevant(model: ModelConfig, name: str) -> bool:
-    """Without rotary positions their settings mean nothing; the activation is compared as one."""
-    if name in ("rotary_percent", "rotary_base", "rotary_seq_len_interpolation_factor"):
-        return model.position_embedding_type != "rope"
-    return name == "rope_scaling_factor" and not model.use_rope_scaling
 
 
 def _meaning(model: ModelConfig, name: str) -> Any:
@@ -100,7 +102,7 @@ def _meaning(model: ModelConfig, name: str) -> Any:
         case "rotary_seq_len_interpolation_factor":
             return model.rotary_seq_len_interpolation_factor or 1
         case "openai_gelu":
-            # BERT's head for masked tokens has an activation of its own.
+            # Compared as one; BERT's head for masked tokens has an activation of its own.
             return activation_of(model), model.architecture == "bert" and model.openai_gelu
         case "add_qkv_bias":
             return model.add_bias_linear or model.add_qkv_bias
@@ -109,12 +111,14 @@ def _meaning(model: ModelConfig, name: str) -> Any:
 
 def activation_of(model: ModelConfig) -> str:
     """Name of the MLP's non-linearity; see `kernels.activation.choose_activation`."""
-    if model.swiglu:
-        return "swiglu"
-    if model.openai_gelu:
-        return "gelu_tanh"
-    if model.onnx_safe:
-        return "gelu"
-    if model.squared_relu:
-        return "squared_relu"
+    for name, is_on in (
+        ("swiglu", model.swiglu),
+        ("geglu", model.geglu),
+        ("relu", model.relu),
+        ("gelu_tanh", model.openai_gelu),
+        ("gelu", model.onnx_safe),
+        ("squared_relu", model.squared_relu),
+    ):
+        if is_on:
+            return name
     return "gelu_tanh" if model.bias_gelu_fusion and model.add_bias_linear else "gelu"

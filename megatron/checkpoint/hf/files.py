@@ -19,6 +19,7 @@ TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_MODEL = "tokenizer.model"
 VOCAB, MERGES = "vocab.json", "merges.txt"
 WORDPIECES = "vocab.txt"
+SPIECE = "spiece.model"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 # What goes along with a model: text, never code.
 COMPANIONS = (
@@ -33,6 +34,7 @@ COMPANIONS = (
     VOCAB,
     MERGES,
     WORDPIECES,
+    SPIECE,
 )
 MAX_COMPANION = 256 << 20  # bytes; the largest tokenizer files have some ten million
 

@@ -21,6 +21,8 @@ class GPT2:
     name = "gpt2"
     prefix = "transformer."
     tied_head = "lm_head.weight"
+    head_follows_files = False
+    word_copies: tuple[str, ...] = ()
 
     def architecture(self, pieces: frozenset[str]) -> str:
         """See `Family`."""

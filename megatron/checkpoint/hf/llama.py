@@ -43,6 +43,8 @@ class LlamaLike:
     head_size: int | None = None
     prefix: str = ""
     tied_head: str = "lm_head.weight"
+    head_follows_files: bool = False
+    word_copies: tuple[str, ...] = ()
 
     def architecture(self, pieces: frozenset[str]) -> str:
         """See `Family`."""

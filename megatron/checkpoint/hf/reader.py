@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from megatron.checkpoint.hf.files import CONFIG, find_shards, inside
 from megatron.checkpoint.hf.rules import Rule, Shape, present
 from megatron.checkpoint.hf.settings import Settings, read_json
 from megatron.checkpoint.manifest import describe
+from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.config.yaml_file import to_dict
 from megatron.errors import CheckpointError
@@ -48,22 +50,25 @@ class HFReader:
         values = read_json(config_path)
         self.family: Family = family_named(values.get("model_type"), config_path)
         described = self.family.read(Settings(values, config_path))
+        model = described.model
         self.vocab, self.notices = described.vocab, described.notices
         self._held = {_modern(name): one for name, one in _open_shards(path, shards).items()}
         prefix = self.family.prefix
         self.bare_names = bool(prefix) and not any(n.startswith(prefix) for n in self._held)
-        rules = self.family.rules(described.model, described.vocab)
+        rules = self.family.rules(model, described.vocab)
+        self._words = next(r.theirs[0] for r in rules if r.name == "model.embedding.word.weight")
+        if self._has_own_head(model):
+            model = replace(model, untie_embeddings_and_output_weights=True)
+            rules = self.family.rules(model, described.vocab)
         found = [rule for rule in rules if any(self._name(n) in self._held for n in rule.theirs)]
         self._rules = {rule.name: rule for rule in present(rules, found)}
         self._check()
-        tied = not described.model.untie_embeddings_and_output_weights
-        if self.family.tied_head in self._held and tied:
-            self._check_tied_head()
+        self._check_copies(tied=not model.untie_embeddings_and_output_weights)
         self.meta = {
             "iteration": self.iteration,
             "consumed_train_samples": 0,
             "padded_vocab_size": described.vocab,
-            "config": to_dict(RunConfig(model=described.model)),
+            "config": to_dict(RunConfig(model=model)),
         }
 
     def names(self) -> list[str]:
@@ -124,21 +129,31 @@ class HFReader:
             elif held.dtype not in _FLOATS:
                 problems.append(f"{name} is {held.dtype}: only plain floating point is read")
         for name in sorted(self._held.keys() - expected.keys()):
-            if name != self.family.tied_head and not self.family.is_derived(name):
+            copies = (self.family.tied_head, *self.family.word_copies)
+            if name not in copies and not self.family.is_derived(name):
                 problems.append(f"{name} has no place in a {self.family.name} model")
         if problems:
             more = f" and {len(problems) - _SHOWN} more" * (len(problems) > _SHOWN)
             raise CheckpointError(f"{self.path}: {'; '.join(problems[:_SHOWN])}{more}")
 
-    def _check_tied_head(self) -> None:
-        rule = self._rules["model.embedding.word.weight"]
-        embedding = self._held[self._name(rule.theirs[0])].load()
-        if not torch.equal(self._held[self.family.tied_head].load(), embedding):
-            raise CheckpointError(
-                f"{self.path}: {self.family.tied_head} differs from the word embeddings, although "
-                "config.json says tie_word_embeddings: set that to false in a copy, or remove "
-                "the tensor"
-            )
+    def _has_own_head(self, model: ModelConfig) -> bool:
+        """Whether files hold an output weight that config.json does not tell of."""
+        if model.untie_embeddings_and_output_weights or not self.family.head_follows_files:
+            return False
+        return self.family.tied_head in self._held and not self._is_word_copy(self.family.tied_head)
+
+    def _check_copies(self, *, tied: bool) -> None:
+        for name in (*self.family.word_copies, *([self.family.tied_head] if tied else [])):
+            if name in self._held and not self._is_word_copy(name):
+                raise CheckpointError(
+                    f"{self.path}: {name} differs from the word embeddings, although config.json "
+                    "says tie_word_embeddings: set that to false in a copy, or remove the tensor"
+                )
+
+    def _is_word_copy(self, name: str) -> bool:
+        """Whether a tensor is that of the word embeddings, as far as there is one."""
+        words = self._held.get(self._name(self._words))
+        return words is not None and torch.equal(self._held[name].load(), words.load())
 
 
 class _Held:

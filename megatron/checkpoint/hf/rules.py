@@ -84,6 +84,21 @@ class ByGroup:
 
 
 @dataclass(frozen=True)
+class KeyValueByHead:
+    """Keys [n d, ...] and values [n d, ...] of an attention to an encoder, with us head by head."""
+
+    heads: int
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        by_head = [part.unflatten(0, (self.heads, -1)) for part in parts]
+        return torch.stack(by_head, dim=1).flatten(0, 2)
+
+    def split(self, whole: Tensor) -> list[Tensor]:
+        by_head = whole.unflatten(0, (self.heads, 2, -1))
+        return [part.flatten(0, 1) for part in by_head.unbind(1)]
+
+
+@dataclass(frozen=True)
 class FusedByHead:
     """GPT-2's [h, 3 n d] (or a bias [3 n d]): all queries, all keys, all values side by side."""
 

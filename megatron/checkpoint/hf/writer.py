@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -107,7 +107,10 @@ class Export:
         if template.get("model_type") != self.family.name:
             return False
         described = self.family.read(Settings(template, CONFIG))
-        return described.vocab == self.vocab and not differing_fields(self.model, described.model)
+        model = described.model
+        if self.family.head_follows_files and self.model.untie_embeddings_and_output_weights:
+            model = replace(model, untie_embeddings_and_output_weights=True)
+        return described.vocab == self.vocab and not differing_fields(self.model, model)
 
 
 def write_folder(

@@ -21,8 +21,10 @@ from megatron.checkpoint.legacy.rank_files import DISTRIBUTED_FILE, MODEL_FILE
 from megatron.checkpoint.legacy.torch_file import write_torch_file
 from megatron.checkpoint.reader import Reader
 from megatron.config.model import ModelConfig
+from megatron.config.rules_legacy import not_computed
 from megatron.config.run import RunConfig
 from megatron.config.stages import plan_model
+from megatron.errors import CheckpointError
 
 _WEIGHTS, _STATES = "model.", "optimizer."
 _KINDS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "momentum": "momentum_buffer"}
@@ -57,7 +59,8 @@ class LegacyWriter:
         keep_optimizer: write optimizer states, where the checkpoint has them.
 
     Raises:
-        CheckpointError: Megatron's model has no place for a parameter, or cannot be split so.
+        CheckpointError: Megatron's model has no place for a parameter, cannot be split so, or
+            computes another network.
     """
 
     def __init__(
@@ -68,6 +71,10 @@ class LegacyWriter:
         data_parallel: int = 1,
         keep_optimizer: bool = True,
     ) -> None:
+        for flag in not_computed(config.model):
+            raise CheckpointError(
+                f"{flag}: Megatron-LM 23.08 computes no such network: use the native format"
+            )
         self.reader, self.config, self.data_parallel = reader, config, data_parallel
         self._keeps_optimizer = keep_optimizer and bool(reader.meta.get("optimizer"))
         self._held = frozenset(reader.names())

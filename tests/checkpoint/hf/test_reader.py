@@ -160,9 +160,3 @@ def test_a_truncated_file_is_an_error_not_a_traceback(tmp_path: Path) -> None:
     file = folder_with(tmp_path) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     assert "not a safetensors file" in _refusal(tmp_path)
-
-
-def test_a_t5_is_refused_with_the_reason(tmp_path: Path) -> None:
-    folder = write_folder(tmp_path, {"model_type": "t5"}, {"shared.weight": torch.ones(2, 2)})
-    with pytest.raises(CheckpointError, match="model_type t5: not read: its relative position"):
-        HFReader(folder)

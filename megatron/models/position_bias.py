@@ -1,0 +1,125 @@
+"""T5's positions: a bias of every attention score, by how far the key stands from the query.
+
+Near distances have a bucket each, farther ones share buckets that grow with the logarithm of the
+distance (Raffel et al., 2019, 2.1). Every head has a bias for every bucket; all layers of an
+encoder share one table, and those of a decoder another.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.config.model import ModelConfig
+from megatron.models.initial import weight_init
+from megatron.models.sizes import sizes_of
+from megatron.parallel.layout import Layout
+from megatron.parallel.parameter import new_parameter, spec_of
+from megatron.parallel.tied import SharedTable
+
+POSITION_TABLES = ("encoder.position_bias.weight", "decoder.position_bias.weight")  # of a T5
+
+
+def relative_buckets(distances: Tensor, *, both_ways: bool, buckets: int, longest: int) -> Tensor:
+    """The bucket of each distance.
+
+    Half of the buckets of a direction hold one distance each, the others share the rest up to
+    `longest`; the last has all that are longer.
+
+    Args:
+        distances: place of the key less that of the query, of any shape.
+        both_ways: later keys have buckets of their own; else they are in the first one's.
+        buckets: of both directions.
+        longest: distance, in tokens.
+
+    Returns:
+        int64, from 0 to below `buckets`.
+    """
+    first = torch.zeros_like(distances)
+    if both_ways:
+        buckets //= 2
+        first = (distances > 0).long() * buckets
+        distances = distances.abs()
+    else:
+        distances = (-distances).clamp(min=0)
+    alone = buckets // 2
+    # In fp32 and in this order as T5 computes it: at a bucket's border the rounding decides.
+    share = torch.log(distances.float() / alone) / math.log(longest / alone)
+    shared = alone + (share * (buckets - alone)).clamp(min=0).long()
+    return first + torch.where(distances < alone, distances, shared.clamp(max=buckets - 1))
+
+
+class PositionBias(SharedTable):
+    """The table of one stack of layers, [buckets, n]; a tensor rank holds its heads' columns.
+
+    Every part of the model that has layers of the stack has a copy under the same name. That with
+    the stack's first layer is the original; see `parallel.tied` for how the others stay equal.
+
+    Args:
+        both_ways: an encoder's; else a decoder's, which adds the causal mask too.
+        is_copy: another part of the model holds the original.
+        device: of the parameters, as `dtype`.
+        bucket_device: where the model runs.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        layout: Layout,
+        *,
+        both_ways: bool,
+        is_copy: bool,
+        bucket_device: torch.device,
+        device: torch.device | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        sizes, buckets = sizes_of(model), model.relative_attention_num_buckets
+        self.both_ways = both_ways
+        self.weight = new_parameter(
+            (buckets, sizes.heads),
+            init=weight_init(model, buckets, sizes.heads),
+            axis=layout.tensor,
+            split_dim=1,
+            device=device,
+            dtype=dtype,
+        )
+        spec = replace(spec_of(self.weight), is_copy=is_copy)
+        self.weight.spec = spec  # type: ignore[attr-defined]
+        # Computed on the CPU, so that every device has the same.
+        reach = sizes.positions - 1
+        found = relative_buckets(
+            torch.arange(-reach, reach + 1),
+            both_ways=both_ways,
+            buckets=buckets,
+            longest=model.relative_attention_max_distance,
+        )
+        self.register_buffer("buckets", found.to(bucket_device), persistent=False)
+        self.buckets: Tensor
+
+    def forward(self, length: int, mask: Tensor | None) -> Tensor:
+        """What is added to the scores of a sequence with itself.
+
+        Args:
+            length: s.
+            mask: bool [b, 1, 1, s], True where a query may attend; None: all, or the past.
+
+        Returns:
+            [b or 1, n/t, s, s] in the table's type: its lowest number where a query may not attend.
+        """
+        if self.original is not None:
+            shared: Tensor = self.original(length, mask)
+            return shared
+        middle = len(self.buckets) // 2
+        distances = self.buckets[middle - length + 1 : middle + length]
+        by_distance = F.embedding(distances, self.weight).t()  # [n/t, 2s - 1]
+        # Window i has the distances of query s - 1 - i to every key. Its backward is a sum in a
+        # fixed order, and nothing but [n/t, s, s] is ever in memory.
+        bias = by_distance.unfold(1, length, 1).flip(1)[None]
+        if mask is None and not self.both_ways:
+            mask = torch.ones(length, length, dtype=torch.bool, device=bias.device).tril()
+        return bias if mask is None else bias.masked_fill(~mask, torch.finfo(bias.dtype).min)
