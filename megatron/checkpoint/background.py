@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -91,6 +92,7 @@ class BackgroundSaver:
         beside: the same for the thread (`Layout.beside`).
         device: where the tensors are.
         keep: see `store.write_checkpoint`.
+        write: that, or what takes the same arguments and writes another format.
         report: called on rank 0, from the thread, with what was saved or why it failed.
 
     Raises:
@@ -106,6 +108,7 @@ class BackgroundSaver:
         device: Device,
         *,
         keep: int | None,
+        write: Callable[..., Path] = write_checkpoint,
         report: Callable[[int, Saved | Exception], None],
     ) -> None:
         self._root = Path(root).absolute()  # now: the process may change its folder
@@ -113,7 +116,7 @@ class BackgroundSaver:
         self._plan = agree(entries, layout)
         self._copy = HostCopy(share_of(self._plan, entries, layout.world.rank), device)
         self._layout = beside
-        self._keep = keep
+        self._write = partial(write, keep=keep)
         self._report = report
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
@@ -171,9 +174,7 @@ class BackgroundSaver:
         outcome: Saved | Exception
         try:
             longest = max(exchange.gather(waited))
-            path = write_checkpoint(
-                self._root, iteration, self._plan, mine, meta, self._layout, keep=self._keep
-            )
+            path = self._write(self._root, iteration, self._plan, mine, meta, self._layout)
             seconds = time.perf_counter() - started
             outcome = Saved(iteration, path, self._plan.total_bytes, seconds, longest)
         except UserError as error:

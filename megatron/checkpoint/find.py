@@ -4,6 +4,7 @@ A folder follows Megatron: `latest_checkpointed_iteration.txt` names an iteratio
 `iter_0000100/` holds it. What we write besides, and how a dead run's leftovers look:
 
     iter_0000100/manifest.json          complete: the manifest is written before the rename
+    iter_0000100/complete               of Megatron-LM's files those that we have written
     iter_0000100.tmp-<unique>/          a save that did not finish; never read
     iter_0000100.old-<unique>/          replaced by a newer save of the same iteration; read only
                                         where a crash left no iter_0000100
@@ -21,6 +22,7 @@ from megatron.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
+COMPLETE = "complete"
 REPLACED = ".old-"
 
 _FOLDER = re.compile(r"iter_(\d{7,12})(\.old-[0-9a-f]+)?")

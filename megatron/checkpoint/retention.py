@@ -1,8 +1,9 @@
 """Which checkpoints may go, and how those that are being read are left alone.
 
-A reader holds a shared lock on the manifest for as long as it lives; a checkpoint is deleted under
-an exclusive one, which is not waited for. First it loses its name in one rename, so that nobody
-finds half a checkpoint under it. Where the file system knows no locks, nobody is known to read.
+A reader holds a shared lock on the manifest (of Megatron-LM's files: on our mark beside them) for
+as long as it lives; a checkpoint is deleted under an exclusive one, which is not waited for. First
+it loses its name in one rename, so that nobody finds half a checkpoint under it. Where the file
+system knows no locks, nobody is known to read.
 """
 
 from __future__ import annotations
@@ -15,21 +16,22 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron.checkpoint.durable import TEMPORARY, remove_tree, sync_folder, unique_suffix
-from megatron.checkpoint.find import iteration_folder, scan
+from megatron.checkpoint.find import COMPLETE, iteration_folder, scan
 from megatron.checkpoint.manifest import MANIFEST
 from megatron.errors import CheckpointError
 
+_LOCKED = {"native": MANIFEST, "legacy": COMPLETE}  # which file, by format
 _IS_HELD = {errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES}
 
 
-def hold_for_reading(folder: Path) -> int:
-    """Keep a checkpoint from being deleted until the returned descriptor is closed.
+def hold_for_reading(folder: Path, kind: str = "native") -> int:
+    """Keep a checkpoint of a format from being deleted until the returned descriptor is closed.
 
     Raises:
         CheckpointError: it is being deleted.
-        OSError: its manifest cannot be opened.
+        OSError: its manifest or mark cannot be opened.
     """
-    descriptor = os.open(folder / MANIFEST, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    descriptor = os.open(folder / _LOCKED[kind], os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     if not _lock(descriptor, fcntl.LOCK_SH):
         os.close(descriptor)
         raise CheckpointError("it is being deleted, as --keep-latest of another job asks")
@@ -39,8 +41,8 @@ def hold_for_reading(folder: Path) -> int:
 def prune(root: Path, newest: int, keep: int) -> list[Path]:
     """Delete older checkpoints of this program, those that are being read excepted.
 
-    Left alone besides: what has a later iteration, as a run that went back leaves it; what is in
-    another format.
+    Left alone besides: what has a later iteration, as a run that went back leaves it; files of
+    Megatron-LM without our mark, which may be its own, and are not known to be complete.
 
     Args:
         newest: iteration of the one that has just been published.
@@ -54,15 +56,15 @@ def prune(root: Path, newest: int, keep: int) -> list[Path]:
     """
     assert keep >= 1
     candidates = [
-        one.path
+        one
         for one in scan(root)[0]
-        if one.format == "native"
+        if (one.path / _LOCKED[one.format]).is_file()
         and one.iteration <= newest
         and one.path.name == iteration_folder(one.iteration)
     ]
     gone = []
-    for folder in candidates[keep:]:
-        with _held_alone(folder) as is_ours:
+    for folder, kind in ((one.path, one.format) for one in candidates[keep:]):
+        with _held_alone(folder / _LOCKED[kind]) as is_ours:
             if not is_ours:
                 continue
             nameless = folder.with_name(folder.name + unique_suffix(TEMPORARY))
@@ -74,10 +76,10 @@ def prune(root: Path, newest: int, keep: int) -> list[Path]:
 
 
 @contextmanager
-def _held_alone(folder: Path) -> Iterator[bool]:
+def _held_alone(file: Path) -> Iterator[bool]:
     """Whether nobody reads the checkpoint, nor can begin to inside the block."""
     # Network file systems lend exclusive locks only to those who may write.
-    descriptor = os.open(folder / MANIFEST, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    descriptor = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         yield _lock(descriptor, fcntl.LOCK_EX)
     finally:

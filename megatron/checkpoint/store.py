@@ -116,11 +116,12 @@ def write_checkpoint(
             remove_tree(temporary)
         raise
     if keep is not None and exchange.is_main:
-        _prune(root, iteration, keep)
+        drop_older(root, iteration, keep)
     return root / folder
 
 
-def _prune(root: Path, newest: int, keep: int) -> None:
+def drop_older(root: Path, newest: int, keep: int) -> None:
+    """`prune`, of which a failure costs no more than space."""
     try:
         prune(root, newest, keep)
     except OSError as error:  # what was saved is saved

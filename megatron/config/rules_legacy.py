@@ -16,12 +16,6 @@ def legacy_files(config: RunConfig, world_size: int) -> Iterator[str]:
     if checkpoint.ckpt_format != "legacy":
         return
     for name, on in (
-        ("--async-save", checkpoint.async_save),
-        ("--keep-latest", checkpoint.keep_latest is not None),
-    ):
-        if on:
-            yield f"{name} goes with --ckpt-format native only: drop one of the two"
-    for name, on in (
         ("--qk-layernorm", model.qk_layernorm),
         ("--add-qkv-bias", model.add_qkv_bias and not model.add_bias_linear),
     ):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,18 +43,20 @@ def save_run(run: Run) -> Path:
     started, state = time.perf_counter(), state_of(run)
     plan = agree(state, run.layout)
     mine, meta = share_of(plan, state, run.layout.world.rank), meta_of(run)
-    if options.ckpt_format == "legacy":
-        vocabulary = run.tokenizer.vocab_size
-        path = write_legacy(
-            options.save, iteration, plan, mine, meta, run.layout, run.config, vocabulary
-        )
-    else:
-        keep = options.keep_latest
-        path = write_checkpoint(options.save, iteration, plan, mine, meta, run.layout, keep=keep)
+    path = writer_of(run)(
+        options.save, iteration, plan, mine, meta, run.layout, keep=options.keep_latest
+    )
     if run.layout.world.rank == 0:
         seconds = time.perf_counter() - started
         report_saved(Saved(iteration, path, plan.total_bytes, seconds, seconds))
     return path
+
+
+def writer_of(run: Run) -> Callable[..., Path]:
+    """What writes checkpoints of the run's `--ckpt-format`; called as `store.write_checkpoint`."""
+    if run.config.checkpoint.ckpt_format == "native":
+        return write_checkpoint
+    return partial(write_legacy, config=run.config, vocabulary=run.tokenizer.vocab_size)
 
 
 def save_weights(run: Run, root: Path) -> Path:

@@ -229,14 +229,6 @@ _LINES = [
         "--save-interval-in-mins 0.0: must be above 0",
     ),
     (
-        "--save here --save-interval 5 --ckpt-format legacy --async-save",
-        "--async-save goes with --ckpt-format native only: drop one of the two",
-    ),
-    (
-        "--save here --save-interval 5 --ckpt-format legacy --keep-latest 2",
-        "--keep-latest goes with --ckpt-format native only: drop one of the two",
-    ),
-    (
         "--save here --save-interval 5 --ckpt-format legacy --optimizer sgd "
         "--use-distributed-optimizer",
         "--ckpt-format legacy with --use-distributed-optimizer: Megatron-LM's file holds Adam's "

@@ -179,6 +179,8 @@ OTHER_LAYOUTS: tuple[LayoutCase, ...] = (
     *(replace(case, kind="t5") for case in _OTHERS),
     LayoutCase(2, pipeline=2, network="--bert-no-binary-head", kind="bert"),
     LayoutCase(2, tensor=2, flags=_SP, network="--position-embedding-type rope", kind="t5"),
+    LayoutCase(2, flags=f"--zero-stage 1 {_OVERLAP}", kind="t5"),
+    LayoutCase(4, pipeline=2, flags="--zero-stage 2 --overlap-grad-reduce", kind="t5"),
     LayoutCase(
         3,
         pipeline=3,

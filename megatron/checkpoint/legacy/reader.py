@@ -7,6 +7,8 @@ reads the small pickled trees only), and a read joins the tensor ranks' parts.
 from __future__ import annotations
 
 import math
+import os
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +17,7 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.entries import Box, Json, check_request
-from megatron.checkpoint.find import RELEASE, warn
+from megatron.checkpoint.find import COMPLETE, RELEASE, warn
 from megatron.checkpoint.legacy.arguments import (
     consumed_samples,
     legacy_config,
@@ -41,6 +43,7 @@ from megatron.checkpoint.legacy.rank_files import (
     open_files,
     states_beside,
 )
+from megatron.checkpoint.retention import hold_for_reading
 from megatron.errors import CheckpointError
 
 
@@ -75,6 +78,7 @@ class LegacyReader:
             CheckpointError: a file is missing, damaged, refused, or of a kind not read.
         """
         self.path = path
+        self._hold()
         self._files = open_files(path)
         first = self._files[0].tree
         self._args = plain_arguments(first.get("args"))
@@ -94,6 +98,16 @@ class LegacyReader:
         self._pieces = {name: self._place(name, parts) for name, parts in self._parts.items()}
         self.iteration = self._find_iteration(first)
         self.meta = self._find_meta(first, states, warns=rank == 0)
+
+    def _hold(self) -> None:
+        """As long as there is a reader, `--keep-latest` of another job leaves ours alone."""
+        if not (self.path / COMPLETE).exists():
+            return
+        try:
+            weakref.finalize(self, os.close, hold_for_reading(self.path, "legacy"))
+        except OSError as error:
+            message = f"{self.path / COMPLETE}: cannot be read: {error.strerror}"
+            raise CheckpointError(message) from error
 
     def _find_arrangement(self, tree: Mapping[str, Any]) -> Arrangement:
         version = tree.get("checkpoint_version", 0)

@@ -14,10 +14,10 @@ from pathlib import Path
 from torch import Tensor
 
 from megatron.checkpoint import store
-from megatron.checkpoint.durable import remove_tree
+from megatron.checkpoint.durable import remove_tree, storage_errors, write_file
 from megatron.checkpoint.entries import Json
 from megatron.checkpoint.exchange import Exchange
-from megatron.checkpoint.find import RELEASE, iteration_folder
+from megatron.checkpoint.find import COMPLETE, RELEASE, iteration_folder
 from megatron.checkpoint.legacy.writer import LegacyWriter
 from megatron.checkpoint.lock import SaveLock
 from megatron.checkpoint.plan import Plan
@@ -27,6 +27,7 @@ from megatron.config.run import RunConfig
 from megatron.parallel.layout import Layout
 
 _STAGING = "native"
+_MARK = b"All files are here. --keep-latest may delete them; who reads them locks this file.\n"
 
 
 def write_legacy(
@@ -36,8 +37,10 @@ def write_legacy(
     mine: Mapping[str, Tensor],
     meta: Json,
     layout: Layout,
+    *,
     config: RunConfig,
     vocabulary: int,
+    keep: int | None = None,
 ) -> Path:
     """Save a run's state. Collective over all ranks of `layout`; returns the checkpoint's folder.
 
@@ -50,6 +53,7 @@ def write_legacy(
         layout: who takes part.
         config: of the run.
         vocabulary: entries of the tokenizer, which Megatron pads by a rule of its own.
+        keep: delete all but so many of the newest afterwards; None: none.
 
     Raises:
         StorageError: on every rank, when any rank cannot write. Nothing is published, the tracker
@@ -71,7 +75,10 @@ def write_legacy(
         writer.write(temporary, layout.world.rank, layout.world.size)
 
     need = plan.total_bytes  # twice: the staged checkpoint asks for its own room
-    return _save(Path(root).absolute(), folder, need, exchange, write)
+    path = _save(Path(root).absolute(), folder, need, exchange, write)
+    if keep is not None and exchange.is_main:
+        store.drop_older(path.parent, iteration, keep)
+    return path
 
 
 def convert_to_legacy(
@@ -112,15 +119,21 @@ def megatron_rows(vocabulary: int, config: RunConfig) -> int:
 def _save(
     root: Path, folder: str, need: int, exchange: Exchange, write: Callable[[Path], None]
 ) -> Path:
-    """The protocol: temporary folder, files, rename, tracker. Collective."""
+    """The protocol: temporary folder, files, mark, rename, tracker. Collective."""
     temporary = Path(
         exchange.on_main(lambda: store.prepare(root, folder, need, replaces_legacy=True))
     )
     try:
         write(temporary)
-        exchange.on_main(lambda: store.publish(root, temporary, folder))
+        exchange.on_main(lambda: _publish(root, temporary, folder))
     except BaseException:
         if exchange.is_main:
             remove_tree(temporary)
         raise
     return root / folder
+
+
+def _publish(root: Path, temporary: Path, folder: str) -> None:
+    with storage_errors(temporary):
+        write_file(temporary / COMPLETE, _MARK)
+    store.publish(root, temporary, folder)

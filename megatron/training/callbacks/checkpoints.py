@@ -9,7 +9,7 @@ from megatron.checkpoint.background import BackgroundSaver, Saved
 from megatron.errors import ConfigError, StorageError
 from megatron.training.callbacks.base import Callback, Leave
 from megatron.training.callbacks.terminal import say
-from megatron.training.checkpointing import meta_of, report_saved, save_run, state_of
+from megatron.training.checkpointing import meta_of, report_saved, save_run, state_of, writer_of
 from megatron.training.run import Run
 from megatron.training.save_interval import advice
 from megatron.training.step import StepOutcome
@@ -101,6 +101,7 @@ def _background_saver(run: Run) -> BackgroundSaver:
             run.layout.beside(timeout),
             run.device,
             keep=options.keep_latest,
+            write=writer_of(run),
             report=_report,
         )
     except MemoryError as error:

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from megatron.checkpoint.entries import Entry
+from megatron.checkpoint.find import checkpoint_at
 from megatron.checkpoint.legacy import writer
-from megatron.checkpoint.reader import open_checkpoint
+from megatron.checkpoint.reader import open_checkpoint, open_found
+from megatron.checkpoint.retention import prune
 from megatron.checkpoint.store import save
 from megatron.config.parser import parse_config
 from megatron.config.yaml_file import to_dict
@@ -187,7 +189,8 @@ def test_a_run_that_saves_so_goes_on_from_it(tmp_path, name):
     rel = 2e-3 if more else 1e-5
     assert [*first[-1], *second] == pytest.approx(expected, rel=rel)
     (path,) = tmp_path.glob("iter_*")
-    assert not [one.name for one in path.iterdir() if not one.name.startswith("mp_rank_")]
+    beside = [one.name for one in path.iterdir() if not one.name.startswith("mp_rank_")]
+    assert beside == ["complete"]
     trees = trees_of(path)
     assert len(trees) == sizes.get("tensor", 1) * sizes.get("pipeline", 1)
     for tree in trees.values():
@@ -195,6 +198,19 @@ def test_a_run_that_saves_so_goes_on_from_it(tmp_path, name):
         assert tree["iteration"] == 3
         states = tree["optimizer"].get("optimizer", tree["optimizer"])
         assert ("state" in states) == ("--use-distributed-optimizer" not in flags)
+
+
+def test_files_are_the_same_from_the_background(tmp_path):
+    """Of two processes that share their states; the last save is never in the background."""
+    words = "--use-distributed-optimizer --bf16 --ckpt-format legacy --save-interval 2 --save"
+    for name, more in (("now", []), ("later", ["--async-save"])):
+        flags = [*TOY, *words.split(), str(tmp_path / name), *more, "--train-iters", "4"]
+        run_distributed(2, _losses, flags)
+    folders = [tmp_path / name / "iter_0000002" for name in ("now", "later")]
+    now, later = (open_found(checkpoint_at(folder)) for folder in folders)
+    assert any(name.startswith("optimizer.") for name in now.names())
+    assert later.names() == now.names()
+    assert all(torch.equal(read_whole(now, n), read_whole(later, n)) for n in now.names())
 
 
 T5_RUN = """
@@ -216,6 +232,24 @@ def test_a_t5_in_three_stages_goes_on_in_one(tmp_path):
     assert [*first, *second] == pytest.approx(expected, rel=1e-5)
     args = trees_of(tmp_path / "iter_0000003")["mp_rank_00_002"]["args"]
     assert args.pipeline_model_parallel_split_rank == 1
+
+
+@pytest.mark.parametrize("more", [[], ["--async-save"]], ids=["foreground", "background"])
+def test_old_files_go_but_for_megatron_s_own_and_those_being_read(tmp_path, more):
+    theirs = tmp_path / "iter_0000001" / "mp_rank_00"
+    theirs.mkdir(parents=True)
+    flags = "--ckpt-format legacy --save-interval 2 --keep-latest 2 --train-iters 6 --save".split()
+    expected = _losses(Layout.single(), [*TOY, "--train-iters", "6"])
+    assert _losses(Layout.single(), [*TOY, *more, *flags, str(tmp_path)]) == expected
+    kept = [tmp_path / f"iter_000000{iteration}" for iteration in (1, 4, 6)]
+    assert sorted(tmp_path.glob("iter_*")) == kept
+    reader = open_found(checkpoint_at(kept[1]))
+    assert prune(tmp_path, 6, 1) == []
+    del reader
+    assert prune(tmp_path, 6, 1) == [kept[1]]
+    assert theirs.exists()
+    words = ["--load", str(tmp_path), "--train-iters", "7"]
+    assert len(_losses(Layout.single(), [*TOY, *words, "--override-opt_param-scheduler"])) == 1
 
 
 def test_a_save_that_fails_leaves_the_one_before(tmp_path, monkeypatch):
