@@ -35,7 +35,6 @@ from megatron.models.position_bias import PositionBias
 from megatron.models.recompute import RecomputePlan
 from megatron.models.sizes import sizes_of
 from megatron.models.stack import LayerStack
-from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.layout import Layout
 
 
@@ -191,11 +190,6 @@ class T5Model(nn.Module):
     ) -> T5Model:
         """See `build_model`."""
         return build_model(cls, config, layout, device, padded_vocab_size, part)
-
-    def take_slots(self, gradients: GradientBuffer) -> None:
-        """One more than the embedding asks for itself, which is used twice: see `attach_slots`."""
-        if isinstance(self.embedding, Embedding):
-            gradients.slot(self.embedding.word.weight)
 
     def forward(
         self,
