@@ -123,24 +123,35 @@ class AmaxHistory:
     def update(self, iteration: int) -> None:
         """Move on: what was found becomes the newest of the history. Collective.
 
-        What is not finite, of an update that will be skipped, leaves no trace. A tensor that was
-        zero keeps its scale.
+        What is not finite leaves no trace, and where a gradient is not, none of the gradients
+        does: a loss scale that is too high, and will be lowered, has made them large. A tensor
+        that was zero keeps its scale.
 
         Args:
             iteration: updates of the run so far, this one included.
         """
-        scaling = self._scaling
-        self._found.nan_to_num_(nan=0.0, posinf=0.0)  # no backend says what a maximum does with nan
-        for axis in (self._layout.tensor, self._layout.replica):
-            all_reduce(self._found, axis, dist.ReduceOp.MAX)
+        scaling, found = self._scaling, self._found_by_all()
         older = self._history[..., :-1]
-        self._history.copy_(torch.cat((self._found.unsqueeze(-1), older), dim=-1))
+        self._history.copy_(torch.cat((found.unsqueeze(-1), older), dim=-1))
         if iteration % scaling.interval == 0 or not self._has_begun:
-            chosen = self._history.amax(dim=-1) if scaling.takes_max else self._found
+            chosen = self._history.amax(dim=-1) if scaling.takes_max else found
             kept = torch.where(self._held > 0, self._held, self._largest)  # a scale of 1
             self._held.copy_(torch.where(chosen > 0, chosen * 2.0**scaling.margin, kept))
         self._found.zero_()
         self._has_begun = True
+
+    def _found_by_all(self) -> Tensor:
+        """What was found here and on the other processes, [layers, 3], 0 for what is dropped."""
+        finite = self._found.isfinite()
+        overflow = ~finite[:, ROLES.index("gradient")].all()
+        # Without nan: no backend says what a maximum makes of it.
+        clean = self._found.where(finite, 0.0)
+        packed = torch.cat((clean.flatten(), overflow.float().unsqueeze(0)))
+        for axis in (self._layout.tensor, self._layout.replica):
+            all_reduce(packed, axis, dist.ReduceOp.MAX)
+        found = packed[:-1].view_as(clean)
+        found[:, ROLES.index("gradient")] *= 1 - packed[-1]
+        return found
 
     def named_tensors(self) -> dict[str, Tensor]:
         """What a checkpoint holds: for each layer `NAME.held` [3], all zero before the first

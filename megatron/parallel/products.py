@@ -238,7 +238,8 @@ class Fp8Products:
                 return lambda: (whole, None)
             both = self._both(rows, fp8, slot, records=records)
             return lambda: both
-        part = self._one(x.flatten(0, -2), fp8, slot, communication, records=records)
+        rows = x.flatten(0, -2).contiguous()
+        part = self._one(rows, fp8, slot, communication, records=records)
         values = communication.start_gather(part.values.view(torch.uint8))  # gloo knows no fp8
         scales = communication.start_gather(part.inverse) if self._form.by_row else None
 

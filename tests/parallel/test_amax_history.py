@@ -60,29 +60,39 @@ def test_what_is_held_follows_from_what_was_found(scaling, first):
         assert other.held == 57344  # of a tensor that was never anything but zero: a scale of 1
 
 
-def _after_an_update(layout):
+def _after_an_update(layout, wrong):
     history = _history(DelayedScaling(length=2), layout)
     rank = layout.world.rank
     history.slots("one").input.found.fill_([1.0, 2.0, 7.0, 3.0][rank])
-    history.slots("two").gradient.found.fill_([4.0, math.nan, 1.0, math.inf][rank])
+    history.slots("one").gradient.found.fill_(5.0)
+    history.slots("two").gradient.found.fill_([4.0, wrong, 1.0, 2.0][rank])
+    history.slots("two").weight.found.fill_([6.0, 6.0, math.inf, 6.0][rank])
     history.update(1)
     return {name: tensor.tolist() for name, tensor in history.named_tensors().items()}
 
 
 @pytest.mark.parametrize("sizes", [{"tensor": 2}, {"context": 2}, {"tensor": 4}], ids=str)
 def test_processes_that_share_layers_share_scales(sizes):
-    first, *others = run_distributed(4, _after_an_update, **sizes)
+    first, *others = run_distributed(4, _after_an_update, 3.0, **sizes)
     assert first == {
-        "one.held": [7.0, 448.0, 57344.0],
-        "one.history": [[7.0, 0.0], [0.0, 0.0], [0.0, 0.0]],
-        "two.held": [448.0, 448.0, 4.0],
-        "two.history": [[0.0, 0.0], [0.0, 0.0], [4.0, 0.0]],
+        "one.held": [7.0, 448.0, 5.0],
+        "one.history": [[7.0, 0.0], [0.0, 0.0], [5.0, 0.0]],
+        "two.held": [448.0, 6.0, 4.0],
+        "two.history": [[0.0, 0.0], [6.0, 0.0], [4.0, 0.0]],
     }
     assert all(other == first for other in others)
 
 
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_an_overflow_anywhere_drops_the_gradients_everywhere(wrong):
+    for named in run_distributed(4, _after_an_update, wrong, tensor=2):
+        assert named["one.held"] == [7.0, 448.0, 57344.0]
+        assert named["two.held"] == [448.0, 6.0, 57344.0]
+        assert not any(map(any, [named["one.history"][2], named["two.history"][2]]))
+
+
 def test_stages_of_a_pipeline_have_scales_of_their_own():
-    held = [named["one.held"][0] for named in run_distributed(4, _after_an_update, pipeline=2)]
+    held = [named["one.held"][0] for named in run_distributed(4, _after_an_update, 3.0, pipeline=2)]
     assert held == [2.0, 2.0, 7.0, 7.0]
 
 
