@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megatron.checkpoint.convert import state_of as converted_state
 from megatron.checkpoint.entries import flatten
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.parallel.layout import Layout
@@ -58,8 +59,11 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(saved, uninterrup
     histories = [name for name in expected if name.endswith(".history")]
     assert sorted(histories) == sorted(f"fp8.{layer}.history" for layer in LAYERS)
     assert all((expected[name] > 0).all() for name in histories)
-    before = read_whole(open_checkpoint(folder), histories[0])
+    reader = open_checkpoint(folder)
+    before = read_whole(reader, histories[0])
     assert not torch.equal(before, expected[histories[0]])
+    assert set(converted_state(reader, keep_optimizer=True)) == set(expected)
+    assert not set(converted_state(reader)) & set(histories)
 
 
 def test_scales_are_those_of_the_update_before_whatever_runs_between(uninterrupted):
