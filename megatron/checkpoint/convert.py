@@ -14,12 +14,12 @@ from megatron.config.run import RunConfig
 from megatron.config.yaml_file import to_dict
 from megatron.parallel.layout import Layout
 
-WEIGHTS, STATES = "model.", "optimizer."
+WEIGHTS, STATES, HISTORIES = "model.", "optimizer.", "fp8."  # the last of delayed scaling
 
 
 def state_of(reader: Reader, *, keep_optimizer: bool = False) -> State:
-    """The model's parameters, perhaps with the optimizer's states; each read when it is written."""
-    rooms = (WEIGHTS, STATES) if keep_optimizer else (WEIGHTS,)
+    """The model's parameters, perhaps with the training's states; each read when it is written."""
+    rooms = (WEIGHTS, STATES, HISTORIES) if keep_optimizer else (WEIGHTS,)
     names = [name for name in reader.names() if name.startswith(rooms)]
     return {name: Entry.whole(_deferred(reader, name)) for name in names}
 

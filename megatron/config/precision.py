@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from megatron.config.flag import flag
 
@@ -40,9 +41,29 @@ class PrecisionConfig:
     )
     fp8_recipe: str = flag(
         "tensorwise",
-        "What shares a scale, taken from its values at that moment: a whole matrix (tensorwise) "
-        "or each of its rows (rowwise).",
-        choices=("tensorwise", "rowwise"),
+        "What shares a scale: a whole matrix (tensorwise) or each of its rows (rowwise), by what "
+        "it holds at that moment; or a whole matrix, by what it held in earlier updates (delayed).",
+        choices=("tensorwise", "rowwise", "delayed"),
+    )
+    fp8_margin: int = flag(
+        0,
+        "With --fp8-recipe delayed: scales are smaller than the history allows, by powers of 2.",
+    )
+    fp8_interval: int = flag(
+        1,
+        "With --fp8-recipe delayed: from one choice of scales to the next.",
+        unit="iterations",
+    )
+    fp8_amax_history_len: int = flag(
+        1,
+        "With --fp8-recipe delayed: how long a matrix's largest magnitudes are remembered "
+        "(Transformer Engine's own default is 1024).",
+        unit="iterations",
+    )
+    fp8_amax_compute_algo: str = flag(
+        "most_recent",
+        "With --fp8-recipe delayed: scale by the last of them, or by the largest (max).",
+        choices=("most_recent", "max"),
     )
     fp8_wgrad: bool = flag(
         True,
@@ -68,3 +89,9 @@ class PrecisionConfig:
         "at a time, computed again in backward.",
         choices=("native", "te", "linear"),
     )
+
+    def without_fp8(self) -> PrecisionConfig:
+        """The same, multiplying in the weights' own format."""
+        ours = [field for field in fields(self) if field.name.startswith("fp8_")]
+        defaults: dict[str, Any] = {field.name: field.default for field in ours}
+        return replace(self, **defaults)

@@ -78,11 +78,9 @@ REFUSED: tuple[KnownFlag, ...] = (
         many=True,
     ),
     *_group(
-        "fp8 scales follow each matrix as it is (--fp8-recipe), not its history: drop the flag",
-        values={"--fp8-margin": 0, "--fp8-interval": 1, "--fp8-amax-history-len": 1},
-        choices={
-            "--fp8-amax-compute-algo": ("most_recent", "max"),
-        },
+        "the distributed optimizer gathers weights in 16 bits, which evaluation and checkpoints "
+        "read (docs/fp8.md): drop the flag",
+        switches=("--fp8-param-gather",),
     ),
     *_group(
         "Transformer Engine is not used: layers are our own, drop the flag",

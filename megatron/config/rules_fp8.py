@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunConfig
 
 MULTIPLE = 16  # sizes of a matrix that hardware multiplies in 8 bits
@@ -11,6 +12,7 @@ MULTIPLE = 16  # sizes of a matrix that hardware multiplies in 8 bits
 
 def fp8(config: RunConfig, world_size: int) -> Iterator[str]:
     numbers = config.precision
+    yield from _history(numbers)
     if numbers.fp8_format is None:
         if not numbers.fp8_wgrad:
             yield "--no-fp8-wgrad has no meaning without --fp8-format: drop it"
@@ -28,6 +30,28 @@ def fp8(config: RunConfig, world_size: int) -> Iterator[str]:
             "avoid: use --zero-stage 1, or drop the flag"
         )
     yield from _sizes(config)
+
+
+def _history(numbers: PrecisionConfig) -> Iterator[str]:
+    least = {  # and the defaults
+        "--fp8-margin": (numbers.fp8_margin, PrecisionConfig.fp8_margin),
+        "--fp8-interval": (numbers.fp8_interval, PrecisionConfig.fp8_interval),
+        "--fp8-amax-history-len": (
+            numbers.fp8_amax_history_len,
+            PrecisionConfig.fp8_amax_history_len,
+        ),
+    }
+    algorithm = numbers.fp8_amax_compute_algo
+    if numbers.fp8_recipe == "delayed":
+        for name, (value, smallest) in least.items():
+            if value < smallest:
+                yield f"{name} {value}: must be at least {smallest}"
+        return
+    given = [f"{name} {value}" for name, (value, default) in least.items() if value != default]
+    if algorithm != PrecisionConfig.fp8_amax_compute_algo:
+        given.append(f"--fp8-amax-compute-algo {algorithm}")
+    for flag in given:
+        yield f"{flag} is of scales by earlier iterations: add --fp8-recipe delayed, or drop it"
 
 
 def _sizes(config: RunConfig) -> Iterator[str]:

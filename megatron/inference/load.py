@@ -135,7 +135,7 @@ def saved_config(reader: Reader, folder: str) -> RunConfig:
         run = replace(run, tokenizer=_hf_tokenizer(reader.path, run.model.architecture))
     return RunConfig(
         model=run.model,
-        precision=replace(run.precision, fp8_format=None, fp8_recipe="tensorwise", fp8_wgrad=True),
+        precision=run.precision.without_fp8(),
         tokenizer=_found_again(run.tokenizer, Path(folder) / COMPANION_FOLDER),
         data=DataConfig(
             seq_length=run.data.seq_length or run.model.max_position_embeddings,

@@ -3,12 +3,13 @@ products of a linear layer read.
 
 A tensor x becomes values = x * (largest fp8 value / amax), saturating, and the inverse scale that
 brings them back: what `torch._scaled_mm` takes. amax, the largest magnitude, is of this very
-tensor (current scaling) or of earlier ones (delayed scaling). Sizes are multiples of 16, as fp8
-products need them.
+tensor (current scaling) or of earlier ones (delayed scaling): a cast by an earlier one measures the
+tensor as it goes. Sizes are multiples of 16, as fp8 products need them.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -20,9 +21,10 @@ from megatron.kernels.library import DTYPE_CODES, Kernel, KernelLibrary
 
 AMAX = Kernel("fp8_amax", "ppii")
 AMAX_BOTH = Kernel("fp8_amax_both", "pppiii")
-CAST = Kernel("fp8_cast", "ppppiii")
+CAST = Kernel("fp8_cast", "pppppiii")
 CAST_ROWS = Kernel("fp8_cast_rows", "pppiiii")
-CAST_TRANSPOSE = Kernel("fp8_cast_transpose", "pppppppiiii")
+CAST_TRANSPOSE = Kernel("fp8_cast_transpose", "ppppppppiiii")
+TRANSPOSE = Kernel("fp8_transpose", "ppii")
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FP8_CODES = {E4M3: 0, E5M2: 1}  # fp8.cu has the same
@@ -47,22 +49,35 @@ class Fp8:
 
 
 class Fp8Casts(Protocol):
-    """Matrices x are [m, k], contiguous, in bf16, fp16 or fp32; `fp8` is E4M3 or E5M2."""
+    """Matrices x are [m, k], contiguous, in bf16, fp16 or fp32; `fp8` is E4M3 or E5M2.
+
+    Where `found`, fp32 [], is given, it rises to the largest magnitude of x, if that is larger (nan
+    is the largest), and what is not finite becomes nan: with the amax of another tensor, inf would
+    else come out as a number.
+    """
 
     def amax(self, x: Tensor) -> Tensor:
         """Largest magnitude: fp32 []. nan where x has one."""
         ...
 
-    def cast(self, x: Tensor, amax: Tensor, fp8: torch.dtype) -> Fp8:
-        """x with one scale."""
+    def cast(
+        self, x: Tensor, amax: Tensor, fp8: torch.dtype, *, found: Tensor | None = None
+    ) -> Fp8:
+        """x with one scale. m may be any number."""
         ...
 
-    def cast_transpose(self, x: Tensor, amax: Tensor, fp8: torch.dtype) -> tuple[Fp8, Fp8]:
+    def cast_transpose(
+        self, x: Tensor, amax: Tensor, fp8: torch.dtype, *, found: Tensor | None = None
+    ) -> tuple[Fp8, Fp8]:
         """x and its transpose [k, m] with one scale, the same for both."""
         ...
 
+    def transpose(self, matrix: Fp8) -> Fp8:
+        """The transpose [k, m] of a matrix with one scale."""
+        ...
+
     def cast_rows(self, x: Tensor, fp8: torch.dtype) -> Fp8:
-        """x with its own scale for each row."""
+        """x with its own scale for each row. m may be any number."""
         ...
 
     def cast_transpose_rows(self, x: Tensor, fp8: torch.dtype) -> tuple[Fp8, Fp8]:
@@ -86,16 +101,26 @@ class ReferenceCasts:
     def amax(self, x: Tensor) -> Tensor:
         return x.abs().amax().float()
 
-    def cast(self, x: Tensor, amax: Tensor, fp8: torch.dtype) -> Fp8:
+    def cast(
+        self, x: Tensor, amax: Tensor, fp8: torch.dtype, *, found: Tensor | None = None
+    ) -> Fp8:
         largest = torch.finfo(fp8).max
         held = amax.float().clamp(min=SMALLEST)
         factor = torch.full_like(held, largest) / held  # a number / tensor would round twice
-        scaled = x.float() * factor
-        return Fp8(scaled.clamp(-largest, largest).to(fp8), held / largest)
+        scaled = (x.float() * factor).clamp(-largest, largest)
+        if found is not None:
+            found.copy_(torch.maximum(found, self.amax(x)))
+            scaled = scaled.masked_fill(~x.isfinite(), math.nan)
+        return Fp8(scaled.to(fp8), held / largest)
 
-    def cast_transpose(self, x: Tensor, amax: Tensor, fp8: torch.dtype) -> tuple[Fp8, Fp8]:
-        whole = self.cast(x, amax, fp8)
-        return whole, Fp8(whole.values.t().contiguous(), whole.inverse)
+    def cast_transpose(
+        self, x: Tensor, amax: Tensor, fp8: torch.dtype, *, found: Tensor | None = None
+    ) -> tuple[Fp8, Fp8]:
+        whole = self.cast(x, amax, fp8, found=found)
+        return whole, self.transpose(whole)
+
+    def transpose(self, matrix: Fp8) -> Fp8:
+        return Fp8(matrix.values.t().contiguous(), matrix.inverse)
 
     def cast_rows(self, x: Tensor, fp8: torch.dtype) -> Fp8:
         return self.cast(x, x.abs().amax(dim=1, keepdim=True), fp8)
@@ -120,20 +145,32 @@ class KernelCasts:
         self.library.launch(AMAX, x, result, x.numel(), DTYPE_CODES[x.dtype])
         return result
 
-    def cast(self, x: Tensor, amax: Tensor, fp8: torch.dtype) -> Fp8:
+    def cast(
+        self, x: Tensor, amax: Tensor, fp8: torch.dtype, *, found: Tensor | None = None
+    ) -> Fp8:
+        _check_row(x)
         out = Fp8(torch.empty_like(x, dtype=fp8), torch.empty_like(amax))
-        codes = (_size(x), DTYPE_CODES[x.dtype], FP8_CODES[fp8])
-        self.library.launch(CAST, x, out.values, amax, out.inverse, *codes)
+        codes = (x.numel(), DTYPE_CODES[x.dtype], FP8_CODES[fp8])
+        self.library.launch(CAST, x, out.values, amax, out.inverse, found, *codes)
         return out
 
-    def cast_transpose(self, x: Tensor, amax: Tensor, fp8: torch.dtype) -> tuple[Fp8, Fp8]:
+    def cast_transpose(
+        self, x: Tensor, amax: Tensor, fp8: torch.dtype, *, found: Tensor | None = None
+    ) -> tuple[Fp8, Fp8]:
         inverse = torch.empty_like(amax)
         whole, turned = Fp8(_like(x, fp8), inverse), Fp8(_like(x.t(), fp8), inverse)
-        self._cast_transpose(x, amax, None, whole, turned)
+        self._cast_transpose(x, amax, None, whole, turned, found)
         return whole, turned
 
+    def transpose(self, matrix: Fp8) -> Fp8:
+        x = matrix.values
+        _check_both(x)
+        turned = _like(x.t(), x.dtype)
+        self.library.launch(TRANSPOSE, x, turned, *x.shape)
+        return Fp8(turned, matrix.inverse)
+
     def cast_rows(self, x: Tensor, fp8: torch.dtype) -> Fp8:
-        _size(x)
+        _check_row(x)
         out = Fp8(_like(x, fp8), x.new_empty(x.shape[0], 1, dtype=torch.float32))
         codes = (*x.shape, DTYPE_CODES[x.dtype], FP8_CODES[fp8])
         self.library.launch(CAST_ROWS, x, out.values, out.inverse, *codes)
@@ -151,20 +188,30 @@ class KernelCasts:
         return whole, turned
 
     def _cast_transpose(
-        self, x: Tensor, amax: Tensor, amax_columns: Tensor | None, whole: Fp8, turned: Fp8
+        self,
+        x: Tensor,
+        amax: Tensor,
+        amax_columns: Tensor | None,
+        whole: Fp8,
+        turned: Fp8,
+        found: Tensor | None = None,
     ) -> None:
-        _size(x)
+        _check_both(x)
         values, scales = (whole.values, turned.values), (whole.inverse, turned.inverse)
         codes = (*x.shape, DTYPE_CODES[x.dtype], FP8_CODES[whole.values.dtype])
-        self.library.launch(CAST_TRANSPOSE, x, *values, amax, amax_columns, *scales, *codes)
+        amaxes = (amax, amax_columns)
+        self.library.launch(CAST_TRANSPOSE, x, *values, *amaxes, *scales, found, *codes)
 
 
 def _like(x: Tensor, fp8: torch.dtype) -> Tensor:
     return torch.empty(x.shape, dtype=fp8, device=x.device)
 
 
-def _size(x: Tensor) -> int:
+def _check_row(x: Tensor) -> None:
     assert x.dim() == 2, x.shape
-    assert x.shape[0] % 16 == 0, f"fp8 products need multiples of 16, not {list(x.shape)}"
     assert x.shape[1] % 16 == 0, f"fp8 products need multiples of 16, not {list(x.shape)}"
-    return x.numel()
+
+
+def _check_both(x: Tensor) -> None:
+    _check_row(x)
+    assert x.shape[0] % 16 == 0, f"fp8 products need multiples of 16, not {list(x.shape)}"

@@ -13,10 +13,11 @@ from megatron.config.precision import PrecisionConfig
 from megatron.kernels.cross_entropy import CrossEntropy, choose_cross_entropy
 from megatron.kernels.library import find_library
 from megatron.models.embedding import Embedding, TiedWordEmbedding, vocabulary_matrix
+from megatron.parallel.communication import Communication
 from megatron.parallel.cross_entropy import linear_cross_entropy, vocabulary_cross_entropy
 from megatron.parallel.gradients import GradientBuffer, GradientSlot
 from megatron.parallel.layout import Layout
-from megatron.parallel.linear import Communication, parallel_linear
+from megatron.parallel.linear import parallel_linear
 from megatron.parallel.parameter import ZEROS, new_parameter
 from megatron.parallel.products import PLAIN, Products
 

@@ -65,5 +65,6 @@ def choose_kernels(precision: PrecisionConfig, device: torch.device) -> Kernels:
     amaxes = Amaxes()
     casts = choose_fp8_casts(library, amaxes)
     product = choose_fp8_product(device)
-    measured = None if form.by_row else amaxes
+    # Only casts by a tensor's own largest magnitude, of which there is one, ask for it.
+    measured = amaxes if precision.fp8_recipe == "tensorwise" else None
     return Kernels(library, lambda: Fp8Products(form, casts, product), measured)

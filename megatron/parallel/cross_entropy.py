@@ -19,9 +19,9 @@ from torch import Tensor
 from megatron.kernels.cross_entropy import REFERENCE, CrossEntropy, Statistics
 from megatron.kernels.weight_gradient import weight_gradient
 from megatron.parallel.collectives import all_reduce
+from megatron.parallel.communication import Communication
 from megatron.parallel.gradients import GradientSlot
 from megatron.parallel.layout import Axis
-from megatron.parallel.linear import Communication
 
 # Logits that `linear_cross_entropy` holds at a time: rows enough for a product at full speed.
 CHUNK_LOGITS = 2**27

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -10,12 +11,14 @@ from torch import Tensor, nn
 
 from megatron.kernels.embedding_gradient import EmbeddingGradient, choose_embedding_gradient
 from megatron.kernels.library import KernelLibrary
+from megatron.parallel.amax_history import AmaxHistory, DelayedScaling
 from megatron.parallel.collectives import reduce_from, reduce_scatter_from
+from megatron.parallel.communication import Communication
 from megatron.parallel.gradients import GradientBuffer, GradientSlot
 from megatron.parallel.layout import Layout
-from megatron.parallel.linear import Communication, WorkQueue, parallel_linear
+from megatron.parallel.linear import WorkQueue, parallel_linear
 from megatron.parallel.parameter import ZEROS, Init, new_parameter
-from megatron.parallel.products import PLAIN, Products
+from megatron.parallel.products import PLAIN, Fp8Products, Products
 
 Split = Literal["column", "row"]
 
@@ -118,7 +121,14 @@ class Linear(nn.Module):
 
     def _product(self, x: Tensor, bias: Tensor | None, communication: Communication) -> Tensor:
         return parallel_linear(
-            x, self.weight, bias, communication, self.weight_gradients, self.slot, self.products
+            x,
+            self.weight,
+            bias,
+            communication,
+            self.weight_gradients,
+            self.slot,
+            self.products,
+            training=self.training,
         )
 
 
@@ -137,6 +147,32 @@ def forget_weights(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, Linear):
             module.products.forget()
+
+
+def attach_history(
+    parts: Iterable[nn.Module], scaling: DelayedScaling, layout: Layout, device: torch.device
+) -> AmaxHistory | None:
+    """Let the 8-bit layers scale by earlier updates; what they share, None where there is none.
+
+    Args:
+        parts: of the model here; the names of their modules are global.
+        scaling: how.
+        layout: of the layers.
+        device: where they run.
+    """
+    layers = {
+        name: module.products
+        for part in parts
+        for name, module in part.named_modules()
+        if isinstance(module, Linear) and isinstance(module.products, Fp8Products)
+    }
+    if not layers:
+        return None
+    largest = next(iter(layers.values())).largest  # they are all of one form
+    history = AmaxHistory(list(layers), largest, scaling, layout, device)
+    for name, products in layers.items():
+        products.slots = history.slots(name)
+    return history
 
 
 def set_overlap(module: nn.Module, overlap: bool) -> None:

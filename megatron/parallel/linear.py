@@ -18,14 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.parallel.collectives import (
-    Pending,
-    start_all_gather,
-    start_all_reduce,
-    start_reduce_scatter,
-)
+from megatron.parallel.collectives import Pending
+from megatron.parallel.communication import Communication
 from megatron.parallel.gradients import GradientSlot
-from megatron.parallel.layout import Axis
 from megatron.parallel.products import PLAIN, Kept, Products
 
 
@@ -40,37 +35,6 @@ class WorkQueue(Protocol):
         """Run `work` once, later, but before the optimizer's step."""
 
 
-@dataclass(frozen=True)
-class Communication:
-    """What a product has to do around itself.
-
-    Attributes:
-        axis: ranks that hold different rows of the weight; of one process: nothing to do.
-        along_sequence: the input is this rank's part along dimension 0, else it is whole.
-        overlap: communicate during the products, else before and after them: the same results.
-    """
-
-    axis: Axis = Axis()
-    along_sequence: bool = False
-    overlap: bool = True
-
-    def start_gather(self, x: Tensor) -> Pending:
-        """The whole input from its part."""
-        return self._maybe_wait(start_all_gather(x, self.axis) if self._gathers else Pending(x))
-
-    def start_sum(self, grad: Tensor) -> Pending:
-        """The input's gradient, from the whole input's on every rank; may change `grad`."""
-        start = start_reduce_scatter if self._gathers else start_all_reduce
-        return self._maybe_wait(start(grad, self.axis))
-
-    @property
-    def _gathers(self) -> bool:
-        return self.along_sequence and self.axis.size > 1
-
-    def _maybe_wait(self, pending: Pending) -> Pending:
-        return pending if self.overlap else Pending(pending.wait())
-
-
 def parallel_linear(
     x: Tensor,
     weight: nn.Parameter,
@@ -79,6 +43,8 @@ def parallel_linear(
     queue: WorkQueue | None = None,
     slot: GradientSlot | None = None,
     products: Products = PLAIN,
+    *,
+    training: bool = True,
 ) -> Tensor:
     """x W^T + b.
 
@@ -92,6 +58,7 @@ def parallel_linear(
             along the sequence it is a collective.
         slot: where the weight's gradient goes; None: to autograd.
         products: in which number format.
+        training: see `Products.forward`.
 
     Returns:
         [s, b, out].
@@ -103,10 +70,11 @@ def parallel_linear(
         if torch.is_grad_enabled() and not x.requires_grad:
             x = x.detach().requires_grad_()  # backward must come here
         detached = weight.detach().flatten(0, -2)
-        return _Product.apply(x, detached, bias, communication, products, owner)
+        return _Product.apply(x, detached, bias, communication, products, owner, training)
     if communication.axis.size == 1 and products is PLAIN:
         return F.linear(x, weight.flatten(0, -2), bias)
-    return _Product.apply(x, weight.flatten(0, -2), bias, communication, products, None)
+    matrix = weight.flatten(0, -2)
+    return _Product.apply(x, matrix, bias, communication, products, None, training)
 
 
 @dataclass(frozen=True)
@@ -184,8 +152,9 @@ class _Product(torch.autograd.Function):
         communication: Communication,
         products: Products,
         owner: _Owner | None,
+        training: bool,
     ) -> Tensor:
-        out, kept = products.forward(communication.start_gather(x).wait(), weight, bias)
+        out, kept = products.forward(x, weight, bias, communication, training=training)
         ctx.save_for_backward(x if products.keeps_input else None, weight, *kept)
         ctx.communication, ctx.products, ctx.owner = communication, products, owner
         return out
@@ -214,4 +183,4 @@ class _Product(torch.autograd.Function):
             weight_grad = product.alone(weight)
         bias_grad = grad.flatten(0, -2).sum(0) if needs_bias else None
         input_grad = None if summing is None else summing.wait()
-        return input_grad, weight_grad, bias_grad, None, None, None
+        return input_grad, weight_grad, bias_grad, None, None, None, None

@@ -6,11 +6,13 @@ With x [m, in], weight [out, in] and the output's gradient [m, out]:
 
 `Plain` multiplies in the tensors' own format. `Fp8Products` rounds both factors of each to 8 bits
 (Micikevicius et al., "FP8 Formats for Deep Learning", 2022), after scaling them to fill the
-format's range by what they hold at that moment: nothing is carried from step to step.
+format's range: by what they hold at that moment (current scaling), or where `amax_history` has
+slots for the layer, by what such tensors held before (delayed scaling).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,6 +23,8 @@ from torch import Tensor
 from megatron.kernels.fp8 import E4M3, E5M2, Fp8, Fp8Casts
 from megatron.kernels.fp8_product import Fp8Product, reference_product
 from megatron.kernels.weight_gradient import weight_gradient
+from megatron.parallel.amax_history import LayerSlots, Slot
+from megatron.parallel.communication import ALONE, Communication
 
 FP8_MULTIPLE = 16  # both sizes of a matrix
 Kept = tuple[Tensor, ...]
@@ -38,8 +42,27 @@ class Products(Protocol):
         """Whether the weight's gradient needs the input itself."""
         ...
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Kept]:
-        """[..., in], [out, in], [out] -> [..., out], and what to keep."""
+    def forward(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        communication: Communication = ALONE,
+        *,
+        training: bool = True,
+    ) -> tuple[Tensor, Kept]:
+        """The output, and what to keep.
+
+        Args:
+            x: [s, ..., in], or a part along dimension 0, which is gathered.
+            weight: [out, in].
+            bias: [out].
+            communication: says so.
+            training: whether statistics of the input may be recorded.
+
+        Returns:
+            [s, ..., out], and what to keep.
+        """
         ...
 
     def prepare(self, grad: Tensor) -> Kept:
@@ -66,8 +89,16 @@ class Plain:
 
     keeps_input = True
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Kept]:
-        return F.linear(x, weight, bias), (weight,)
+    def forward(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        communication: Communication = ALONE,
+        *,
+        training: bool = True,
+    ) -> tuple[Tensor, Kept]:
+        return F.linear(communication.start_gather(x).wait(), weight, bias), (weight,)
 
     def prepare(self, grad: Tensor) -> Kept:
         return (grad.flatten(0, -2),)
@@ -98,8 +129,17 @@ class FixedRows(Plain):
     def __init__(self, rows: int) -> None:
         self.rows = rows
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Kept]:
+    def forward(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        communication: Communication = ALONE,
+        *,
+        training: bool = True,
+    ) -> tuple[Tensor, Kept]:
         """See `Products`."""
+        x = communication.start_gather(x).wait()
         rows = x.flatten(0, -2)
         filled = F.pad(rows, (0, 0, 0, -len(rows) % self.rows))
         parts = [F.linear(part, weight, bias) for part in filled.split(self.rows)]
@@ -128,46 +168,95 @@ class Fp8Products:
     """In 8 bits, from 16-bit tensors whose sizes are multiples of 16.
 
     Forward lets the hardware keep fewer bits of its sums, backward does not. Casts are shared: a
-    weight is cast once an update, an input and a gradient once for both of their products.
+    weight is cast once an update, an input and a gradient once for both of their products. A part
+    of an input is cast before it is gathered, which halves what travels.
 
     Args:
         form: the formats.
         casts: kernels, or plain PyTorch.
         multiply: likewise.
+
+    Attributes:
+        slots: for delayed scaling; None: current scaling.
     """
 
     def __init__(
         self, form: Fp8Format, casts: Fp8Casts, multiply: Fp8Product = reference_product
     ) -> None:
+        self.slots: LayerSlots | None = None
         self._form = form
         self._casts = casts
         self._multiply = multiply
         self._weight: tuple[Fp8, Fp8] | None = None
 
     @property
+    def largest(self) -> tuple[float, float, float]:
+        """Of the formats of input, weight and gradient the largest number."""
+        values, gradients = (
+            torch.finfo(kind).max for kind in (self._form.values, self._form.gradients)
+        )
+        return values, values, gradients
+
+    @property
     def keeps_input(self) -> bool:
         return not self._form.weight_gradient
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Kept]:
-        if self._weight is None:
-            self._weight = self._both(weight, self._form.values)
+    def forward(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        communication: Communication = ALONE,
+        *,
+        training: bool = True,
+    ) -> tuple[Tensor, Kept]:
+        slot = None if self.slots is None else self.slots.input
+        arriving = self._start_input(x, communication, slot, records=training)
+        if self._weight is None:  # cast while the input travels
+            # Evaluation may be the first to cast it: of the weight it finds what training would.
+            slot = None if self.slots is None else self.slots.weight
+            self._weight = self._both(weight, self._form.values, slot)
         by_out, by_in = self._weight
-        rows = x.flatten(0, -2)
+        left, turned = arriving()
         kept: Kept = (by_in.values, by_in.inverse)
-        if self.keeps_input:
-            left = self._one(rows, self._form.values)
-        else:
-            left, turned = self._both(rows, self._form.values)
+        if turned is not None:
             kept += (turned.values, turned.inverse)
         out = self._multiply(left, by_out, x.dtype, bias=bias, fast=True)
-        return out.view(*x.shape[:-1], -1), kept
+        return out.view(-1, *x.shape[1:-1], out.shape[-1]), kept
+
+    def _start_input(
+        self, x: Tensor, communication: Communication, slot: Slot | None, *, records: bool
+    ) -> Callable[[], tuple[Fp8, Fp8 | None]]:
+        """Begin to cast and to gather; the result waits for the whole input, and for its transpose
+        where the weight's gradient takes it."""
+        fp8, in_16_bits = self._form.values, self.keeps_input
+        # A transpose with scales of its own is another matrix, which would have to travel too.
+        if not communication.gathers or (self._form.by_row and not in_16_bits):
+            rows = communication.start_gather(x).wait().flatten(0, -2)
+            if in_16_bits:
+                whole = self._one(rows, fp8, slot, records=records)
+                return lambda: (whole, None)
+            both = self._both(rows, fp8, slot, records=records)
+            return lambda: both
+        rows = x.flatten(0, -2).contiguous()
+        part = self._one(rows, fp8, slot, communication, records=records)
+        values = communication.start_gather(part.values.view(torch.uint8))  # gloo knows no fp8
+        scales = communication.start_gather(part.inverse) if self._form.by_row else None
+
+        def arrived() -> tuple[Fp8, Fp8 | None]:
+            inverse = part.inverse if scales is None else scales.wait()
+            whole = Fp8(values.wait().view(fp8), inverse)
+            return whole, None if in_16_bits else self._casts.transpose(whole)
+
+        return arrived
 
     def prepare(self, grad: Tensor) -> Kept:
         rows = grad.flatten(0, -2).contiguous()
+        slot = None if self.slots is None else self.slots.gradient
         if self.keeps_input:
-            left = self._one(rows, self._form.gradients)
+            left = self._one(rows, self._form.gradients, slot)
             return rows, left.values, left.inverse
-        left, turned = self._both(rows, self._form.gradients)
+        left, turned = self._both(rows, self._form.gradients, slot)
         # The first tensor tells the format of the result.
         return rows.new_empty(0), left.values, left.inverse, turned.values, turned.inverse
 
@@ -186,13 +275,32 @@ class Fp8Products:
     def forget(self) -> None:
         self._weight = None
 
-    def _one(self, x: Tensor, fp8: torch.dtype) -> Fp8:
+    def _one(
+        self,
+        x: Tensor,
+        fp8: torch.dtype,
+        slot: Slot | None,
+        communication: Communication = ALONE,
+        *,
+        records: bool = True,
+    ) -> Fp8:
+        """A matrix [m, k], or a part of its rows with the scale of the whole."""
         if self._form.by_row:
             return self._casts.cast_rows(x, fp8)
-        return self._casts.cast(x, self._casts.amax(x), fp8)
+        amax = self._amax(x, slot, communication)
+        return self._casts.cast(x, amax, fp8, found=slot.found if slot and records else None)
 
-    def _both(self, x: Tensor, fp8: torch.dtype) -> tuple[Fp8, Fp8]:
+    def _both(
+        self, x: Tensor, fp8: torch.dtype, slot: Slot | None, *, records: bool = True
+    ) -> tuple[Fp8, Fp8]:
         """[m, k] and its transpose [k, m]."""
         if self._form.by_row:
             return self._casts.cast_transpose_rows(x, fp8)
-        return self._casts.cast_transpose(x, self._casts.amax(x), fp8)
+        amax, found = self._amax(x, slot, ALONE), slot.found if slot and records else None
+        return self._casts.cast_transpose(x, amax, fp8, found=found)
+
+    def _amax(self, x: Tensor, slot: Slot | None, communication: Communication) -> Tensor:
+        """What to scale by."""
+        if slot is not None and slot.has_begun():
+            return slot.held
+        return communication.start_max(self._casts.amax(x)).wait()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megatron.checkpoint.any_format import open_root
 from megatron.checkpoint.background import Saved
-from megatron.checkpoint.entries import Entry, State, boxes_of_range
+from megatron.checkpoint.entries import Entry, State, boxes_of_range, flatten
 from megatron.checkpoint.legacy.save import write_legacy
 from megatron.checkpoint.plan import share_of
 from megatron.checkpoint.reader import Reader
@@ -103,7 +103,7 @@ def state_of(run: Run) -> State:
     run.optimizer.wait_for_weights()
     state = _weights_state(run, is_copy=True)
     if not run.config.checkpoint.no_save_optim:
-        state |= _optimizer_state(run)
+        state |= _optimizer_state(run) | _history_state(run)
     return state
 
 
@@ -149,6 +149,29 @@ def _optimizer_state(run: Run) -> State:
         f"optimizer.{name}": _entries(tensor, parameter, run.optimizer.gradients.owned(parameter))
         for name, (tensor, parameter) in run.optimizer.named_tensors().items()
     }
+
+
+def _history_state(run: Run) -> State:
+    """Of delayed fp8 scaling: part of the training as the optimizer's states are."""
+    if run.amax_history is None:
+        return {}
+    named = run.amax_history.named_tensors().items()
+    return {f"fp8.{name}": Entry.whole(tensor) for name, tensor in named}
+
+
+def _history_from(run: Run, reader: Reader) -> State:
+    """The same as far as the checkpoint has it: of a history of another length the newest."""
+    ours, held = _history_state(run), set(reader.names())
+    if held.isdisjoint(ours):
+        if ours and run.layout.world.rank == 0:
+            say("  the checkpoint holds no fp8 history: the first iteration scales as it goes")
+        return {}
+    state: State = {}
+    for name, entry in flatten(ours):
+        whole = reader.global_shape(name) if name in held else entry.global_shape
+        tensor = entry.tensor[..., : whole[-1]]
+        state[name] = Entry(tensor, (*entry.global_shape[:-1], whole[-1]), entry.offset)
+    return state
 
 
 def _entry(tensor: Tensor, parameter: nn.Parameter) -> Entry:
@@ -280,7 +303,7 @@ def restore_run(run: Run, reader: Reader) -> None:
                 f"--load {reader.path}: the checkpoint holds no optimizer state: start with a "
                 "fresh optimizer by --no-load-optim, or --finetune to begin at iteration 0"
             )
-        state |= _optimizer_state(run)
+        state |= _optimizer_state(run) | _history_from(run, reader)
     # Under a pipeline no rank has a place for every parameter.
     whole = () if run.layout.pipeline.size > 1 else ("model.",)
     restore(reader, state, prefixes=whole, cast=weights_only)
@@ -289,6 +312,8 @@ def restore_run(run: Run, reader: Reader) -> None:
     else:
         run.optimizer.reload_masters(of_16_bits=False)
         run.optimizer.load_scalars(reader.meta["optimizer"])
+        if run.amax_history is not None:
+            run.amax_history.after_loading()
     if not options.finetune:
         _restore_position(run, reader)
     if run.layout.world.rank == 0:

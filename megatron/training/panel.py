@@ -110,5 +110,10 @@ def _fp8_rows(config: RunConfig) -> list[Row]:
     numbers = config.precision
     if numbers.fp8_format is None:
         return []
-    scales = "one scale a matrix" if numbers.fp8_recipe == "tensorwise" else "a scale for each row"
+    taken = "the largest" if numbers.fp8_amax_compute_algo == "max" else "the last"
+    scales = {
+        "tensorwise": "one scale a matrix",
+        "rowwise": "a scale for each row",
+        "delayed": f"one scale a matrix, by {taken} of {numbers.fp8_amax_history_len} iteration(s)",
+    }[numbers.fp8_recipe]
     return [("linear layers", f"fp8 {numbers.fp8_format}, {scales}")]

@@ -13,6 +13,7 @@ from megatron.environment import Launch
 from megatron.optimizer.mixed import Optimizer
 from megatron.optimizer.norms import parameters_norm
 from megatron.optimizer.schedule import Schedules
+from megatron.parallel.amax_history import AmaxHistory
 from megatron.parallel.layout import Layout
 from megatron.parallel.pipeline.p2p import PipelineChannel
 from megatron.parallel.replicas import Gradients
@@ -58,6 +59,7 @@ class Run:
     padded_vocab_size: int
     parts: list[nn.Module]
     ties: list[Tie]
+    amax_history: AmaxHistory | None
     gradients: Gradients
     torch_ddp: TorchDataParallel | None
     optimizer: Optimizer

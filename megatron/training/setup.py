@@ -18,9 +18,10 @@ from megatron.errors import ConfigError
 from megatron.models.position_bias import POSITION_TABLES
 from megatron.optimizer.mixed import Optimizer
 from megatron.optimizer.schedule import Schedules
+from megatron.parallel.amax_history import AmaxHistory, DelayedScaling
 from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.initialization import initialize, initialize_part
-from megatron.parallel.layers import attach_slots
+from megatron.parallel.layers import attach_history, attach_slots
 from megatron.parallel.layout import Axis, Layout
 from megatron.parallel.parameter import spec_of
 from megatron.parallel.partial_gradients import sum_partial_gradients
@@ -87,6 +88,7 @@ def build_run(
         padded_vocab_size=vocabulary,
         parts=parts,
         ties=ties,
+        amax_history=_delayed_scaling(config, parts, layout, device),
         gradients=gradients,
         torch_ddp=TorchDataParallel(parts[0], recipe.forward, layout.replica)
         if _uses_torch_ddp(config, layout)
@@ -191,6 +193,16 @@ def _share(
         for part in parts:
             attach_slots(part, buffer)
     return buffer, ties
+
+
+def _delayed_scaling(
+    config: RunConfig, parts: list[torch.nn.Module], layout: Layout, device: Device
+) -> AmaxHistory | None:
+    """What the parts' fp8 layers scale by; None where they scale by what they hold."""
+    if config.precision.fp8_format is None or config.precision.fp8_recipe != "delayed":
+        return None
+    scaling = DelayedScaling.from_config(config.precision)
+    return attach_history(parts, scaling, layout, device.torch_device)
 
 
 def _uses_torch_ddp(config: RunConfig, layout: Layout) -> bool:

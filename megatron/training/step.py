@@ -94,6 +94,9 @@ class Updates:
             )
         for part in run.parts:
             forget_weights(part)
+        if run.amax_history is not None:
+            journal.enter("update of the fp8 scales")
+            run.amax_history.update(progress.iteration + 1)
         journal.enter("reduction of the losses")
         reading = _Reading(run, ended, passes)
         progress.iteration += 1

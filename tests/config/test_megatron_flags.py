@@ -76,6 +76,7 @@ _VALUES = {
     "--tokenizer-type": "GPT2BPETokenizer",
 }
 # What else a run needs, or must not have, for a flag to be accepted: (further words, without).
+_DELAYED = ("--bf16 --fp8-format hybrid --fp8-recipe delayed", "")
 _SAMPLES = ("--train-samples 1000", "--train-iters")
 _COMPANIONS = {
     "--num-layers-per-virtual-pipeline-stage": ("--pipeline-model-parallel-size 2", ""),
@@ -107,6 +108,10 @@ _COMPANIONS = {
     "--fp16-lm-cross-entropy": ("--fp16", ""),
     "--fp8-format": ("--bf16", ""),
     "--no-fp8-wgrad": ("--bf16 --fp8-format hybrid", ""),
+    "--fp8-margin": _DELAYED,
+    "--fp8-interval": _DELAYED,
+    "--fp8-amax-history-len": _DELAYED,
+    "--fp8-amax-compute-algo": _DELAYED,
     "--save": ("--save-interval 5", ""),
     "--exit-on-missing-checkpoint": ("--load folder", ""),
     "--profile-step-start": ("--profile-step-end 20", ""),

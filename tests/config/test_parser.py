@@ -89,7 +89,7 @@ def test_a_mistake_is_one_line_that_names_the_flag(words: str, line: str) -> Non
 
 def test_all_mistakes_are_reported_at_once() -> None:
     lines = problems(
-        "--hiden-size 64 --lr abc --seed x --fp8-interval 2 --epochs 3 --fp16 --bf16",
+        "--hiden-size 64 --lr abc --seed x --num-experts 2 --epochs 3 --fp16 --bf16",
         without=["--hidden-size", "--lr"],
     )
     assert [re.findall(r"--[\w-]+", line)[0] for line in lines] == [
@@ -97,7 +97,7 @@ def test_all_mistakes_are_reported_at_once() -> None:
         "--hiden-size",
         "--lr",
         "--seed",
-        "--fp8-interval",
+        "--num-experts",
         "--fp16",
     ]
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megatron.kernels.fp8 import E4M3, E5M2, ReferenceCasts, choose_fp8_casts
+from megatron.kernels.fp8 import E4M3, E5M2, Fp8, ReferenceCasts, choose_fp8_casts
 
 REFERENCE = ReferenceCasts()
 SHAPES = [(16, 16), (144, 272)]  # less than a tile; two and a bit of them, cut at the edges
@@ -66,6 +66,68 @@ def test_kernels_equal_the_plain_form(kernels, shape, dtype, fp8):
         ours.cast_transpose_rows(x, fp8), REFERENCE.cast_transpose_rows(plain, fp8), strict=True
     ):
         same(a, b)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fp8", [E4M3, E5M2])
+def test_a_cast_by_an_earlier_amax_measures_as_it_goes(kernels, shape, dtype, fp8):
+    library, device = kernels
+    ours, x = choose_fp8_casts(library), matrix(shape, dtype, device)
+    plain, earlier = x.cpu(), torch.tensor(0.75)
+    expected = plain.double().abs().max()
+    for casts, matrices in ((REFERENCE, plain), (ours, x)):
+        place = matrices.device
+        found, above = torch.zeros(3, device=place), torch.full([], 1e9, device=place)
+        held = earlier.to(place)
+        one = casts.cast(matrices, held, fp8, found=found[1])
+        two = casts.cast_transpose(matrices, held, fp8, found=found[2])
+        casts.cast_transpose(matrices, held, fp8, found=above)
+        assert found.cpu().double().tolist() == [0, expected, expected]
+        assert above == 1e9
+        plainly = REFERENCE.cast_transpose(plain, earlier, fp8)
+        for mine, theirs in zip((one, *two), (plainly[0], *plainly), strict=True):
+            same(mine, theirs)
+
+
+@pytest.mark.parametrize("wrong", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_does_not_saturate_while_measuring(kernels, wrong):
+    library, device = kernels
+    for casts, place in ((REFERENCE, torch.device("cpu")), (choose_fp8_casts(library), device)):
+        x = torch.randn(32, 48).to(place, torch.bfloat16)
+        x[7, 5] = wrong
+        held, found = torch.ones([], device=place), torch.zeros(2, device=place)
+        whole, turned = casts.cast_transpose(x, held, E5M2, found=found[0])
+        flat = casts.cast(x, held, E4M3, found=found[1])
+        for out, at in ((whole, (7, 5)), (turned, (5, 7)), (flat, (7, 5))):
+            values = out.dequantized()
+            assert values[at].isnan()
+            assert values.isfinite().sum() == values.numel() - 1
+        assert not found.isfinite().any()
+        again = casts.cast(torch.ones_like(x), held, E4M3, found=found[1])  # it is not forgotten
+        assert again.dequantized().isfinite().all()
+        assert not found.isfinite().any()
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (144, 272), (48, 16)])
+def test_the_transpose_of_a_matrix_in_8_bits(kernels, shape):
+    library, device = kernels
+    x = matrix(shape, torch.bfloat16, device)
+    held = torch.ones([], device=device)
+    ours = choose_fp8_casts(library)
+    whole, turned = ours.cast_transpose(x, held, E5M2)
+    same(ours.transpose(whole), REFERENCE.transpose(Fp8(whole.values.cpu(), held.cpu() / 57344)))
+    assert torch.equal(
+        ours.transpose(whole).values.view(torch.uint8), turned.values.view(torch.uint8)
+    )
+
+
+def test_a_part_of_a_matrix_may_have_any_number_of_rows(kernels):
+    library, device = kernels
+    ours, x = choose_fp8_casts(library), matrix((5, 32), torch.bfloat16, device)
+    held = torch.ones([], device=device)
+    same(ours.cast(x, held, E4M3), REFERENCE.cast(x.cpu(), held.cpu(), E4M3))
+    same(ours.cast_rows(x, E4M3), REFERENCE.cast_rows(x.cpu(), E4M3))
 
 
 def test_amax_of_odd_sizes_zeros_and_nan(kernels):

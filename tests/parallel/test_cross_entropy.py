@@ -6,9 +6,9 @@ import torch.nn.functional as F
 
 from megatron.kernels import cross_entropy
 from megatron.kernels.cross_entropy import choose_cross_entropy
+from megatron.parallel.communication import Communication
 from megatron.parallel.cross_entropy import linear_cross_entropy, vocabulary_cross_entropy
 from megatron.parallel.layout import Layout
-from megatron.parallel.linear import Communication
 from tests.distributed import run_distributed
 
 S, B, V = 5, 3, 14

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.parallel import linear
+from megatron.parallel import communication
 from megatron.parallel.collectives import Pending, gather_to
 from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.initialization import initialize
@@ -230,7 +230,7 @@ def _order_of_events(layout, sequence, overlap):
 
     for name in ("start_all_gather", "start_all_reduce", "start_reduce_scatter"):
         short = name.removeprefix("start_")
-        setattr(linear, name, starting(short, getattr(linear, name)))
+        setattr(communication, name, starting(short, getattr(communication, name)))
 
     class Noting(Plain):
         def weight_gradient(self, *args, **options):

@@ -8,7 +8,11 @@ import torch
 from megatron.kernels.fp8 import E4M3, E5M2, ReferenceCasts
 from megatron.kernels.library import find_library
 from megatron.models.recompute import RecomputePlan
-from megatron.parallel.layers import Linear, forget_weights
+from megatron.parallel import collectives, communication
+from megatron.parallel.amax_history import DelayedScaling
+from megatron.parallel.communication import ALONE
+from megatron.parallel.initialization import initialize
+from megatron.parallel.layers import Linear, attach_history, forget_weights, set_overlap
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import Init
 from megatron.parallel.products import Fp8Format, Fp8Products, Plain
@@ -130,6 +134,85 @@ def test_split_layers_agree(sequence):
         expected = _fp8_gpt(Layout.single())[0]
     for loss in run_distributed(2, _split_loss, sequence, tensor=2):
         torch.testing.assert_close(loss, expected, rtol=0.02, atol=0)
+
+
+class _GatheredFirst(Fp8Products):
+    """Gathers inputs in 16 bits, then casts."""
+
+    def forward(self, x, weight, bias, communication=ALONE, *, training=True):
+        whole = communication.start_gather(x).wait()
+        return super().forward(whole, weight, bias, training=training)
+
+
+def _column(layout, kind, form, delayed, overlap):
+    """Two updates of a layer whose input is divided along the sequence: all that comes out, and
+    bytes that forward gathered."""
+    gathered = []
+
+    def noting(x, axis):
+        gathered.append(x.numel() * x.element_size())
+        return collectives.start_all_gather(x, axis)
+
+    module = Linear(
+        *(64, 96),
+        split="column",
+        layout=replace(layout, sequence_parallel=True),
+        init=Init("normal", 0.02),
+        bias=False,
+        products=kind(form, ReferenceCasts()),
+        dtype=torch.bfloat16,
+    )
+    initialize(module.named_parameters(), seed=1)
+    set_overlap(module, overlap)
+    history = None
+    if delayed:
+        history = attach_history([module], DelayedScaling(), layout, torch.device("cpu"))
+    results, bytes_gathered = [], []
+    for update in range(2):
+        generator = torch.Generator().manual_seed(10 * update + layout.tensor.rank)
+        x = torch.randn(8, 3, 64, generator=generator).bfloat16().requires_grad_()  # 24 rows
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(communication, "start_all_gather", noting)
+            out = module(x * (1 + layout.tensor.rank))  # one rank has the largest
+        bytes_gathered.append(sum(gathered))
+        gathered.clear()
+        out.float().square().mean().backward()
+        results += [out.detach(), x.grad, module.weight.grad.clone()]
+        module.weight.grad = None
+        if history is not None:
+            history.update(update + 1)
+            results += [tensor.clone() for tensor in history.named_tensors().values()]
+        forget_weights(module)
+    return results, bytes_gathered
+
+
+def _all_columns(layout, cases):
+    return [
+        _column(layout, kind, *case) for kind in (_GatheredFirst, Fp8Products) for case in cases
+    ]
+
+
+def test_an_input_gathered_in_8_bits_is_the_one_gathered_in_16():
+    cases = [
+        (form, delayed, overlap)
+        for form in FORMS
+        for delayed in ((False,) if form.by_row else (False, True))
+        for overlap in (True, False)
+    ]
+    elements = 8 * 3 * 64
+    for answers in run_distributed(2, _all_columns, cases, tensor=2):
+        plain, ours = answers[: len(cases)], answers[len(cases) :]
+        for case, (expected, much), (found, less) in zip(cases, plain, ours, strict=True):
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+            assert all(result.isfinite().all() for result in found)
+            assert much == [2 * elements] * 2
+            form = case[0]
+            if not form.by_row:
+                assert less == [elements] * 2
+            elif form.weight_gradient:  # its transpose would travel too
+                assert less == much
+            else:
+                assert less == [elements + 8 * 3 * 4] * 2  # with the scales
 
 
 @pytest.mark.gpu

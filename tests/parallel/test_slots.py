@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from megatron.parallel.communication import Communication
 from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.layers import Linear, VocabularyEmbedding, attach_slots
 from megatron.parallel.layout import Layout
-from megatron.parallel.linear import Communication, parallel_linear
+from megatron.parallel.linear import parallel_linear
 from megatron.parallel.parameter import Init
 from tests.distributed import run_distributed
 from tests.training.toy import train_toy

@@ -139,6 +139,7 @@ def test_host_marks_serve_where_the_device_has_none() -> None:
         ("elementwise_kernel<direct_copy_kernel_cuda>", "copies, casts and fills"),
         ("elementwise_kernel<8, FillFunctor<float>>", "copies, casts and fills"),
         ("void cast_transpose_kernel<__nv_bfloat16>", "copies, casts and fills"),
+        ("transpose_kernel(unsigned char const*, unsigned char*)", "copies, casts and fills"),
         ("void at::native::CatArrayBatchedCopy<...>", "copies, casts and fills"),
         ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096>)", "communication"),
         ("void add_norm_forward_kernel<__nv_bfloat16>", "elementwise and normalization"),

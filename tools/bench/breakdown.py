@@ -48,7 +48,7 @@ _PATTERNS = tuple(
         ),
         (
             "copies, casts and fills",
-            r"memcpy|memset|fillfunctor|copy|catarray|amax|cast_(rows_|transpose_)?kernel",
+            r"memcpy|memset|fillfunctor|copy|catarray|amax|cast_(rows_)?kernel|transpose_kernel",
         ),
     )
 )

@@ -55,6 +55,7 @@ class Facts:
         from tools.bench.workloads import padded_vocabulary
 
         assert config.data.seq_length is not None
+        products = "16bit" if config.precision.fp8_format is None else "fp8"
         vocabulary = padded_vocabulary(config)
         return cls(
             tokens=tokens_of_step(config) / gpus,
@@ -62,7 +63,7 @@ class Facts:
             precision=precision,
             gpus=gpus,
             ceilings=ceilings,
-            roofline=ceilings["roofline_step_fp8" if precision == "fp8" else "roofline_step_16bit"],
+            roofline=ceilings[f"roofline_step_{products}"],
         )
 
     def derived(self, seconds: float) -> dict[str, float | None]:

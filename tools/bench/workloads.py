@@ -25,6 +25,7 @@ PRECISIONS = {
     "fp32": (),
     "bf16": ("--bf16",),
     "fp8": ("--bf16", "--fp8-format", "hybrid"),
+    "fp8-delayed": ("--bf16", "--fp8-format", "hybrid", "--fp8-recipe", "delayed"),
 }
 _DOCUMENT_TOKENS = 1000  # mean length
 _CORPUS_SEED = 1234

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron.kernels.adam import AdamNumbers, AdamTensors, adam_reference, choose_adam
 from megatron.kernels.cross_entropy import CrossEntropy, choose_cross_entropy
 from megatron.kernels.embedding_gradient import choose_embedding_gradient
-from megatron.kernels.fp8 import E4M3, Fp8Casts, ReferenceCasts, choose_fp8_casts
+from megatron.kernels.fp8 import E4M3, Fp8, Fp8Casts, ReferenceCasts, choose_fp8_casts
 from megatron.kernels.library import KernelLibrary
 from megatron.kernels.tensor_sums import choose_tensor_sums
 from megatron.kernels.weight_gradient import weight_gradient
@@ -30,6 +30,7 @@ def operations(library: KernelLibrary, device: torch.device) -> list[Operation]:
         for rows, columns in ((16384, 2048), (16384, 5632), (8192, 14336))
         for cast in fp8_casts(choose_fp8_casts(library), device, rows, columns)
     ]
+    turning = fp8_transpose(choose_fp8_casts(library), device, 16384, 4096)
     return [
         cross_entropy(library, device, 16384, 131072),
         cross_entropy(library, device, 8192, 128256),
@@ -40,6 +41,7 @@ def operations(library: KernelLibrary, device: torch.device) -> list[Operation]:
         product_into_fp32(device, 16384, 2048, 5632),
         product_into_fp32(device, 16384, 2048, 131072),
         *fp8,
+        turning,
     ]
 
 
@@ -220,14 +222,40 @@ def product_into_fp32(device: torch.device, tokens: int, inner: int, outer: int)
     )
 
 
+def fp8_transpose(casts: Fp8Casts, device: torch.device, rows: int, columns: int) -> Operation:
+    """The transpose of what arrived in 8 bits."""
+    inverse = torch.ones([], device=device)
+
+    def form(casts: Fp8Casts, x: Tensor) -> Tensor:
+        return casts.transpose(Fp8(x, inverse)).values
+
+    return Operation(
+        name="fp8: transpose",
+        shape=f"[{rows}, {columns}] e4m3",
+        forward_bytes=2 * rows * columns,
+        backward_bytes=0,
+        draw=lambda: [torch.randn(rows, columns, device=device).to(E4M3)],
+        ours=partial(form, casts),
+        eager=partial(form, ReferenceCasts()),
+    )
+
+
 def fp8_casts(casts: Fp8Casts, device: torch.device, rows: int, columns: int) -> list[Operation]:
-    """Current scaling: the largest magnitude first, then the cast."""
+    """Current scaling: the largest magnitude first, then the cast; delayed: it comes out of it."""
+    held, found = torch.ones(2, device=device).unbind()
 
     def whole(casts: Fp8Casts, x: Tensor) -> Tensor:
         return casts.cast(x, casts.amax(x), E4M3).values
 
     def both(casts: Fp8Casts, x: Tensor) -> tuple[Tensor, Tensor]:
         first, second = casts.cast_transpose(x, casts.amax(x), E4M3)
+        return first.values, second.values
+
+    def measuring(casts: Fp8Casts, x: Tensor) -> Tensor:
+        return casts.cast(x, held, E4M3, found=found).values
+
+    def both_measuring(casts: Fp8Casts, x: Tensor) -> tuple[Tensor, Tensor]:
+        first, second = casts.cast_transpose(x, held, E4M3, found=found)
         return first.values, second.values
 
     def by_row(casts: Fp8Casts, x: Tensor) -> Tensor:
@@ -243,6 +271,8 @@ def fp8_casts(casts: Fp8Casts, device: torch.device, rows: int, columns: int) ->
         ("fp8: amax", lambda casts, x: casts.amax(x), 2),
         ("fp8: amax, cast", whole, 5),
         ("fp8: amax, cast + transpose", both, 6),
+        ("fp8: cast, amax beside", measuring, 3),
+        ("fp8: cast + transpose, amax beside", both_measuring, 4),
         ("fp8: cast by rows", by_row, 3),
         ("fp8: cast by rows + transpose by rows", both_by_row, 6),
     ]

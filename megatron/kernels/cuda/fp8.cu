@@ -1,6 +1,7 @@
 // 16-bit or fp32 tensors to fp8: largest magnitudes, casts, and casts with the transposed copy that
 // the other products of a linear layer need. Scales stay on the device: a cast reads the largest
-// magnitude and derives the scale itself. fp8 value = x * (largest fp8 / amax), saturating.
+// magnitude and derives the scale itself. fp8 value = x * (largest fp8 / amax), saturating. A cast
+// by the largest magnitude of another tensor measures its own on the way.
 #include <cuda_fp8.h>
 
 #include "amax.cuh"
@@ -83,12 +84,27 @@ __device__ __forceinline__ void load_8(const T* from, float (&x)[8]) {
   }
 }
 
-// One scale for all; size is a multiple of 16. A thread makes 16 bytes at a time.
-template <typename T, int64_t fp8>
+// x times its factor. Measuring, largest rises to its magnitude, and what is not finite becomes nan:
+// the factor comes from another tensor, and would let an inf pass as the largest number.
+template <bool measures>
+__device__ __forceinline__ float at_scale(float x, float factor, unsigned& largest) {
+  if constexpr (measures) {
+    const unsigned bits = magnitude(x);
+    largest = max(largest, bits);
+    if (bits >= 0x7f800000u) return __uint_as_float(0x7fffffffu);
+  }
+  return x * factor;
+}
+
+// One scale for all; size is a multiple of 16. A thread makes 16 bytes at a time. Measuring, *found
+// (bits) rises to the largest magnitude.
+template <typename T, int64_t fp8, bool measures>
 __global__ void __launch_bounds__(kThreads)
     cast_kernel(const T* __restrict__ x, unsigned char* __restrict__ y, int64_t size,
-                const float* __restrict__ amax, float* __restrict__ inverse) {
+                const float* __restrict__ amax, float* __restrict__ inverse,
+                unsigned* __restrict__ found) {
   const Scale scale = scale_of(*amax, fp8);
+  unsigned largest = 0;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads * 16;
   int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * 16;
   if (i == 0) *inverse = scale.inverse;
@@ -105,10 +121,13 @@ __global__ void __launch_bounds__(kThreads)
       if (k == 1 && !second) break;
       float scaled[16];
 #pragma unroll
-      for (int j = 0; j < 16; ++j) scaled[j] = values[k][j / 8][j % 8] * scale.forward;
+      for (int j = 0; j < 16; ++j) {
+        scaled[j] = at_scale<measures>(values[k][j / 8][j % 8], scale.forward, largest);
+      }
       store(y + i + k * stride, to_fp8(scaled, fp8));
     }
   }
+  if constexpr (measures) raise_by_block(found, largest);
 }
 
 // A scale for each row [columns]: the row is read twice, the second time from the cache.
@@ -188,6 +207,47 @@ __device__ __forceinline__ uint2 column_of(const uint2 (&rows)[8], int j) {
   return make_uint2(join(0), join(4));
 }
 
+// 8 x 8 bytes of each thread of a block, turned and stored into transposed [columns, rows]. The
+// tile, [column][row group], is swizzled so that no access has a bank conflict.
+__device__ __forceinline__ void store_turned(uint2 (&tile)[kTile][kGroups],
+                                             const uint2 (&packed)[8],
+                                             unsigned char* __restrict__ transposed, int64_t left,
+                                             int64_t top, int64_t rows, int64_t columns) {
+  const int group = threadIdx.x % kGroups, strip = threadIdx.x / kGroups;
+#pragma unroll
+  for (int j = 0; j < 8; ++j) tile[group * 8 + j][strip ^ group] = column_of(packed, j);
+  __syncthreads();
+#pragma unroll
+  for (int k = 0; k < kTile * kTile / 16 / kThreads; ++k) {
+    const int place = k * kThreads + threadIdx.x;
+    const int line = place / (kGroups / 2), pair = place % (kGroups / 2);
+    if (left + line >= columns || top + pair * 16 >= rows) continue;
+    const int turn = line / 8;
+    const uint2 first = tile[line][(2 * pair) ^ turn], second = tile[line][(2 * pair + 1) ^ turn];
+    *reinterpret_cast<uint4*>(transposed + (left + line) * rows + top + pair * 16) =
+        make_uint4(first.x, first.y, second.x, second.y);
+  }
+}
+
+// y [columns, rows] = x^T, bytes; rows and columns are multiples of 16.
+__global__ void __launch_bounds__(kThreads)
+    transpose_kernel(const unsigned char* __restrict__ x, unsigned char* __restrict__ y,
+                     int64_t rows, int64_t columns) {
+  __shared__ uint2 tile[kTile][kGroups];
+  const int64_t left = blockIdx.x * static_cast<int64_t>(kTile);
+  const int64_t top = blockIdx.y * static_cast<int64_t>(kTile);
+  const int64_t column = left + threadIdx.x % kGroups * 8;
+  const int64_t row = top + threadIdx.x / kGroups * 8;
+  uint2 packed[8] = {};
+  if (row < rows && column < columns) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      packed[i] = *reinterpret_cast<const uint2*>(x + (row + i) * columns + column);
+    }
+  }
+  store_turned(tile, packed, y, left, top, rows, columns);
+}
+
 struct Scales {  // what a cast with its transpose reads and writes
   const float *of_rows, *of_columns;    // largest magnitudes
   float *inverse_rows, *inverse_columns;
@@ -195,13 +255,13 @@ struct Scales {  // what a cast with its transpose reads and writes
 };
 
 // y [rows, columns] and its transpose, both from one read. rows and columns are multiples of 16.
-// The tile turns around in shared memory, swizzled so that no access has a bank conflict.
-template <typename T, int64_t fp8>
+// Measuring, *found (bits) rises to the largest magnitude of x.
+template <typename T, int64_t fp8, bool measures>
 __global__ void __launch_bounds__(kThreads)
     cast_transpose_kernel(const T* __restrict__ x, unsigned char* __restrict__ y,
                           unsigned char* __restrict__ transposed, int64_t rows, int64_t columns,
-                          Scales scales) {
-  __shared__ uint2 tile[kTile][kGroups];  // [column][row group]
+                          Scales scales, unsigned* __restrict__ found) {
+  __shared__ uint2 tile[kTile][kGroups];
   const int group = threadIdx.x % kGroups, strip = threadIdx.x / kGroups;
   const int64_t left = blockIdx.x * static_cast<int64_t>(kTile);
   const int64_t top = blockIdx.y * static_cast<int64_t>(kTile);
@@ -213,6 +273,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int i = 0; i < 8; ++i) load_8(x + (row + i) * columns + column, values[i]);
   }
   uint2 packed[8];
+  unsigned largest = 0;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     if (!inside) break;
@@ -223,7 +284,9 @@ __global__ void __launch_bounds__(kThreads)
     }
     float scaled[8];
 #pragma unroll
-    for (int j = 0; j < 8; ++j) scaled[j] = values[i][j] * scale.forward;
+    for (int j = 0; j < 8; ++j) {
+      scaled[j] = at_scale<measures>(values[i][j], scale.forward, largest);
+    }
     const auto bytes = to_fp8(scaled, fp8);
     packed[i] = *reinterpret_cast<const uint2*>(&bytes);
     store(y + (row + i) * columns + column, bytes);
@@ -245,19 +308,8 @@ __global__ void __launch_bounds__(kThreads)
       packed[i] = *reinterpret_cast<const uint2*>(&bytes);
     }
   }
-#pragma unroll
-  for (int j = 0; j < 8; ++j) tile[group * 8 + j][strip ^ group] = column_of(packed, j);
-  __syncthreads();
-#pragma unroll
-  for (int k = 0; k < kTile * kTile / 16 / kThreads; ++k) {
-    const int place = k * kThreads + threadIdx.x;
-    const int line = place / (kGroups / 2), pair = place % (kGroups / 2);
-    if (left + line >= columns || top + pair * 16 >= rows) continue;
-    const int turn = line / 8;
-    const uint2 first = tile[line][(2 * pair) ^ turn], second = tile[line][(2 * pair + 1) ^ turn];
-    *reinterpret_cast<uint4*>(transposed + (left + line) * rows + top + pair * 16) =
-        make_uint4(first.x, first.y, second.x, second.y);
-  }
+  store_turned(tile, packed, transposed, left, top, rows, columns);
+  if constexpr (measures) raise_by_block(found, largest);
 }
 
 // Calls f(type, integral constant of the fp8 format).
@@ -267,6 +319,14 @@ cudaError_t with_formats(int64_t dtype, int64_t fp8, F f) {
     if (fp8 == kE4M3) return f(type, std::integral_constant<int64_t, kE4M3>());
     if (fp8 == kE5M2) return f(type, std::integral_constant<int64_t, kE5M2>());
     return cudaErrorInvalidValue;
+  });
+}
+
+// The same, with whether to measure.
+template <typename F>
+cudaError_t with_formats(int64_t dtype, int64_t fp8, bool measures, F f) {
+  return with_formats(dtype, fp8, [&](auto type, auto format) {
+    return measures ? f(type, format, std::true_type()) : f(type, format, std::false_type());
   });
 }
 
@@ -307,19 +367,21 @@ extern "C" int fp8_amax_both(const void* x, float* of_rows, float* of_columns, i
   });
 }
 
-// y = x in fp8, [size], a multiple of 16; inverse: what brings y back.
-extern "C" int fp8_cast(const void* x, void* y, const float* amax, float* inverse, int64_t size,
-                        int64_t dtype, int64_t fp8, cudaStream_t stream) {
+// y = x in fp8, [size], a multiple of 16; inverse: what brings y back. With found, that rises to the
+// largest magnitude of x.
+extern "C" int fp8_cast(const void* x, void* y, const float* amax, float* inverse, float* found,
+                        int64_t size, int64_t dtype, int64_t fp8, cudaStream_t stream) {
   if (size == 0) return cudaSuccess;
-  return with_formats(dtype, fp8, [&](auto type, auto format) {
+  return with_formats(dtype, fp8, found != nullptr, [&](auto type, auto format, auto measures) {
     using T = decltype(type);
-    return launch(cast_kernel<T, decltype(format)::value>,
+    return launch(cast_kernel<T, decltype(format)::value, decltype(measures)::value>,
                   dim3(persistent_blocks(divide_up(size, 16))), kThreads, 0, stream,
-                  static_cast<const T*>(x), static_cast<unsigned char*>(y), size, amax, inverse);
+                  static_cast<const T*>(x), static_cast<unsigned char*>(y), size, amax, inverse,
+                  reinterpret_cast<unsigned*>(found));
   });
 }
 
-// The same with a scale for each row of x [rows, columns]; columns a multiple of 16.
+// y = x in fp8 with a scale for each row of x [rows, columns]; columns a multiple of 16.
 extern "C" int fp8_cast_rows(const void* x, void* y, float* inverse, int64_t rows,
                              int64_t columns, int64_t dtype, int64_t fp8, cudaStream_t stream) {
   if (rows == 0) return cudaSuccess;
@@ -331,17 +393,29 @@ extern "C" int fp8_cast_rows(const void* x, void* y, float* inverse, int64_t row
 }
 
 // y [rows, columns] and transposed [columns, rows]; both sizes multiples of 16. With
-// amax_columns null one scale serves both, else y has one a row and transposed one a column.
+// amax_columns null one scale serves both, and found may be there, which rises to the largest
+// magnitude of x; else y has one a row and transposed one a column.
 extern "C" int fp8_cast_transpose(const void* x, void* y, void* transposed, const float* amax,
                                   const float* amax_columns, float* inverse,
-                                  float* inverse_columns, int64_t rows, int64_t columns,
-                                  int64_t dtype, int64_t fp8, cudaStream_t stream) {
+                                  float* inverse_columns, float* found, int64_t rows,
+                                  int64_t columns, int64_t dtype, int64_t fp8,
+                                  cudaStream_t stream) {
   if (rows == 0 || columns == 0) return cudaSuccess;
   const Scales scales{amax, amax_columns, inverse, inverse_columns, amax_columns == nullptr};
-  return with_formats(dtype, fp8, [&](auto type, auto format) {
+  return with_formats(dtype, fp8, found != nullptr, [&](auto type, auto format, auto measures) {
     using T = decltype(type);
-    return launch(cast_transpose_kernel<T, decltype(format)::value>, tiles(rows, columns),
-                  kThreads, 0, stream, static_cast<const T*>(x), static_cast<unsigned char*>(y),
-                  static_cast<unsigned char*>(transposed), rows, columns, scales);
+    return launch(cast_transpose_kernel<T, decltype(format)::value, decltype(measures)::value>,
+                  tiles(rows, columns), kThreads, 0, stream, static_cast<const T*>(x),
+                  static_cast<unsigned char*>(y), static_cast<unsigned char*>(transposed), rows,
+                  columns, scales, reinterpret_cast<unsigned*>(found));
   });
+}
+
+// y [columns, rows] = x^T, bytes; both sizes multiples of 16.
+extern "C" int fp8_transpose(const void* x, void* y, int64_t rows, int64_t columns,
+                             cudaStream_t stream) {
+  if (rows == 0 || columns == 0) return cudaSuccess;
+  return launch(transpose_kernel, tiles(rows, columns), kThreads, 0, stream,
+                static_cast<const unsigned char*>(x), static_cast<unsigned char*>(y), rows,
+                columns);
 }

@@ -1,0 +1,48 @@
+"""What `--fp8-format` and its recipes refuse, and what programs that only read a model drop."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.config.command import parse, problems
+
+_EARLIER = "is of scales by earlier iterations: add --fp8-recipe delayed, or drop it"
+_DELAYED = "--bf16 --fp8-format hybrid --fp8-recipe delayed"
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            "--bf16 --fp8-format hybrid --fp8-amax-history-len 16",
+            f"--fp8-amax-history-len 16 {_EARLIER}",
+        ),
+        ("--fp8-amax-compute-algo max", f"--fp8-amax-compute-algo max {_EARLIER}"),
+        (
+            "--fp8-recipe delayed",
+            "--fp8-recipe delayed has no meaning without --fp8-format: add it, or drop the flag",
+        ),
+        (f"{_DELAYED} --fp8-interval 0", "--fp8-interval 0: must be at least 1"),
+        (f"{_DELAYED} --fp8-margin -1", "--fp8-margin -1: must be at least 0"),
+        (f"{_DELAYED} --fp8-amax-history-len 0", "--fp8-amax-history-len 0: must be at least 1"),
+    ],
+)
+def test_a_mistake_and_its_line(words: str, line: str) -> None:
+    assert problems(words) == [line]
+
+
+def test_weights_are_not_gathered_in_8_bits() -> None:
+    (line,) = problems(f"{_DELAYED} --fp8-param-gather")
+    assert line.startswith("--fp8-param-gather")
+    assert "docs/fp8.md" in line
+
+
+def test_a_script_for_megatron_may_name_the_defaults() -> None:
+    words = "--fp8-margin 0 --fp8-interval 1 --fp8-amax-history-len 1"
+    config = parse(f"--bf16 --fp8-format hybrid {words} --fp8-amax-compute-algo most_recent").config
+    assert config.precision.fp8_recipe == "tensorwise"
+
+
+def test_nothing_of_fp8_is_left_without_it() -> None:
+    precision = parse(f"{_DELAYED} --fp8-amax-history-len 8 --no-fp8-wgrad").config.precision
+    assert precision.without_fp8() == parse("--bf16").config.precision
