@@ -40,7 +40,7 @@ def run_distributed(
             )
             for r in range(world_size)
         ]
-        _start(workers)
+        start_forks(workers)
         answers = [results.get() for _ in workers]
         received.set()
         for worker in workers:
@@ -68,7 +68,7 @@ def _start_method() -> Any:
     return mp.get_context("fork")
 
 
-def _start(workers: Sequence[Any]) -> None:
+def start_forks(workers: Sequence[Any]) -> None:
     """Start them; their garbage collectors leave what they inherit alone.
 
     A collection writes into every object that it looks at, which would copy the memory of this
