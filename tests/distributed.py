@@ -29,7 +29,7 @@ def run_distributed(
     `sizes` are Layout.create's tensor, context and pipeline. Results must be picklable.
     Raises RuntimeError with the traceback of the first rank that failed.
     """
-    context = _start_method()
+    context = start_method()
     results: Any = context.SimpleQueue()
     received: Any = context.Event()  # tensors in results live as long as the process that sent them
     with tempfile.TemporaryDirectory() as folder:
@@ -52,7 +52,7 @@ def run_distributed(
 
 
 @cache
-def _start_method() -> Any:
+def start_method() -> Any:
     """Fork: everything is loaded already, so children start in milliseconds.
 
     Where there is a GPU, autograd leaves threads that no fork may follow: there from a server

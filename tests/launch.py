@@ -7,7 +7,6 @@ process, which has torch loaded.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import runpy
 import socket
@@ -16,9 +15,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from tests.distributed import start_forks
+from tests.distributed import start_forks, start_method
 
 _RECORD = """#!/bin/sh
 env -0 > "$RECORDED/environment"
@@ -86,7 +86,7 @@ def start_ranks(
     environment: Mapping[str, str],
     outputs: Sequence[Path],
     errors: Sequence[Path],
-) -> list[multiprocessing.process.BaseProcess]:
+) -> list[BaseProcess]:
     """Start a rank for each of `outputs`, where it writes to; several know of each other.
 
     Args:
@@ -98,7 +98,7 @@ def start_ranks(
     count = len(outputs)
     common = {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
     common |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
-    context = multiprocessing.get_context("fork")
+    context = start_method()
     ranks = []
     for rank, streams in enumerate(zip(outputs, errors, strict=True)):
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
