@@ -14,7 +14,7 @@ INPUT ?=
 PORT ?= 5000
 ITERS ?=
 TESTS ?= tests
-PYTEST_FLAGS ?= -n 2 --timeout 300
+PYTEST_FLAGS ?= -n 2 --dist worksteal --timeout 300
 
 PY = $(VENV)/bin/python
 

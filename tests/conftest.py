@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 
 import pytest
@@ -35,10 +34,3 @@ def _one_thread():
     import torch
 
     torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="session")
-def sharding_loaded() -> None:
-    """What `fully_shard` imports, seconds long: once here instead of in every forked process."""
-    for name in ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp"):
-        importlib.import_module(name)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import os
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,7 +29,7 @@ def run_distributed(
     `sizes` are Layout.create's tensor, context and pipeline. Results must be picklable.
     Raises RuntimeError with the traceback of the first rank that failed.
     """
-    context = _start_method()
+    context = start_method()
     results: Any = context.SimpleQueue()
     received: Any = context.Event()  # tensors in results live as long as the process that sent them
     with tempfile.TemporaryDirectory() as folder:
@@ -37,8 +40,7 @@ def run_distributed(
             )
             for r in range(world_size)
         ]
-        for worker in workers:
-            worker.start()
+        start_forks(workers)
         answers = [results.get() for _ in workers]
         received.set()
         for worker in workers:
@@ -49,17 +51,35 @@ def run_distributed(
     return [value for _, _, value in sorted(answers, key=lambda answer: answer[0])]
 
 
-def _start_method() -> Any:
-    """Fork: torch is loaded already, so children start in milliseconds.
+@cache
+def start_method() -> Any:
+    """Fork: everything is loaded already, so children start in milliseconds.
 
     Where there is a GPU, autograd leaves threads that no fork may follow: there from a server
     process that has only loaded torch.
     """
-    if not torch.cuda.is_available():
-        return mp.get_context("fork")
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "tests.distributed"])
-    return context
+    if torch.cuda.is_available():
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "tests.distributed"])
+        return context
+    # What `fully_shard` and pipelines import, seconds long: once here, not in every process.
+    for name in ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp"):
+        importlib.import_module(name)
+    return mp.get_context("fork")
+
+
+def start_forks(workers: Sequence[Any]) -> None:
+    """Start them; their garbage collectors leave what they inherit alone.
+
+    A collection writes into every object that it looks at, which would copy the memory of this
+    process into each of them: of a process that has run many tests, seconds.
+    """
+    gc.freeze()
+    try:
+        for worker in workers:
+            worker.start()
+    finally:
+        gc.unfreeze()
 
 
 def _work(

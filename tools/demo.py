@@ -152,7 +152,7 @@ def training_command(
         *(["--bf16"] if gpu else []),
         *["--data-path", str(prefix), "--split", split, "--num-workers", "0"],
         *kind.tokenizer(out / "tokenizer"),
-        *f"--eval-interval {max(1, iterations // 4)} --eval-iters 40".split(),
+        *f"--eval-interval {max(1, iterations // 4)} --eval-iters {min(40, iterations)}".split(),
         *["--save", str(out / "checkpoints"), "--save-interval", str(iterations)],
         *["--tensorboard-dir", str(out / "tensorboard")],
         *["--metrics-jsonl", str(out / "metrics.jsonl")],

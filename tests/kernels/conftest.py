@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -20,16 +22,30 @@ HERE = Path(__file__).parent
 
 @pytest.fixture(scope="session")
 def emulated(tmp_path_factory) -> KernelLibrary:
-    """The kernels compiled as C++, which run on CPU tensors: slow, so for small sizes."""
+    """The kernels compiled as C++, which run on CPU tensors: slow, so for small sizes.
+
+    Compiled once: of several workers of pytest-xdist the first to come does it.
+    """
     if shutil.which("nvcc") is None or shutil.which("g++") is None:
         pytest.skip("needs nvcc (for its headers) and g++")
-    folder = tmp_path_factory.mktemp("emulator")
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "emulator"
+    folder.mkdir(exist_ok=True)
+    library = folder / "emulated.so"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            _compile(library)
+    return KernelLibrary(library)
+
+
+def _compile(library: Path) -> None:
     nvcc = str(find_compiler().path)
     flags = ["-x", "c++", "-O1", "-std=c++17", "-U_FORTIFY_SOURCE", "-Xcompiler", "-fPIC,-w"]
     header = ["-include", str(HERE / "emulator.h"), "-I", str(HERE)]
 
     def translate(source: Path) -> str:
-        made = str(folder / (source.stem + ".o"))
+        made = str(library.with_name(source.stem + ".o"))
         command = [nvcc, *flags, *header, "-c", str(source), "-o", made]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
@@ -37,10 +53,10 @@ def emulated(tmp_path_factory) -> KernelLibrary:
 
     with ThreadPoolExecutor(2) as pool:
         objects = list(pool.map(translate, [*source_files(), HERE / "emulator.cpp"]))
-    library = folder / "emulated.so"
-    command = ["g++", "-shared", "-Wl,-Bsymbolic", *objects, "-o", str(library)]
+    linked = library.with_suffix(".new")
+    command = ["g++", "-shared", "-Wl,-Bsymbolic", *objects, "-o", str(linked)]
     subprocess.run(command, check=True)
-    return KernelLibrary(library)
+    linked.rename(library)
 
 
 @pytest.fixture(params=["emulated", pytest.param("gpu", marks=pytest.mark.gpu)])

@@ -12,8 +12,6 @@ from megatron.parallel.parameter import Init, part_shape, spec_of
 from megatron.parallel.sharded import ShardedModel
 from tests.distributed import run_distributed
 
-pytestmark = pytest.mark.usefixtures("sharding_loaded")
-
 
 class _Network(nn.Module):
     """Layers of [2, 64, 64] (as gate and up) and [64, 128], and a normalization outside."""

@@ -1,6 +1,7 @@
 """Held against Megatron-LM 23.08: its runs go on from iteration 20 as the originals did."""
 
 import json
+from functools import cache
 
 import pytest
 
@@ -25,10 +26,23 @@ def _compare(records, recording):
     assert ours == pytest.approx(theirs, rel=LOSS)
 
 
+@pytest.fixture(scope="module")
+def one_process(golden, tmp_path_factory):
+    """Of a run's name: what was recorded in one process, and its index cache."""
+
+    @cache
+    def run(run_name):
+        folder = tmp_path_factory.mktemp(run_name)
+        (records,) = run_distributed(1, continue_run, golden, run_name, folder)
+        return records, folder
+
+    return run
+
+
 @pytest.mark.parametrize("run_name", ["gpt_fp32", "gpt_tp2pp2_fp32"])
-def test_one_process_goes_on_as_the_original(golden, tmp_path, run_name):
+def test_one_process_goes_on_as_the_original(golden, one_process, run_name):
     recording = json.loads((golden / run_name / "run.json").read_text())
-    (records,) = run_distributed(1, continue_run, golden, run_name, tmp_path)
+    records, _ = one_process(run_name)
     _compare(records, recording)
 
 
@@ -46,10 +60,10 @@ def test_four_processes_go_on_as_the_original(golden, tmp_path, run_name):
         _compare(records, recording)
 
 
-def test_index_cache_is_the_original_byte_for_byte(golden, tmp_path):
+def test_index_cache_is_the_original_byte_for_byte(golden, one_process):
     """File names hash the data path as it was spelt in the recorded run, so .dsc texts pair up."""
-    run_distributed(1, continue_run, golden, "gpt_fp32", tmp_path)
-    ours = {path.read_text(): path for path in tmp_path.glob("*.dsc")}
+    _, folder = one_process("gpt_fp32")
+    ours = {path.read_text(): path for path in folder.glob("*.dsc")}
     recorded = sorted((golden / "gpt_fp32" / "index-cache").glob("*.dsc"))
     assert len(recorded) == 2
     for theirs in recorded:

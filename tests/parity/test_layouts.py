@@ -22,9 +22,7 @@ def _id(case: LayoutCase) -> str:
 
 @pytest.mark.parametrize("case", [*LAYOUTS, *OTHER_LAYOUTS], ids=_id)
 def test_losses_and_norms_equal_the_single_process(case):
-    # Many processes on two cores take long: the page docs/layouts.md is of all iterations.
-    first = 8 if case.kind == "gpt" and case.processes > 2 else None
-    difference = compare(case, first)
+    difference = compare(case)
     assert difference.loss <= LOSS_TOLERANCE
     assert difference.norm <= NORM_TOLERANCE
 

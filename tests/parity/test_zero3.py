@@ -13,8 +13,6 @@ from tests.checkpoint.states import read_whole
 from tests.distributed import run_distributed
 from tests.training.toy import TOY, build_toy, train_toy
 
-pytestmark = pytest.mark.usefixtures("sharding_loaded")
-
 FLAGS = """
     --hidden-dropout 0 --attention-dropout 0 --num-layers 4 --global-batch-size 8
     --eval-interval 3 --eval-iters 1 --log-params-norm --log-num-zeros-in-grad --zero-stage 3

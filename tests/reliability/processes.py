@@ -1,19 +1,20 @@
-"""The faulty toy, each rank a process of this test or under torchrun."""
+"""The faulty toy, each rank a fork of this process or under torchrun."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from tests.launch import start_ranks
 from tests.repository import ROOT
 
 TIMEOUT = 4.0  # seconds that a rank may keep others waiting
@@ -48,48 +49,35 @@ def environment(fault: str, log: Path) -> dict[str, str]:
 
 def run_ranks(count: int, fault: str, folder: Path, *flags: str) -> list[Outcome | None]:
     """Every rank's outcome; None of one that does not end (a stopped one, which is killed)."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = str(probe.getsockname()[1])
     log = folder / "fault"
-    common = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_PORT": port}
-    processes = []
-    for rank in range(count):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "localhost"}
-        with (folder / f"errors{rank}").open("w") as errors:
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, *_MODULE, *flags],
-                    env=environment(fault, log) | common | own,
-                    stdout=subprocess.DEVNULL,
-                    stderr=errors,
-                )
-            )
-    ends = _wait(processes, 90.0)
+    errors = [folder / f"errors{rank}" for rank in range(count)]
+    words = [*_MODULE, *flags]
+    processes = start_ranks(words, environment(fault, log), [Path(os.devnull)] * count, errors)
+    ends = _wait(processes, 240.0)
     struck = float(log.read_text()) if log.exists() else time.time()
     return [
-        Outcome(process.returncode, (folder / f"errors{rank}").read_text(), end - struck)
+        Outcome(process.exitcode or 0, errors[rank].read_text(), end - struck)
         if (end := ends.get(rank)) is not None
         else None
         for rank, process in enumerate(processes)
     ]
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], seconds: float) -> dict[int, float]:
+def _wait(processes: list[BaseProcess], seconds: float) -> dict[int, float]:
     """When each ended. All but stopped ones must within `seconds`; the rest are killed."""
     ends: dict[int, float] = {}
     deadline = time.monotonic() + seconds
     while len(ends) < len(processes) and time.monotonic() < deadline:
         time.sleep(0.05)
         for rank, process in enumerate(processes):
-            if rank not in ends and process.poll() is not None:
+            if rank not in ends and process.exitcode is not None:
                 ends[rank] = time.time()
         running = [p for rank, p in enumerate(processes) if rank not in ends]
-        if running and all(_is_stopped(p.pid) for p in running):
+        if running and all(_is_stopped(p.pid or 0) for p in running):
             break
     for process in processes:
         process.kill()
-        process.wait()
+        process.join()
     return ends
 
 

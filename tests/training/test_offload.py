@@ -7,8 +7,6 @@ from megatron.parallel.layout import Layout
 from tests.distributed import run_distributed
 from tests.training.toy import build_toy, train_toy
 
-pytestmark = pytest.mark.usefixtures("sharding_loaded")
-
 FLAGS = "--hidden-dropout 0 --attention-dropout 0 --global-batch-size 8 --eval-iters 0".split()
 OFFLOAD = "--optimizer-cpu-offload"
 

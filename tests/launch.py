@@ -1,0 +1,126 @@
+"""Run launch scripts as a shell and torchrun would, without starting Python anew.
+
+A new interpreter loads torch for two seconds, torchrun for itself and for each rank. Here the shell
+runs the script, but what it would start is only written down, and then run by forks of this
+process, which has torch loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from tests.distributed import start_forks, start_method
+
+_RECORD = """#!/bin/sh
+env -0 > "$RECORDED/environment"
+printf '%s\\0' "${0##*/}" "$@" > "$RECORDED/words"
+"""
+
+
+def run_script(
+    words: Sequence[str], environment: Mapping[str, str], *, seconds: float = 240.0
+) -> subprocess.CompletedProcess[str]:
+    """A shell script with its flags, and the one command that it starts: `python` or `torchrun`.
+
+    Returns:
+        The script's own code and errors where it starts none; else those of the first rank that
+        failed, and the output of all.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for program in ("python", "torchrun"):
+            (folder / program).write_text(_RECORD)
+            (folder / program).chmod(0o755)
+        path = f"{folder}{os.pathsep}{environment['PATH']}"
+        done = subprocess.run(
+            list(words),
+            env={**environment, "PATH": path, "RECORDED": str(folder)},
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            check=False,
+        )
+        if done.returncode or not (folder / "words").exists():
+            return done
+        program, *started = (folder / "words").read_text().split("\0")[:-1]
+        lines = (folder / "environment").read_text().split("\0")[:-1]
+    given = dict(line.split("=", 1) for line in lines)
+    if program == "python":
+        return run_ranks(started, given, 1, seconds=seconds)
+    from torch.distributed.run import parse_args
+
+    options = parse_args(started)
+    assert options.nnodes in ("1", "1:1"), "another machine is needed"
+    command = [options.training_script, *options.training_script_args]
+    return run_ranks(command, given, int(options.nproc_per_node), seconds=seconds)
+
+
+def run_ranks(
+    words: Sequence[str], environment: Mapping[str, str], count: int = 1, *, seconds: float = 240.0
+) -> subprocess.CompletedProcess[str]:
+    """A Python file with its flags, in `count` processes with the variables of torchrun."""
+    with tempfile.TemporaryDirectory() as name:
+        outputs = [Path(name, str(rank)) for rank in range(count)]
+        ranks = start_ranks(words, environment, outputs, outputs)
+        end = time.monotonic() + seconds
+        for process in ranks:
+            process.join(max(0.0, end - time.monotonic()))
+            process.kill()  # one that hangs
+            process.join()
+        text = "".join(output.read_text() for output in outputs)
+    code = next((process.exitcode for process in ranks if process.exitcode), 0)
+    return subprocess.CompletedProcess(list(words), code, text, "")
+
+
+def start_ranks(
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    outputs: Sequence[Path],
+    errors: Sequence[Path],
+) -> list[BaseProcess]:
+    """Start a rank for each of `outputs`, where it writes to; several know of each other.
+
+    Args:
+        words: what would follow `python`: a file or `-m module`, and its flags.
+    """
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = str(probe.getsockname()[1])
+    count = len(outputs)
+    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    common |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    context = start_method()
+    ranks = []
+    for rank, streams in enumerate(zip(outputs, errors, strict=True)):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        variables = {**environment, **(common | own if count > 1 else {})}
+        ranks.append(context.Process(target=_as_main, args=(list(words), variables, *streams)))
+    start_forks(ranks)
+    return ranks
+
+
+def _as_main(words: list[str], environment: dict[str, str], output: Path, errors: Path) -> None:
+    """Become `python words...`, in a process that has just been forked."""
+    for number, path in ((1, output), (2, errors)):
+        with path.open("a") as stream:
+            os.dup2(stream.fileno(), number)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", closefd=False)
+    os.environ.clear()
+    os.environ.update(environment)
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = words
+        sys.path.insert(0, str(Path(words[0]).parent))
+        runpy.run_path(words[0], run_name="__main__")
