@@ -67,7 +67,7 @@ def make_batch(
         positions = positions - start
     mask = None
     if segment_ends is not None:
-        mask = Segments.of_documents(segment_ends, (tokens.shape[0], tokens.shape[1]))
+        mask = Segments(segment_ends.int(), (tokens.shape[0], tokens.shape[1]))
     return Batch(tokens, labels, loss_mask, positions, mask)
 
 

@@ -18,7 +18,6 @@ from megatron.config.precision import PrecisionConfig
 from megatron.config.stages import ModelPart, whole_model
 from megatron.device import Device
 from megatron.kernels.attention import choose_attention
-from megatron.kernels.segments import Segments
 from megatron.models.construct import build_model
 from megatron.models.embedding import Embedding, RotaryTable, new_embedding
 from megatron.models.head import Output, TokenLoss
@@ -149,8 +148,7 @@ class BertModel(nn.Module):
 
         Args:
             tokens: [b, s].
-            padding: bool [b, s], True where there is a token and not only padding, which comes
-                after all tokens of a sample.
+            padding: bool [b, s], True where there is a token and not only padding.
             token_types: [b, s], the segment of each token; None: all are of the first.
             labels: [b, s], the token that belongs in each place.
             hidden: [s, b, h], from the part before; None where this part begins the model.
@@ -164,7 +162,7 @@ class BertModel(nn.Module):
         if hidden is None:
             assert isinstance(self.embedding, Embedding), "this part takes hidden states"
             hidden = self.embedding(tokens, positions.expand_as(tokens), token_types)
-        stream = self.layers.run(Stream(hidden), Segments.of_padding(padding), rotation)
+        stream = self.layers.run(Stream(hidden), padding_mask(padding), rotation)
         if self.final_norm is None:
             return stream.join()
         x: Tensor = self.final_norm(stream)[1]  # [s, b, h]
