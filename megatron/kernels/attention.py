@@ -126,6 +126,11 @@ def _check_flash(model: ModelConfig, precision: PrecisionConfig, device: torch.d
             f"--use-flash-attn: heads of --kv-channels {model.kv_channels} are larger than "
             f"{LARGEST_FLASH_HEAD}: use more heads, or drop the flag"
         )
+    if model.kv_channels is not None and model.kv_channels % 8:
+        problems.append(
+            f"--use-flash-attn: heads of --kv-channels {model.kv_channels} are no multiple of 8, "
+            "which its kernels need: choose another number of heads, or drop the flag"
+        )
     if problems:
         raise ConfigError(problems)
 

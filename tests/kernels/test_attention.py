@@ -142,13 +142,14 @@ def test_choice_on_cpu():
 
 
 def test_flash_is_refused_where_it_cannot_run():
-    model = ModelConfig(use_flash_attn=True, kv_channels=512)
+    model = ModelConfig(use_flash_attn=True, kv_channels=516)
     with pytest.raises(ConfigError) as error:
         choose_attention(model, PrecisionConfig(), CPU)
-    assert len(error.value.problems) == 3
+    assert len(error.value.problems) == 4
     assert "needs a GPU" in str(error.value)
     assert "--bf16" in str(error.value)
-    assert "--kv-channels 512" in str(error.value)
+    assert "--kv-channels 516 are larger" in str(error.value)
+    assert "--kv-channels 516 are no multiple of 8" in str(error.value)
 
 
 def test_with_a_mask_flash_means_kernels_that_take_one(monkeypatch):

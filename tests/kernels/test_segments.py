@@ -46,8 +46,8 @@ def test_forms_that_take_a_mask_take_documents(form) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("size", [64, 72, 12])
 def test_on_a_gpu_results_and_gradients_are_those_of_the_formula(form, dtype, size) -> None:
-    if form is flash_attention and dtype == torch.float32:
-        return  # refused before a run
+    if form is flash_attention and (dtype == torch.float32 or size % 8):
+        pytest.skip("refused before a run")
     segments = segments_of([0, 7, 200, 201, 201, 400], 200)
     generator = fresh()
     heads = [torch.randn(200, 2, n, size, generator=generator) for n in (4, 2, 2)]
