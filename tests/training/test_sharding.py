@@ -89,7 +89,7 @@ def _train_pipeline(layout, arguments):
     assert sum(len(flat.buckets) for flat in buffer.flats) > 4
     kept = sum(storage.numel() for storage in buffer._storages)
     assert kept * layout.replica.size == sum(flat.buckets[-1].span.end for flat in buffer.flats)
-    tied = None if run.tied is None else run.tied.detach().float().sum(dim=0).tolist()
+    tied = [tie.copy.detach().float().sum(dim=0).tolist() for tie in run.ties]
     return recorder.values("lm loss"), recorder.values("grad-norm"), tied, left
 
 
@@ -109,7 +109,7 @@ def test_stage_2_in_a_pipeline_keeps_shards_only(flags):
     losses, norms = recorder.values("lm loss"), recorder.values("grad-norm")
     flags = ["--zero-stage", "2", *flags]
     ranks = run_distributed(4, _train_pipeline, flags, pipeline=2)
-    assert ranks[0][2] is not None
+    assert len(ranks[0][2]) == 1
     for ours, our_norms, tied, left in ranks:
         assert ours == pytest.approx(losses, rel=2e-3 if numbers else 1e-5)
         assert our_norms == pytest.approx(norms, rel=3e-2 if numbers else 1e-4)
