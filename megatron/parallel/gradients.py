@@ -28,56 +28,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby, pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megatron.parallel.buckets import (
-    ALIGNMENT_BYTES,
-    BUCKET_BYTES,
-    Bucket,
-    Span,
-    plan_buckets,
-)
-from megatron.parallel.collectives import mean_of, start_all_reduce, start_reduce_scatter
+from megatron.parallel.buckets import ALIGNMENT_BYTES, BUCKET_BYTES, Span, plan_buckets
 from megatron.parallel.flat import Flat
 from megatron.parallel.layout import Layout
+from megatron.parallel.reducer import PendingBucket, Reducer
 from megatron.parallel.weights import WeightBuffer
-
-
-@dataclass
-class _Pending:
-    """A bucket on its way from backward to the reduced gradient.
-
-    Attributes:
-        plan: its place in the buffer.
-        members: the parameters in it, each with its place in the bucket.
-        wave: the gradients that come together with its own.
-        kept: where the reduced gradients go: the whole bucket or this process's shard.
-        whole: all gradients of the bucket; with stage 2 None until the first one arrives.
-        missing: parameters whose gradient is not complete yet, and how often it will be added to.
-    """
-
-    plan: Bucket
-    members: list[tuple[nn.Parameter, slice]]
-    wave: Hashable
-    kept: Tensor
-    whole: Tensor | None
-    missing: dict[int, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _Sent:
-    """A reduction under way; `whole` and `received` live at least as long."""
-
-    bucket: _Pending
-    work: Any
-    whole: Tensor
-    received: Tensor
 
 
 class GradientSlot:
@@ -138,23 +99,22 @@ class GradientBuffer:
         assert len({id(p) for p in parameters}) == len(parameters), "a parameter came twice"
         self.axis = layout.replica
         self.zero_stage = zero_stage if self.axis.size > 1 else 0
-        self._overlap = overlap and self.axis.size > 1
         self._late = frozenset(id(p) for p in parameters if late is not None and late(p))
-        self._before_send = before_send
         self._wave_of = wave_of if self.zero_stage == 2 else None
         self._late_first = layout.pipeline.is_last  # in backward, which begins with the output
-        self._collecting = False  # whether finished gradients may be sent
-        self._expected: list[_Pending] = []  # buckets that this wave or update fills
-        self._next = 0  # of them, to be sent
-        self._wave_now: Hashable = None
-        self._sent: list[_Sent] = []
-        self._buckets: list[_Pending] = []
-        self._waves: dict[Hashable, list[_Pending]] = {}
         self._storages: list[Tensor] = []
         self._in_place: list[tuple[nn.Parameter, Tensor]] = []
         self._owned: dict[int, tuple[Span, Tensor]] = {}
-        self._places: dict[int, tuple[_Pending, slice]] = {}
+        self._places: dict[int, tuple[PendingBucket, slice]] = {}
         self._uses: dict[int, int] = {}  # slots handed out
+        self._reducer = Reducer(
+            self.axis,
+            zero_stage=self.zero_stage,
+            overlap=overlap,
+            late=self._late,
+            uses=self._uses,
+            before_send=before_send,
+        )
         self._unslotted: list[Tensor] | None = None  # what has none; None: not looked up
         self._stale: set[int] = set()  # gradients of an update before: to be written over
         by_dtype: dict[tuple[torch.dtype, torch.dtype], list[nn.Parameter]] = {}
@@ -165,7 +125,7 @@ class GradientBuffer:
             self._allocate(members, dtype, bucket_bytes // dtype.itemsize)
             for (_, dtype), members in by_dtype.items()
         ]
-        self._expect(self._buckets)
+        self._reducer.expect_all()
 
     @property
     def is_sharded(self) -> bool:
@@ -221,20 +181,19 @@ class GradientBuffer:
                 whole = storage[plan.span.start : plan.span.end]
                 kept = whole[shard.within(plan.span)]
             places = [(p, slot.within(plan.span)) for p, slot in inside]
-            pending = _Pending(plan, places, self._wave(inside[0][0]), kept, whole)
+            pending = PendingBucket(plan, places, self._wave(inside[0][0]), kept, whole)
             for parameter, slot in inside:
                 own = slot.intersect(shard) or Span(slot.start, slot.start)
                 gradient = kept[own.within(shard)] if own.size else kept[:0]
                 self._owned[id(parameter)] = (own.relative_to(slot), gradient)
                 self._places[id(parameter)] = (pending, slot.within(plan.span))
                 self._attach(parameter, slot.within(plan.span), pending)
-            self._buckets.append(pending)
-            self._waves.setdefault(pending.wave, []).append(pending)
+            self._reducer.add(pending)
             flat.members.extend(inside)
             flat.regions.append((shard, kept))
         return flat if self.is_sharded else Flat(flat.members, buckets, [(Span(0, total), storage)])
 
-    def _attach(self, parameter: nn.Parameter, slot: slice, bucket: _Pending) -> None:
+    def _attach(self, parameter: nn.Parameter, slot: slice, bucket: PendingBucket) -> None:
         is_in_place = False
         if bucket.whole is not None:
             view = bucket.whole[slot].view_as(parameter)
@@ -245,7 +204,7 @@ class GradientBuffer:
                 self._in_place.append((parameter, view))
         elif id(parameter) in self._late:
             parameter.main_grad = bucket.kept  # type: ignore[attr-defined]
-        if not is_in_place or self._overlap:
+        if not is_in_place or self._reducer.overlap:
             collect = partial(self._collect, bucket, slot, is_in_place)
             parameter.register_post_accumulate_grad_hook(collect)
 
@@ -286,7 +245,7 @@ class GradientBuffer:
             return None
         self._uses[id(parameter)] = self._uses.get(id(parameter), 0) + 1
         self._unslotted = None
-        self._expect(self._buckets)
+        self._reducer.expect_all()
         return GradientSlot(self, parameter)
 
     def begin(self, parameter: nn.Parameter) -> tuple[Tensor, bool]:
@@ -294,11 +253,11 @@ class GradientBuffer:
         bucket, place = self._places[id(parameter)]
         is_stale = id(parameter) in self._stale
         self._stale.discard(id(parameter))
-        return self._whole(bucket)[place].view_as(parameter), not is_stale
+        return self._reducer.whole(bucket)[place].view_as(parameter), not is_stale
 
     def end(self, parameter: nn.Parameter) -> None:
         """For slots: one use has added its part."""
-        self._finish(self._places[id(parameter)][0], parameter)
+        self._reducer.finish(self._places[id(parameter)][0], parameter)
 
     def views(self, select: Callable[[nn.Parameter], bool]) -> list[Tensor]:
         """As few 1-D tensors as hold what is owned of all selected parameters' gradients.
@@ -324,7 +283,7 @@ class GradientBuffer:
         self._forget()
         for parameter, view in self._in_place:  # zero_grad(set_to_none=True) may have cut it
             parameter.grad = view
-        self._expect(self._buckets)
+        self._reducer.expect_all()
 
     def _forget(self) -> None:
         """Zero what backward adds to. A slot's first use writes over what is there."""
@@ -340,7 +299,7 @@ class GradientBuffer:
     def _runs_without_slot(self) -> list[Tensor]:
         """What backward adds to, as runs of neighbours."""
         runs = []
-        for bucket in self._buckets:
+        for bucket in self._reducer.buckets:
             assert bucket.whole is not None
             for has_slot, members in groupby(bucket.members, lambda m: id(m[0]) in self._uses):
                 places = [place for _, place in members]
@@ -352,10 +311,10 @@ class GradientBuffer:
     def complete(self) -> None:
         """Zero the gradients that no backward of this update has reached. Before reading any."""
         if self.zero_stage == 2:
-            self._receive()
+            self._reducer.receive()
         for stale in self._stale:
             bucket, place = self._places[stale]
-            self._whole(bucket)[place].zero_()
+            self._reducer.whole(bucket)[place].zero_()
         self._stale.clear()
 
     @contextmanager
@@ -368,16 +327,9 @@ class GradientBuffer:
             is_last: no other one of this update reaches the same parameters.
             wave: the gradients that it brings, as `wave_of` has it.
         """
-        self._collecting = self.zero_stage == 2 or (self._overlap and is_last)
-        if self.zero_stage == 2:
-            self._wave_now = wave if self._wave_of is not None else None
-            self._expect(self._waves.get(self._wave_now, []))
-        try:
+        wave = wave if self._wave_of is not None else None
+        with self._reducer.micro_batch(is_last=is_last, wave=wave):
             yield
-        finally:
-            self._collecting = False
-        if self.zero_stage == 2:
-            self._send_rest()
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -387,98 +339,16 @@ class GradientBuffer:
         bits. Dividing first keeps fp16 sums in range.
         """
         self.complete()
-        if self.axis.size == 1:
-            for bucket in self._buckets:
-                self._call_before_send(bucket)
-            return
-        if self.zero_stage < 2:
-            self._send_rest()
-        self._receive()
-        self._expect(self._buckets)
+        self._reducer.reduce()
 
     @torch.no_grad()
     def _collect(
-        self, bucket: _Pending, slot: slice, is_in_place: bool, parameter: nn.Parameter
+        self, bucket: PendingBucket, slot: slice, is_in_place: bool, parameter: nn.Parameter
     ) -> None:
         """Take over a finished gradient. Autograd adds up all uses of a parameter before that."""
         assert id(parameter) not in self._uses, "a parameter with slots is outside of autograd"
         if not is_in_place:
             assert parameter.grad is not None
-            self._whole(bucket)[slot].view_as(parameter).add_(parameter.grad)
+            self._reducer.whole(bucket)[slot].view_as(parameter).add_(parameter.grad)
             parameter.grad = None
-        self._finish(bucket, parameter)
-
-    def _finish(self, bucket: _Pending, parameter: nn.Parameter) -> None:
-        """Note that a parameter's gradient was added to, and send the buckets that are complete."""
-        if not self._collecting:
-            return
-        assert id(parameter) in bucket.missing, "a gradient came twice in one backward"
-        if id(parameter) in self._late and self.zero_stage < 2:
-            return
-        bucket.missing[id(parameter)] -= 1
-        if bucket.missing[id(parameter)] == 0:
-            del bucket.missing[id(parameter)]
-        while self._next < len(self._expected) and not self._expected[self._next].missing:
-            self._send(self._expected[self._next])
-
-    def _whole(self, bucket: _Pending) -> Tensor:
-        if bucket.whole is None:
-            assert self._collecting, "backward outside of micro_batch()"
-            assert bucket.wave == self._wave_now, "a gradient came in another one's wave"
-            bucket.whole = self._new_whole(bucket)
-        return bucket.whole
-
-    def _new_whole(self, bucket: _Pending) -> Tensor:
-        return bucket.kept.new_zeros(bucket.plan.span.size)
-
-    def _expect(self, buckets: list[_Pending]) -> None:
-        """Every gradient of these is missing, none of them is sent."""
-        self._expected, self._next = buckets, 0
-        for bucket in buckets:
-            bucket.missing = {id(p): self._uses.get(id(p), 1) for p, _ in bucket.members}
-
-    def _send_rest(self) -> None:
-        """Send what backward left: parameters without a gradient count as zero."""
-        for bucket in self._expected[self._next :]:
-            self._send(bucket)
-
-    def _send(self, bucket: _Pending) -> None:
-        self._next += 1
-        if bucket.whole is None:
-            bucket.whole = self._new_whole(bucket)
-        self._call_before_send(bucket)
-        whole, received = bucket.whole, bucket.kept
-        if self.zero_stage == 2:
-            self._receive()  # so that one bucket at most is on its way
-            bucket.whole, received = None, torch.empty_like(bucket.kept)
-        mean = mean_of(whole, self.axis)
-        if self.is_sharded:
-            work = start_reduce_scatter(whole, self.axis, into=received, op=mean)
-        else:
-            work = start_all_reduce(whole, self.axis, mean)
-        self._sent.append(_Sent(bucket, work, whole, received))
-        if self.zero_stage == 2 and not self._overlap:
-            self._receive()
-
-    def _call_before_send(self, bucket: _Pending) -> None:
-        if self._before_send is None:
-            return
-        assert bucket.whole is not None
-        if self.zero_stage == 2:  # for the moment
-            for parameter, slot in bucket.members:
-                parameter.main_grad = bucket.whole[slot].view_as(parameter)  # type: ignore[attr-defined]
-        self._before_send([parameter for parameter, _ in bucket.members])
-        if self.zero_stage == 2:
-            for parameter, _ in bucket.members:
-                if id(parameter) in self._late:
-                    parameter.main_grad = bucket.kept  # type: ignore[attr-defined]
-                else:
-                    del parameter.main_grad  # type: ignore[attr-defined]
-
-    def _receive(self) -> None:
-        """Wait for all that is under way."""
-        for sent in self._sent:
-            sent.work.wait()
-            if self.zero_stage == 2:
-                sent.bucket.kept.add_(sent.received)
-        self._sent.clear()
+        self._reducer.finish(bucket, parameter)

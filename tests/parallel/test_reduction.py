@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.parallel import gradients
+from megatron.parallel import reducer
 from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.layout import Layout
 from tests.distributed import run_distributed
@@ -108,13 +108,13 @@ def _log_sends(layout, stage, micro_batches, late=None):
     """What happens in which order: backwards that end, and buckets that are sent."""
     log = []
     name = "start_reduce_scatter" if stage else "start_all_reduce"
-    start = getattr(gradients, name)
+    start = getattr(reducer, name)
 
     def logged(*arguments, **named):
         log.append("send")
         return start(*arguments, **named)
 
-    setattr(gradients, name, logged)  # in this forked process only
+    setattr(reducer, name, logged)  # in this forked process only
     model = _Model(torch.float32)
     buffer = GradientBuffer(
         model.named_parameters(),

@@ -114,7 +114,7 @@ def _sent_in_backward(layout):
     buffer.zero()
     with buffer.micro_batch(is_last=True):
         model(torch.zeros(2, 1, dtype=torch.long)).float().sum().backward()
-    sent = len(buffer._sent)
+    sent = len(buffer._reducer._sent)
     buffer.reduce()
     return sent, sum(len(flat.buckets) for flat in buffer.flats)
 

@@ -81,7 +81,7 @@ def _train_pipeline(layout, arguments):
     def watched(buffer, **options):
         with run_wave(buffer, **options):
             yield
-        left.append(sum(bucket.whole is not None for bucket in buffer._buckets))
+        left.append(sum(bucket.whole is not None for bucket in buffer._reducer.buckets))
 
     GradientBuffer.micro_batch = watched  # in this process only
     recorder, run = train_toy(layout, [*DEEPER, "--pipeline-model-parallel-size", "2", *arguments])
