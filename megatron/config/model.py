@@ -157,6 +157,25 @@ class ModelConfig:
         return self.num_layers + (self.decoder_num_layers or 0)
 
     @property
+    def activation(self) -> str:
+        """Name of the MLP's non-linearity, a function of `kernels.activation`.
+
+        In Megatron's order of precedence. Its fused bias-GeLU, the default, is the tanh form;
+        without fusion, and so without biases, it takes the exact form.
+        """
+        for name, is_on in (
+            ("swiglu", self.swiglu),
+            ("geglu", self.geglu),
+            ("relu", self.relu),
+            ("gelu_tanh", self.openai_gelu),
+            ("gelu", self.onnx_safe),
+            ("squared_relu", self.squared_relu),
+        ):
+            if is_on:
+                return name
+        return "gelu_tanh" if self.bias_gelu_fusion and self.add_bias_linear else "gelu"
+
+    @property
     def is_gated(self) -> bool:
         """The MLP has a gate: its first matrix has two parts."""
         return self.swiglu or self.geglu

@@ -7,6 +7,7 @@ bias, applies the non-linearity, and in backward computes both again from its in
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -35,10 +36,7 @@ class Activation(Protocol):
 def choose_activation(
     model: ModelConfig, library: KernelLibrary | None = None, amaxes: Amaxes | None = None
 ) -> Activation:
-    """The activation that the flags ask for, in Megatron's order of precedence.
-
-    Megatron's fused bias-GeLU, its default, is the tanh form; without fusion, and so without
-    biases, it takes the exact form.
+    """The activation that the flags ask for, see `ModelConfig.activation`.
 
     Args:
         model: flags. --no-bias-gelu-fusion also keeps GeLU off the fused kernels.
@@ -46,26 +44,12 @@ def choose_activation(
         amaxes: where the kernel leaves the largest magnitudes of its result and of the gradient of
             x; None: it measures none.
     """
-    plain = _choose_formula(model)
+    plain = _FORMULAS[model.activation]
     gated_or_squared = plain in (swiglu, squared_relu)
     has_kernel = gated_or_squared or (plain in (gelu, gelu_tanh) and model.bias_gelu_fusion)
     if library is None or not has_kernel:
         return plain
     return partial(fused_activation, library, plain, amaxes=amaxes)
-
-
-def _choose_formula(model: ModelConfig) -> Activation:
-    for formula, is_on in (
-        (swiglu, model.swiglu),
-        (geglu, model.geglu),
-        (relu, model.relu),
-        (gelu_tanh, model.openai_gelu),
-        (gelu, model.onnx_safe),
-        (squared_relu, model.squared_relu),
-    ):
-        if is_on:
-            return formula
-    return gelu_tanh if model.bias_gelu_fusion and model.add_bias_linear else gelu
 
 
 def gelu_reference(x: Tensor) -> Tensor:
@@ -114,6 +98,16 @@ def geglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
     """[..., 2 f], gate then up -> GeLU(gate) * up, the tanh form (Shazeer, 2020) [..., f]."""
     gate, up = _add(x, bias).chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
+
+
+_FORMULAS: Mapping[str, Activation] = {
+    "gelu": gelu,
+    "gelu_tanh": gelu_tanh,
+    "relu": relu,
+    "squared_relu": squared_relu,
+    "swiglu": swiglu,
+    "geglu": geglu,
+}
 
 
 def _add(x: Tensor, bias: Tensor | None) -> Tensor:

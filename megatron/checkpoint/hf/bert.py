@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megatron.checkpoint.hf.family import Described, activation_of
+from megatron.checkpoint.hf.family import Described
 from megatron.checkpoint.hf.rules import ByGroup, Form, Rule, Same
 from megatron.checkpoint.hf.settings import MOST_HEADS, MOST_LAYERS, Settings
 from megatron.config.model import ModelConfig
@@ -82,7 +82,7 @@ class Bert:
             "intermediate_size": model.ffn_hidden_size,
             "num_hidden_layers": model.num_layers,
             "num_attention_heads": model.num_attention_heads,
-            "hidden_act": "gelu" if activation_of(model) == "gelu" else "gelu_new",
+            "hidden_act": "gelu" if model.activation == "gelu" else "gelu_new",
             "max_position_embeddings": model.max_position_embeddings,
             "position_embedding_type": "absolute",
             "type_vocab_size": 2,

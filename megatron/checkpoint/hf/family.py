@@ -103,22 +103,7 @@ def _meaning(model: ModelConfig, name: str) -> Any:
             return model.rotary_seq_len_interpolation_factor or 1
         case "openai_gelu":
             # Compared as one; BERT's head for masked tokens has an activation of its own.
-            return activation_of(model), model.architecture == "bert" and model.openai_gelu
+            return model.activation, model.architecture == "bert" and model.openai_gelu
         case "add_qkv_bias":
             return model.add_bias_linear or model.add_qkv_bias
     return getattr(model, name)
-
-
-def activation_of(model: ModelConfig) -> str:
-    """Name of the MLP's non-linearity; see `kernels.activation.choose_activation`."""
-    for name, is_on in (
-        ("swiglu", model.swiglu),
-        ("geglu", model.geglu),
-        ("relu", model.relu),
-        ("gelu_tanh", model.openai_gelu),
-        ("gelu", model.onnx_safe),
-        ("squared_relu", model.squared_relu),
-    ):
-        if is_on:
-            return name
-    return "gelu_tanh" if model.bias_gelu_fusion and model.add_bias_linear else "gelu"

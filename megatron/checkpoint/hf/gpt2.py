@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from megatron.checkpoint.hf.family import Described, activation_of
+from megatron.checkpoint.hf.family import Described
 from megatron.checkpoint.hf.rules import Form, FusedByHead, Rule, Same, Transposed
 from megatron.checkpoint.hf.settings import MOST_HEADS, MOST_LAYERS, Settings
 from megatron.config.model import ModelConfig
@@ -67,7 +67,7 @@ class GPT2:
             "n_layer": model.num_layers,
             "n_head": model.num_attention_heads,
             "n_inner": model.ffn_hidden_size,
-            "activation_function": "gelu" if activation_of(model) == "gelu" else "gelu_new",
+            "activation_function": "gelu" if model.activation == "gelu" else "gelu_new",
             "layer_norm_epsilon": model.norm_epsilon,
             "attn_pdrop": model.attention_dropout,
             "embd_pdrop": model.hidden_dropout,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron.checkpoint.hf.family import Described, activation_of
+from megatron.checkpoint.hf.family import Described
 from megatron.checkpoint.hf.rules import ByGroup, Form, GateUp, KeyValueByHead, Rule, Same
 from megatron.checkpoint.hf.settings import MOST_HEADS, MOST_LAYERS, Settings
 from megatron.config.model import ModelConfig
@@ -107,7 +107,7 @@ class T5:
             "n_positions": model.max_position_embeddings,
             "relative_attention_num_buckets": model.relative_attention_num_buckets,
             "relative_attention_max_distance": model.relative_attention_max_distance,
-            "feed_forward_proj": _PROJECTIONS.get(activation_of(model), "relu"),
+            "feed_forward_proj": _PROJECTIONS.get(model.activation, "relu"),
             "layer_norm_epsilon": model.norm_epsilon,
             "dropout_rate": model.hidden_dropout,
             "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
