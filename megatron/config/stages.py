@@ -32,6 +32,16 @@ class ModelPart:
     embedding: bool
     head: bool
 
+    def halves(self, encoder: int) -> tuple[range, range]:
+        """Of a T5, the part's layers of the encoder, and those of the decoder counted from 0.
+
+        Args:
+            encoder: layers of the whole encoder, which come first.
+        """
+        start, stop = self.layers.start, self.layers.stop
+        below = range(max(start, encoder) - encoder, max(stop, encoder) - encoder)
+        return range(start, min(stop, encoder)), below
+
 
 def whole_model(num_layers: int) -> ModelPart:
     """All in one part."""

@@ -24,9 +24,9 @@ def count_part_parameters(
     """
     sizes = sizes_of(model)
     norm = _norm_parameters(model)
-    of_decoder = sum(index >= sizes.layers for index in part.layers)
+    halves = part.halves(sizes.layers)
     count = len(part.layers) * _layer_parameters(model, tensor)
-    count += of_decoder * _cross_parameters(model, tensor)
+    count += len(halves[1]) * _cross_parameters(model, tensor)
     tables = int(part.embedding)
     if part.embedding:
         count += _small_tables(model) * sizes.hidden
@@ -36,7 +36,7 @@ def count_part_parameters(
     if model.architecture == "t5" and sizes.layers - 1 in part.layers:
         count += norm  # the encoder's last
     if model.position_embedding_type == "relative":
-        stacks = int(of_decoder > 0) + int(of_decoder < len(part.layers))
+        stacks = sum(len(half) > 0 for half in halves)
         count += stacks * model.relative_attention_num_buckets * sizes.heads // tensor
     return count + tables * padded_vocab_size // tensor * sizes.hidden
 

@@ -159,12 +159,10 @@ class T5Model(nn.Module):
                 )
             return Half(stack, norm, bias)
 
-        held = self.part.layers
-        mine = range(held.start, min(held.stop, first))
-        self.encoder = new_half(mine, ends=first - 1 in held, causal=False)
-        theirs = range(max(held.start, first) - first, max(held.stop, first) - first)
+        of_encoder, of_decoder = self.part.halves(first)
+        self.encoder = new_half(of_encoder, ends=first - 1 in of_encoder, causal=False)
         self.decoder = new_half(
-            theirs, ends=self.part.head, causal=True, reads_memory=True, numbered_after=first
+            of_decoder, ends=self.part.head, causal=True, reads_memory=True, numbered_after=first
         )
         self.output = None
         hidden_size = sizes_of(model).hidden

@@ -200,9 +200,9 @@ def _position_biases(config: RunConfig, part: ModelPart, layout: Layout, width: 
     model, data = config.model, config.data
     if model.position_embedding_type != "relative":
         return 0
-    of_decoder = sum(index >= known(model.num_layers) for index in part.layers)
+    of_encoder, of_decoder = part.halves(known(model.num_layers))
     scores = known(data.decoder_seq_length) ** 2 if of_decoder else 0
-    if of_decoder < len(part.layers):
+    if of_encoder:
         scores += known(config.training.micro_batch_size) * known(data.seq_length) ** 2
     return width * known(model.num_attention_heads) // layout.tensor.size * scores
 

@@ -190,12 +190,12 @@ def _stacks(
 ) -> dict[str, tuple[range, bool]]:
     """By what our names of a part's layers begin with: their numbers, and whether the last of the
     stack is among them. A T5 has two stacks."""
-    layers, encoder = part.layers, _encoder_layers(shapes)
+    encoder = _encoder_layers(shapes)
     if not encoder:
-        return {"": (layers, part.head)}
-    above = range(layers.start, min(layers.stop, encoder))
-    below = range(max(layers.start, encoder) - encoder, max(layers.stop, encoder) - encoder)
-    return {"encoder.": (above, encoder - 1 in layers), "decoder.": (below, part.head)}
+        return {"": (part.layers, part.head)}
+    of_encoder, of_decoder = part.halves(encoder)
+    ends = encoder - 1 in of_encoder
+    return {"encoder.": (of_encoder, ends), "decoder.": (of_decoder, part.head)}
 
 
 def _slots(
