@@ -26,7 +26,6 @@ from megatron.kernels.weight_gradient import weight_gradient
 from megatron.parallel.amax_history import LayerSlots, Slot
 from megatron.parallel.communication import ALONE, Communication
 
-FP8_MULTIPLE = 16  # both sizes of a matrix
 Kept = tuple[Tensor, ...]
 
 
