@@ -253,9 +253,19 @@ def flash_attention(
         )
 
 
+def flash_misfit(head_size: int, dtype: torch.dtype, device: torch.device) -> str:
+    """Why the flash kernel cannot run; empty if it can."""
+    if not Device(device).has_flash:
+        return f"no flash kernel on {device.type}"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return "flash kernels compute in 16 bits"
+    if head_size % 8 or head_size > LARGEST_FLASH_HEAD:
+        return f"head size {head_size} is not a multiple of 8 up to {LARGEST_FLASH_HEAD}"
+    return ""
+
+
 def _flash_takes(query: Tensor) -> bool:
-    size = query.shape[-1]
-    return query.dtype != torch.float32 and size % 8 == 0 and size <= LARGEST_FLASH_HEAD
+    return not flash_misfit(query.shape[-1], query.dtype, query.device)
 
 
 def _has_bias(mask: Mask | None) -> bool:

@@ -11,13 +11,12 @@ from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.device import parameter_dtype
 from megatron.errors import ConfigError
-from megatron.kernels.attention import AttentionChoice, AttentionFunction
+from megatron.kernels.attention import AttentionChoice, AttentionFunction, flash_misfit
 from megatron.kernels.segments import Mask
 from megatron.models.sizes import sizes_of
 from megatron.parallel.context.block import (
     BlockAttention,
     choose_block,
-    flash_misfit,
     reference_backward,
     reference_forward,
 )

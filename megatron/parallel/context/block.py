@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from megatron.device import Device
+from megatron.kernels.attention import flash_misfit
 
-LARGEST_FLASH_HEAD = 256
 # What it takes to draw a block's dropout mask again; nothing where there is none.
 Drawn = tuple[Tensor, ...]
 
@@ -92,17 +92,6 @@ def choose_block(head_size: int, dtype: torch.dtype, device: torch.device) -> Bl
     if misfit:
         return BlockAttention("plain", misfit, reference_forward, reference_backward)
     return BlockAttention("flash", "16 bits on a GPU", flash_forward, flash_backward)
-
-
-def flash_misfit(head_size: int, dtype: torch.dtype, device: torch.device) -> str:
-    """Why the flash kernel cannot run; empty if it can."""
-    if not Device(device).has_flash:
-        return f"no flash kernel on {device.type}"
-    if dtype not in (torch.float16, torch.bfloat16):
-        return "flash kernels compute in 16 bits"
-    if head_size % 8 or head_size > LARGEST_FLASH_HEAD:
-        return f"head size {head_size} is not a multiple of 8 up to {LARGEST_FLASH_HEAD}"
-    return ""
 
 
 def merge(out: Tensor, logsumexp: Tensor, part: Tensor, part_sum: Tensor) -> None:
