@@ -73,11 +73,11 @@ class Slot:
 
 @dataclass(frozen=True)
 class LayerSlots:
-    """Those of one layer."""
+    """Those of one layer; None: its casts scale by what they hold."""
 
-    input: Slot
-    weight: Slot
-    gradient: Slot
+    input: Slot | None = None
+    weight: Slot | None = None
+    gradient: Slot | None = None
 
 
 class AmaxHistory:

@@ -176,13 +176,13 @@ class Fp8Products:
         multiply: likewise.
 
     Attributes:
-        slots: for delayed scaling; None: current scaling.
+        slots: for delayed scaling; as created: current scaling.
     """
 
     def __init__(
         self, form: Fp8Format, casts: Fp8Casts, multiply: Fp8Product = reference_product
     ) -> None:
-        self.slots: LayerSlots | None = None
+        self.slots = LayerSlots()
         self._form = form
         self._casts = casts
         self._multiply = multiply
@@ -209,12 +209,10 @@ class Fp8Products:
         *,
         training: bool = True,
     ) -> tuple[Tensor, Kept]:
-        slot = None if self.slots is None else self.slots.input
-        arriving = self._start_input(x, communication, slot, records=training)
+        arriving = self._start_input(x, communication, records=training)
         if self._weight is None:  # cast while the input travels
             # Evaluation may be the first to cast it: of the weight it finds what training would.
-            slot = None if self.slots is None else self.slots.weight
-            self._weight = self._both(weight, self._form.values, slot)
+            self._weight = self._both(weight, self._form.values, self.slots.weight)
         by_out, by_in = self._weight
         left, turned = arriving()
         kept: Kept = (by_in.values, by_in.inverse)
@@ -224,11 +222,11 @@ class Fp8Products:
         return out.view(-1, *x.shape[1:-1], out.shape[-1]), kept
 
     def _start_input(
-        self, x: Tensor, communication: Communication, slot: Slot | None, *, records: bool
+        self, x: Tensor, communication: Communication, *, records: bool
     ) -> Callable[[], tuple[Fp8, Fp8 | None]]:
         """Begin to cast and to gather; the result waits for the whole input, and for its transpose
         where the weight's gradient takes it."""
-        fp8, in_16_bits = self._form.values, self.keeps_input
+        fp8, slot, in_16_bits = self._form.values, self.slots.input, self.keeps_input
         # A transpose with scales of its own is another matrix, which would have to travel too.
         if not communication.gathers or (self._form.by_row and not in_16_bits):
             rows = communication.start_gather(x).wait().flatten(0, -2)
@@ -251,7 +249,7 @@ class Fp8Products:
 
     def prepare(self, grad: Tensor) -> Kept:
         rows = grad.flatten(0, -2).contiguous()
-        slot = None if self.slots is None else self.slots.gradient
+        slot = self.slots.gradient
         if self.keeps_input:
             left = self._one(rows, self._form.gradients, slot)
             return rows, left.values, left.inverse
