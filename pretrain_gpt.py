@@ -25,6 +25,7 @@ from megatron.data.document_ends import DocumentEnds
 from megatron.data.masks import context_part, make_batch
 from megatron.data.sample import SEGMENT_ENDS
 from megatron.device import Device
+from megatron.kernels.segments import Segments
 from megatron.models.gpt import GPTModel
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer
@@ -88,10 +89,11 @@ class GPTRecipe:
             eod=tokenizer.eod,
             reset_position_ids=config.data.reset_position_ids,
             eod_mask_loss=config.data.eod_mask_loss,
-            segment_ends=batch.get(SEGMENT_ENDS),
         )
         mine = context_part(whole, layout.context)
-        result = part(mine.tokens, mine.position_ids, mine.labels, mine.attention_mask, hidden)
+        ends = batch.get(SEGMENT_ENDS)  # a rule refuses them where the context is split
+        documents = None if ends is None else Segments.of(ends, mine.tokens)
+        result = part(mine.tokens, mine.position_ids, mine.labels, documents, hidden)
         if not part.part.head:
             return result
         counted = whole.loss_mask.sum().clamp(min=1)  # nothing counts: loss 0, not nan

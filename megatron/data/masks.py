@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.kernels.segments import Segments
 from megatron.parallel.context.split import split_sequence
 from megatron.parallel.layout import Axis
 
@@ -23,15 +22,12 @@ class Batch(NamedTuple):
         labels: the token after each input, `[b, s]` int64.
         loss_mask: 1 where a label counts, else 0, `[b, s]` float32.
         position_ids: `[b, s]` int64.
-        attention_mask: the documents, within which tokens attend to themselves and those before
-            them; None: every token attends to itself and all before it.
     """
 
     tokens: Tensor
     labels: Tensor
     loss_mask: Tensor
     position_ids: Tensor
-    attention_mask: Segments | None
 
 
 def make_batch(
@@ -39,7 +35,6 @@ def make_batch(
     *,
     eod: int,
     reset_position_ids: bool = False,
-    segment_ends: Tensor | None = None,
     eod_mask_loss: bool = False,
 ) -> Batch:
     """Cut inputs and labels, and mark where documents end.
@@ -50,8 +45,6 @@ def make_batch(
         text: tokens `[b, s + 1]`.
         eod: id of the end-of-document token.
         reset_position_ids: count positions from 0 in every document.
-        segment_ends: `[k + 1]`, 0 and where documents end in the inputs, sample after sample: no
-            attention to tokens of earlier ones. None: to all.
         eod_mask_loss: no loss where the input is an end-of-document token.
     """
     tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
@@ -65,10 +58,7 @@ def make_batch(
     if reset_position_ids:
         start = torch.where(is_start, positions, 0).cummax(dim=1).values
         positions = positions - start
-    mask = None
-    if segment_ends is not None:
-        mask = Segments(segment_ends.int(), (tokens.shape[0], tokens.shape[1]))
-    return Batch(tokens, labels, loss_mask, positions, mask)
+    return Batch(tokens, labels, loss_mask, positions)
 
 
 def context_part(batch: Batch, axis: Axis) -> Batch:
@@ -80,8 +70,4 @@ def context_part(batch: Batch, axis: Axis) -> Batch:
     """
     if axis.size == 1:
         return batch
-    assert batch.attention_mask is None, "a rule refuses masks with context parallelism"
-    tokens, labels, loss_mask, position_ids = (
-        split_sequence(x, axis, dim=1) for x in batch if isinstance(x, Tensor)
-    )
-    return Batch(tokens, labels, loss_mask, position_ids, None)
+    return Batch(*(split_sequence(x, axis, dim=1) for x in batch))

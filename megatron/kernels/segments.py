@@ -23,6 +23,12 @@ class Segments:
     ends: Tensor
     shape: tuple[int, int]
 
+    @classmethod
+    def of(cls, ends: Tensor, tokens: Tensor) -> Segments:
+        """Of tokens [b, s], from ends of any integer type."""
+        samples, length = tokens.shape
+        return cls(ends.int(), (samples, length))
+
     @cached_property
     def mask(self) -> Tensor:
         """The same for forms that take a mask: bool [b, 1, s, s], True where a query (dim 2) may
