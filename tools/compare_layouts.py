@@ -37,7 +37,13 @@ gradient norm from one process's, over all ranks and iterations. The tests refus
 python tools/compare_layouts.py --out docs/layouts.md
 ```
 
-What a layout's name leaves out is 1. One process runs
+What a layout's name leaves out is 1. With dropout the same layout draws the same
+masks at every start, and so does another number of data-parallel processes with the same
+`--micro-batch-size`. Each part of a pipeline and each context-parallel process draws its own, and
+so does each tensor-parallel process for its attention heads and, with `--sequence-parallel`, its
+tokens: there losses differ from one process's as between two seeds.
+
+One process runs
 
 ```bash
 {command}

@@ -40,7 +40,7 @@ class ModelConfig:
     )
     position_embedding_type: str = flag(
         "learned_absolute",
-        "How positions enter the network.",
+        "How positions enter the network; relative: as biases of a T5's attention scores.",
         choices=("learned_absolute", "rope", "relative", "none"),
     )
     relative_attention_num_buckets: int = flag(
@@ -100,7 +100,7 @@ class ModelConfig:
         off="--disable-output-bias",
     )
     softmax_scale: float | None = flag(
-        None, "Factor of a T5's attention scores. Unset: 1 / root of --kv-channels."
+        None, "Factor of a T5's attention scores (Google's: 1.0). Unset: 1 / root of --kv-channels."
     )
     add_bias_linear: bool = flag(True, "Biases in the linear layers.", off="--disable-bias-linear")
     add_qkv_bias: bool = flag(

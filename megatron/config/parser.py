@@ -27,7 +27,7 @@ from megatron.config.command_line import Given, join, split
 from megatron.config.fields import nearest
 from megatron.config.refused import HONOURED, REFUSED
 from megatron.config.resolve import forget_derived, resolve
-from megatron.config.run import RunConfig, sections, with_values
+from megatron.config.run import RunConfig, flatten, sections, with_values
 from megatron.errors import ConfigError
 
 __all__ = ["ParsedRun", "add_flags", "asks_for_mpi", "from_namespace", "parse_config"]
@@ -270,8 +270,9 @@ def _from_checkpoint(
         line.problems.append("--use-checkpoint-args: this program reads no checkpoint: drop it")
         return config
     values = read_checkpoint(checkpoint.load)
+    before = flatten(config)
+    changed = [f"{name} {value}" for name, value in values.items() if value != before[name]]
     line.notices.append(
-        "--use-checkpoint-args: from the checkpoint: "
-        + ", ".join(f"{name} {value}" for name, value in values.items())
+        "--use-checkpoint-args: from the checkpoint: " + (", ".join(changed) or "nothing new")
     )
     return with_values(config, values)

@@ -47,11 +47,12 @@ class PrecisionConfig:
     )
     fp8_margin: int = flag(
         0,
-        "With --fp8-recipe delayed: scales are smaller than the history allows, by powers of 2.",
+        "With --fp8-recipe delayed: how much smaller scales are than the history allows.",
+        unit="powers of 2",
     )
     fp8_interval: int = flag(
         1,
-        "With --fp8-recipe delayed: from one choice of scales to the next.",
+        "With --fp8-recipe delayed: time from one choice of scales to the next.",
         unit="iterations",
     )
     fp8_amax_history_len: int = flag(
@@ -62,7 +63,8 @@ class PrecisionConfig:
     )
     fp8_amax_compute_algo: str = flag(
         "most_recent",
-        "With --fp8-recipe delayed: scale by the last of them, or by the largest (max).",
+        "With --fp8-recipe delayed: scale by the last magnitude of --fp8-amax-history-len, or by "
+        "the largest (max).",
         choices=("most_recent", "max"),
     )
     fp8_wgrad: bool = flag(

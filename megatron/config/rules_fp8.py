@@ -26,8 +26,8 @@ def fp8(config: RunConfig, world_size: int) -> Iterator[str]:
         yield f"--fp8-format {numbers.fp8_format} rounds 16-bit tensors: add --bf16"
     if config.parallel.zero_stage == 3:
         yield (
-            "--fp8-format keeps 8-bit copies of whole weights, which --zero-stage 3 is there to "
-            "avoid: use --zero-stage 1, or drop the flag"
+            f"--fp8-format {numbers.fp8_format} keeps 8-bit copies of whole weights, which "
+            "--zero-stage 3 is there to avoid: use --zero-stage 1 or 2, or drop --fp8-format"
         )
     yield from _sizes(config)
 
@@ -51,7 +51,7 @@ def _history(numbers: PrecisionConfig) -> Iterator[str]:
     if algorithm != PrecisionConfig.fp8_amax_compute_algo:
         given.append(f"--fp8-amax-compute-algo {algorithm}")
     for flag in given:
-        yield f"{flag} is of scales by earlier iterations: add --fp8-recipe delayed, or drop it"
+        yield f"{flag} belongs to --fp8-recipe delayed: add that, or drop this flag"
 
 
 def _sizes(config: RunConfig) -> Iterator[str]:
@@ -71,8 +71,8 @@ def _sizes(config: RunConfig) -> Iterator[str]:
         if size and size % (MULTIPLE * parts):
             share = f" on each of {parts} processes" if parts > 1 else ""
             yield (
-                f"--fp8-format: {name} {size} is not a multiple of {MULTIPLE}{share}: use a "
-                f"multiple of {MULTIPLE * parts}, or drop the flag"
+                f"--fp8-format {config.precision.fp8_format}: {name} {size} is not a multiple of "
+                f"{MULTIPLE}{share}: use a multiple of {MULTIPLE * parts}, or drop --fp8-format"
             )
 
 

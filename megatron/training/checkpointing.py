@@ -21,6 +21,7 @@ from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.restore import restore
 from megatron.checkpoint.store import agree, write_checkpoint
 from megatron.config import RunConfig
+from megatron.config.fields import fields_of
 from megatron.config.model import NETWORK_FIELDS, ModelConfig, is_irrelevant
 from megatron.config.run import describe_difference
 from megatron.config.yaml_file import from_dict, to_dict
@@ -277,7 +278,7 @@ def _padding_of(reader: Reader) -> int:
 def check_network(config: RunConfig, reader: Reader) -> None:
     saved = reader.meta["config"].get("model", {})
     differing = [
-        f"{name} is {getattr(config.model, name)} here and {saved[name]} in the checkpoint"
+        _difference(name, getattr(config.model, name), saved[name])
         for name in NETWORK_FIELDS
         if name in saved
         and saved[name] != getattr(config.model, name)
@@ -289,6 +290,16 @@ def check_network(config: RunConfig, reader: Reader) -> None:
             + "\n  ".join(differing)
             + "\ngive its values, or --use-checkpoint-args to take them from the checkpoint"
         )
+
+
+def _difference(name: str, here: Any, saved: Any) -> str:
+    """A field of the network by its flag, where it has one, spelt as one would change it."""
+    (field,) = (field for field in fields_of(ModelConfig) if field.name == name)
+    flag = field.shown if field.names else name
+    if field.is_switch:
+        here, saved = ("on" if value != field.default else "off" for value in (here, saved))
+    here, saved = ("unset" if value is None else value for value in (here, saved))
+    return f"{flag} is {here} here and {saved} in the checkpoint"
 
 
 def restore_run(run: Run, reader: Reader) -> None:

@@ -110,10 +110,12 @@ def _fp8_rows(config: RunConfig) -> list[Row]:
     numbers = config.precision
     if numbers.fp8_format is None:
         return []
-    taken = "the largest" if numbers.fp8_amax_compute_algo == "max" else "the last"
+    length, algorithm = numbers.fp8_amax_history_len, numbers.fp8_amax_compute_algo
+    largest = algorithm == "max" and length > 1
+    taken = f"the largest amax of {length} iterations" if largest else "the last iteration's amax"
     scales = {
         "tensorwise": "one scale a matrix",
         "rowwise": "a scale for each row",
-        "delayed": f"one scale a matrix, by {taken} of {numbers.fp8_amax_history_len} iteration(s)",
+        "delayed": f"one scale a matrix, by {taken}",
     }[numbers.fp8_recipe]
     return [("linear layers", f"fp8 {numbers.fp8_format}, {scales}")]

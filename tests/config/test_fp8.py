@@ -6,7 +6,7 @@ import pytest
 
 from tests.config.command import parse, problems
 
-_EARLIER = "is of scales by earlier iterations: add --fp8-recipe delayed, or drop it"
+_EARLIER = "belongs to --fp8-recipe delayed: add that, or drop this flag"
 _DELAYED = "--bf16 --fp8-format hybrid --fp8-recipe delayed"
 
 

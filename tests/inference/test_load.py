@@ -94,7 +94,7 @@ def test_a_folder_without_a_checkpoint_is_named(tmp_path):
 def test_another_network_is_refused(saved):
     config = saved_config(open_existing(saved), saved)
     config = replace(config, model=replace(config.model, num_layers=4))
-    with pytest.raises(CheckpointError, match="num_layers is 4 here and 2 in the checkpoint"):
+    with pytest.raises(CheckpointError, match="--num-layers is 4 here and 2 in the checkpoint"):
         load_gpt(saved, Device.cpu(), config=config)
 
 

@@ -177,8 +177,13 @@ def test_a_missing_checkpoint_is_an_error_where_asked(tmp_path):
 def test_another_network_is_refused_by_name(tmp_path):
     save = ["--save", str(tmp_path), "--save-interval", "1"]
     train_toy(Layout.single(), [*save, "--exit-interval", "1"])
-    with pytest.raises(CheckpointError, match=r"num_layers is 3 here and 2 in the checkpoint"):
+    with pytest.raises(CheckpointError, match=r"--num-layers is 3 here and 2 in the checkpoint"):
         build_toy(Layout.single(), ["--load", str(tmp_path), "--num-layers", "3"])
+    with pytest.raises(CheckpointError) as refusal:
+        build_toy(Layout.single(), ["--load", str(tmp_path), "--swiglu", "--disable-bias-linear"])
+    lines = str(refusal.value).splitlines()
+    assert "  --swiglu is on here and off in the checkpoint" in lines
+    assert "  --disable-bias-linear is on here and off in the checkpoint" in lines
 
 
 @pytest.mark.parametrize(("flags", "expected"), [((), 1234), (("--no-load-rng",), 99)])

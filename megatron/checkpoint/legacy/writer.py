@@ -71,9 +71,11 @@ class LegacyWriter:
         data_parallel: int = 1,
         keep_optimizer: bool = True,
     ) -> None:
-        for flag in not_computed(config.model):
+        refused = ", ".join(not_computed(config.model))
+        if refused:
             raise CheckpointError(
-                f"{flag}: Megatron-LM 23.08 computes no such network: use the native format"
+                f"{refused}: Megatron-LM 23.08 computes no such network: write the native format "
+                "(--saver native), or Hugging Face's (--saver hf)"
             )
         self.reader, self.config, self.data_parallel = reader, config, data_parallel
         self._keeps_optimizer = keep_optimizer and bool(reader.meta.get("optimizer"))
