@@ -77,6 +77,8 @@ class GradientBuffer:
             `reduce` (tied weights of a pipeline's two ends): their buckets and what follows wait
             for that. In stage 2 each has a bucket of its own, so that both ends cut it at the same
             rows, and `main_grad` is what this process keeps of the bucket.
+        early: for stage 2, the late ones of which backward brings the gradient first: words that
+            the output shares, though they are the model's first parameter.
         waves_of: for stage 2, the waves that each add to a parameter's gradient; None: there is one
             wave in all.
         before_send: called once an update with the parameters of every bucket when backward is
@@ -94,6 +96,7 @@ class GradientBuffer:
         zero_stage: int = 0,
         overlap: bool = False,
         late: Callable[[nn.Parameter], bool] | None = None,
+        early: Callable[[nn.Parameter], bool] | None = None,
         waves_of: Callable[[nn.Parameter], tuple[Hashable, ...]] | None = None,
         before_send: Callable[[list[nn.Parameter]], None] | None = None,
     ) -> None:
@@ -103,7 +106,7 @@ class GradientBuffer:
         self.zero_stage = zero_stage if self.axis.size > 1 else 0
         self._late = frozenset(id(p) for p in parameters if late is not None and late(p))
         self._waves_of = waves_of if self.zero_stage == 2 else None
-        self._late_first = layout.pipeline.is_last  # in backward, which begins with the output
+        self._early = frozenset(id(p) for p in parameters if early is not None and early(p))
         self._storages: list[Tensor] = []
         self._in_place: list[tuple[nn.Parameter, Tensor]] = []
         self._owned: dict[int, tuple[Span, Tensor]] = {}
@@ -146,8 +149,8 @@ class GradientBuffer:
         order = list(dict.fromkeys(self._waves_that_bring(p) for p in parameters))
 
         def place(parameter: nn.Parameter) -> tuple[int, bool]:
-            is_late = id(parameter) in self._late
-            return order.index(self._waves_that_bring(parameter)), is_late is not self._late_first
+            is_early = id(parameter) in self._early
+            return order.index(self._waves_that_bring(parameter)), not is_early
 
         arranged = sorted(parameters, key=place)
         groups = [

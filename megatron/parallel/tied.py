@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Axis, Layout
 
-_WORDS = "embedding.word.weight"
+WORDS = "embedding.word.weight"
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def tied_names(layout: Layout, *, words: bool, tables: Sequence[str]) -> frozens
         tables: names of parameters that any stages may hold.
     """
     names = set(tables) if layout.pipeline.size > 1 else set()
-    return frozenset(names | {_WORDS} if words and layout.embedding.size > 1 else names)
+    return frozenset(names | {WORDS} if words and layout.embedding.size > 1 else names)
 
 
 def tie_words(
@@ -69,7 +69,7 @@ def tie_words(
     """
     if layout.embedding.size == 1 or not is_tied:
         return []
-    return [Tie(layout.embedding, dict(named_parameters)[_WORDS])]
+    return [Tie(layout.embedding, dict(named_parameters)[WORDS])]
 
 
 def tie_tables(

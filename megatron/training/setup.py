@@ -29,7 +29,7 @@ from megatron.parallel.pipeline.p2p import PipelineChannel
 from megatron.parallel.pipeline.schedule import schedule_kind
 from megatron.parallel.pipeline.waves import parameter_waves
 from megatron.parallel.replicas import Gradients, shares_weights
-from megatron.parallel.tied import Tie, tie_tables, tie_words, tied_names, unite_copies
+from megatron.parallel.tied import WORDS, Tie, tie_tables, tie_words, tied_names, unite_copies
 from megatron.parallel.torch_ddp import TorchDataParallel
 from megatron.parallel.weight_gradients import WeightGradientQueue, attach
 from megatron.tokenizer import build_tokenizer
@@ -169,6 +169,7 @@ def _share(
         named_parameters = [pair for part in parts for pair in part.named_parameters()]
         names = tied_names(layout, words=words, tables=tables)
         late = {id(parameter) for name, parameter in named_parameters if name in names}
+        scored = [p for n, p in named_parameters if n == WORDS and layout.pipeline.is_last]
         waves = parameter_waves(parts, schedule_kind(config.parallel, len(parts)))
         gradients = GradientBuffer(
             named_parameters,
@@ -178,6 +179,7 @@ def _share(
             zero_stage=config.parallel.zero_stage or 0,
             overlap=config.parallel.overlap_grad_reduce,
             late=lambda parameter: id(parameter) in late,
+            early=lambda parameter: any(parameter is p for p in scored if id(p) in late),
             waves_of=lambda parameter: waves[id(parameter)],
             before_send=add_up,
         )
