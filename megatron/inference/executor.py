@@ -119,9 +119,17 @@ class Executor:
             device = self._device.torch_device
             result = torch.empty(len(choices), width, dtype=torch.float64, device=device)
         result = self._tell_all(result)
-        self._chosen = result[:, 0].long().clamp(min=0)  # a token that is none ends its request
-        self._places = {plan[output.row].sequence: i for i, output in enumerate(outputs)}
+        self._remember(result[:, 0], plan, outputs)
         return Begun(self._device.read(result.flatten()), choices)
+
+    def _remember(self, tokens: Tensor, plan: Plan, outputs: Many[Output]) -> None:
+        """Where the next step finds what is chosen now: one token a sequence at most. The prompt's
+        scores choose none; there can be more of them than a step has sequences."""
+        nexts = [i for i, output in enumerate(outputs) if output.choice.target is None]
+        if len(nexts) < len(outputs):
+            tokens = tokens[self._tensor(np.array(nexts, dtype=np.int64))]
+        self._chosen = tokens.long().clamp(min=0)  # a token that is none ends its request
+        self._places = {plan[outputs[i].row].sequence: place for place, i in enumerate(nexts)}
 
     def _logits(self, plan: Plan, outputs: Many[Output]) -> Tensor:
         """See `_through_stages`."""

@@ -94,7 +94,7 @@ class DecodeGraphs:
             plan: one token of each sequence.
             blocks: of each.
             sources: where each one's token is among `chosen`; -1: the plan has it.
-            chosen: int64, what the step before chose, or will choose.
+            chosen: int64, what the step before chose, or will choose, `max_sequences` at most.
         """
         if not self._works:
             return None
@@ -103,8 +103,7 @@ class DecodeGraphs:
         longest = next(length for length in self._lengths if length >= most)
         self._fill_in(plan, blocks, sources, count)
         if max(sources) >= 0:
-            used = min(len(chosen), len(self._chosen))
-            self._chosen[:used] = chosen[:used]
+            self._chosen[: len(chosen)] = chosen
         replay = self._recordings.get((count, longest)) or self._new_recording(count, longest)
         return None if replay is None else replay()[:, : len(plan)]
 

@@ -20,8 +20,9 @@ With overlap a bucket is sent as soon as all its gradients are complete, else af
 whatever order their gradients come in.
 
 In a pipeline a micro-batch's backward goes through the parts of the model that a process holds one
-by one, with others' in between. Each such piece is a wave, and in stage 2 a bucket belongs to one
-wave: when that is over, nothing of it is left but shards.
+by one, with others' in between. Each such piece is a wave, and in stage 2 all gradients of a bucket
+come in the same wave (of what several parts share, in the same ones): when that is over, nothing of
+it is left but shards.
 """
 
 from __future__ import annotations
@@ -76,7 +77,10 @@ class GradientBuffer:
             `reduce` (tied weights of a pipeline's two ends): their buckets and what follows wait
             for that. In stage 2 each has a bucket of its own, so that both ends cut it at the same
             rows, and `main_grad` is what this process keeps of the bucket.
-        wave_of: for stage 2, the wave that brings a parameter's gradient; None: there is one.
+        early: for stage 2, the late ones of which backward brings the gradient first: words that
+            the output shares, though they are the model's first parameter.
+        waves_of: for stage 2, the waves that each add to a parameter's gradient; None: there is one
+            wave in all.
         before_send: called once an update with the parameters of every bucket when backward is
             done with them, in one order on all ranks: what must happen to `main_grad` before it is
             averaged (sums over the tensor axis). With stage 2 once a micro-batch.
@@ -92,7 +96,8 @@ class GradientBuffer:
         zero_stage: int = 0,
         overlap: bool = False,
         late: Callable[[nn.Parameter], bool] | None = None,
-        wave_of: Callable[[nn.Parameter], Hashable] | None = None,
+        early: Callable[[nn.Parameter], bool] | None = None,
+        waves_of: Callable[[nn.Parameter], tuple[Hashable, ...]] | None = None,
         before_send: Callable[[list[nn.Parameter]], None] | None = None,
     ) -> None:
         parameters = [p for _, p in named_parameters if p.requires_grad]
@@ -100,8 +105,8 @@ class GradientBuffer:
         self.axis = layout.replica
         self.zero_stage = zero_stage if self.axis.size > 1 else 0
         self._late = frozenset(id(p) for p in parameters if late is not None and late(p))
-        self._wave_of = wave_of if self.zero_stage == 2 else None
-        self._late_first = layout.pipeline.is_last  # in backward, which begins with the output
+        self._waves_of = waves_of if self.zero_stage == 2 else None
+        self._early = frozenset(id(p) for p in parameters if early is not None and early(p))
         self._storages: list[Tensor] = []
         self._in_place: list[tuple[nn.Parameter, Tensor]] = []
         self._owned: dict[int, tuple[Span, Tensor]] = {}
@@ -141,18 +146,20 @@ class GradientBuffer:
         """The parameters in the buffer's order, and the places in it where a bucket must end."""
         if self.zero_stage < 2:
             return parameters, []
-        order = list(dict.fromkeys(self._wave(p) for p in parameters))
+        order = list(dict.fromkeys(self._waves_that_bring(p) for p in parameters))
 
         def place(parameter: nn.Parameter) -> tuple[int, bool]:
-            is_late = id(parameter) in self._late
-            return order.index(self._wave(parameter)), is_late is not self._late_first
+            is_early = id(parameter) in self._early
+            return order.index(self._waves_that_bring(parameter)), not is_early
 
         arranged = sorted(parameters, key=place)
-        groups = [(self._wave(p), id(p) if id(p) in self._late else None) for p in arranged]
+        groups = [
+            (self._waves_that_bring(p), id(p) if id(p) in self._late else None) for p in arranged
+        ]
         return arranged, [i for i, (a, b) in enumerate(pairwise(groups)) if a != b]
 
-    def _wave(self, parameter: nn.Parameter) -> Hashable:
-        return None if self._wave_of is None else self._wave_of(parameter)
+    def _waves_that_bring(self, parameter: nn.Parameter) -> tuple[Hashable, ...]:
+        return (None,) if self._waves_of is None else self._waves_of(parameter)
 
     def _allocate(self, parameters: list[nn.Parameter], dtype: torch.dtype, limit: int) -> Flat:
         shards = self.axis.size if self.is_sharded else 1
@@ -181,7 +188,7 @@ class GradientBuffer:
                 whole = storage[plan.span.start : plan.span.end]
                 kept = whole[shard.within(plan.span)]
             places = [(p, slot.within(plan.span)) for p, slot in inside]
-            pending = PendingBucket(plan, places, self._wave(inside[0][0]), kept, whole)
+            pending = PendingBucket(plan, places, self._waves_that_bring(inside[0][0]), kept, whole)
             for parameter, slot in inside:
                 own = slot.intersect(shard) or Span(slot.start, slot.start)
                 gradient = kept[own.within(shard)] if own.size else kept[:0]
@@ -325,9 +332,9 @@ class GradientBuffer:
 
         Args:
             is_last: no other one of this update reaches the same parameters.
-            wave: the gradients that it brings, as `wave_of` has it.
+            wave: the gradients that it brings, as `waves_of` has it.
         """
-        wave = wave if self._wave_of is not None else None
+        wave = wave if self._waves_of is not None else None
         with self._reducer.micro_batch(is_last=is_last, wave=wave):
             yield
 

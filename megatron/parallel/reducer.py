@@ -27,7 +27,7 @@ class PendingBucket:
     Attributes:
         plan: its place in the buffer.
         members: the parameters in it, each with its place in the bucket.
-        wave: the gradients that come together with its own.
+        waves: each adds to the gradients of the bucket, and of others together with them.
         kept: where the reduced gradients go: the whole bucket or this process's shard.
         whole: all gradients of the bucket; with stage 2 None until the first one arrives.
         missing: parameters whose gradient is not complete yet, and how often it will be added to.
@@ -35,7 +35,7 @@ class PendingBucket:
 
     plan: Bucket
     members: list[tuple[nn.Parameter, slice]]
-    wave: Hashable
+    waves: tuple[Hashable, ...]
     kept: Tensor
     whole: Tensor | None
     missing: dict[int, int] = field(default_factory=dict)
@@ -95,7 +95,8 @@ class Reducer:
     def add(self, bucket: PendingBucket) -> None:
         """Take on a bucket, the next of the buffer."""
         self.buckets.append(bucket)
-        self._waves.setdefault(bucket.wave, []).append(bucket)
+        for wave in bucket.waves:
+            self._waves.setdefault(wave, []).append(bucket)
 
     def expect_all(self) -> None:
         """Every gradient is missing, no bucket is sent."""
@@ -119,7 +120,7 @@ class Reducer:
         """Where backward adds the bucket's gradients, [elements of the bucket]."""
         if bucket.whole is None:
             assert self._collecting, "backward outside of micro_batch()"
-            assert bucket.wave == self._wave_now, "a gradient came in another one's wave"
+            assert self._wave_now in bucket.waves, "a gradient came in another one's wave"
             bucket.whole = _new_whole(bucket)
         return bucket.whole
 

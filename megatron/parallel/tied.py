@@ -8,7 +8,7 @@ Parts in one process share one parameter.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Axis, Layout
 
-_WORDS = "embedding.word.weight"
+WORDS = "embedding.word.weight"
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,18 @@ class Tie:
             all_reduce(gradient, self.axis)
 
 
+def tied_names(layout: Layout, *, words: bool, tables: Sequence[str]) -> frozenset[str]:
+    """Of the parameters that other stages may hold too.
+
+    Args:
+        layout: who this process is.
+        words: the output layer uses the word embeddings.
+        tables: names of parameters that any stages may hold.
+    """
+    names = set(tables) if layout.pipeline.size > 1 else set()
+    return frozenset(names | {WORDS} if words and layout.embedding.size > 1 else names)
+
+
 def tie_words(
     named_parameters: Iterable[tuple[str, nn.Parameter]], layout: Layout, *, is_tied: bool
 ) -> list[Tie]:
@@ -57,7 +69,7 @@ def tie_words(
     """
     if layout.embedding.size == 1 or not is_tied:
         return []
-    return [Tie(layout.embedding, dict(named_parameters)[_WORDS])]
+    return [Tie(layout.embedding, dict(named_parameters)[WORDS])]
 
 
 def tie_tables(
@@ -71,7 +83,7 @@ def tie_tables(
     """Parameters of which any stages of a pipeline hold copies. Collective over the pipeline.
 
     Args:
-        named_parameters: held by this process; shards have their `main_grad`.
+        named_parameters: held by this process, with their `main_grad`, which may be of a shard.
         names: of the parameters.
         layout: who this process is.
         device: of the gradients.
@@ -81,7 +93,7 @@ def tie_tables(
         return []
     held = dict(named_parameters)
     copies = [held.get(name) for name in names]
-    sizes = [0 if one is None else getattr(one, "main_grad", one).numel() for one in copies]
+    sizes = [0 if one is None else one.main_grad.numel() for one in copies]  # type: ignore[attr-defined]
     holders = [int(one is not None) for one in copies]
     sums = all_reduce(torch.tensor([sizes, holders], device=device), layout.pipeline).tolist()
     ties = []
@@ -119,3 +131,10 @@ def unite_copies(parts: Iterable[nn.Module]) -> None:
                 first = found.setdefault(name, module)
                 if first is not module:
                     module.use(first)
+
+
+def borrowed_parameters(part: nn.Module) -> Iterator[nn.Parameter]:
+    """Those of other parts' tables that a part uses."""
+    for module in part.modules():
+        if isinstance(module, SharedTable) and module.original is not None:
+            yield from module.original.parameters()

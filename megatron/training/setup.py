@@ -29,7 +29,7 @@ from megatron.parallel.pipeline.p2p import PipelineChannel
 from megatron.parallel.pipeline.schedule import schedule_kind
 from megatron.parallel.pipeline.waves import parameter_waves
 from megatron.parallel.replicas import Gradients, shares_weights
-from megatron.parallel.tied import Tie, tie_tables, tie_words, unite_copies
+from megatron.parallel.tied import WORDS, Tie, tie_tables, tie_words, tied_names, unite_copies
 from megatron.parallel.torch_ddp import TorchDataParallel
 from megatron.parallel.weight_gradients import WeightGradientQueue, attach
 from megatron.tokenizer import build_tokenizer
@@ -149,11 +149,14 @@ def _share(
     in_fp32 = numbers.accumulate_allreduce_grads_in_fp32
     dtype = parameter_dtype(fp16=numbers.fp16, bf16=numbers.bf16)
     add_up = partial(sum_partial_gradients, axis=layout.tensor)
-    sharded = None
+    is_torch = _uses_torch_ddp(config, layout)
+    words = not config.model.untie_embeddings_and_output_weights
+    tables = POSITION_TABLES if config.model.position_embedding_type == "relative" else ()
+    gradients: Gradients
     if shares_weights(config.parallel, layout):
         from megatron.parallel.sharded import ShardedModel  # imports much
 
-        sharded = ShardedModel(
+        gradients = ShardedModel(
             parts,
             layout,
             device=device.torch_device,
@@ -161,38 +164,36 @@ def _share(
             reduce_dtype=torch.float32 if in_fp32 else dtype,
             before_update=add_up,
         )
-    named_parameters = [pair for part in parts for pair in part.named_parameters()]
-    ties = tie_words(
+        named_parameters = [pair for part in parts for pair in part.named_parameters()]
+    else:
+        named_parameters = [pair for part in parts for pair in part.named_parameters()]
+        names = tied_names(layout, words=words, tables=tables)
+        late = {id(parameter) for name, parameter in named_parameters if name in names}
+        scored = [p for n, p in named_parameters if n == WORDS and layout.pipeline.is_last]
+        waves = parameter_waves(parts, schedule_kind(config.parallel, len(parts)))
+        gradients = GradientBuffer(
+            named_parameters,
+            # Alone: PyTorch's averages the gradients in place.
+            replace(layout, replica=Axis()) if is_torch else layout,
+            accumulate_in_fp32=in_fp32,
+            zero_stage=config.parallel.zero_stage or 0,
+            overlap=config.parallel.overlap_grad_reduce,
+            late=lambda parameter: id(parameter) in late,
+            early=lambda parameter: any(parameter is p for p in scored if id(p) in late),
+            waves_of=lambda parameter: waves[id(parameter)],
+            before_send=add_up,
+        )
+        if numbers.gradient_accumulation_fusion and not is_torch:  # which waits for autograd
+            for part in parts:
+                attach_slots(part, gradients)
+    ties = tie_words(named_parameters, layout, is_tied=words) + tie_tables(
         named_parameters,
-        layout,
-        is_tied=not config.model.untie_embeddings_and_output_weights,
-    ) + tie_tables(
-        named_parameters,
-        POSITION_TABLES if config.model.position_embedding_type == "relative" else (),
+        tables,
         layout,
         device=device.torch_device,
-        gradient_dtype=torch.float32 if in_fp32 or sharded is not None else dtype,
+        gradient_dtype=torch.float32 if in_fp32 or gradients.shares_weights else dtype,
     )
-    if sharded is not None:
-        return sharded, ties
-    late = {id(tie.copy) for tie in ties}
-    is_torch = _uses_torch_ddp(config, layout)
-    waves = parameter_waves(parts, schedule_kind(config.parallel, len(parts)))
-    buffer = GradientBuffer(
-        named_parameters,
-        # Alone: PyTorch's averages the gradients in place.
-        replace(layout, replica=Axis()) if is_torch else layout,
-        accumulate_in_fp32=in_fp32,
-        zero_stage=config.parallel.zero_stage or 0,
-        overlap=config.parallel.overlap_grad_reduce,
-        late=lambda parameter: id(parameter) in late,
-        wave_of=lambda parameter: waves[id(parameter)],
-        before_send=add_up,
-    )
-    if numbers.gradient_accumulation_fusion and not is_torch:  # which waits for autograd
-        for part in parts:
-            attach_slots(part, buffer)
-    return buffer, ties
+    return gradients, ties
 
 
 def _delayed_scaling(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from torch import Tensor
 
 from megatron.inference import build
+from megatron.inference.build import EngineOptions
 from megatron.inference.engine import BatchEngine
 from megatron.inference.graphs import lengths_to_record, row_counts
 from megatron.inference.request import Request
@@ -20,13 +22,18 @@ Work = Callable[[], Tensor]
 
 
 def engine_with(
-    record: Callable[[Work], Work], folder: Path, monkeypatch: pytest.MonkeyPatch
+    record: Callable[[Work], Work],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: EngineOptions = OPTIONS,
+    *,
+    looks_ahead: bool = False,
 ) -> BatchEngine:
     """An engine on the CPU whose recordings are made by `record`."""
     monkeypatch.setattr(PlainPaged, "can_capture", True)
     monkeypatch.setattr(build.Device, "recorder", lambda self: record)
     monkeypatch.setattr(build, "records_on", lambda device: True)
-    return toy_engine(folder, OPTIONS)
+    return toy_engine(folder, options, looks_ahead=looks_ahead)
 
 
 def test_steps_run_from_the_same_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,6 +62,25 @@ def test_steps_run_from_the_same_memory(tmp_path: Path, monkeypatch: pytest.Monk
     }
     assert 1 < len(made) <= len(row_counts(OPTIONS.max_sequences))
     assert calls > 2 * len(made), "a recording is used again"
+
+
+def test_a_token_behind_many_scores_of_a_prompt_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step with more scores than sequences, then a recorded one that takes a token from it."""
+    folder = write_model("llama", tmp_path)
+    options = replace(OPTIONS, max_sequences=2, max_step_tokens=16, product_rows=8)
+    scored = tuple(range(5, 5 + 13))  # a chunk of 12 and one of a single token
+    requests = [
+        Request("scored", scored, greedy(5, prompt_logprobs=True)),
+        Request("other", (3, 4), greedy(5)),
+    ]
+    expected = drain(toy_engine(folder, options), requests)
+    engine = engine_with(lambda work: work, folder, monkeypatch, options, looks_ahead=True)
+    found = drain(engine, requests)
+    assert {key: tokens_of(events) for key, events in found.items()} == {
+        key: tokens_of(events) for key, events in expected.items()
+    }
 
 
 def test_where_recording_fails_everything_runs_as_before(

@@ -19,6 +19,8 @@ FLAGS = """
     --relative-attention-num-buckets 8 --relative-attention-max-distance 9
 """.split()
 
+STAGE_2 = "--zero-stage 2 --overlap-grad-reduce"
+
 
 def _tables(layout: Layout, words: list[str]) -> dict[str, torch.Tensor]:
     """Those that this process holds after training, its heads alone."""
@@ -33,6 +35,10 @@ def _tables(layout: Layout, words: list[str]) -> dict[str, torch.Tensor]:
         (2, {"pipeline": 2}, "--num-layers-per-virtual-pipeline-stage 1", (2, 2)),
         (3, {"pipeline": 3}, "--pipeline-model-parallel-layout Et|ttttt|ttL", (2, 2)),
         (4, {"pipeline": 2, "tensor": 2}, "--num-layers-per-virtual-pipeline-stage 2", (4, 4)),
+        # Of a stage's parts both use the tables: each wave of backward brings something.
+        (4, {"pipeline": 2}, f"{STAGE_2} --num-layers-per-virtual-pipeline-stage 1", (4, 4)),
+        # A stage has no copy, but adds up with the shards of those that have.
+        (4, {"pipeline": 2}, f"{STAGE_2} --pipeline-model-parallel-split-rank 1", (2, 2)),
     ],
 )
 def test_all_copies_are_those_of_one_process(processes, sizes, flags, holders):

@@ -11,6 +11,7 @@ from megatron.config.parser import parse_config
 from megatron.errors import ConfigError
 from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.layout import Layout
+from megatron.parallel.reducer import Reducer
 from megatron.training import setup
 from megatron.training.checkpointing import save_run
 from tests.checkpoint.states import read_whole
@@ -116,6 +117,38 @@ def test_stage_2_in_a_pipeline_keeps_shards_only(flags):
         assert tied == ranks[0][2]
         assert len(left) >= 24
         assert not any(left)
+
+
+def _most_whole_buckets(layout, words):
+    """How many buckets of stage 2 are whole at once at most, and how many there are."""
+    setup.GradientBuffer = partial(GradientBuffer, bucket_bytes=2**10)
+    most, whole = 0, Reducer.whole
+
+    def watched(reducer, bucket):
+        nonlocal most
+        gradients = whole(reducer, bucket)
+        most = max(most, sum(one.whole is not None for one in reducer.buckets))
+        return gradients
+
+    Reducer.whole = watched  # in this process only
+    kind = "t5" if "relative" in words else "gpt"
+    _, run = train_toy(layout, [*DEEPER, *words, "--train-iters", "1"], kind)
+    return most, sum(len(flat.buckets) for flat in run.gradients.flats)
+
+
+RELATIVE = (
+    "--position-embedding-type relative --relative-attention-num-buckets 8 --micro-batch-size 2 "
+    "--relative-attention-max-distance 9"
+).split()
+
+
+@pytest.mark.parametrize("words", [[], RELATIVE], ids=["gpt", "t5"])
+def test_stage_2_fills_one_bucket_at_a_time(words):
+    """Words and tables that stages share stand where backward finishes them."""
+    words = [*STAGE_2[:3], "--pipeline-model-parallel-size", "2", *words]
+    for most, count in run_distributed(4, _most_whole_buckets, words, pipeline=2):
+        assert count > 5
+        assert most <= 2
 
 
 def _load_and_save(layout, arguments, folder):
