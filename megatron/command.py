@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 from collections.abc import Callable
@@ -15,12 +16,18 @@ def run_command(work: Callable[[], int | None]) -> int:
     """Do a command's work; its exit code.
 
     0, or what `work` returns; a UserError's own code, after its message on stderr; 130 after
-    Ctrl-C. SIGTERM unwinds like Ctrl-C, so that temporary files go, and exits with 143. Call it
-    from the main thread.
+    Ctrl-C; 141 where nobody reads stdout any more. SIGTERM unwinds like Ctrl-C, so that temporary
+    files go, and exits with 143. Call it from the main thread.
     """
     previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        return work() or EXIT_OK
+        code = work() or EXIT_OK
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        if not _lost_its_reader():
+            raise
+        return 128 + signal.SIGPIPE
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -28,6 +35,17 @@ def run_command(work: Callable[[], int | None]) -> int:
         return 128 + signal.SIGINT
     finally:
         signal.signal(signal.SIGTERM, previous)
+
+
+def _lost_its_reader() -> bool:
+    """Whether stdout's reader has gone (`| head`). What is left to be said is forgotten then, or
+    Python would fail to say it once more when it ends."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), select.POLLOUT)
+    if not any(event & select.POLLERR for _, event in poll.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def leave(code: int) -> NoReturn:

@@ -15,6 +15,7 @@ from pathlib import Path
 if __name__ == "__main__":  # the tasks are not part of the installed package
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from megatron.command import run_command
 from megatron.environment import Launch
 from tasks.table import OPTIONS, PROGRAM, TASKS, find_task
 
@@ -23,8 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one process of a task; the exit code, as `pretrain_gpt.py`'s."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if {"-h", "--help"} & set(arguments):
-        _help()
-        return 0
+        return run_command(_help)
     from megatron.training.process import run_process
 
     def work(launch: Launch) -> int:

@@ -21,6 +21,7 @@ from megatron.config import (
 )
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.fields import fields_of
+from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig, flatten, sections
 
 Rule = Callable[[RunConfig, int], Iterator[str]]
@@ -96,7 +97,17 @@ def find_notices(config: RunConfig) -> list[str]:
         for field in fields_of(section)
         if field.info.notice and values[f"{name}.{field.name}"] != field.default
     ]
-    return [*lines, *rules_sharding.no_effect(config), *_no_effect(config)]
+    return [*lines, *rules_sharding.no_effect(config), *_no_effect(config), *_not_kept(config)]
+
+
+def _not_kept(config: RunConfig) -> Iterator[str]:
+    """What a checkpoint of the run will lack."""
+    is_legacy = config.checkpoint.save is not None and config.checkpoint.ckpt_format == "legacy"
+    if is_legacy and config.precision.fp8_format and config.precision.fp8_recipe == "delayed":
+        yield (
+            "--ckpt-format legacy: Megatron-LM's files have no place for the amaxes of "
+            "--fp8-recipe delayed: a run that goes on from them begins a new history"
+        )
 
 
 def _no_effect(config: RunConfig) -> Iterator[str]:
@@ -120,6 +131,14 @@ def _no_effect(config: RunConfig) -> Iterator[str]:
             f"--vocab-size {tokenizer.vocab_size} changes nothing: the size of "
             f"{tokenizer.tokenizer_type} follows from its files"
         )
+    if (
+        parallel.cp_comm_type != ParallelConfig().cp_comm_type
+        and parallel.context_parallel_size == 1
+    ):
+        yield (
+            f"--cp-comm-type {parallel.cp_comm_type} changes nothing without "
+            "--context-parallel-size: no process shares a sequence"
+        )
     if config.checkpoint.save is None:
         yield from _only_with_save(config.checkpoint)
     if config.training.skip_train and config.checkpoint.load is None:
@@ -134,5 +153,7 @@ def _only_with_save(options: CheckpointConfig) -> Iterator[str]:
         "--mean-hours-between-failures": options.mean_hours_between_failures,
     }
     shown = [f"{name} {value:g}" for name, value in given.items() if value is not None]
+    if options.ckpt_format != CheckpointConfig().ckpt_format:
+        shown.append(f"--ckpt-format {options.ckpt_format}")
     for words in [*shown, *(["--async-save"] if options.async_save else [])]:
         yield f"{words} changes nothing without --save: no checkpoints are written"

@@ -378,6 +378,15 @@ def test_splits_that_are_not(text: str) -> None:
     [
         ("--num-query-groups 2", "--num-query-groups 2 changes nothing without"),
         ("--save-interval 5", "--save-interval 5 changes nothing without --save"),
+        ("--ckpt-format legacy", "--ckpt-format legacy changes nothing without --save"),
+        (
+            "--cp-comm-type a2a",
+            "--cp-comm-type a2a changes nothing without --context-parallel-size",
+        ),
+        (
+            "--save x --save-interval 1 --ckpt-format legacy --bf16 --fp8-format hybrid --fp8-recipe delayed",
+            "--ckpt-format legacy: Megatron-LM's files have no place for the amaxes",
+        ),
         ("--skip-train", "--skip-train without --load: evaluating an untrained model"),
         ("--no-persist-layer-norm", "--no-persist-layer-norm: there is one LayerNorm kernel"),
         ("--use-cpu-initialization", "--use-cpu-initialization: every device draws"),
