@@ -384,7 +384,8 @@ def test_splits_that_are_not(text: str) -> None:
             "--cp-comm-type a2a changes nothing without --context-parallel-size",
         ),
         (
-            "--save x --save-interval 1 --ckpt-format legacy --bf16 --fp8-format hybrid --fp8-recipe delayed",
+            "--save x --save-interval 1 --ckpt-format legacy --bf16 --fp8-format hybrid "
+            "--fp8-recipe delayed",
             "--ckpt-format legacy: Megatron-LM's files have no place for the amaxes",
         ),
         ("--skip-train", "--skip-train without --load: evaluating an untrained model"),
