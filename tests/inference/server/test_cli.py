@@ -91,12 +91,13 @@ def test_a_conversation_on_a_terminal(chatty: Live, tmp_path: Path) -> None:
             ("/tokens x", "/tokens x: give a number"),
             ("/nonsense", "there is no such command"),
             ("/help", "Ctrl-C stops an answer."),
-            ("z", "> "),
+            ("z", "zzz"),
         ):
             os.write(main, f"{line}\n".encode())
             _expect(main, answer)
+        _expect(main, "> ")  # else the end would be typed into the answer
         os.write(main, b"\x04")
-        assert process.wait(timeout=20) == 0
+        assert process.wait(timeout=60) == 0
     finally:
         process.kill()
         os.close(main)
