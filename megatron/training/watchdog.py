@@ -31,8 +31,8 @@ from megatron.training.hang import State, Wait, explain
 BEAT = 1.0  # seconds between two signs of life
 _SILENCE = 3 * BEAT  # without one for so long, a process is taken for dead
 _LINGER = 2 * BEAT  # from a verdict until its author leaves: the others read it meanwhile
-# From an alarm until a process gives up on a verdict, for which others need 4 beats, and more on busy
-# machines. All are to leave within 10 s.
+# From an alarm until a process gives up on a verdict, for which others need 4 beats, and more on
+# busy machines. All are to leave within 10 s.
 _PATIENCE = _SILENCE + 5 * BEAT
 _GRACE = 5.0  # from another's failure until a process that does not notice by itself is ended
 _PACKAGE = Path(__file__).parents[1]
