@@ -84,19 +84,20 @@ def test_a_conversation_on_a_terminal(chatty: Live, tmp_path: Path) -> None:
         stderr=side,
     )
     os.close(side)
+    terminal = _Terminal(main)
     try:
-        _expect(main, "> ")
         for line, answer in (
-            ("/tokens 3", "> "),
+            ("/tokens 3", "/tokens 3"),
             ("y", "yyy"),
             ("/tokens x", "/tokens x: give a number"),
             ("/nonsense", "there is no such command"),
             ("/help", "Ctrl-C stops an answer."),
             ("z", "yyy"),  # the engine says what came first
         ):
+            terminal.expect("> ")  # else it would be typed into the answer
             os.write(main, f"{line}\n".encode())
-            _expect(main, answer)
-        _expect(main, "> ")  # else the end would be typed into the answer
+            terminal.expect(answer)
+        terminal.expect("> ")
         os.write(main, b"\x04")
         assert process.wait(timeout=60) == 0
     finally:
@@ -106,8 +107,16 @@ def test_a_conversation_on_a_terminal(chatty: Live, tmp_path: Path) -> None:
     assert "/help" in (tmp_path / "text_generation_history").read_text()
 
 
-def _expect(terminal: int, text: str, seconds: float = 30) -> None:
-    seen, end = "", time.monotonic() + seconds
-    while text not in seen:
-        assert select.select([terminal], [], [], max(0.0, end - time.monotonic()))[0], seen
-        seen += os.read(terminal, 4096).decode("utf-8", "replace")
+class _Terminal:
+    """What comes out of one; what was waited for is behind us."""
+
+    def __init__(self, number: int) -> None:
+        self._number, self._seen = number, ""
+
+    def expect(self, text: str, seconds: float = 30) -> None:
+        end = time.monotonic() + seconds
+        while text not in self._seen:
+            left = max(0.0, end - time.monotonic())
+            assert select.select([self._number], [], [], left)[0], self._seen
+            self._seen += os.read(self._number, 4096).decode("utf-8", "replace")
+        self._seen = self._seen.partition(text)[2]
