@@ -37,7 +37,7 @@ def strict(tokenizer_folder: Path) -> Iterator[Live]:
         yield live
 
 
-def _until(holds: Callable[[], bool], seconds: float = 1.0) -> bool:
+def _until(holds: Callable[[], bool], seconds: float = 10.0) -> bool:
     end = time.monotonic() + seconds
     while not holds():
         if time.monotonic() > end:
