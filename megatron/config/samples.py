@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.config.flag import flag
+from megatron.config.server import PRODUCT_ROWS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,13 +44,7 @@ class SamplesConfig:
         "Not needed: keys and values are always kept, which changes no result.",
     )
     max_batch_size: int = flag(64, "Texts that are computed at a time.", unit="texts")
-    product_rows: int | None = flag(
-        None,
-        "Matrix products take so many tokens at a time, whatever there is to compute: scores then "
-        "have the same bits alone and in a full batch, for more work. Unset: the last bits may "
-        "differ.",
-        unit="tokens",
-    )
+    product_rows: int | None = flag(None, PRODUCT_ROWS, unit="tokens")
 
 
 def problems_of(samples: SamplesConfig) -> list[str]:

@@ -6,6 +6,12 @@ from dataclasses import dataclass
 
 from megatron.config.flag import flag
 
+PRODUCT_ROWS = (
+    "Matrix products take so many tokens at a time, whatever there is to compute: scores then have "
+    "the same bits alone and in a full batch, for more work. Unset: the last bits may differ."
+)
+"""Help of --product-rows, which every program with an engine has."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
@@ -48,13 +54,7 @@ class ServerConfig:
     max_batch_size: int = flag(
         256, "Sequences that are computed at a time; others wait.", unit="sequences"
     )
-    product_rows: int | None = flag(
-        None,
-        "Matrix products take so many tokens at a time, whatever there is to compute: scores then "
-        "have the same bits alone and in a full batch, for more work. Unset: the last bits may "
-        "differ.",
-        unit="tokens",
-    )
+    product_rows: int | None = flag(None, PRODUCT_ROWS, unit="tokens")
     max_queued_requests: int = flag(
         1024, "Sequences that run or wait; more are refused with status 429.", unit="sequences"
     )
