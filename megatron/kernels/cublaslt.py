@@ -1,6 +1,10 @@
-"""One function of NVIDIA's cuBLASLt that PyTorch does not offer: an 8-bit product added to what its
-output holds (`torch._scaled_mm` can only write over it). The library is the one PyTorch has loaded;
-numbers below are those of its public header, cublasLt.h.
+"""NVIDIA's cuBLASLt, for products that PyTorch does not offer: 8-bit ones added to what their
+output holds (`fp8_product.py`), and ones whose rows do not depend on their number
+(`row_product.py`). The library is the one PyTorch has loaded; numbers below are those of its public
+header, cublasLt.h.
+
+A product here is out [m, n] = left [m, k] right^T, right being [n, k], all by rows. The library's
+matrices are by columns: right is its A, transposed, left its B.
 """
 
 from __future__ import annotations
@@ -12,27 +16,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.device import Device, cuda_release, stream_handle
-from megatron.kernels.fp8 import Fp8
+from megatron.device import cuda_release, stream_handle
 
 _COMPUTE_32F = 68
-_TYPES = {torch.float32: 0, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}  # cudaDataType
+_TYPES = {  # cudaDataType
+    torch.float32: 0,
+    torch.float16: 2,
+    torch.bfloat16: 14,
+    torch.float8_e4m3fn: 28,
+    torch.float8_e5m2: 29,
+}
 _TRANSPOSED = 1
-_TRANSPOSE_A, _SCALE_A, _SCALE_B = 3, 17, 18
-_PREFERRED_WORKSPACE = 1
-WORKSPACE_BYTES = 32 * 1024 * 1024  # what NVIDIA recommends for Hopper
+_TRANSPOSE_A, _EPILOGUE, _BIAS, SCALE_A, SCALE_B = 3, 7, 8, 17, 18  # of an operation
+_WITH_BIAS = 4
+_PREFERRED_WORKSPACE, _PREFERRED_REDUCTION, _PREFERRED_ALIGNMENTS = 1, 3, (5, 6, 7, 8)
+_KIND, _CUT, _REDUCTION = 0, 2, 3  # of an algorithm
+_NO_REDUCTION, _REDUCTION_IN_FP32 = 0, 2
+ALIGNMENT = 16  # bytes that addresses are a multiple of
+_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
 
 
 class CublasLtError(RuntimeError):
     """cuBLASLt refused a call: our mistake, not the user's."""
 
 
-class _Algorithm(ctypes.Structure):
+class Algorithm(ctypes.Structure):
     """cublasLtMatmulHeuristicResult_t, the algorithm itself first."""
 
     _fields_ = [
         ("algorithm", ctypes.c_uint64 * 8),
-        ("workspace", ctypes.c_size_t),
+        ("workspace", _SIZE),
         ("state", ctypes.c_int),
         ("waves", ctypes.c_float),
         ("reserved", ctypes.c_int * 4),
@@ -40,84 +53,123 @@ class _Algorithm(ctypes.Structure):
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """How to multiply matrices of one shape; it lives as long as the process."""
+class Problem:
+    """A product of matrices of one shape and format; it lives as long as the process."""
 
     operation: ctypes.c_void_p
     left: ctypes.c_void_p
     right: ctypes.c_void_p
     out: ctypes.c_void_p
-    algorithm: _Algorithm
 
 
 class CublasLt:
-    """The library, and a plan for each shape that was asked for.
+    """The library.
 
     Raises:
-        OSError: the library is not there.
+        OSError: it is not there.
     """
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL(f"libcublasLt.so.{cuda_release()}")
+        self._library.cublasLtMatmul.argtypes = [_POINTER] * 14 + [_SIZE, _POINTER]
         self._handles: dict[int, ctypes.c_void_p] = {}
-        self._plans: dict[tuple[Any, ...], _Plan] = {}
 
-    def add_product(self, left: Fp8, right: Fp8, into: Tensor) -> None:
-        """into += left right^T, summed in fp32 without shortcuts.
+    def problem(self, left: Tensor, right: Tensor, out: Tensor, *, bias: bool = False) -> Problem:
+        """Of these matrices' shapes and formats; with a bias of n that is added before rounding."""
+        operation = self._create("cublasLtMatmulDescCreate", _COMPUTE_32F, _TYPES[torch.float32])
+        self._set("cublasLtMatmulDesc", operation, _TRANSPOSE_A, ctypes.c_int32(_TRANSPOSED))
+        if bias:
+            self._set("cublasLtMatmulDesc", operation, _EPILOGUE, ctypes.c_int32(_WITH_BIAS))
+        return Problem(operation, self._layout(left), self._layout(right), self._layout(out))
+
+    def choices(
+        self, problem: Problem, gpu: int, count: int, *, workspace: int, whole: bool = False
+    ) -> list[Algorithm]:
+        """At most so many ways to compute it, the one it takes for the fastest first.
 
         Args:
-            left: [m, k], with one scale (with one for each row the library has no such product).
-            right: [n, k], likewise.
-            into: [m, n], fp32, contiguous.
+            problem: the product.
+            gpu: where.
+            count: of ways.
+            workspace: bytes that one may need.
+            whole: only those that do not cut k into parts whose sums are added up.
         """
-        gpu = into.get_device()
-        shapes = (left.values.shape, right.values.shape)
-        key = (gpu, *shapes, left.values.dtype, right.values.dtype)
-        with Device(into.device).as_current():
-            plan = self._plans.get(key)
-            if plan is None:
-                plan = self._plans[key] = self._plan(gpu, left, right, into)
-            self._run(plan, gpu, left, right, into)
-
-    def _run(self, plan: _Plan, gpu: int, left: Fp8, right: Fp8, into: Tensor) -> None:
-        # Its matrices are by columns, ours by rows: right is its A, left its B.
-        self._set(plan.operation, _SCALE_A, ctypes.c_void_p(right.inverse.data_ptr()))
-        self._set(plan.operation, _SCALE_B, ctypes.c_void_p(left.inverse.data_ptr()))
-        needed = plan.algorithm.workspace
-        workspace = torch.empty(max(needed, 1), dtype=torch.uint8, device=into.device)
-        one = ctypes.byref(ctypes.c_float(1))
-        self._call(
-            "cublasLtMatmul",
-            *(self._handles[gpu], plan.operation),
-            *(one, _address(right.values), plan.right, _address(left.values), plan.left),
-            *(one, _address(into), plan.out, _address(into), plan.out),
-            *(ctypes.byref(plan.algorithm), _address(workspace), ctypes.c_size_t(needed)),
-            ctypes.c_void_p(stream_handle(gpu)),
-        )
-
-    def _plan(self, gpu: int, left: Fp8, right: Fp8, into: Tensor) -> _Plan:
-        if gpu not in self._handles:
-            self._handles[gpu] = self._create("cublasLtCreate")
-        operation = self._create("cublasLtMatmulDescCreate", _COMPUTE_32F, _TYPES[torch.float32])
-        self._set(operation, _TRANSPOSE_A, ctypes.c_int32(_TRANSPOSED))
-        layouts = [self._layout(matrix) for matrix in (right.values, left.values, into)]
         preference = self._create("cublasLtMatmulPreferenceCreate")
-        limit = ctypes.c_size_t(WORKSPACE_BYTES)
-        self._call(
-            "cublasLtMatmulPreferenceSetAttribute",
-            *(preference, _PREFERRED_WORKSPACE, ctypes.byref(limit)),
-            ctypes.c_size_t(ctypes.sizeof(limit)),
-        )
-        best, found = _Algorithm(), ctypes.c_int()
+        wanted: list[tuple[int, Any]] = [(_PREFERRED_WORKSPACE, ctypes.c_uint64(workspace))]
+        wanted += [(key, ctypes.c_uint32(ALIGNMENT)) for key in _PREFERRED_ALIGNMENTS]
+        if whole:
+            wanted.append((_PREFERRED_REDUCTION, ctypes.c_uint32(_NO_REDUCTION)))
+        for attribute, value in wanted:
+            self._set("cublasLtMatmulPreference", preference, attribute, value)
+        found, results = ctypes.c_int(), (Algorithm * count)()
         self._call(
             "cublasLtMatmulAlgoGetHeuristic",
-            *(self._handles[gpu], operation, *layouts, layouts[2], preference),
-            *(1, ctypes.byref(best), ctypes.byref(found)),
+            *(self._handle(gpu), problem.operation, problem.right, problem.left, problem.out),
+            *(problem.out, preference, count, results, ctypes.byref(found)),
         )
         self._call("cublasLtMatmulPreferenceDestroy", preference)
-        if not found.value or best.state:
-            raise CublasLtError(f"cuBLASLt knows no way to multiply {list(left.values.shape)}")
-        return _Plan(operation, layouts[1], layouts[0], layouts[2], best)
+        return [result for result in results[: found.value] if not result.state]
+
+    def kind(self, algorithm: Algorithm) -> int:
+        """Which of the library's families of kernels it is of."""
+        return self._attribute(algorithm, _KIND)
+
+    def cut(self, algorithm: Algorithm) -> int:
+        """Into how many parts it cuts k."""
+        return self._attribute(algorithm, _CUT)
+
+    def with_cut(
+        self, problem: Problem, gpu: int, algorithm: Algorithm, cut: int, *, workspace: int
+    ) -> Algorithm | None:
+        """The same with k cut into so many parts; None: it cannot, or needs more memory."""
+        changed, checked = Algorithm.from_buffer_copy(algorithm), Algorithm()
+        reduction = _NO_REDUCTION if cut == 1 else _REDUCTION_IN_FP32
+        for attribute, value in ((_CUT, cut), (_REDUCTION, reduction)):
+            self._set("cublasLtMatmulAlgoConfig", ctypes.byref(changed), attribute, value)
+        status = self._library.cublasLtMatmulAlgoCheck(
+            *(self._handle(gpu), problem.operation, problem.right, problem.left, problem.out),
+            *(problem.out, ctypes.byref(changed), ctypes.byref(checked)),
+        )
+        if status or checked.workspace > workspace:
+            return None
+        changed.workspace = checked.workspace
+        return changed
+
+    def set_pointer(self, problem: Problem, attribute: int, tensor: Tensor) -> None:
+        """Where the operation finds a scale."""
+        pointer = ctypes.c_void_p(tensor.data_ptr())
+        self._set("cublasLtMatmulDesc", problem.operation, attribute, pointer)
+
+    def multiply(
+        self,
+        problem: Problem,
+        algorithm: Algorithm,
+        left: Tensor,
+        right: Tensor,
+        out: Tensor,
+        *,
+        bias: Tensor | None = None,
+        accumulate: bool = False,
+    ) -> None:
+        """Write the product over `out`, or add it, on the GPU that is current."""
+        gpu = out.get_device()
+        if bias is not None:
+            self.set_pointer(problem, _BIAS, bias)
+        needed = algorithm.workspace
+        workspace = torch.empty(max(needed, 1), dtype=torch.uint8, device=out.device)
+        here = out.data_ptr()
+        self._call(
+            "cublasLtMatmul",
+            *(self._handle(gpu), problem.operation),
+            *(_ONE, right.data_ptr(), problem.right, left.data_ptr(), problem.left),
+            *(_ONE if accumulate else _ZERO, here, problem.out, here, problem.out),
+            *(ctypes.byref(algorithm), workspace.data_ptr(), needed, stream_handle(gpu)),
+        )
+
+    def _handle(self, gpu: int) -> ctypes.c_void_p:
+        if gpu not in self._handles:
+            self._handles[gpu] = self._create("cublasLtCreate")
+        return self._handles[gpu]
 
     def _layout(self, matrix: Tensor) -> ctypes.c_void_p:
         rows, columns = matrix.shape
@@ -129,12 +181,19 @@ class CublasLt:
         self._call(function, ctypes.byref(made), *arguments)
         return made
 
-    def _set(self, operation: ctypes.c_void_p, attribute: int, value: Any) -> None:
+    def _set(self, kind: str, thing: Any, attribute: int, value: Any) -> None:
+        value = ctypes.c_int32(value) if isinstance(value, int) else value
+        size = ctypes.c_size_t(ctypes.sizeof(value))
+        self._call(f"{kind}SetAttribute", thing, attribute, ctypes.byref(value), size)
+
+    def _attribute(self, algorithm: Algorithm, attribute: int) -> int:
+        value, written = ctypes.c_int32(), ctypes.c_size_t()
         self._call(
-            "cublasLtMatmulDescSetAttribute",
-            *(operation, attribute, ctypes.byref(value)),
-            ctypes.c_size_t(ctypes.sizeof(value)),
+            "cublasLtMatmulAlgoConfigGetAttribute",
+            *(ctypes.byref(algorithm), attribute, ctypes.byref(value)),
+            *(ctypes.c_size_t(ctypes.sizeof(value)), ctypes.byref(written)),
         )
+        return value.value
 
     def _call(self, function: str, *arguments: Any) -> None:
         status = getattr(self._library, function)(*arguments)
@@ -142,5 +201,4 @@ class CublasLt:
             raise CublasLtError(f"{function} answered status {status}")
 
 
-def _address(tensor: Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(tensor.data_ptr())
+_ONE, _ZERO = (ctypes.pointer(ctypes.c_float(value)) for value in (1, 0))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from megatron.device import Device
-from megatron.kernels.cublaslt import CublasLt
+from megatron.kernels.cublaslt import SCALE_A, SCALE_B, Algorithm, CublasLt, CublasLtError, Problem
 from megatron.kernels.fp8 import Fp8
+
+_WORKSPACE_BYTES = 32 * 1024 * 1024  # what NVIDIA recommends for Hopper
 
 
 class Fp8Product(Protocol):
@@ -77,7 +79,7 @@ class LibraryProduct:
 
     def __init__(self) -> None:
         try:
-            self._adding: CublasLt | None = CublasLt()
+            self._adding: AddingProduct | None = AddingProduct()
         except OSError:
             self._adding = None
 
@@ -95,7 +97,7 @@ class LibraryProduct:
         if into is not None and accumulate:
             one_scale = left.inverse.numel() == right.inverse.numel() == 1
             if self._adding is not None and one_scale and into.dtype == torch.float32:
-                self._adding.add_product(left, right, into)
+                self._adding(left, right, into)
                 return into
             return into.add_(self(left, right, into.dtype, bias=bias, fast=fast))
         return torch._scaled_mm(
@@ -108,6 +110,46 @@ class LibraryProduct:
             use_fast_accum=fast,
             **({} if into is None else {"out": into}),
         )
+
+
+class AddingProduct:
+    """into += left right^T, summed in fp32 without shortcuts; for each shape a plan is kept.
+
+    Raises:
+        OSError: there is no cuBLASLt.
+    """
+
+    def __init__(self) -> None:
+        self._library = CublasLt()
+        self._plans: dict[tuple[Any, ...], tuple[Problem, Algorithm]] = {}
+
+    def __call__(self, left: Fp8, right: Fp8, into: Tensor) -> None:
+        """Add.
+
+        Args:
+            left: [m, k], with one scale (with one for each row the library has no such product).
+            right: [n, k], likewise.
+            into: [m, n], fp32, contiguous.
+        """
+        gpu = into.get_device()
+        shapes = (left.values.shape, right.values.shape)
+        key = (gpu, *shapes, left.values.dtype, right.values.dtype)
+        with Device(into.device).as_current():
+            plan = self._plans.get(key)
+            if plan is None:
+                plan = self._plans[key] = self._plan(gpu, left, right, into)
+            problem, algorithm = plan
+            self._library.set_pointer(problem, SCALE_A, right.inverse)
+            self._library.set_pointer(problem, SCALE_B, left.inverse)
+            matrices = (left.values, right.values, into)
+            self._library.multiply(problem, algorithm, *matrices, accumulate=True)
+
+    def _plan(self, gpu: int, left: Fp8, right: Fp8, into: Tensor) -> tuple[Problem, Algorithm]:
+        problem = self._library.problem(left.values, right.values, into)
+        found = self._library.choices(problem, gpu, 1, workspace=_WORKSPACE_BYTES)
+        if not found:
+            raise CublasLtError(f"cuBLASLt knows no way to multiply {list(left.values.shape)}")
+        return problem, found[0]
 
 
 def _along_columns(inverse: Tensor) -> Tensor:

@@ -1,0 +1,168 @@
+"""x W^T of 16-bit matrices, where the bits of a row do not depend on how many rows there are.
+
+A library chooses its kernel by the sizes, and with the kernel the order in which a row's products
+are added up: a text then depends, in its last bits and sometimes in its words, on what else was in
+the batch. Of cuBLASLt's kernels of one family, however, all add up in the same order, whatever
+their tiles are; only the number of parts that k is cut into makes a difference (measured on an
+H200: docs/benchmarks.md). So each weight gets a family and a number of parts, and any number of
+rows the fastest kernel of these. That it is so is tried when a weight's shape is first met; where
+it is not, PyTorch multiplies, and one line says so.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.device import Device
+from megatron.kernels.cublaslt import ALIGNMENT, Algorithm, CublasLt, CublasLtError, Problem
+
+# The library's choice for so many rows decides about a weight's family. They are few: what is
+# gained by cutting k is gained there.
+_TYPICAL_ROWS = 16
+# Where k is cut, sums of its parts take memory for each row: more are multiplied in pieces.
+_PIECE = 512
+_CHOICES = 64
+_WORKSPACE_BYTES = 128 * 1024 * 1024
+_TRIED_ROWS = (1, 3, 8, 16, 40, 64, 200, 256)
+
+logger = logging.getLogger(__name__)
+
+
+class RowProduct(Protocol):
+    """What `parallel.products.RowByRow` calls."""
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply.
+
+        Args:
+            x: [m, k].
+            weight: [n, k].
+            bias: [n].
+
+        Returns:
+            [m, n].
+        """
+
+
+class Family(NamedTuple):
+    """Kernels that add up in one order: the library's name for them, and parts of k."""
+
+    kind: int
+    cut: int
+
+
+_Shape = tuple[int, torch.dtype, int, int, bool]  # GPU, format, n, k, with a bias
+
+
+def choose_row_product(device: torch.device) -> RowProduct | None:
+    """None where nothing is known to multiply so: on a CPU, and without cuBLASLt."""
+    if not Device(device).is_gpu:
+        return None
+    try:
+        return LibraryRowProduct(CublasLt())
+    except OSError:
+        return None
+
+
+class LibraryRowProduct:
+    """See `RowProduct`."""
+
+    def __init__(self, library: CublasLt) -> None:
+        self._library = library
+        self._families: dict[_Shape, Family | None] = {}
+        self._plans: dict[tuple[_Shape, int], tuple[Problem, Algorithm]] = {}
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """See `RowProduct`."""
+        if not _fits(x, weight, bias) or not len(x):
+            return F.linear(x, weight, bias)
+        shape = (x.get_device(), x.dtype, *weight.shape, bias is not None)
+        with Device(x.device).as_current():
+            if shape not in self._families:
+                self._families[shape] = self._family(shape, weight, bias)
+            family = self._families[shape]
+            if family is None:
+                return F.linear(x, weight, bias)
+            return self._multiply(shape, family, x, weight, bias)
+
+    def _multiply(
+        self, shape: _Shape, family: Family, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        out = x.new_empty(len(x), len(weight))
+        height = len(x) if family.cut == 1 else _PIECE
+        for part, place in zip(x.split(height), out.split(height), strict=True):
+            plan = self._plans.get((shape, len(part)))
+            if plan is None:
+                plan = self._plan(shape, family, part, weight, place)
+                self._plans[shape, len(part)] = plan
+            self._library.multiply(*plan, part, weight, place, bias=bias)
+        return out
+
+    def _family(self, shape: _Shape, weight: Tensor, bias: Tensor | None) -> Family | None:
+        """That of a weight, once it has been tried; None: none keeps its promise."""
+        generator = torch.Generator(weight.device).manual_seed(1)
+        x = torch.randn(_PIECE, shape[3], generator=generator, device=weight.device).to(shape[1])
+        out = x.new_empty(_TYPICAL_ROWS, shape[2])
+        problem = self._library.problem(x[:_TYPICAL_ROWS], weight, out, bias=bias is not None)
+        found = self._library.choices(problem, shape[0], 1, workspace=_WORKSPACE_BYTES)
+        if found:
+            cut = 1 if self._library.cut(found[0]) == 1 else 2
+            family = Family(self._library.kind(found[0]), cut)
+            if self._keeps_its_promise(shape, family, x, weight, bias):
+                return family
+        logger.warning(
+            "text generation: products with weights %s may give a text other last bits in another "
+            "batch: cuBLASLt has no kernels for them that all add up in one order",
+            [shape[2], shape[3]],
+        )
+        return None
+
+    def _keeps_its_promise(
+        self, shape: _Shape, family: Family, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> bool:
+        try:
+            whole = self._multiply(shape, family, x, weight, bias)
+            parts = [self._multiply(shape, family, x[:n], weight, bias) for n in _TRIED_ROWS]
+        except CublasLtError:
+            return False
+        return all(torch.equal(part, whole[: len(part)]) for part in parts)
+
+    def _plan(
+        self, shape: _Shape, family: Family, x: Tensor, weight: Tensor, out: Tensor
+    ) -> tuple[Problem, Algorithm]:
+        """The fastest kernel of the family for so many rows."""
+        library, gpu = self._library, shape[0]
+        problem = library.problem(x, weight, out, bias=shape[4])
+        found = []
+        for whole in (True, False) if family.cut == 1 else (False, True):
+            found += library.choices(
+                problem, gpu, _CHOICES, workspace=_WORKSPACE_BYTES, whole=whole
+            )
+        of_kind = [a for a in found if library.kind(a) == family.kind]
+        for algorithm in of_kind:
+            if library.cut(algorithm) == family.cut:
+                return problem, algorithm
+        for algorithm in of_kind:
+            changed = library.with_cut(
+                problem, gpu, algorithm, family.cut, workspace=_WORKSPACE_BYTES
+            )
+            if changed is not None:
+                return problem, changed
+        raise CublasLtError(f"no kernel of {family} for {len(x)} rows of {list(weight.shape)}")
+
+
+def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the library takes these: 16 bits, by rows, each row at an address that it likes."""
+    if x.dtype not in (torch.float16, torch.bfloat16) or weight.shape[1] != x.shape[1]:
+        return False
+    if any(size * x.element_size() % ALIGNMENT for size in weight.shape):
+        return False
+    matrices = (x, weight) if bias is None else (x, weight, bias)
+    return all(
+        t.dtype == x.dtype and t.is_contiguous() and t.data_ptr() % ALIGNMENT == 0 for t in matrices
+    )
