@@ -65,7 +65,6 @@ def run(options: argparse.Namespace) -> None:
         device,
         bandwidth,
         EngineOptions(
-            product_rows=options.product_rows,
             graphs=not options.no_graphs,
         ),
     )
@@ -110,11 +109,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--new", type=int, default=128, help="steps timed")
     parser.add_argument("--prefill-length", type=int, default=2048, help="tokens of a long prompt")
     parser.add_argument("--prefill-tokens", type=int, default=32768, help="of all long prompts")
-    parser.add_argument(
-        "--product-rows",
-        type=int,
-        help="matrix products take so many tokens at a time: the same bits in any batch",
-    )
     parser.add_argument("--no-graphs", action="store_true", help="without CUDA graphs")
     parser.add_argument(
         "--transformers",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.config.flag import flag
-from megatron.config.server import PRODUCT_ROWS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +43,6 @@ class SamplesConfig:
         "Not needed: keys and values are always kept, which changes no result.",
     )
     max_batch_size: int = flag(64, "Texts that are computed at a time.", unit="texts")
-    product_rows: int | None = flag(None, PRODUCT_ROWS, unit="tokens")
 
 
 def problems_of(samples: SamplesConfig) -> list[str]:
@@ -85,9 +83,5 @@ def problems_of(samples: SamplesConfig) -> list[str]:
         (samples.top_k < 0, f"--top_k {samples.top_k}: give 0 (all) or more"),
         (not 0 <= samples.top_p <= 1, f"--top_p {samples.top_p:g}: give 0 (all) to 1"),
         (samples.max_batch_size < 1, f"--max-batch-size {samples.max_batch_size}: give 1 or more"),
-        (
-            samples.product_rows is not None and samples.product_rows < 1,
-            f"--product-rows {samples.product_rows}: give 1 or more",
-        ),
     )
     return [message for wrong, message in checks if wrong]

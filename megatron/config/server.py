@@ -6,12 +6,6 @@ from dataclasses import dataclass
 
 from megatron.config.flag import flag
 
-PRODUCT_ROWS = (
-    "Matrix products take so many tokens at a time, whatever there is to compute: scores then have "
-    "the same bits alone and in a full batch, for more work. Unset: the last bits may differ."
-)
-"""Help of --product-rows, which every program with an engine has."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
@@ -54,7 +48,6 @@ class ServerConfig:
     max_batch_size: int = flag(
         256, "Sequences that are computed at a time; others wait.", unit="sequences"
     )
-    product_rows: int | None = flag(None, PRODUCT_ROWS, unit="tokens")
     max_queued_requests: int = flag(
         1024, "Sequences that run or wait; more are refused with status 429.", unit="sequences"
     )
@@ -91,7 +84,6 @@ def problems_of(server: ServerConfig) -> list[str]:
                 ("--out-seq-length", server.out_seq_length),
                 ("--max-tokens-to-oom", server.max_tokens_to_oom),
                 ("--max-batch-size", server.max_batch_size),
-                ("--product-rows", server.product_rows),
                 ("--max-queued-requests", server.max_queued_requests),
                 ("--cache-tokens", server.cache_tokens),
                 ("--max-body-bytes", server.max_body_bytes),

@@ -18,19 +18,19 @@ from megatron.inference.load import Loaded
 from megatron.inference.scheduler import SchedulerSettings
 from megatron.kernels.library import find_library
 from megatron.kernels.paged_attention import PagedAttention, choose_paged_attention
+from megatron.kernels.row_product import choose_row_product
 from megatron.models.gpt import GPTModel
 from megatron.models.sizes import Sizes, sizes_of
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layers import set_products
 from megatron.parallel.layout import Axis, Layout
-from megatron.parallel.products import PLAIN, FixedRows
+from megatron.parallel.products import PLAIN, RowByRow
 
 CPU_CACHE_BYTES = 2**30
 GPU_CACHE_SHARE = 0.9  # of the memory that the model leaves free
 # Of a GPU's free memory, not for the cache: logits and activations of a step.
 GPU_STEP_BYTES = 3 * 2**30
-MOST_CHUNK = 512
-_COUNTS = ("max_sequences", "max_step_tokens", "cache_tokens", "block_size", "product_rows")
+_COUNTS = ("max_sequences", "max_step_tokens", "cache_tokens", "block_size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +45,6 @@ class EngineOptions:
         block_size: tokens of a block of the cache.
         seed: of requests that have none of their own.
         graphs: record steps on a GPU (CUDA graphs), where one process has the whole model.
-        product_rows: matrix products take so many tokens at a time, always, and prompts are cut at
-            fixed places: a token's scores then have the same bits whatever else is in the batch,
-            for some more work. None: a batch's size can show in the last bits.
     """
 
     max_sequences: int = 256
@@ -56,7 +53,6 @@ class EngineOptions:
     block_size: int = 16
     seed: int = 1234
     graphs: bool = True
-    product_rows: int | None = None
 
     def __post_init__(self) -> None:
         """Raises ConfigError where a value is out of range."""
@@ -69,12 +65,6 @@ class EngineOptions:
             problems.append(
                 f"max_step_tokens {self.max_step_tokens} is less than max_sequences "
                 f"{self.max_sequences}: each sequence of a step adds at least one token"
-            )
-        room = self.max_step_tokens - self.max_sequences
-        if self.product_rows is not None and not problems and room < self.block_size:
-            problems.append(
-                f"max_step_tokens {self.max_step_tokens} has no room for a block of a prompt "
-                f"beside {self.max_sequences} sequences: give more, or no product_rows"
             )
         if problems:
             raise ConfigError(problems)
@@ -129,8 +119,8 @@ def build_engine(
         _check_layout(layout)
     copy = copy or layout.world
     library = find_library(device.torch_device).library
-    rows = options.product_rows
-    set_products(model, PLAIN if rows is None else FixedRows(rows))
+    row_product = choose_row_product(device.torch_device)
+    set_products(model, PLAIN if row_product is None else RowByRow(row_product))
     sizes = sizes_of(config.model)
     precision = config.precision
     dtype = parameter_dtype(fp16=precision.fp16, bf16=precision.bf16)
@@ -168,7 +158,6 @@ def build_engine(
         block_size=options.block_size,
         max_sequences=options.max_sequences,
         max_tokens=options.max_step_tokens,
-        chunk=0 if options.product_rows is None else _chunk(options),
     )
     return BatchEngine(
         executor,
@@ -197,12 +186,6 @@ def _graphs(
         max_length=max_length,
         device=device,
     )
-
-
-def _chunk(options: EngineOptions) -> int:
-    """Where prompts are cut: small, for beginnings are only found again in whole chunks."""
-    room = min(MOST_CHUNK, options.max_step_tokens - options.max_sequences)
-    return room // options.block_size * options.block_size
 
 
 def queues_on(device: Device) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.kernels.paged_attention import Chunk, PagedAttention, Singles, chunk_attention
+from megatron.kernels.paged_attention import Chunks, PagedAttention, Singles, chunk_attention
 
 
 class CacheMemory:
@@ -55,7 +55,7 @@ class StepCache:
         slots: where its key and value go, int64 [s].
         outputs: tokens whose logits are wanted, int64 [k].
         singles: the first tokens, one a sequence; None: there are none.
-        chunks: the tokens behind them.
+        chunks: the tokens behind them; likewise.
         paged: how the first attend, and how the cache is written.
     """
 
@@ -64,7 +64,7 @@ class StepCache:
     slots: Tensor
     outputs: Tensor
     singles: Singles | None
-    chunks: tuple[Chunk, ...]
+    chunks: Chunks | None
     paged: PagedAttention
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, layer_number: int) -> Tensor:
@@ -72,12 +72,12 @@ class StepCache:
         query, key, value = (x.squeeze(1) for x in (query, key, value))  # [s, heads, d]
         keys, values = self.memory.of_layer(layer_number)
         self.paged.append(key, value, keys, values, self.slots)
-        parts = []
+        parts, count = [], 0
         if self.singles is not None:
-            first = query[: self.singles.lengths.numel()]
-            parts.append(self.paged.singles(first, keys, values, self.singles).flatten(1))
-        for chunk in self.chunks:
-            here = slice(chunk.first, chunk.first + chunk.count)
-            parts.append(chunk_attention(query[here], key[here], value[here], keys, values, chunk))
+            count = self.singles.lengths.numel()
+            parts.append(self.paged.singles(query[:count], keys, values, self.singles).flatten(1))
+        if self.chunks is not None:
+            query, key, value = (x[count:] for x in (query, key, value))
+            parts.append(chunk_attention(query, key, value, keys, values, self.chunks))
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out.unsqueeze(1)

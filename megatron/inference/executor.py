@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
+from operator import add
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -16,7 +17,7 @@ from megatron.inference.cache import CacheMemory, StepCache
 from megatron.inference.graphs import DecodeGraphs
 from megatron.inference.sampling import Choice, Chosen, choose, result_width, unpack
 from megatron.inference.scheduler import UNKNOWN, Plan, Row, Sequence
-from megatron.kernels.paged_attention import Chunk, PagedAttention, Singles
+from megatron.kernels.paged_attention import Chunks, PagedAttention, Singles
 from megatron.models.gpt import GPTModel
 from megatron.parallel.collectives import gather_to
 from megatron.parallel.layout import Axis, Layout
@@ -175,7 +176,7 @@ class Executor:
         blocks = [self._blocks(row) for row in plan]
         places = [np.arange(row.start, row.start + row.size) for row in plan]
         slots = [_slots(b, p, size) for b, p in zip(blocks, places, strict=True)]
-        count = sum(row.size == 1 for row in plan)  # these come first
+        count = sum(row.goes_on for row in plan)  # these come first
         wanted = [firsts[output.row] + output.place for output in outputs]
         cache = StepCache(
             memory=self._memory,
@@ -183,12 +184,7 @@ class Executor:
             slots=self._tensor(np.concatenate(slots)),
             outputs=self._tensor(np.array(wanted, dtype=np.int64)),
             singles=self._singles(plan[:count], blocks) if count else None,
-            chunks=tuple(
-                self._chunk(row, int(first), row_blocks)
-                for row, first, row_blocks in zip(
-                    plan[count:], firsts[count:], blocks[count:], strict=False
-                )
-            ),
+            chunks=self._chunks(plan[count:], blocks[count:]) if count < len(plan) else None,
             paged=self._paged,
         )
         known = np.array([token for row in plan for token in row.tokens], dtype=np.int64)
@@ -212,12 +208,17 @@ class Executor:
             block_size=self._memory.block_size,
         )
 
-    def _chunk(self, row: Row, first: int, blocks: Integers) -> Chunk:
+    def _chunks(self, rows: Plan, blocks: Many[Integers]) -> Chunks:
         slots = None
-        if row.start:
-            places = np.arange(row.start + row.size)
-            slots = self._tensor(_slots(blocks, places, self._memory.block_size))
-        return Chunk(first, row.size, slots)
+        if any(row.start for row in rows):
+            size = self._memory.block_size
+            places = [np.arange(row.start + row.size) for row in rows]
+            parts = [_slots(b, p, size) for b, p in zip(blocks, places, strict=True)]
+            slots = self._tensor(np.concatenate(parts))
+        starts = tuple(row.start for row in rows)
+        sizes = tuple(row.size for row in rows)
+        ends = np.cumsum([[0, *sizes], [0, *map(add, starts, sizes)]], axis=1, dtype=np.int32)
+        return Chunks(starts, sizes, self._tensor(ends), slots)
 
     def _blocks(self, row: Row) -> Integers:
         """The row's blocks as an array, made when they change."""
@@ -232,7 +233,7 @@ class Executor:
 
 def _all_add_one(plan: Plan, outputs: Many[Output]) -> bool:
     """Whether the plan is one token of each sequence, and for each the next one is wanted."""
-    return len(outputs) == len(plan) and plan[-1].size == 1
+    return len(outputs) == len(plan) and plan[-1].goes_on
 
 
 def _slots(blocks: Integers, places: Integers, block_size: int) -> Integers:

@@ -132,7 +132,7 @@ class DecodeGraphs:
                 longest=longest,
                 block_size=self._memory.block_size,
             ),
-            chunks=(),
+            chunks=None,
             paged=self._paged,
         )
         return self._model(tokens.unsqueeze(0), cache=cache)

@@ -44,7 +44,6 @@ def _run(program: str, arguments: Sequence[str], launch: Launch) -> int:
             max_sequences=samples.max_batch_size,
             max_step_tokens=max(EngineOptions.max_step_tokens, samples.max_batch_size),
             seed=parsed.config.training.seed,
-            product_rows=samples.product_rows,
         )
         engine = engine_of(loaded, device, options)
         if layout.world.rank:

@@ -26,20 +26,16 @@ class SchedulerSettings:
         block_size: tokens of a block.
         max_sequences: of a step.
         max_tokens: of a step; at least `max_sequences`, so that every sequence can go on.
-        chunk: where a prompt is cut, whatever room a step has: at every multiple of this. Its
-            tokens are then computed in the same company always. 0: where room ends.
     """
 
     blocks: int
     block_size: int
     max_sequences: int
     max_tokens: int
-    chunk: int = 0
 
     def __post_init__(self) -> None:
         assert min(self.blocks, self.block_size, self.max_sequences) >= 1, self
-        assert self.max_tokens >= self.max_sequences + self.chunk, self
-        assert self.chunk % self.block_size == 0, self
+        assert self.max_tokens >= self.max_sequences, self
 
     def blocks_for(self, tokens: int) -> int:
         """How many hold so many tokens."""
@@ -54,6 +50,8 @@ class Sequence:
         request: whose it is.
         tokens: so far; who owns the sequence appends. The last may be `UNKNOWN`.
         reuses: may begin with blocks that others have computed.
+        prompt: of the tokens, so many at the beginning are read and not written, all that there
+            are at first: they are computed as a prompt is, also where a single one is left.
         computed: so many tokens are in the cache, or will be after the steps under way.
         cached: of these found there, when it began first.
         blocks: that hold them, and those of the step under way.
@@ -70,6 +68,11 @@ class Sequence:
     keys: list[Key] = field(default_factory=list)
     is_new: bool = True
     is_over: bool = False
+    prompt: int = -1
+
+    def __post_init__(self) -> None:
+        if self.prompt < 0:
+            self.prompt = len(self.tokens)
 
     @property
     def missing(self) -> int:
@@ -97,8 +100,13 @@ class Row(NamedTuple):
         """Tokens computed."""
         return len(self.tokens)
 
+    @property
+    def goes_on(self) -> bool:
+        """It is one token, and not of a prompt."""
+        return len(self.tokens) == 1 and self.start >= self.sequence.prompt
 
-Plan = tuple[Row, ...]  # those of one token first
+
+Plan = tuple[Row, ...]  # those that go on first
 
 
 class Scheduler:
@@ -127,7 +135,7 @@ class Scheduler:
         It comes after all others in line where there is no place for it now.
         """
         size = self.settings.block_size
-        child = Sequence(parent.request, tokens, parent.reuses, is_new=False)
+        child = Sequence(parent.request, tokens, parent.reuses, is_new=False, prompt=parent.prompt)
         if len(self._running) >= self.settings.max_sequences or parent not in self._running:
             self.add(child)
             return child
@@ -153,13 +161,13 @@ class Scheduler:
         going_on = [s for s in self._running if s.missing == 1]
         begun = [s for s in self._running if s.missing > 1]
         for sequence in going_on + begun:
-            count = self._count(sequence, step.budget)
+            count = min(sequence.missing, step.budget)
             if count and sequence not in step.preempted and self._make_room(sequence, count, step):
                 step.put(sequence, count)
         self._begin_waiting(step)
         if not step.rows and self._waiting:
             self._begin_stuck(step)
-        return tuple(sorted(step.rows.values(), key=lambda row: row.size > 1))
+        return tuple(sorted(step.rows.values(), key=lambda row: not row.goes_on))
 
     def begun(self, plan: Plan) -> None:
         """Steps that come later find the plan's tokens in the cache."""
@@ -167,24 +175,20 @@ class Scheduler:
             row.sequence.computed = row.start + row.size
 
     def done(self, plan: Plan) -> None:
-        """The plan's tokens are in the cache, and all of them are known."""
+        """The plan's tokens are in the cache, and all of them are known.
+
+        Others can begin with the prompt's. What was written behind it was computed token by token,
+        and its last bits may not be those that it has as part of another prompt.
+        """
         size = self.settings.block_size
         for row in plan:
             sequence = row.sequence
             # It may have lost its place, and begun again, since the step began.
-            computed = min(row.start + row.size, sequence.computed)
+            computed = min(row.start + row.size, sequence.computed, sequence.prompt)
             for index in range(len(sequence.keys), computed // size):
                 key = _key(sequence, index, size)
                 self.pool.publish(sequence.blocks[index], key)
                 sequence.keys.append(key)
-
-    def _count(self, sequence: Sequence, budget: int) -> int:
-        """Tokens to compute now; 0: none fit."""
-        chunk, missing = self.settings.chunk, sequence.missing
-        if not chunk or missing == 1:
-            return min(missing, budget)
-        count = min(missing, chunk - sequence.computed % chunk)
-        return count if count <= budget else 0
 
     def _make_room(self, sequence: Sequence, count: int, step: _Step) -> bool:
         """Give it blocks for so many tokens more, others' where needed; False: it lost its own."""
@@ -208,9 +212,7 @@ class Scheduler:
                 step.coming.add(first)
             self._waiting.popleft()
             self._running.append(sequence)
-            count = self._count(sequence, step.budget)
-            if not count:
-                return
+            count = min(sequence.missing, step.budget)
             self._grow(sequence, count)
             step.put(sequence, count)
 
@@ -250,7 +252,7 @@ class Scheduler:
     def _first_key(self, sequence: Sequence) -> Key | None:
         """Of the first block, if others can begin with it."""
         size = self.settings.block_size
-        if not sequence.reuses or len(sequence.tokens) <= max(size, self.settings.chunk):
+        if not sequence.reuses or len(sequence.tokens) <= size:
             return None
         return next_key(FIRST_KEY, sequence.tokens[:size])
 
@@ -266,8 +268,6 @@ class Scheduler:
             if not self.pool.is_known(key):
                 break
             keys.append(key)
-        if self.settings.chunk:
-            del keys[len(keys) - len(keys) % (self.settings.chunk // size) :]
         return keys
 
     def _preempt(self, sequence: Sequence) -> None:

@@ -155,15 +155,16 @@ class CublasLt:
         gpu = out.get_device()
         if bias is not None:
             self.set_pointer(problem, _BIAS, bias)
-        needed = algorithm.workspace
-        workspace = torch.empty(max(needed, 1), dtype=torch.uint8, device=out.device)
-        here = out.data_ptr()
+        needed, here, room = algorithm.workspace, out.data_ptr(), 0
+        if needed:
+            workspace = torch.empty(needed, dtype=torch.uint8, device=out.device)
+            room = workspace.data_ptr()
         self._call(
             "cublasLtMatmul",
             *(self._handle(gpu), problem.operation),
             *(_ONE, right.data_ptr(), problem.right, left.data_ptr(), problem.left),
             *(_ONE if accumulate else _ZERO, here, problem.out, here, problem.out),
-            *(ctypes.byref(algorithm), workspace.data_ptr(), needed, stream_handle(gpu)),
+            *(ctypes.byref(algorithm), room, needed, stream_handle(gpu)),
         )
 
     def _handle(self, gpu: int) -> ctypes.c_void_p:

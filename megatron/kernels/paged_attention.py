@@ -2,13 +2,18 @@
 
 The cache of a layer is two tensors [slots, g, d]; block i is slots i * block_size and on. A pass
 has s tokens of any number of sequences: first those of sequences that add one token each
-("singles"), then chunks of several.
+("singles"), then chunks of prompts.
+
+Of the kernels that run on a GPU in 16 bits, each goes through a query's keys in an order that
+depends on nothing but their places: neither the other sequences nor where a prompt is cut change a
+bit of what it gives.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from operator import add
 from typing import Protocol
 
 import torch
@@ -16,7 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.device import Device
-from megatron.kernels.attention import cpu_attention, gpu_attention
+from megatron.kernels.attention import (
+    AttentionFunction,
+    cpu_attention,
+    flash_misfit,
+    gpu_attention,
+)
 from megatron.kernels.library import DTYPE_CODES, VECTOR_BYTES, Kernel, KernelLibrary
 
 PAGED_ATTENTION = Kernel("paged_attention", "pppppppiiiiiiiid")
@@ -44,18 +54,21 @@ class Singles:
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """Several new tokens of one sequence.
+class Chunks:
+    """Sequences that add tokens of their prompts, c of them; these follow one another.
 
     Attributes:
-        first: of the pass's tokens.
-        count: how many.
-        slots: int64 [l], of all tokens of the sequence up to the chunk's last; None: the chunk
-            is all there is.
+        starts: tokens of each that are in the cache already.
+        sizes: new tokens of each.
+        ends: int32 [2, c + 1], 0 and where each one's new tokens end, and where all of its tokens
+            do, counted through the sequences.
+        slots: int64 [l], all tokens of each up to its last new one, one sequence after the other;
+            None: there are no others than the new ones.
     """
 
-    first: int
-    count: int
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+    ends: Tensor
     slots: Tensor | None
 
 
@@ -176,36 +189,48 @@ def single_attention_reference(
 
 
 def chunk_attention(
-    query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, chunk: Chunk
+    query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, chunks: Chunks
 ) -> Tensor:
-    """The chunk's tokens attend to those before them, in the cache and in the chunk.
+    """New tokens attend to those of their sequence before them, in the cache and among the new.
 
     Args:
-        query: [c, n, d].
-        key: [c, g, d], of the chunk itself.
+        query: [s, n, d].
+        key: [s, g, d], of the new tokens.
         value: as key.
         keys: [slots, g, d], with all of these.
         values: as keys.
-        chunk: where they are.
+        chunks: where they are.
 
     Returns:
-        [c, n d].
+        [s, n d].
     """
+    if chunks.slots is not None:
+        key, value = keys[chunks.slots], values[chunks.slots]  # [l, g, d]
+    if not flash_misfit(query.shape[-1], query.dtype, query.device):
+        return _flash_chunks(query, key, value, chunks)
     attend = gpu_attention if Device(query.device).is_gpu else cpu_attention
-    if chunk.slots is None:
-        out = attend(
-            *(x.unsqueeze(1) for x in (query, key, value)), mask=None, causal=True, dropout=0.0
-        )
-        return out.squeeze(1)
-    length = chunk.slots.numel()
-    places = torch.arange(length, device=query.device)
-    mask = places <= places[-chunk.count :].unsqueeze(1)  # [c, l]
-    out = attend(
-        query.unsqueeze(1),
-        keys[chunk.slots].unsqueeze(1),
-        values[chunk.slots].unsqueeze(1),
-        mask=mask[None, None],
-        causal=False,
-        dropout=0.0,
-    )
-    return out.squeeze(1)
+    lengths = [start + size for start, size in zip(chunks.starts, chunks.sizes, strict=True)]
+    each = zip(query.split(chunks.sizes), key.split(lengths), value.split(lengths), strict=True)
+    return torch.cat([_one_chunk(*tensors, attend) for tensors in each])
+
+
+def _flash_chunks(query: Tensor, key: Tensor, value: Tensor, chunks: Chunks) -> Tensor:
+    longest = max(map(add, chunks.starts, chunks.sizes))
+    # Told that no sequence has more than one query, it would go through the keys in another order.
+    most = max(2, *chunks.sizes)
+    dropout, causal, debug = 0.0, True, False
+    places = (*chunks.ends, most, longest)
+    parts = (query, key, value)
+    return torch.ops.aten._flash_attention_forward(*parts, *places, dropout, causal, debug)[
+        0
+    ].flatten(1)
+
+
+def _one_chunk(query: Tensor, key: Tensor, value: Tensor, attend: AttentionFunction) -> Tensor:
+    """Queries [c, n, d] of the last c of l keys [l, g, d]."""
+    mask, length = None, len(key)
+    if length > len(query):
+        places = torch.arange(length, device=query.device)
+        mask = (places <= places[-len(query) :].unsqueeze(1))[None, None]  # [1, 1, c, l]
+    parts = (x.unsqueeze(1) for x in (query, key, value))
+    return attend(*parts, mask=mask, causal=mask is None, dropout=0.0, layer_number=1).squeeze(1)

@@ -28,6 +28,8 @@ _TYPICAL_ROWS = 16
 _PIECE = 512
 _CHOICES = 64
 _WORKSPACE_BYTES = 128 * 1024 * 1024
+_FORMATS = (torch.float16, torch.bfloat16)
+_GRANULE = ALIGNMENT // 2  # elements of 16 bits
 _TRIED_ROWS = (1, 3, 8, 16, 40, 64, 200, 256)
 
 logger = logging.getLogger(__name__)
@@ -78,30 +80,41 @@ class LibraryRowProduct:
         self._plans: dict[tuple[_Shape, int], tuple[Problem, Algorithm]] = {}
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """See `RowProduct`."""
-        if not _fits(x, weight, bias) or not len(x):
+        """See `RowProduct`. The weight's GPU is the process's current one."""
+        if not _fits(x, weight, bias):
             return F.linear(x, weight, bias)
         shape = (x.get_device(), x.dtype, *weight.shape, bias is not None)
-        with Device(x.device).as_current():
-            if shape not in self._families:
-                self._families[shape] = self._family(shape, weight, bias)
-            family = self._families[shape]
-            if family is None:
-                return F.linear(x, weight, bias)
-            return self._multiply(shape, family, x, weight, bias)
+        if shape not in self._families:
+            self._families[shape] = self._family(shape, weight, bias)
+        family = self._families[shape]
+        if family is None:
+            return F.linear(x, weight, bias)
+        return self._multiply(shape, family, x, weight, bias)
 
     def _multiply(
         self, shape: _Shape, family: Family, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
-        out = x.new_empty(len(x), len(weight))
-        height = len(x) if family.cut == 1 else _PIECE
-        for part, place in zip(x.split(height), out.split(height), strict=True):
-            plan = self._plans.get((shape, len(part)))
-            if plan is None:
-                plan = self._plan(shape, family, part, weight, place)
-                self._plans[shape, len(part)] = plan
-            self._library.multiply(*plan, part, weight, place, bias=bias)
+        out = x.new_empty(len(x), shape[2])
+        if family.cut == 1 or len(x) <= _PIECE:
+            self._multiply_piece(shape, family, x, weight, bias, out)
+        else:
+            for piece, place in zip(x.split(_PIECE), out.split(_PIECE), strict=True):
+                self._multiply_piece(shape, family, piece, weight, bias, place)
         return out
+
+    def _multiply_piece(
+        self,
+        shape: _Shape,
+        family: Family,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        plan = self._plans.get((shape, len(x)))
+        if plan is None:
+            plan = self._plans[shape, len(x)] = self._plan(shape, family, x, weight, out)
+        self._library.multiply(*plan, x, weight, out, bias=bias)
 
     def _family(self, shape: _Shape, weight: Tensor, bias: Tensor | None) -> Family | None:
         """That of a weight, once it has been tried; None: none keeps its promise."""
@@ -158,11 +171,10 @@ class LibraryRowProduct:
 
 def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether the library takes these: 16 bits, by rows, each row at an address that it likes."""
-    if x.dtype not in (torch.float16, torch.bfloat16) or weight.shape[1] != x.shape[1]:
+    if x.dtype not in _FORMATS or weight.dtype != x.dtype or not len(x):
         return False
-    if any(size * x.element_size() % ALIGNMENT for size in weight.shape):
+    rows, columns = weight.shape
+    if rows % _GRANULE or columns % _GRANULE or not (x.is_contiguous() and weight.is_contiguous()):
         return False
-    matrices = (x, weight) if bias is None else (x, weight, bias)
-    return all(
-        t.dtype == x.dtype and t.is_contiguous() and t.data_ptr() % ALIGNMENT == 0 for t in matrices
-    )
+    addresses = x.data_ptr() | weight.data_ptr() | (0 if bias is None else bias.data_ptr())
+    return addresses % ALIGNMENT == 0

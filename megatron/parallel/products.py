@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megatron.kernels.fp8 import E4M3, E5M2, Fp8, Fp8Casts
 from megatron.kernels.fp8_product import Fp8Product, reference_product
+from megatron.kernels.row_product import RowProduct
 from megatron.kernels.weight_gradient import weight_gradient
 from megatron.parallel.amax_history import LayerSlots, Slot
 from megatron.parallel.communication import ALONE, Communication
@@ -118,15 +119,11 @@ class Plain:
 PLAIN = Plain()
 
 
-class FixedRows(Plain):
-    """Forward always multiplies so many rows of the input at a time, the last ones filled up.
+class RowByRow(Plain):
+    """Forward gives each row the same bits whatever rows come with it."""
 
-    A library chooses how it multiplies by the sizes, and with them changes the order of a row's
-    sums. With fixed sizes a row's result has the same bits whatever rows come with it.
-    """
-
-    def __init__(self, rows: int) -> None:
-        self.rows = rows
+    def __init__(self, product: RowProduct) -> None:
+        self._product = product
 
     def forward(
         self,
@@ -139,11 +136,8 @@ class FixedRows(Plain):
     ) -> tuple[Tensor, Kept]:
         """See `Products`."""
         x = communication.start_gather(x).wait()
-        rows = x.flatten(0, -2)
-        filled = F.pad(rows, (0, 0, 0, -len(rows) % self.rows))
-        parts = [F.linear(part, weight, bias) for part in filled.split(self.rows)]
-        out = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return out[: len(rows)].unflatten(0, x.shape[:-1]), (weight,)
+        out = self._product(x.flatten(0, -2), weight, bias)
+        return out.unflatten(0, x.shape[:-1]), (weight,)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from megatron.config import parse_config
 from megatron.device import Device
 from megatron.inference.build import EngineOptions, build_engine
 from megatron.inference.engine import BatchEngine
-from megatron.inference.request import Request, Sampling
+from megatron.inference.request import Event, Finished, Request, Sampling
 from megatron.models.gpt import GPTModel
 from megatron.parallel.initialization import initialize
 from megatron.parallel.layout import Layout
@@ -31,8 +31,9 @@ FLAGS = """
     --mock-data
 """.split()
 OPTIONS = EngineOptions(max_sequences=24, max_step_tokens=256, cache_tokens=24 * 512)
+SAMPLING = greedy(40, logprobs=True)
 ASKED = [
-    Request(str(i), prompt, greedy(40, logprobs=True))
+    Request(str(i), prompt, SAMPLING)
     for i, prompt in enumerate(prompts(40, longest=400, vocab=VOCAB))
 ]
 
@@ -51,40 +52,49 @@ def engine(options: EngineOptions) -> BatchEngine:
 
 
 def test_recorded_steps_say_what_others_say() -> None:
-    """Of fixed products, so that a recording's extra rows change no bits."""
-    options = replace(OPTIONS, product_rows=64)
-    recorded = engine(options)
+    """To the bit, though a recording has more rows."""
+    recorded = engine(OPTIONS)
     found = drain(recorded, ASKED)
     graphs = recorded._executor._graphs  # type: ignore[attr-defined]
     assert graphs is not None
     assert graphs._recordings
-    assert found == drain(engine(replace(options, graphs=False)), ASKED)
+    assert found == drain(engine(replace(OPTIONS, graphs=False)), ASKED)
 
 
-def test_with_products_of_fixed_size_the_batch_does_not_show() -> None:
-    """Tokens and the bits of their log probabilities."""
-    options = replace(OPTIONS, product_rows=64)
-    together = drain(engine(options), ASKED)
-    alone = engine(options)
-    for request in ASKED[:12]:
+def test_the_batch_does_not_show() -> None:
+    """In no token and no bit of its log probability, of what is written and of what is read."""
+    scored = replace(SAMPLING, max_new_tokens=3, prompt_logprobs=True)
+    both = [*ASKED, *(replace(r, id=f"scored {r.id}", sampling=scored) for r in ASKED[:6])]
+    together = drain(engine(OPTIONS), both)
+    alone = engine(OPTIONS)
+    for request in both[:12] + both[-6:]:
         assert drain(alone, [request])[request.id] == together[request.id]
 
 
-def test_greedy_tokens_are_almost_always_those_of_a_prompt_alone() -> None:
-    """Without them: two tokens that are nearly as likely may change places."""
-    together, alone = drain(engine(OPTIONS), ASKED), engine(OPTIONS)
-    same = [
-        tokens_of(drain(alone, [request])[request.id]) == tokens_of(together[request.id])
-        for request in ASKED
+def test_a_beginning_that_is_found_or_cut_elsewhere_does_not_show() -> None:
+    stem = ASKED[0].prompt * (1 + 300 // len(ASKED[0].prompt))
+    asked = [
+        Request(str(i), stem[:length] + tail, SAMPLING)
+        for i, (length, tail) in enumerate([(300, ()), (300, (5, 6)), (128, (7,)), (48, ())])
     ]
-    assert sum(same) >= 0.5 * len(same)
+    fresh = {r.id: drain(engine(OPTIONS), [r])[r.id] for r in asked}
+    one = engine(replace(OPTIONS, max_step_tokens=70, max_sequences=3))
+    for request in asked:
+        (found,) = drain(one, [request]).values()
+        assert events_alike(found) == events_alike(fresh[request.id])
+
+
+def events_alike(events: list[Event]) -> list[Event]:
+    """But for the number of tokens that were found in the cache."""
+    *before, end = events
+    assert isinstance(end, Finished)
+    return [*before, replace(end, cached_tokens=0)]
 
 
 def test_drawn_tokens_follow_the_seed() -> None:
     warm = Sampling(max_new_tokens=30, temperature=1.0, top_k=50, top_p=0.9, seed=3)
     request = Request("a", (1, 2, 3), warm)
-    options = replace(OPTIONS, product_rows=64)
-    first = tokens_of(drain(engine(options), [request])["a"])
-    among = tokens_of(drain(engine(options), [*ASKED, request])["a"])
+    first = tokens_of(drain(engine(OPTIONS), [request])["a"])
+    among = tokens_of(drain(engine(OPTIONS), [*ASKED, request])["a"])
     assert first == among
     assert torch.tensor(first).unique().numel() > 5

@@ -64,16 +64,6 @@ def test_a_prompt_alone_gets_what_it_gets_in_a_full_batch(llama: Path) -> None:
         assert tokens_of(drain(alone, [request])[request.id]) == tokens_of(together[request.id])
 
 
-def test_with_products_of_fixed_size_a_prompt_has_the_same_bits_in_every_batch(llama: Path) -> None:
-    """What follows it too where attention has a kernel: tests/kernels/test_paged_attention.py."""
-    sampling = greedy(1, logprobs=True, prompt_logprobs=True)
-    options = replace(OPTIONS, product_rows=8)
-    together = drain(toy_engine(llama, options), requests_for(sampling))
-    for request in requests_for(sampling):
-        alone = drain(toy_engine(llama, replace(options, max_sequences=1)), [request])
-        assert alone[request.id] == together[request.id]
-
-
 def test_chunks_preemption_and_shared_beginnings_change_nothing(llama: Path) -> None:
     common = PROMPTS[0] * 3
     requests = [

@@ -69,7 +69,7 @@ def test_a_token_behind_many_scores_of_a_prompt_is_found(
 ) -> None:
     """A step with more scores than sequences, then a recorded one that takes a token from it."""
     folder = write_model("llama", tmp_path)
-    options = replace(OPTIONS, max_sequences=2, max_step_tokens=16, product_rows=8)
+    options = replace(OPTIONS, max_sequences=2, max_step_tokens=12)
     scored = tuple(range(5, 5 + 13))  # a chunk of 12 and one of a single token
     requests = [
         Request("scored", scored, greedy(5, prompt_logprobs=True)),

@@ -8,11 +8,6 @@ from typing import Any
 
 import pytest
 
-from megatron.device import Device
-from megatron.inference import sample_run
-from megatron.inference.build import EngineOptions
-from megatron.inference.engine import BatchEngine
-from megatron.inference.load import Loaded
 from tests.checkpoint.hf.models import CASES, POSITIONS, VOCAB, tensors_of, write_folder
 from tests.inference.toy import expected_greedy
 from tests.tools.test_checkpoint_util import convert, write_word_tokenizer
@@ -113,26 +108,11 @@ def test_several_texts_for_one_prompt_are_printed(
     assert first != second
 
 
-def test_the_size_of_products_reaches_the_engine(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: list[EngineOptions] = []
-    make = sample_run.engine_of
-
-    def remember(loaded: Loaded, device: Device, options: EngineOptions) -> BatchEngine:
-        given.append(options)
-        return make(loaded, device, options)
-
-    monkeypatch.setattr(sample_run, "engine_of", remember)
-    assert run(model, "--prompt", "w1", "--out-seq-length", 2, "--product-rows", 16) == 0
-    assert [options.product_rows for options in given] == [16]
-
-
 def test_mistakes_are_named_together(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    wrong = ("--top_p", 2, "--product-rows", 0)
+    wrong = ("--top_p", 2, "--max-batch-size", 0)
     assert run(model, *wrong, "--genfile", "x", "--prompt", "a") == 9
     said = capsys.readouterr().err
-    assert "--product-rows 0: give 1 or more" in said
+    assert "--max-batch-size 0: give 1 or more" in said
     assert "--top_p 2: give 0 (all) to 1" in said
     assert "--genfile is of texts without a prompt" in said
     assert run(model) == 9

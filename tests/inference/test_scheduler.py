@@ -34,19 +34,24 @@ def test_a_long_prompt_is_cut_into_chunks_and_others_go_on_meanwhile() -> None:
     assert carry_out(scheduler) == []
 
 
-def test_chunks_of_a_fixed_size_end_at_its_multiples_only() -> None:
-    settings = SchedulerSettings(blocks=20, block_size=2, max_sequences=4, max_tokens=11, chunk=4)
-    scheduler = Scheduler(settings)
-    prompts = {length: list(range(100 * length, 101 * length)) for length in (10, 3, 7)}
-    for prompt in prompts.values():
-        scheduler.add(Sequence("r", list(prompt)))
-    assert carry_out(scheduler) == [(0, 4), (0, 3), (0, 4)]
-    assert carry_out(scheduler) == [(4, 4), (4, 3)]
-    assert carry_out(scheduler) == [(8, 2)]
-    again = Sequence("r", prompts[7])
-    scheduler.add(again)
-    assert carry_out(scheduler) == [(4, 3)]
-    assert again.cached == 4  # not 6: the third block is no whole chunk
+def test_what_is_written_is_not_shared_as_if_it_had_been_read() -> None:
+    """Only a prompt's tokens are computed as another prompt's would be, also its last one alone."""
+    scheduler = Scheduler(SETTINGS)
+    written = Sequence("r", [1, 2, 3, 4, 5])
+    scheduler.add(written)
+    for token in (6, 7, 8, 9):
+        carry_out(scheduler)
+        written.tokens.append(token)
+    longer = Sequence("r", [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    scheduler.add(longer)
+    rows = scheduler.plan()
+    assert [(row.start, row.size, row.goes_on) for row in rows] == [(8, 1, True), (4, 5, False)]
+    assert longer.cached == 4
+    scheduler.remove(written)
+    one_left = Sequence("r", [1, 2, 3, 4, 5])
+    scheduler.add(one_left)
+    (row,) = (row for row in scheduler.plan() if row.sequence is one_left)
+    assert (row.start, row.size, row.goes_on) == (4, 1, False)
 
 
 def test_sequences_that_begin_alike_share_full_blocks() -> None:
@@ -150,7 +155,6 @@ def test_every_sequence_is_computed_once_and_in_order_and_no_block_leaks(seed: i
         block_size=chance.choice((1, 2, 4)),
         max_sequences=chance.randint(1, 5),
         max_tokens=chance.randint(9, 12),
-        chunk=chance.choice((0, 0, 4)),
     )
     scheduler = Scheduler(settings)
     longest = settings.blocks * settings.block_size
@@ -184,6 +188,8 @@ def test_every_sequence_is_computed_once_and_in_order_and_no_block_leaks(seed: i
 
 
 def check(plan: Plan, settings: SchedulerSettings) -> None:
+    kinds = [row.goes_on for row in plan]
+    assert kinds == sorted(kinds, reverse=True)
     assert sum(row.size for row in plan) <= settings.max_tokens
     assert len(plan) <= settings.max_sequences
     for row in plan:

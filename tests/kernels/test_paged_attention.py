@@ -7,10 +7,11 @@ import random
 import pytest
 import torch
 
+from megatron.device import Device
 from megatron.kernels.attention import attention_reference
 from megatron.kernels.paged_attention import (
     PART,
-    Chunk,
+    Chunks,
     FusedPaged,
     PlainPaged,
     Singles,
@@ -123,19 +124,72 @@ def test_appending_writes_where_it_is_told_and_nowhere_else(kernels):
     assert torch.equal(*caches)
 
 
-def test_chunks_attend_to_what_is_before_them():
-    """As if the whole sequence were computed at once."""
-    length, groups, heads, size = 13, 2, 4, 8
+def chunks_of(starts, sizes, slots, device="cpu"):
+    """As an executor makes them; slots [l] of each sequence."""
+    totals = [start + size for start, size in zip(starts, sizes, strict=True)]
+    ends = torch.tensor([[0, *sizes], [0, *totals]]).cumsum(1).int().to(device)
+    known = torch.cat([s[:n] for s, n in zip(slots, totals, strict=True)]) if any(starts) else None
+    return Chunks(tuple(starts), tuple(sizes), ends, known)
+
+
+def sequences(lengths, *, groups, heads, size, dtype, device):
+    """Each one's query, key, value and slots, and caches that hold all keys and values."""
     generator = fresh()
-    query = torch.randn(length, heads, size, generator=generator)
-    key, value = (torch.randn(length, groups, size, generator=generator) for _ in range(2))
-    wide = [x.unsqueeze(1) for x in (query, key, value)]
-    whole = attention_reference(*wide, mask=None, causal=True, dropout=0.0).squeeze(1)
-    slots = torch.randperm(20, generator=generator)[:length]
-    keys, values = (torch.zeros(20, groups, size) for _ in range(2))
-    PlainPaged().append(key, value, keys, values, slots)
-    for first, count in ((0, 5), (5, 1), (6, 7)):
-        here = slice(first, first + count)
-        chunk = Chunk(0, count, slots[: first + count] if first else None)
-        found = chunk_attention(query[here], key[here], value[here], keys, values, chunk)
-        torch.testing.assert_close(found, whole[here], rtol=0, atol=1e-6)
+    slots = torch.randperm(2 * sum(lengths), generator=generator)[: sum(lengths)].to(device)
+    shapes = [(sum(lengths), count, size) for count in (heads, groups, groups)]
+    tensors = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+    keys, values = (torch.zeros(2 * sum(lengths), *shapes[1][1:]).to(device, dtype) for _ in "kv")
+    PlainPaged().append(tensors[1], tensors[2], keys, values, slots)
+    each = [x.split(lengths) for x in (*tensors, slots)]
+    return list(zip(*each, strict=True)), keys, values
+
+
+def attend(parts, keys, values, cuts):
+    """The new tokens of each sequence, from and to these places."""
+    here = [tuple(x[a:b] for x in part[:3]) for part, (a, b) in zip(parts, cuts, strict=True)]
+    query, key, value = (torch.cat(tensors) for tensors in zip(*here, strict=True))
+    starts, sizes = [a for a, _ in cuts], [b - a for a, b in cuts]
+    chunks = chunks_of(starts, sizes, [part[3] for part in parts], query.device)
+    return chunk_attention(query, key, value, keys, values, chunks).split(sizes)
+
+
+def test_chunks_attend_to_what_is_before_them():
+    """As if each whole sequence were computed at once."""
+    lengths = [13, 6]
+    parts, keys, values = sequences(
+        lengths, groups=2, heads=4, size=8, dtype=torch.float32, device="cpu"
+    )
+    whole = []
+    for query, key, value, _ in parts:
+        wide = [x.unsqueeze(1) for x in (query, key, value)]
+        out = attention_reference(*wide, mask=None, causal=True, dropout=0.0)
+        whole.append(out.squeeze(1))
+    for cuts in ([(0, 5), (0, 6)], [(5, 6), (2, 6)], [(6, 13), (0, 1)]):
+        found = attend(parts, keys, values, cuts)
+        for out, expected_out, (a, b) in zip(found, whole, cuts, strict=True):
+            torch.testing.assert_close(out, expected_out[a:b], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [64, 128])
+def test_neither_cuts_nor_company_change_the_bits_of_a_chunk(kernels, size):
+    _, device = kernels
+    if not Device(torch.device(device)).has_flash:
+        pytest.skip("needs the flash kernel of a GPU")
+    shape = {"groups": 2, "heads": 8, "size": size, "dtype": BF16, "device": device}
+    parts, keys, values = sequences([700, 330, 65], **shape)
+    whole = attend(parts, keys, values, [(0, 700), (0, 330), (0, 65)])
+    reference = attention_reference(
+        *(x.double().unsqueeze(1) for x in parts[0][:3]), mask=None, causal=True, dropout=0.0
+    )
+    torch.testing.assert_close(whole[0].double(), reference.squeeze(1), rtol=0, atol=2e-2)
+    for cuts in (
+        [(0, 700)],
+        [(0, 1)],
+        [(699, 700)],
+        [(300, 301), (329, 330)],
+        [(16, 400), (128, 330), (64, 65)],
+        [(512, 700), (1, 2)],
+    ):
+        found = attend(parts[: len(cuts)], keys, values, cuts)
+        for out, all_of_it, (a, b) in zip(found, whole, cuts, strict=False):
+            assert torch.equal(out, all_of_it[a:b]), (cuts, a, b)

@@ -59,7 +59,6 @@ def _serve(arguments: Sequence[str], launch: Launch) -> int:
             max_step_tokens=max(EngineOptions.max_step_tokens, server.max_batch_size),
             cache_tokens=server.cache_tokens,
             seed=parsed.config.training.seed,
-            product_rows=server.product_rows,
         )
         engine = engine_of(loaded, device, options)
         if listener is None:
@@ -171,7 +170,6 @@ def _panel(
         ("longest text", f"{settings.engine.max_length:,} tokens"),
         ("cache", f"{settings.engine.cache_tokens:,} tokens"),
         ("at a time", f"{server.max_batch_size:,} sequences"),
-        ("products", f"of {server.product_rows or 'any number of'} tokens"),
         ("device", f"{device}, {next(loaded.model.parameters()).dtype}"),
         ("layout", loaded.layout.describe()),
     ]
