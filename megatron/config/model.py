@@ -124,8 +124,9 @@ class ModelConfig:
     )
     use_flash_attn: bool = flag(
         False,
-        "Insist on a flash attention kernel (GPU, fp16 or bf16). Where a BERT or T5 masks padding, "
-        "on cuDNN's or the memory-efficient one, which hold no scores either.",
+        "Insist on attention kernels that never hold all scores (GPU, fp16 or bf16): those of "
+        "FlashAttention 4 where flash-attn-4 is installed, without dropout and masks, else the "
+        "fastest of cuDNN's and PyTorch's.",
     )
     masked_softmax_fusion: bool = flag(
         True,

@@ -26,6 +26,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.device import Device
 from megatron.errors import ConfigError
+from megatron.kernels.flash_package import FlashPackage, find_flash_package
 from megatron.kernels.segments import Mask, Segments
 from megatron.kernels.softmax import MaskedSoftmax, masked_softmax
 
@@ -39,8 +40,8 @@ _GPU_KERNELS = [
 ]
 # Of those, the ones that give a bias of the scores its gradient.
 _BIAS_KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-# And those that take a mask and never hold all scores.
-_MASKED_GPU_KERNELS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+# And those that never hold all scores; a mask is not for the second.
+_FLASH_KERNELS = _GPU_KERNELS[:-1]
 
 
 class AttentionFunction(Protocol):
@@ -107,7 +108,11 @@ def choose_attention(
     name, reason, fused = "fused", "scaled_dot_product_attention on CPU", cpu_attention
     if model.use_flash_attn:
         _check_flash(model, precision, device)
-        name, reason, fused = "flash", "--use-flash-attn", flash_attention
+        package = find_flash_package(device)
+        name, reason = "flash", "--use-flash-attn: first of cuDNN, flash, efficient that fits"
+        if package is not None:
+            reason = f"--use-flash-attn: FlashAttention {package.release} where it fits"
+        fused = partial(flash_attention, package=package)
     elif Device(device).is_gpu:
         reason, fused = "first of cuDNN, flash, efficient that fits", gpu_attention
     if model.softmax_scale is None:
@@ -239,14 +244,15 @@ def flash_attention(
     dropout: float,
     layer_number: int = 1,
     scale: float | None = None,
+    package: FlashPackage | None = None,
 ) -> Tensor:
-    """The same by the flash kernel only; with a mask or a bias, which it does not take, by those
-    that compute in the same way, block by block."""
+    """The same by FlashAttention's own package, or by those of PyTorch's kernels that compute in
+    its way, block by block, and never hold all scores."""
+    if package is not None and package.takes(query, mask, dropout):
+        return package(query, key, value, mask=mask, causal=causal, scale=scale)
     if isinstance(mask, Segments) and _flash_takes(query):
         return _segment_attention(query, key, value, mask, dropout, scale)
-    kernels = [SDPBackend.FLASH_ATTENTION] if mask is None else _MASKED_GPU_KERNELS
-    if _has_bias(mask):
-        kernels = [SDPBackend.EFFICIENT_ATTENTION]
+    kernels = [SDPBackend.EFFICIENT_ATTENTION] if _has_bias(mask) else _FLASH_KERNELS
     with sdpa_kernel(kernels, set_priority=True):
         return cpu_attention(
             query, key, value, mask=mask, causal=causal, dropout=dropout, scale=scale

@@ -1,5 +1,7 @@
 """What runs on a GPU gives what the plain forms give on a CPU."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -7,6 +9,8 @@ from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.device import Device
 from megatron.kernels.attention import attention_reference, choose_attention, flash_attention
+from megatron.kernels.flash_package import find_flash_package
+from megatron.kernels.segments import Segments
 from megatron.models.gpt import GPTModel
 from megatron.models.recompute import RecomputePlan
 from megatron.parallel.cross_entropy import vocabulary_cross_entropy
@@ -31,9 +35,13 @@ def heads(groups, size, dtype):
 
 
 def with_gradients(function, inputs, **options):
+    return gradients_of(partial(function, dropout=0.0, layer_number=2, **options), inputs)
+
+
+def gradients_of(function, inputs):
     for x in inputs:
         x.grad = None
-    out = function(*inputs, dropout=0.0, layer_number=2, **options)
+    out = function(*inputs)
     out.backward(torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out).to(out.dtype))
     return [out.detach().float(), *(x.grad.float() for x in inputs)]
 
@@ -64,6 +72,31 @@ def test_fused_attention_equals_plain(groups, size, which, dtype):
         flash = with_gradients(flash_attention, inputs, **options)
         for got, expected in zip(flash, plain, strict=True):
             assert (got - expected).abs().max() < tolerance * max(1, expected.abs().max().item())
+
+
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("which", ["causal", "all", "documents"])
+def test_the_flash_package_equals_the_formula(size, which):
+    package = find_flash_package(DEVICE.torch_device)
+    if package is None:
+        pytest.skip("needs flash-attn-4 and a Hopper GPU or newer")
+    inputs = heads(2, size, torch.bfloat16)
+    options = {"mask": None, "causal": which != "all", "scale": None}
+    mask = None
+    if which == "documents":
+        ends = torch.tensor([0, 70, S, S + 1, B * S], device=DEVICE.torch_device)
+        options["mask"] = Segments.of(ends, torch.zeros(B, S))
+        mask = options["mask"].mask
+    ours = gradients_of(lambda *x: package(*x, **options), inputs)
+    doubles = [x.detach().double().requires_grad_() for x in inputs]
+    plain = gradients_of(
+        lambda *x: attention_reference(
+            *x, mask=mask, causal=which != "all", dropout=0.0, softmax_in_fp32=False
+        ),
+        doubles,
+    )
+    for got, expected in zip(ours, plain, strict=True):
+        assert (got - expected).abs().max() < 3e-2 * max(1, expected.abs().max().item())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
