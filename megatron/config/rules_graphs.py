@@ -41,8 +41,6 @@ def _cannot(config: RunConfig) -> Iterator[tuple[str, str]]:
             f"--recompute-granularity {training.recompute_granularity}",
             "recomputation sets the state of the random numbers from the host",
         )
-    elif training.recompute_activations:
-        yield "--recompute-activations", "recomputation sets random numbers' state from the host"
     for name, size in (
         ("--tensor-model-parallel-size", parallel.tensor_model_parallel_size),
         ("--pipeline-model-parallel-size", parallel.pipeline_model_parallel_size),
