@@ -41,13 +41,14 @@ def _cannot(config: RunConfig) -> Iterator[tuple[str, str]]:
             f"--recompute-granularity {training.recompute_granularity}",
             "recomputation sets the state of the random numbers from the host",
         )
+    if parallel.tensor_model_parallel_size > 1:
+        yield from _cannot_when_split(config)
     for name, size in (
-        ("--tensor-model-parallel-size", parallel.tensor_model_parallel_size),
         ("--pipeline-model-parallel-size", parallel.pipeline_model_parallel_size),
         ("--context-parallel-size", parallel.context_parallel_size),
     ):
         if size > 1:
-            yield f"{name} {size}", "passes that wait for other processes are not recorded"
+            yield f"{name} {size}", "messages between processes are not recorded"
     if parallel.pipeline_schedule not in (None, "1f1b"):
         yield (
             f"--pipeline-schedule {parallel.pipeline_schedule}",
@@ -56,7 +57,7 @@ def _cannot(config: RunConfig) -> Iterator[tuple[str, str]]:
     if (parallel.zero_stage or 0) > 1:
         yield (
             f"--zero-stage {parallel.zero_stage}",
-            "passes that wait for other processes are not recorded",
+            "gradients and weights are not in one place for a whole iteration",
         )
     if parallel.ddp_impl == "torch":
         yield "--DDP-impl torch", "it averages gradients inside of the backward pass"
@@ -66,8 +67,23 @@ def _cannot(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "--overlap-param-gather", "a recorded forward pass waits for nothing"
     if data.reset_attention_mask:
         yield "--reset-attention-mask", "the number of documents differs between micro-batches"
-    if config.precision.fp8_format is not None:
+
+
+def _cannot_when_split(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """The same of layers that are split over processes."""
+    model, parallel = config.model, config.parallel
+    dropouts = {"--attention-dropout": model.attention_dropout}
+    if parallel.sequence_parallel:
+        dropouts["--hidden-dropout"] = model.hidden_dropout
+    for name, value in dropouts.items():
+        if value > 0:
+            yield (
+                f"--tensor-model-parallel-size {parallel.tensor_model_parallel_size} and {name} "
+                f"{value:g}",
+                "masks that differ between processes are seeded by the host, layer by layer",
+            )
+    if parallel.distributed_backend != "nccl":
         yield (
-            f"--fp8-format {config.precision.fp8_format}",
-            "weights are cast in the first micro-batch of an iteration alone",
+            f"--distributed-backend {parallel.distributed_backend}",
+            "only NCCL's communication can be recorded",
         )

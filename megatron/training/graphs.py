@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron.device import Recorder
 from megatron.parallel.gradients import GradientBuffer
+from megatron.parallel.journal import Journal
 from megatron.training.recipe import Batch
 
 MOST_RECORDINGS = 8  # batches of ever other shapes are not worth the memory
@@ -60,6 +61,9 @@ class RecordedPasses:
         forward: from a micro-batch on the device to its losses, by log name.
         gradients: what backward writes to.
         recorder: of the device.
+        journal: where `forward` and its backward note their communication.
+        forget_weights: drops copies of weights in other number formats. Each recording makes its
+            own, as it knows of no update.
         warm_up: updates.
     """
 
@@ -69,11 +73,15 @@ class RecordedPasses:
         gradients: GradientBuffer,
         recorder: Recorder,
         *,
+        journal: Journal,
+        forget_weights: Callable[[], None],
         warm_up: int,
     ) -> None:
         self._forward = forward
         self._gradients = gradients
         self._recorder = recorder
+        self._journal = journal
+        self._forget_weights = forget_weights
         self._warm_up = warm_up
         self._met: set[_Key] = set()
         self._recordings: dict[_Key, _Recording] = {}
@@ -94,7 +102,10 @@ class RecordedPasses:
             if self._warm_up >= 0 or key not in self._met or self._is_full:
                 self._met.add(key)
                 return self._forward(batch)
-            recording = self._recordings[key] = self._record(inputs)
+            self._forget_weights()
+            with self._journal.without_marks():
+                recording = self._recordings[key] = self._record(inputs)
+            self._forget_weights()  # their memory is the recording's
         torch._foreach_copy_(list(recording.inputs.values()), list(inputs.values()))
         losses = _Replay.apply(self._anchor, recording)
         return dict(zip(recording.losses, losses, strict=True))

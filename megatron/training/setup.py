@@ -21,7 +21,7 @@ from megatron.optimizer.schedule import Schedules
 from megatron.parallel.amax_history import AmaxHistory, DelayedScaling
 from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.initialization import initialize, initialize_part
-from megatron.parallel.layers import attach_history, attach_slots
+from megatron.parallel.layers import attach_history, attach_slots, forget_weights
 from megatron.parallel.layout import Axis, Layout
 from megatron.parallel.parameter import spec_of
 from megatron.parallel.partial_gradients import sum_partial_gradients
@@ -232,8 +232,14 @@ def _recorded_passes(
         return losses
 
     assert isinstance(gradients, GradientBuffer), "a rule refuses sharded weights"
-    warm_up = config.training.cuda_graph_warmup_steps
-    return RecordedPasses(forward, gradients, device.recorder(), warm_up=warm_up)
+    return RecordedPasses(
+        forward,
+        gradients,
+        device.recorder(),
+        journal=layout.journal,
+        forget_weights=partial(forget_weights, parts[0]),
+        warm_up=config.training.cuda_graph_warmup_steps,
+    )
 
 
 def _uses_torch_ddp(config: RunConfig, layout: Layout) -> bool:

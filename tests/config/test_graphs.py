@@ -32,7 +32,9 @@ _LINES = {
 }
 _EXCLUDED = (
     "--recompute-granularity selective",
-    "--tensor-model-parallel-size 2",
+    "--tensor-model-parallel-size 2 and --attention-dropout 0.1",
+    "--tensor-model-parallel-size 2 and --hidden-dropout 0.1",
+    "--distributed-backend gloo",
     "--pipeline-model-parallel-size 2",
     "--context-parallel-size 2",
     "--pipeline-schedule gpipe",
@@ -43,7 +45,6 @@ _EXCLUDED = (
     "--overlap-grad-reduce",
     "--overlap-param-gather",
     "--reset-attention-mask",
-    "--fp8-format hybrid",
 )
 
 
@@ -52,19 +53,33 @@ def test_a_mistake_and_its_line(words: str) -> None:
     assert problems(words) == [_LINES[words]]
 
 
+# What some of them need to be of effect.
+_MORE = {
+    "--overlap-param-gather": "--zero-stage 1",
+    "--distributed-backend gloo": "--tensor-model-parallel-size 2",
+    "--tensor-model-parallel-size 2 and --hidden-dropout 0.1": "--sequence-parallel",
+}
+
+
 @pytest.mark.parametrize("words", _EXCLUDED)
 def test_what_cannot_be_recorded(words: str) -> None:
-    more = {"--fp8-format hybrid": "--bf16", "--overlap-param-gather": "--zero-stage 1"}
-    lines = problems(
-        "--cuda-graph-impl local --attention-dropout 0", words, more.get(words, ""), world_size=2
-    )
-    (line,) = [line for line in lines if line.startswith("--cuda-graph-impl local with")]
+    graphs = "--cuda-graph-impl local --attention-dropout 0 --hidden-dropout 0"
+    given = (graphs, words.replace(" and ", " "), _MORE.get(words, ""))
+    (line,) = problems(*given, world_size=2)
     assert line.startswith(f"--cuda-graph-impl local with {words}: ")
     assert line.endswith(": drop one")
 
 
-def test_what_can() -> None:
-    words = "--cuda-graph-impl local --te-rng-tracker --use-distributed-optimizer --bf16"
-    run = parse(words, "--global-batch-size 16 --deterministic-mode", world_size=2)
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--use-distributed-optimizer --bf16 --fp8-format hybrid",
+        "--tensor-model-parallel-size 2 --attention-dropout 0",
+        "--tensor-model-parallel-size 2 --sequence-parallel --attention-dropout 0 "
+        "--hidden-dropout 0",
+    ],
+)
+def test_what_can(words: str) -> None:
+    run = parse("--cuda-graph-impl local --te-rng-tracker", words, world_size=2)
     assert run.config.training.cuda_graph_impl == "local"
     assert run.config.training.cuda_graph_warmup_steps == 3

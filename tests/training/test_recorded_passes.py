@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megatron.errors import ConfigError
 from megatron.parallel.gradients import GradientBuffer
+from megatron.parallel.journal import Journal
 from megatron.parallel.layers import Linear
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import ZEROS
@@ -47,7 +48,14 @@ class _Passes:
         self.layer.take_slots(self.gradients)
         self.recorder = _CountingRecorder()
         self.computed = 0
-        self.run = RecordedPasses(self._forward, self.gradients, self.recorder, warm_up=warm_up)  # type: ignore[arg-type]
+        self.run = RecordedPasses(
+            self._forward,
+            self.gradients,
+            self.recorder,  # type: ignore[arg-type]
+            journal=Journal(),
+            forget_weights=lambda: None,
+            warm_up=warm_up,
+        )
 
     def _forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         self.computed += 1
