@@ -62,8 +62,8 @@ class RecordedPasses:
         gradients: what backward writes to.
         recorder: of the device.
         journal: where `forward` and its backward note their communication.
-        forget_weights: drops copies of weights in other number formats. Each recording makes its
-            own, as it knows of no update.
+        forget: drops what passes leave for later ones, such as weights in other number formats.
+            Each recording makes its own, as it knows of no update.
         warm_up: updates.
     """
 
@@ -74,14 +74,14 @@ class RecordedPasses:
         recorder: Recorder,
         *,
         journal: Journal,
-        forget_weights: Callable[[], None],
+        forget: Callable[[], None],
         warm_up: int,
     ) -> None:
         self._forward = forward
         self._gradients = gradients
         self._recorder = recorder
         self._journal = journal
-        self._forget_weights = forget_weights
+        self._forget = forget
         self._warm_up = warm_up
         self._met: set[_Key] = set()
         self._recordings: dict[_Key, _Recording] = {}
@@ -102,10 +102,10 @@ class RecordedPasses:
             if self._warm_up >= 0 or key not in self._met or self._is_full:
                 self._met.add(key)
                 return self._forward(batch)
-            self._forget_weights()
+            self._forget()
             with self._journal.without_marks():
                 recording = self._recordings[key] = self._record(inputs)
-            self._forget_weights()  # their memory is the recording's
+            self._forget()  # its memory is the recording's
         torch._foreach_copy_(list(recording.inputs.values()), list(inputs.values()))
         losses = _Replay.apply(self._anchor, recording)
         return dict(zip(recording.losses, losses, strict=True))

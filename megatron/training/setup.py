@@ -237,7 +237,7 @@ def _recorded_passes(
         gradients,
         device.recorder(),
         journal=layout.journal,
-        forget_weights=partial(forget_weights, parts[0]),
+        forget=partial(forget_weights, parts[0]),
         warm_up=config.training.cuda_graph_warmup_steps,
     )
 

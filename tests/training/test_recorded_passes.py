@@ -53,7 +53,7 @@ class _Passes:
             self.gradients,
             self.recorder,  # type: ignore[arg-type]
             journal=Journal(),
-            forget_weights=lambda: None,
+            forget=lambda: None,
             warm_up=warm_up,
         )
 
