@@ -102,10 +102,7 @@ class RecordedPasses:
             if self._warm_up >= 0 or key not in self._met or self._is_full:
                 self._met.add(key)
                 return self._forward(batch)
-            self._forget()
-            with self._journal.without_marks():
-                recording = self._recordings[key] = self._record(inputs)
-            self._forget()  # its memory is the recording's
+            recording = self._recordings[key] = self._record(inputs)
         torch._foreach_copy_(list(recording.inputs.values()), list(inputs.values()))
         losses = _Replay.apply(self._anchor, recording)
         return dict(zip(recording.losses, losses, strict=True))
@@ -115,6 +112,17 @@ class RecordedPasses:
         return len(self._recordings) >= MOST_RECORDINGS
 
     def _record(self, like: Mapping[str, Tensor]) -> _Recording:
+        self._forget()
+        try:
+            with self._journal.without_marks():
+                return self._record_both(like)
+        except RuntimeError as error:  # PyTorch's and CUDA's, of any kind
+            error.add_note("This pass could not be recorded: drop --cuda-graph-impl.")
+            raise
+        finally:
+            self._forget()  # its memory is the recording's
+
+    def _record_both(self, like: Mapping[str, Tensor]) -> _Recording:
         inputs = {name: value.clone() for name, value in like.items()}
         losses, forward = self._recorder.record(lambda: self._forward(inputs))
         gradients = [torch.zeros_like(loss) for loss in losses.values()]

@@ -120,6 +120,18 @@ def test_each_micro_batch_goes_where_its_recording_reads_it() -> None:
     assert torch.equal(recording.inputs["x"], torch.full((2, 4), 7.0))
 
 
+def test_who_cannot_be_recorded_hears_what_to_drop(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(work: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    passes = _Passes(warm_up=1)
+    passes.update(2)
+    monkeypatch.setattr(passes.recorder, "record", fail)
+    with pytest.raises(RuntimeError, match="not permitted") as caught:
+        passes.update(2)
+    assert caught.value.__notes__ == ["This pass could not be recorded: drop --cuda-graph-impl."]
+
+
 def test_recording_a_backward_leaves_gradients_to_be_written_over() -> None:
     passes = _Passes(warm_up=1)
     passes.update(2)
