@@ -8,8 +8,8 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from typing import Any
+from functools import lru_cache
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -33,7 +33,8 @@ _PEAK_FLOPS = (
 )
 
 
-Work = Callable[[], Tensor]
+Result = TypeVar("Result")
+Work = Callable[[], Result]
 
 
 @dataclass(frozen=True)
@@ -117,32 +118,10 @@ class Device:
         """Communication library: what was asked for on GPUs, gloo on a CPU."""
         return asked if self.is_gpu else "gloo"
 
-    def recorder(self) -> Callable[[Work], Work]:
-        """Runs a GPU's work once and records its kernels: gives what runs them again, at once.
-
-        They read and write the same memory each time, and the result is the same tensor. The work
-        must not wait for the device. Recordings of one recorder share memory, so no two may run at
-        a time.
-        """
+    def recorder(self) -> Recorder:
+        """What records work, to be run again at once. Recordings of one recorder share memory."""
         assert self.is_gpu, "a CPU has nothing to record"
-        pool = torch.cuda.graph_pool_handle()  # gone with the last recording in it: no two owners
-        return partial(self._record, pool)
-
-    def _record(self, pool: Any, work: Work) -> Work:
-        here, aside = torch.cuda.current_stream(self.torch_device), torch.cuda.Stream()
-        aside.wait_stream(here)
-        with torch.cuda.stream(aside):
-            work()  # libraries set themselves up when they are first called
-        here.wait_stream(aside)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            result = work()
-
-        def replay() -> torch.Tensor:
-            graph.replay()
-            return result
-
-        return replay
+        return Recorder(self.torch_device)
 
     def synchronize(self) -> None:
         """Wait until all queued work is done."""
@@ -241,6 +220,45 @@ class Device:
 def _unpin(runtime: Any, memory: mmap.mmap, address: int) -> None:
     """Give pinned pages back; `memory` is held until then."""
     runtime.cudaHostUnregister(address)
+
+
+class Recorder:
+    """Records the kernels that work starts on a GPU (a CUDA graph), to start all of them at once.
+
+    They read and write the same memory each time, and the result is the same tensors. The work
+    must not wait for the device, and what it does beside kernels is not done again. Recordings
+    share memory: what one leaves there for another must be read before any third runs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()  # gone with the last recording: no two owners
+
+    def record(self, work: Work[Result]) -> tuple[Result, Callable[[], None]]:
+        """Do the work without running its kernels: its result, and what runs them.
+
+        The same work must have been done before: libraries set themselves up in a first call.
+        """
+        graph = torch.cuda.CUDAGraph()
+        # Other threads (data loading, saving) may go on with what a recording must not contain.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            result = work()
+        return result, graph.replay
+
+    def __call__(self, work: Work[Result]) -> Work[Result]:
+        """Do the work once, then record it: gives what does it again."""
+        here, aside = torch.cuda.current_stream(self._device), torch.cuda.Stream()
+        aside.wait_stream(here)
+        with torch.cuda.stream(aside):
+            work()
+        here.wait_stream(aside)
+        result, replay = self.record(work)
+
+        def again() -> Result:
+            replay()
+            return result
+
+        return again
 
 
 @lru_cache

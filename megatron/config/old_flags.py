@@ -1,4 +1,5 @@
-"""Flags of Megatron-LM from 2019 on that 23.08 no longer takes, said in today's words.
+"""Flags of Megatron-LM from 2019 on that 23.08 no longer takes, and a later one that is no longer
+meant to be used, said in today's words.
 
 Where today's flags say the same, an old one is translated with one notice; where nothing does, it
 is refused with the remedy.
@@ -200,6 +201,12 @@ OLD_FLAGS: tuple[OldFlag, ...] = (
         _renamed("--no-masked-softmax-fusion"),
     ),
     OldFlag("--use-contiguous-buffers-in-ddp", "v2.5", "on by default", _nothing),
+    OldFlag(
+        "--enable-cuda-graph",
+        "Core 0.8 to 0.14",
+        "--cuda-graph-impl local",
+        _is("--cuda-graph-impl", "local"),
+    ),
     OldFlag("--fp8-e4m3", "23.04 to 23.06", "--fp8-format e4m3", _is("--fp8-format", "e4m3")),
     OldFlag("--fp8-hybrid", "23.04 to 23.06", "--fp8-format hybrid", _is("--fp8-format", "hybrid")),
     OldFlag(

@@ -86,6 +86,16 @@ REFUSED: tuple[KnownFlag, ...] = (
         "Transformer Engine is not used: layers are our own, drop the flag",
         choices={"--transformer-impl": ("local", "transformer_engine")},
     ),
+    KnownFlag(
+        "--external-cuda-graph",
+        "Transformer Engine is not used: record passes with --cuda-graph-impl local",
+    ),
+    *(
+        KnownFlag(
+            name, "--cuda-graph-impl local records whole passes: drop the flag", str, (), many=True
+        )
+        for name in ("--cuda-graph-scope", "--cuda-graph-modules")
+    ),
     *_group(
         "embeddings of BERT are made for Retro, which is out of scope",
         switches=("--output-bert-embeddings",),
@@ -183,6 +193,10 @@ REFUSED: tuple[KnownFlag, ...] = (
 )
 
 HONOURED: tuple[KnownFlag, ...] = (
+    KnownFlag(
+        "--te-rng-tracker",
+        "dropout draws from PyTorch's own generator, which CUDA graphs take as it is",
+    ),
     KnownFlag(
         "--no-scatter-gather-tensors-in-pipeline",
         "one pipeline stage: nothing is sent between stages",

@@ -84,6 +84,15 @@ class TrainingConfig:
         "Return unused GPU memory: 0 never, 1 after each iteration, 2 also after evaluation.",
         choices=(0, 1, 2),
     )
+    cuda_graph_impl: str = flag(
+        "none",
+        "Record the kernels of a micro-batch's forward and backward and start them all at once, "
+        "where a GPU would wait for the host (small models). local: the whole model's.",
+        choices=("none", "local", "transformer_engine", "full_iteration"),
+    )
+    cuda_graph_warmup_steps: int = flag(
+        3, "With --cuda-graph-impl: iterations before the first recording.", unit="iterations"
+    )
     dry_run: bool = flag(
         False, "Check everything, print parameters, layout, memory and tokens a step, and leave."
     )

@@ -42,6 +42,12 @@ class Amaxes:
             zero = next(self._zeros)
         return zero
 
+    def forget(self) -> None:
+        """Zero anew whatever is given out from now on, and forget the last tensor. Call where a
+        device begins to record, and where it ends: a recording has to zero what it raises."""
+        self._zeros = iter(())
+        self._last = None
+
     def measure(self, x: Tensor) -> Tensor:
         """A zero for the kernel that writes x to raise to the largest magnitude in it."""
         amax = self.new(x.device)

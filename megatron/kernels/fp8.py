@@ -72,6 +72,10 @@ class Fp8Casts(Protocol):
         """x and its transpose [k, m] with one scale, the same for both."""
         ...
 
+    def forget(self) -> None:
+        """See `Amaxes.forget`."""
+        ...
+
     def transpose(self, matrix: Fp8) -> Fp8:
         """The transpose [k, m] of a matrix with one scale."""
         ...
@@ -119,6 +123,9 @@ class ReferenceCasts:
         whole = self.cast(x, amax, fp8, found=found)
         return whole, self.transpose(whole)
 
+    def forget(self) -> None:
+        pass
+
     def transpose(self, matrix: Fp8) -> Fp8:
         return Fp8(matrix.values.t().contiguous(), matrix.inverse)
 
@@ -136,6 +143,9 @@ class KernelCasts:
 
     library: KernelLibrary
     amaxes: Amaxes = field(default_factory=Amaxes)
+
+    def forget(self) -> None:
+        self.amaxes.forget()
 
     def amax(self, x: Tensor) -> Tensor:
         known = self.amaxes.take(x)

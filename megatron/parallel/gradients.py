@@ -314,6 +314,23 @@ class GradientBuffer:
                     runs.append(bucket.whole[places[0].start : places[-1].stop])
         return runs
 
+    @property
+    def to_overwrite(self) -> frozenset[int]:
+        """The parameters, by `id`, whose gradient the next backward writes over what is there."""
+        return frozenset(self._stale)
+
+    @contextmanager
+    def recording(self) -> Iterator[Callable[[], None]]:
+        """Around a backward of which a device only records the kernels: no gradient is there yet.
+
+        Gives what to call whenever they have run, where `to_overwrite` was what it is now.
+        """
+        before, written = self._stale, set[int]()
+        self._stale = set(before)
+        yield lambda: self._stale.difference_update(written)
+        written |= before - self._stale
+        self._stale = before
+
     @torch.no_grad()
     def complete(self) -> None:
         """Zero the gradients that no backward of this update has reached. Before reading any."""

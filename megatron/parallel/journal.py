@@ -102,6 +102,15 @@ class Journal:
         yield
         self.enter(outer)
 
+    @contextmanager
+    def without_marks(self) -> Iterator[None]:
+        """Around work that a device only records: a mark in it would come back with every run."""
+        marks, self._marks = self._marks, None
+        try:
+            yield
+        finally:
+            self._marks = marks
+
     def transfer(self, kind: str, ranks: tuple[int, ...], work: Any) -> Transfer:
         """Note that a collective of `ranks` has been started."""
         number = self.started[ranks] = self.started.get(ranks, 0) + 1

@@ -143,7 +143,8 @@ def sum_over_ranks(x: Tensor, layout: Layout) -> Tensor:
 
 
 def forget_weights(model: nn.Module) -> None:
-    """Call when weights have changed: drops copies of them in other number formats."""
+    """Call when weights have changed: drops copies of them in other number formats. And where a
+    device begins to record a pass, or ends: nothing may come from outside of it, or go there."""
     for module in model.modules():
         if isinstance(module, Linear):
             module.products.forget()

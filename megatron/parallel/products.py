@@ -80,7 +80,8 @@ class Products(Protocol):
         ...
 
     def forget(self) -> None:
-        """The weight has changed: what was derived from it is void."""
+        """What is kept from one call to the next is void: the weight has changed, or a device
+        begins or ends to record."""
         ...
 
 
@@ -265,6 +266,7 @@ class Fp8Products:
 
     def forget(self) -> None:
         self._weight = None
+        self._casts.forget()
 
     def _one(
         self,

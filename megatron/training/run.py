@@ -23,6 +23,7 @@ from megatron.parallel.weight_gradients import WeightGradientQueue
 from megatron.tokenizer.base import Tokenizer
 from megatron.training.batch_size import BatchPlan
 from megatron.training.exit import ExitRequest
+from megatron.training.graphs import RecordedPasses
 from megatron.training.operation_clock import OperationClock
 from megatron.training.recipe import Batch, Recipe, Splits
 from megatron.training.save_interval import SaveClock
@@ -62,6 +63,7 @@ class Run:
     amax_history: AmaxHistory | None
     gradients: Gradients
     torch_ddp: TorchDataParallel | None
+    recorded: RecordedPasses | None
     optimizer: Optimizer
     schedules: Schedules
     channel: PipelineChannel | None

@@ -21,7 +21,7 @@ from megatron.optimizer.schedule import Schedules
 from megatron.parallel.amax_history import AmaxHistory, DelayedScaling
 from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.initialization import initialize, initialize_part
-from megatron.parallel.layers import attach_history, attach_slots
+from megatron.parallel.layers import attach_history, attach_slots, forget_weights
 from megatron.parallel.layout import Axis, Layout
 from megatron.parallel.parameter import spec_of
 from megatron.parallel.partial_gradients import sum_partial_gradients
@@ -32,7 +32,7 @@ from megatron.parallel.replicas import Gradients, shares_weights
 from megatron.parallel.tied import WORDS, Tie, tie_tables, tie_words, tied_names, unite_copies
 from megatron.parallel.torch_ddp import TorchDataParallel
 from megatron.parallel.weight_gradients import WeightGradientQueue, attach
-from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tokenizer.vocabulary import padded_vocab_size
 from megatron.training.batch_size import BatchPlan
 from megatron.training.checkpointing import (
@@ -43,8 +43,9 @@ from megatron.training.checkpointing import (
 )
 from megatron.training.data import batches_from, samples_needed
 from megatron.training.exit import ExitRequest
+from megatron.training.graphs import Losses, RecordedPasses
 from megatron.training.operation_clock import OperationClock
-from megatron.training.recipe import Recipe
+from megatron.training.recipe import Batch, Recipe
 from megatron.training.run import Progress, Run
 from megatron.training.save_interval import SaveClock
 from megatron.training.timers import Timers
@@ -93,6 +94,7 @@ def build_run(
         torch_ddp=TorchDataParallel(parts[0], recipe.forward, layout.replica)
         if _uses_torch_ddp(config, layout)
         else None,
+        recorded=_recorded_passes(config, recipe, tokenizer, parts, gradients, layout, device),
         optimizer=Optimizer(
             named_parameters,
             gradients,
@@ -204,6 +206,40 @@ def _delayed_scaling(
         return None
     scaling = DelayedScaling.from_config(config.precision)
     return attach_history(parts, scaling, layout, device.torch_device)
+
+
+def _recorded_passes(
+    config: RunConfig,
+    recipe: Recipe,
+    tokenizer: Tokenizer,
+    parts: list[torch.nn.Module],
+    gradients: Gradients,
+    layout: Layout,
+    device: Device,
+) -> RecordedPasses | None:
+    """What records and runs again the passes of the model, which is whole here; None: nothing."""
+    if config.training.cuda_graph_impl == "none":
+        return None
+    if not device.is_gpu:
+        raise ConfigError(
+            f"--cuda-graph-impl {config.training.cuda_graph_impl} needs a GPU, and this run is on "
+            f"{device.type}: drop it"
+        )
+
+    def forward(batch: Batch) -> Losses:
+        losses = recipe.forward(parts[0], batch, None, config, tokenizer, layout)
+        assert not isinstance(losses, torch.Tensor), "a rule refuses pipeline stages"
+        return losses
+
+    assert isinstance(gradients, GradientBuffer), "a rule refuses sharded weights"
+    return RecordedPasses(
+        forward,
+        gradients,
+        device.recorder(),
+        journal=layout.journal,
+        forget=partial(forget_weights, parts[0]),
+        warm_up=config.training.cuda_graph_warmup_steps,
+    )
 
 
 def _uses_torch_ddp(config: RunConfig, layout: Layout) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.training import TrainingConfig
 from megatron.training.callbacks.base import Callback
 from megatron.training.callbacks.bubble import PipelineBubble
 from megatron.training.callbacks.checkpoints import Checkpoints
@@ -67,6 +68,7 @@ def start_panel(run: Run, seconds: float) -> str:
     config = run.config
     rows: list[Row] = [
         *device_rows(config, run.device, run.recipe.describe_kernels(run.parts[0])),
+        *_recording_rows(config.training),
         *size_rows(config, run.layout.world.size, run.padded_vocab_size),
         ("data", _describe_data(run)),
         ("tokenizer", f"{config.tokenizer.tokenizer_type}, {run.tokenizer.vocab_size:,} entries"),
@@ -74,6 +76,13 @@ def start_panel(run: Run, seconds: float) -> str:
         ("set up in", f"{seconds:.1f} s"),
     ]
     return format_panel(f"{run.recipe.program}: {run.train_iterations:,} iterations", rows)
+
+
+def _recording_rows(training: TrainingConfig) -> list[Row]:
+    if training.cuda_graph_impl == "none":
+        return []
+    first = training.cuda_graph_warmup_steps + 1
+    return [("passes", f"recorded in iteration {first} and run again (--cuda-graph-impl)")]
 
 
 def _describe_data(run: Run) -> str:

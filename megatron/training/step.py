@@ -133,12 +133,15 @@ def _next_passes(run: Run) -> Passes:
     for part in run.parts:
         part.train()
     run.gradients.zero()
+    if run.recorded is not None:
+        run.recorded.begin_update()
     return Passes(
         run,
         run.train_batches,
         run.batches.micro_batches_at(consumed),
         first_sample=consumed,
         scale=run.optimizer.scale_loss,
+        forward=run.recorded,
     )
 
 

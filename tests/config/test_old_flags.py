@@ -37,6 +37,7 @@ _TRANSLATED: dict[str, dict[str, Any]] = {
     "--model-parallel-size 1": {"parallel.tensor_model_parallel_size": 1},
     "--fp8-e4m3": {"precision.fp8_format": "e4m3"},
     "--fp8-hybrid": {"precision.fp8_format": "hybrid"},
+    "--enable-cuda-graph": {"training.cuda_graph_impl": "local"},
 }
 # Old words whose translation is refused by today's name.
 _REFUSED = {

@@ -102,6 +102,17 @@ def test_only_the_very_tensor_is_known(kernels):
     assert amaxes.take(older) is None
 
 
+def test_nothing_goes_past_the_start_or_the_end_of_a_recording():
+    amaxes, x = Amaxes(), torch.ones(4, 16)
+    before = amaxes.new(x.device)
+    amaxes.measure(x)
+    amaxes.forget()
+    assert amaxes.take(x) is None
+    after = amaxes.new(x.device)
+    assert after.untyped_storage().data_ptr() != before.untyped_storage().data_ptr()
+    assert after == 0
+
+
 def test_its_memory_is_not_another_tensors():
     amaxes = Amaxes()
     places = set()

@@ -30,6 +30,7 @@ TOY = """
 """.split()
 
 
+CPU = Device.cpu()
 RECIPES: dict[str, Recipe] = {"gpt": GPTRecipe(), "bert": BertRecipe(), "t5": T5Recipe()}
 OF_KIND: dict[str, list[str]] = {
     "gpt": [],
@@ -54,21 +55,29 @@ class Recorder:
         return [record[name] for record in self.records if name in record]
 
 
-def build_toy(layout: Layout, arguments: Sequence[str] = (), kind: str = "gpt") -> Run:
+def build_toy(
+    layout: Layout,
+    arguments: Sequence[str] = (),
+    kind: str = "gpt",
+    device: Device = CPU,
+) -> Run:
     """A run of the toy model of a kind; later flags win over the toy's own."""
     size, rank = layout.world.size, layout.world.rank
     words = [*TOY, *OF_KIND[kind], *arguments]
     words += [] if {"--train-samples", "--train-iters"} & set(words) else ["--train-iters", "6"]
     words += [] if "--exit-signal-handler" in words else ["--no-exit-signal-handler"]
     parsed = parse_config(words, world_size=size, architecture=kind)
-    return build_run(parsed.config, RECIPES[kind], Launch(rank, size), Device.cpu(), layout)
+    return build_run(parsed.config, RECIPES[kind], Launch(rank, size), device, layout)
 
 
 def train_toy(
-    layout: Layout, arguments: Sequence[str] = (), kind: str = "gpt"
+    layout: Layout,
+    arguments: Sequence[str] = (),
+    kind: str = "gpt",
+    device: Device = CPU,
 ) -> tuple[Recorder, Run]:
     """Train it to the end; what was recorded on this rank, and the run."""
-    run, recorder = build_toy(layout, arguments, kind), Recorder()
+    run, recorder = build_toy(layout, arguments, kind, device), Recorder()
     callbacks, _ = standard_callbacks(run, [recorder])
     train(run, callbacks)
     return recorder, run
@@ -81,5 +90,5 @@ def fingerprint(run: Run) -> str:
     tensors |= {name: tensor for name, (tensor, _) in run.optimizer.named_tensors().items()}
     for name in sorted(tensors):
         digest.update(name.encode())
-        digest.update(tensors[name].contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(tensors[name].contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes())
     return digest.hexdigest()

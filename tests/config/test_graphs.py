@@ -1,0 +1,85 @@
+"""Passes that are recorded and run again: which runs cannot have them, and who says so."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.config.command import parse, problems
+
+_LINES = {
+    "--cuda-graph-impl transformer_engine": (
+        "--cuda-graph-impl transformer_engine: Transformer Engine is not used: use local"
+    ),
+    "--cuda-graph-impl full_iteration": (
+        "--cuda-graph-impl full_iteration: what is recorded is a micro-batch, not all of an "
+        "iteration: use local"
+    ),
+    "--cuda-graph-warmup-steps 4": "--cuda-graph-warmup-steps 4 needs --cuda-graph-impl local",
+    "--cuda-graph-impl local --cuda-graph-warmup-steps 0": (
+        "--cuda-graph-warmup-steps 0: libraries set themselves up in a first iteration: use 1 or "
+        "more"
+    ),
+    "--external-cuda-graph": (
+        "--external-cuda-graph: Transformer Engine is not used: record passes with "
+        "--cuda-graph-impl local"
+    ),
+    "--cuda-graph-scope attn mlp": (
+        "--cuda-graph-scope attn mlp: --cuda-graph-impl local records whole passes: drop the flag"
+    ),
+    "--cuda-graph-modules attn": (
+        "--cuda-graph-modules attn: --cuda-graph-impl local records whole passes: drop the flag"
+    ),
+}
+_EXCLUDED = (
+    "--recompute-granularity selective",
+    "--tensor-model-parallel-size 2 and --attention-dropout 0.1",
+    "--tensor-model-parallel-size 2 and --hidden-dropout 0.1",
+    "--distributed-backend gloo",
+    "--pipeline-model-parallel-size 2",
+    "--context-parallel-size 2",
+    "--pipeline-schedule gpipe",
+    "--pipeline-schedule zero-bubble",
+    "--zero-stage 2",
+    "--zero-stage 3",
+    "--DDP-impl torch",
+    "--overlap-grad-reduce",
+    "--overlap-param-gather",
+    "--reset-attention-mask",
+)
+
+
+@pytest.mark.parametrize("words", _LINES)
+def test_a_mistake_and_its_line(words: str) -> None:
+    assert problems(words) == [_LINES[words]]
+
+
+# What some of them need to be of effect.
+_MORE = {
+    "--overlap-param-gather": "--zero-stage 1",
+    "--distributed-backend gloo": "--tensor-model-parallel-size 2",
+    "--tensor-model-parallel-size 2 and --hidden-dropout 0.1": "--sequence-parallel",
+}
+
+
+@pytest.mark.parametrize("words", _EXCLUDED)
+def test_what_cannot_be_recorded(words: str) -> None:
+    graphs = "--cuda-graph-impl local --attention-dropout 0 --hidden-dropout 0"
+    given = (graphs, words.replace(" and ", " "), _MORE.get(words, ""))
+    (line,) = problems(*given, world_size=2)
+    assert line.startswith(f"--cuda-graph-impl local with {words}: ")
+    assert line.endswith(": drop one")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--use-distributed-optimizer --bf16 --fp8-format hybrid",
+        "--tensor-model-parallel-size 2 --attention-dropout 0",
+        "--tensor-model-parallel-size 2 --sequence-parallel --attention-dropout 0 "
+        "--hidden-dropout 0",
+    ],
+)
+def test_what_can(words: str) -> None:
+    run = parse("--cuda-graph-impl local --te-rng-tracker", words, world_size=2)
+    assert run.config.training.cuda_graph_impl == "local"
+    assert run.config.training.cuda_graph_warmup_steps == 3

@@ -1,0 +1,90 @@
+"""Passes that a GPU records and runs again (CUDA graphs) train bit for bit as they do without."""
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch.distributed as dist
+
+from megatron.device import Device
+from megatron.parallel.journal import Journal
+from megatron.parallel.layout import Axis, Layout
+from megatron.training.run import Run
+from megatron.training.step import Updates
+from tests.training.toy import Recorder, build_toy, fingerprint, train_toy
+
+DEVICE = Device.pick()
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not DEVICE.is_gpu, reason="needs a GPU"),
+]
+GRAPHS = "--cuda-graph-impl local --cuda-graph-warmup-steps 2".split()
+# Two micro-batches an update, the second of which adds to gradients; evaluations in between.
+TOY = (
+    "--hidden-size 64 --micro-batch-size 2 --global-batch-size 4 "
+    "--eval-interval 4 --attention-dropout 0.1 --hidden-dropout 0.1"
+).split()
+FP8 = "--bf16 --fp8-format hybrid --fp8-recipe "
+
+
+def _train(arguments: Sequence[str], kind: str) -> tuple[Recorder, Run]:
+    return train_toy(Layout.single(), [*TOY, *arguments], kind, DEVICE)
+
+
+def _results(arguments: Sequence[str], kind: str) -> tuple[object, ...]:
+    recorder, run = _train(arguments, kind)
+    names = ("lm loss", "grad-norm", "lm loss validation")
+    return (*(recorder.values(name) for name in names), fingerprint(run))
+
+
+@pytest.mark.parametrize("kind", ["gpt", "bert", "t5"])
+@pytest.mark.parametrize("precision", ["--bf16", "--fp16 --initial-loss-scale 65536", ""])
+def test_training_has_the_same_bits(kind: str, precision: str) -> None:
+    plain = _results(precision.split(), kind)
+    assert _results([*precision.split(), *GRAPHS], kind) == plain
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        FP8 + "tensorwise",
+        FP8 + "rowwise",
+        FP8 + "delayed --fp8-amax-history-len 3",
+        "--bf16 --no-gradient-accumulation-fusion",
+        "--bf16 --no-masked-softmax-fusion --no-bias-dropout-fusion",
+        "--bf16 --swiglu --normalization RMSNorm --use-rotary-position-embeddings "
+        "--disable-bias-linear --untie-embeddings-and-output-weights",
+        "--bf16 --train-samples 40 --rampup-batch-size 2 2 16",
+    ],
+)
+def test_so_does_every_kind_of_training(words: str) -> None:
+    assert _results([*words.split(), *GRAPHS], "gpt") == _results(words.split(), "gpt")
+
+
+def test_passes_are_recorded_once_for_each_way_to_write_gradients() -> None:
+    _, run = _train(["--bf16", *GRAPHS], "gpt")
+    assert run.recorded is not None
+    assert len(run.recorded._recordings) == 2
+
+
+@pytest.fixture
+def split_layout() -> Iterator[Layout]:
+    """A grid of two tensor ranks of which there is one: it sums over itself alone, through NCCL.
+    What it computes is no model; its collectives are those of one."""
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    alone = {"group": dist.group.WORLD, "journal": Journal(DEVICE.marks())}
+    pair = Axis(size=2, rank=0, ranks=(0, 1), **alone)
+    yield Layout(world=pair, tensor=pair)
+    dist.destroy_process_group()
+
+
+def test_collectives_of_split_layers_are_recorded(split_layout: Layout) -> None:
+    def outcomes(*arguments: str) -> list[tuple[float, float]]:
+        words = [*TOY, "--bf16", "--tensor-model-parallel-size", "2", "--attention-dropout", "0"]
+        run = build_toy(split_layout, [*words, *arguments], device=DEVICE)
+        updates = Updates(run)
+        made = [updates.make(look_ahead=number < 5) for number in range(6)]
+        assert run.recorded is None or len(run.recorded._recordings) == 2
+        return [(outcome.losses["lm loss"], outcome.grad_norm) for outcome in made]
+
+    assert outcomes(*GRAPHS) == outcomes()
+    assert not split_layout.journal.device_is_behind

@@ -1,0 +1,37 @@
+"""Where a process is, by its own count and by the marks that come back from its device."""
+
+from __future__ import annotations
+
+from megatron.parallel.journal import Journal
+
+
+class _Marks:
+    """A device's queue that nothing has run of."""
+
+    def __init__(self) -> None:
+        self.sent: list[int] = []
+
+    def put(self, number: int) -> None:
+        self.sent.append(number)
+
+    def behind(self, number: int) -> int:
+        return number
+
+
+class _Work:
+    def wait(self) -> None:
+        pass
+
+
+def test_work_that_is_only_recorded_sends_no_marks() -> None:
+    marks = _Marks()
+    journal = Journal(marks)
+    journal.enter("forward")
+    with journal.without_marks():
+        for _ in range(100):
+            journal.transfer("all-reduce", (0, 1), _Work()).wait()
+    assert marks.sent == [1]
+    assert journal.started == {(0, 1): 100}
+    for _ in range(100):
+        journal.transfer("all-reduce", (0, 1), _Work()).wait()
+    assert len(marks.sent) > 10

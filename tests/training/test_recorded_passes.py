@@ -1,0 +1,149 @@
+"""Which passes are recorded, which run as they are, and what a recording must leave as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron.errors import ConfigError
+from megatron.parallel.gradients import GradientBuffer
+from megatron.parallel.journal import Journal
+from megatron.parallel.layers import Linear
+from megatron.parallel.layout import Layout
+from megatron.parallel.parameter import ZEROS
+from megatron.training import graphs
+from megatron.training.graphs import RecordedPasses
+from tests.training.toy import build_toy
+
+
+class _CountingRecorder:
+    """Takes the place of a device's: its recordings are of no kernels, and count their runs."""
+
+    def __init__(self) -> None:
+        self.recorded = 0
+        self.replayed = 0
+
+    def record(self, work: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        self.recorded += 1
+        return work(), self._replay
+
+    def _replay(self) -> None:
+        self.replayed += 1
+
+
+class _Passes:
+    """A linear layer whose loss is the sum of its outputs, and its passes."""
+
+    def __init__(self, *, warm_up: int) -> None:
+        self.layer = Linear(4, 3, split=None, layout=Layout.single(), init=ZEROS)
+        nn.init.ones_(self.layer.weight)
+        nn.init.zeros_(self.layer.get_parameter("bias"))
+        self.gradients = GradientBuffer(
+            self.layer.named_parameters(), Layout.single(), accumulate_in_fp32=True
+        )
+        self.layer.take_slots(self.gradients)
+        self.recorder = _CountingRecorder()
+        self.computed = 0
+        self.run = RecordedPasses(
+            self._forward,
+            self.gradients,
+            self.recorder,  # type: ignore[arg-type]
+            journal=Journal(),
+            forget=lambda: None,
+            warm_up=warm_up,
+        )
+
+    def _forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        self.computed += 1
+        return {"loss": self.layer(batch["x"][:, None]).sum()}
+
+    def update(self, *rows: int) -> list[float]:
+        """One update of a micro-batch for each number of rows; the losses."""
+        self.gradients.zero()
+        self.run.begin_update()
+        losses = []
+        for count in rows:
+            batch = {"id": torch.arange(count), "x": torch.ones(count, 4)}
+            loss = self.run(None, batch)["loss"]
+            with self.gradients.micro_batch(is_last=False):
+                loss.backward()
+            losses.append(loss.item())
+        self.gradients.reduce()
+        return losses
+
+
+def test_first_and_later_micro_batches_are_recorded_once_each_after_warming_up() -> None:
+    passes = _Passes(warm_up=2)
+    for _ in range(2):
+        passes.update(2, 2, 2)
+    assert (passes.computed, passes.recorder.recorded) == (6, 0)
+    passes.update(2, 2, 2)
+    # A forward and a backward for the first micro-batch, and for those after it.
+    assert (passes.computed, passes.recorder.recorded, passes.recorder.replayed) == (8, 4, 6)
+    passes.update(2, 2)
+    assert (passes.computed, passes.recorder.recorded, passes.recorder.replayed) == (8, 4, 10)
+
+
+def test_a_micro_batch_of_a_new_kind_runs_once_as_it_is() -> None:
+    passes = _Passes(warm_up=1)
+    passes.update(2)
+    passes.update(2, 2)  # nothing was added to a gradient yet
+    assert (passes.computed, passes.recorder.recorded) == (3, 2)
+    assert passes.update(3) == [36.0]  # another shape: nothing of the other's memory is read
+    assert (passes.computed, passes.recorder.recorded) == (4, 2)
+    passes.update(3)
+    assert (passes.computed, passes.recorder.recorded) == (5, 4)
+
+
+def test_not_every_shape_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "MOST_RECORDINGS", 2)
+    passes = _Passes(warm_up=1)
+    for _ in range(3):
+        for rows in (1, 2, 3):
+            passes.update(rows)
+    assert passes.recorder.recorded == 4
+    assert passes.update(3) == [36.0]
+
+
+def test_each_micro_batch_goes_where_its_recording_reads_it() -> None:
+    passes = _Passes(warm_up=1)
+    passes.update(2)
+    passes.update(2)
+    (recording,) = passes.run._recordings.values()
+    assert recording.inputs.keys() == {"x"}  # sample ids stay with the host
+    passes.gradients.zero()
+    passes.run(None, {"id": torch.arange(2), "x": torch.full((2, 4), 7.0)})
+    assert torch.equal(recording.inputs["x"], torch.full((2, 4), 7.0))
+
+
+def test_who_cannot_be_recorded_hears_what_to_drop(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(work: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    passes = _Passes(warm_up=1)
+    passes.update(2)
+    monkeypatch.setattr(passes.recorder, "record", fail)
+    with pytest.raises(RuntimeError, match="not permitted") as caught:
+        passes.update(2)
+    assert caught.value.__notes__ == ["This pass could not be recorded: drop --cuda-graph-impl."]
+
+
+def test_recording_a_backward_leaves_gradients_to_be_written_over() -> None:
+    passes = _Passes(warm_up=1)
+    passes.update(2)
+    passes.gradients.zero()
+    with passes.gradients.recording() as note_written:
+        passes._forward({"x": torch.ones(1, 4)})["loss"].backward()
+        assert not passes.gradients.to_overwrite
+    assert passes.gradients.to_overwrite == {id(passes.layer.weight)}
+    note_written()
+    assert not passes.gradients.to_overwrite
+
+
+def test_a_cpu_has_nothing_to_record() -> None:
+    with pytest.raises(ConfigError, match="--cuda-graph-impl local needs a GPU.* on cpu: drop it"):
+        build_toy(Layout.single(), ["--cuda-graph-impl", "local"])
