@@ -125,8 +125,8 @@ class ModelConfig:
     use_flash_attn: bool = flag(
         False,
         "Insist on attention kernels that never hold all scores (GPU, fp16 or bf16): those of "
-        "FlashAttention 4 where flash-attn-4 is installed, without dropout and masks, else the "
-        "fastest of cuDNN's and PyTorch's.",
+        "FlashAttention 4 where flash-attn-4 is installed and they are faster (--micro-batch-size "
+        "1, no dropout, no mask), else the first of cuDNN's and PyTorch's that fits.",
     )
     masked_softmax_fusion: bool = flag(
         True,

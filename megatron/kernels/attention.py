@@ -249,7 +249,7 @@ def flash_attention(
     """The same by FlashAttention's own package, or by those of PyTorch's kernels that compute in
     its way, block by block, and never hold all scores."""
     if package is not None and package.takes(query, mask, dropout):
-        return package(query, key, value, mask=mask, causal=causal, scale=scale)
+        return package(query, key, value, causal=causal, scale=scale)
     if isinstance(mask, Segments) and _flash_takes(query):
         return _segment_attention(query, key, value, mask, dropout, scale)
     kernels = [SDPBackend.EFFICIENT_ATTENTION] if _has_bias(mask) else _FLASH_KERNELS

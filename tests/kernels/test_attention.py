@@ -12,7 +12,6 @@ from megatron.errors import ConfigError
 from megatron.kernels import attention
 from megatron.kernels.attention import attention_reference, choose_attention, cpu_attention
 from megatron.kernels.flash_package import FlashPackage, find_flash_package
-from megatron.kernels.segments import Segments
 
 S, B, N, D = 9, 2, 4, 8
 CPU = torch.device("cpu")
@@ -171,55 +170,32 @@ def test_flash_means_kernels_that_hold_no_scores(monkeypatch):
     assert allowed == [["CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION"]] * 2
 
 
-class _Package:
-    """What FlashAttention's package offers, by the plain formula."""
+def test_the_flash_package_is_called_where_it_fits_and_nowhere_else():
+    calls = []
 
-    def __init__(self):
-        self.calls = []
-
-    def flash_attn_func(self, query, key, value, *, causal, softmax_scale, deterministic):
-        self.calls.append(("whole", causal, softmax_scale, deterministic))
-        swapped = [x.transpose(0, 1) for x in (query, key, value)]
-        out = cpu_attention(*swapped, mask=None, causal=causal, dropout=0.0, scale=softmax_scale)
+    def flash_attn_func(query, key, value, *, causal, softmax_scale, deterministic):
+        calls.append((causal, softmax_scale, deterministic))
+        turned = [x.transpose(0, 1) for x in (query, key, value)]
+        out = cpu_attention(*turned, mask=None, causal=causal, dropout=0.0, scale=softmax_scale)
         return out.unflatten(2, query.shape[2:]).transpose(0, 1), None
 
-    def flash_attn_varlen_func(self, query, key, value, *, cu_seqlens_q, causal, **options):
-        self.calls.append(("stretches", causal, options["softmax_scale"]))
-        ends = cu_seqlens_q.tolist()
-        outs = []
-        for first, last in zip(ends, ends[1:], strict=False):
-            parts = (x[None, first:last] for x in (query, key, value))
-            given = {"softmax_scale": options["softmax_scale"], "deterministic": False}
-            out, _ = self.flash_attn_func(*parts, causal=causal, **given)
-            outs.append(out[0])
-        return torch.cat(outs)
-
-
-def test_the_flash_package_is_called_where_it_fits_and_nowhere_else():
-    theirs = _Package()
-    package = FlashPackage(theirs.flash_attn_func, theirs.flash_attn_varlen_func, "4.0")
-    inputs = [x.detach().bfloat16() for x in heads(2)]
-    tokens = torch.zeros(inputs[0].shape[1], inputs[0].shape[0])
-    total = tokens.numel()
-    packed = Segments.of(torch.tensor([0, 3, tokens.shape[1], total]), tokens)
-    padding = torch.ones(tokens.shape[0], 1, 1, tokens.shape[1], dtype=torch.bool)
-    called = []
-    for mask, causal, dropout, scale in (
-        (None, True, 0.0, None),
-        (None, False, 0.0, 0.3),
-        (packed, True, 0.0, None),
-        (padding, False, 0.0, None),
+    package = FlashPackage(flash_attn_func, "4.0")
+    both = [x.detach().bfloat16() for x in heads(2)]
+    one = [x[:, :1] for x in both]
+    padding = torch.ones(1, 1, 1, S, dtype=torch.bool)
+    for inputs, mask, causal, scale in (
+        (one, None, True, None),
+        (one, None, False, 0.3),
+        (both, None, True, None),
+        (one, padding, False, None),
     ):
-        theirs.calls.clear()
-        options = {"mask": mask, "causal": causal, "dropout": dropout, "scale": scale}
+        options = {"mask": mask, "causal": causal, "dropout": 0.0, "scale": scale}
         out = attention.flash_attention(*inputs, package=package, **options)
         expected = cpu_attention(*inputs, **options)
         torch.testing.assert_close(out, expected, rtol=0, atol=2e-2)
-        called.append(theirs.calls[0][0] if theirs.calls else None)
-    assert called == ["whole", "whole", "stretches", None]
-    assert not package.takes(inputs[0], None, dropout=0.1)
-    wide = [x.float() for x in inputs]
-    assert not package.takes(wide[0], None, dropout=0.0)
+    assert calls == [(True, None, False), (False, 0.3, False)]
+    assert not package.takes(one[0], None, dropout=0.1)
+    assert not package.takes(one[0].float(), None, dropout=0.0)
 
 
 def test_without_the_package_or_a_new_gpu_there_is_none():
