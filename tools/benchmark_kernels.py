@@ -1,10 +1,11 @@
 """Time every fused kernel against its memory-bandwidth floor and against what PyTorch has.
 
     python tools/benchmark_kernels.py                 # all, a table in markdown
-    python tools/benchmark_kernels.py --only softmax  # those with this in their name
+    python tools/benchmark_kernels.py --only RMSNorm  # those with this in their name
 
-Floor: the bytes that must move, over the bandwidth of a large copy on this very GPU. Medians of GPU
-time over inputs that rotate through more memory than the L2 cache holds.
+Floor: the bytes that must move, over the bandwidth of a large copy on this very GPU; for attention
+and products, their operations over the rate of a large bf16 product where that takes longer.
+Medians of GPU time over inputs that rotate through more memory than the L2 cache holds.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if __name__ == "__main__":
 from megatron.command import run_command
 from megatron.errors import ConfigError
 
-GROUPS = ("layers", "training", "generation")  # files of tools/kernel_benchmarks
+GROUPS = ("layers", "attention", "training", "generation")  # files of tools/kernel_benchmarks
 
 
 def main() -> int:
@@ -37,7 +38,7 @@ def _run(only: str, *, compiled: bool) -> None:
 
     from megatron.device import Device
     from megatron.kernels.library import find_library
-    from tools.kernel_benchmarks.operation import Stopwatch, measure, table
+    from tools.kernel_benchmarks.operation import Ceilings, Stopwatch, measure, table
 
     device = Device.pick()
     choice = find_library(device.torch_device)
@@ -54,13 +55,14 @@ def _run(only: str, *, compiled: bool) -> None:
     if not operations:
         raise ConfigError(f"--only {only}: no operation has this in its name")
     watch = Stopwatch(device.torch_device)
-    bandwidth = watch.copy_bandwidth()
+    ceilings = Ceilings(watch.copy_bandwidth(), watch.product_rate())
     print(
-        f"{device.name}, torch {torch.__version__}, copy {bandwidth / 1e12:.2f} TB/s; times in us"
+        f"{device.name}, torch {torch.__version__}, copy {ceilings.bandwidth / 1e12:.2f} TB/s, "
+        f"product {ceilings.products / 1e12:.0f} TFLOP/s; times in us"
     )
     rows = []
     for operation in operations:
-        rows += measure(operation, watch, bandwidth, compiled=compiled)
+        rows += measure(operation, watch, ceilings, compiled=compiled)
         print(f"timed {operation.name} {operation.shape}", file=sys.stderr, flush=True)
     print(table(rows))
 

@@ -6,8 +6,8 @@ Queries are [s, b, n, d]; keys and values [s, b, g, d], where each of the g grou
 consecutive query heads; there may be fewer or more keys than queries. A mask is boolean, True where
 a query may attend, or of numbers that are added to the scores (a bias that learns, such as that of
 T5's positions); either replaces `causal`. That of padding has one row for all queries of a sample.
-PyTorch's fused kernels take it as it is (`softmax.py` would need every score in memory). `Segments`
-stand for a mask; the flash kernel goes through them without one.
+PyTorch's fused kernels take it as it is. `Segments` stand for a mask; the flash kernel goes through
+them without one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron.device import Device
 from megatron.errors import ConfigError
 from megatron.kernels.flash_package import FlashPackage, find_flash_package
 from megatron.kernels.segments import Mask, Segments
-from megatron.kernels.softmax import MaskedSoftmax, masked_softmax
+from megatron.kernels.softmax import masked_softmax
 
 LARGEST_FLASH_HEAD = 256
 # Fastest first where more than one applies. cuDNN steps aside in deterministic mode.
@@ -152,12 +152,11 @@ def attention_reference(
     scale_by_layer: bool = False,
     softmax_in_fp32: bool = True,
     scale: float | None = None,
-    softmax: MaskedSoftmax = masked_softmax,
 ) -> Tensor:
     """The formula, with every score in memory.
 
     With `scale_by_layer` scores are divided by the layer number before they are rounded to 16
-    bits, and multiplied back in fp32. A fused `softmax` takes 16-bit scores and computes in fp32.
+    bits, and multiplied back in fp32.
     """
     mask = _as_tensor(mask)
     layer = layer_number if scale_by_layer else 1
@@ -169,7 +168,7 @@ def attention_reference(
         scores = scores.float()
     if mask is not None and mask.is_floating_point():
         scores, mask, causal = scores + mask / layer, None, False
-    weights = softmax(scores, mask, causal=causal, factor=layer, dtype=value.dtype)
+    weights = masked_softmax(scores, mask, causal=causal, factor=layer, dtype=value.dtype)
     weights = F.dropout(weights, dropout)
     return (weights @ value).permute(2, 0, 1, 3).flatten(2)
 

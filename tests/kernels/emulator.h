@@ -71,9 +71,8 @@ inline unsigned __reduce_max_sync(unsigned, unsigned value) {
   return value;
 }
 inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
-inline float __expf(float x) { return expf(x); }
 inline float __logf(float x) { return logf(x); }
-inline float __fdividef(float x, float y) { return x / y; }
+
 inline float __frcp_rn(float x) { return 1.f / x; }
 inline float __fsqrt_rn(float x) { return sqrtf(x); }
 inline unsigned __umulhi(unsigned a, unsigned b) { return uint64_t(a) * b >> 32; }
@@ -100,6 +99,12 @@ cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t 
   return cudaSuccess;
 }
 
+template <typename... Parameters, typename... Arguments>
+cudaError_t launch_next(void (*kernel)(Parameters...), dim3 grid, dim3 block, cudaStream_t stream,
+                        Arguments... arguments) {
+  return launch(kernel, grid, block, 0, stream, arguments...);
+}
+
 template <typename T>
 T* dynamic_shared() { return static_cast<T*>(emulator::shared_memory()); }
 
@@ -108,6 +113,9 @@ inline unsigned atomicMax(unsigned* at, unsigned value) {
   const unsigned old = *at;
   *at = max(old, value);
   return old;
+}
+inline unsigned __vmaxu2(unsigned a, unsigned b) {
+  return max(a >> 16, b >> 16) << 16 | max(a & 0xffffu, b & 0xffffu);
 }
 inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selectors) {
   const uint64_t both = uint64_t(high) << 32 | low;

@@ -5,10 +5,9 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.kernels import activation, dropout, norm, rope, softmax
+from megatron.kernels import activation, dropout, norm, rope
 from megatron.kernels.library import KernelLibrary
 from tools.kernel_benchmarks.operation import Inputs, Operation
 
@@ -35,8 +34,6 @@ def operations(library: KernelLibrary, device: torch.device) -> list[Operation]:
         split_rotate(library, device, 8192, 1, groups=8, per_group=4),
         bias_dropout_add(library, device, 16384, 2048, bias=True),
         bias_dropout_add(library, device, 16384, 4096, bias=False),
-        masked_softmax(library, device, (4, 16, 2048), causal=True),
-        masked_softmax(library, device, (16, 16, 512), causal=False),
     ]
 
 
@@ -160,36 +157,4 @@ def bias_dropout_add(
         draw=draw,
         ours=ours,
         eager=eager,
-    )
-
-
-def masked_softmax(
-    library: KernelLibrary, device: torch.device, sizes: tuple[int, int, int], *, causal: bool
-) -> Operation:
-    """Softmax of [b, n, s, s] scores, causal or with a mask a sample."""
-    b, n, s = sizes
-    options = {"causal": causal, "factor": 0.1, "dtype": BF16}
-    visible = (s + 1) / 2 / s if causal else 1.0
-    size = b * n * s * s
-
-    def draw() -> Inputs:
-        scores = torch.randn(b, n, s, s, device=device, dtype=BF16)
-        return [scores, None if causal else torch.rand(b, 1, s, s, device=device) > 0.1]
-
-    def plain(scores: Tensor, mask: Tensor | None) -> Tensor:
-        """In fp32 inside, as the kernel."""
-        return softmax.masked_softmax(scores.float(), mask, **options)
-
-    def library_form(scores: Tensor, mask: Tensor | None) -> Tensor:
-        return F.softmax(scores, dim=-1)
-
-    return Operation(
-        name=f"{'causal' if causal else 'masked'} softmax",
-        shape=f"[{b}, {n}, {s}, {s}] bf16",
-        forward_bytes=int(2 * size * (1 + visible)) + (0 if causal else b * s * s),
-        backward_bytes=int(2 * size * (1 + 2 * visible)) + (0 if causal else b * s * s),
-        draw=draw,
-        ours=lambda x, mask: softmax.fused_masked_softmax(library, x, mask, **options),
-        eager=plain,
-        libraries={"F.softmax without mask": library_form},
     )

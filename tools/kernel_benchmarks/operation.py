@@ -30,9 +30,12 @@ class Operation:
         backward_bytes: the same for backward; 0 where there is none.
         draw: fresh random inputs; floating point ones get gradients where there is a backward.
         ours: the fused kernel.
-        eager: PyTorch's operations one by one; also what torch.compile gets.
+        eager: PyTorch's operations one by one; also what torch.compile gets. None: left out.
         libraries: {name: form} of the best library kernels for it.
         in_place: whether forms change their inputs (then there is no backward).
+        forward_products: floating point operations of 16-bit matrix products, where they and not
+            bytes may be the floor.
+        backward_products: the same for backward.
     """
 
     name: str
@@ -41,9 +44,11 @@ class Operation:
     backward_bytes: int
     draw: Callable[[], Inputs]
     ours: Form
-    eager: Form
+    eager: Form | None
     libraries: dict[str, Form] = field(default_factory=dict)
     in_place: bool = False
+    forward_products: int = 0
+    backward_products: int = 0
 
 
 class Stopwatch:
@@ -79,6 +84,23 @@ class Stopwatch:
         target = torch.empty_like(source)
         return 2 * source.numel() / self.median([lambda: target.copy_(source)])
 
+    def product_rate(self) -> float:
+        """Floating point operations per second of a large bf16 product."""
+        seconds = self.median([lambda: torch.mm(self._square, self._square, out=self._product)])
+        return 2 * self._square.shape[0] ** 3 / seconds
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What this GPU reaches: bytes a second of a copy, operations a second of a product."""
+
+    bandwidth: float
+    products: float
+
+    def floor(self, moved: int, computed: int) -> float:
+        """Seconds below which so many bytes and operations cannot go."""
+        return max(moved / self.bandwidth, computed / self.products)
+
 
 @dataclass(frozen=True)
 class Timed:
@@ -91,13 +113,15 @@ class Timed:
 
 
 def measure(
-    operation: Operation, watch: Stopwatch, bandwidth: float, *, compiled: bool
+    operation: Operation, watch: Stopwatch, ceilings: Ceilings, *, compiled: bool
 ) -> Iterator[Timed]:
     """Time every form, forward and backward."""
     torch.compiler.reset()  # or earlier shapes use up its recompilations
-    forms: dict[str, Form] = {"ours": operation.ours, "eager": operation.eager}
-    if compiled:
-        forms["compile"] = torch.compile(operation.eager, dynamic=False)
+    forms: dict[str, Form] = {"ours": operation.ours}
+    if operation.eager is not None:
+        forms["eager"] = operation.eager
+        if compiled:
+            forms["compile"] = torch.compile(operation.eager, dynamic=False)
     forms |= operation.libraries
     sets = _input_sets(operation)
     forward, backward = {}, {}
@@ -105,9 +129,11 @@ def measure(
         forward[name] = watch.median([_caller(form, inputs) for inputs in sets])
         if operation.backward_bytes:
             backward[name] = watch.median([_backward_of(form, inputs) for inputs in sets])
-    yield Timed(operation, "forward", operation.forward_bytes / bandwidth, forward)
+    floor = ceilings.floor(operation.forward_bytes, operation.forward_products)
+    yield Timed(operation, "forward", floor, forward)
     if backward:
-        yield Timed(operation, "backward", operation.backward_bytes / bandwidth, backward)
+        floor = ceilings.floor(operation.backward_bytes, operation.backward_products)
+        yield Timed(operation, "backward", floor, backward)
 
 
 def _input_sets(operation: Operation) -> list[Inputs]:
@@ -137,7 +163,7 @@ def _backward_of(form: Form, inputs: Inputs) -> Callable[[], object]:
 
 
 def table(rows: Sequence[Timed]) -> str:
-    """Markdown; times in microseconds, the best library's name with its time."""
+    """Markdown; times in microseconds, each library's name with its time."""
     lines = [
         "| operation | shape | pass | floor | ours | of floor | eager | compile | library |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -145,9 +171,8 @@ def table(rows: Sequence[Timed]) -> str:
     for row in rows:
         ours = row.seconds["ours"]
         times = [_micro(row.seconds.get(name)) for name in ("eager", "compile")]
-        libraries = {name: row.seconds[name] for name in row.operation.libraries}
-        best = min(libraries, key=lambda name: libraries[name], default=None)
-        library = "-" if best is None else f"{_micro(libraries[best])} ({best})"
+        names = sorted(row.operation.libraries, key=lambda name: row.seconds[name])
+        library = "; ".join(f"{_micro(row.seconds[name])} ({name})" for name in names) or "-"
         lines.append(
             f"| {row.operation.name} | {row.operation.shape} | {row.direction} "
             f"| {_micro(row.floor)} | {_micro(ours)} | {row.floor / ours:.0%} "

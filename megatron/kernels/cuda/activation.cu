@@ -5,30 +5,49 @@
 
 enum Activation : int64_t { kGeluTanh = 0, kGelu = 1, kSquaredRelu = 2, kSwiGLU = 3 };
 
-// EXACT: library functions, for fp32. Otherwise the hardware's exponential and reciprocal, whose
-// error is far under a 16-bit rounding.
-template <bool EXACT>
-__device__ __forceinline__ float exponential(float x) {
-  return EXACT ? expf(x) : __expf(x);
+// The hardware's power of two and reciprocal, an instruction each, whose error is far under a 16-bit
+// rounding; subnormal numbers count as zero.
+__device__ __forceinline__ float fast_power_of_two(float x) {
+#ifdef __CUDACC__
+  asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));
+  return x;
+#else
+  return exp2f(x);
+#endif
 }
 
+__device__ __forceinline__ float fast_reciprocal(float x) {
+#ifdef __CUDACC__
+  asm("rcp.approx.ftz.f32 %0, %0;" : "+f"(x));
+  return x;
+#else
+  return 1.f / x;
+#endif
+}
+
+constexpr float kLog2E = 1.44269504f;
+
+// EXACT: library functions, for fp32.
 template <bool EXACT>
 __device__ __forceinline__ float sigmoid(float x) {
-  const float below = 1.f + exponential<EXACT>(-x);
-  return EXACT ? 1.f / below : __fdividef(1.f, below);
+  return EXACT ? 1.f / (1.f + expf(-x)) : fast_reciprocal(1.f + fast_power_of_two(-kLog2E * x));
 }
 
-// The normal distribution function. Fast form: Abramowitz and Stegun 7.1.26 (error 1.5e-7).
+struct Normal {
+  float below, density;  // the distribution function, and its slope times the root of 2 pi
+};
+
+// Fast form: Abramowitz and Stegun 7.1.26 (error 7.5e-8), which has the density in it.
 template <bool EXACT>
-__device__ __forceinline__ float normal_distribution(float x) {
-  if (EXACT) return 0.5f * erfcf(-x * 0.70710678f);
-  const float z = fabsf(x) * 0.70710678f;
-  const float t = __fdividef(1.f, 1.f + 0.3275911f * z);
+__device__ __forceinline__ Normal normal(float x) {
+  if (EXACT) return {0.5f * erfcf(-x * 0.70710678f), expf(-0.5f * x * x)};
+  const float density = fast_power_of_two(-0.5f * kLog2E * x * x);
+  const float t = fast_reciprocal(1.f + 0.23164189f * fabsf(x));
   const float series =
-      t * (0.254829592f +
-           t * (-0.284496736f + t * (1.421413741f + t * (-1.453152027f + t * 1.061405429f))));
-  const float tail = 0.5f * series * __expf(-z * z);
-  return x < 0.f ? tail : 1.f - tail;
+      t * (0.127414796f +
+           t * (-0.142248368f + t * (0.710706871f + t * (-0.726576014f + t * 0.530702715f))));
+  const float tail = series * density;
+  return {x < 0.f ? tail : 1.f - tail, density};
 }
 
 struct ValueAndSlope {
@@ -43,8 +62,8 @@ __device__ __forceinline__ ValueAndSlope activation(float x) {
     return {x * s, s + x * s * (1.f - s) * 1.5957691216f * (1.f + 0.134145f * x * x)};
   }
   if (KIND == kGelu) {
-    const float below = normal_distribution<EXACT>(x);
-    return {x * below, below + x * 0.3989422804f * exponential<EXACT>(-0.5f * x * x)};
+    const Normal at = normal<EXACT>(x);
+    return {x * at.below, at.below + x * 0.3989422804f * at.density};
   }
   const float positive = fmaxf(x, 0.f);
   return {positive * positive, 2.f * positive};
@@ -105,17 +124,18 @@ __global__ void __launch_bounds__(256)
 }
 
 // Blocks that one multiprocessor has registers for in backward.
-template <int KIND>
-constexpr int summing_residency = KIND == kSwiGLU ? 2 : 3;
+template <int KIND, bool SUM>
+constexpr int residency = KIND == kSwiGLU && SUM ? 2 : 3;
+constexpr int kRowsAtOnceBackward = 2;
 
 // The gradient of x; with `partial` fp32 [gridDim.x, width] also this block's sums of it.
 template <typename T, int KIND, bool SUM>
-__global__ void __launch_bounds__(256, summing_residency<KIND>)
+__global__ void __launch_bounds__(256, residency<KIND, SUM>)
     activation_backward_kernel(const T* __restrict__ x, const T* __restrict__ bias,
                                const T* __restrict__ grad, T* __restrict__ grad_x,
                                float* __restrict__ partial, unsigned* __restrict__ amax,
                                int64_t rows, int columns) {
-  constexpr int V = vector_size<T>, R = 2;
+  constexpr int V = vector_size<T>, R = kRowsAtOnceBackward;
   constexpr int P = KIND == kSwiGLU ? 2 : 1;
   constexpr bool kExact = sizeof(T) == 4;
   const int column = (blockIdx.y * blockDim.x + threadIdx.x) * V;
@@ -173,6 +193,7 @@ __global__ void __launch_bounds__(256, summing_residency<KIND>)
       }
     }
   }
+  allow_next();
   if (SUM && inside) {
 #pragma unroll
     for (int p = 0; p < P; p++) {
@@ -222,10 +243,9 @@ extern "C" int activation_backward(const void* x, const void* bias, const void* 
     return with_kind(kind, [&](auto which) {
       constexpr int KIND = decltype(which)::value;
       const int64_t vectors = columns / vector_size<T>;
-      const int64_t blocks = grad_bias ? summing_blocks(vectors, multiprocessors * summing_residency<KIND>,
-                                                        capacity)
-                                       : 0;
-      const ColumnShape shape = column_shape(rows, vectors, 2, blocks);
+      const int64_t blocks =
+          grad_bias ? summing_blocks(vectors, multiprocessors * residency<KIND, true>, capacity) : 0;
+      const ColumnShape shape = column_shape(rows, vectors, kRowsAtOnceBackward, blocks);
       const auto kernel = grad_bias ? activation_backward_kernel<T, KIND, true>
                                     : activation_backward_kernel<T, KIND, false>;
       const cudaError_t error =

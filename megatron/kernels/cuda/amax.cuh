@@ -6,12 +6,35 @@
 // Magnitudes order as their bits do; nan is above inf.
 __device__ __forceinline__ unsigned magnitude(float x) { return __float_as_uint(x) & 0x7fffffffu; }
 
+// The magnitudes of N elements, as their own bits: one to a word, or two of 16 bits, which order as
+// well and are compared at once.
+template <typename T, int N>
+struct Magnitudes {
+  static constexpr int kWords = N * sizeof(T) / 4;
+  unsigned words[kWords];
+
+  __device__ __forceinline__ void raise(int i, unsigned word) {
+    words[i] = sizeof(T) == 2 ? __vmaxu2(words[i], word & 0x7fff7fffu)
+                              : max(words[i], word & 0x7fffffffu);
+  }
+  __device__ __forceinline__ void raise(const Vector<T, N>& by) {
+    const auto* bits = reinterpret_cast<const unsigned*>(by.at);
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) raise(i, bits[i]);
+  }
+  // Of the element at j of each vector.
+  __device__ __forceinline__ unsigned of(int j) const {
+    return magnitude(to_float(reinterpret_cast<const T*>(words)[j]));
+  }
+};
+
 template <typename T, int N>
 __device__ __forceinline__ unsigned magnitude_of(const Vector<T, N>& vector) {
-  unsigned result = 0;
+  const auto* bits = reinterpret_cast<const unsigned*>(vector.at);
+  Magnitudes<T, 4 / sizeof(T)> largest{};
 #pragma unroll
-  for (int j = 0; j < N; ++j) result = max(result, magnitude(to_float(vector.at[j])));
-  return result;
+  for (int i = 0; i < N * static_cast<int>(sizeof(T)) / 4; ++i) largest.raise(0, bits[i]);
+  return sizeof(T) == 2 ? max(largest.of(0), largest.of(1)) : largest.of(0);
 }
 
 // *amax (bits, zero before the kernel) rises to the largest of a warp. The maximum is the same in

@@ -16,6 +16,7 @@ __global__ void __launch_bounds__(32 * kColumnSumsLanes)
   T* to = blockIdx.y == 0 ? out : out_2;
   const int column = blockIdx.x * 32 + threadIdx.x;
   float sum = 0.f;
+  wait_for_previous();
   if (column < columns) {
 #pragma unroll 4
     for (int i = threadIdx.y; i < count; i += kColumnSumsLanes) {
@@ -30,11 +31,12 @@ __global__ void __launch_bounds__(32 * kColumnSumsLanes)
   if (threadIdx.x == 0 && mine < columns) to[mine] = from_float<T>(sum);
 }
 
-// partial fp32 [count, columns] -> out [columns]; the second pair may be null.
+// partial fp32 [count, columns] -> out [columns]; the second pair may be null. The kernel before
+// wrote the partial sums, and may allow this one to start.
 template <typename T>
 cudaError_t column_sums(const float* partial, const float* partial_2, T* out, T* out_2,
                         int64_t count, int64_t columns, cudaStream_t stream) {
   const dim3 grid(divide_up(columns, 32), out_2 ? 2 : 1);
-  return launch(column_sums_kernel<T>, grid, dim3(32, kColumnSumsLanes), 0, stream, partial,
-                partial_2, out, out_2, count, columns);
+  return launch_next(column_sums_kernel<T>, grid, dim3(32, kColumnSumsLanes), stream, partial,
+                     partial_2, out, out_2, count, columns);
 }

@@ -5,7 +5,8 @@
 
 constexpr int kGroup = 8;        // elements that one block of random words serves, 16 bits each
 constexpr int kRowsAtOnce = 2;
-constexpr int kResidency = 4;    // blocks that one multiprocessor has registers for in backward
+constexpr int kRowsAtOnceBackward = 4;
+constexpr int kResidency = 4;  // blocks that one multiprocessor has registers for in backward
 
 // Philox4x32-10 (Salmon et al., 2011).
 __device__ __forceinline__ uint4 philox(uint64_t counter, uint64_t key) {
@@ -26,11 +27,12 @@ __device__ __forceinline__ uint4 philox(uint64_t counter, uint64_t key) {
 __device__ __forceinline__ unsigned kept(uint64_t group, uint64_t seed, unsigned drop) {
   const uint4 words = philox(group, seed);
   const unsigned all[4] = {words.x, words.y, words.z, words.w};
+  const unsigned high = drop << 16;
   unsigned bits = 0;
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    bits |= ((all[i] & 0xffffu) >= drop) << (2 * i);
-    bits |= ((all[i] >> 16) >= drop) << (2 * i + 1);
+    if (all[i] << 16 >= high) bits |= 1u << (2 * i);
+    if (all[i] >= high) bits |= 2u << (2 * i);
   }
   return bits;
 }
@@ -76,7 +78,7 @@ __global__ void __launch_bounds__(256, kResidency)
     bias_dropout_add_backward_kernel(const X* __restrict__ grad, const uint64_t* __restrict__ seed,
                                      W* __restrict__ grad_x, float* __restrict__ partial,
                                      int64_t rows, int columns, unsigned drop, float scale) {
-  constexpr int V = kGroup, R = kRowsAtOnce;
+  constexpr int V = kGroup, R = kRowsAtOnceBackward;
   const int column = (blockIdx.y * blockDim.x + threadIdx.x) * V;
   if (column >= columns) return;
   const uint64_t key = *seed;
@@ -105,6 +107,7 @@ __global__ void __launch_bounds__(256, kResidency)
       store(grad_x + at, out);
     }
   }
+  allow_next();
   if (SUM) store_sums(partial + static_cast<int64_t>(blockIdx.x) * columns + column, sums);
 }
 
@@ -138,7 +141,7 @@ extern "C" int bias_dropout_add_backward(const void* grad, const void* seed, voi
   const int64_t vectors = columns / kGroup;
   const int64_t blocks = grad_bias ? summing_blocks(vectors, multiprocessors * kResidency, capacity)
                                    : 0;
-  const ColumnShape shape = column_shape(rows, vectors, kRowsAtOnce, blocks);
+  const ColumnShape shape = column_shape(rows, vectors, kRowsAtOnceBackward, blocks);
   return with_residual_type(x_dtype, w_dtype, [&](auto stream_type, auto weight_type) {
     using X = decltype(stream_type);
     using W = decltype(weight_type);

@@ -53,12 +53,8 @@ struct Stage {
   }
 };
 
-// Blocks of row_threads<E, W> that one multiprocessor has registers for.
-template <int E, bool LAYER>
-constexpr int residency = E == 8 ? (LAYER ? 3 : 4) : E == 16 ? 2 : 1;
-
 template <typename X, typename W, int E, bool LAYER>
-__global__ void __launch_bounds__(row_threads<E, W>, residency<E, LAYER>)
+__global__ void __launch_bounds__(row_threads<E>)
     add_norm_backward_kernel(const X* __restrict__ sum, const W* __restrict__ grad_normal,
                              const X* __restrict__ grad_sum, const W* __restrict__ weight,
                              const float* __restrict__ mean, const float* __restrict__ rstd,
@@ -182,6 +178,7 @@ __global__ void __launch_bounds__(row_threads<E, W>, residency<E, LAYER>)
       if (LAYER) store(partial_bias + at, *reinterpret_cast<Vector<float, 4>*>(&bias_sum[k][i]));
     }
   }
+  allow_next();
   if (amax) raise_by_block(amax, largest);
 }
 
@@ -196,16 +193,14 @@ extern "C" int add_norm_backward(const void* sum, const void* grad_normal, const
                                  float* partial, unsigned* amax, int64_t capacity,
                                  int64_t multiprocessors, int64_t rows, int64_t hidden,
                                  int64_t x_dtype, int64_t w_dtype, cudaStream_t stream) {
-  const RowShape shape = row_shape(hidden);
   return with_residual_type(x_dtype, w_dtype, [&](auto x, auto w) {
     using X = decltype(x);
     using W = decltype(w);
-    return with_elements<W>(shape, [&](auto elements) {
+    return with_row_shape<W, 16>(hidden, [&](const RowShape& shape, auto elements) {
       constexpr int E = decltype(elements)::value;
       const int64_t bytes = shape.rows * shape.threads * E * (2 * sizeof(X) + sizeof(W));
       const int stages = 2 * bytes <= kSharedLimit ? 2 : 1;
-      const int64_t blocks_of_most = grad_bias ? residency<E, true> : residency<E, false>;
-      const int64_t resident = blocks_of_most * row_threads<E, W> / (shape.threads * shape.rows);
+      const int64_t resident = row_threads<E> / (shape.threads * shape.rows);
       const int64_t wanted = max(int64_t{1}, min(resident, kBytesInFlight / bytes));
       const int64_t blocks = min(min(capacity / shape.rows, multiprocessors * wanted),
                                  divide_up(rows, shape.rows));

@@ -2,9 +2,52 @@
 #include "amax.cuh"
 #include "rows.cuh"
 
+// What a warp, and then a row, knows of its elements.
+struct Moments {
+  float sum, squares, count;  // squares: of the distances from the mean
+};
+
+// Mean and mean squared distance from it of a row, for every thread, with one barrier: each warp
+// takes the distances from its own mean, and the warps' are then put together (Chan et al., 1979).
+template <typename X, int V, int K>
+__device__ __forceinline__ float2 row_moments(const Vector<X, V> (&x)[K], float sum, int hidden,
+                                              Moments* scratch) {
+  Moments mine{warp_reduce<Sum>(sum), 0.f, 0.f};
+  const int warp_first = (threadIdx.x & ~31u) * V;
+#pragma unroll
+  for (int k = 0; k < K; k++) {
+    mine.count += max(0, min(32 * V, hidden - static_cast<int>(k * blockDim.x * V) - warp_first));
+  }
+  float centre = mine.sum / fmaxf(mine.count, 1.f);
+#pragma unroll
+  for (int k = 0; k < K; k++) {
+    if ((k * blockDim.x + threadIdx.x) * V >= hidden) continue;
+#pragma unroll
+    for (int i = 0; i < V; i++) {
+      const float distance = to_float(x[k].at[i]) - centre;
+      mine.squares += distance * distance;
+    }
+  }
+  mine.squares = warp_reduce<Sum>(mine.squares);
+  const int warps = blockDim.x >> 5;
+  if (warps == 1) return {centre, mine.squares / hidden};
+  const int lane = threadIdx.x & 31;
+  if (lane == 0) scratch[threadIdx.x >> 5] = mine;
+  __syncthreads();
+  mine = lane < warps ? scratch[lane] : Moments{0.f, 0.f, 0.f};
+  centre = warp_reduce<Sum>(mine.sum) / hidden;
+  const float away = mine.sum / fmaxf(mine.count, 1.f) - centre;
+  return {centre, warp_reduce<Sum>(mine.squares + mine.count * away * away) / hidden};
+}
+
+// Blocks of row_threads<E> that a multiprocessor is to have registers for, so that enough is on its
+// way from memory: the compiler holds more numbers unpacked otherwise.
+template <typename X, int E>
+constexpr int residency = E == 8 ? 1 : (E == 16 ? 3 : 2) - (sizeof(X) == 4);
+
 // A row stays in registers, so each input is read once. `mean` is null for RMSNorm.
 template <typename X, typename W, int E, bool LAYER>
-__global__ void __launch_bounds__(row_threads<E, W>)
+__global__ void __launch_bounds__(row_threads<E>, residency<X, E>)
     add_norm_forward_kernel(const X* __restrict__ residual, const W* __restrict__ delta,
                             const W* __restrict__ weight, const W* __restrict__ bias,
                             X* __restrict__ sum, W* __restrict__ normal, float* __restrict__ mean,
@@ -12,29 +55,20 @@ __global__ void __launch_bounds__(row_threads<E, W>)
                             int hidden, float epsilon) {
   constexpr int V = vector_size<W>;
   constexpr int K = E / V;
-  __shared__ float scratch[2][32];
+  __shared__ float scratch[32];
+  __shared__ Moments moments[32];
   const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   if (row >= rows) return;  // whole warps, and only where blocks have no barrier
   const int64_t start = row * hidden;
 
-  // Weights are asked for before the sums, as far as registers allow.
-  constexpr bool kEarly = E < 32 && !(LAYER && sizeof(W) == 4);
   Vector<X, V> x[K];
-  Vector<W, V> d[K], w[K], b[K];
+  Vector<W, V> d[K];
 #pragma unroll
   for (int k = 0; k < K; k++) {
     const int column = (k * blockDim.x + threadIdx.x) * V;
     if (column < hidden) {
       x[k] = load<X, V>(residual + start + column);
       if (delta) d[k] = load<W, V>(delta + start + column);
-    }
-  }
-#pragma unroll
-  for (int k = 0; kEarly && k < K; k++) {
-    const int column = (k * blockDim.x + threadIdx.x) * V;
-    if (column < hidden) {
-      w[k] = load<W, V>(weight + column);
-      if (LAYER) b[k] = load<W, V>(bias + column);
     }
   }
   float total = 0.f;
@@ -47,7 +81,7 @@ __global__ void __launch_bounds__(row_threads<E, W>)
       for (int i = 0; i < V; i++) {
         x[k].at[i] = from_float<X>(to_float(x[k].at[i]) + to_float(d[k].at[i]));
       }
-      store(sum + start + column, x[k]);
+      store_away(sum + start + column, x[k]);
     }
 #pragma unroll
     for (int i = 0; i < V; i++) {
@@ -55,23 +89,14 @@ __global__ void __launch_bounds__(row_threads<E, W>)
       total += LAYER ? value : value * value;
     }
   }
-  float centre = 0.f;
-  total = row_reduce<Sum>(total, scratch[0]);
+  float centre = 0.f, square;
   if (LAYER) {
-    centre = total / hidden;
-    total = 0.f;
-#pragma unroll
-    for (int k = 0; k < K; k++) {
-      if ((k * blockDim.x + threadIdx.x) * V >= hidden) continue;
-#pragma unroll
-      for (int i = 0; i < V; i++) {
-        const float distance = to_float(x[k].at[i]) - centre;
-        total += distance * distance;
-      }
-    }
-    total = row_reduce<Sum>(total, scratch[1]);
+    const float2 both = row_moments(x, total, hidden, moments);
+    centre = both.x, square = both.y;
+  } else {
+    square = row_reduce<Sum>(total, scratch) / hidden;
   }
-  const float scale = rsqrtf(total / hidden + epsilon);
+  const float scale = rsqrtf(square + epsilon);
   if (threadIdx.x == 0) {
     if (LAYER) mean[row] = centre;
     rstd[row] = scale;
@@ -81,18 +106,16 @@ __global__ void __launch_bounds__(row_threads<E, W>)
   for (int k = 0; k < K; k++) {
     const int column = (k * blockDim.x + threadIdx.x) * V;
     if (column >= hidden) continue;
-    if (!kEarly) {
-      w[k] = load<W, V>(weight + column);
-      if (LAYER) b[k] = load<W, V>(bias + column);
-    }
-    Vector<W, V> out;
+    const auto w = load<W, V>(weight + column);
+    Vector<W, V> b, out;
+    if (LAYER) b = load<W, V>(bias + column);
 #pragma unroll
     for (int i = 0; i < V; i++) {
-      float value = (to_float(x[k].at[i]) - centre) * scale * to_float(w[k].at[i]);
-      if (LAYER) value += to_float(b[k].at[i]);
+      float value = (to_float(x[k].at[i]) - centre) * scale * to_float(w.at[i]);
+      if (LAYER) value += to_float(b.at[i]);
       out.at[i] = from_float<W>(value);
     }
-    store(normal + start + column, out);
+    store_away(normal + start + column, out);
     if (amax) largest = max(largest, magnitude_of(out));
   }
   if (!amax) return;
@@ -112,19 +135,25 @@ extern "C" int add_norm_forward(const void* residual, const void* delta, const v
                                 float* rstd, unsigned* amax, int64_t rows, int64_t hidden,
                                 int64_t x_dtype, int64_t w_dtype, double epsilon,
                                 cudaStream_t stream) {
-  const RowShape shape = row_shape(hidden);
   return with_residual_type(x_dtype, w_dtype, [&](auto x, auto w) {
     using X = decltype(x);
     using W = decltype(w);
-    return with_elements<W>(shape, [&](auto elements) {
+    const auto run = [&](const RowShape& shape, auto elements, auto layer) {
       constexpr int E = decltype(elements)::value;
-      const auto kernel = bias ? add_norm_forward_kernel<X, W, E, true>
-                               : add_norm_forward_kernel<X, W, E, false>;
-      return launch(kernel, dim3(divide_up(rows, shape.rows)), shape.block(), 0, stream,
+      return launch(add_norm_forward_kernel<X, W, E, decltype(layer)::value>,
+                    dim3(divide_up(rows, shape.rows)), shape.block(), 0, stream,
                     static_cast<const X*>(residual), static_cast<const W*>(delta),
                     static_cast<const W*>(weight), static_cast<const W*>(bias),
-                    static_cast<X*>(sum), static_cast<W*>(normal), mean, rstd, amax, rows,
-                    hidden, epsilon);
+                    static_cast<X*>(sum), static_cast<W*>(normal), mean, rstd, amax, rows, hidden,
+                    epsilon);
+    };
+    if (bias) {
+      return with_row_shape<W, 16>(hidden, [&](const RowShape& shape, auto elements) {
+        return run(shape, elements, std::true_type());
+      });
+    }
+    return with_row_shape<W, 8>(hidden, [&](const RowShape& shape, auto elements) {
+      return run(shape, elements, std::false_type());
     });
   });
 }

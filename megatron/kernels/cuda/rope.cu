@@ -10,72 +10,75 @@ struct Heads {
 };
 
 constexpr int kHeadsAtOnce = 2;
+constexpr int kMostThreads = 256;
+constexpr int kThreads = 192;  // of a block that has several rows, about
 
-// A block has one position. threadIdx.x is a pair of vectors of a head: of channels that turn
-// together (i and i + rotary / 2), or two neighbours of the rest. threadIdx.y goes through the heads
-// of all samples, so that cosines and sines are read once.
+// threadIdx.x is a pair of vectors of a head: of channels that turn together (i and i + rotary / 2),
+// or two neighbours of the rest. threadIdx.y takes one row (a position of a sample) and in it one of
+// `lanes` shares of the heads, kHeadsAtOnce; blockIdx.y tells apart parts of a row too large for a
+// block. A thread asks for all that it moves before it uses any.
 template <typename T, bool BACKWARD>
-__global__ void __launch_bounds__(256, 3)
+__global__ void __launch_bounds__(kMostThreads, 4)
     split_rotate_kernel(T* __restrict__ fused, const float* __restrict__ cosine,
                         const float* __restrict__ sine, Heads<T> query, Heads<T> key,
-                        Heads<T> value, unsigned* __restrict__ amax, int batch, int groups,
-                        int per_group, int head_size, int rotary) {
+                        Heads<T> value, unsigned* __restrict__ amax, int rows, int batch, int lanes,
+                        int groups, int per_group, int head_size, int rotary) {
   constexpr int V = vector_size<T>, H = kHeadsAtOnce;
-  const int64_t position = blockIdx.x;
   const int turning = rotary / (2 * V);
   const bool turns = threadIdx.x < turning;
   const int low = turns ? threadIdx.x * V : rotary + 2 * (threadIdx.x - turning) * V;
-  const int high = low + (turns ? rotary / 2 : V);
+  const int apart = turns ? rotary / 2 : V;  // of the two vectors
+  const int heads = groups * (per_group + 2);
+  const int turn = threadIdx.y / lanes;
+  const int first = blockIdx.y * lanes * H + threadIdx.y - turn * lanes;
+  const int row = blockIdx.x * (blockDim.y / lanes) + turn;
+  const int inside = row < rows ? heads : 0;
+  const int position = row / batch, sample = row - position * batch;
+  Vector<T, V> x[H], y[H];
+  T* part[H];
+  bool rotates[H];
+  T* const whole = fused + (static_cast<int64_t>(row) * heads + first) * head_size + low;
+#pragma unroll
+  for (int h = 0; h < H; h++) {
+    const int head = first + h * lanes;
+    if (head >= inside) break;
+    const int group = head / (per_group + 2), member = head - group * (per_group + 2);
+    const Heads<T>& which = member < per_group ? query : member == per_group ? key : value;
+    const int index = member < per_group ? group * per_group + member : group;
+    part[h] = which.at + position * which.s + sample * which.b + index * which.n + low;
+    rotates[h] = turns && member <= per_group;
+    const T* from = BACKWARD ? part[h] : whole + h * lanes * head_size;
+    x[h] = load<T, V>(from);
+    y[h] = load<T, V>(from + apart);
+  }
   float c[V], s[V];
 #pragma unroll
   for (int i = 0; i < V; i += 4) {
-    if (!turns) break;
-    const auto four_c = load<float, 4>(cosine + position * rotary + low + i);
-    const auto four_s = load<float, 4>(sine + position * rotary + low + i);
+    if (!turns || inside == 0) break;
+    const int64_t at = static_cast<int64_t>(position) * rotary + low + i;
+    const auto four_c = load<float, 4>(cosine + at), four_s = load<float, 4>(sine + at);
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       c[i + j] = four_c.at[j];
       s[i + j] = BACKWARD ? -four_s.at[j] : four_s.at[j];
     }
   }
-  const int heads = groups * (per_group + 2);
-  const int items = batch * heads;
   unsigned largest = 0;
-  for (int first = threadIdx.y; first < items; first += blockDim.y * H) {
-    Vector<T, V> a[H], b[H];
-    T* to[H];
-    bool rotates[H];
 #pragma unroll
-    for (int h = 0; h < H; h++) {
-      const int item = first + h * blockDim.y;
-      if (item >= items) break;
-      const int sample = item / heads, head = item - sample * heads;
-      const int group = head / (per_group + 2), member = head - group * (per_group + 2);
-      rotates[h] = turns && member <= per_group;
-      const Heads<T>& which = member < per_group ? query : member == per_group ? key : value;
-      const int index = member < per_group ? group * per_group + member : group;
-      T* part = which.at + position * which.s + sample * which.b + index * which.n;
-      T* whole = fused + ((position * batch + sample) * heads + head) * head_size;
-      const T* from = BACKWARD ? part : whole;
-      to[h] = BACKWARD ? whole : part;
-      a[h] = load<T, V>(from + low);
-      b[h] = load<T, V>(from + high);
-    }
+  for (int h = 0; h < H; h++) {
+    if (first + h * lanes >= inside) break;
+    if (rotates[h]) {
 #pragma unroll
-    for (int h = 0; h < H; h++) {
-      if (first + h * static_cast<int>(blockDim.y) >= items) break;
-      if (rotates[h]) {
-#pragma unroll
-        for (int i = 0; i < V; i++) {
-          const float x = to_float(a[h].at[i]), y = to_float(b[h].at[i]);
-          a[h].at[i] = from_float<T>(x * c[i] - y * s[i]);
-          b[h].at[i] = from_float<T>(y * c[i] + x * s[i]);
-        }
+      for (int i = 0; i < V; i++) {
+        const float u = to_float(x[h].at[i]), v = to_float(y[h].at[i]);
+        x[h].at[i] = from_float<T>(u * c[i] - v * s[i]);
+        y[h].at[i] = from_float<T>(v * c[i] + u * s[i]);
       }
-      store(to[h] + low, a[h]);
-      store(to[h] + high, b[h]);
-      if (BACKWARD && amax) largest = max(largest, max(magnitude_of(a[h]), magnitude_of(b[h])));
     }
+    T* to = BACKWARD ? whole + h * lanes * head_size : part[h];
+    store_away(to, x[h]);
+    store_away(to + apart, y[h]);
+    if (BACKWARD && amax) largest = max(largest, max(magnitude_of(x[h]), magnitude_of(y[h])));
   }
   if (BACKWARD && amax) raise_by_block(amax, largest);
 }
@@ -95,13 +98,17 @@ extern "C" int split_rotate(void* fused, const float* cosine, const float* sine,
     using T = decltype(t);
     const int64_t pairs = head_size / (2 * vector_size<T>);
     if (pairs < 1 || pairs > 256) return cudaErrorInvalidValue;
-    const int64_t items = batch * groups * (per_group + 2);
-    const int64_t lanes = 256 / pairs < items ? 256 / pairs : items;
+    const int64_t rows = positions * batch;
+    const int64_t shares = divide_up(groups * (per_group + 2), kHeadsAtOnce);
+    const int64_t lanes = min(kMostThreads / pairs, shares);
+    const int64_t rows_at_once = max(int64_t{1}, kThreads / (pairs * lanes));
+    const dim3 grid(divide_up(rows, rows_at_once), divide_up(shares, lanes));
     const auto kernel = backward ? split_rotate_kernel<T, true> : split_rotate_kernel<T, false>;
-    return launch(kernel, dim3(positions), dim3(pairs, lanes), 0, stream, static_cast<T*>(fused),
-                  cosine, sine, Heads<T>{static_cast<T*>(query), query_s, query_b, query_n},
+    return launch(kernel, grid, dim3(pairs, lanes * rows_at_once), 0, stream,
+                  static_cast<T*>(fused), cosine, sine,
+                  Heads<T>{static_cast<T*>(query), query_s, query_b, query_n},
                   Heads<T>{static_cast<T*>(key), key_s, key_b, key_n},
-                  Heads<T>{static_cast<T*>(value), value_s, value_b, value_n}, amax, batch,
-                  groups, per_group, head_size, rotary);
+                  Heads<T>{static_cast<T*>(value), value_s, value_b, value_n}, amax, rows, batch,
+                  lanes, groups, per_group, head_size, rotary);
   });
 }

@@ -10,26 +10,33 @@ struct RowShape {
   dim3 block() const { return dim3(threads, rows); }
 };
 
-inline RowShape row_shape(int64_t columns) {
-  int elements = 8;
-  while (elements < 32 && divide_up(columns, elements) > 256) elements *= 2;
+// The most threads of a block that share a row. Rows have at most 16384 elements where weights have 16
+// bits, or 8192 of 32.
+template <int E>
+constexpr int row_threads = E == 8 ? 256 : 512;
+
+// FEWEST: elements a thread, 8 or 16, while the threads suffice.
+template <int FEWEST>
+RowShape row_shape(int64_t columns) {
+  int elements = FEWEST;
+  if (elements == 8 && divide_up(columns, 8) > row_threads<8>) elements = 16;
+  if (elements == 16 && divide_up(columns, 16) > row_threads<16>) elements = 32;
   const int threads = static_cast<int>(divide_up(divide_up(columns, elements), 32) * 32);
   return {elements, threads, threads == 32 ? 4 : 1};
 }
 
-// The most threads of a block: the longest row has 16384 elements of 16 bits, 8192 of 32.
-template <int E, typename W>
-constexpr int row_threads = E == 32 && sizeof(W) == 2 ? 512 : 256;
-
-// Calls f(integral_constant<int, E>) for the number of elements a thread.
-template <typename W, typename F>
-cudaError_t with_elements(const RowShape& shape, F f) {
-  if (shape.threads < 32 || shape.threads > row_threads<32, W>) return cudaErrorInvalidValue;
-  switch (shape.elements) {
-    case 8: return f(std::integral_constant<int, 8>{});
-    case 16: return f(std::integral_constant<int, 16>{});
-    default: return f(std::integral_constant<int, 32>{});
+// Calls f(shape, integral_constant<int, E>) for the number of elements a thread; W is the weights'
+// type.
+template <typename W, int FEWEST, typename F>
+cudaError_t with_row_shape(int64_t columns, F f) {
+  const RowShape shape = row_shape<FEWEST>(columns);
+  if (shape.threads < 32 || shape.threads > row_threads<32>) return cudaErrorInvalidValue;
+  if constexpr (FEWEST == 8) {
+    if (shape.elements == 8) return f(shape, std::integral_constant<int, 8>{});
   }
+  if (shape.elements == 16) return f(shape, std::integral_constant<int, 16>{});
+  if constexpr (sizeof(W) == 2) return f(shape, std::integral_constant<int, 32>{});
+  return cudaErrorInvalidValue;
 }
 
 // Calls f(X{}, W{}): a residual stream X of the weights' type W, or of fp32.

@@ -1,0 +1,253 @@
+// 16-bit or fp32 tensors to fp8 with the transposed copy that the other products of a linear layer
+// need.
+#include "fp8.cuh"
+
+namespace {
+
+constexpr int kTile = 128;  // rows and columns of a block; a thread has 8 x 8 elements
+constexpr int kGroups = kTile / 8;
+
+constexpr int kStripWarps = 2;  // side by side; the block's others lie below
+constexpr int kStripColumns = kStripWarps * 32 * 8;
+constexpr int kStripRows = 32;  // of a warp
+constexpr int kStripTiers = kThreads / 32 / kStripWarps;
+
+// Largest magnitudes of all rows and of all columns (bits, zero before), in one read. A thread keeps
+// 8 columns and goes through rows, several of which it asks for before it uses one.
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    amax_both_kernel(const T* __restrict__ x, int64_t rows, int64_t columns,
+                     unsigned* __restrict__ of_rows, unsigned* __restrict__ of_columns) {
+  constexpr int N = vector_size<T>, R = 8;
+  __shared__ unsigned down_of[kStripTiers][kStripColumns];
+  __shared__ unsigned across_of[kStripWarps][kStripTiers * kStripRows];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int side = warp % kStripWarps, tier = warp / kStripWarps;
+  const int64_t column = blockIdx.x * static_cast<int64_t>(kStripColumns) + side * 256 + lane * 8;
+  const int64_t top = (blockIdx.y * static_cast<int64_t>(kStripTiers) + tier) * kStripRows;
+  const bool inside = column < columns;
+  Magnitudes<T, N> down[8 / N] = {};
+  for (int first = 0; first < kStripRows; first += R) {
+    Vector<T, N> held[R][8 / N] = {};
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      if (!inside || top + first + r >= rows) continue;
+#pragma unroll
+      for (int part = 0; part < 8 / N; ++part) {
+        held[r][part] = load<T, N>(x + (top + first + r) * columns + column + part * N);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      unsigned largest = 0;
+#pragma unroll
+      for (int part = 0; part < 8 / N; ++part) {
+        largest = max(largest, magnitude_of(held[r][part]));
+        down[part].raise(held[r][part]);
+      }
+      largest = __reduce_max_sync(0xffffffffu, largest);
+      if (lane == 0) across_of[side][tier * kStripRows + first + r] = largest;
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < 8; ++j) down_of[tier][side * 256 + lane * 8 + j] = down[j / N].of(j % N);
+  __syncthreads();
+  for (int i = threadIdx.x; i < kStripTiers * kStripRows; i += kThreads) {
+    const int64_t row = blockIdx.y * static_cast<int64_t>(kStripTiers * kStripRows) + i;
+    unsigned largest = across_of[0][i];
+#pragma unroll
+    for (int k = 1; k < kStripWarps; ++k) largest = max(largest, across_of[k][i]);
+    if (row < rows) atomicMax(of_rows + row, largest);
+  }
+  for (int i = threadIdx.x; i < kStripColumns; i += kThreads) {
+    const int64_t mine = blockIdx.x * static_cast<int64_t>(kStripColumns) + i;
+    unsigned largest = down_of[0][i];
+#pragma unroll
+    for (int k = 1; k < kStripTiers; ++k) largest = max(largest, down_of[k][i]);
+    if (mine < columns) atomicMax(of_columns + mine, largest);
+  }
+}
+
+// Byte j of each of 8 rows of 8 bytes.
+__device__ __forceinline__ uint2 column_of(const uint2 (&rows)[8], int j) {
+  unsigned bytes[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const unsigned half = j < 4 ? rows[i].x : rows[i].y;
+    bytes[i] = half >> (8 * (j % 4));
+  }
+  const auto join = [&](int i) {
+    const unsigned low = __byte_perm(bytes[i], bytes[i + 1], 0x0040);
+    const unsigned high = __byte_perm(bytes[i + 2], bytes[i + 3], 0x0040);
+    return __byte_perm(low, high, 0x5410);
+  };
+  return make_uint2(join(0), join(4));
+}
+
+// 8 x 8 bytes of each thread of a block, turned and stored into transposed [columns, rows]. The
+// tile, [column][row group], is swizzled so that no access has a bank conflict.
+__device__ __forceinline__ void store_turned(uint2 (&tile)[kTile][kGroups],
+                                             const uint2 (&packed)[8],
+                                             unsigned char* __restrict__ transposed, int64_t left,
+                                             int64_t top, int64_t rows, int64_t columns) {
+  const int group = threadIdx.x % kGroups, strip = threadIdx.x / kGroups;
+#pragma unroll
+  for (int j = 0; j < 8; ++j) tile[group * 8 + j][strip ^ group] = column_of(packed, j);
+  __syncthreads();
+#pragma unroll
+  for (int k = 0; k < kTile * kTile / 16 / kThreads; ++k) {
+    const int place = k * kThreads + threadIdx.x;
+    const int line = place / (kGroups / 2), pair = place % (kGroups / 2);
+    if (left + line >= columns || top + pair * 16 >= rows) continue;
+    const int turn = line / 8;
+    const uint2 first = tile[line][(2 * pair) ^ turn], second = tile[line][(2 * pair + 1) ^ turn];
+    *reinterpret_cast<uint4*>(transposed + (left + line) * rows + top + pair * 16) =
+        make_uint4(first.x, first.y, second.x, second.y);
+  }
+}
+
+// y [columns, rows] = x^T, bytes; rows and columns are multiples of 16.
+__global__ void __launch_bounds__(kThreads)
+    transpose_kernel(const unsigned char* __restrict__ x, unsigned char* __restrict__ y,
+                     int64_t rows, int64_t columns) {
+  __shared__ uint2 tile[kTile][kGroups];
+  const int64_t left = blockIdx.x * static_cast<int64_t>(kTile);
+  const int64_t top = blockIdx.y * static_cast<int64_t>(kTile);
+  const int64_t column = left + threadIdx.x % kGroups * 8;
+  const int64_t row = top + threadIdx.x / kGroups * 8;
+  uint2 packed[8] = {};
+  if (row < rows && column < columns) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      packed[i] = *reinterpret_cast<const uint2*>(x + (row + i) * columns + column);
+    }
+  }
+  store_turned(tile, packed, y, left, top, rows, columns);
+}
+
+struct Scales {  // what a cast with its transpose reads and writes
+  const float *of_rows, *of_columns;    // largest magnitudes
+  float *inverse_rows, *inverse_columns;
+  bool is_single;  // one for the whole tensor: the four have one element, used by both copies
+};
+
+// y [rows, columns] and its transpose, both from one read. rows and columns are multiples of 16.
+// Measuring, *found (bits) rises to the largest magnitude of x. What a thread has asked for waits in
+// shared memory: registers for it would leave too few threads to keep memory busy.
+template <typename T, int64_t fp8, bool measures>
+__global__ void __launch_bounds__(kThreads, 4)
+    cast_transpose_kernel(const T* __restrict__ x, unsigned char* __restrict__ y,
+                          unsigned char* __restrict__ transposed, int64_t rows, int64_t columns,
+                          Scales scales, unsigned* __restrict__ found) {
+  using Eight = Vector<T, 8>;
+  __shared__ float factors[2][kTile];  // of the rows, of the columns
+  auto* memory = dynamic_shared<unsigned char>();
+  auto& waiting = *reinterpret_cast<Eight(*)[8][kThreads]>(memory);
+  auto& tile = *reinterpret_cast<uint2(*)[kTile][kGroups]>(memory);  // once nothing waits
+  const int group = threadIdx.x % kGroups, strip = threadIdx.x / kGroups;
+  const int64_t left = blockIdx.x * static_cast<int64_t>(kTile);
+  const int64_t top = blockIdx.y * static_cast<int64_t>(kTile);
+  const int64_t column = left + group * 8, row = top + strip * 8;
+  const bool inside = row < rows && column < columns;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    if (!inside) break;
+    const T* from = x + (row + i) * columns + column;
+#pragma unroll
+    for (int j = 0; j < 8; j += vector_size<T>) {
+      copy_async_16(&waiting[i][threadIdx.x].at[j], from + j);
+    }
+  }
+  copy_async_commit();
+  float factor = 0.f;
+  if (scales.is_single) {
+    const Scale scale = scale_of(*scales.of_rows, fp8);
+    if (threadIdx.x == 0 && left == 0 && top == 0) *scales.inverse_rows = scale.inverse;
+    factor = scale.forward;
+  } else {  // a thread for each row and each column of the tile
+    const bool of_column = threadIdx.x >= kTile;
+    const int64_t place = (of_column ? left : top) + threadIdx.x % kTile;
+    if (place < (of_column ? columns : rows)) {
+      const Scale scale = scale_of((of_column ? scales.of_columns : scales.of_rows)[place], fp8);
+      factors[of_column][threadIdx.x % kTile] = scale.forward;
+      if (!of_column && left == 0) scales.inverse_rows[place] = scale.inverse;
+      if (of_column && top == 0) scales.inverse_columns[place] = scale.inverse;
+    }
+    __syncthreads();
+  }
+  float by_column[8];
+#pragma unroll
+  for (int j = 0; j < 8; ++j) by_column[j] = scales.is_single ? 0.f : factors[1][group * 8 + j];
+  copy_async_wait<0>();
+  uint2 packed[8];
+  unsigned largest = 0;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    if (!inside) break;
+    float values[8], scaled[8];
+    load_8(waiting[i][threadIdx.x].at, values);
+    if (!scales.is_single) factor = factors[0][strip * 8 + i];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) scaled[j] = at_scale<measures>(values[j], factor, largest);
+    auto bytes = to_fp8(scaled, fp8);
+    store(y + (row + i) * columns + column, bytes);
+    if (!scales.is_single) {  // other scales: other bytes
+#pragma unroll
+      for (int j = 0; j < 8; ++j) scaled[j] = values[j] * by_column[j];
+      bytes = to_fp8(scaled, fp8);
+    }
+    packed[i] = *reinterpret_cast<const uint2*>(&bytes);
+  }
+  __syncthreads();
+  store_turned(tile, packed, transposed, left, top, rows, columns);
+  if constexpr (measures) raise_by_block(found, largest);
+}
+
+dim3 tiles(int64_t rows, int64_t columns) {
+  return dim3(divide_up(columns, kTile), divide_up(rows, kTile));
+}
+
+}  // namespace
+
+// Largest magnitudes of x [rows, columns] by row and by column, zero before; columns a multiple
+// of 8.
+extern "C" int fp8_amax_both(const void* x, float* of_rows, float* of_columns, int64_t rows,
+                             int64_t columns, int64_t dtype, cudaStream_t stream) {
+  if (rows == 0 || columns == 0) return cudaSuccess;
+  return with_type(dtype, [&](auto type) {
+    using T = decltype(type);
+    const dim3 grid(divide_up(columns, kStripColumns), divide_up(rows, kStripTiers * kStripRows));
+    return launch(amax_both_kernel<T>, grid, kThreads, 0, stream, static_cast<const T*>(x), rows,
+                  columns, reinterpret_cast<unsigned*>(of_rows),
+                  reinterpret_cast<unsigned*>(of_columns));
+  });
+}
+
+// y [rows, columns] and transposed [columns, rows]; both sizes multiples of 16. With
+// amax_columns null one scale serves both, and found may be there, which rises to the largest
+// magnitude of x; else y has one a row and transposed one a column.
+extern "C" int fp8_cast_transpose(const void* x, void* y, void* transposed, const float* amax,
+                                  const float* amax_columns, float* inverse,
+                                  float* inverse_columns, float* found, int64_t rows,
+                                  int64_t columns, int64_t dtype, int64_t fp8,
+                                  cudaStream_t stream) {
+  if (rows == 0 || columns == 0) return cudaSuccess;
+  const Scales scales{amax, amax_columns, inverse, inverse_columns, amax_columns == nullptr};
+  return with_formats(dtype, fp8, found != nullptr, [&](auto type, auto format, auto measures) {
+    using T = decltype(type);
+    constexpr size_t kWaiting = kTile * kTile * sizeof(T);
+    return launch(cast_transpose_kernel<T, decltype(format)::value, decltype(measures)::value>,
+                  tiles(rows, columns), kThreads, kWaiting, stream, static_cast<const T*>(x),
+                  static_cast<unsigned char*>(y), static_cast<unsigned char*>(transposed), rows,
+                  columns, scales, reinterpret_cast<unsigned*>(found));
+  });
+}
+
+// y [columns, rows] = x^T, bytes; both sizes multiples of 16.
+extern "C" int fp8_transpose(const void* x, void* y, int64_t rows, int64_t columns,
+                             cudaStream_t stream) {
+  if (rows == 0 || columns == 0) return cudaSuccess;
+  return launch(transpose_kernel, tiles(rows, columns), kThreads, 0, stream,
+                static_cast<const unsigned char*>(x), static_cast<unsigned char*>(y), rows,
+                columns);
+}
