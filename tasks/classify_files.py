@@ -17,16 +17,16 @@ _LETTERS = "ABCD"
 
 @dataclass(frozen=True)
 class Example:
-    """Something to choose about.
+    """Something to find out about.
 
     Attributes:
         texts: pairs, the second None where there is one text: one for a sample whose class is
             asked for, or one for every choice.
-        label: of the class, or of the right choice.
+        label: number of the class or of the right choice, or where a number is asked for that.
     """
 
     texts: tuple[tuple[str, str | None], ...]
-    label: int
+    label: int | float
 
 
 @dataclass(frozen=True)
@@ -53,22 +53,26 @@ class GlueTask:
     Attributes:
         labels: as written in the files, in the order of the classes.
         columns: where they and the texts stand.
-        score: what the best checkpoint is chosen by.
+        scores: what GLUE names for the task; the best checkpoint is chosen by their mean.
+        span: instead of `labels`: lowest and highest of the numbers that the labels are.
     """
 
     labels: tuple[str, ...]
     columns: Columns
-    score: str = "accuracy"
+    scores: tuple[str, ...] = ("accuracy",)
+    span: tuple[int, int] | None = None
 
 
 _YES_NO = ("0", "1")
 _ENTAILS = ("entailment", "not_entailment")
+_TWO_SCORES = ("accuracy", "F1")
 GLUE: dict[str, GlueTask] = {
     "MNLI": GlueTask(("contradiction", "entailment", "neutral"), Columns((12, 16), 8, 9, -1)),
-    "QQP": GlueTask(_YES_NO, Columns((6,), 3, 4, 5)),
+    "QQP": GlueTask(_YES_NO, Columns((6,), 3, 4, 5), _TWO_SCORES),
     "SST-2": GlueTask(_YES_NO, Columns((2,), 0, None, 1)),
-    "CoLA": GlueTask(_YES_NO, Columns((4,), 3, None, 1), score="matthews"),
-    "MRPC": GlueTask(_YES_NO, Columns((5,), 3, 4, 0)),
+    "CoLA": GlueTask(_YES_NO, Columns((4,), 3, None, 1), ("matthews",)),
+    "MRPC": GlueTask(_YES_NO, Columns((5,), 3, 4, 0), _TWO_SCORES),
+    "STS-B": GlueTask((), Columns((10,), 7, 8, 9), ("pearson", "spearman"), span=(0, 5)),
     "QNLI": GlueTask(_ENTAILS, Columns((4,), 1, 2, 3)),
     "RTE": GlueTask(_ENTAILS, Columns((4,), 1, 2, 3)),
     "WNLI": GlueTask(_YES_NO, Columns((4,), 1, 2, 3)),
@@ -90,7 +94,7 @@ def read_glue(task: str, path: str) -> list[Example]:
         problem = _problem(cells, spec)
         if problem is None:
             examples.append(_example(cells, spec))
-        elif number > 1 or len(cells) not in spec.columns.counts:
+        elif number > 1 or not _are_titles(cells, spec.columns):
             wrong.append(f"{path}, line {number}: {problem}")
     if wrong and len(wrong) > _MOST_WRONG * len(examples):
         raise DataError(f"--task {task}: {wrong[0]} ({len(wrong):,} such lines in all)")
@@ -111,17 +115,35 @@ def _problem(cells: Sequence[str], spec: GlueTask) -> str | None:
     if len(cells) not in columns.counts:
         wanted = " or ".join(map(str, columns.counts))
         return f"{len(cells)} columns between tabs, where {wanted} are expected"
-    if cells[columns.label] not in spec.labels:
-        return f"label {cells[columns.label]!r}, where one of {', '.join(spec.labels)} is expected"
+    label = cells[columns.label]
+    if spec.span is not None and not _lies_in(label, spec.span):
+        low, high = spec.span
+        return f"label {label!r}, where a number from {low} to {high} is expected"
+    if spec.span is None and label not in spec.labels:
+        return f"label {label!r}, where one of {', '.join(spec.labels)} is expected"
     texts = [columns.first] if columns.second is None else [columns.first, columns.second]
     return None if all(cells[column].strip() for column in texts) else "an empty text"
+
+
+def _are_titles(cells: Sequence[str], columns: Columns) -> bool:
+    """Whether a first line without a label of the task names the columns."""
+    return len(cells) in columns.counts and any(map(str.isalpha, cells[columns.label]))
 
 
 def _example(cells: Sequence[str], spec: GlueTask) -> Example:
     columns = spec.columns
     second = None if columns.second is None else _tidy(cells[columns.second])
-    label = spec.labels.index(cells[columns.label])
-    return Example(((_tidy(cells[columns.first]), second),), label)
+    label = cells[columns.label]
+    value = float(label) if spec.span is not None else spec.labels.index(label)
+    return Example(((_tidy(cells[columns.first]), second),), value)
+
+
+def _lies_in(text: str, span: tuple[int, int]) -> bool:
+    """Whether it is a number from the first to the second of `span`."""
+    try:
+        return span[0] <= float(text) <= span[1]
+    except ValueError:
+        return False
 
 
 def read_race(folder: str) -> list[Example]:

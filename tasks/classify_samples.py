@@ -99,7 +99,7 @@ class Epochs:
 
 
 class FilledUp:
-    """A dataset and repetitions of its first sample, up to `length`; `counted` tells which it is.
+    """A dataset and repetitions of its first sample, up to `length`, each with its own `id`.
 
     Args:
         dataset: of at least one sample.
@@ -114,9 +114,8 @@ class FilledUp:
         return self._length
 
     def __getitem__(self, i: int) -> Sample:
-        is_own = i < len(self._dataset)
-        sample: Sample = self._dataset[i if is_own else 0]
-        return {**sample, "counted": np.array(int(is_own))}
+        sample: Sample = self._dataset[i if i < len(self._dataset) else 0]
+        return {**sample, "id": i}
 
 
 class Repeated:

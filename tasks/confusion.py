@@ -11,6 +11,14 @@ Matrix = Sequence[Sequence[int]]  # [class][guess]
 CLASS_TITLES = ("class", "examples", "correct", "precision", "recall", "F1")
 
 
+def count(labels: Sequence[float], guesses: Sequence[float], size: int) -> Matrix:
+    """How often each of `size` classes was taken for each."""
+    matrix = [[0] * size for _ in range(size)]
+    for label, guess in zip(labels, guesses, strict=True):
+        matrix[int(label)][int(guess)] += 1
+    return matrix
+
+
 def accuracy(matrix: Matrix) -> float:
     """Share of right guesses."""
     return sum(matrix[i][i] for i in range(len(matrix))) / _total(matrix)

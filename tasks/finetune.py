@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -22,40 +20,14 @@ from megatron.training.recipe import Batch, SampleCounts, Splits
 from tasks.classify_files import Example
 from tasks.classify_samples import Epochs, Repeated, TextSamples
 from tasks.table import PROGRAM
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What is chosen among.
-
-    Attributes:
-        task: its name.
-        classes: their names, in order.
-        texts: of a sample: 1, or as many as there are classes, one of which is right.
-        score: what the best checkpoint is chosen by.
-    """
-
-    task: str
-    classes: tuple[str, ...]
-    texts: int = 1
-    score: str = "accuracy"
-
-    @property
-    def head_name(self) -> str:
-        """Megatron's name of the last layer."""
-        return "classification_head" if self.texts == 1 else "multichoice_head"
-
-    @property
-    def outputs(self) -> int:
-        """Of the last layer, for each text."""
-        return len(self.classes) // self.texts
+from tasks.target import Target
 
 
 class FinetuneRecipe:
-    """Cross entropy over the classes of labelled texts, an epoch after another.
+    """The classes of labelled texts by cross entropy, or their numbers by squared error.
 
     Args:
-        choice: what is chosen among.
+        target: what is to be found.
         train: examples to train on; none where there is only evaluation.
         valid: examples whose loss is computed between epochs, with --eval-iters.
         used: examples of an epoch; None: all, and what fills no batch goes into the next epoch's.
@@ -66,12 +38,12 @@ class FinetuneRecipe:
 
     def __init__(
         self,
-        choice: Choice,
+        target: Target,
         train: Sequence[Example],
         valid: Sequence[Example],
         used: int | None,
     ) -> None:
-        self.choice = choice
+        self.target = target
         self._train = train
         self._valid = valid
         self._used = used
@@ -87,7 +59,7 @@ class FinetuneRecipe:
         padded_vocab_size: int,
         part: ModelPart,
     ) -> BertChooser:
-        network = partial(BertChooser, head_name=self.choice.head_name, outputs=self.choice.outputs)
+        network = partial(BertChooser, head_name=self.target.head_name, outputs=self.target.outputs)
         return build_model(network, config, layout, device, padded_vocab_size, part)
 
     def describe_kernels(self, part: BertChooser) -> str:
@@ -122,7 +94,10 @@ class FinetuneRecipe:
         result = self._scores(part, batch, hidden)
         if not part.part.head:
             return result
-        return {"lm loss": F.cross_entropy(result.float(), batch["label"])}
+        scores, label = result.float(), batch["label"]
+        if self.target.span is not None:
+            return {"lm loss": F.mse_loss(scores[:, 0], label.float())}
+        return {"lm loss": F.cross_entropy(scores, label)}
 
     def guess(
         self,
@@ -133,14 +108,12 @@ class FinetuneRecipe:
         tokenizer: Tokenizer,
         layout: Layout,
     ) -> Tensor | Mapping[str, Tensor]:
-        """As `forward`, but at the end how often each class was taken for each: [class, guess]."""
+        """As `forward`, but at the end what is guessed for each sample, float [b]."""
         result = self._scores(part, batch, hidden)
         if not part.part.head:
             return result
-        size = len(self.choice.classes)
-        cells = batch["label"] * size + result.argmax(dim=-1)
-        counts = torch.zeros(size * size, dtype=torch.int64, device=cells.device)
-        return {"counts": counts.index_add(0, cells, batch["counted"]).view(size, size)}
+        is_number = self.target.span is not None
+        return {"guess": result[:, 0].float() if is_number else result.argmax(dim=-1).float()}
 
     def _scores(self, part: BertChooser, batch: Batch, hidden: Tensor | None) -> Tensor:
         return part.choose(batch["text"], batch["padding_mask"].bool(), batch["types"], hidden)

@@ -27,9 +27,10 @@ from megatron.training.pretrain import pretrain
 from megatron.training.process import show_notices
 from tasks.classify_files import GLUE, Example, read_glue, read_race
 from tasks.files import find_missing
-from tasks.finetune import Choice, FinetuneRecipe
+from tasks.finetune import FinetuneRecipe
 from tasks.finetune_extras import Finetuning
 from tasks.table import PROGRAM
+from tasks.target import Target
 
 FindStart = Callable[[Mapping[str, Any]], RunConfig]
 # What can only be said once the length of the run is known.
@@ -40,7 +41,7 @@ _LATE: tuple[Rule, ...] = (
     rules_training.saving,
 )
 _OF_CORPORA: tuple[Rule, ...] = (rules_data.sources, rules_data.blends, rules_data.split)
-RACE = Choice("RACE", tuple("ABCD"), texts=4)
+RACE = Target("RACE", tuple("ABCD"), texts=4)
 
 
 def run(task: str, arguments: list[str], launch: Launch) -> int:
@@ -66,12 +67,12 @@ def prepare(
         DataError: a file is not what the task expects.
     """
     options, own = parsed.extra
-    choice, read = _find_choice(task)
+    target, read = find_target(task)
     train = [example for path in own.train_data or () for example in read(path)]
     valid = {path: read(path) for path in options.valid_data or ()}
     config, used = with_length(parsed.config, own, len(train), world_size)
     recipe = FinetuneRecipe(
-        choice, train, [example for examples in valid.values() for example in examples], used
+        target, train, [example for examples in valid.values() for example in examples], used
     )
     epochs = own.epochs or 0
     extras = Finetuning(
@@ -119,11 +120,13 @@ def parse(
     )
 
 
-def _find_choice(task: str) -> tuple[Choice, Callable[[str], list[Example]]]:
-    """What is chosen among, and how to read a file of it."""
+def find_target(task: str) -> tuple[Target, Callable[[str], list[Example]]]:
+    """What is to be found, and how to read a file of it."""
     if task == "RACE":
         return RACE, read_race
-    return Choice(task, GLUE[task].labels, score=GLUE[task].score), partial(read_glue, task)
+    spec = GLUE[task]
+    target = Target(task, spec.labels, span=spec.span, scores=spec.scores)
+    return target, partial(read_glue, task)
 
 
 def with_length(

@@ -15,7 +15,6 @@ from megatron.checkpoint.exchange import Exchange
 from megatron.checkpoint.vocabulary import PaddedReader
 from megatron.config.run import known
 from megatron.config.tasks import TaskConfig
-from megatron.data.sample import SampleDataset
 from megatron.inference.load import open_existing
 from megatron.parallel.collectives import all_reduce
 from megatron.training.callbacks.base import Callback, Leave
@@ -28,10 +27,10 @@ from megatron.training.run import Run
 from megatron.training.step import StepOutcome
 from tasks.classify_files import Example
 from tasks.classify_samples import FilledUp, TextSamples
-from tasks.confusion import CLASS_TITLES, Matrix, class_rows, summary
 from tasks.finetune import FinetuneRecipe
 from tasks.progress import Progress
-from tasks.results import Numbers, format_number, format_table, write_results
+from tasks.results import Numbers, format_number, write_results
+from tasks.target import Guesses
 
 BEST = "best"  # a folder in --save
 _RECORD = "evaluation.json"  # in it: of which iteration, and how good
@@ -43,14 +42,12 @@ class Evaluated:
     """One evaluation on all files."""
 
     iteration: int
-    by_file: Mapping[str, Matrix]
+    by_file: Mapping[str, Guesses]
 
     @property
-    def all_files(self) -> Matrix:
-        """The counts of all files together."""
-        matrices = [torch.tensor(matrix) for matrix in self.by_file.values()]
-        result: Matrix = torch.stack(matrices).sum(dim=0).tolist()
-        return result
+    def all_files(self) -> Guesses:
+        """The guesses of all files together."""
+        return Guesses.joined(self.by_file.values())
 
 
 class Finetuning(Extras):
@@ -86,10 +83,10 @@ class Finetuning(Extras):
     def begin(self, run: Run) -> None:
         """Weights of the pretrained model, unless the finetuning itself goes on."""
         if run.channel is not None:  # of a sample's texts each is a sequence
-            shape = (run.batches.micro_batch * self._recipe.choice.texts, _hidden(run))
+            shape = (run.batches.micro_batch * self._recipe.target.texts, _hidden(run))
             run.channel = run.channel.with_shape((_sequence(run), *shape))
         if self._pretrained is not None and run.progress.iteration == 0:
-            _take_pretrained(run, self._pretrained, self._recipe.choice.head_name)
+            _take_pretrained(run, self._pretrained, self._recipe.target.head_name)
 
     def callbacks(self, run: Run) -> list[Callback]:
         """Evaluation at the end of each epoch."""
@@ -107,8 +104,8 @@ class Finetuning(Extras):
 
     def evaluate(self, run: Run) -> None:
         """Guess on all files, tell, and keep the weights if they are the best. Collective."""
-        counts = {name: count_guesses(run, self._recipe, data) for name, data in self._data(run)}
-        self.last = Evaluated(run.progress.iteration, counts)
+        found = {name: collect_guesses(run, self._recipe, data) for name, data in self._data(run)}
+        self.last = Evaluated(run.progress.iteration, found)
         if run.layout.world.rank == 0:
             say(self._table(run, self.last))
         self._keep_if_best(run, self.last)
@@ -126,17 +123,12 @@ class Finetuning(Extras):
         ]
 
     def _table(self, run: Run, evaluated: Evaluated) -> str:
-        title = f"{self._recipe.choice.task} at iteration {evaluated.iteration}"
-        parts = [title]
-        for name, matrix in evaluated.by_file.items():
-            numbers = summary(matrix)
-            rows = class_rows(matrix, self._recipe.choice.classes)
-            shown = ", ".join(f"{key} {format_number(value)}" for key, value in numbers.items())
-            parts.append(f"{name}: {shown}\n{format_table(CLASS_TITLES, rows)}")
+        target = self._recipe.target
+        parts = [f"{target.task} at iteration {evaluated.iteration}"]
+        for name, found in evaluated.by_file.items():
+            parts.append(f"{name}: {_in_line(target.numbers(found))}\n{target.table(found)}")
         if len(evaluated.by_file) > 1:
-            numbers = summary(evaluated.all_files)
-            shown = ", ".join(f"{key} {format_number(value)}" for key, value in numbers.items())
-            parts.append(f"all files: {shown}")
+            parts.append(f"all files: {_in_line(target.numbers(evaluated.all_files))}")
         return "\n".join(parts)
 
     def _keep_if_best(self, run: Run, evaluated: Evaluated) -> None:
@@ -144,31 +136,35 @@ class Finetuning(Extras):
         if run.config.checkpoint.save is None or not self._epoch_iterations:
             return
         root = Path(run.config.checkpoint.save) / BEST
-        score = float(summary(evaluated.all_files)[self._recipe.choice.score])
-        best = Exchange(run.layout.world).on_main(lambda: _best_score(root))
-        if score <= best:
+        target = self._recipe.target
+        score = target.score(target.numbers(evaluated.all_files))
+        best = Exchange(run.layout.world).on_main(lambda: _best_score(root, target.scores))
+        if not score > best:  # of numbers that are none nothing is kept
             return
         save_weights(run, root)
         if run.layout.world.rank == 0:
-            record = {"iteration": evaluated.iteration, "score": score}
+            record = {"iteration": evaluated.iteration, "score": score, "of": target.scores}
             write_results(root / _RECORD, record)
-            say(f"  the best so far ({self._recipe.choice.score} {score:.6g}): kept in {root}")
+            say(f"  the best so far ({target.score_name} {score:.6g}): kept in {root}")
 
     def _write(self, run: Run, evaluated: Evaluated) -> None:
         path = self._results_path(run)
         if path is None:
             return
+        target = self._recipe.target
+        together = target.numbers(evaluated.all_files)
         content: dict[str, Any] = {
-            "task": self._recipe.choice.task,
+            "task": target.task,
             "iteration": evaluated.iteration,
-            "results": _with_underscores(summary(evaluated.all_files)),
+            "score": target.score(together),
+            "score_of": target.scores,
+            "results": _with_underscores(together),
             "files": {
                 name: {
-                    "results": _with_underscores(summary(matrix)),
-                    "classes": list(self._recipe.choice.classes),
-                    "counts": matrix,
+                    "results": _with_underscores(target.numbers(found)),
+                    **target.details(found),
                 }
-                for name, matrix in evaluated.by_file.items()
+                for name, found in evaluated.by_file.items()
             },
             "pretrained_checkpoint": self._pretrained,
             "layout": run.layout.describe(),
@@ -187,7 +183,7 @@ class Finetuning(Extras):
         folder = run.config.checkpoint.save
         if folder is None:
             return None
-        name = f"{self._recipe.choice.task.lower()}-iter_{run.progress.iteration:07d}.json"
+        name = f"{self._recipe.target.task.lower()}-iter_{run.progress.iteration:07d}.json"
         return Path(folder) / "evaluation" / name
 
 
@@ -203,14 +199,15 @@ class _AtEpochsEnd(Callback):
             self._finetuning.evaluate(run)
 
 
-def count_guesses(run: Run, recipe: FinetuneRecipe, dataset: SampleDataset) -> Matrix:
-    """How often each class was taken for each: [class][guess], every sample once. Collective."""
+def collect_guesses(run: Run, recipe: FinetuneRecipe, dataset: TextSamples) -> Guesses:
+    """What the model guesses of every sample, each looked at once. Collective."""
     run.optimizer.wait_for_weights()
     each = run.batches.samples_per_pass
     passes_needed = -(-len(dataset) // each)
-    batches = batches_from(run, FilledUp(dataset, passes_needed * each), consumed=0)
-    size = len(recipe.choice.classes)
-    total = torch.zeros(size, size, dtype=torch.int64, device=run.device.torch_device)
+    filled = FilledUp(dataset, passes_needed * each)
+    batches = batches_from(run, filled, consumed=0)
+    guesses = torch.zeros(len(filled), device=run.device.torch_device)
+    looks = torch.zeros_like(guesses)
     progress = Progress(
         shown=run.layout.world.rank == 0, log_interval=run.config.logging.log_interval
     )
@@ -221,11 +218,14 @@ def count_guesses(run: Run, recipe: FinetuneRecipe, dataset: SampleDataset) -> M
         passes = Passes(run, batches, count, forward=recipe.guess)
         passes.forward()
         if passes.losses and run.layout.tensor.is_first:
-            total += torch.stack(passes.losses["counts"]).sum(dim=0)
+            ids = [i for micro_batch in passes.sample_ids for i in micro_batch]
+            guesses[ids] = torch.cat(passes.losses["guess"])
+            looks[ids] += 1
         progress(first + count, passes_needed)
-    matrix: Matrix = all_reduce(total, run.layout.world).tolist()
-    assert sum(map(sum, matrix)) == len(dataset), "a sample was not counted once"
-    return matrix
+    guesses, looks = (all_reduce(values, run.layout.world) for values in (guesses, looks))
+    assert bool((looks == 1).all()), "a sample was not looked at once"
+    labels = tuple(example.label for example in dataset.examples)
+    return Guesses(labels, tuple(guesses[: len(dataset)].tolist()))
 
 
 def _take_pretrained(run: Run, folder: str, head_name: str) -> None:
@@ -242,12 +242,15 @@ def _take_pretrained(run: Run, folder: str, head_name: str) -> None:
     run.pretrained = f"{reader.path} (drawn anew: {', '.join(fresh)})"
 
 
-def _best_score(root: Path) -> float:
-    """Of the weights that are kept; below all others where there are none."""
+def _best_score(root: Path, scores: Sequence[str]) -> float:
+    """Of the weights that are kept; below all others where none are, chosen by these scores."""
     try:
-        return float(json.loads((root / _RECORD).read_text())["score"])
+        record = json.loads((root / _RECORD).read_text())
+        if record["of"] == list(scores):
+            return float(record["score"])
     except (OSError, ValueError, KeyError, TypeError):
-        return -2.0
+        pass
+    return -2.0
 
 
 def _hidden(run: Run) -> int:
@@ -261,3 +264,7 @@ def _sequence(run: Run) -> int:
 
 def _with_underscores(numbers: Numbers) -> dict[str, Any]:
     return {key.replace(" ", "_"): value for key, value in numbers.items()}
+
+
+def _in_line(numbers: Numbers) -> str:
+    return ", ".join(f"{key} {format_number(value)}" for key, value in numbers.items())

@@ -48,6 +48,7 @@ TASKS: dict[str, Task] = {
     "SST-2": Task("finetuning", "is a film review good or bad?"),
     "CoLA": Task("finetuning", "is a sentence grammatical?"),
     "MRPC": Task("finetuning", "do two sentences say the same?"),
+    "STS-B": Task("finetuning", "how much alike are two sentences, from 0 to 5?"),
     "QNLI": Task("finetuning", "does a sentence answer the question?"),
     "RTE": Task("finetuning", "does one text follow from the other?"),
     "WNLI": Task("finetuning", "does a sentence with a pronoun resolved follow from it?"),

@@ -53,7 +53,7 @@ def collate(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
     """Stack each part of the samples: `[b, ...]` where it is an array, `[b]` where it is a number;
     `SEGMENT_ENDS` are joined, see `join_ends`.
 
-    All int64.
+    All int64, but for labels that are numbers with a fraction: float64.
     """
     columns: dict[str, list[Any]]
     columns = {name: [sample[name] for sample in samples] for name in samples[0]}

@@ -3,15 +3,17 @@
 import json
 import random
 
+import numpy as np
 import pytest
 import torch
 
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.errors import CheckpointError, ConfigError, DataError
 from megatron.parallel.layout import Layout
-from tasks import finetune_command
+from tasks import confusion, finetune_command
 from tasks.classify_files import read_glue, read_race
 from tasks.classify_samples import Epochs, TextSamples
+from tasks.target import Guesses
 from tests.distributed import run_distributed
 from tests.tasks.toy import WORDS, finetune, save_bert
 
@@ -30,6 +32,10 @@ def toy(tmp_path_factory):
         labels = [i % 2 for i in range(count)]
         lines = [f"{_sentence(chance, WORDS[label])}\t{label}" for label in labels]
         (folder / f"{name}.tsv").write_text("sentence\tlabel\n" + "\n".join(lines) + "\n")
+        pairs = [[*"0123456", _sentence(chance, WORDS[i % 11]), "w0 w1", i % 11 / 2]
+                 for i in range(count)]  # fmt: skip
+        text = "\n".join("\t".join(map(str, cells)) for cells in pairs)
+        (folder / f"{name}.sts").write_text(text + "\n")
         articles = [
             {
                 "article": _sentence(chance, WORDS[i % 4]),
@@ -57,12 +63,12 @@ def test_it_learns_and_keeps_the_best(toy, tmp_path):
     losses, last = finetune(Layout.single(), "SST-2", words)
     assert len(losses) == 4 * (67 // 8)
     assert losses[-1] < losses[0] / 2
-    assert last.all_files == [[12, 0], [0, 11]]
+    assert _counts(last) == [[12, 0], [0, 11]]
     written = json.loads((tmp_path / "evaluation" / "sst-2-iter_0000032.json").read_text())
     (file,) = written["files"].values()
-    assert file["counts"] == last.all_files
+    assert file["counts"] == _counts(last)
     best = open_checkpoint(tmp_path / "best")
-    assert written["best"] == {"iteration": best.iteration, "score": 1.0}
+    assert written["best"] == {"iteration": best.iteration, "score": 1.0, "of": ["accuracy"]}
     assert not any(name.startswith("optimizer.") for name in best.names())
 
     # From the best weights alone, the same guesses without training.
@@ -73,12 +79,45 @@ def test_it_learns_and_keeps_the_best(toy, tmp_path):
     assert evaluated.all_files == last.all_files
 
 
+def test_numbers_are_learned_by_squared_error(toy, tmp_path, capsys):
+    words = [word.replace(".tsv", ".sts") for word in _sst(toy, "--epochs", "8")]
+    words += ["--save", str(tmp_path)]
+    losses, last = finetune(Layout.single(), "STS-B", words)
+    assert sum(losses[-8:]) < sum(losses[:8]) / 4
+    (found,) = last.by_file.values()
+    assert found.labels == tuple(i % 11 / 2 for i in range(23))
+    written = json.loads((tmp_path / "evaluation" / "sts-b-iter_0000064.json").read_text())
+    numbers = written["results"]
+    assert numbers["total_examples"] == 23
+    assert numbers["pearson"] == pytest.approx(np.corrcoef(found.labels, found.guesses)[0, 1])
+    assert numbers["pearson"] > 0.9
+    assert written["score"] == (numbers["pearson"] + numbers["spearman"]) / 2
+    error = np.subtract(found.labels, found.guesses)
+    assert numbers["mean_squared_error"] == pytest.approx(np.mean(error**2))
+    assert "4 to 5" in (shown := capsys.readouterr().out)
+    assert "mean of pearson and spearman" in shown
+
+    # The best weights alone have the score that they were kept for, and guess so again.
+    results = tmp_path / "best.json"
+    again = ["--load", str(tmp_path / "best"), "--epochs", "0", "--results", str(results)]
+    data = ["--valid-data", str(toy[0] / "dev.sts"), "--micro-batch-size", "5"]
+    finetune(Layout.single(), "STS-B", [*again, *data])
+    best = written["best"]
+    assert best["of"] == ["pearson", "spearman"]
+    assert json.loads(results.read_text())["score"] == pytest.approx(best["score"], rel=1e-5)
+    assert best["score"] >= written["score"]
+
+
 def test_it_goes_on_where_it_stopped(toy, tmp_path):
     words = _sst(toy, "--epochs", "2", "--save-interval", "5", "--save", str(tmp_path))
     expected, _ = finetune(Layout.single(), "SST-2", _sst(toy, "--epochs", "2"))
     first, _ = finetune(Layout.single(), "SST-2", [*words, "--exit-interval", "5"])
     second, _ = finetune(Layout.single(), "SST-2", [*words, "--load", str(tmp_path)])
     assert [*first, *second] == expected
+
+
+def _counts(last):
+    return confusion.count(last.all_files.labels, last.all_files.guesses, 2)
 
 
 LAYOUTS = [
@@ -89,18 +128,26 @@ LAYOUTS = [
 ]
 
 
+def _finetune_each(layout, tasks):
+    return [finetune(layout, task, words) for task, words in tasks.items()]
+
+
 @pytest.mark.parametrize(("processes", "sizes", "flags"), LAYOUTS)
-@pytest.mark.parametrize("task", ["SST-2", "RACE"])
-def test_every_layout_learns_as_one_process(toy, task, processes, sizes, flags):
+def test_every_layout_learns_as_one_process(toy, processes, sizes, flags):
     words = _sst(toy, "--epochs", "1")
-    if task == "RACE":
-        words = [word.replace(".tsv", "") for word in words]
-    expected, at_end = finetune(Layout.single(), task, words)
-    got = run_distributed(processes, finetune, task, [*words, *flags], **sizes)
-    for losses, evaluated in got:
-        assert losses == pytest.approx(expected, rel=1e-4)
-        assert evaluated.all_files == at_end.all_files
-    assert sum(map(sum, at_end.all_files)) == (14 if task == "RACE" else 23)
+    tasks = {
+        "SST-2": words,
+        "RACE": [word.replace(".tsv", "") for word in words],
+        "STS-B": [word.replace(".tsv", ".sts") for word in words],
+    }
+    expected = _finetune_each(Layout.single(), tasks)
+    assert [len(last.all_files.labels) for _, last in expected] == [23, 14, 23]
+    split = {task: [*words, *flags] for task, words in tasks.items()}
+    for got in run_distributed(processes, _finetune_each, split, **sizes):
+        for (losses, last), (expected_losses, at_end) in zip(got, expected, strict=True):
+            assert losses == pytest.approx(expected_losses, rel=1e-4)
+            assert last.all_files.labels == at_end.all_files.labels
+            assert last.all_files.guesses == pytest.approx(at_end.all_files.guesses, rel=1e-4)
 
 
 def test_several_files_are_told_apart(toy, tmp_path):
@@ -111,7 +158,7 @@ def test_several_files_are_told_apart(toy, tmp_path):
     words = [*flags, *files, "--epochs", "0", "--micro-batch-size", "4"]
     words += ["--results", str(tmp_path / "out.json")]
     _, last = finetune(Layout.single(), "SST-2", words)
-    assert [sum(map(sum, matrix)) for matrix in last.by_file.values()] == [23, 5]
+    assert [len(found.labels) for found in last.by_file.values()] == [23, 5]
     assert json.loads((tmp_path / "out.json").read_text())["results"]["total_examples"] == 28
 
 
@@ -140,7 +187,7 @@ def test_the_real_samples_run_from_start_to_end(toy, shared_data, tmp_path, task
     words += ["--epochs", "1", "--micro-batch-size", batch, "--keep-last"]
     losses, last = finetune(Layout.single(), task, words)
     assert len(losses) == -(-examples[0] // int(batch))
-    assert sum(map(sum, last.all_files)) == examples[1]
+    assert len(last.all_files.labels) == examples[1]
 
 
 class _Numbers:
@@ -187,13 +234,19 @@ def test_samples_are_laid_out_and_cut_as_in_megatron():
     assert rows("aaaa", None, 4) == [[1, a, a, 2], [0] * 4, [1] * 4]
 
 
+_TITLES = "index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2\tscore\n"
+
+
 @pytest.mark.parametrize(
     ("task", "content", "message"),
     [
         ("SST-2", "good film\n", r"bad.tsv, line 1: 1 columns .* where 2 are expected"),
         ("SST-2", "good\t1\nbad\t7\n", r"bad.tsv, line 2: label '7', where one of 0, 1"),
         ("SST-2", "sentence\tlabel\n", "holds no example"),
+        ("MRPC", "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\n", "holds no example"),
         ("QQP", "1\t2\t3\tfirst\t\t0\n" * 2, "an empty text"),
+        ("STS-B", "0\t" * 9 + "5.2\n", "line 1: label '5.2', where a number from 0 to 5"),
+        ("STS-B", _TITLES + "0\t" * 9 + "nan\n", "line 2: label 'nan', where a number from 0 to 5"),
         ("CoLA", "x\t1\t*\tIt is.\nx\t1\n", "line 2: 2 columns"),
     ],
 )
@@ -202,6 +255,34 @@ def test_wrong_lines_are_named(tmp_path, task, content, message):
     path.write_text(content)
     with pytest.raises(DataError, match=message):
         read_glue(task, str(path))
+
+
+@pytest.mark.parametrize("titles", ["", _TITLES])
+def test_numbers_with_and_without_titles(tmp_path, titles):
+    path = tmp_path / "dev.tsv"
+    start = "\t".join("1234567")
+    path.write_text(f"{titles}{start}\tA plane.\tAn air plane .\t5.000\n{start}\ta\tb\t0.4\n")
+    first, second = read_glue("STS-B", str(path))
+    assert (first.texts, first.label) == ((("A plane.", "An air plane ."),), 5.0)
+    assert second.label == 0.4
+
+
+@pytest.mark.parametrize(
+    ("task", "better", "worse"),
+    [
+        # One guess for all is right more often, and says nothing.
+        ("CoLA", (0, 0, 1, 0, 0, 0), (1, 1, 1, 1, 1, 1)),
+        # As often right, but F1 0.8 and 0.67.
+        ("MRPC", (1, 1, 1, 1, 1, 1), (0, 0, 0, 0, 1, 1)),
+        ("QQP", (1, 1, 1, 1, 1, 1), (0, 0, 0, 0, 1, 1)),
+        ("MNLI", (1, 1, 1, 1, 1, 1), (0, 2, 2, 2, 2, 2)),
+    ],
+)
+def test_the_best_is_by_the_metric_of_glue(task, better, worse):
+    target, _ = finetune_command.find_target(task)
+    labels = (0, 0, 1, 1, 1, 1)
+    scores = [target.score(target.numbers(Guesses(labels, found))) for found in (better, worse)]
+    assert scores[0] > scores[1]
 
 
 def test_one_broken_line_among_many_is_left_out(tmp_path, capsys):
