@@ -50,10 +50,10 @@ class TextSamples:
         self, first: str, second: str | None, limit: int | None
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         tokenizer = self._tokenizer
-        ids = [tokenizer.cls, *tokenizer.tokenize(first)[:limit], tokenizer.sep]
+        ids = [tokenizer.cls, *tokenizer.tokenize_spelled(first)[:limit], tokenizer.sep]
         types = [0] * len(ids)
         if second is not None:
-            more = [*tokenizer.tokenize(second), tokenizer.sep]
+            more = [*tokenizer.tokenize_spelled(second), tokenizer.sep]
             ids, types = ids + more, types + [1] * len(more)
         if len(ids) > self._length:
             ids, types = [*ids[: self._length - 1], tokenizer.sep], types[: self._length]

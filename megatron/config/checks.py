@@ -64,6 +64,7 @@ RULES: tuple[Rule, ...] = (
     rules_data.split,
     rules_data.masking,
     rules_data.tokenizer,
+    rules_data.sentinels,
 )
 
 

@@ -19,6 +19,20 @@ TOKENIZER_TYPES = (
     "NullTokenizer",
 )
 
+# Those to which --vocab-extra-ids appends sentinels, and those whose files may have their own.
+APPENDS_SENTINELS = (
+    "BertWordPieceLowerCase",
+    "BertWordPieceCase",
+    "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer",
+)
+MAY_HAVE_SENTINELS = (
+    "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer",
+    "HuggingFaceTokenizer",
+    "PretrainedFromHF",
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:

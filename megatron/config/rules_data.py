@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from megatron.config.data import APPENDS_SENTINELS, MAY_HAVE_SENTINELS
 from megatron.config.fields import text_to
 from megatron.config.run import RunConfig
 
@@ -108,3 +109,27 @@ def tokenizer(config: RunConfig, world_size: int) -> Iterator[str]:
     for field in _NEEDS[chosen]:
         if getattr(config.tokenizer, field) is None:
             yield f"--tokenizer-type {chosen} needs --{field.replace('_', '-')}: give it"
+
+
+def sentinels(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Where T5's sentinels come from."""
+    kind, count = config.tokenizer.tokenizer_type, config.tokenizer.vocab_extra_ids
+    if kind is None:
+        return
+    if count > 0 and kind not in APPENDS_SENTINELS:
+        yield (
+            f"--vocab-extra-ids {count}: --tokenizer-type {kind} takes no further entries: drop it"
+        )
+    if config.model.architecture != "t5" or config.data.mock_data or count > 0:
+        return
+    if kind in APPENDS_SENTINELS and kind not in MAY_HAVE_SENTINELS:
+        yield (
+            f"--tokenizer-type {kind} without --vocab-extra-ids has no sentinel for the runs of "
+            "words that a T5 hides: give --vocab-extra-ids 100"
+        )
+    elif kind not in MAY_HAVE_SENTINELS:
+        yield (
+            f"--tokenizer-type {kind} has no sentinels for the runs of words that a T5 hides: "
+            "choose HuggingFaceTokenizer with a T5's tokenizer.json, or one that takes "
+            f"--vocab-extra-ids 100: {', '.join(APPENDS_SENTINELS)}"
+        )

@@ -95,7 +95,7 @@ def build_bert_datasets(
     """
     options = BertOptions(seq_length, data.mask_prob, seed, binary_head)
     plan = _plan(data, "--seq-length", seq_length, BERT_ADDED_TOKENS, seed, 2 if binary_head else 1)
-    ids = _special_ids(data, tokenizer)
+    ids = _special_ids(data, tokenizer, SpecialIds.of_bert)
 
     def build(sentences: SentenceSource) -> BertDataset:
         return BertDataset(sentences, ids, options)
@@ -126,12 +126,7 @@ def build_t5_datasets(
     """
     options = T5Options(encoder_seq_length, decoder_seq_length, data.mask_prob, seed)
     plan = _plan(data, "--encoder-seq-length", encoder_seq_length, T5_RESERVED_TOKENS, seed, 1)
-    ids = _special_ids(data, tokenizer)
-    if not ids.sentinels:
-        raise ConfigError(
-            "T5 needs a sentinel for each run of words that it hides, and the vocabulary has none: "
-            "give --vocab-extra-ids 100"
-        )
+    ids = _special_ids(data, tokenizer, SpecialIds.of_t5)
 
     def build(sentences: SentenceSource) -> T5Dataset:
         return T5Dataset(sentences, ids, options)
@@ -161,10 +156,10 @@ def _plan(
     )
 
 
-def _special_ids(data: DataConfig, tokenizer: Tokenizer) -> SpecialIds:
-    if data.mock_data:
-        return SpecialIds.generated(tokenizer.vocab_size)
-    return SpecialIds.of(tokenizer)
+def _special_ids(
+    data: DataConfig, tokenizer: Tokenizer, find: Callable[[Tokenizer], SpecialIds]
+) -> SpecialIds:
+    return SpecialIds.generated(tokenizer.vocab_size) if data.mock_data else find(tokenizer)
 
 
 def _build_on_sentences(

@@ -8,7 +8,7 @@ of random draws is that of Megatron-LM, so the same tokens are hidden.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -19,31 +19,35 @@ from megatron.tokenizer.base import Tokenizer
 
 _CONTINUES = "##"
 _SMALLEST_GENERATED = 16
+_NONE = -1  # no token has it
 
 
 @dataclass(frozen=True)
 class SpecialIds:
-    """The ids that stand for no text, and how many ids there are.
+    """The ids that stand for no text, those that the model has, and how many ids there are.
 
     Attributes:
         size: entries of the vocabulary.
         continues: whether each entry continues a word, `[size]` bool.
+        bos: what a T5's decoder reads first.
         sentinels: what T5 puts in the place of hidden runs, in order.
+        encoder_end: what stands behind the text that its encoder reads.
     """
 
     size: int
     continues: NDArray[np.bool_]
     pad: int
-    cls: int
-    sep: int
-    mask: int
-    bos: int
-    eos: int
+    cls: int = _NONE
+    sep: int = _NONE
+    mask: int = _NONE
+    bos: int = _NONE
+    eos: int = _NONE
     sentinels: tuple[int, ...] = ()
+    encoder_end: tuple[int, ...] = ()
 
     @staticmethod
-    def of(tokenizer: Tokenizer) -> SpecialIds:
-        """Those of `tokenizer`.
+    def of_bert(tokenizer: Tokenizer) -> SpecialIds:
+        """Those of `tokenizer`, for BERT's samples.
 
         Raises:
             ConfigError: it lacks one.
@@ -58,9 +62,33 @@ class SpecialIds:
             cls=tokenizer.cls,
             sep=tokenizer.sep,
             mask=tokenizer.mask,
-            bos=tokenizer.bos,
+        )
+
+    @staticmethod
+    def of_t5(tokenizer: Tokenizer) -> SpecialIds:
+        """Those of `tokenizer`, for T5's samples: Megatron's, or T5's own where it has them.
+
+        Raises:
+            ConfigError: it has no sentinels, or lacks another.
+        """
+        sentinels = tuple(tokenizer.additional_special_tokens_ids)
+        if not sentinels:
+            raise ConfigError(
+                "T5 needs a sentinel for each run of words that it hides, and the vocabulary has "
+                "none: give --vocab-extra-ids 100 (with a BertWordPiece or SentencePiece tokenizer)"
+                ", or a T5's tokenizer, which has <extra_id_0>, <extra_id_1> ..."
+            )
+        if not tokenizer.has_t5_sentinels:
+            bert = SpecialIds.of_bert(tokenizer)
+            return replace(bert, bos=tokenizer.bos, eos=tokenizer.eos, sentinels=sentinels)
+        return SpecialIds(
+            size=tokenizer.vocab_size,
+            continues=np.zeros(tokenizer.vocab_size, bool),  # T5 counts pieces, not words
+            pad=tokenizer.pad,
+            bos=tokenizer.decoder_start,
             eos=tokenizer.eos,
-            sentinels=tuple(tokenizer.additional_special_tokens_ids),
+            sentinels=sentinels,
+            encoder_end=tuple(tokenizer.encoder_end),
         )
 
     @staticmethod

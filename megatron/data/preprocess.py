@@ -115,7 +115,7 @@ class BlockEncoder:
 
     def _encode_column(self, values: Sequence[str | list[str]]) -> Column:
         documents = [self._sentences(value) for value in values]
-        encoded = iter(self.tokenizer.tokenize_batch([s for doc in documents for s in doc]))
+        encoded = self._encode_texts(values, documents)
         pieces: list[NDArray[Any]] = [np.empty(0, self.dtype)]
         lengths: list[int] = []
         counts: list[int] = []
@@ -133,6 +133,22 @@ class BlockEncoder:
         # Safe: best_dtype holds every id of the vocabulary.
         tokens = np.concatenate(pieces, dtype=self.dtype, casting="unsafe")
         return Column(tokens, np.array(lengths, np.int32), np.array(counts, np.int64))
+
+    def _encode_texts(
+        self, values: Sequence[str | list[str]], documents: Sequence[list[str]]
+    ) -> Iterator[NDArray[Any]]:
+        """Ids of each text of each document; of one that is cut into sentences, as parts."""
+        is_cut = [self.options.splitter is not None or isinstance(value, list) for value in values]
+        texts: dict[bool, list[str]] = {False: [], True: []}
+        for cut, document in zip(is_cut, documents, strict=True):
+            texts[cut] += document
+        encoded = {
+            False: iter(self.tokenizer.tokenize_batch(texts[False])),
+            True: iter(self.tokenizer.tokenize_sentences(texts[True])),
+        }
+        for cut, document in zip(is_cut, documents, strict=True):
+            for _ in document:
+                yield next(encoded[cut])
 
     def _sentences(self, value: str | list[str]) -> list[str]:
         splitter = self.options.splitter

@@ -5,8 +5,9 @@
     decoder reads   [BOS] <0> cat sat <1> the
     labels          <0> cat sat <1> the [EOS]
 
-<0>, <1> ... are the sentinels of --vocab-extra-ids. e is the encoder's sequence length, d the
-decoder's.
+<0>, <1> ... are the sentinels of --vocab-extra-ids. With a T5's own tokenizer they are its own, the
+encoder's text ends with [EOS] too, and what the decoder reads begins with padding in the place of
+[BOS], as `transformers` has it. e is the encoder's sequence length, d the decoder's.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from megatron.data.sample import IGNORED_LABEL, filled_up
 from megatron.data.sentence_source import SentenceSource
 
 # Tokens of the encoder's sequence that no text may take. Megatron keeps two, for [CLS] and [SEP],
-# which it then does not write.
+# which it then does not write; T5's own samples need one, for [EOS].
 RESERVED_TOKENS = 2
 _LONGEST_RUN = 10  # words
 _RUN_END = 0.2  # chance that a run ends after each word
@@ -96,7 +97,8 @@ class T5Dataset:
         self._random.seed((self.options.seed + i) % 2**32)
         text = np.concatenate(sentences)[:target].astype(np.int64)
         runs = self._runs(text, target)
-        encoder, taken_out = take_out(text, runs, self.ids.sentinels)
+        left, taken_out = take_out(text, runs, self.ids.sentinels)
+        encoder = [*left, *self.ids.encoder_end]
         e, d = self.options.encoder_length, self.options.decoder_length
         in_decoder = np.ones(len(taken_out) + 1)
         return {

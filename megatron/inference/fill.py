@@ -52,7 +52,7 @@ class Filler:
         Raises:
             UserError: nothing is marked, or the text is longer than the model's window.
         """
-        parts = [self.tokenizer.tokenize(part) for part in text.split(MARK)]
+        parts = [self.tokenizer.tokenize_spelled(part) for part in text.split(MARK)]
         if len(parts) == 1:
             raise UserError(f"--text {text!r}: nothing to fill in: write {MARK} where words go")
         if isinstance(self.model, BertModel):
@@ -62,7 +62,12 @@ class Filler:
         most = min(len(self.tokenizer.additional_special_tokens_ids), (limit - 1) // 2)
         if len(parts) - 1 > most:
             raise UserError(f"--text {text!r}: this T5 fills at most {most} places: mark fewer")
-        runs = guess_runs(self.model, self.tokenizer, self._checked(parts, 0), limit=limit)
+        runs = guess_runs(
+            self.model,
+            self.tokenizer,
+            self._checked(parts, len(self.tokenizer.encoder_end)),
+            limit=limit,
+        )
         return [[run] for run in runs]
 
     def _checked(self, parts: list[list[int]], specials: int) -> list[list[int]]:
@@ -125,9 +130,9 @@ def guess_runs(
         limit: tokens that the decoder reads: two for each run at least, and one.
     """
     sentinels = tokenizer.additional_special_tokens_ids[: len(parts) - 1]
-    encoder = _row(_joined(parts, sentinels), model)
+    encoder = _row([*_joined(parts, sentinels), *tokenizer.encoder_end], model)
     padding = torch.ones_like(encoder, dtype=torch.bool)
-    decoder = [tokenizer.bos]
+    decoder = [tokenizer.decoder_start]
     longest = min(_LONGEST_RUN, (limit - 1) // len(sentinels) - 1)
     runs: list[Guess] = []
     for sentinel, following in zip(sentinels, [*sentinels[1:], tokenizer.eos], strict=True):
@@ -148,7 +153,7 @@ def guess_runs(
 def _allowed(scores: Tensor, tokenizer: Tokenizer, following: int, *, is_first: bool) -> Tensor:
     """Scores `[v]` without the special tokens that cannot come here; a run is never empty."""
     marks = {*tokenizer.additional_special_tokens_ids, tokenizer.eos} - {following}
-    special = {tokenizer.pad, tokenizer.cls, tokenizer.sep, tokenizer.mask, tokenizer.bos}
+    special = tokenizer.special_ids("pad", "cls", "sep", "mask", "bos")
     banned = [*marks, *special, *([following] if is_first else [])]
     return scores.index_fill(0, torch.tensor(banned, device=scores.device), float("-inf"))
 

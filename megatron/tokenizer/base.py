@@ -23,6 +23,8 @@ class Tokenizer(ABC):
         special_ids: ids of `eod`, `bos`, `eos`, `cls`, `sep`, `pad`, `mask`, where it has them.
     """
 
+    _where_named = ""  # in a message: where else a special token may come from
+
     def __init__(self, kind: str, digest: str, special_ids: Mapping[str, int]) -> None:
         self.kind = kind
         self._digest = digest
@@ -62,10 +64,33 @@ class Tokenizer(ABC):
 
         return [np.array(self.tokenize(text), np.int64) for text in texts]
 
+    def tokenize_sentences(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
+        """As `tokenize_batch`, of parts of a text: with no special token around each."""
+        return self.tokenize_batch(texts)
+
     @property
     def additional_special_tokens_ids(self) -> list[int]:
-        """Ids of the sentinels that `--vocab-extra-ids` appended."""
+        """Ids of T5's sentinels, `<extra_id_0>` first."""
         return []
+
+    @property
+    def has_t5_sentinels(self) -> bool:
+        """Whether they stand as in T5's own vocabulary, not where Megatron appends them.
+
+        Then the other special tokens are T5's too: the decoder begins with padding, and both texts
+        end with `eos`.
+        """
+        return False
+
+    @property
+    def decoder_start(self) -> int:
+        """Id that a T5's decoder reads first."""
+        return self.pad if self.has_t5_sentinels else self.bos
+
+    @property
+    def encoder_end(self) -> list[int]:
+        """Ids behind the text that a T5's encoder reads."""
+        return [self.eos] if self.has_t5_sentinels else []
 
     def fingerprint(self) -> str:
         """Kind and digest of everything that decides the ids, to compare with a checkpoint's."""
@@ -120,5 +145,6 @@ class Tokenizer(ABC):
             raise ConfigError(
                 f"--tokenizer-type {self.kind} has no {name} token (it has: {known}); choose a "
                 "tokenizer with one, for example BertWordPieceLowerCase for cls, sep, pad, mask"
+                f"{self._where_named}"
             )
         return self._special_ids[name]

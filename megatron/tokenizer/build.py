@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.config.data import TOKENIZER_TYPES, TokenizerConfig
+from megatron.config.data import APPENDS_SENTINELS, TOKENIZER_TYPES, TokenizerConfig
 from megatron.errors import ConfigError
 from megatron.tokenizer.base import Tokenizer
 
@@ -46,6 +46,11 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
                 f"--tokenizer-type {kind} needs {_WHAT[field]}: give --{field.replace('_', '-')}"
                 for field in missing
             ]
+        )
+    if config.vocab_extra_ids and kind not in APPENDS_SENTINELS:
+        raise ConfigError(
+            f"--vocab-extra-ids {config.vocab_extra_ids}: --tokenizer-type {kind} takes no further "
+            "entries: drop it"
         )
     return _construct(kind, config)
 

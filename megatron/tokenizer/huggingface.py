@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.config.data import TokenizerConfig
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.files import decode, digest, parse_json, read_bytes
+from megatron.tokenizer.vocabulary import find_sentinels
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 # What ends a document where no tokenizer_config.json says so.
 _COMMON_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[EOS]")
@@ -33,12 +38,15 @@ class HuggingFaceTokenizer(Tokenizer):
         DataError: there is no such file, or it is damaged.
     """
 
+    _where_named = ", or name it in a tokenizer_config.json beside --tokenizer-model"
+
     def __init__(self, config: TokenizerConfig) -> None:
         assert config.tokenizer_model is not None
         path = _find(config.tokenizer_model)
         data = read_bytes("--tokenizer-model", path)
         self._tokenizer = _load(path, data)
         self._vocab: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        self._sentinels = find_sentinels(self._vocab)
         special = self._find_special_ids(path.with_name("tokenizer_config.json"))
         super().__init__(
             "HuggingFaceTokenizer", digest(data, repr(sorted(special.items()))), special
@@ -66,6 +74,16 @@ class HuggingFaceTokenizer(Tokenizer):
         """Entry to id, added tokens included."""
         return self._vocab
 
+    @property
+    def additional_special_tokens_ids(self) -> list[int]:
+        """Ids of `<extra_id_0>`, `<extra_id_1>` ..., of a T5's file."""
+        return self._sentinels
+
+    @property
+    def has_t5_sentinels(self) -> bool:
+        """Whether the file has any."""
+        return bool(self._sentinels)
+
     def tokenize(self, text: str) -> list[int]:
         """Ids of one text, as the file's post-processing leaves them."""
         return self._tokenizer.encode(text).ids
@@ -73,6 +91,13 @@ class HuggingFaceTokenizer(Tokenizer):
     def tokenize_spelled(self, text: str) -> list[int]:
         """Ids of a text that spells its special tokens out, without the file's post-processing."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def tokenize_sentences(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
+        """Ids of parts of a text, one array each, without the file's post-processing."""
+        import numpy as np
+
+        encoded = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [np.array(one.ids, np.int64) for one in encoded]
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens spelt out."""

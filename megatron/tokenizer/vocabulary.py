@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel_size: int) -> int:
@@ -27,3 +28,17 @@ def append_entries(vocab: dict[str, int], entries: list[str]) -> None:
 def extra_ids(count: int) -> list[str]:
     """Sentinel entries of `--vocab-extra-ids`."""
     return [f"<extra_id_{i}>" for i in range(count)]
+
+
+def find_sentinels(vocab: Mapping[str, int]) -> list[int]:
+    """Ids of `<extra_id_0>`, `<extra_id_1>` ..., up to the first that `vocab` lacks.
+
+    Some models (mT5's) have U+2581, which stands for a space, before each.
+    """
+    ids: list[int] = []
+    while True:
+        entry = f"<extra_id_{len(ids)}>"
+        index = vocab.get(entry, vocab.get(f"\u2581{entry}"))
+        if index is None:
+            return ids
+        ids.append(index)

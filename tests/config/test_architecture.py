@@ -156,3 +156,27 @@ def test_the_yaml_file_of_another_script_is_refused_by_name(tmp_path):
         parse_config(words, world_size=1)
     with pytest.raises(ConfigError, match=r"is a bert, and pretrain_t5\.py trains a t5"):
         parse_config(words, world_size=1, program="pretrain_t5.py", architecture="t5")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("BertWordPieceCase --vocab-file v", "BertWordPieceCase without --vocab-extra-ids has no"),
+        ("BertWordPieceCase --vocab-file v --vocab-extra-ids 9", None),
+        ("SentencePieceTokenizer --tokenizer-model m", None),  # it may have its own
+        ("HuggingFaceTokenizer --tokenizer-model m", None),
+        (
+            "HuggingFaceTokenizer --tokenizer-model m --vocab-extra-ids 9",
+            "--vocab-extra-ids 9: --tokenizer-type HuggingFaceTokenizer takes no further entries",
+        ),
+        ("NullTokenizer --vocab-size 99", "--tokenizer-type NullTokenizer has no sentinels"),
+    ],
+)
+def test_sentinels_come_from_somewhere(words: str, message: str | None) -> None:
+    words = f"{T5} --data-path corpus --tokenizer-type {words}"
+    run = {"architecture": "t5", "without": ["--mock-data", "--tokenizer-type", "--vocab-size"]}
+    if message is None:
+        assert parse(words, **run)
+    else:
+        (line,) = problems(words, **run)
+        assert message in line

@@ -120,6 +120,7 @@ _COMPANIONS = {
     "--valid-data-path": ("--train-data-path one", "--mock-data"),
     "--test-data-path": ("--train-data-path one", "--mock-data"),
     "--tokenizer-type": ("--vocab-file v --merge-file m", ""),
+    "--vocab-extra-ids": ("--tokenizer-type BertWordPieceCase --vocab-file v", ""),
     "--wandb-entity": ("--wandb-project p", ""),
     "--wandb-name": ("--wandb-project p", ""),
     "--wandb-id": ("--wandb-project p", ""),

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer as Pipeline
+from tokenizers.models import WordPiece
 
 from megatron.config.data import TokenizerConfig
 from megatron.data.masking import SpecialIds, choose_runs, hidden_budget, whole_words
@@ -25,7 +29,7 @@ def _ids(tmp_path_factory: pytest.TempPathFactory) -> SpecialIds:
             tokenizer_type="BertWordPieceLowerCase", vocab_file=str(path), vocab_extra_ids=3
         )
     )
-    return SpecialIds.of(tokenizer)
+    return SpecialIds.of_t5(tokenizer)
 
 
 def test_special_ids_are_the_tokenizers(ids: SpecialIds) -> None:
@@ -37,7 +41,20 @@ def test_special_ids_are_the_tokenizers(ids: SpecialIds) -> None:
 def test_a_tokenizer_without_a_mask_is_refused() -> None:
     tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=9))
     with pytest.raises(ConfigError, match="BertWordPieceLowerCase"):
-        SpecialIds.of(tokenizer)
+        SpecialIds.of_bert(tokenizer)
+
+
+def test_a_bert_needs_no_begin_and_end(tmp_path: Path) -> None:
+    """Which Hugging Face's tokenizers of a BERT do not name."""
+    vocab = {entry: i for i, entry in enumerate(("[PAD]", "[CLS]", "[SEP]", "[MASK]", "a", "##b"))}
+    Pipeline(WordPiece(vocab, unk_token="[PAD]")).save(str(tmp_path / "tokenizer.json"))
+    names = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "cls", "sep", "mask")}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(names))
+    kind = "HuggingFaceTokenizer"
+    flags = TokenizerConfig(tokenizer_type=kind, tokenizer_model=str(tmp_path))
+    ids = SpecialIds.of_bert(build_tokenizer(flags))
+    assert (ids.pad, ids.cls, ids.sep, ids.mask) == (0, 1, 2, 3)
+    assert ids.continues.tolist() == [False] * 5 + [True]
 
 
 def words_of(tokens: list[int], ids: SpecialIds) -> list[list[int]]:

@@ -14,6 +14,7 @@ from megatron.errors import ConfigError
 from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.build import build_tokenizer
 from tests.data.corpus import write_sentences, write_vocabulary
+from tests.tokenizer.t5 import SENTINELS, SIZE, WORDS, t5_tokenizer
 
 
 @pytest.fixture(name="vocabulary", scope="module")
@@ -100,6 +101,25 @@ def test_words_are_taken_out_whole(tmp_path: Path, vocabulary: Path) -> None:
             assert starts <= 10
             runs_seen += len(run) > 3
     assert runs_seen > 50
+
+
+def test_a_t5s_own_tokenizer(tmp_path: Path) -> None:
+    """Its sentinels from the highest on; padding begins the decoder, and both texts end."""
+    tokenizer = t5_tokenizer(tmp_path / "t5")
+    prefix = write_sentences(tmp_path / "x", vocab_size=3 + WORDS)
+    dataset = train(on_file(prefix), tokenizer)
+    assert dataset.ids.sentinels == tuple(range(SIZE - 1, SIZE - 1 - SENTINELS, -1))
+    hidden = 0
+    for i in range(len(dataset)):
+        sample, (sentences, target) = dataset[i], dataset.source[i]
+        text, runs = put_back(sample, dataset.ids)
+        assert text == [*np.concatenate(sentences)[:target].tolist(), tokenizer.eos]
+        count = int(sample["dec_mask"].sum())
+        labels = sample["labels"][:count].tolist()
+        assert sample["text_dec"].tolist() == [0, *labels[:-1], *[0] * (64 - count)]
+        assert labels[-1] == tokenizer.eos
+        hidden += len(runs)
+    assert hidden > 500
 
 
 def test_take_out() -> None:

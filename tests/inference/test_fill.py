@@ -23,6 +23,7 @@ from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.checkpointing import save_run
 from tests.data.corpus import write_vocabulary
+from tests.tokenizer.t5 import t5_tokenizer
 from tests.training.toy import build_toy
 from tools import fill_in
 
@@ -56,11 +57,11 @@ def new_model(cls: Any, tokenizer: Tokenizer, **sizes: object) -> Any:
         ModelConfig(**flags),
         PrecisionConfig(),
         Layout.single(),
-        padded_vocab_size=64,
+        padded_vocab_size=128,
         device=torch.device("cpu"),
     )
     initialize(model.named_parameters(), 1)
-    assert tokenizer.vocab_size < 64
+    assert tokenizer.vocab_size < 128
     return model
 
 
@@ -90,23 +91,42 @@ def _bert(tokenizer: Tokenizer) -> Filler:
 
 @pytest.fixture(name="t5", scope="module")
 def _t5(tokenizer: Tokenizer) -> Filler:
+    return train_t5(tokenizer, SENTENCE)
+
+
+def train_t5(tokenizer: Tokenizer, sentence: str) -> Filler:
     model = new_model(
         T5Model, tokenizer, architecture="t5", decoder_num_layers=1, bert_binary_head=False
     )
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    text = np.array(tokenizer.tokenize(SENTENCE))
+    text = np.array(tokenizer.tokenize_spelled(sentence))
     sentinels = tuple(tokenizer.additional_special_tokens_ids)
     for step in range(3 * STEPS):
         runs = [[[1, 2], [5]], [[0], [3, 4]], [[1, 2, 3]]][step % 3]
         left, hidden = take_out(text, runs, sentinels)
-        encoder = torch.tensor([left])
-        decoder = torch.tensor([[tokenizer.bos, *hidden]])
+        encoder = torch.tensor([[*left, *tokenizer.encoder_end]])
+        decoder = torch.tensor([[tokenizer.decoder_start, *hidden]])
         labels = torch.tensor([[*hidden, tokenizer.eos]])
         padding = torch.ones_like(encoder, dtype=torch.bool)
         optimizer.zero_grad()
         model(encoder, decoder, padding, labels).mean().backward()
         optimizer.step()
     return filler(model, tokenizer)
+
+
+@pytest.fixture(name="own_t5", scope="module")
+def _own_t5(tmp_path_factory: pytest.TempPathFactory) -> Filler:
+    """A T5 with a T5's tokenizer."""
+    tokenizer = t5_tokenizer(tmp_path_factory.mktemp("t5"))
+    return train_t5(tokenizer, "w1 w2 w3 w4 w5 w6 w7")
+
+
+def test_a_t5_with_its_own_sentinels(own_t5: Filler) -> None:
+    ((first,), (second,)) = own_t5.fill("w1 [MASK] w4 w5 [MASK] w7")
+    assert (first.words, second.words) == ("w2 w3", "w6")
+    # The end of the encoder's text counts.
+    with pytest.raises(UserError, match="17 tokens, the model reads 16"):
+        own_t5.fill("[MASK] " + "w1 " * 15)
 
 
 def test_a_bert_finds_hidden_tokens(bert: Filler) -> None:

@@ -20,6 +20,7 @@ import zstandard
 
 from megatron.data.indexed import IndexedDataset
 from megatron.tokenizer.byte_level import byte_of_character
+from tests.tokenizer.t5 import write_t5_tokenizer
 from tools import preprocess_data
 
 TOOL = Path(preprocess_data.__file__)
@@ -110,6 +111,18 @@ def test_documents_and_end_of_document(run, tmp_path):
     assert dataset.document_indices.tolist() == [0, 1, 1, 2, 4]
     assert dataset.dtype == np.uint16
     assert "4 documents, 0 bad lines" in out
+
+
+def test_sentences_get_no_special_tokens_of_their_own(tmp_path):
+    """What a tokenizer.json puts around a text stands around a whole one only."""
+    flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model"]
+    flags += [str(write_t5_tokenizer(tmp_path / "t5")), "--workers", "1"]
+    records = [{"text": "w0 w1"}, {"text": ["w2", "w3 w4"]}, {"text": "w5"}]
+    words = ["--input", str(write_lines(tmp_path / "in.jsonl", records)), *flags]
+    assert preprocess_data.main([*words, "--output-prefix", str(tmp_path / "out" / "x")]) == 0
+    data = output(tmp_path)
+    assert [data.get(i).tolist() for i in range(4)] == [[3, 4, 1], [5], [6, 7], [8, 1]]
+    assert data.document_indices.tolist() == [0, 1, 3, 4]
 
 
 def test_every_key_is_written(run, tmp_path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +16,11 @@ from safetensors.torch import load_file, save_file
 from megatron.checkpoint.hf.reader import HFReader
 from megatron.checkpoint.restore import restore
 from megatron.checkpoint.vocabulary import PaddedReader
+from megatron.config.data import DataConfig
 from megatron.config.stages import parts_of_stage, plan_model
 from megatron.config.yaml_file import from_dict
+from megatron.data.build import build_t5_datasets
+from megatron.data.loader import collate
 from megatron.device import Device
 from megatron.errors import CheckpointError
 from megatron.models.t5 import T5Model
@@ -24,6 +29,8 @@ from megatron.training.checkpointing import model_state
 from megatron.training.pretrain import main
 from pretrain_t5 import T5Recipe
 from tests.distributed import run_distributed
+from tests.tokenizer.t5 import SIZE, WORDS, t5_tokenizer, write_t5_tokenizer
+from tools import fill_in, preprocess_data
 from tools.checkpoint import util
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -226,3 +233,50 @@ def test_training_goes_on_from_the_folder_itself(length, tmp_path, capsys):
     for name, before in model.state_dict().items():
         change = (trained.state_dict()[name] - before).abs().max()
         assert 0 < change <= 1.1e-3, name  # one step of Adam
+
+
+CORPUS = """
+    --finetune --use-checkpoint-args --seq-length 24 --decoder-seq-length 12 --micro-batch-size 4
+    --train-iters 1 --lr 1e-3 --hidden-dropout 0 --attention-dropout 0 --num-workers 0
+    --log-interval 1 --eval-iters 0 --save-interval 1 --split 1 --no-exit-signal-handler
+    --tokenizer-type HuggingFaceTokenizer
+""".split()
+
+
+def test_a_corpus_in_its_own_tokens_has_the_loss_of_transformers(tmp_path, capsys):
+    """From text to a model that fills in: its own sentinels, and its loss, which begins the
+    decoder's text by itself."""
+    assert SIZE == VOCAB  # no padding entries in the softmax
+    model = save("1.1", tmp_path / "a", own_head=True, decoder_start_token_id=0)
+    flags = ["--tokenizer-model", str(write_t5_tokenizer(tmp_path / "a"))]
+    chance = random.Random(0)
+    with (tmp_path / "text.jsonl").open("w") as file:
+        for _ in range(20):
+            sentences = [chance.choices([f"w{i}" for i in range(WORDS)], k=9) for _ in range(5)]
+            file.write(json.dumps({"text": [" ".join(words) for words in sentences]}) + "\n")
+    words = ["--input", str(tmp_path / "text.jsonl"), "--output-prefix", str(tmp_path / "text")]
+    words += ["--tokenizer-type", "HuggingFaceTokenizer", *flags, "--workers", "1"]
+    assert preprocess_data.main(words) == 0
+    data = ["--data-path", str(tmp_path / "text_text_document")]
+    places = ["--load", str(tmp_path / "a"), "--save", str(tmp_path / "b")]
+    divisible = ["--make-vocab-size-divisible-by", str(VOCAB)]
+    assert main(T5Recipe(), [*CORPUS, *flags, *data, *places, *divisible]) == 0
+    (loss,) = re.findall(r"lm loss: (\S+)", capsys.readouterr().out)
+
+    dataset = build_t5_datasets(
+        DataConfig(data_path=(data[1],), split="1"),
+        seed=1234,
+        encoder_seq_length=24,
+        decoder_seq_length=12,
+        samples=(4, 0, 0),
+        tokenizer=t5_tokenizer(tmp_path / "a"),
+    ).train
+    batch = collate([dataset[i] for i in range(4)])
+    labels = batch["labels"].masked_fill(batch["labels"] < 0, -100)
+    with torch.no_grad():
+        expected = model(batch["text_enc"], attention_mask=batch["enc_mask"], labels=labels).loss
+    assert float(loss) == pytest.approx(float(expected), abs=1e-5)
+
+    text = ["--text", "w1 [MASK] w2 w3 [MASK]"]
+    assert fill_in.main(["--load", str(tmp_path / "b"), *text]) == 0
+    assert re.search(r"  w1 <w\d.*> w2 w3 <w\d.*>", capsys.readouterr().out)
