@@ -18,12 +18,13 @@ from megatron.inference.load import Loaded, check_architecture, open_existing, s
 from megatron.training.callbacks.terminal import say
 from megatron.training.panel import format_panel
 from tasks.results import Numbers, format_number, format_table, results_path, write_results
-from tasks.table import PROGRAM
+from tasks.table import PROGRAM, flags_elsewhere
 
 _MICRO_BATCH = 8  # where none is asked for
 
 
 def parse_evaluation(
+    task: str,
     arguments: list[str],
     *,
     world_size: int,
@@ -50,6 +51,7 @@ def parse_evaluation(
         find_start=find_start or _saved,
         rules=RULES,
         check_extra=check,
+        elsewhere=flags_elsewhere(task),
     )
 
 

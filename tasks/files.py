@@ -25,7 +25,9 @@ def read_text(path: str) -> str:
     """
     try:
         return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}: give a text file") from error
+    except UnicodeDecodeError as error:
         raise DataError(f"{path}: cannot be read as UTF-8 text: {error}") from error
 
 

@@ -29,18 +29,19 @@ from tasks.classify_files import GLUE, Example, read_glue, read_race
 from tasks.files import find_missing
 from tasks.finetune import FinetuneRecipe
 from tasks.finetune_extras import Finetuning
-from tasks.table import PROGRAM
+from tasks.table import PROGRAM, flags_elsewhere
 from tasks.target import Target
 
 FindStart = Callable[[Mapping[str, Any]], RunConfig]
 # What can only be said once the length of the run is known.
 _LATE: tuple[Rule, ...] = (
-    rules_model.required,
+    rules_model.some_length,
     rules_training.length,
     rules_training.warm_up,
     rules_training.saving,
 )
 _OF_CORPORA: tuple[Rule, ...] = (rules_data.sources, rules_data.blends, rules_data.split)
+_MICRO_BATCH = 8  # of an evaluation, where none is asked for
 RACE = Target("RACE", tuple("ABCD"), texts=4)
 
 
@@ -112,11 +113,12 @@ def parse(
         extra=(TaskConfig, FinetuneConfig),
         find_start=find_start or _pretrained,
         rules=[
-            *(rule for rule in RULES if rule not in (*_LATE, *_OF_CORPORA)),
-            _needs_a_network,
+            *(rule for rule in RULES if rule not in (*_LATE, *_OF_CORPORA, rules_model.required)),
+            _required,
             _own_order,
         ],
         check_extra=check,
+        elsewhere=flags_elsewhere(task),
     )
 
 
@@ -183,15 +185,21 @@ def _pretrained(given: Mapping[str, Any]) -> RunConfig:
         start,
         # A classifier is built on the pooler, which a model without a binary head lacks.
         model=replace(start.model, bert_binary_head=True),
-        training=replace(start.training, skip_train=only_evaluates),
+        training=replace(
+            start.training,
+            skip_train=only_evaluates,
+            micro_batch_size=_MICRO_BATCH if only_evaluates else start.training.micro_batch_size,
+        ),
         checkpoint=replace(start.checkpoint, no_load_optim=only_evaluates),
         evaluation=replace(start.evaluation, eval_iters=0),
     )
 
 
-def _needs_a_network(config: RunConfig, world_size: int) -> Iterator[str]:
+def _required(config: RunConfig, world_size: int) -> Iterator[str]:
     if config.model.num_layers is None:
         yield "--pretrained-checkpoint is required: give the folder of a pretrained BERT"
+    else:
+        yield from rules_model.required(config, world_size)
 
 
 def _own_order(config: RunConfig, world_size: int) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from megatron.checkpoint.exchange import Exchange
 from megatron.checkpoint.vocabulary import PaddedReader
 from megatron.config.run import known
 from megatron.config.tasks import TaskConfig
+from megatron.errors import CheckpointError
 from megatron.inference.load import open_existing
 from megatron.parallel.collectives import all_reduce
 from megatron.training.callbacks.base import Callback, Leave
@@ -34,6 +35,7 @@ from tasks.target import Guesses
 
 BEST = "best"  # a folder in --save
 _RECORD = "evaluation.json"  # in it: of which iteration, and how good
+_HEADS = ("classification_head", "multichoice_head")
 _PASSES = 16  # micro-batches between two looks at the progress
 
 
@@ -86,7 +88,8 @@ class Finetuning(Extras):
             shape = (run.batches.micro_batch * self._recipe.target.texts, _hidden(run))
             run.channel = run.channel.with_shape((_sequence(run), *shape))
         if self._pretrained is not None and run.progress.iteration == 0:
-            _take_pretrained(run, self._pretrained, self._recipe.target.head_name)
+            fresh = [self._recipe.target.head_name] if self._epoch_iterations else []
+            _take_pretrained(run, self._pretrained, fresh)
 
     def callbacks(self, run: Run) -> list[Callback]:
         """Evaluation at the end of each epoch."""
@@ -228,18 +231,36 @@ def collect_guesses(run: Run, recipe: FinetuneRecipe, dataset: TextSamples) -> G
     return Guesses(labels, tuple(guesses[: len(dataset)].tolist()))
 
 
-def _take_pretrained(run: Run, folder: str, head_name: str) -> None:
-    reader = open_existing(folder, flag="--pretrained-checkpoint", layout=run.layout)
-    check_network(run.config, reader)
+def _take_pretrained(run: Run, folder: str, fresh: Sequence[str]) -> None:
+    """The weights under --pretrained-checkpoint, but for the layers that are drawn anew.
+
+    Raises:
+        CheckpointError: it is of another network; or nothing is to be drawn anew, as where there
+            is no training, and it is not a finetuned model.
+    """
+    flag = "--pretrained-checkpoint"
+    reader = open_existing(folder, flag=flag, layout=run.layout)
+    # A classifier is built on a pooler, which a model without a binary head lacks: that is no
+    # difference here.
+    saved = reader.meta["config"].get("model", {})
+    model = replace(run.config.model, bert_binary_head=saved.get("bert_binary_head", True))
+    check_network(replace(run.config, model=model), reader, flag)
     held = {name.removeprefix("model.") for name in reader.names()}
-    fresh = [head_name]
-    for name in ("pooler", "embedding.token_type"):
-        if not any(one.startswith(name) for one in held):
-            fresh.append(name)
+    missing = [
+        name
+        for name in ("pooler", "embedding.token_type", *_HEADS)
+        if not any(one.startswith(name) for one in held)
+    ]
+    if not fresh and set(_HEADS) <= set(missing):
+        raise CheckpointError(
+            f"{flag} {reader.path}: has no head of a finetuned model, and --epochs 0 trains none: "
+            "name the folder of a finetuned one, such as its `best`, or give --epochs"
+        )
+    anew = [*fresh, *(name for name in missing if fresh and name not in _HEADS)]
     entries = run.tokenizer.text_vocab_size  # Google's BERT has no rows for what we append
     padded = PaddedReader(reader, rows=run.padded_vocab_size, entries=entries)
-    take_weights(run, padded, fresh=fresh)
-    run.pretrained = f"{reader.path} (drawn anew: {', '.join(fresh)})"
+    take_weights(run, padded, fresh=anew)
+    run.pretrained = str(reader.path) + (f" (drawn anew: {', '.join(anew)})" if anew else "")
 
 
 def _best_score(root: Path, scores: Sequence[str]) -> float:

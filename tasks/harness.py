@@ -58,6 +58,7 @@ def parse(
             yield _INSTALL
 
     return parse_evaluation(
+        task,
         arguments,
         world_size=world_size,
         options=HarnessConfig,

@@ -51,6 +51,7 @@ def parse(
             yield f"--overlapping-eval {own.overlapping_eval}: must be at least 1"
 
     return parse_evaluation(
+        task,
         arguments,
         world_size=world_size,
         options=LanguageModelTaskConfig,

@@ -19,9 +19,14 @@ from megatron.config.tasks import (
 from megatron.errors import ConfigError
 
 PROGRAM = "tasks/main.py"
-OPTIONS = (TaskConfig, LanguageModelTaskConfig, HarnessConfig, FinetuneConfig)  # beside a run's own
-
 Kind = Literal["language model", "harness", "finetuning"]
+# Flags of one kind of task only, and what to call it.
+_OWN: dict[Kind, tuple[type, str]] = {
+    "language model": (LanguageModelTaskConfig, "WIKITEXT103, LAMBADA and PERPLEXITY"),
+    "harness": (HarnessConfig, "LM_EVAL"),
+    "finetuning": (FinetuneConfig, "GLUE and RACE"),
+}
+OPTIONS = (TaskConfig, *(config for config, _ in _OWN.values()))  # beside a run's own
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,16 @@ TASKS: dict[str, Task] = {
 _RETRIEVAL = ("ICT-ZEROSHOT-NQ", "RETRIEVER-EVAL", "RET-FINETUNE-NQ")
 
 
+def flags_elsewhere(task: str) -> dict[str, str]:
+    """Flags that belong to other tasks than this one, to what those are."""
+    return {
+        flag: f"{tasks}, and this is {task}"
+        for kind, (config, tasks) in _OWN.items()
+        if kind != TASKS[task].kind
+        for flag in flag_destinations((config,))
+    }
+
+
 def find_task(arguments: Sequence[str]) -> str:
     """Name of the task on a command line, by --task (the last counts) or an old flag for it.
 
@@ -78,6 +93,14 @@ def find_task(arguments: Sequence[str]) -> str:
     if name in _RETRIEVAL:
         raise ConfigError(f"--task {name}: retrieval (ICT, ORQA) is out of scope: drop it")
     if name not in TASKS:
-        hint = suggestion(name, TASKS) or f": give one of {', '.join(TASKS)}"
+        spelled = {_letters(task): task for task in TASKS}
+        near = spelled.get(_letters(name))
+        hint = f": did you mean {near}?" if near else suggestion(name, TASKS)
+        hint = hint or f": give one of {', '.join(TASKS)}"
         raise ConfigError(f"--task {name}: there is no such task{hint}")
     return name
+
+
+def _letters(name: str) -> str:
+    """What two spellings of a name have in common: SST2, sst-2."""
+    return "".join(filter(str.isalnum, name.lower()))

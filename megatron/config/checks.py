@@ -1,7 +1,7 @@
 """The table of checks: everything a user can get wrong, before any process group or GPU.
 
 Each rule reads the resolved configuration and yields one line a mistake: flag, value, remedy.
-Missing values are the business of `required` alone; other rules pass over them.
+Missing values are the business of `required` and `some_length` alone; other rules pass over them.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ Rule = Callable[[RunConfig, int], Iterator[str]]
 
 RULES: tuple[Rule, ...] = (
     rules_model.required,
+    rules_model.some_length,
     rules_model.bounds,
     rules_sharding.sharding,
     rules_sharding.torch_ddp,

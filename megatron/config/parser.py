@@ -72,6 +72,7 @@ def parse_config(
     find_start: FindStart | None = None,
     rules: Sequence[Rule] = RULES,
     check_extra: Callable[..., Iterable[str]] = lambda *extra: (),
+    elsewhere: Mapping[str, str] | None = None,
 ) -> ParsedRun:
     """Read, resolve and check everything a user asked for.
 
@@ -87,12 +88,14 @@ def parse_config(
             by field name, to the run that YAML and flags change. None: the defaults.
         rules: what to check.
         check_extra: an instance of each of `extra` to the mistakes in them.
+        elsewhere: flags that the program has for other purposes, to whose they are.
 
     Raises:
         ConfigError: all mistakes in the command line, the YAML file and the resulting run.
     """
     extra = tuple(extra)
-    line = _read_command_line(sys.argv[1:] if argv is None else argv, program, extra)
+    words = sys.argv[1:] if argv is None else argv
+    line = _read_command_line(words, program, extra, elsewhere or {})
     if find_start is None:
         start = with_values(RunConfig(), {"model.architecture": architecture})
     else:
@@ -156,12 +159,15 @@ def asks_for_mpi(argv: Sequence[str] | None = None) -> bool:
     return bool(content.values.get("parallel.use_mpi", False))
 
 
-def _read_command_line(argv: Sequence[str], program: str, extra: Sequence[type]) -> _CommandLine:
+def _read_command_line(
+    argv: Sequence[str], program: str, extra: Sequence[type], elsewhere: Mapping[str, str]
+) -> _CommandLine:
     parser = build_parser(program, extra)
     destinations = flag_destinations((*sections().values(), *extra))
-    translation = old_flags.translate(split(argv), flag_destinations(extra))
+    own = {**flag_destinations(extra), **elsewhere}
+    translation = old_flags.translate(split(argv), own)
     line = _CommandLine(argparse.Namespace(), translation.notices, translation.problems, set())
-    given = _drop_unknown(translation.flags, destinations, line)
+    given = _drop_unknown(translation.flags, destinations, elsewhere, line)
     _find_contradictions(given, destinations, line)
     while True:
         try:
@@ -178,12 +184,17 @@ def _read_command_line(argv: Sequence[str], program: str, extra: Sequence[type])
 
 
 def _drop_unknown(
-    flags: Sequence[Given], known: Mapping[str, str], line: _CommandLine
+    flags: Sequence[Given],
+    known: Mapping[str, str],
+    elsewhere: Mapping[str, str],
+    line: _CommandLine,
 ) -> list[Given]:
     """Flags that we know. What a misspelt one probably meant is not reported as missing too."""
     words = [*known, *(flag.name for flag in old_flags.OLD_FLAGS)]
     for flag in flags:
-        if flag.name and flag.name not in known:
+        if flag.name in elsewhere:
+            line.problems.append(f"{flag.name} belongs to {elsewhere[flag.name]}: drop it")
+        elif flag.name and flag.name not in known:
             meant = nearest(flag.name, words)
             hint = f": did you mean {meant}?" if meant else ": --help lists all flags"
             line.problems.append(f"unknown flag {flag.name}{hint}")

@@ -121,6 +121,10 @@ def required(config: RunConfig, world_size: int) -> Iterator[str]:
     for name, value in given.items():
         if value is None:
             yield f"{name} is required: give it a value"
+
+
+def some_length(config: RunConfig, world_size: int) -> Iterator[str]:
+    training = config.training
     if training.train_iters is None and training.train_samples is None:
         yield "the length of the run is required: give --train-iters or --train-samples"
 

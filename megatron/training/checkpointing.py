@@ -227,7 +227,7 @@ def open_for_loading(config: RunConfig, layout: Layout) -> Reader | None:
             raise CheckpointError(f"--load {root}: there is no checkpoint in this folder")
         if layout.world.rank == 0:
             what = "holds no checkpoint" if root.exists() else "does not exist"
-            say(f"WARNING: --load {root} {what}: starting from random weights")
+            say(f"WARNING: --load {root} {what}: nothing is loaded from it")
         return None
     check_network(config, reader)
     if layout.world.rank == 0:
@@ -275,7 +275,15 @@ def _padding_of(reader: Reader) -> int:
     return rows if rows % _MOST_RANKS == 0 else 1
 
 
-def check_network(config: RunConfig, reader: Reader) -> None:
+def check_network(config: RunConfig, reader: Reader, flag: str = "--load") -> None:
+    """Whether a checkpoint's network is the one that is built.
+
+    Args:
+        flag: what named it.
+
+    Raises:
+        CheckpointError: names each flag that differs.
+    """
     saved = reader.meta["config"].get("model", {})
     differing = [
         _difference(name, getattr(config.model, name), saved[name])
@@ -286,9 +294,10 @@ def check_network(config: RunConfig, reader: Reader) -> None:
     ]
     if differing:
         raise CheckpointError(
-            f"--load {reader.path}: the checkpoint is of another network:\n  "
+            f"{flag} {reader.path}: the checkpoint is of another network:\n  "
             + "\n  ".join(differing)
-            + "\ngive its values, or --use-checkpoint-args to take them from the checkpoint"
+            + "\ngive its values"
+            + (", or --use-checkpoint-args to take them from the checkpoint" * (flag == "--load"))
         )
 
 

@@ -72,11 +72,12 @@ def test_it_learns_and_keeps_the_best(toy, tmp_path):
     assert not any(name.startswith("optimizer.") for name in best.names())
 
     # From the best weights alone, the same guesses without training.
-    again = ["--load", str(tmp_path / "best"), "--epochs", "0"]
-    data = ["--valid-data", str(toy[0] / "dev.tsv"), "--micro-batch-size", "4"]
-    losses, evaluated = finetune(Layout.single(), "SST-2", [*again, *data])
-    assert losses == []
-    assert evaluated.all_files == last.all_files
+    for flag in ("--load", "--pretrained-checkpoint"):
+        again = [flag, str(tmp_path / "best"), "--epochs", "0"]
+        data = ["--valid-data", str(toy[0] / "dev.tsv")]
+        losses, evaluated = finetune(Layout.single(), "SST-2", [*again, *data])
+        assert losses == []
+        assert evaluated.all_files == last.all_files
 
 
 def test_numbers_are_learned_by_squared_error(toy, tmp_path, capsys):
@@ -151,12 +152,11 @@ def test_every_layout_learns_as_one_process(toy, processes, sizes, flags):
 
 
 def test_several_files_are_told_apart(toy, tmp_path):
-    folder, flags = toy
+    folder, _ = toy
     lines = (folder / "dev.tsv").read_text().splitlines()[1:]
     (tmp_path / "one.tsv").write_text("\n".join(lines[:5]))
     files = ["--valid-data", str(folder / "dev.tsv"), str(tmp_path / "one.tsv")]
-    words = [*flags, *files, "--epochs", "0", "--micro-batch-size", "4"]
-    words += ["--results", str(tmp_path / "out.json")]
+    words = [*_sst(toy, "--epochs", "1"), *files, "--results", str(tmp_path / "out.json")]
     _, last = finetune(Layout.single(), "SST-2", words)
     assert [len(found.labels) for found in last.by_file.values()] == [23, 5]
     assert json.loads((tmp_path / "out.json").read_text())["results"]["total_examples"] == 28
@@ -308,6 +308,7 @@ def test_a_race_file_that_is_none_is_named(tmp_path):
         (["--epochs", "1", "--train-data", "/no"], "--train-data /no: no such file"),
         (["--train-iters", "5"], "--train-iters: --epochs says how long"),
         (["--dataloader-type", "cyclic"], "each epoch is shuffled anyway"),
+        (["--strict-lambada"], "--strict-lambada belongs to WIKITEXT103, LAMBADA and PERPLEXITY"),
     ],
 )
 def test_mistakes_are_found_at_the_door(flags, message):
@@ -316,10 +317,38 @@ def test_mistakes_are_found_at_the_door(flags, message):
     assert message in str(caught.value)
 
 
+def test_what_a_training_needs_is_asked_for(toy):
+    folder, flags = toy
+    words = [*flags, "--epochs", "1", "--train-data", str(folder / "train.tsv")]
+    with pytest.raises(ConfigError) as caught:
+        finetune_command.parse("SST-2", words, 1)
+    lines = ["--micro-batch-size is required", "--lr is required"]
+    assert [line.split(":")[0] for line in caught.value.problems] == lines
+
+
 def test_less_than_a_batch_is_refused(toy):
     words = _sst(toy, "--epochs", "1", "--global-batch-size", "80")
     with pytest.raises(ConfigError, match="67 examples, fewer than a batch of 80"):
         finetune(Layout.single(), "SST-2", words)
+
+
+def test_a_model_without_a_head_is_not_evaluated(toy):
+    folder, flags = toy
+    words = [*flags, "--epochs", "0", "--valid-data", str(folder / "dev.tsv")]
+    with pytest.raises(CheckpointError, match="has no head of a finetuned model"):
+        finetune(Layout.single(), "SST-2", words)
+
+
+def test_a_model_without_a_binary_head_gets_what_it_lacks(toy, tmp_path):
+    """Pooler and token types; another network is refused by the flag that names it."""
+    flags = save_bert(tmp_path, "--bert-no-binary-head")
+    words = [*_sst(toy, "--epochs", "1"), *flags]
+    losses, last = finetune(Layout.single(), "SST-2", words)
+    assert len(losses) == 8
+    assert len(last.all_files.labels) == 23
+    with pytest.raises(CheckpointError, match=r"--pretrained-checkpoint .* another network") as no:
+        finetune(Layout.single(), "SST-2", [*words, "--num-attention-heads", "4"])
+    assert "--num-attention-heads is 4 here and 2 in the checkpoint" in str(no.value)
 
 
 def test_another_kind_of_network_is_refused(tmp_path):

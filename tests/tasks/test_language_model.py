@@ -174,6 +174,23 @@ def test_a_flag_of_2019_names_the_task_with_one_notice(toy, flag, task):
 
 
 @pytest.mark.parametrize(
+    ("name", "meant"), [("sst2", "SST-2"), ("STSB", "STS-B"), ("LAMBDA", "LAMBADA")]
+)
+def test_a_task_that_is_spelt_otherwise(name, meant):
+    with pytest.raises(ConfigError, match=f"no such task: did you mean {meant}\\?"):
+        find_task(["--task", name])
+
+
+@pytest.mark.parametrize(
+    ("flag", "whose"), [("--epochs", "GLUE and RACE"), ("--lm-eval-limit", "LM_EVAL")]
+)
+def test_a_flag_of_other_tasks_says_whose_it_is(toy, flag, whose):
+    with pytest.raises(ConfigError) as caught:
+        language_model.parse("LAMBADA", _words(toy, "corpus.jsonl", flag, "1"), 1)
+    assert caught.value.problems == [f"{flag} belongs to {whose}, and this is LAMBADA: drop it"]
+
+
+@pytest.mark.parametrize(
     "flags",
     [["--cloze-eval", "--webtext-eval"], ["--task", "WIKITEXT103", "--cloze-eval"]],
 )

@@ -43,12 +43,13 @@ BERT = """
 """.split()
 
 
-def save_bert(folder: Path) -> list[str]:
+def save_bert(folder: Path, *more: str) -> list[str]:
     """An untrained toy BERT under `folder`; the flags that name it and its vocabulary."""
     vocabulary = folder / "vocab.txt"
     entries = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS, "a", "b", "c", "d"]
     vocabulary.write_text("\n".join(entries) + "\n")
     words = [*BERT, *SAVING, "--save", str(folder / "bert"), "--vocab-file", str(vocabulary)]
+    words += more
     parsed = parse_config(words, world_size=1, architecture="bert")
     layout = Layout.single()
     save_run(build_run(parsed.config, BertRecipe(), Launch(), Device.cpu(), layout))
