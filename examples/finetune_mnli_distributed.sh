@@ -3,7 +3,7 @@
 # and evaluate it after each epoch.
 #
 #   TRAIN_DATA=MNLI/train.tsv VALID_DATA='MNLI/dev_matched.tsv MNLI/dev_mismatched.tsv' \
-#   PRETRAINED=checkpoints/bert_345m VOCAB_FILE=bert-large-cased-vocab.txt \
+#   PRETRAINED=checkpoints/bert_345m VOCAB_FILE=bert-large-uncased-vocab.txt \
 #   NPROC_PER_NODE=8 examples/finetune_mnli_distributed.sh
 #
 # The files are GLUE's; several for validation are told apart: matched and mismatched.

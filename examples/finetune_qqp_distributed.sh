@@ -3,7 +3,7 @@
 # and evaluate it after each epoch.
 #
 #   TRAIN_DATA=QQP/train.tsv VALID_DATA=QQP/dev.tsv \
-#   PRETRAINED=checkpoints/bert_345m VOCAB_FILE=bert-large-cased-vocab.txt \
+#   PRETRAINED=checkpoints/bert_345m VOCAB_FILE=bert-large-uncased-vocab.txt \
 #   NPROC_PER_NODE=8 examples/finetune_qqp_distributed.sh
 #
 # The files are GLUE's.

@@ -3,7 +3,7 @@
 # and evaluate it after each epoch.
 #
 #   TRAIN_DATA='RACE/train/middle RACE/train/high' VALID_DATA='RACE/dev/middle RACE/dev/high' \
-#   PRETRAINED=checkpoints/bert_345m VOCAB_FILE=bert-large-cased-vocab.txt \
+#   PRETRAINED=checkpoints/bert_345m VOCAB_FILE=bert-large-uncased-vocab.txt \
 #   NPROC_PER_NODE=8 examples/finetune_race_distributed.sh
 #
 # Data are folders of RACE's *.txt files; a sample of the micro-batch is a question, four texts.

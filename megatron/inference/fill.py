@@ -14,7 +14,6 @@ from torch import Tensor
 
 from megatron.checkpoint.restore import restore
 from megatron.config import RunConfig
-from megatron.config.run import known
 from megatron.device import Device
 from megatron.errors import CheckpointError, UserError
 from megatron.inference.load import open_existing, saved_config
@@ -26,6 +25,8 @@ from megatron.training.checkpointing import model_state
 
 MARK = "[MASK]"
 _LONGEST_RUN = 20  # tokens that a T5 may put in one place
+# Of a T5 of Hugging Face, whose positions have no end: what it was trained with.
+_ENCODER_LENGTH, _DECODER_LENGTH = 512, 128
 
 
 class Guess(NamedTuple):
@@ -57,7 +58,7 @@ class Filler:
             raise UserError(f"--text {text!r}: nothing to fill in: write {MARK} where words go")
         if isinstance(self.model, BertModel):
             return guess_tokens(self.model, self.tokenizer, self._checked(parts, 2), top=top)
-        limit = known(self.config.data.decoder_seq_length)
+        limit = self.config.data.decoder_seq_length or _DECODER_LENGTH
         # A sentinel and one token each, behind the first token.
         most = min(len(self.tokenizer.additional_special_tokens_ids), (limit - 1) // 2)
         if len(parts) - 1 > most:
@@ -72,7 +73,7 @@ class Filler:
 
     def _checked(self, parts: list[list[int]], specials: int) -> list[list[int]]:
         length = sum(map(len, parts)) + len(parts) - 1 + specials
-        window = known(self.config.data.seq_length)
+        window = self.config.data.seq_length or _ENCODER_LENGTH
         if length > window:
             raise UserError(f"--text: {length} tokens, the model reads {window}: give less text")
         return parts

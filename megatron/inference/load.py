@@ -8,6 +8,7 @@ from pathlib import Path
 from megatron.checkpoint.any_format import open_root
 from megatron.checkpoint.hf.files import (
     COMPANION_FOLDER,
+    SPIECE,
     TOKENIZER_CONFIG,
     TOKENIZER_JSON,
     WORDPIECES,
@@ -30,6 +31,8 @@ from megatron.models.gpt import GPTModel
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.checkpointing import check_network, model_state
+
+_T5_SENTINELS = 100  # where the folder does not say
 
 
 @dataclass(frozen=True)
@@ -154,7 +157,20 @@ def _hf_tokenizer(folder: Path, architecture: str) -> TokenizerConfig:
         return TokenizerConfig(tokenizer_type=kind, vocab_file=str(vocabulary))
     if (folder / TOKENIZER_JSON).is_file():
         return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
+    if architecture == "t5" and (folder / SPIECE).is_file():
+        return t5_pieces(folder)
     return TokenizerConfig()
+
+
+def t5_pieces(folder: Path) -> TokenizerConfig:
+    """T5's SentencePiece file in a folder of Hugging Face, with the sentinels that go with it."""
+    settings = folder / TOKENIZER_CONFIG
+    asked = read_json(settings).get("extra_ids") if settings.is_file() else None
+    return TokenizerConfig(
+        tokenizer_type="GPTSentencePieceTokenizer",
+        tokenizer_model=str(folder / SPIECE),
+        vocab_extra_ids=asked if isinstance(asked, int) else _T5_SENTINELS,
+    )
 
 
 def _over(config: RunConfig, layout: Layout) -> RunConfig:

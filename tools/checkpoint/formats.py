@@ -35,6 +35,7 @@ from megatron.config.run import RunConfig
 from megatron.config.stages import plan_model
 from megatron.config.yaml_file import from_dict
 from megatron.errors import CheckpointError, ConfigError, UserError
+from megatron.inference.load import t5_pieces
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.vocabulary import padded_vocab_size
 
@@ -293,6 +294,14 @@ def _tokenizer_in(folder: Path, given: TokenizerConfig, architecture: str) -> To
             given,
             tokenizer_type="HuggingFaceTokenizer",
             tokenizer_model=paths[files.TOKENIZER_JSON],
+        )
+    if architecture == "t5" and files.SPIECE in paths:
+        pieces = t5_pieces(folder)
+        return replace(
+            given,
+            tokenizer_type=pieces.tokenizer_type,
+            tokenizer_model=pieces.tokenizer_model,
+            vocab_extra_ids=pieces.vocab_extra_ids,
         )
     if files.TOKENIZER_MODEL in paths:
         return replace(
