@@ -6,14 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.checkpoint.any_format import open_root
-from megatron.checkpoint.hf.files import (
-    COMPANION_FOLDER,
-    SPIECE,
-    TOKENIZER_CONFIG,
-    TOKENIZER_JSON,
-    WORDPIECES,
-)
-from megatron.checkpoint.hf.settings import read_json
+from megatron.checkpoint.hf.files import COMPANION_FOLDER
+from megatron.checkpoint.hf.tokenizer import tokenizer_in
 from megatron.checkpoint.legacy.arguments import legacy_surroundings
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.restore import restore
@@ -31,8 +25,6 @@ from megatron.models.gpt import GPTModel
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.checkpointing import check_network, model_state
-
-_T5_SENTINELS = 100  # where the folder does not say
 
 
 @dataclass(frozen=True)
@@ -135,7 +127,7 @@ def saved_config(reader: Reader, folder: str) -> RunConfig:
         sections = {**sections, **legacy_surroundings(reader.meta["legacy_args"])}
     run = resolve(from_dict(sections, str(reader.path)), 1)
     if reader.format == "hf" and run.tokenizer.tokenizer_type is None:
-        run = replace(run, tokenizer=_hf_tokenizer(reader.path, run.model.architecture))
+        run = replace(run, tokenizer=tokenizer_in(reader.path, run.model.architecture))
     return RunConfig(
         model=run.model,
         precision=run.precision.without_fp8(),
@@ -144,32 +136,6 @@ def saved_config(reader: Reader, folder: str) -> RunConfig:
             seq_length=run.data.seq_length or run.model.max_position_embeddings,
             decoder_seq_length=run.data.decoder_seq_length,
         ),
-    )
-
-
-def _hf_tokenizer(folder: Path, architecture: str) -> TokenizerConfig:
-    """The tokenizer in a folder of Hugging Face, as far as its files tell."""
-    vocabulary = folder / WORDPIECES
-    if architecture == "bert" and vocabulary.is_file():
-        settings = folder / TOKENIZER_CONFIG
-        lower = not settings.is_file() or read_json(settings).get("do_lower_case") is not False
-        kind = "BertWordPieceLowerCase" if lower else "BertWordPieceCase"
-        return TokenizerConfig(tokenizer_type=kind, vocab_file=str(vocabulary))
-    if (folder / TOKENIZER_JSON).is_file():
-        return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
-    if architecture == "t5" and (folder / SPIECE).is_file():
-        return t5_pieces(folder)
-    return TokenizerConfig()
-
-
-def t5_pieces(folder: Path) -> TokenizerConfig:
-    """T5's SentencePiece file in a folder of Hugging Face, with the sentinels that go with it."""
-    settings = folder / TOKENIZER_CONFIG
-    asked = read_json(settings).get("extra_ids") if settings.is_file() else None
-    return TokenizerConfig(
-        tokenizer_type="GPTSentencePieceTokenizer",
-        tokenizer_model=str(folder / SPIECE),
-        vocab_extra_ids=asked if isinstance(asked, int) else _T5_SENTINELS,
     )
 
 

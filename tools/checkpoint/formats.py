@@ -22,6 +22,7 @@ from megatron.checkpoint.hf import files
 from megatron.checkpoint.hf.families import family_for
 from megatron.checkpoint.hf.reader import HFReader
 from megatron.checkpoint.hf.settings import read_json
+from megatron.checkpoint.hf.tokenizer import tokenizer_in
 from megatron.checkpoint.hf.writer import Export, write_folder
 from megatron.checkpoint.legacy.save import convert_to_legacy, megatron_rows
 from megatron.checkpoint.legacy.writer import notices
@@ -35,7 +36,6 @@ from megatron.config.run import RunConfig
 from megatron.config.stages import plan_model
 from megatron.config.yaml_file import from_dict
 from megatron.errors import CheckpointError, ConfigError, UserError
-from megatron.inference.load import t5_pieces
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.vocabulary import padded_vocab_size
 
@@ -283,38 +283,17 @@ def _kind_of(paths: Mapping[str, str]) -> str:
 
 def _tokenizer_in(folder: Path, given: TokenizerConfig, architecture: str) -> TokenizerConfig:
     """The tokenizer of a folder of Hugging Face files; without a type where it has none."""
-    paths = {name: str(folder / name) for name in files.COMPANIONS if (folder / name).is_file()}
-    if architecture == "bert" and files.WORDPIECES in paths:
-        settings = folder / files.TOKENIZER_CONFIG
-        lower = not settings.is_file() or read_json(settings).get("do_lower_case", True)
-        kind = "BertWordPieceLowerCase" if lower else "BertWordPieceCase"
-        return replace(given, tokenizer_type=kind, vocab_file=paths[files.WORDPIECES])
-    if files.TOKENIZER_JSON in paths:
-        return replace(
-            given,
-            tokenizer_type="HuggingFaceTokenizer",
-            tokenizer_model=paths[files.TOKENIZER_JSON],
-        )
-    if architecture == "t5" and files.SPIECE in paths:
-        pieces = t5_pieces(folder)
-        return replace(
-            given,
-            tokenizer_type=pieces.tokenizer_type,
-            tokenizer_model=pieces.tokenizer_model,
-            vocab_extra_ids=pieces.vocab_extra_ids,
-        )
-    if files.TOKENIZER_MODEL in paths:
-        return replace(
-            given, tokenizer_type="Llama2Tokenizer", tokenizer_model=paths[files.TOKENIZER_MODEL]
-        )
-    if files.VOCAB in paths and files.MERGES in paths:
-        return replace(
-            given,
-            tokenizer_type="GPT2BPETokenizer",
-            vocab_file=paths[files.VOCAB],
-            merge_file=paths[files.MERGES],
-        )
-    return given
+    found = tokenizer_in(folder, architecture)
+    if found.tokenizer_type is None:
+        return given
+    return replace(
+        given,
+        tokenizer_type=found.tokenizer_type,
+        tokenizer_model=found.tokenizer_model,
+        vocab_file=found.vocab_file,
+        merge_file=found.merge_file,
+        vocab_extra_ids=found.vocab_extra_ids or given.vocab_extra_ids,
+    )
 
 
 def megatron_notices(source: Source) -> Iterator[str]:

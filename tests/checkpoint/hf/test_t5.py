@@ -23,7 +23,6 @@ from megatron.data.build import build_t5_datasets
 from megatron.data.loader import collate
 from megatron.device import Device
 from megatron.errors import CheckpointError
-from megatron.inference.load import saved_config
 from megatron.models.t5 import T5Model
 from megatron.parallel.layout import Layout
 from megatron.training.checkpointing import model_state
@@ -282,15 +281,3 @@ def test_a_corpus_in_its_own_tokens_has_the_loss_of_transformers(tmp_path, capsy
     for folder in ("a", "b"):  # of Hugging Face, and of the training
         assert fill_in.main(["--load", str(tmp_path / folder), *text]) == 0
         assert re.search(r"  w1 <.*w\d.*> w2 w3 <.*w\d.*>", capsys.readouterr().out)
-
-
-def test_a_folder_with_pieces_alone_says_how_many_sentinels(tmp_path):
-    """`extra_ids` of its settings; T5's 100 where there are none."""
-    save("1.1", tmp_path / "a")
-    (tmp_path / "a" / "spiece.model").write_bytes(b"not looked at")
-    config = saved_config(HFReader(tmp_path / "a"), str(tmp_path / "a")).tokenizer
-    assert config.tokenizer_type == "GPTSentencePieceTokenizer"
-    assert config.tokenizer_model == str(tmp_path / "a" / "spiece.model")
-    assert config.vocab_extra_ids == 100
-    (tmp_path / "a" / "tokenizer_config.json").write_text('{"extra_ids": 0}')
-    assert saved_config(HFReader(tmp_path / "a"), "a").tokenizer.vocab_extra_ids == 0
