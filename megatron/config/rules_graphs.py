@@ -62,9 +62,9 @@ def _cannot(config: RunConfig) -> Iterator[tuple[str, str]]:
     if parallel.ddp_impl == "torch":
         yield "--DDP-impl torch", "it averages gradients inside of the backward pass"
     if parallel.overlap_grad_reduce:
-        yield "--overlap-grad-reduce", "a recorded backward pass sends nothing"
+        yield "--overlap-grad-reduce", "a recorded backward pass sends no gradients"
     if parallel.overlap_param_gather:
-        yield "--overlap-param-gather", "a recorded forward pass waits for nothing"
+        yield "--overlap-param-gather", "a recorded forward pass waits for no weights"
     if data.reset_attention_mask:
         yield "--reset-attention-mask", "the number of documents differs between micro-batches"
 

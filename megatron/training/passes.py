@@ -63,7 +63,8 @@ class Passes:
         count: micro-batches.
         first_sample: place in the sample order of the first; None: no dropout to seed.
         scale: of the summed losses before backward.
-        forward: what to do in the place of the recipe's forward, to learn other things than losses.
+        forward: what to do in the place of the recipe's forward: to learn other things than losses,
+            or the same by recorded kernels.
 
     Attributes:
         losses: by log name, one value a micro-batch; empty where the model does not end here.
