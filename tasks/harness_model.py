@@ -25,7 +25,7 @@ class HarnessModel(TemplateLM):
         self._workers = workers
         self._window = known(loaded.config.data.seq_length)
         # Some tokenizers begin every text with a token of their own.
-        self._start = self._text.tokenize("")
+        self._start = self._text.tokenize_open("")
 
     @property
     def eot_token_id(self) -> int:
@@ -46,7 +46,7 @@ class HarnessModel(TemplateLM):
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
         """Ids of a text; without what begins every text, where `add_special_tokens` is False."""
-        ids = self._text.tokenize(string)
+        ids = self._text.tokenize_open(string)
         return ids[len(self._start) :] if add_special_tokens is False else ids
 
     def _loglikelihood_tokens(

@@ -44,7 +44,7 @@ def prepare_wikitext(
     path = paths[0]
     raw = read_text(path)
     name = detokenizer_for(path, options.detokenizer)
-    tokens = np.array(tokenizer.tokenize(DETOKENIZERS[name](raw)))
+    tokens = np.array(tokenizer.tokenize_open(DETOKENIZERS[name](raw)))
     words = count_words(raw)
     if len(tokens) < 2:
         raise DataError(f"--valid-data {path}: holds no text to predict")
@@ -90,10 +90,10 @@ def prepare_perplexity(
     samples: list[Sample] = []
     documents = tokens = words = size = 0
     detokenize = DETOKENIZERS[detokenizer_for(paths[0], options.detokenizer)]
-    own_start = tokenizer.tokenize("")
+    own_start = tokenizer.tokenize_open("")
     start = own_start[-1:] or [tokenizer.eod]
     for text in read_documents(paths):
-        ids = tokenizer.tokenize(detokenize(text))[len(own_start) :]
+        ids = tokenizer.tokenize_open(detokenize(text))[len(own_start) :]
         documents, tokens = documents + 1, tokens + len(ids)
         words, size = words + len(text.split()), size + len(text.encode())
         document = np.array([*start, *ids])
@@ -173,7 +173,7 @@ def last_window(context: Sequence[int], target: Sequence[int], window: int) -> S
 
 
 def _last_token(text: str, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    tokens = tokenizer.tokenize(text)
+    tokens = tokenizer.tokenize_open(text)
     return tokens[:-1], tokens[-1:]
 
 
@@ -189,8 +189,8 @@ def encode_pair(
 
     Alone, a continuation would begin as a text does for some tokenizers: with a token of its own.
     """
-    before = tokenizer.tokenize(context)
-    both = tokenizer.tokenize(context + continuation)
+    before = tokenizer.tokenize_open(context)
+    both = tokenizer.tokenize_open(context + continuation)
     if both[: len(before)] != before:  # the seam fell into a token: give it to the continuation
         before = list(_common_start(before, both))
     return before, both[len(before) :]

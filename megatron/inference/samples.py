@@ -111,7 +111,7 @@ class SampleInbox:
             RequestError: the prompt has no tokens, or leaves no room for an answer.
         """
         eod = self._tokenizer.eod
-        tokens = (eod,) if prompt is None else tuple(self._tokenizer.tokenize(prompt))
+        tokens = (eod,) if prompt is None else tuple(self._tokenizer.tokenize_open(prompt))
         room = self._limits.max_length - len(tokens)
         if room < 1:
             raise RequestError(

@@ -44,6 +44,10 @@ class Tokenizer(ABC):
     def tokenize(self, text: str) -> list[int]:
         """Ids of one text."""
 
+    def tokenize_open(self, text: str) -> list[int]:
+        """Ids of a text that is to go on, or to be scored: nothing stands behind it."""
+        return self.tokenize(text)
+
     @abstractmethod
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of ids; what is not valid UTF-8 becomes U+FFFD."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +88,17 @@ class HuggingFaceTokenizer(Tokenizer):
     def tokenize(self, text: str) -> list[int]:
         """Ids of one text, as the file's post-processing leaves them."""
         return self._tokenizer.encode(text).ids
+
+    def tokenize_open(self, text: str) -> list[int]:
+        """Ids of a text, without what the file's post-processing puts behind each."""
+        ids = self.tokenize(text)
+        return ids[: len(ids) - self._behind]
+
+    @cached_property
+    def _behind(self) -> int:
+        """Tokens that post-processing puts behind a text."""
+        added = self._tokenizer.encode("a").special_tokens_mask
+        return len(added) if all(added) else added[::-1].index(0)
 
     def tokenize_spelled(self, text: str) -> list[int]:
         """Ids of a text that spells its special tokens out, without the file's post-processing."""

@@ -163,6 +163,26 @@ def tokenizer_folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_a_text_that_goes_on_has_no_end_behind_it(tokenizer_folder):
+    import json
+
+    assert build("NullTokenizer", vocab_size=9).tokenize_open("1 2") == [1, 2]
+    path = tokenizer_folder / "tokenizer.json"
+    tokenizer = build("HuggingFaceTokenizer", tokenizer_model=str(path))
+    assert tokenizer.tokenize_open("hello world") == [0, 3, 4]
+    assert tokenizer.tokenize_open("") == [0]
+    described = json.loads(path.read_text())
+    template = described["post_processor"]
+    template["single"].append({"SpecialToken": {"id": "</s>", "type_id": 0}})
+    template["special_tokens"]["</s>"] = {"id": "</s>", "ids": [1], "tokens": ["</s>"]}
+    path.write_text(json.dumps(described))
+    tokenizer = build("HuggingFaceTokenizer", tokenizer_model=str(path))
+    assert tokenizer.tokenize("hello world") == [0, 3, 4, 1]
+    assert tokenizer.tokenize_open("hello world") == [0, 3, 4]
+    assert tokenizer.tokenize_open("hello </s>") == [0, 3, 1], "this one is of the text"
+    assert tokenizer.tokenize_open("") == [0]
+
+
 def test_huggingface_file_and_folder(tokenizer_folder):
     file = str(tokenizer_folder / "tokenizer.json")
     tokenizer = build("HuggingFaceTokenizer", tokenizer_model=str(tokenizer_folder))

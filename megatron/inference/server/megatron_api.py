@@ -159,7 +159,7 @@ def seed_of(seed: int | None, number: int) -> int | None:
 def _single_token(tokenizer: Tokenizer, text: str) -> frozenset[int]:
     """The id that stands for exactly this text, where there is one: in GPT-2's vocabulary 198 for
     the end of a line and 628 for two."""
-    ids = tokenizer.tokenize(text)
+    ids = tokenizer.tokenize_open(text)
     return frozenset(token for token in ids[-1:] if tokenizer.detokenize([token]) == text)
 
 

@@ -62,7 +62,8 @@ class Service:
         Args:
             spelled: the text spells its special tokens out.
         """
-        tokenize = self.tokenizer.tokenize_spelled if spelled else self.tokenizer.tokenize
+        tokenizer = self.tokenizer
+        tokenize = tokenizer.tokenize_spelled if spelled else tokenizer.tokenize_open
         if len(text) < _LONG_TEXT:
             return tuple(tokenize(text))
         return tuple(await asyncio.to_thread(tokenize, text))
