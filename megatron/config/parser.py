@@ -27,7 +27,7 @@ from megatron.config.command_line import Given, join, split
 from megatron.config.fields import nearest
 from megatron.config.refused import HONOURED, REFUSED
 from megatron.config.resolve import forget_derived, resolve
-from megatron.config.run import RunConfig, flatten, sections, with_values
+from megatron.config.run import RunConfig, field_at, flatten, sections, with_values
 from megatron.errors import ConfigError
 
 __all__ = ["ParsedRun", "add_flags", "asks_for_mpi", "from_namespace", "parse_config"]
@@ -270,9 +270,21 @@ def _from_checkpoint(
         line.problems.append("--use-checkpoint-args: this program reads no checkpoint: drop it")
         return config
     values = read_checkpoint(checkpoint.load)
-    before = flatten(config)
-    changed = [f"{name} {value}" for name, value in values.items() if value != before[name]]
-    line.notices.append(
-        "--use-checkpoint-args: from the checkpoint: " + (", ".join(changed) or "nothing new")
-    )
+    before, default = flatten(config), flatten(RunConfig())
+    by_flag, file = _flag_values(line.namespace), getattr(line.namespace, "config", None)
+    taken = []
+    for path, value in values.items():
+        field = field_at(path)
+        if value == before[path]:
+            continue
+        if path in by_flag or (file is not None and before[path] != default[path]):
+            where = "" if path in by_flag else f" of --config {file}"
+            line.notices.append(
+                f"{field.spell(before[path])}{where} is overruled: --use-checkpoint-args takes "
+                f"{field.spell(value)} from {checkpoint.load}"
+            )
+        else:
+            taken.append(field.spell(value))
+    if taken:
+        line.notices.append("--use-checkpoint-args: from the checkpoint: " + ", ".join(taken))
     return with_values(config, values)

@@ -9,6 +9,7 @@ from typing import Any, get_type_hints
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig, TokenizerConfig
 from megatron.config.evaluation import EvaluationConfig
+from megatron.config.fields import Field, fields_of
 from megatron.config.logging import LoggingConfig, ProfilingConfig
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig, ScheduleConfig
@@ -39,6 +40,13 @@ def sections() -> dict[str, type]:
     """Section name to its dataclass, in the order of `--help`."""
     hints = get_type_hints(RunConfig)
     return {entry.name: hints[entry.name] for entry in fields(RunConfig)}
+
+
+def field_at(path: str) -> Field:
+    """The field that a "section.field" names, for example "model.num_layers"."""
+    section, name = path.split(".")
+    (found,) = (entry for entry in fields_of(sections()[section]) if entry.name == name)
+    return found
 
 
 def flatten(config: RunConfig) -> dict[str, Any]:
