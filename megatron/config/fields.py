@@ -67,7 +67,8 @@ class Field:
         """A value as one would give it as a flag: `--lr 0.1`, `--swiglu`, `--no-swiglu`."""
         if self.is_switch and self.names and (value or self.off_names):
             return self.names[0] if value else self.off_names[0]
-        words = value if isinstance(value, tuple | list) else ("none" if value is None else value,)
+        unset = '""' if self.kind is str else "none"
+        words = value if isinstance(value, tuple | list) else (unset if value is None else value,)
         return " ".join([self.names[0] if self.names else self.name, *map(str, words)])
 
 

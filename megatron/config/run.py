@@ -71,10 +71,10 @@ def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
 
 
 def describe_difference(old: RunConfig, new: RunConfig) -> list[str]:
-    """One line for each field that differs, for example "model.num_layers: 12 -> 24"."""
+    """One line for each field that differs: "--num-layers 24 instead of --num-layers 12"."""
     after = flatten(new)
     return [
-        f"{path}: {value} -> {after[path]}"
+        f"{field_at(path).spell(after[path])} instead of {field_at(path).spell(value)}"
         for path, value in flatten(old).items()
         if value != after[path]
     ]

@@ -315,6 +315,8 @@ def restore_run(run: Run, reader: Reader) -> None:
                 "fresh optimizer by --no-load-optim, or --finetune to begin at iteration 0"
             )
         state |= _optimizer_state(run) | _history_from(run, reader)
+    if not options.finetune:  # first: what does not go together is said before much is read
+        _restore_position(run, reader)
     # Under a pipeline no rank has a place for every parameter.
     whole = () if run.layout.pipeline.size > 1 else ("model.",)
     restore(reader, state, prefixes=whole, cast=weights_only)
@@ -325,8 +327,6 @@ def restore_run(run: Run, reader: Reader) -> None:
         run.optimizer.load_scalars(reader.meta["optimizer"])
         if run.amax_history is not None:
             run.amax_history.after_loading()
-    if not options.finetune:
-        _restore_position(run, reader)
     if run.layout.world.rank == 0:
         seconds = time.perf_counter() - started
         say(
@@ -349,11 +349,14 @@ def _restore_position(run: Run, reader: Reader) -> None:
     if meta.get("rng") and not run.config.checkpoint.no_load_rng:
         run.progress.dropout_seed = meta["rng"]["seed"]
     if not run.config.checkpoint.no_load_optim:  # a fresh optimizer starts its schedule anew
-        run.schedules, run.progress.scheduled_samples = run.schedules.resumed(
-            meta["schedule"],
-            override=options.override_opt_param_scheduler or run.config.training.skip_train,
-            use_checkpoint=options.use_checkpoint_opt_param_scheduler,
-        )
+        try:
+            run.schedules, run.progress.scheduled_samples = run.schedules.resumed(
+                meta["schedule"],
+                override=options.override_opt_param_scheduler or run.config.training.skip_train,
+                use_checkpoint=options.use_checkpoint_opt_param_scheduler,
+            )
+        except CheckpointError as error:
+            raise CheckpointError(f"--load {reader.path}: {error}") from None
     if run.layout.world.rank == 0:
         for change in _changed_settings(run.config, reader):
             say(f"  changed since the checkpoint: {change}")

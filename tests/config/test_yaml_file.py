@@ -128,8 +128,8 @@ def test_the_global_batch_of_a_saved_run_is_kept_on_more_processes(tmp_path: Pat
 def test_difference_of_two_runs() -> None:
     old, new = parse().config, parse("--seed", "5", "--swiglu").config
     assert describe_difference(old, new) == [
-        "model.ffn_hidden_size: 256 -> 128",
-        "model.swiglu: False -> True",
-        "training.seed: 1234 -> 5",
+        "--ffn-hidden-size 128 instead of --ffn-hidden-size 256",
+        "--swiglu instead of --no-swiglu",
+        "--seed 5 instead of --seed 1234",
     ]
     assert with_values(RunConfig(), flatten(new)) == new
