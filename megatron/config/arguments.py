@@ -23,15 +23,21 @@ class ToolParser(argparse.ArgumentParser):
         prog: the tool's file.
         doc: what it does.
         gone: flags of Megatron's tool that this one lacks, and what to do instead.
+        shows_defaults: --help appends them.
     """
 
-    def __init__(self, prog: str, doc: str | None, gone: Mapping[str, str] | None = None) -> None:
-        super().__init__(
-            prog=prog,
-            description=doc,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
+    def __init__(
+        self,
+        prog: str,
+        doc: str | None,
+        gone: Mapping[str, str] | None = None,
+        *,
+        shows_defaults: bool = False,
+    ) -> None:
+        formatter: type[argparse.HelpFormatter] = argparse.RawDescriptionHelpFormatter
+        if shows_defaults:
+            formatter = argparse.ArgumentDefaultsHelpFormatter
+        super().__init__(prog=prog, description=doc, formatter_class=formatter, allow_abbrev=False)
         self._gone = dict(gone or {})
 
     def read(self, argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron.config import old_flags, yaml_file
 from megatron.config.arguments import (
@@ -28,12 +28,13 @@ from megatron.config.fields import nearest
 from megatron.config.refused import HONOURED, REFUSED
 from megatron.config.resolve import forget_derived, resolve
 from megatron.config.run import RunConfig, field_at, flatten, sections, with_values
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, UserError
 
 __all__ = ["ParsedRun", "add_flags", "asks_for_mpi", "from_namespace", "parse_config"]
 
 ReadCheckpoint = Callable[[str], Mapping[str, Any]]
 FindStart = Callable[[Mapping[str, Any]], RunConfig]
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,15 @@ class _CommandLine:
     notices: list[str]
     problems: list[str]
     spoilt: set[str]
+
+    def ask(self, work: Callable[[], Result]) -> Result:
+        """What the rest depends on. Where that fails, the mistakes so far are told with it."""
+        try:
+            return work()
+        except UserError as error:
+            if self.problems:
+                raise ConfigError([*self.problems, str(error)]) from None
+            raise
 
 
 def parse_config(
@@ -96,7 +106,7 @@ def parse_config(
     if find_start is None:
         start = with_values(RunConfig(), {"model.architecture": architecture})
     else:
-        start = find_start(vars(line.namespace))
+        start = line.ask(lambda: find_start(vars(line.namespace)))
     base = _read_yaml(getattr(line.namespace, "config", None), start, world_size, line)
     config = with_values(base, _flag_values(line.namespace))
     config = _from_checkpoint(config, read_checkpoint, line)
@@ -269,7 +279,8 @@ def _from_checkpoint(
     if read_checkpoint is None:
         line.problems.append("--use-checkpoint-args: this program reads no checkpoint: drop it")
         return config
-    values = read_checkpoint(checkpoint.load)
+    folder = checkpoint.load
+    values = line.ask(lambda: read_checkpoint(folder))
     before, default = flatten(config), flatten(RunConfig())
     by_flag, file = _flag_values(line.namespace), getattr(line.namespace, "config", None)
     taken = []

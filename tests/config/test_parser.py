@@ -7,6 +7,7 @@ import dataclasses
 import re
 import subprocess
 import sys
+from typing import NoReturn
 
 import pytest
 
@@ -16,7 +17,7 @@ from megatron.config.fields import fields_of
 from megatron.config.flag import flag
 from megatron.config.parser import asks_for_mpi, parse_config
 from megatron.config.run import sections
-from megatron.errors import ConfigError
+from megatron.errors import CheckpointError, ConfigError
 from tests.config.command import command, parse, problems
 
 
@@ -226,6 +227,33 @@ def test_a_checkpoint_says_what_it_overrules_of_flags_and_of_the_file(tmp_path) 
             "--use-checkpoint-args: from the checkpoint: --normalization RMSNorm",
         ]
     )
+
+
+def test_a_misspelt_flag_is_told_beside_those_that_are_missing() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(["--hidden-sise", "64"], world_size=1)
+    first, *others = caught.value.problems
+    assert first == "unknown flag --hidden-sise: did you mean --hidden-size?"
+    assert "--num-layers is required: give it a value" in others
+    assert not [line for line in others if "--hidden-size" in line]
+
+
+@pytest.mark.parametrize("asked", ["find_start", "read_checkpoint"])
+def test_a_misspelt_flag_is_told_beside_a_checkpoint_that_is_missing(asked: str) -> None:
+    def refuse(_: object) -> NoReturn:
+        raise CheckpointError("--load nowhere: there is no checkpoint")
+
+    words = command("--load nowhere --use-checkpoint-args --sead 5")
+    with pytest.raises(ConfigError) as caught:
+        parse_config(words, world_size=1, **{asked: refuse})
+    assert caught.value.problems == [
+        "unknown flag --sead: did you mean --seed?",
+        "--load nowhere: there is no checkpoint",
+    ]
+    words.remove("--sead")
+    words.remove("5")
+    with pytest.raises(CheckpointError):
+        parse_config(words, world_size=1, **{asked: refuse})
 
 
 def test_the_caller_gets_every_problem_in_a_list() -> None:
