@@ -61,7 +61,7 @@ def save_native(
         "padded_vocab_size": reader.global_shape(f"{WEIGHTS}embedding.word.weight")[0],
         "optimizer": kept.get("optimizer"),
         "schedule": kept.get("schedule"),
-        "rng": None,
+        "rng": kept.get("rng"),
         "tokenizer": None,
         "config": to_dict(config),
         **(extra or {}),

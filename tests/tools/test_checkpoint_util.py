@@ -411,3 +411,24 @@ def test_no_more_than_a_few_tensors_are_held_at_a_time(
     assert convert("hf", "native", folder, tmp_path / "b") == 0
     assert convert("hf", "hf", folder, tmp_path / "c") == 0
     assert 1 <= most <= 4  # the threads that write a file
+
+
+def test_a_conversion_keeps_what_a_resumed_run_asks_for(imported: Path, tmp_path: Path) -> None:
+    """The tokenizer's kind and fingerprint, the seed, and with them the very next loss."""
+    out, copy = tmp_path / "finetuned", tmp_path / "copy"
+    assert main(GPTRecipe(), training_flags(imported, out)) == 0
+    assert convert("native", "native", out, copy, "--keep-optimizer") == 0
+    one, other = open_checkpoint(out), open_checkpoint(copy)
+    assert one is not None
+    assert other is not None
+    for key in ("tokenizer", "rng", "schedule", "optimizer", "consumed_train_samples"):
+        assert one.meta[key] == other.meta[key] is not None, key
+    kinds = [reader.meta["config"]["tokenizer"]["tokenizer_type"] for reader in (one, other)]
+    assert kinds == ["HuggingFaceTokenizer"] * 2
+    named = Path(other.meta["config"]["tokenizer"]["tokenizer_model"])
+    assert named.is_file()
+    given = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(named)]
+    assert convert("native", "native", out, tmp_path / "given", *given) == 0
+    replaced = open_checkpoint(tmp_path / "given")
+    assert replaced is not None
+    assert replaced.meta["tokenizer"] is None  # it may be another: not compared

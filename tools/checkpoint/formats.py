@@ -114,7 +114,8 @@ def _load_own(options: argparse.Namespace, expected: str) -> Source:
 def _find_companions(root: Path, config: RunConfig) -> Path | None:
     """The folder that an import left: in the same place, or where a run's tokenizer lies."""
     tokenizer = (config.tokenizer.tokenizer_model, config.tokenizer.vocab_file)
-    places = [root / files.COMPANION_FOLDER, *(Path(name).parent for name in tokenizer if name)]
+    beside = [one / files.COMPANION_FOLDER for one in (root, root.absolute().parent)]
+    places = [*beside, *(Path(name).parent for name in tokenizer if name)]
     return next((place for place in places if (place / files.CONFIG).is_file()), None)
 
 
@@ -151,6 +152,8 @@ def save_native(source: Source, options: argparse.Namespace) -> Path:
         extra["huggingface"] = {"family": source.family, "bare_names": source.bare_names}
     if "legacy_args" in source.reader.meta:  # for the way back
         extra["legacy_args"] = source.reader.meta["legacy_args"]
+    if from_namespace(TokenizerConfig, options) == TokenizerConfig():
+        extra["tokenizer"] = source.reader.meta.get("tokenizer")
     return convert.save_native(
         PaddedReader(source.reader, rows=rows, entries=held),
         options.save_dir,
@@ -240,9 +243,9 @@ def _adopt_files(source: Source, options: argparse.Namespace) -> TokenizerConfig
     """Copy what belongs to the model into the folder of checkpoints; the tokenizer, from there."""
     folder = Path(options.save_dir).absolute() / files.COMPANION_FOLDER
     found = dict(files.companions(source.companions)) if source.companions else {}
-    given = from_namespace(TokenizerConfig, options)
+    given, own = from_namespace(TokenizerConfig, options), source.config.tokenizer
     if given == TokenizerConfig() and not source.companions:
-        return source.config.tokenizer
+        return own
     paths = {}
     for field in ("tokenizer_model", "vocab_file", "merge_file"):
         path = getattr(given, field)
@@ -253,6 +256,8 @@ def _adopt_files(source: Source, options: argparse.Namespace) -> TokenizerConfig
         folder.mkdir(parents=True, exist_ok=True)
         for name, data in found.items():
             replace_file(folder / name, data)
+    if given == TokenizerConfig() and own.tokenizer_type is not None:
+        return _moved(own, source.companions, folder)
     if not paths:
         return _tokenizer_in(folder, given, source.config.model.architecture)
     return replace(
@@ -262,6 +267,19 @@ def _adopt_files(source: Source, options: argparse.Namespace) -> TokenizerConfig
         vocab_file=paths.get("vocab_file"),
         merge_file=paths.get("merge_file"),
     )
+
+
+def _moved(own: TokenizerConfig, old: Path | None, new: Path) -> TokenizerConfig:
+    """A run's own tokenizer; files of it that were copied, where they are now."""
+    paths = {name: getattr(own, name) for name in ("tokenizer_model", "vocab_file", "merge_file")}
+    moved = {
+        name: str(new / Path(path).name)
+        for name, path in paths.items()
+        if path is not None
+        and (new / Path(path).name).is_file()
+        and not (Path(path).is_file() and Path(path).absolute().parent != (old or new).absolute())
+    }
+    return replace(own, **moved)
 
 
 def _read(path: str, field: str) -> bytes:
