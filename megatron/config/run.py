@@ -70,16 +70,6 @@ def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     )
 
 
-def describe_difference(old: RunConfig, new: RunConfig) -> list[str]:
-    """One line for each field that differs: "--num-layers 24 instead of --num-layers 12"."""
-    after = flatten(new)
-    return [
-        f"{field_at(path).spell(after[path])} instead of {field_at(path).spell(value)}"
-        for path, value in flatten(old).items()
-        if value != after[path]
-    ]
-
-
 def known(value: int | None) -> int:
     """A number that resolving has filled in."""
     assert value is not None, "the configuration is not resolved"

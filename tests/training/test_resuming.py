@@ -1,0 +1,117 @@
+"""What a load takes, and what it says where the run is not the one that saved."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatron.checkpoint.find import TRACKER
+from megatron.errors import CheckpointError
+from megatron.parallel.layout import Layout
+from tests.distributed import run_distributed
+from tests.training.toy import build_toy, train_toy
+from tools.checkpoint import util
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of iterations 2 and 4."""
+    root = tmp_path_factory.mktemp("saved")
+    words = ["--save", str(root), "--save-interval", "2", "--exit-interval", "4"]
+    train_toy(Layout.single(), words)
+    return root
+
+
+def _refusal(*words: str) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        build_toy(Layout.single(), words)
+    return str(caught.value)
+
+
+def _iteration(layout: Layout, *words: str) -> int:
+    return build_toy(layout, words).progress.iteration
+
+
+def test_one_checkpoint_is_loaded_by_its_own_folder(saved, tmp_path):
+    older = str(saved / "iter_0000002")
+    assert _iteration(Layout.single(), "--load", older) == 2
+    assert run_distributed(2, _iteration, "--load", older) == [2, 2]
+    copy = tmp_path / "the best one"
+    shutil.copytree(saved / "iter_0000004", copy)
+    assert _iteration(Layout.single(), "--load", str(copy)) == 4
+
+
+def test_one_that_was_named_itself_has_no_substitute(saved, tmp_path):
+    root = tmp_path / "root"
+    shutil.copytree(saved, root)
+    shard = next((root / "iter_0000004").glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert "damaged" in _refusal("--load", str(root / "iter_0000004"))
+    assert _iteration(Layout.single(), "--load", str(root)) == 2
+
+
+def test_a_folder_around_checkpoints_is_no_fresh_start(saved, tmp_path):
+    assert f"in {saved.name} in it: give --load {saved}" in _refusal("--load", str(saved.parent))
+    renamed = tmp_path / "save"
+    shutil.copytree(saved, renamed)
+    (renamed / "iter_0000004").rename(renamed / "step4")
+    shutil.rmtree(renamed / "iter_0000002")
+    (renamed / TRACKER).unlink()
+    assert f"give --load {renamed / 'step4'}" in _refusal("--load", str(renamed))
+    assert "a file: give the folder" in _refusal("--load", str(saved / TRACKER))
+
+
+def test_what_a_dead_first_save_left_is_a_fresh_start(saved, tmp_path):
+    (tmp_path / "tensorboard").mkdir()
+    shutil.copytree(saved / "iter_0000002", tmp_path / "iter_0000002.tmp-0123456789abcdef")
+    assert _iteration(Layout.single(), "--load", str(tmp_path)) == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("--bf16", "--bf16 is on here and off in the checkpoint"),
+        ("--fp16", "--fp16 is on here and off in the checkpoint"),
+        ("--optimizer sgd", "--optimizer is sgd here and adam in the checkpoint"),
+    ],
+)
+@pytest.mark.parametrize("form", ["native", "legacy"])
+def test_states_of_another_optimizer_are_refused_by_flag(saved, tmp_path, form, flags, line):
+    folder = saved
+    if form == "legacy":
+        folder = tmp_path / "legacy"
+        words = f"--model-type GPT --loader native --load-dir {saved} --save-dir {folder}"
+        assert util.main([*words.split(), "--keep-optimizer"]) == 0
+    message = _refusal("--load", str(folder), *flags.split())
+    assert f"\n  {line}\n" in message
+    assert "--no-load-optim to go on with fresh states" in message
+    assert build_toy(Layout.single(), ["--load", str(folder), *flags.split(), "--no-load-optim"])
+
+
+def test_another_order_of_samples_is_warned_of(saved, tmp_path, capsys):
+    lost = "samples come in another order, and some that were seen come again"
+    flags = ["--seed", "8", "--train-iters", "7", "--override-opt_param-scheduler"]
+    assert build_toy(Layout.single(), ["--load", str(saved), *flags])
+    lines = capsys.readouterr().out.splitlines()
+    seed = f"WARNING: changed since the checkpoint: --seed 8 instead of --seed 1234: {lost}"
+    assert seed in lines
+    longer = "  changed since the checkpoint: --train-iters 7 instead of --train-iters 6"
+    assert lines[lines.index(longer) + 1] == f"  of a corpus that is read more than once, {lost}"
+    legacy = tmp_path / "legacy"
+    words = f"--model-type GPT --loader native --load-dir {saved} --save-dir {legacy}"
+    assert util.main([*words.split(), "--keep-optimizer"]) == 0
+    assert build_toy(Layout.single(), ["--load", str(legacy), *flags])
+    of_legacy = capsys.readouterr().out.splitlines()
+    assert {seed, longer} <= set(of_legacy)
+    assert build_toy(Layout.single(), ["--load", str(legacy)])
+    assert "changed since" not in capsys.readouterr().out
+
+
+def test_finetuning_with_another_tokenizer_is_warned_of(saved, capsys):
+    words = ["--load", str(saved), "--finetune"]
+    assert build_toy(Layout.single(), words)
+    assert "another tokenizer" not in capsys.readouterr().out
+    assert build_toy(Layout.single(), [*words, "--vocab-size", "60"])
+    assert "--finetune goes on with this one: the rows of its 61" in capsys.readouterr().out
