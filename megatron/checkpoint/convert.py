@@ -62,6 +62,7 @@ def save_native(
         "optimizer": kept.get("optimizer"),
         "schedule": kept.get("schedule"),
         "rng": kept.get("rng"),
+        "corpus": kept.get("corpus"),
         "tokenizer": None,
         "config": to_dict(config),
         **(extra or {}),

@@ -29,7 +29,7 @@ from megatron.parallel.parameter import part_shape, spec_of
 from megatron.parallel.replicas import Gradients
 from megatron.training.callbacks.terminal import say
 from megatron.training.run import Run
-from megatron.training.settings import changed_settings, check_network, check_states
+from megatron.training.settings import changed_corpus, changed_settings, check_network, check_states
 
 _PADDING = ModelConfig().make_vocab_size_divisible_by
 _MOST_RANKS = 64  # that split a vocabulary
@@ -205,6 +205,7 @@ def meta_of(run: Run) -> dict[str, Any]:
         # seed is all the random state there is.
         "rng": None if options.no_save_rng else {"seed": run.progress.dropout_seed},
         "tokenizer": run.tokenizer.fingerprint(),
+        "corpus": run.corpus,
         "config": to_dict(run.config),
     }
 
@@ -352,5 +353,5 @@ def _restore_position(run: Run, reader: Reader) -> None:
         except CheckpointError as error:
             raise CheckpointError(f"--load {reader.path}: {error}") from None
     if run.layout.world.rank == 0:
-        for line in changed_settings(run.config, reader):
+        for line in (*changed_settings(run.config, reader), *changed_corpus(run.corpus, reader)):
             say(line)

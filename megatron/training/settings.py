@@ -71,6 +71,7 @@ def _difference(path: str, here: Any, saved: Any) -> str:
     return f"{flag} is {here} here and {saved} in the checkpoint"
 
 
+_LOST = "samples come in another order, and some that were seen come again"
 _PATHS = ("data.data_path", "data.train_data_path")
 _LENGTHS = ("training.train_iters", "training.train_samples")
 # What else decides which sample is the run's k-th; the rest of a position is their count.
@@ -113,14 +114,23 @@ def changed_settings(config: RunConfig, reader: Reader) -> Iterator[str]:
         yield from _changed(path, change, is_moved=path in _PATHS and _moved(value, here[path]))
 
 
+def changed_corpus(corpus: str | None, reader: Reader) -> Iterator[str]:
+    """A line where the checkpoint was trained on other data, whatever its name. None: unknown."""
+    saved = reader.meta.get("corpus")
+    if None not in (corpus, saved) and corpus != saved:
+        yield (
+            "WARNING: changed since the checkpoint: the training data itself (fingerprint "
+            f"{corpus} instead of {saved}): {_LOST}"
+        )
+
+
 def _changed(path: str, change: str, *, is_moved: bool) -> Iterator[str]:
-    lost = "samples come in another order, and some that were seen come again"
     if path in _ORDER and not is_moved:
-        yield f"WARNING: changed since the checkpoint: {change}: {lost}"
+        yield f"WARNING: changed since the checkpoint: {change}: {_LOST}"
         return
     yield f"  changed since the checkpoint: {change}"
     if path in _LENGTHS:
-        yield f"  of a corpus that is read more than once, {lost}"
+        yield f"  of a corpus that is read more than once, {_LOST}"
 
 
 def _moved(old: tuple[str, ...] | None, new: tuple[str, ...] | None) -> bool:

@@ -10,8 +10,11 @@ import pytest
 from megatron.checkpoint.find import TRACKER
 from megatron.errors import CheckpointError
 from megatron.parallel.layout import Layout
+from megatron.training.pretrain import main
+from pretrain_gpt import GPTRecipe
+from tests.data.corpus import write_corpus
 from tests.distributed import run_distributed
-from tests.training.toy import build_toy, train_toy
+from tests.training.toy import TOY, build_toy, train_toy
 from tools.checkpoint import util
 
 
@@ -115,3 +118,27 @@ def test_finetuning_with_another_tokenizer_is_warned_of(saved, capsys):
     assert "another tokenizer" not in capsys.readouterr().out
     assert build_toy(Layout.single(), [*words, "--vocab-size", "60"])
     assert "--finetune goes on with this one: the rows of its 61" in capsys.readouterr().out
+
+
+def test_another_corpus_under_the_same_name_is_warned_of(tmp_path, capsys):
+    prefix, moved = tmp_path / "corpus", tmp_path / "elsewhere" / "corpus"
+    moved.parent.mkdir()
+    save, cache = str(tmp_path / "save"), tmp_path / "cache"
+    toy = [word for word in TOY if word != "--mock-data"]
+    toy += ["--data-cache-path", str(cache), "--train-iters", "3", "--no-exit-signal-handler"]
+
+    def run(*words: str) -> str:
+        assert main(GPTRecipe(), [*toy, *words]) == 0
+        return capsys.readouterr().out
+
+    write_corpus(prefix, vocab_size=100)
+    run("--data-path", str(prefix), "--save", save, "--save-interval", "2", "--exit-interval", "2")
+    for kind in ("bin", "idx"):
+        shutil.copy(f"{prefix}.{kind}", f"{moved}.{kind}")
+    told = run("--data-path", str(moved), "--load", save)
+    assert "changed since the checkpoint: --data-path" in told
+    assert "WARNING" not in told
+    write_corpus(prefix, vocab_size=100, seed=1)  # as many documents
+    shutil.rmtree(cache)
+    told = run("--data-path", str(prefix), "--load", save)
+    assert "WARNING: changed since the checkpoint: the training data itself (fingerprint" in told
