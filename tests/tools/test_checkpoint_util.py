@@ -172,6 +172,25 @@ def test_an_existing_folder_is_not_overwritten(tmp_path: Path, capsys) -> None:
     assert "--max-shard-size 5 GB: expected a size" in capsys.readouterr().err
 
 
+def test_what_is_read_or_was_written_before_is_not_replaced(imported: Path, tmp_path, capsys):
+    for saver in ("native", "megatron"):
+        before = {file: file.read_bytes() for file in imported.rglob("*") if file.is_file()}
+        assert convert("native", saver, imported, imported) == 9
+        message = f"--save-dir {imported}: holds iter_0000000 already, which would be replaced"
+        assert message in capsys.readouterr().err
+        assert before == {file: file.read_bytes() for file in imported.rglob("*") if file.is_file()}
+    assert convert("native", "megatron", imported, tmp_path / "m") == 0
+    assert convert("native", "megatron", imported, tmp_path / "m") == 9
+    assert "holds release already" in capsys.readouterr().err
+
+
+def test_another_loader_is_named(imported: Path, tmp_path, capsys):
+    assert convert("hf", "native", imported, tmp_path / "out") == 4
+    assert "is another kind: use --loader native" in capsys.readouterr().err
+    assert convert("native", "native", tmp_path / "original", tmp_path / "out") == 4
+    assert "it is a folder of Hugging Face: use --loader hf" in capsys.readouterr().err
+
+
 def test_megatron_s_flags_say_that_they_change_nothing(tmp_path: Path, capsys) -> None:
     folder = write_folder(tmp_path / "a", CASES["llama"].config, tensors_of(CASES["llama"]))
     more = "--target-tensor-parallel-size 2 --target-pipeline-parallel-size 4 --megatron-path /m"
@@ -224,10 +243,10 @@ def test_the_vocabulary_is_padded_by_megatron_s_rule(tmp_path: Path) -> None:
         ["--vocab-file", str(tmp_path / "vocab.json")],
         ["--vocab-file", str(tmp_path / "vocab.txt")],
     ):
-        out = tmp_path / words[-1].rpartition("/")[2]
+        out = tmp_path / f"{Path(words[-1]).name}.out"
         words += ["--target-tensor-parallel-size", "2"]
-        assert convert("hf", "megatron", folder, out.with_suffix(".out"), *words) == 0
-        reader = open_checkpoint(out.with_suffix(".out"))
+        assert convert("hf", "megatron", folder, out, *words) == 0
+        reader = open_checkpoint(out)
         assert reader is not None
         table = read_whole(reader, "model.embedding.word.weight")
         original = tensors_of(case)["transformer.wte.weight"]

@@ -18,8 +18,10 @@ import torch
 from megatron.checkpoint import convert
 from megatron.checkpoint.convert import WEIGHTS
 from megatron.checkpoint.durable import replace_file, storage_errors
+from megatron.checkpoint.find import scan
 from megatron.checkpoint.hf import files
 from megatron.checkpoint.hf.families import family_for
+from megatron.checkpoint.hf.files import is_model_folder
 from megatron.checkpoint.hf.reader import HFReader
 from megatron.checkpoint.hf.settings import read_json
 from megatron.checkpoint.hf.writer import Export, write_folder
@@ -68,8 +70,28 @@ class Source:
         return self.reader.global_shape(_EMBEDDING)[0]
 
 
+def check_target(options: argparse.Namespace) -> None:
+    """See that nothing is written over or put aside: what is read, a run, another conversion.
+
+    Raises:
+        ConfigError: the folder holds checkpoints. (A folder of Hugging Face is refused by its
+            writer.)
+    """
+    held = [found.path.name for found in scan(options.save_dir)[0]]
+    if options.saver != "hf" and held:
+        raise ConfigError(
+            f"--save-dir {options.save_dir}: holds {held[0]} already, which would be replaced, or "
+            "no longer be the one that is loaded: give another folder"
+        )
+
+
 def load_hf(options: argparse.Namespace) -> Source:
     """A folder of safetensors with config.json."""
+    if not is_model_folder(options.load_dir) and scan(options.load_dir)[0]:
+        kind = {"native": "native", "legacy": "megatron"}[scan(options.load_dir)[0][0].format]
+        raise CheckpointError(
+            f"--loader {options.loader}: {options.load_dir} is another kind: use --loader {kind}"
+        )
     reader = HFReader(options.load_dir)
     return Source(
         reader=reader,
@@ -94,7 +116,11 @@ def load_megatron(options: argparse.Namespace) -> Source:
 def _load_own(options: argparse.Namespace, expected: str) -> Source:
     reader = open_checkpoint(options.load_dir)
     if reader is None:
-        raise CheckpointError(f"--load-dir {options.load_dir}: there is no checkpoint in it")
+        hint = ": it is a folder of Hugging Face: use --loader hf"
+        raise CheckpointError(
+            f"--load-dir {options.load_dir}: there is no checkpoint in it"
+            + (hint if (Path(options.load_dir) / files.CONFIG).is_file() else "")
+        )
     loader = {"native": "native", "legacy": "megatron"}[reader.format]
     if reader.format != expected:
         raise CheckpointError(

@@ -148,6 +148,7 @@ def run(options: argparse.Namespace) -> Iterator[str]:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: at least 1")
+    formats.check_target(options)
     yield from notices(options)
     source = formats.LOADERS[options.loader](options)
     kind = source.config.model.architecture
