@@ -25,8 +25,9 @@ from megatron.config.arguments import (
 from megatron.config.checks import RULES, Rule, find_notices, find_problems
 from megatron.config.command_line import Given, join, split
 from megatron.config.fields import nearest
+from megatron.config.model import WITHOUT_TABLE
 from megatron.config.refused import HONOURED, REFUSED
-from megatron.config.resolve import forget_derived, resolve
+from megatron.config.resolve import forget_derived, longest_sequence, resolve
 from megatron.config.run import RunConfig, field_at, flatten, sections, with_values
 from megatron.errors import ConfigError, UserError
 
@@ -270,6 +271,19 @@ def _flag_values(namespace: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def _stretch(values: dict[str, Any], config: RunConfig, line: _CommandLine) -> None:
+    """Let a checkpoint's positions reach as far as is asked for, where they need no weights."""
+    path = "model.max_position_embeddings"
+    held, kind = values.get(path), values.get("model.position_embedding_type")
+    asked = max(config.model.max_position_embeddings or 0, longest_sequence(config.data) or 0)
+    if kind in WITHOUT_TABLE and held is not None and asked > held:
+        values.pop(path)
+        line.notices.append(
+            f"--max-position-embeddings {asked}: longer than the checkpoint's {held}; positions of "
+            f"--position-embedding-type {kind} have no weights"
+        )
+
+
 def _from_checkpoint(
     config: RunConfig, read_checkpoint: ReadCheckpoint | None, line: _CommandLine
 ) -> RunConfig:
@@ -280,7 +294,8 @@ def _from_checkpoint(
         line.problems.append("--use-checkpoint-args: this program reads no checkpoint: drop it")
         return config
     folder = checkpoint.load
-    values = line.ask(lambda: read_checkpoint(folder))
+    values = dict(line.ask(lambda: read_checkpoint(folder)))
+    _stretch(values, config, line)
     before, default = flatten(config), flatten(RunConfig())
     by_flag, file = _flag_values(line.namespace), getattr(line.namespace, "config", None)
     taken = []

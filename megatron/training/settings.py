@@ -9,18 +9,27 @@ from typing import Any
 
 from megatron.checkpoint.reader import Reader
 from megatron.config import RunConfig
-from megatron.config.model import NETWORK_FIELDS, is_irrelevant
+from megatron.config.model import NETWORK_FIELDS, WITHOUT_TABLE, is_irrelevant
 from megatron.config.run import field_at, flatten
 from megatron.config.yaml_file import from_dict
 from megatron.errors import CheckpointError
 
 
 def check_network(config: RunConfig, reader: Reader) -> None:
+    """A run loads a checkpoint of its own network only; a context without weights may grow.
+
+    Raises:
+        CheckpointError: they differ; lists flags and values.
+    """
+    may_differ: tuple[str, ...] = ()
+    if config.model.position_embedding_type in WITHOUT_TABLE:
+        may_differ = ("max_position_embeddings",)
     saved = reader.meta["config"].get("model", {})
     differing = [
         _difference(f"model.{name}", getattr(config.model, name), saved[name])
         for name in NETWORK_FIELDS
         if name in saved
+        and name not in may_differ
         and saved[name] != getattr(config.model, name)
         and not is_irrelevant(config.model, name)
     ]

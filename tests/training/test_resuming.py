@@ -112,6 +112,37 @@ def test_another_order_of_samples_is_warned_of(saved, tmp_path, capsys):
     assert "changed since" not in capsys.readouterr().out
 
 
+def test_a_save_folder_of_another_run_is_warned_of(saved, tmp_path, capsys):
+    root = tmp_path / "save"
+    shutil.copytree(saved, root)
+    words = [*TOY, "--no-exit-signal-handler", "--train-iters", "6", "--exit-interval", "5"]
+    words += ["--save", str(root), "--save-interval", "9"]
+    assert main(GPTRecipe(), [*words, "--load", str(root)]) == 0
+    assert "holds checkpoints up to" not in capsys.readouterr().out
+    assert main(GPTRecipe(), words) == 0
+    line = f"WARNING: --save {root} holds checkpoints up to iteration 5, and this run starts at 0"
+    assert line in capsys.readouterr().out
+
+
+def test_rotary_positions_may_reach_further_than_the_checkpoint_s(tmp_path, capsys):
+    rope = ["--position-embedding-type", "rope"]
+    save = ["--save", str(tmp_path), "--save-interval", "2", "--exit-interval", "2"]
+    train_toy(Layout.single(), [*rope, *save])
+    longer = ["--seq-length", "32", "--max-position-embeddings", "32"]
+    run = build_toy(Layout.single(), [*rope, *longer, "--load", str(tmp_path)])
+    assert run.config.model.max_position_embeddings == 32
+    words = [*TOY[: TOY.index("--seq-length")], *TOY[TOY.index("--micro-batch-size") :]]
+    words += ["--load", str(tmp_path), "--use-checkpoint-args", "--finetune", "--seq-length", "32"]
+    assert main(GPTRecipe(), [*words, "--train-iters", "1", "--lr-warmup-fraction", "0"]) == 0
+    told = capsys.readouterr()
+    assert "--max-position-embeddings 32: longer than the checkpoint's 16" in told.out + told.err
+    assert "iteration        1/       1" in told.out
+    table = _refusal(
+        "--seq-length", "32", "--max-position-embeddings", "32", "--load", str(tmp_path)
+    )
+    assert "--position-embedding-type is learned_absolute here and rope" in table
+
+
 def test_finetuning_with_another_tokenizer_is_warned_of(saved, capsys):
     words = ["--load", str(saved), "--finetune"]
     assert build_toy(Layout.single(), words)
