@@ -83,7 +83,8 @@ def list_checkpoints(root: Path, *, quiet: bool = False) -> list[Found]:
     found, problems = scan(root)
     named, complaint = read_tracker(root)
     if not found:
-        if complaint or named is not None:
+        told = any(one.split()[0] == named for one in problems)
+        if complaint or (named is not None and not told):
             problems.insert(0, complaint or f"{TRACKER} names {named!r}, which is not there")
         if problems:
             raise CheckpointError(
