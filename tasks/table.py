@@ -8,7 +8,7 @@ from typing import Literal
 
 from megatron.config.arguments import flag_destinations
 from megatron.config.command_line import split
-from megatron.config.fields import suggestion
+from megatron.config.fields import nearest, suggestion
 from megatron.config.old_flags import translate
 from megatron.config.tasks import (
     FinetuneConfig,
@@ -80,12 +80,15 @@ def find_task(arguments: Sequence[str]) -> str:
     """
     known = flag_destinations(OPTIONS)
     asked: dict[str, tuple[str, str]] = {}  # by flag: as given, and the name of the task
+    misspelt: list[str] = []
     for flag in split(arguments):
+        if nearest(flag.name, known) == "--task" and flag.name != "--task":
+            misspelt.append(f"unknown flag {flag.name}: did you mean --task?")
         for now in translate([flag], known).flags:
             if now.name == "--task" and now.values:
                 asked[flag.name] = (str(flag), now.values[0])
     if not asked:
-        raise ConfigError(f"--task is required: give one of {', '.join(TASKS)}")
+        raise ConfigError([*misspelt, f"--task is required: give one of {', '.join(TASKS)}"])
     shown, names = zip(*asked.values(), strict=True)
     if len(set(names)) > 1:
         raise ConfigError(f"{' and '.join(shown)} contradict each other: keep one")

@@ -223,6 +223,34 @@ def test_script_trains_at_toy_size(script: Path, toy: Toy, tmp_path: Path) -> No
     assert list((tmp_path / "tensorboard").iterdir())
 
 
+@pytest.mark.parametrize(
+    ("left", "goes_on"),
+    [
+        ([], False),
+        (["iter_0000002.tmp-0123456789abcdef"], False),
+        (["iter_0000002"], True),
+        (["latest_checkpointed_iteration.txt"], True),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("size", ["7b", "13b", "70b"])
+def test_a_llama_2_script_begins_anew_only_where_nothing_was_saved(
+    size: str, left: list[str], goes_on: bool, tmp_path: Path
+) -> None:
+    torchrun, saved = tmp_path / "torchrun", tmp_path / "out" / "checkpoints"
+    torchrun.write_text('#!/bin/sh\necho "$@"\n')
+    torchrun.chmod(0o755)
+    for folder in left:
+        (saved / folder).mkdir(parents=True)
+    environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    environment |= {"DATA_PATH": "data", "CHECKPOINT": "imported", "OUT": str(tmp_path / "out")}
+    environment |= {"MASTER_ADDR": "localhost", "NODE_RANK": "0"}
+    done = _start([str(ROOT / "examples" / "llama2" / f"finetune_{size}.sh")], environment)
+    assert done.returncode == 0, done.stderr
+    assert ("--finetune" in done.stdout.split()) != goes_on
+    assert f"--load {saved if goes_on else 'imported'} " in done.stdout
+
+
 @pytest.mark.parametrize("config", CONFIGS, ids=name)
 def test_yaml_run_is_valid_and_trains_at_toy_size(config: Path, toy: Toy, tmp_path: Path) -> None:
     from megatron.config import parse_config

@@ -13,12 +13,13 @@ import sys
 from collections.abc import Sequence
 
 from megatron.command import run_command
+from megatron.config.arguments import ToolParser
 from megatron.errors import ConfigError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print each text filled in, and what else was likely; the exit code."""
-    options = _parser().parse_args(argv)
+    options = _parser().read(argv)
     return run_command(lambda: run(options))
 
 
@@ -44,11 +45,9 @@ def run(options: argparse.Namespace) -> None:
             print("    " + ", ".join(f"{guess.words} {guess.probability:.0%}" for guess in guesses))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description="Let a trained BERT or T5 fill in hidden words.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
+def _parser() -> ToolParser:
+    parser = ToolParser(
+        "fill_in.py", "Let a trained BERT or T5 fill in hidden words.", shows_defaults=True
     )
     parser.add_argument("--load", required=True, help="folder of checkpoints, the newest is used")
     parser.add_argument("--text", required=True, nargs="+", help="texts with [MASK] in them")

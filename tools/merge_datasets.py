@@ -18,17 +18,13 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.command import run_command
+from megatron.config.arguments import ToolParser
 from megatron.errors import DataError
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> ToolParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="merge_datasets.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = ToolParser("merge_datasets.py", __doc__)
     group = parser.add_argument_group("Input and output")
     group.add_argument(
         "--input", required=True, metavar="DIR", help="Folder of the .bin and .idx files to join."
@@ -101,7 +97,7 @@ def run(options: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 done, 6 bad data, 8 storage."""
-    options = build_parser().parse_args(argv)
+    options = build_parser().read(argv)
     return run_command(lambda: run(options))
 
 

@@ -27,6 +27,9 @@ if __package__ in (None, ""):
     # Started as a file: the package beside this folder may not be installed.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megatron.config.arguments import ToolParser
+from megatron.errors import ConfigError
+
 if TYPE_CHECKING:
     from tests.reliability.scoreboard.score import Row, Trials
 
@@ -66,12 +69,33 @@ def machine() -> str:
     return f"{os.cpu_count()} CPU cores ({platform.machine()}), torch {torch.__version__}."
 
 
+def read_page(path: Path) -> str:
+    """A page that has a place for results.
+
+    Raises:
+        ConfigError: it cannot be read and written, or has none.
+    """
+    try:
+        with path.open("r+", encoding="utf-8") as file:
+            page = file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"--out {path}: {why}: give a page to write into, such as docs/reliability.md, or "
+            "leave --out away to print the results"
+        ) from None
+    if not re.search(f"{re.escape(_BEGIN)}.*{re.escape(_END)}", page, re.DOTALL):
+        raise ConfigError(
+            f"--out {path}: the page has no lines {_BEGIN.strip()} and {_END.strip()}: add them "
+            "where the results belong"
+        )
+    return page
+
+
 def replaced(page: str, lines: Mapping[int, str], where: str) -> str:
     """The page with these lines, by row number, beside or in the place of those that it has."""
     head, begin, rest = page.partition(_BEGIN)
     before, end, tail = rest.partition(_END)
-    if not begin or not end:
-        raise SystemExit(f"error: the page has no lines {_BEGIN.strip()} and {_END.strip()}")
     held = {
         int(match.group(1)): match.group(0) for match in re.finditer(r"(?m)^\| (\d+) \|.*$", before)
     }
@@ -91,18 +115,26 @@ def try_row(row: Row, count: int) -> Trials:
 
 
 def main(words: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="scoreboard.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    """Exit code: 0 all held, 1 not all, 9 bad flags."""
+    parser = ToolParser("scoreboard.py", __doc__)
     parser.add_argument(
         "--out", type=Path, metavar="PAGE.md", help="Page to write the results into. Unset: print."
     )
     parser.add_argument("--rows", type=int, nargs="+", metavar="N", help="Only these rows.")
-    options = parser.parse_args(words)
+    options = parser.read(words)
+    try:
+        return run(options)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
 
+
+def run(options: argparse.Namespace) -> int:
+    """Try the rows that were asked for; 1 where one did not hold.
+
+    Raises:
+        ConfigError: there is no such row, or no place for its result.
+    """
     import torch
 
     from tests.reliability.scoreboard.rows import ROWS
@@ -110,7 +142,9 @@ def main(words: Sequence[str]) -> int:
     torch.set_num_threads(1)  # as in the tests: forked processes start clean
     known = {row.number for row in ROWS}
     if absent := sorted(set(options.rows or ()) - known):
-        parser.error(f"--rows {absent[0]}: there are {', '.join(map(str, sorted(known)))}")
+        raise ConfigError(f"--rows {absent[0]}: there are {', '.join(map(str, sorted(known)))}")
+    if options.out:  # before hours of trials
+        read_page(options.out)
     lines, failures = {}, 0
     commit = commit_and_day()
     for row in ROWS:
@@ -125,7 +159,7 @@ def main(words: Sequence[str]) -> int:
         for failure in trials.failures:
             print(f"  {failure}", flush=True)
         if options.out:  # at once: the rest may take long
-            page = replaced(options.out.read_text(encoding="utf-8"), lines, machine())
+            page = replaced(read_page(options.out), lines, machine())
             options.out.write_text(page, encoding="utf-8")
     if not options.out:
         print(table(lines.values()))

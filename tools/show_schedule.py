@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.command import run_command
+from megatron.config.arguments import ToolParser
 from megatron.errors import ConfigError
 from megatron.parallel.pipeline.check import check, check_all
 from megatron.parallel.pipeline.schedule import SCHEDULE_KINDS, OperationKind, make_schedule
@@ -165,9 +166,7 @@ def _box(
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ToolParser("show_schedule.py", __doc__)
     whole = "one value, or one a stage, or one a part of the model in its order"
     add = parser.add_argument
     add("--schedule", choices=SCHEDULE_KINDS, default="1f1b", help="default 1f1b")
@@ -184,7 +183,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     add("--output", type=Path, metavar="FILE.png", help="draw there; without it, print")
     add("--check-all", action="store_true",
         help="prove all up to 16 stages x 8 chunks x 64 micro-batches instead")  # fmt: skip
-    return parser.parse_args(words)
+    return parser.read(words)
 
 
 def prove_all(*, stages: int, chunks: int, micro_batches: int) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.command import run_command
+from megatron.config.arguments import ToolParser
 from megatron.environment import cache_folder
 from megatron.errors import UserError
 
@@ -34,7 +35,7 @@ _KEPT_LINES = 1000
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Talk until there is nothing more to say; the exit code."""
-    options = _parser().parse_args(argv)
+    options = _parser().read(argv)
     return run_command(lambda: run(options))
 
 
@@ -238,10 +239,8 @@ def _history() -> Iterator[None]:
             readline.write_history_file(path)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description="Talk to a text generation server.", allow_abbrev=False
-    )
+def _parser() -> ToolParser:
+    parser = ToolParser("text_generation_cli.py", "Talk to a text generation server.")
     parser.add_argument("server", metavar="HOST:PORT", help="for example localhost:5000")
     parser.add_argument("--prompt", help="answer this and leave; a pipe does the same")
     parser.add_argument("--chat", action="store_true", help="messages instead of texts to go on")

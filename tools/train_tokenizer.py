@@ -25,6 +25,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.command import run_command
+from megatron.config.arguments import ToolParser
 from megatron.errors import ConfigError, DataError, StorageError
 
 _END = "<|endoftext|>"
@@ -35,14 +36,9 @@ _LARGEST_ALPHABET = 1000  # characters of a WordPiece vocabulary; words with oth
 Files = dict[str, bytes]
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> ToolParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="train_tokenizer.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = ToolParser("train_tokenizer.py", __doc__)
     text = parser.add_argument_group("Input")
     text.add_argument(
         "--input",
@@ -271,7 +267,7 @@ def _write(files: Files, folder: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 done, 6 bad data, 8 storage, 9 bad flags."""
-    options = build_parser().parse_args(argv)
+    options = build_parser().read(argv)
     return run_command(lambda: run(options))
 
 

@@ -15,7 +15,9 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 TOKENIZER_MODEL=${TOKENIZER_MODEL:-$CHECKPOINT/huggingface/tokenizer.model}
 OUT=${OUT:-runs/llama2-13b}
 
-if [[ -e $OUT/checkpoints/latest_checkpointed_iteration.txt ]]; then
+# Either says that it has begun: one that was killed while saving may lack the other.
+if [[ -e $OUT/checkpoints/latest_checkpointed_iteration.txt ]] ||
+    compgen -G "$OUT/checkpoints/iter_???????" > /dev/null; then
     START=(--load "$OUT/checkpoints")
 else
     START=(--load "$CHECKPOINT" --finetune)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatron.checkpoint.durable import TEMPORARY
 from megatron.checkpoint.exchange import Exchange
-from megatron.checkpoint.find import checkpoint_at
+from megatron.checkpoint.find import TRACKER, checkpoint_at
 from megatron.checkpoint.hf.files import is_model_folder
-from megatron.checkpoint.reader import Reader, open_checkpoint, open_found
+from megatron.checkpoint.reader import Reader, open_checkpoint
 from megatron.errors import CheckpointError
 from megatron.parallel.layout import Layout
 
 
 def open_root(root: Path, *, verify: bool = True, layout: Layout | None = None) -> Reader | None:
-    """What --load names: a folder of Hugging Face, or the newest checkpoint of a folder of them.
+    """What --load names: a folder of Hugging Face, one checkpoint, or of a folder the newest.
 
     Collective over `layout`, where one is given. None where there is nothing.
 
@@ -41,10 +42,21 @@ def open_any(path: Path, *, verify: bool = True) -> Reader:
     Raises:
         CheckpointError: there is none, or it is damaged, or of a kind that is not read.
     """
-    found = checkpoint_at(path)
-    if found is not None:
-        return open_found(found, verify=verify)
     reader = open_root(path, verify=verify)
     if reader is None:
         raise CheckpointError(f"{path}: there is no checkpoint")
     return reader
+
+
+def checkpoints_below(root: Path) -> list[str]:
+    """Names of the folders in `root` that --load would take, where `root` itself is none."""
+    if not root.is_dir():
+        return []
+    folders = (one for one in root.iterdir() if one.is_dir() and TEMPORARY not in one.name)
+    return sorted(one.name for one in folders if _is_one(one))
+
+
+def _is_one(folder: Path) -> bool:
+    return (
+        (folder / TRACKER).is_file() or is_model_folder(folder) or checkpoint_at(folder) is not None
+    )

@@ -4,7 +4,7 @@ A folder follows Megatron: `latest_checkpointed_iteration.txt` names an iteratio
 `iter_0000100/` holds it. What we write besides, and how a dead run's leftovers look:
 
     iter_0000100/manifest.json          complete: the manifest is written before the rename
-    iter_0000100/complete               of Megatron-LM's files those that we have written
+    iter_0000100/complete               which of Megatron-LM's files we have written
     iter_0000100.tmp-<unique>/          a save that did not finish; never read
     iter_0000100.old-<unique>/          replaced by a newer save of the same iteration; read only
                                         where a crash left no iter_0000100
@@ -83,7 +83,8 @@ def list_checkpoints(root: Path, *, quiet: bool = False) -> list[Found]:
     found, problems = scan(root)
     named, complaint = read_tracker(root)
     if not found:
-        if complaint or named is not None:
+        told = any(one.split()[0] == named for one in problems)
+        if complaint or (named is not None and not told):
             problems.insert(0, complaint or f"{TRACKER} names {named!r}, which is not there")
         if problems:
             raise CheckpointError(
@@ -94,8 +95,11 @@ def list_checkpoints(root: Path, *, quiet: bool = False) -> list[Found]:
     current = next((one for one in found if one.path.name.split(REPLACED)[0] == named), None)
     if current is None and not quiet:
         if complaint is None:
-            complaint = f"{TRACKER} names {named}, which is missing or incomplete"
-            complaint = complaint if named else f"{TRACKER} is missing"
+            known = [one.removeprefix(f"{named} ") for one in problems if one.split()[0] == named]
+            why = known[0] if known else "is missing or incomplete"
+            complaint = (
+                f"{TRACKER} names {named}, which {why}" if named else f"{TRACKER} is missing"
+            )
         warn(f"{root}: {complaint}; trying the newest complete checkpoint")
     if current is None:
         return found
@@ -150,26 +154,33 @@ def scan(root: Path) -> tuple[list[Found], list[str]]:
 
 
 def checkpoint_at(path: Path) -> Found | None:
-    """The checkpoint whose own folder this is, `iter_0000100` or `release`; None: it is not one."""
-    kind = format_of(path) if path.is_dir() else None
+    """The checkpoint whose own folder this is, `iter_0000100` or `release`; None: it is not one.
+
+    Raises:
+        CheckpointError: it holds two.
+    """
+    kind, problem = _classify(path) if path.is_dir() else (None, "")
+    if problem == _TWO:
+        raise CheckpointError(f"{path} {problem}")
     if kind is None:
         return None
     match = _FOLDER.fullmatch(path.name)
     return Found(kind, int(match.group(1)) if match else 0, path.absolute())
 
 
-def format_of(path: Path) -> str | None:
-    """The format of a checkpoint's own folder; None where it is none, or incomplete."""
-    if (path / MANIFEST).is_file():
-        return "native"
-    return "legacy" if any(path.glob("mp_rank_*")) else None
+_TWO = (
+    f"holds both {MANIFEST} and mp_rank folders: Megatron-LM has saved into a checkpoint of this "
+    f"program, and nothing tells which is meant: move one of them elsewhere"
+)
 
 
 def _classify(path: Path) -> tuple[str | None, str]:
     """The format of a checkpoint folder, or None and what is wrong."""
-    kind = format_of(path)
-    if kind is not None:
-        return kind, ""
+    is_native, is_legacy = (path / MANIFEST).is_file(), any(path.glob("mp_rank_*"))
+    if is_native and is_legacy:
+        return None, _TWO
+    if is_native or is_legacy:
+        return "native" if is_native else "legacy", ""
     if (path / ".metadata").exists():
         return None, (
             "is a torch.distributed.checkpoint folder, a format that runs code when it is read: "

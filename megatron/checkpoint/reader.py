@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from megatron.checkpoint import dtypes
 from megatron.checkpoint.entries import Box, Json, check_request
 from megatron.checkpoint.exchange import Exchange
-from megatron.checkpoint.find import Found, list_checkpoints, warn
+from megatron.checkpoint.find import Found, checkpoint_at, list_checkpoints, warn
 from megatron.checkpoint.manifest import (
     MANIFEST,
     MAX_BYTES,
@@ -78,11 +78,13 @@ def open_checkpoint(
 ) -> Reader | None:
     """The first checkpoint in `find.list_checkpoints` order that is sound; None in an empty folder.
 
+    Where `root` is a checkpoint's own folder (`iter_0000100`), that one and no other.
+
     Collective over `layout`, where one is given: ranks share the work of verifying, and open the
     same checkpoint. The folder must be on a file system that all of them see.
 
     Args:
-        root: folder of checkpoints.
+        root: folder of checkpoints, or one of them.
         verify: compare every digest; off: sizes and the manifest only.
 
     Raises:
@@ -90,7 +92,7 @@ def open_checkpoint(
     """
     exchange = Exchange((layout or Layout.single()).world)
     root = Path(root).absolute()
-    listed = exchange.on_main(lambda: [_to_json(one) for one in list_checkpoints(root)])
+    listed = exchange.on_main(lambda: [_to_json(one) for one in _candidates(root)])
     problems: list[str] = []
     for found in map(_from_json, listed):
         reader, problem = _try_open(found, exchange, verify)
@@ -106,6 +108,11 @@ def open_checkpoint(
         + "\n  ".join(problems)
         + "\nrestore one from a copy, or name an empty folder to start from scratch"
     )
+
+
+def _candidates(root: Path) -> list[Found]:
+    itself = checkpoint_at(root)
+    return list_checkpoints(root) if itself is None else [itself]
 
 
 def _to_json(found: Found) -> Json:

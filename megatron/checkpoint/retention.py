@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron.checkpoint.durable import TEMPORARY, remove_tree, sync_folder, unique_suffix
-from megatron.checkpoint.find import COMPLETE, iteration_folder, scan
+from megatron.checkpoint.find import COMPLETE, Found, iteration_folder, scan
+from megatron.checkpoint.legacy.mark import is_marked
 from megatron.checkpoint.manifest import MANIFEST
 from megatron.errors import CheckpointError
 
@@ -42,7 +43,8 @@ def prune(root: Path, newest: int, keep: int) -> list[Path]:
     """Delete older checkpoints of this program, those that are being read excepted.
 
     Left alone besides: what has a later iteration, as a run that went back leaves it; files of
-    Megatron-LM without our mark, which may be its own, and are not known to be complete.
+    Megatron-LM without our mark, or others than it lists, which may be its own, and are not known
+    to be complete.
 
     Args:
         newest: iteration of the one that has just been published.
@@ -58,9 +60,9 @@ def prune(root: Path, newest: int, keep: int) -> list[Path]:
     candidates = [
         one
         for one in scan(root)[0]
-        if (one.path / _LOCKED[one.format]).is_file()
-        and one.iteration <= newest
+        if one.iteration <= newest
         and one.path.name == iteration_folder(one.iteration)
+        and _is_ours(one)
     ]
     gone = []
     for folder, kind in ((one.path, one.format) for one in candidates[keep:]):
@@ -73,6 +75,15 @@ def prune(root: Path, newest: int, keep: int) -> list[Path]:
             remove_tree(nameless)
             gone.append(folder)
     return gone
+
+
+def _is_ours(found: Found) -> bool:
+    if found.format == "native":
+        return (found.path / MANIFEST).is_file()
+    try:
+        return is_marked(found.path)
+    except CheckpointError:  # written over in part
+        return False
 
 
 @contextmanager

@@ -3,14 +3,63 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
 
-from megatron.config.fields import Field, fields_of, from_text
+from megatron.config.command_line import split
+from megatron.config.fields import Field, fields_of, from_text, suggestion
 from megatron.config.flag import FlagInfo
 from megatron.config.refused import HONOURED, REFUSED, KnownFlag
+from megatron.errors import ConfigError
 
 Config = TypeVar("Config")
+
+
+class ToolParser(argparse.ArgumentParser):
+    """A tool's command line: its mistakes end with the code of a ConfigError, without the usage.
+
+    Args:
+        prog: the tool's file.
+        doc: what it does.
+        gone: flags of Megatron's tool that this one lacks, and what to do instead.
+        shows_defaults: --help appends them.
+    """
+
+    def __init__(
+        self,
+        prog: str,
+        doc: str | None,
+        gone: Mapping[str, str] | None = None,
+        *,
+        shows_defaults: bool = False,
+    ) -> None:
+        formatter: type[argparse.HelpFormatter] = argparse.RawDescriptionHelpFormatter
+        if shows_defaults:
+            formatter = argparse.ArgumentDefaultsHelpFormatter
+        super().__init__(prog=prog, description=doc, formatter_class=formatter, allow_abbrev=False)
+        self._gone = dict(gone or {})
+
+    def read(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
+        """What was given, None: on this process's command line. Leaves where it is mistaken.
+
+        Unknown flags come first, all of them: one that is misspelt is then not called missing.
+        """
+        words = list(sys.argv[1:] if argv is None else argv)
+        known = self._option_string_actions
+        unknown = [given.name for given in split(words) if given.name and given.name not in known]
+        if unknown and not {"-h", "--help"} & set(words):
+            self.error("\nerror: ".join(map(self._unknown, unknown)))
+        return self.parse_args(words)
+
+    def _unknown(self, name: str) -> str:
+        if name in self._gone:
+            return f"{name}: {self._gone[name]}"
+        hint = suggestion(name, self._option_string_actions) or ": --help lists all flags"
+        return f"unknown flag {name}{hint}"
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(ConfigError.exit_code, f"error: {message}\n")
 
 
 class _Switch(argparse.Action):

@@ -44,7 +44,10 @@ class CheckpointConfig:
     finetune: bool = flag(
         False, "Load weights only and start at iteration 0 with a fresh optimizer."
     )
-    use_checkpoint_args: bool = flag(False, "Take the network's shape from the checkpoint.")
+    use_checkpoint_args: bool = flag(
+        False,
+        "Take the network's shape from the checkpoint under --load; it wins over flags and YAML.",
+    )
     exit_on_missing_checkpoint: bool = flag(
         False, "Leave with an error where --load holds no checkpoint, instead of starting fresh."
     )

@@ -63,6 +63,14 @@ class Field:
         """The spelling that asks for something other than the default."""
         return self.off_names[0] if self.default is True else self.names[0]
 
+    def spell(self, value: Any) -> str:
+        """A value as one would give it as a flag: `--lr 0.1`, `--swiglu`, `--no-swiglu`."""
+        if self.is_switch and self.names and (value or self.off_names):
+            return self.names[0] if value else self.off_names[0]
+        unset = '""' if self.kind is str else "none"
+        words = value if isinstance(value, tuple | list) else (unset if value is None else value,)
+        return " ".join([self.names[0] if self.names else self.name, *map(str, words)])
+
 
 @functools.cache
 def fields_of(config_type: type) -> tuple[Field, ...]:

@@ -230,6 +230,9 @@ NETWORK_FIELDS = (
 )
 
 
+WITHOUT_TABLE = ("rope", "none")  # kinds of positions that any sequence has, without weights
+
+
 def is_irrelevant(model: ModelConfig, name: str) -> bool:
     """Whether a field of the network means nothing to this one, by its kind of positions."""
     positions = model.position_embedding_type

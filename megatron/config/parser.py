@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron.config import old_flags, yaml_file
 from megatron.config.arguments import (
@@ -25,15 +25,17 @@ from megatron.config.arguments import (
 from megatron.config.checks import RULES, Rule, find_notices, find_problems
 from megatron.config.command_line import Given, join, split
 from megatron.config.fields import nearest
+from megatron.config.model import WITHOUT_TABLE
 from megatron.config.refused import HONOURED, REFUSED
-from megatron.config.resolve import forget_derived, resolve
-from megatron.config.run import RunConfig, flatten, sections, with_values
-from megatron.errors import ConfigError
+from megatron.config.resolve import forget_derived, longest_sequence, resolve
+from megatron.config.run import RunConfig, field_at, flatten, sections, with_values
+from megatron.errors import ConfigError, UserError
 
 __all__ = ["ParsedRun", "add_flags", "asks_for_mpi", "from_namespace", "parse_config"]
 
 ReadCheckpoint = Callable[[str], Mapping[str, Any]]
 FindStart = Callable[[Mapping[str, Any]], RunConfig]
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,15 @@ class _CommandLine:
     notices: list[str]
     problems: list[str]
     spoilt: set[str]
+
+    def ask(self, work: Callable[[], Result]) -> Result:
+        """What the rest depends on. Where that fails, the mistakes so far are told with it."""
+        try:
+            return work()
+        except UserError as error:
+            if self.problems:
+                raise ConfigError([*self.problems, str(error)]) from None
+            raise
 
 
 def parse_config(
@@ -99,7 +110,7 @@ def parse_config(
     if find_start is None:
         start = with_values(RunConfig(), {"model.architecture": architecture})
     else:
-        start = find_start(vars(line.namespace))
+        start = line.ask(lambda: find_start(vars(line.namespace)))
     base = _read_yaml(getattr(line.namespace, "config", None), start, world_size, line)
     config = with_values(base, _flag_values(line.namespace))
     config = _from_checkpoint(config, read_checkpoint, line)
@@ -271,6 +282,19 @@ def _flag_values(namespace: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def _stretch(values: dict[str, Any], config: RunConfig, line: _CommandLine) -> None:
+    """Let a checkpoint's positions reach as far as is asked for, where they need no weights."""
+    path = "model.max_position_embeddings"
+    held, kind = values.get(path), values.get("model.position_embedding_type")
+    asked = max(config.model.max_position_embeddings or 0, longest_sequence(config.data) or 0)
+    if kind in WITHOUT_TABLE and held is not None and asked > held:
+        values.pop(path)
+        line.notices.append(
+            f"--max-position-embeddings {asked}: longer than the checkpoint's {held}; positions of "
+            f"--position-embedding-type {kind} have no weights"
+        )
+
+
 def _from_checkpoint(
     config: RunConfig, read_checkpoint: ReadCheckpoint | None, line: _CommandLine
 ) -> RunConfig:
@@ -280,10 +304,24 @@ def _from_checkpoint(
     if read_checkpoint is None:
         line.problems.append("--use-checkpoint-args: this program reads no checkpoint: drop it")
         return config
-    values = read_checkpoint(checkpoint.load)
-    before = flatten(config)
-    changed = [f"{name} {value}" for name, value in values.items() if value != before[name]]
-    line.notices.append(
-        "--use-checkpoint-args: from the checkpoint: " + (", ".join(changed) or "nothing new")
-    )
+    folder = checkpoint.load
+    values = dict(line.ask(lambda: read_checkpoint(folder)))
+    _stretch(values, config, line)
+    before, default = flatten(config), flatten(RunConfig())
+    by_flag, file = _flag_values(line.namespace), getattr(line.namespace, "config", None)
+    taken = []
+    for path, value in values.items():
+        field = field_at(path)
+        if value == before[path]:
+            continue
+        if path in by_flag or (file is not None and before[path] != default[path]):
+            where = "" if path in by_flag else f" of --config {file}"
+            line.notices.append(
+                f"{field.spell(before[path])}{where} is overruled: --use-checkpoint-args takes "
+                f"{field.spell(value)} from {checkpoint.load}"
+            )
+        else:
+            taken.append(field.spell(value))
+    if taken:
+        line.notices.append("--use-checkpoint-args: from the checkpoint: " + ", ".join(taken))
     return with_values(config, values)

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.config.fields import fields_of
 from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunConfig
 
 MULTIPLE = 16  # sizes of a matrix that hardware multiplies in 8 bits
+
+# Settings that only the delayed recipe has, with the least value of those that are numbers.
+_OF_HISTORY = {
+    "fp8_margin": 0,
+    "fp8_interval": 1,
+    "fp8_amax_history_len": 1,
+    "fp8_amax_compute_algo": None,
+}
 
 
 def fp8(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -33,25 +42,17 @@ def fp8(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def _history(numbers: PrecisionConfig) -> Iterator[str]:
-    least = {  # and the defaults
-        "--fp8-margin": (numbers.fp8_margin, PrecisionConfig.fp8_margin),
-        "--fp8-interval": (numbers.fp8_interval, PrecisionConfig.fp8_interval),
-        "--fp8-amax-history-len": (
-            numbers.fp8_amax_history_len,
-            PrecisionConfig.fp8_amax_history_len,
-        ),
-    }
-    algorithm = numbers.fp8_amax_compute_algo
-    if numbers.fp8_recipe == "delayed":
-        for name, (value, smallest) in least.items():
-            if value < smallest:
-                yield f"{name} {value}: must be at least {smallest}"
-        return
-    given = [f"{name} {value}" for name, (value, default) in least.items() if value != default]
-    if algorithm != PrecisionConfig.fp8_amax_compute_algo:
-        given.append(f"--fp8-amax-compute-algo {algorithm}")
-    for flag in given:
-        yield f"{flag} belongs to --fp8-recipe delayed: add that, or drop this flag"
+    """Of --fp8-recipe delayed alone. Values that change nothing may stand in any script."""
+    own = [field for field in fields_of(PrecisionConfig) if field.name in _OF_HISTORY]
+    for field in own:
+        value, least = getattr(numbers, field.name), _OF_HISTORY[field.name]
+        if numbers.fp8_recipe == "delayed":
+            if least is not None and value < least:
+                yield f"{field.spell(value)}: must be at least {least}"
+        elif value != field.default:
+            yield (
+                f"{field.spell(value)} belongs to --fp8-recipe delayed: add that, or drop this flag"
+            )
 
 
 def _sizes(config: RunConfig) -> Iterator[str]:

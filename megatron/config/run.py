@@ -9,6 +9,7 @@ from typing import Any, get_type_hints
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig, TokenizerConfig
 from megatron.config.evaluation import EvaluationConfig
+from megatron.config.fields import Field, fields_of
 from megatron.config.logging import LoggingConfig, ProfilingConfig
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig, ScheduleConfig
@@ -41,6 +42,13 @@ def sections() -> dict[str, type]:
     return {entry.name: hints[entry.name] for entry in fields(RunConfig)}
 
 
+def field_at(path: str) -> Field:
+    """The field that a "section.field" names, for example "model.num_layers"."""
+    section, name = path.split(".")
+    (found,) = (entry for entry in fields_of(sections()[section]) if entry.name == name)
+    return found
+
+
 def flatten(config: RunConfig) -> dict[str, Any]:
     """Every value by "section.field", for example "model.num_layers"."""
     return {
@@ -60,16 +68,6 @@ def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     return replace(
         config, **{name: replace(getattr(config, name), **part) for name, part in changed.items()}
     )
-
-
-def describe_difference(old: RunConfig, new: RunConfig) -> list[str]:
-    """One line for each field that differs, for example "model.num_layers: 12 -> 24"."""
-    after = flatten(new)
-    return [
-        f"{path}: {value} -> {after[path]}"
-        for path, value in flatten(old).items()
-        if value != after[path]
-    ]
 
 
 def known(value: int | None) -> int:

@@ -24,7 +24,8 @@ from megatron.errors import CheckpointError, ConfigError
 from megatron.models.gpt import GPTModel
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer, build_tokenizer
-from megatron.training.checkpointing import check_network, model_state
+from megatron.training.checkpointing import model_state
+from megatron.training.settings import check_network
 
 
 @dataclass(frozen=True)

@@ -166,6 +166,8 @@ class Schedules:
         )
 
 
+_RUN = "--train-iters or --train-samples"
+
 # Megatron's name: (which schedule, our field, the flags that set it).
 _FIELDS = {
     "max_lr": ("learning_rate", "peak", "--lr"),
@@ -173,20 +175,20 @@ _FIELDS = {
     "lr_warmup_steps": (
         "learning_rate",
         "warmup",
-        "--lr-warmup-iters, --lr-warmup-samples or --lr-warmup-fraction, in samples",
+        "the warm-up (--lr-warmup-iters, --lr-warmup-samples or --lr-warmup-fraction), in samples,",
     ),
     "lr_decay_steps": (
         "learning_rate",
         "decay",
-        "--lr-decay-iters or --lr-decay-samples, else the run's length, in samples",
+        f"the decay's length (--lr-decay-iters or --lr-decay-samples, else {_RUN}), in samples,",
     ),
     "lr_decay_style": ("learning_rate", "style", "--lr-decay-style"),
-    "start_wd": ("weight_decay", "start", "--start-weight-decay or --weight-decay"),
-    "end_wd": ("weight_decay", "end", "--end-weight-decay or --weight-decay"),
+    "start_wd": ("weight_decay", "start", "--start-weight-decay, or else --weight-decay,"),
+    "end_wd": ("weight_decay", "end", "--end-weight-decay, or else --weight-decay,"),
     "wd_incr_steps": (
         "weight_decay",
         "length",
-        "--train-iters or --train-samples, in samples",
+        f"the run's length ({_RUN}), which weight decay follows, in samples,",
     ),
     "wd_incr_style": ("weight_decay", "style", "--weight-decay-incr-style"),
 }
@@ -207,15 +209,15 @@ def _check_equal(ours: Schedules, saved: Schedules) -> None:
     if ours.weight_decay.style == "constant":  # its length means nothing
         ours_dict["wd_incr_steps"] = saved_dict["wd_incr_steps"]
     differences = [
-        f"{key} is {ours_dict[key]} here ({flags}) and {saved_dict[key]} in the checkpoint"
+        f"{flags} is {ours_dict[key]} here and {saved_dict[key]} in the checkpoint"
         for key, (_, _, flags) in _FIELDS.items()
         if ours_dict[key] != saved_dict[key]
     ]
     if differences:
         raise CheckpointError(
-            "the schedule differs from the checkpoint's:\n  "
+            "the schedule of learning rate and weight decay differs from the checkpoint's:\n  "
             + "\n  ".join(differences)
-            + "\nadd --override-opt_param-scheduler to go on with the flags, or "
+            + "\nadd --override-opt_param-scheduler to go on with the values here, or "
             "--use-checkpoint-opt_param-scheduler to go on with the checkpoint's"
         )
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.checkpoint.any_format import open_root
+from megatron.checkpoint.any_format import checkpoints_below, open_root
 from megatron.checkpoint.background import Saved
 from megatron.checkpoint.entries import Entry, State, boxes_of_range, flatten
 from megatron.checkpoint.legacy.save import write_legacy
@@ -21,10 +20,8 @@ from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.restore import restore
 from megatron.checkpoint.store import agree, write_checkpoint
 from megatron.config import RunConfig
-from megatron.config.fields import fields_of
-from megatron.config.model import NETWORK_FIELDS, ModelConfig, is_irrelevant
-from megatron.config.run import describe_difference
-from megatron.config.yaml_file import from_dict, to_dict
+from megatron.config.model import NETWORK_FIELDS, ModelConfig
+from megatron.config.yaml_file import to_dict
 from megatron.errors import CheckpointError
 from megatron.parallel.buckets import Span
 from megatron.parallel.layout import Layout
@@ -32,6 +29,7 @@ from megatron.parallel.parameter import part_shape, spec_of
 from megatron.parallel.replicas import Gradients
 from megatron.training.callbacks.terminal import say
 from megatron.training.run import Run
+from megatron.training.settings import changed_corpus, changed_settings, check_network, check_states
 
 _PADDING = ModelConfig().make_vocab_size_divisible_by
 _MOST_RANKS = 64  # that split a vocabulary
@@ -207,6 +205,7 @@ def meta_of(run: Run) -> dict[str, Any]:
         # seed is all the random state there is.
         "rng": None if options.no_save_rng else {"seed": run.progress.dropout_seed},
         "tokenizer": run.tokenizer.fingerprint(),
+        "corpus": run.corpus,
         "config": to_dict(run.config),
     }
 
@@ -215,14 +214,21 @@ def open_for_loading(config: RunConfig, layout: Layout) -> Reader | None:
     """The checkpoint under `--load`; None where the run starts fresh. Collective.
 
     Raises:
-        CheckpointError: there is none and `--exit-on-missing-checkpoint` is given, or all that
-            are there are damaged, or the checkpoint is of another network.
+        CheckpointError: there is none and `--exit-on-missing-checkpoint` is given, or a folder in
+            it is one; or all that are there are damaged, or the checkpoint is of another network.
     """
     if config.checkpoint.load is None:
         return None
     root, started = Path(config.checkpoint.load), time.perf_counter()
+    if root.is_file():
+        raise CheckpointError(f"--load {root}: a file: give the folder of checkpoints")
     reader = open_root(root, layout=layout)
     if reader is None:
+        if below := checkpoints_below(root):
+            raise CheckpointError(
+                f"--load {root}: there is no checkpoint in this folder, but in {below[0]} in it: "
+                f"give --load {root / below[0]}, or a folder without any to start afresh"
+            )
         if config.checkpoint.exit_on_missing_checkpoint:
             raise CheckpointError(f"--load {root}: there is no checkpoint in this folder")
         if layout.world.rank == 0:
@@ -275,42 +281,6 @@ def _padding_of(reader: Reader) -> int:
     return rows if rows % _MOST_RANKS == 0 else 1
 
 
-def check_network(config: RunConfig, reader: Reader, flag: str = "--load") -> None:
-    """Whether a checkpoint's network is the one that is built.
-
-    Args:
-        flag: what named it.
-
-    Raises:
-        CheckpointError: names each flag that differs.
-    """
-    saved = reader.meta["config"].get("model", {})
-    differing = [
-        _difference(name, getattr(config.model, name), saved[name])
-        for name in NETWORK_FIELDS
-        if name in saved
-        and saved[name] != getattr(config.model, name)
-        and not is_irrelevant(config.model, name)
-    ]
-    if differing:
-        raise CheckpointError(
-            f"{flag} {reader.path}: the checkpoint is of another network:\n  "
-            + "\n  ".join(differing)
-            + "\ngive its values"
-            + (", or --use-checkpoint-args to take them from the checkpoint" * (flag == "--load"))
-        )
-
-
-def _difference(name: str, here: Any, saved: Any) -> str:
-    """A field of the network by its flag, where it has one, spelt as one would change it."""
-    (field,) = (field for field in fields_of(ModelConfig) if field.name == name)
-    flag = field.shown if field.names else name
-    if field.is_switch:
-        here, saved = ("on" if value != field.default else "off" for value in (here, saved))
-    here, saved = ("unset" if value is None else value for value in (here, saved))
-    return f"{flag} is {here} here and {saved} in the checkpoint"
-
-
 def restore_run(run: Run, reader: Reader) -> None:
     """Weights, optimizer and position from the checkpoint, as far as the flags ask."""
     options, started = run.config.checkpoint, time.perf_counter()
@@ -323,7 +293,13 @@ def restore_run(run: Run, reader: Reader) -> None:
                 f"--load {reader.path}: the checkpoint holds no optimizer state: start with a "
                 "fresh optimizer by --no-load-optim, or --finetune to begin at iteration 0"
             )
+        check_states(run.config, reader)
         state |= _optimizer_state(run) | _history_from(run, reader)
+    # First: what does not go together is said before much is read.
+    if options.finetune:
+        _warn_of_tokenizer(run, reader)
+    else:
+        _restore_position(run, reader)
     # Under a pipeline no rank has a place for every parameter.
     whole = () if run.layout.pipeline.size > 1 else ("model.",)
     restore(reader, state, prefixes=whole, cast=weights_only)
@@ -334,14 +310,24 @@ def restore_run(run: Run, reader: Reader) -> None:
         run.optimizer.load_scalars(reader.meta["optimizer"])
         if run.amax_history is not None:
             run.amax_history.after_loading()
-    if not options.finetune:
-        _restore_position(run, reader)
     if run.layout.world.rank == 0:
         seconds = time.perf_counter() - started
         say(
             f"  successfully loaded checkpoint from {reader.path} at iteration {reader.iteration} "
             f"(read in {seconds:.2f} s)"
         )
+
+
+def _warn_of_tokenizer(run: Run, reader: Reader) -> None:
+    """--finetune may go on with another one, and no row of the vocabulary then means the same."""
+    fingerprint, ours = reader.meta.get("tokenizer"), run.tokenizer.fingerprint()
+    if run.layout.world.rank or fingerprint in (None, ours):
+        return
+    say(
+        f"WARNING: --load {reader.path}: trained with another tokenizer (fingerprint "
+        f"{fingerprint}, here {ours}), --finetune goes on with this one: the rows of its "
+        f"{run.tokenizer.vocab_size:,} entries were learnt for others"
+    )
 
 
 def _restore_position(run: Run, reader: Reader) -> None:
@@ -358,22 +344,14 @@ def _restore_position(run: Run, reader: Reader) -> None:
     if meta.get("rng") and not run.config.checkpoint.no_load_rng:
         run.progress.dropout_seed = meta["rng"]["seed"]
     if not run.config.checkpoint.no_load_optim:  # a fresh optimizer starts its schedule anew
-        run.schedules, run.progress.scheduled_samples = run.schedules.resumed(
-            meta["schedule"],
-            override=options.override_opt_param_scheduler or run.config.training.skip_train,
-            use_checkpoint=options.use_checkpoint_opt_param_scheduler,
-        )
+        try:
+            run.schedules, run.progress.scheduled_samples = run.schedules.resumed(
+                meta["schedule"],
+                override=options.override_opt_param_scheduler or run.config.training.skip_train,
+                use_checkpoint=options.use_checkpoint_opt_param_scheduler,
+            )
+        except CheckpointError as error:
+            raise CheckpointError(f"--load {reader.path}: {error}") from None
     if run.layout.world.rank == 0:
-        for change in _changed_settings(run.config, reader):
-            say(f"  changed since the checkpoint: {change}")
-
-
-def _changed_settings(config: RunConfig, reader: Reader) -> Iterator[str]:
-    """What else is not as the run was trained so far, for the log; native checkpoints only."""
-    if reader.format != "native":
-        return
-    saved = from_dict(reader.meta["config"], str(reader.path))
-    same = dataclasses.replace(
-        saved, checkpoint=config.checkpoint, logging=config.logging, profiling=config.profiling
-    )
-    yield from describe_difference(same, config)
+        for line in (*changed_settings(run.config, reader), *changed_corpus(run.corpus, reader)):
+            say(line)

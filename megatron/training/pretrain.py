@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from megatron.checkpoint.durable import storage_errors
+from megatron.checkpoint.find import scan
 from megatron.checkpoint.lock import SaveLock
 from megatron.config import RunConfig
 from megatron.config.parser import parse_config
@@ -105,8 +106,23 @@ def pretrain(
         if config.checkpoint.save is not None and layout.world.rank == 0:
             stack.enter_context(_claim_folder(config, Path(config.checkpoint.save)))
         run = build_run(config, recipe, launch, device, layout)
+        _warn_of_later(run)
         extras.begin(run)
         return _train_and_evaluate(run, started, extras)
+
+
+def _warn_of_later(run: Run) -> None:
+    """Of checkpoints in --save that this run did not come from: a forgotten --load, perhaps."""
+    root, start = run.config.checkpoint.save, run.progress.iteration
+    if root is None or run.layout.world.rank:
+        return
+    later = [found.iteration for found in scan(Path(root))[0] if found.iteration > start]
+    if later:
+        say(
+            f"WARNING: --save {root} holds checkpoints up to iteration {max(later)}, and this run "
+            f"starts at {start}: they stay until it replaces them, but are no longer the ones that "
+            f"--load takes. To go on from them: --load {root}"
+        )
 
 
 def _claim_folder(config: RunConfig, folder: Path) -> SaveLock:

@@ -79,6 +79,8 @@ class Run:
     train_batches: Iterator[Batch] = iter(())
     pretrained: str | None = None
     """Where the first weights are from, where that is another network's checkpoint."""
+    corpus: str | None = None
+    """Fingerprint of the training data, on rank 0; None where tokens are generated."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Of all parts of the model here; names are global, so no two parts share one."""

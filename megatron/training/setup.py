@@ -12,6 +12,7 @@ from megatron.checkpoint.vocabulary import PaddedReader
 from megatron.config import RunConfig
 from megatron.config.run import known
 from megatron.config.stages import parts_of_stage, plan_model
+from megatron.data.fingerprint import corpus_fingerprint
 from megatron.device import Device, parameter_dtype
 from megatron.environment import Launch
 from megatron.errors import ConfigError
@@ -119,6 +120,7 @@ def build_run(
         if config.logging.log_pipeline_bubble
         else None,
         progress=Progress(dropout_seed=config.training.seed),
+        corpus=_corpus(config, layout),
     )
     if reader is not None:
         restore_run(run, reader)
@@ -321,6 +323,12 @@ def _initialize(
     for name, entry in flatten(shard_state(named_parameters, gradients)):
         spec = replace(specs[name], offset=entry.offset)
         initialize_part(name.removeprefix("model."), entry.tensor, spec, seed)
+
+
+def _corpus(config: RunConfig, layout: Layout) -> str | None:
+    return (
+        None if layout.world.rank or config.training.skip_train else corpus_fingerprint(config.data)
+    )
 
 
 def _open_training_data(run: Run) -> None:

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from megatron.checkpoint.find import TRACKER, find_checkpoint, list_checkpoints
+from megatron.checkpoint.find import TRACKER, checkpoint_at, find_checkpoint, list_checkpoints
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.errors import CheckpointError
 from tests.checkpoint.states import assert_loads, save_state
@@ -96,3 +96,21 @@ def test_a_replaced_checkpoint_counts_where_its_successor_is_missing(tmp_path, c
     assert not capsys.readouterr().err
     save_state(tmp_path, 6)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000005", "iter_0000006", TRACKER]
+
+
+def test_a_folder_with_two_checkpoints_is_neither(tmp_path, capsys):
+    """Megatron-LM saves into `iter_0000002` without a look at what else is there."""
+    for iteration in (1, 2):
+        folder = save_state(tmp_path, iteration)
+    (folder / "mp_rank_00").mkdir()
+    assert assert_loads(tmp_path, [1]) == 1
+    warning = capsys.readouterr().err
+    assert (
+        f"{TRACKER} names iter_0000002, which holds both manifest.json and mp_rank folders"
+        in warning
+    )
+    with pytest.raises(CheckpointError, match="holds both"):
+        checkpoint_at(folder)
+    shutil.rmtree(tmp_path / "iter_0000001")
+    with pytest.raises(CheckpointError, match="no complete checkpoint: .*holds both"):
+        find_checkpoint(tmp_path)

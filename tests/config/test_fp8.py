@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from megatron.config import rules_fp8
+from megatron.config.fields import fields_of
+from megatron.config.precision import PrecisionConfig
 from tests.config.command import parse, problems
 
 _EARLIER = "belongs to --fp8-recipe delayed: add that, or drop this flag"
@@ -29,6 +34,18 @@ _DELAYED = "--bf16 --fp8-format hybrid --fp8-recipe delayed"
 )
 def test_a_mistake_and_its_line(words: str, line: str) -> None:
     assert problems(words) == [line]
+
+
+def test_the_least_value_is_no_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the default history were Transformer Engine's: 1 is still a history."""
+    (field,) = (one for one in fields_of(PrecisionConfig) if one.name == "fp8_amax_history_len")
+    others = tuple(
+        replace(one, default=1024) if one == field else one for one in fields_of(PrecisionConfig)
+    )
+    monkeypatch.setattr(rules_fp8, "fields_of", lambda _: others)
+    assert parse(f"{_DELAYED} --fp8-amax-history-len 1")
+    (line,) = problems("--bf16 --fp8-format hybrid --fp8-amax-history-len 1")
+    assert line == f"--fp8-amax-history-len 1 {_EARLIER}"
 
 
 def test_weights_are_not_gathered_in_8_bits() -> None:

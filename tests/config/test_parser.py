@@ -7,6 +7,7 @@ import dataclasses
 import re
 import subprocess
 import sys
+from typing import NoReturn
 
 import pytest
 
@@ -16,7 +17,7 @@ from megatron.config.fields import fields_of
 from megatron.config.flag import flag
 from megatron.config.parser import asks_for_mpi, parse_config
 from megatron.config.run import sections
-from megatron.errors import ConfigError
+from megatron.errors import CheckpointError, ConfigError
 from tests.config.command import command, parse, problems
 
 
@@ -192,7 +193,67 @@ def test_shape_from_a_checkpoint_wins_over_flags() -> None:
     assert parsed.config.model.num_layers == 2
     assert parsed.config.model.kv_channels == 8
     assert parsed.config.data.seq_length == 64
-    assert [line for line in parsed.notices if "model.num_layers 2" in line]
+    overruled, others = parsed.notices[:2], parsed.notices[2:]
+    assert overruled == (
+        "--num-layers 4 is overruled: --use-checkpoint-args takes --num-layers 2 from old",
+        "--hidden-size 64 is overruled: --use-checkpoint-args takes --hidden-size 32 from old",
+    )
+    assert others == ("--use-checkpoint-args: from the checkpoint: --seq-length 64",)
+
+
+def test_a_checkpoint_says_what_it_overrules_of_flags_and_of_the_file(tmp_path) -> None:
+    def shape(folder: str) -> dict[str, object]:
+        return {
+            "model.num_layers": 4,
+            "model.swiglu": False,
+            "model.add_bias_linear": True,
+            "model.rotary_base": 5e5,
+            "model.normalization": "RMSNorm",
+        }
+
+    path = tmp_path / "run.yaml"
+    path.write_text("model:\n  add_bias_linear: false\n  rotary_base: 20000\n")
+    words = command(f"--config {path} --load old --use-checkpoint-args --swiglu")
+    parsed = parse_config(words, world_size=1, read_checkpoint=shape)
+    model = parsed.config.model
+    assert (model.swiglu, model.add_bias_linear, model.rotary_base) == (False, True, 5e5)
+    taken = "is overruled: --use-checkpoint-args takes"
+    of_file = f"of --config {path} {taken}"
+    assert sorted(parsed.notices) == sorted(
+        [
+            f"--swiglu {taken} --no-swiglu from old",
+            f"--disable-bias-linear {of_file} --add-bias-linear from old",
+            f"--rotary-base 20000.0 {of_file} --rotary-base 500000.0 from old",
+            "--use-checkpoint-args: from the checkpoint: --normalization RMSNorm",
+        ]
+    )
+
+
+def test_a_misspelt_flag_is_told_beside_those_that_are_missing() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(["--hidden-sise", "64"], world_size=1)
+    first, *others = caught.value.problems
+    assert first == "unknown flag --hidden-sise: did you mean --hidden-size?"
+    assert "--num-layers is required: give it a value" in others
+    assert not [line for line in others if "--hidden-size" in line]
+
+
+@pytest.mark.parametrize("asked", ["find_start", "read_checkpoint"])
+def test_a_misspelt_flag_is_told_beside_a_checkpoint_that_is_missing(asked: str) -> None:
+    def refuse(_: object) -> NoReturn:
+        raise CheckpointError("--load nowhere: there is no checkpoint")
+
+    words = command("--load nowhere --use-checkpoint-args --sead 5")
+    with pytest.raises(ConfigError) as caught:
+        parse_config(words, world_size=1, **{asked: refuse})
+    assert caught.value.problems == [
+        "unknown flag --sead: did you mean --seed?",
+        "--load nowhere: there is no checkpoint",
+    ]
+    words.remove("--sead")
+    words.remove("5")
+    with pytest.raises(CheckpointError):
+        parse_config(words, world_size=1, **{asked: refuse})
 
 
 def test_the_caller_gets_every_problem_in_a_list() -> None:

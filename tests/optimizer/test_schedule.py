@@ -109,14 +109,27 @@ def test_resuming_with_other_flags_needs_a_decision():
     with pytest.raises(CheckpointError) as error:
         ours.resumed(saved)
     message = str(error.value)
-    assert "max_lr is 1.0 here (--lr) and 0.5 in the checkpoint" in message
-    assert "lr_decay_style is linear here" in message
-    assert "lr_decay_steps" not in message
-    assert "--override-opt_param-scheduler" in message
-    assert "--use-checkpoint-opt_param-scheduler" in message
+    assert message.splitlines()[1:-1] == [
+        "  --lr is 1.0 here and 0.5 in the checkpoint",
+        "  --lr-decay-style is linear here and cosine in the checkpoint",
+    ]
+    assert "add --override-opt_param-scheduler to go on with the values here" in message
+    assert "--use-checkpoint-opt_param-scheduler to go on with the checkpoint's" in message
     assert ours.resumed(saved, override=True) == (ours, 360)
     taken, samples = ours.resumed(saved, use_checkpoint=True)
     assert (taken.learning_rate.peak, taken.learning_rate.style, samples) == (0.5, "cosine", 360)
+
+
+def test_lengths_that_differ_are_told_by_the_flags_that_set_them():
+    saved = _schedules().to_dict(10)
+    longer = _schedules({"lr_warmup_iters": 5}, training={"train_iters": 200})
+    with pytest.raises(CheckpointError) as error:
+        longer.resumed(saved)
+    warmup, decay = str(error.value).splitlines()[1:-1]
+    assert warmup.startswith("  the warm-up (--lr-warmup-iters, ")
+    assert warmup.endswith("in samples, is 50 here and 0 in the checkpoint")
+    assert "--lr-decay-samples, else --train-iters or --train-samples" in decay
+    assert decay.endswith("in samples, is 2000 here and 1000 in the checkpoint")
 
 
 def test_a_longer_run_with_fixed_decay_may_resume():
@@ -130,7 +143,7 @@ def test_a_longer_run_with_fixed_decay_may_resume():
         "end_weight_decay": 0.1,
     }
     saved = _schedules({"lr_decay_iters": 80}, ramp).to_dict(10)
-    with pytest.raises(CheckpointError, match="wd_incr_steps is 2000 here"):
+    with pytest.raises(CheckpointError, match="weight decay follows, in samples, is 2000 here"):
         _schedules({"lr_decay_iters": 80}, ramp, {"train_iters": 200}).resumed(saved)
 
 

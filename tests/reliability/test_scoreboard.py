@@ -7,6 +7,7 @@ import torch
 
 from tests.reliability.scoreboard.rows import ROWS
 from tests.reliability.scoreboard.score import Row, Trials, expect
+from tools import scoreboard
 from tools.scoreboard import replaced, result, try_row
 
 
@@ -49,5 +50,23 @@ def test_a_row_takes_the_place_of_its_last_result() -> None:
     assert "\n| 5 | other |\n| 7 | second |\n" in page
     assert "first" not in page
     assert page.endswith("<!-- end -->\nafter\n")
-    with pytest.raises(SystemExit, match="has no lines"):
-        replaced("nothing\n", {}, "")
+
+
+def test_a_page_without_a_place_is_refused_before_anything_is_tried(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scoreboard, "try_row", lambda *_: pytest.fail("it was tried"))
+    page = tmp_path / "page.md"
+    for content, message in (
+        (None, "No such file or directory: give a page to write into"),
+        ("nothing\n", "the page has no lines <!-- scoreboard"),
+        ("<!-- end -->\n<!-- scoreboard: written by tools/scoreboard.py -->\n", "no lines"),
+    ):
+        if content is not None:
+            page.write_text(content)
+        assert scoreboard.main(["--out", str(page), "--rows", "33"]) == 9
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: --out {page}: ")
+        assert message in error
+    assert scoreboard.main(["--rows", "33", "999"]) == 9
+    assert "error: --rows 999: there are 2, 3, 4" in capsys.readouterr().err

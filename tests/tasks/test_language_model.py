@@ -199,6 +199,15 @@ def test_a_flag_of_2019_contradicts_another_task(flags):
         find_task(flags)
 
 
+@pytest.mark.parametrize("flag", ["--tas", "--taks", "--tasks"])
+def test_a_misspelt_task_flag_is_told_beside_the_missing_one(flag):
+    with pytest.raises(ConfigError) as caught:
+        find_task([flag, "LAMBADA", "--load", "x"])
+    first, second = caught.value.problems
+    assert first == f"unknown flag {flag}: did you mean --task?"
+    assert second.startswith("--task is required: give one of WIKITEXT103")
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

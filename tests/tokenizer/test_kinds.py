@@ -179,7 +179,7 @@ def test_a_text_that_goes_on_has_no_end_behind_it(tokenizer_folder):
     tokenizer = build("HuggingFaceTokenizer", tokenizer_model=str(path))
     assert tokenizer.tokenize("hello world") == [0, 3, 4, 1]
     assert tokenizer.tokenize_open("hello world") == [0, 3, 4]
-    assert tokenizer.tokenize_open("hello </s>") == [0, 3, 1], "this one is of the text"
+    assert tokenizer.tokenize_open("hello<|turn|>") == [0, 3, 6], "this one is of the text"
     assert tokenizer.tokenize_open("") == [0]
 
 

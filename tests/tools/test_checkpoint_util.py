@@ -172,6 +172,25 @@ def test_an_existing_folder_is_not_overwritten(tmp_path: Path, capsys) -> None:
     assert "--max-shard-size 5 GB: expected a size" in capsys.readouterr().err
 
 
+def test_what_is_read_or_was_written_before_is_not_replaced(imported: Path, tmp_path, capsys):
+    for saver in ("native", "megatron"):
+        before = {file: file.read_bytes() for file in imported.rglob("*") if file.is_file()}
+        assert convert("native", saver, imported, imported) == 9
+        message = f"--save-dir {imported}: holds iter_0000000 already, which would be replaced"
+        assert message in capsys.readouterr().err
+        assert before == {file: file.read_bytes() for file in imported.rglob("*") if file.is_file()}
+    assert convert("native", "megatron", imported, tmp_path / "m") == 0
+    assert convert("native", "megatron", imported, tmp_path / "m") == 9
+    assert "holds release already" in capsys.readouterr().err
+
+
+def test_another_loader_is_named(imported: Path, tmp_path, capsys):
+    assert convert("hf", "native", imported, tmp_path / "out") == 4
+    assert "is another kind: use --loader native" in capsys.readouterr().err
+    assert convert("native", "native", tmp_path / "original", tmp_path / "out") == 4
+    assert "it is a folder of Hugging Face: use --loader hf" in capsys.readouterr().err
+
+
 def test_megatron_s_flags_say_that_they_change_nothing(tmp_path: Path, capsys) -> None:
     folder = write_folder(tmp_path / "a", CASES["llama"].config, tensors_of(CASES["llama"]))
     more = "--target-tensor-parallel-size 2 --target-pipeline-parallel-size 4 --megatron-path /m"
@@ -224,10 +243,10 @@ def test_the_vocabulary_is_padded_by_megatron_s_rule(tmp_path: Path) -> None:
         ["--vocab-file", str(tmp_path / "vocab.json")],
         ["--vocab-file", str(tmp_path / "vocab.txt")],
     ):
-        out = tmp_path / words[-1].rpartition("/")[2]
+        out = tmp_path / f"{Path(words[-1]).name}.out"
         words += ["--target-tensor-parallel-size", "2"]
-        assert convert("hf", "megatron", folder, out.with_suffix(".out"), *words) == 0
-        reader = open_checkpoint(out.with_suffix(".out"))
+        assert convert("hf", "megatron", folder, out, *words) == 0
+        reader = open_checkpoint(out)
         assert reader is not None
         table = read_whole(reader, "model.embedding.word.weight")
         original = tensors_of(case)["transformer.wte.weight"]
@@ -411,3 +430,24 @@ def test_no_more_than_a_few_tensors_are_held_at_a_time(
     assert convert("hf", "native", folder, tmp_path / "b") == 0
     assert convert("hf", "hf", folder, tmp_path / "c") == 0
     assert 1 <= most <= 4  # the threads that write a file
+
+
+def test_a_conversion_keeps_what_a_resumed_run_asks_for(imported: Path, tmp_path: Path) -> None:
+    """The tokenizer's kind and fingerprint, the seed, and with them the very next loss."""
+    out, copy = tmp_path / "finetuned", tmp_path / "copy"
+    assert main(GPTRecipe(), training_flags(imported, out)) == 0
+    assert convert("native", "native", out, copy, "--keep-optimizer") == 0
+    one, other = open_checkpoint(out), open_checkpoint(copy)
+    assert one is not None
+    assert other is not None
+    for key in ("tokenizer", "rng", "schedule", "optimizer", "consumed_train_samples"):
+        assert one.meta[key] == other.meta[key] is not None, key
+    kinds = [reader.meta["config"]["tokenizer"]["tokenizer_type"] for reader in (one, other)]
+    assert kinds == ["HuggingFaceTokenizer"] * 2
+    named = Path(other.meta["config"]["tokenizer"]["tokenizer_model"])
+    assert named.is_file()
+    given = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(named)]
+    assert convert("native", "native", out, tmp_path / "given", *given) == 0
+    replaced = open_checkpoint(tmp_path / "given")
+    assert replaced is not None
+    assert replaced.meta["tokenizer"] is None  # it may be another: not compared

@@ -18,8 +18,10 @@ import torch
 from megatron.checkpoint import convert
 from megatron.checkpoint.convert import WEIGHTS
 from megatron.checkpoint.durable import replace_file, storage_errors
+from megatron.checkpoint.find import scan
 from megatron.checkpoint.hf import files
 from megatron.checkpoint.hf.families import family_for
+from megatron.checkpoint.hf.files import is_model_folder
 from megatron.checkpoint.hf.reader import HFReader
 from megatron.checkpoint.hf.settings import read_json
 from megatron.checkpoint.hf.tokenizer import tokenizer_in
@@ -69,8 +71,28 @@ class Source:
         return self.reader.global_shape(_EMBEDDING)[0]
 
 
+def check_target(options: argparse.Namespace) -> None:
+    """See that nothing is written over or put aside: what is read, a run, another conversion.
+
+    Raises:
+        ConfigError: the folder holds checkpoints. (A folder of Hugging Face is refused by its
+            writer.)
+    """
+    held = [found.path.name for found in scan(options.save_dir)[0]]
+    if options.saver != "hf" and held:
+        raise ConfigError(
+            f"--save-dir {options.save_dir}: holds {held[0]} already, which would be replaced, or "
+            "no longer be the one that is loaded: give another folder"
+        )
+
+
 def load_hf(options: argparse.Namespace) -> Source:
     """A folder of safetensors with config.json."""
+    if not is_model_folder(options.load_dir) and scan(options.load_dir)[0]:
+        kind = {"native": "native", "legacy": "megatron"}[scan(options.load_dir)[0][0].format]
+        raise CheckpointError(
+            f"--loader {options.loader}: {options.load_dir} is another kind: use --loader {kind}"
+        )
     reader = HFReader(options.load_dir)
     return Source(
         reader=reader,
@@ -95,7 +117,11 @@ def load_megatron(options: argparse.Namespace) -> Source:
 def _load_own(options: argparse.Namespace, expected: str) -> Source:
     reader = open_checkpoint(options.load_dir)
     if reader is None:
-        raise CheckpointError(f"--load-dir {options.load_dir}: there is no checkpoint in it")
+        hint = ": it is a folder of Hugging Face: use --loader hf"
+        raise CheckpointError(
+            f"--load-dir {options.load_dir}: there is no checkpoint in it"
+            + (hint if (Path(options.load_dir) / files.CONFIG).is_file() else "")
+        )
     loader = {"native": "native", "legacy": "megatron"}[reader.format]
     if reader.format != expected:
         raise CheckpointError(
@@ -115,7 +141,8 @@ def _load_own(options: argparse.Namespace, expected: str) -> Source:
 def _find_companions(root: Path, config: RunConfig) -> Path | None:
     """The folder that an import left: in the same place, or where a run's tokenizer lies."""
     tokenizer = (config.tokenizer.tokenizer_model, config.tokenizer.vocab_file)
-    places = [root / files.COMPANION_FOLDER, *(Path(name).parent for name in tokenizer if name)]
+    beside = [one / files.COMPANION_FOLDER for one in (root, root.absolute().parent)]
+    places = [*beside, *(Path(name).parent for name in tokenizer if name)]
     return next((place for place in places if (place / files.CONFIG).is_file()), None)
 
 
@@ -152,6 +179,8 @@ def save_native(source: Source, options: argparse.Namespace) -> Path:
         extra["huggingface"] = {"family": source.family, "bare_names": source.bare_names}
     if "legacy_args" in source.reader.meta:  # for the way back
         extra["legacy_args"] = source.reader.meta["legacy_args"]
+    if from_namespace(TokenizerConfig, options) == TokenizerConfig():
+        extra["tokenizer"] = source.reader.meta.get("tokenizer")
     return convert.save_native(
         PaddedReader(source.reader, rows=rows, entries=held),
         options.save_dir,
@@ -241,9 +270,9 @@ def _adopt_files(source: Source, options: argparse.Namespace) -> TokenizerConfig
     """Copy what belongs to the model into the folder of checkpoints; the tokenizer, from there."""
     folder = Path(options.save_dir).absolute() / files.COMPANION_FOLDER
     found = dict(files.companions(source.companions)) if source.companions else {}
-    given = from_namespace(TokenizerConfig, options)
+    given, own = from_namespace(TokenizerConfig, options), source.config.tokenizer
     if given == TokenizerConfig() and not source.companions:
-        return source.config.tokenizer
+        return own
     paths = {}
     for field in ("tokenizer_model", "vocab_file", "merge_file"):
         path = getattr(given, field)
@@ -254,6 +283,8 @@ def _adopt_files(source: Source, options: argparse.Namespace) -> TokenizerConfig
         folder.mkdir(parents=True, exist_ok=True)
         for name, data in found.items():
             replace_file(folder / name, data)
+    if given == TokenizerConfig() and own.tokenizer_type is not None:
+        return _moved(own, source.companions, folder)
     if not paths:
         return _tokenizer_in(folder, given, source.config.model.architecture)
     return replace(
@@ -263,6 +294,19 @@ def _adopt_files(source: Source, options: argparse.Namespace) -> TokenizerConfig
         vocab_file=paths.get("vocab_file"),
         merge_file=paths.get("merge_file"),
     )
+
+
+def _moved(own: TokenizerConfig, old: Path | None, new: Path) -> TokenizerConfig:
+    """A run's own tokenizer; files of it that were copied, where they are now."""
+    paths = {name: getattr(own, name) for name in ("tokenizer_model", "vocab_file", "merge_file")}
+    moved = {
+        name: str(new / Path(path).name)
+        for name, path in paths.items()
+        if path is not None
+        and (new / Path(path).name).is_file()
+        and not (Path(path).is_file() and Path(path).absolute().parent != (old or new).absolute())
+    }
+    return replace(own, **moved)
 
 
 def _read(path: str, field: str) -> bytes:

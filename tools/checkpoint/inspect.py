@@ -12,15 +12,17 @@ sound, or both are the same; 1: the two differ; 4: one is damaged, or there is n
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 if __name__ == "__main__":
     # Python puts this script's folder first on the path, where its name hides the standard
-    # library's `inspect`.
-    sys.path.pop(0)
+    # library's `inspect`; the package may not be installed.
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
+
+from megatron.config.arguments import ToolParser
 
 DIFFERENT = 1  # exit code
 
@@ -31,16 +33,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megatron.command import run_command
 
     if words[:1] == ["diff"]:
-        pair = _diff_parser().parse_args(words[1:])
+        pair = _diff_parser().read(words[1:])
         return run_command(lambda: _diff(pair))
-    args = _parser().parse_args(words)
+    args = _parser().read(words)
     return run_command(lambda: _inspect(args))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def _parser() -> ToolParser:
+    parser = ToolParser("inspect.py", __doc__)
     parser.add_argument("folder", type=Path, help="Folder of checkpoints.")
     parser.add_argument(
         "--no-verify",
@@ -53,10 +53,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _diff_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="inspect.py diff", description="How two checkpoints of any format differ."
-    )
+def _diff_parser() -> ToolParser:
+    parser = ToolParser("inspect.py diff", "How two checkpoints of any format differ.")
     parser.add_argument("one", type=Path, help="A checkpoint, or a folder of them: the newest.")
     parser.add_argument("other", type=Path, help="Another.")
     parser.add_argument(

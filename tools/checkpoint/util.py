@@ -28,7 +28,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 
 from megatron.command import run_command
-from megatron.config.arguments import add_flags
+from megatron.config.arguments import ToolParser, add_flags
 from megatron.config.data import TokenizerConfig
 from megatron.errors import CheckpointError, ConfigError
 
@@ -44,14 +44,9 @@ _TARGETS = (
 )
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> ToolParser:
     """The command line: Megatron's flags, and ours."""
-    parser = argparse.ArgumentParser(
-        prog="util.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = ToolParser("util.py", __doc__)
     parser.add_argument("--model-type", required=True, choices=MODELS, help="Kind of model.")
     parser.add_argument("--loader", default="megatron", choices=LOADERS, help="Format to read.")
     parser.add_argument("--saver", default="megatron", choices=SAVERS, help="Format to write.")
@@ -153,6 +148,7 @@ def run(options: argparse.Namespace) -> Iterator[str]:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: at least 1")
+    formats.check_target(options)
     yield from notices(options)
     source = formats.LOADERS[options.loader](options)
     kind = source.config.model.architecture
@@ -189,7 +185,7 @@ def _verify(source: object, options: argparse.Namespace) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 done, else that of the error."""
-    options = build_parser().parse_args(argv)
+    options = build_parser().read(argv)
 
     def work() -> None:
         for line in run(options):

@@ -16,5 +16,6 @@ Writing:
     torch_file    the container and the pickled tree, a tensor at a time
     random_state  states of Megatron's generators
     writer        any checkpoint as such files
+    mark          what of a folder's files is ours, and as we wrote it
     save          whole and durable, or not at all
 """

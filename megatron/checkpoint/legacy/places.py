@@ -223,7 +223,9 @@ def _box(name: str, shape: tuple[int, ...], arrangement: Arrangement, rank: int,
     size, left = divmod(shape[dim], ranks)
     if left:
         raise CheckpointError(
-            f"{name} {list(shape)} does not split among {ranks} tensor-parallel ranks"
+            f"{name} {list(shape)} does not split among {ranks} tensor-parallel ranks: give "
+            "--target-tensor-parallel-size (of a run: --tensor-model-parallel-size) a number that "
+            f"divides {shape[dim]}"
         )
     offset, part = [0] * len(shape), list(shape)
     offset[dim], part[dim] = rank * size, size

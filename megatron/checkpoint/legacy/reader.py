@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.entries import Box, Json, check_request
-from megatron.checkpoint.find import COMPLETE, RELEASE, warn
+from megatron.checkpoint.find import RELEASE, warn
 from megatron.checkpoint.legacy.arguments import (
     consumed_samples,
     legacy_config,
@@ -25,6 +25,7 @@ from megatron.checkpoint.legacy.arguments import (
     plain_arguments,
 )
 from megatron.checkpoint.legacy.inert import TensorRef, show
+from megatron.checkpoint.legacy.mark import is_marked
 from megatron.checkpoint.legacy.names import (
     Arrangement,
     FirstLayers,
@@ -83,6 +84,7 @@ class LegacyReader:
         first = self._files[0].tree
         self._args = plain_arguments(first.get("args"))
         self._tensor_size = 1 + max(file.tensor_rank for file in self._files)
+        self._check_grid()
         self._arrangement = self._find_arrangement(first)
         # Later Megatron numbers the optimizer's parameters in orders of its own.
         self._weights_only = is_core(first)
@@ -101,13 +103,28 @@ class LegacyReader:
 
     def _hold(self) -> None:
         """As long as there is a reader, `--keep-latest` of another job leaves ours alone."""
-        if not (self.path / COMPLETE).exists():
-            return
         try:
-            weakref.finalize(self, os.close, hold_for_reading(self.path, "legacy"))
+            if is_marked(self.path):
+                weakref.finalize(self, os.close, hold_for_reading(self.path, "legacy"))
         except OSError as error:
-            message = f"{self.path / COMPLETE}: cannot be read: {error.strerror}"
+            message = f"{error.filename or self.path}: cannot be read: {error.strerror}"
             raise CheckpointError(message) from error
+
+    def _check_grid(self) -> None:
+        """Folders that another split of the same iteration has left are not taken for ranks."""
+        found = (self._tensor_size, len(self._files) // self._tensor_size)
+        for file in self._files:
+            args = plain_arguments(file.tree.get("args"))
+            told = tuple(
+                args.get(f"{axis}_model_parallel_size", size)
+                for axis, size in zip(("tensor", "pipeline"), found, strict=True)
+            )
+            if told != found:
+                raise CheckpointError(
+                    f"{self.path}: mp_rank folders of {found[0]} tensor ranks x {found[1]} stages, "
+                    f"and {file.zip.path.parent.name}'s `args` say {told[0]} x {told[1]}: of "
+                    "different saves? Remove the folders that do not belong to it"
+                )
 
     def _find_arrangement(self, tree: Mapping[str, Any]) -> Arrangement:
         version = tree.get("checkpoint_version", 0)

@@ -18,6 +18,7 @@ from megatron.checkpoint.durable import remove_tree, storage_errors, write_file
 from megatron.checkpoint.entries import Json
 from megatron.checkpoint.exchange import Exchange
 from megatron.checkpoint.find import COMPLETE, RELEASE, iteration_folder
+from megatron.checkpoint.legacy.mark import mark_of
 from megatron.checkpoint.legacy.writer import LegacyWriter
 from megatron.checkpoint.lock import SaveLock
 from megatron.checkpoint.plan import Plan
@@ -27,7 +28,6 @@ from megatron.config.run import RunConfig
 from megatron.parallel.layout import Layout
 
 _STAGING = "native"
-_MARK = b"All files are here. --keep-latest may delete them; who reads them locks this file.\n"
 
 
 def write_legacy(
@@ -135,5 +135,5 @@ def _save(
 
 def _publish(root: Path, temporary: Path, folder: str) -> None:
     with storage_errors(temporary):
-        write_file(temporary / COMPLETE, _MARK)
+        write_file(temporary / COMPLETE, mark_of(temporary))
     store.publish(root, temporary, folder)

@@ -1,5 +1,6 @@
 """What we write as Megatron's files, against its own files and PyTorch's own reader."""
 
+import shutil
 from argparse import Namespace
 
 import pytest
@@ -8,13 +9,14 @@ import torch
 from megatron.checkpoint.entries import Entry
 from megatron.checkpoint.find import checkpoint_at
 from megatron.checkpoint.legacy import writer
+from megatron.checkpoint.legacy.mark import is_marked
 from megatron.checkpoint.reader import open_checkpoint, open_found
 from megatron.checkpoint.retention import prune
 from megatron.checkpoint.store import save
 from megatron.config.parser import parse_config
 from megatron.config.yaml_file import to_dict
 from megatron.device import Device
-from megatron.errors import StorageError
+from megatron.errors import CheckpointError, StorageError
 from megatron.models.t5 import T5Model
 from megatron.parallel.layout import Layout
 from megatron.training.checkpointing import model_state
@@ -347,7 +349,57 @@ def test_a_t5_with_adam_s_moments(tmp_path):
     reader = open_checkpoint(out)
     assert reader.names() == sorted(state)
     assert all(torch.equal(read_whole(reader, n), entry.tensor) for n, entry in state.items())
-    words[-2:] = ["--target-pipeline-parallel-size", "1"]
-    assert convert("native", "megatron", tmp_path / "native", out, *words, kind="T5") == 0
-    words[-1] = "5"
-    assert convert("native", "megatron", tmp_path / "native", out, *words, kind="T5") == 0
+    for stages in ("1", "5"):
+        words[-2:] = ["--target-pipeline-parallel-size", stages]
+        out = tmp_path / f"of {stages}"
+        assert convert("native", "megatron", tmp_path / "native", out, *words, kind="T5") == 0
+
+
+def _megatron_saves(folder, rank):
+    """Write over a rank's file in place, as Megatron-LM does, with other weights."""
+    path = folder / rank / "model_optim_rng.pt"
+    tree = torch.load(path, weights_only=False)
+    for _, tensor in leaves(tree["model"]):
+        tensor.add_(1)
+    torch.save(tree, path)
+
+
+def test_a_mark_stands_for_the_files_that_it_lists_only(tmp_path, capsys):
+    """Megatron-LM saves over a checkpoint that we have marked: in part, then wholly."""
+    flags = "--ckpt-format legacy --save-interval 2 --train-iters 6 --save".split()
+    sizes = {"tensor": 2}
+    words = [*TOY, "--tensor-model-parallel-size", "2", *flags, str(tmp_path)]
+    run_distributed(2, _losses, words, **sizes)
+    newest, second = (tmp_path / f"iter_000000{iteration}" for iteration in (6, 4))
+    assert is_marked(newest)
+    _megatron_saves(newest, "mp_rank_00")
+    with pytest.raises(CheckpointError, match=r"files of two saves: mp_rank_01/.* as this program"):
+        open_found(checkpoint_at(newest))
+    assert open_checkpoint(tmp_path).iteration == 4  # the newest that is sound
+    assert "files of two saves" in capsys.readouterr().err
+    assert prune(tmp_path, 6, 1) == [tmp_path / "iter_0000002"]  # 4 is our newest: 6 stays too
+    _megatron_saves(newest, "mp_rank_01")
+    assert not is_marked(newest)
+    assert open_checkpoint(tmp_path).iteration == 6
+    assert prune(tmp_path, 6, 1) == []
+    assert second.exists()
+
+
+def test_files_of_a_wider_split_beside_ours_are_refused(tmp_path):
+    _losses(Layout.single(), [*TOY, *SAVES, str(tmp_path)])
+    (folder,) = tmp_path.glob("iter_*")
+    shutil.copytree(folder / "mp_rank_00", folder / "mp_rank_01")
+    with pytest.raises(CheckpointError, match=r"mp_rank_01/model_optim_rng.pt written or removed"):
+        open_found(checkpoint_at(folder))
+    (folder / "complete").unlink()
+    with pytest.raises(CheckpointError, match=r"2 tensor ranks x 1 stages, .* say 1 x 1"):
+        open_found(checkpoint_at(folder))
+
+
+@pytest.mark.parametrize("text", [b"All files are here.\n", b"{", b'{"files": 1}', b"[" * 100_000])
+def test_a_mark_that_lists_nothing_vouches_for_nothing(tmp_path, text):
+    flags = "--ckpt-format legacy --save-interval 2 --train-iters 4 --save".split()
+    _losses(Layout.single(), [*TOY, *flags, str(tmp_path)])
+    (tmp_path / "iter_0000002" / "complete").write_bytes(text)
+    assert prune(tmp_path, 4, 1) == []
+    open_found(checkpoint_at(tmp_path / "iter_0000002"))

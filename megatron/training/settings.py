@@ -1,0 +1,153 @@
+"""What a run's configuration and its checkpoint's say of each other: refused, or told."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.reader import Reader
+from megatron.config import RunConfig
+from megatron.config.model import NETWORK_FIELDS, WITHOUT_TABLE, is_irrelevant
+from megatron.config.run import field_at, flatten
+from megatron.config.yaml_file import from_dict
+from megatron.errors import CheckpointError
+
+
+def check_network(config: RunConfig, reader: Reader, flag: str = "--load") -> None:
+    """A run loads a checkpoint of its own network only; a context without weights may grow.
+
+    Args:
+        config: of the run.
+        reader: of the checkpoint.
+        flag: what named it.
+
+    Raises:
+        CheckpointError: they differ; lists flags and values.
+    """
+    may_differ: tuple[str, ...] = ()
+    if config.model.position_embedding_type in WITHOUT_TABLE:
+        may_differ = ("max_position_embeddings",)
+    saved = reader.meta["config"].get("model", {})
+    differing = [
+        _difference(f"model.{name}", getattr(config.model, name), saved[name])
+        for name in NETWORK_FIELDS
+        if name in saved
+        and name not in may_differ
+        and saved[name] != getattr(config.model, name)
+        and not is_irrelevant(config.model, name)
+    ]
+    if differing:
+        raise CheckpointError(
+            f"{flag} {reader.path}: the checkpoint is of another network:\n  "
+            + "\n  ".join(differing)
+            + "\ngive its values"
+            + (", or --use-checkpoint-args to take them from the checkpoint" * (flag == "--load"))
+        )
+
+
+_OF_STATES = ("optimizer.optimizer", "precision.fp16", "precision.bf16")
+
+
+def check_states(config: RunConfig, reader: Reader) -> None:
+    """Optimizer states go with an optimizer and a precision.
+
+    Raises:
+        CheckpointError: they are of another.
+    """
+    saved = dict(reader.meta.get("legacy_args") or {})
+    for section in ("precision", "optimizer"):
+        saved |= reader.meta["config"].get(section, {})
+    here = flatten(config)
+    differing = [
+        _difference(path, here[path], saved[name])
+        for path in _OF_STATES
+        for name in (path.partition(".")[2],)
+        if saved.get(name) not in (None, here[path])
+    ]
+    if differing:
+        raise CheckpointError(
+            f"--load {reader.path}: the optimizer's states are of another run:\n  "
+            + "\n  ".join(differing)
+            + "\ngive its values, or --no-load-optim to go on with fresh states (--finetune: from "
+            "iteration 0)"
+        )
+
+
+def _difference(path: str, here: Any, saved: Any) -> str:
+    """A "section.field" by its flag, where it has one, spelt as one would change it."""
+    field = field_at(path)
+    name = field.name
+    flag = field.shown if field.names else name
+    if field.is_switch:
+        here, saved = ("on" if value != field.default else "off" for value in (here, saved))
+    here, saved = ("unset" if value is None else value for value in (here, saved))
+    return f"{flag} is {here} here and {saved} in the checkpoint"
+
+
+_LOST = "samples come in another order, and some that were seen come again"
+_PATHS = ("data.data_path", "data.train_data_path")
+_LENGTHS = ("training.train_iters", "training.train_samples")
+# What else decides which sample is the run's k-th; the rest of a position is their count.
+_ORDER = (
+    *_PATHS,
+    "training.seed",
+    "data.mock_data",
+    "data.split",
+    "data.seq_length",
+    "data.decoder_seq_length",
+    "data.dataloader_type",
+    "data.data_sharding",
+    "data.mask_prob",
+    "data.short_seq_prob",
+)
+
+
+def changed_settings(config: RunConfig, reader: Reader) -> Iterator[str]:
+    """What else is not as the run was trained so far, a line each for the log.
+
+    Of Megatron-LM's checkpoints, whose flags are not all ours, what the order of samples hangs on.
+    """
+    here = flatten(config)
+    if reader.format == "native":
+        old = from_dict(reader.meta["config"], str(reader.path))
+        old = dataclasses.replace(
+            old, checkpoint=config.checkpoint, logging=config.logging, profiling=config.profiling
+        )
+        saved = flatten(old)
+    else:
+        args = reader.meta.get("legacy_args") or {}
+        named = {path: args.get(path.partition(".")[2]) for path in (*_ORDER, *_LENGTHS)}
+        known = {path: value for path, value in named.items() if value is not None}
+        saved = {k: tuple(v) if isinstance(v, list) else v for k, v in known.items()}
+    for path, value in saved.items():
+        if here[path] == value:
+            continue
+        field = field_at(path)
+        change = f"{field.spell(here[path])} instead of {field.spell(value)}"
+        yield from _changed(path, change, is_moved=path in _PATHS and _moved(value, here[path]))
+
+
+def changed_corpus(corpus: str | None, reader: Reader) -> Iterator[str]:
+    """A line where the checkpoint was trained on other data, whatever its name. None: unknown."""
+    saved = reader.meta.get("corpus")
+    if None not in (corpus, saved) and corpus != saved:
+        yield (
+            "WARNING: changed since the checkpoint: the training data itself (fingerprint "
+            f"{corpus} instead of {saved}): {_LOST}"
+        )
+
+
+def _changed(path: str, change: str, *, is_moved: bool) -> Iterator[str]:
+    if path in _ORDER and not is_moved:
+        yield f"WARNING: changed since the checkpoint: {change}: {_LOST}"
+        return
+    yield f"  changed since the checkpoint: {change}"
+    if path in _LENGTHS:
+        yield f"  of a corpus that is read more than once, {_LOST}"
+
+
+def _moved(old: tuple[str, ...] | None, new: tuple[str, ...] | None) -> bool:
+    """Whether paths name the same files in another folder."""
+    return [Path(one).name for one in old or ()] == [Path(one).name for one in new or ()]

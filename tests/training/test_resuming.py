@@ -1,0 +1,175 @@
+"""What a load takes, and what it says where the run is not the one that saved."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatron.checkpoint.find import TRACKER
+from megatron.errors import CheckpointError
+from megatron.parallel.layout import Layout
+from megatron.training.pretrain import main
+from pretrain_gpt import GPTRecipe
+from tests.data.corpus import write_corpus
+from tests.distributed import run_distributed
+from tests.training.toy import TOY, build_toy, train_toy
+from tools.checkpoint import util
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of iterations 2 and 4."""
+    root = tmp_path_factory.mktemp("saved")
+    words = ["--save", str(root), "--save-interval", "2", "--exit-interval", "4"]
+    train_toy(Layout.single(), words)
+    return root
+
+
+def _refusal(*words: str) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        build_toy(Layout.single(), words)
+    return str(caught.value)
+
+
+def _iteration(layout: Layout, *words: str) -> int:
+    return build_toy(layout, words).progress.iteration
+
+
+def test_one_checkpoint_is_loaded_by_its_own_folder(saved, tmp_path):
+    older = str(saved / "iter_0000002")
+    assert _iteration(Layout.single(), "--load", older) == 2
+    assert run_distributed(2, _iteration, "--load", older) == [2, 2]
+    copy = tmp_path / "the best one"
+    shutil.copytree(saved / "iter_0000004", copy)
+    assert _iteration(Layout.single(), "--load", str(copy)) == 4
+
+
+def test_one_that_was_named_itself_has_no_substitute(saved, tmp_path):
+    root = tmp_path / "root"
+    shutil.copytree(saved, root)
+    shard = next((root / "iter_0000004").glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert "damaged" in _refusal("--load", str(root / "iter_0000004"))
+    assert _iteration(Layout.single(), "--load", str(root)) == 2
+
+
+def test_a_folder_around_checkpoints_is_no_fresh_start(saved, tmp_path):
+    assert f"in {saved.name} in it: give --load {saved}" in _refusal("--load", str(saved.parent))
+    renamed = tmp_path / "save"
+    shutil.copytree(saved, renamed)
+    (renamed / "iter_0000004").rename(renamed / "step4")
+    shutil.rmtree(renamed / "iter_0000002")
+    (renamed / TRACKER).unlink()
+    assert f"give --load {renamed / 'step4'}" in _refusal("--load", str(renamed))
+    assert "a file: give the folder" in _refusal("--load", str(saved / TRACKER))
+
+
+def test_what_a_dead_first_save_left_is_a_fresh_start(saved, tmp_path):
+    (tmp_path / "tensorboard").mkdir()
+    shutil.copytree(saved / "iter_0000002", tmp_path / "iter_0000002.tmp-0123456789abcdef")
+    assert _iteration(Layout.single(), "--load", str(tmp_path)) == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("--bf16", "--bf16 is on here and off in the checkpoint"),
+        ("--fp16", "--fp16 is on here and off in the checkpoint"),
+        ("--optimizer sgd", "--optimizer is sgd here and adam in the checkpoint"),
+    ],
+)
+@pytest.mark.parametrize("form", ["native", "legacy"])
+def test_states_of_another_optimizer_are_refused_by_flag(saved, tmp_path, form, flags, line):
+    folder = saved
+    if form == "legacy":
+        folder = tmp_path / "legacy"
+        words = f"--model-type GPT --loader native --load-dir {saved} --save-dir {folder}"
+        assert util.main([*words.split(), "--keep-optimizer"]) == 0
+    message = _refusal("--load", str(folder), *flags.split())
+    assert f"\n  {line}\n" in message
+    assert "--no-load-optim to go on with fresh states" in message
+    assert build_toy(Layout.single(), ["--load", str(folder), *flags.split(), "--no-load-optim"])
+
+
+def test_another_order_of_samples_is_warned_of(saved, tmp_path, capsys):
+    lost = "samples come in another order, and some that were seen come again"
+    flags = ["--seed", "8", "--train-iters", "7", "--override-opt_param-scheduler"]
+    assert build_toy(Layout.single(), ["--load", str(saved), *flags])
+    lines = capsys.readouterr().out.splitlines()
+    seed = f"WARNING: changed since the checkpoint: --seed 8 instead of --seed 1234: {lost}"
+    assert seed in lines
+    longer = "  changed since the checkpoint: --train-iters 7 instead of --train-iters 6"
+    assert lines[lines.index(longer) + 1] == f"  of a corpus that is read more than once, {lost}"
+    legacy = tmp_path / "legacy"
+    words = f"--model-type GPT --loader native --load-dir {saved} --save-dir {legacy}"
+    assert util.main([*words.split(), "--keep-optimizer"]) == 0
+    assert build_toy(Layout.single(), ["--load", str(legacy), *flags])
+    of_legacy = capsys.readouterr().out.splitlines()
+    assert {seed, longer} <= set(of_legacy)
+    assert build_toy(Layout.single(), ["--load", str(legacy)])
+    assert "changed since" not in capsys.readouterr().out
+
+
+def test_a_save_folder_of_another_run_is_warned_of(saved, tmp_path, capsys):
+    root = tmp_path / "save"
+    shutil.copytree(saved, root)
+    words = [*TOY, "--no-exit-signal-handler", "--train-iters", "6", "--exit-interval", "5"]
+    words += ["--save", str(root), "--save-interval", "9"]
+    assert main(GPTRecipe(), [*words, "--load", str(root)]) == 0
+    assert "holds checkpoints up to" not in capsys.readouterr().out
+    assert main(GPTRecipe(), words) == 0
+    line = f"WARNING: --save {root} holds checkpoints up to iteration 5, and this run starts at 0"
+    assert line in capsys.readouterr().out
+
+
+def test_rotary_positions_may_reach_further_than_the_checkpoint_s(tmp_path, capsys):
+    rope = ["--position-embedding-type", "rope"]
+    save = ["--save", str(tmp_path), "--save-interval", "2", "--exit-interval", "2"]
+    train_toy(Layout.single(), [*rope, *save])
+    longer = ["--seq-length", "32", "--max-position-embeddings", "32"]
+    run = build_toy(Layout.single(), [*rope, *longer, "--load", str(tmp_path)])
+    assert run.config.model.max_position_embeddings == 32
+    words = [*TOY[: TOY.index("--seq-length")], *TOY[TOY.index("--micro-batch-size") :]]
+    words += ["--load", str(tmp_path), "--use-checkpoint-args", "--finetune", "--seq-length", "32"]
+    assert main(GPTRecipe(), [*words, "--train-iters", "1", "--lr-warmup-fraction", "0"]) == 0
+    told = capsys.readouterr()
+    assert "--max-position-embeddings 32: longer than the checkpoint's 16" in told.out + told.err
+    assert "iteration        1/       1" in told.out
+    table = _refusal(
+        "--seq-length", "32", "--max-position-embeddings", "32", "--load", str(tmp_path)
+    )
+    assert "--position-embedding-type is learned_absolute here and rope" in table
+
+
+def test_finetuning_with_another_tokenizer_is_warned_of(saved, capsys):
+    words = ["--load", str(saved), "--finetune"]
+    assert build_toy(Layout.single(), words)
+    assert "another tokenizer" not in capsys.readouterr().out
+    assert build_toy(Layout.single(), [*words, "--vocab-size", "60"])
+    assert "--finetune goes on with this one: the rows of its 61" in capsys.readouterr().out
+
+
+def test_another_corpus_under_the_same_name_is_warned_of(tmp_path, capsys):
+    prefix, moved = tmp_path / "corpus", tmp_path / "elsewhere" / "corpus"
+    moved.parent.mkdir()
+    save, cache = str(tmp_path / "save"), tmp_path / "cache"
+    toy = [word for word in TOY if word != "--mock-data"]
+    toy += ["--data-cache-path", str(cache), "--train-iters", "3", "--no-exit-signal-handler"]
+
+    def run(*words: str) -> str:
+        assert main(GPTRecipe(), [*toy, *words]) == 0
+        return capsys.readouterr().out
+
+    write_corpus(prefix, vocab_size=100)
+    run("--data-path", str(prefix), "--save", save, "--save-interval", "2", "--exit-interval", "2")
+    for kind in ("bin", "idx"):
+        shutil.copy(f"{prefix}.{kind}", f"{moved}.{kind}")
+    told = run("--data-path", str(moved), "--load", save)
+    assert "changed since the checkpoint: --data-path" in told
+    assert "WARNING" not in told
+    write_corpus(prefix, vocab_size=100, seed=1)  # as many documents
+    shutil.rmtree(cache)
+    told = run("--data-path", str(prefix), "--load", save)
+    assert "WARNING: changed since the checkpoint: the training data itself (fingerprint" in told
