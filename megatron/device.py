@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -39,11 +40,16 @@ Work = Callable[[], Result]
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes: in use now, the most ever in use, and the most ever held by the allocator."""
+    """Bytes in use and held by the allocator, now and at most; and the pieces in use.
+
+    Of a CPU, what is resident stands for both, and nobody counts pieces.
+    """
 
     allocated: int
     peak_allocated: int
+    reserved: int
     peak_reserved: int
+    pieces: int | None = None
 
 
 @dataclass(frozen=True)
@@ -206,15 +212,20 @@ class Device:
     def memory(self) -> MemoryReport:
         """What the process holds: GPU memory, or resident memory on a CPU."""
         if self.is_gpu:
+            numbers = torch.cuda.memory_stats(self.torch_device)
             return MemoryReport(
-                allocated=torch.cuda.memory_allocated(self.torch_device),
-                peak_allocated=torch.cuda.max_memory_allocated(self.torch_device),
-                peak_reserved=torch.cuda.max_memory_reserved(self.torch_device),
+                allocated=numbers["allocated_bytes.all.current"],
+                peak_allocated=numbers["allocated_bytes.all.peak"],
+                reserved=numbers["reserved_bytes.all.current"],
+                peak_reserved=numbers["reserved_bytes.all.peak"],
+                pieces=numbers["allocation.all.current"],
             )
         import resource
 
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return MemoryReport(allocated=peak, peak_allocated=peak, peak_reserved=peak)
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        now = pages * resource.getpagesize()
+        return MemoryReport(allocated=now, peak_allocated=peak, reserved=now, peak_reserved=peak)
 
 
 def _unpin(runtime: Any, memory: mmap.mmap, address: int) -> None:

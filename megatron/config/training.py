@@ -54,7 +54,7 @@ class TrainingConfig:
     )
     exit_signal_handler: bool = flag(
         True,
-        "Save and leave on SIGTERM or SIGINT (on by default).",
+        "Save and leave on SIGTERM or SIGINT.",
         names="--exit-signal-handler",
         off="--no-exit-signal-handler",
     )
@@ -78,7 +78,9 @@ class TrainingConfig:
         names="--manual-gc",
         off="--no-manual-gc",
     )
-    manual_gc_interval: int = flag(100, "Iterations between collections.", unit="iterations")
+    manual_gc_interval: int = flag(
+        100, "Iterations between collections. 0: none until the run ends.", unit="iterations"
+    )
     empty_unused_memory_level: int = flag(
         0,
         "Return unused GPU memory: 0 never, 1 after each iteration, 2 also after evaluation.",

@@ -107,5 +107,6 @@ class LogLine(Callback):
             f"[Rank {run.layout.world.rank}] (after {run.progress.iteration} iterations) "
             f"memory (MB) | allocated: {memory.allocated / _MIB:.1f} | "
             f"max allocated: {memory.peak_allocated / _MIB:.1f} | "
+            f"reserved: {memory.reserved / _MIB:.1f} | "
             f"max reserved: {memory.peak_reserved / _MIB:.1f}"
         )
