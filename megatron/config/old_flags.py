@@ -223,7 +223,7 @@ OLD_FLAGS: tuple[OldFlag, ...] = (
     ),
     OldFlag(
         "--standalone-embedding-stage",
-        "v2.5 to 2025",
+        "23.x",
         "--decoder-first-pipeline-num-layers 0",
         _is("--decoder-first-pipeline-num-layers", "0"),
     ),

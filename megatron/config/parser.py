@@ -113,7 +113,7 @@ def parse_config(
     ]
     if problems:
         raise ConfigError(problems)
-    return ParsedRun(config, notices=(*line.notices, *find_notices(config)), extra=others)
+    return ParsedRun(config, notices=(*line.notices, *find_notices(config, start)), extra=others)
 
 
 def build_parser(program: str, extra: Sequence[type] = ()) -> argparse.ArgumentParser:

@@ -14,7 +14,7 @@ class PrecisionConfig:
 
     fp16: bool = flag(False, "Half precision weights with a loss scale.")
     bf16: bool = flag(False, "bfloat16 weights, gradients accumulated in fp32.")
-    loss_scale: float | None = flag(None, "Fixed loss scale for fp16. Unset: dynamic.")
+    loss_scale: float | None = flag(None, "Fixed loss scale. Unset: dynamic with fp16, else 1.")
     initial_loss_scale: float = flag(2.0**32, "First dynamic loss scale.")
     min_loss_scale: float = flag(1.0, "Smallest dynamic loss scale.")
     loss_scale_window: float = flag(

@@ -55,7 +55,7 @@ _ELSEWHERE = {
 @pytest.mark.parametrize("words", _TRANSLATED)
 def test_translated_with_one_notice(words: str) -> None:
     without = ["--micro-batch-size"] if words.startswith("--batch-size") else []
-    more = ["--bf16"] if words.startswith("--fp8") else []
+    more = ["--bf16"] if words.startswith("--fp8") else ["--fp16", "--load folder"]
     run = parse(words, *more, without=without)
     values = flatten(run.config)
     assert {path: values[path] for path in _TRANSLATED[words]} == _TRANSLATED[words]

@@ -99,6 +99,12 @@ def test_profile_writes_a_trace(tmp_path):
     assert ranges.count("optimizer") == 2
 
 
+def test_a_profile_from_0_begins_with_the_first_iteration(tmp_path):
+    train_toy(Layout.single(), ["--profile", "--profile-step-start", "0", "--profile-step-end",
+                                "2", "--profile-dir", str(tmp_path)])  # fmt: skip
+    assert (tmp_path / "rank0_iteration1.json").exists()
+
+
 def _sample_ids(layout, folder):
     flags = ["--log-sample-ids", "--save", folder, "--save-interval", "100"]
     train_toy(layout, flags)
