@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import mmap
+import re
 import time
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+
+from megatron.errors import ShortageError
 
 # Dense bf16/fp16 peak in FLOP/s by datasheet, matched by substring of the device name, in order.
 _PEAK_FLOPS = (
@@ -226,6 +229,28 @@ class Device:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         now = pages * resource.getpagesize()
         return MemoryReport(allocated=now, peak_allocated=peak, reserved=now, peak_reserved=peak)
+
+
+@contextmanager
+def shortage_errors() -> Iterator[None]:
+    """Where a training runs out of memory, say what helps.
+
+    Raises:
+        ShortageError: instead of PyTorch's errors.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        is_shortage = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        if not is_shortage and "can't allocate memory" not in str(error):  # of a CPU
+            raise
+        asked = re.search(r"tried to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
+        raise ShortageError(
+            f"out of memory{f': {asked[1]} more were asked for' if asked else ''}. What helps: a "
+            "smaller --micro-batch-size, --recompute-activations, --use-distributed-optimizer, or "
+            "a model split by --tensor-model-parallel-size or --pipeline-model-parallel-size; "
+            "--dry-run says what a process needs"
+        ) from error
 
 
 def _unpin(runtime: Any, memory: mmap.mmap, address: int) -> None:

@@ -13,6 +13,7 @@ from megatron.checkpoint.lock import SaveLock
 from megatron.config import RunConfig
 from megatron.config.parser import parse_config
 from megatron.config.yaml_file import dump
+from megatron.device import shortage_errors
 from megatron.environment import Launch
 from megatron.errors import EXIT_OK, EXIT_SAVED_ON_SIGNAL
 from megatron.tokenizer import build_tokenizer
@@ -101,7 +102,7 @@ def pretrain(
         extras: what else is to be done; None: nothing.
     """
     extras = extras or Extras()
-    with processes(config, launch) as (device, layout), ExitStack() as stack:
+    with processes(config, launch) as (device, layout), shortage_errors(), ExitStack() as stack:
         if config.checkpoint.save is not None and layout.world.rank == 0:
             stack.enter_context(_claim_folder(config, Path(config.checkpoint.save)))
         # Before the model is built: a path that cannot be written is said at once.

@@ -56,6 +56,13 @@ def test_a_path_that_cannot_be_written_is_said_before_training(flag, tmp_path, c
     assert " iteration        1/" not in output.out
 
 
+def test_too_little_memory_says_what_helps(capsys):
+    assert _main("--max-position-embeddings", "10000000000000") == 10
+    error = capsys.readouterr().err
+    assert error.startswith("error: out of memory: 1280000000000000 bytes more were asked for. ")
+    assert "--micro-batch-size" in error
+
+
 def test_kernels_are_there_before_processes_wait_for_each_other(monkeypatch):
     """Compiling takes a minute, which is no hang."""
     order = []
