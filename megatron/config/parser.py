@@ -244,8 +244,8 @@ def _read_yaml(
     try:
         content = yaml_file.read(Path(path))
     except ConfigError as error:
-        line.problems += error.problems
-        return start
+        # What it says is not known: whatever seems missing may stand there.
+        raise ConfigError([*line.problems, *error.problems]) from None
     line.problems += content.problems
     line.spoilt |= content.spoilt
     return forget_derived(with_values(start, content.values), world_size)
