@@ -24,7 +24,12 @@ TOKENIZER_TYPES = (
 class TokenizerConfig:
     """Tokenizer."""
 
-    tokenizer_type: str | None = flag(None, "Kind of tokenizer.", choices=TOKENIZER_TYPES)
+    tokenizer_type: str | None = flag(
+        None,
+        "Kind of tokenizer. Unset, with --vocab-file: GPT2BPETokenizer for a GPT, "
+        "BertWordPieceLowerCase for a BERT or T5.",
+        choices=TOKENIZER_TYPES,
+    )
     tokenizer_model: str | None = flag(
         None, "Model file: SentencePiece .model, tokenizer.json (or its folder), tiktoken ranks."
     )

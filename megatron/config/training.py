@@ -69,7 +69,8 @@ class TrainingConfig:
     )
     check_for_nan_in_loss_and_grad: bool = flag(
         True,
-        "Check loss and gradients every iteration.",
+        "Check loss and gradients every iteration; off: updates that are not finite are left out "
+        "without end.",
         off="--no-check-for-nan-in-loss-and-grad",
     )
     manual_gc: bool = flag(
