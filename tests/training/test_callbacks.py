@@ -134,6 +134,25 @@ def test_log_line_timers_and_memory(capsys):
     assert "validation loss at iteration 3 | lm loss value: " in text
 
 
+def test_a_loss_scale_that_is_too_high_leaves_no_gradient_norm(capsys):
+    flags = [
+        "--fp16",
+        "--loss-scale-window",
+        "1000",
+        "--hysteresis",
+        "1",
+        "--log-num-zeros-in-grad",
+    ]
+    recorder, _ = train_toy(Layout.single(), [*flags, "--initial-loss-scale", "1e30"])
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = [line for line in lines if line.startswith(" iteration        1/")]
+    assert "grad norm" not in line
+    assert "num zeros" not in line
+    assert "number of skipped iterations:   1 | number of nan iterations:   0 |" in line
+    assert recorder.records[0]["iteration"] == 1
+    assert not {"grad-norm", "num-zeros"} & set(recorder.records[0])
+
+
 def test_start_panel_tells_the_decisions():
     panel = start_panel(build_toy(Layout.single()), 1.0)
     for expected in (

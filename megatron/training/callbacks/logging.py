@@ -84,8 +84,9 @@ class LogLine(Callback):
             nan=self._nan,
             tokens_per_second=rate,
             mfu=model_flops_utilization(rate, self._flops_per_token, run.device.peak_flops),
-            grad_norm=outcome.grad_norm,
-            zeros=outcome.zeros,
+            # Megatron knows neither where a loss scale was too high.
+            grad_norm=None if outcome.overflow else outcome.grad_norm,
+            zeros=None if outcome.overflow else outcome.zeros,
             params_norm=params_norm,
         )
 

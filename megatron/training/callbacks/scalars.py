@@ -75,7 +75,11 @@ def step_scalars(
 ) -> dict[str, float]:
     """Megatron's TensorBoard tags and their values for one step."""
     options = run.config.logging
-    scalars = {**outcome.losses, "grad-norm": outcome.grad_norm}
+    scalars = dict(outcome.losses)
+    if not outcome.overflow:  # else Megatron knows neither
+        scalars["grad-norm"] = outcome.grad_norm
+        if outcome.zeros is not None:
+            scalars["num-zeros"] = outcome.zeros
     if options.log_learning_rate_to_tensorboard:
         scalars["learning-rate"] = run.schedules.learning_rate.at(run.progress.scheduled_samples)
     if options.log_batch_size_to_tensorboard:
@@ -84,8 +88,6 @@ def step_scalars(
         scalars["loss-scale"] = outcome.loss_scale
     if options.log_world_size_to_tensorboard:
         scalars["world-size"] = run.layout.world.size
-    if outcome.zeros is not None:
-        scalars["num-zeros"] = outcome.zeros
     if params_norm is not None:
         scalars["params-norm"] = params_norm
     if options.log_timers_to_tensorboard:
