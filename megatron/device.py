@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import mmap
+import re
 import time
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from megatron.errors import ShortageError
 
 # Dense bf16/fp16 peak in FLOP/s by datasheet, matched by substring of the device name, in order.
 _PEAK_FLOPS = (
@@ -39,11 +43,16 @@ Work = Callable[[], Result]
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes: in use now, the most ever in use, and the most ever held by the allocator."""
+    """Bytes in use and held by the allocator, now and at most; and the pieces in use.
+
+    Of a CPU, what is resident stands for both, and nobody counts pieces.
+    """
 
     allocated: int
     peak_allocated: int
+    reserved: int
     peak_reserved: int
+    pieces: int | None = None
 
 
 @dataclass(frozen=True)
@@ -206,15 +215,43 @@ class Device:
     def memory(self) -> MemoryReport:
         """What the process holds: GPU memory, or resident memory on a CPU."""
         if self.is_gpu:
+            numbers = torch.cuda.memory_stats(self.torch_device)
             return MemoryReport(
-                allocated=torch.cuda.memory_allocated(self.torch_device),
-                peak_allocated=torch.cuda.max_memory_allocated(self.torch_device),
-                peak_reserved=torch.cuda.max_memory_reserved(self.torch_device),
+                allocated=numbers["allocated_bytes.all.current"],
+                peak_allocated=numbers["allocated_bytes.all.peak"],
+                reserved=numbers["reserved_bytes.all.current"],
+                peak_reserved=numbers["reserved_bytes.all.peak"],
+                pieces=numbers["allocation.all.current"],
             )
         import resource
 
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return MemoryReport(allocated=peak, peak_allocated=peak, peak_reserved=peak)
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        now = pages * resource.getpagesize()
+        peak = max(peak, now)  # which the system counts more coarsely
+        return MemoryReport(allocated=now, peak_allocated=peak, reserved=now, peak_reserved=peak)
+
+
+@contextmanager
+def shortage_errors() -> Iterator[None]:
+    """Where a training runs out of memory, say what helps.
+
+    Raises:
+        ShortageError: instead of PyTorch's errors.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        is_shortage = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        if not is_shortage and "can't allocate memory" not in str(error):  # of a CPU
+            raise
+        asked = re.search(r"tried to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
+        raise ShortageError(
+            f"out of memory{f': {asked[1]} more were asked for' if asked else ''}. What helps: a "
+            "smaller --micro-batch-size, --recompute-activations, --use-distributed-optimizer, or "
+            "a model split by --tensor-model-parallel-size or --pipeline-model-parallel-size; "
+            "--dry-run says what a process needs"
+        ) from error
 
 
 def _unpin(runtime: Any, memory: mmap.mmap, address: int) -> None:

@@ -6,7 +6,7 @@ import fcntl
 import os
 import socket
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.errors import ConfigError
@@ -39,13 +39,36 @@ def read_launch(*, use_mpi: bool = False) -> Launch:
     """
     if use_mpi:
         return _read_mpi()
+    local_rank = _number(LOCAL_RANK_ENV, 0)
     return Launch(
         rank=_number(RANK_ENV, 0),
         world_size=_number(WORLD_SIZE_ENV, 1),
-        local_rank=_number(LOCAL_RANK_ENV, 0),
-        local_world_size=_number(LOCAL_WORLD_SIZE_ENV, 1),
+        local_rank=local_rank,
+        local_world_size=_number(LOCAL_WORLD_SIZE_ENV, local_rank + 1),
         restart_count=_number(RESTART_COUNT_ENV, 0),
     )
+
+
+def placed(launch: Launch, local_rank: int | None) -> Launch:
+    """At the place on its machine that --local_rank names, where the launcher names none."""
+    if local_rank is None or launch.local_rank or LOCAL_RANK_ENV in os.environ:
+        return launch
+    size = max(launch.local_world_size, local_rank + 1)
+    return replace(launch, local_rank=local_rank, local_world_size=size)
+
+
+def check_meeting_place(world_size: int) -> None:
+    """Whether the processes know where to meet.
+
+    Raises:
+        ConfigError: the launcher has not said it.
+    """
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"{WORLD_SIZE_ENV} is {world_size}, and without {' and '.join(missing)} no process "
+            f"knows where to meet: start with torchrun, or unset {WORLD_SIZE_ENV} for one process"
+        )
 
 
 def _read_mpi() -> Launch:

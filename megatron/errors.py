@@ -46,6 +46,12 @@ class StorageError(UserError):
     exit_code = 8
 
 
+class ShortageError(UserError):
+    """The device, or the host, has less memory than the run needs."""
+
+    exit_code = 10
+
+
 class ConfigError(UserError):
     """One or more configuration mistakes, all of them reported at once."""
 

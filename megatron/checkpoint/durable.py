@@ -24,6 +24,18 @@ def storage_errors(path: Path) -> Iterator[None]:
         raise StorageError(f"{where}: {error.strerror or error}") from error
 
 
+@contextmanager
+def writing_to(flag: str, path: str | Path) -> Iterator[None]:
+    """The same for a path that a flag names: the flag, its value and the remedy."""
+    try:
+        with storage_errors(Path(path)):
+            yield
+    except StorageError as error:
+        raise StorageError(
+            f"{flag} {path} cannot be written ({error}): free space, or give another path"
+        ) from error
+
+
 def unique_suffix(kind: str) -> str:
     """`kind` and an unpredictable tail, for names that no other process chooses."""
     return f"{kind}{uuid.uuid4().hex}"

@@ -13,6 +13,7 @@ from megatron.config import (
     rules_architecture,
     rules_context,
     rules_data,
+    rules_dependent,
     rules_fp8,
     rules_graphs,
     rules_legacy,
@@ -20,9 +21,7 @@ from megatron.config import (
     rules_sharding,
     rules_training,
 )
-from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.fields import fields_of
-from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig, flatten, sections
 
 Rule = Callable[[RunConfig, int], Iterator[str]]
@@ -92,8 +91,12 @@ def find_problems(
     return [line for line in problems if flags.isdisjoint(re.findall(r"--[\w-]+", line))]
 
 
-def find_notices(config: RunConfig) -> list[str]:
-    """One line for each setting that is taken but changes nothing, with the reason."""
+def find_notices(config: RunConfig, start: RunConfig) -> list[str]:
+    """One line for each setting that is taken but changes nothing, with the reason.
+
+    Args:
+        start: the run that flags and YAML file change.
+    """
     values = flatten(config)
     lines = [
         f"{field.shown}: {field.info.notice}"
@@ -101,7 +104,13 @@ def find_notices(config: RunConfig) -> list[str]:
         for field in fields_of(section)
         if field.info.notice and values[f"{name}.{field.name}"] != field.default
     ]
-    return [*lines, *rules_sharding.no_effect(config), *_no_effect(config), *_not_kept(config)]
+    return [
+        *lines,
+        *rules_sharding.no_effect(config),
+        *_no_effect(config),
+        *rules_dependent.dependent(config, start),
+        *_not_kept(config),
+    ]
 
 
 def _not_kept(config: RunConfig) -> Iterator[str]:
@@ -115,7 +124,7 @@ def _not_kept(config: RunConfig) -> Iterator[str]:
 
 
 def _no_effect(config: RunConfig) -> Iterator[str]:
-    model, tokenizer, parallel = config.model, config.tokenizer, config.parallel
+    parallel = config.parallel
     alone = parallel.tensor_model_parallel_size == 1
     if parallel.sequence_parallel and alone:
         yield "--sequence-parallel: one tensor-parallel process: there is nothing to split"
@@ -124,40 +133,11 @@ def _no_effect(config: RunConfig) -> Iterator[str]:
             "one tensor-parallel process" if alone else "--sequence-parallel splits them already"
         )
         yield f"--distribute-saved-activations: {reason}: there is nothing left to split"
-    if model.num_query_groups != 1 and not model.group_query_attention:
+    iterations, profiling = config.training.train_iters, config.profiling
+    if profiling.profile and iterations is not None and profiling.profile_step_start > iterations:
         yield (
-            f"--num-query-groups {model.num_query_groups} changes nothing without "
-            "--group-query-attention"
+            f"--profile changes nothing: --train-iters {iterations} end before "
+            f"--profile-step-start {profiling.profile_step_start}"
         )
-    sized = tokenizer.tokenizer_type in ("NullTokenizer", "TikTokenizer")
-    if tokenizer.vocab_size is not None and not sized:
-        yield (
-            f"--vocab-size {tokenizer.vocab_size} changes nothing: the size of "
-            f"{tokenizer.tokenizer_type} follows from its files"
-        )
-    if (
-        parallel.cp_comm_type != ParallelConfig().cp_comm_type
-        and parallel.context_parallel_size == 1
-    ):
-        yield (
-            f"--cp-comm-type {parallel.cp_comm_type} changes nothing without "
-            "--context-parallel-size: no process shares a sequence"
-        )
-    if config.checkpoint.save is None:
-        yield from _only_with_save(config.checkpoint)
     if config.training.skip_train and config.checkpoint.load is None:
         yield "--skip-train without --load: evaluating an untrained model"
-
-
-def _only_with_save(options: CheckpointConfig) -> Iterator[str]:
-    given = {
-        "--save-interval": options.save_interval,
-        "--save-interval-in-mins": options.save_interval_in_mins,
-        "--keep-latest": options.keep_latest,
-        "--mean-hours-between-failures": options.mean_hours_between_failures,
-    }
-    shown = [f"{name} {value:g}" for name, value in given.items() if value is not None]
-    if options.ckpt_format != CheckpointConfig().ckpt_format:
-        shown.append(f"--ckpt-format {options.ckpt_format}")
-    for words in [*shown, *(["--async-save"] if options.async_save else [])]:
-        yield f"{words} changes nothing without --save: no checkpoints are written"

@@ -38,7 +38,12 @@ MAY_HAVE_SENTINELS = (
 class TokenizerConfig:
     """Tokenizer."""
 
-    tokenizer_type: str | None = flag(None, "Kind of tokenizer.", choices=TOKENIZER_TYPES)
+    tokenizer_type: str | None = flag(
+        None,
+        "Kind of tokenizer. Unset, with --vocab-file: GPT2BPETokenizer for a GPT, "
+        "BertWordPieceLowerCase for a BERT or T5.",
+        choices=TOKENIZER_TYPES,
+    )
     tokenizer_model: str | None = flag(
         None, "Model file: SentencePiece .model, tokenizer.json (or its folder), tiktoken ranks."
     )

@@ -31,7 +31,9 @@ class LoggingConfig:
         1, "Iterations between TensorBoard points.", unit="iterations"
     )
     tensorboard_queue_size: int = flag(1000, "Points held before a write.", unit="points")
-    log_timers_to_tensorboard: bool = flag(False, "Timers to TensorBoard.")
+    log_timers_to_tensorboard: bool = flag(
+        False, "Iteration time, and the timers of --timing-log-level, to TensorBoard."
+    )
     log_batch_size_to_tensorboard: bool = flag(False, "Batch size to TensorBoard.")
     log_learning_rate_to_tensorboard: bool = flag(
         True, "Learning rate to TensorBoard.", off="--no-log-learnig-rate-to-tensorboard"

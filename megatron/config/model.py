@@ -120,7 +120,9 @@ class ModelConfig:
     init_method_std: float = flag(0.02, "Standard deviation of the initial weights.")
     init_method_xavier_uniform: bool = flag(False, "Xavier uniform initial weights.")
     perform_initialization: bool = flag(
-        True, "Initialize weights (off: when a checkpoint is loaded).", off="--no-initialization"
+        True,
+        "Draw initial weights; off, to save time: --load overwrites them.",
+        off="--no-initialization",
     )
     use_flash_attn: bool = flag(
         False,

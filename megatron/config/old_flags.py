@@ -222,6 +222,12 @@ OLD_FLAGS: tuple[OldFlag, ...] = (
         _no_position_embedding,
     ),
     OldFlag(
+        "--standalone-embedding-stage",
+        "23.x",
+        "--decoder-first-pipeline-num-layers 0",
+        _is("--decoder-first-pipeline-num-layers", "0"),
+    ),
+    OldFlag(
         "--report-topk-accuracies",
         "v1 to v2.6",
         "--retriever-report-topk-accuracies",

@@ -12,7 +12,9 @@ class OptimizerConfig:
     """Optimizer."""
 
     optimizer: str = flag("adam", "Update rule (adam is AdamW).", choices=("adam", "sgd"))
-    weight_decay: float = flag(0.01, "Decoupled weight decay.")
+    weight_decay: float = flag(
+        0.01, "Weight decay: decoupled with adam, added to gradients with sgd."
+    )
     start_weight_decay: float | None = flag(None, "First weight decay of a ramp.")
     end_weight_decay: float | None = flag(None, "Last weight decay of a ramp.")
     weight_decay_incr_style: str = flag(

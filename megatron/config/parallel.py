@@ -115,7 +115,9 @@ class ParallelConfig:
         notice="every device draws the same initial weights, for any parallel layout",
     )
     local_rank: int | None = flag(
-        None, "GPU of this process. Unset: from LOCAL_RANK.", names=("--local_rank", "--local-rank")
+        None,
+        "GPU of this process, where LOCAL_RANK does not say it.",
+        names=("--local_rank", "--local-rank"),
     )
     use_mpi: bool = flag(
         False, "Started by mpirun: take ranks from OMPI_COMM_WORLD_* instead of torchrun's."

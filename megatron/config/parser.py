@@ -127,7 +127,7 @@ def parse_config(
     ]
     if problems:
         raise ConfigError(problems)
-    return ParsedRun(config, notices=(*line.notices, *find_notices(config)), extra=others)
+    return ParsedRun(config, notices=(*line.notices, *find_notices(config, start)), extra=others)
 
 
 def build_parser(program: str, extra: Sequence[type] = ()) -> argparse.ArgumentParser:
@@ -266,8 +266,8 @@ def _read_yaml(
     try:
         content = yaml_file.read(Path(path))
     except ConfigError as error:
-        line.problems += error.problems
-        return start
+        # What it says is not known: whatever seems missing may stand there.
+        raise ConfigError([*line.problems, *error.problems]) from None
     line.problems += content.problems
     line.spoilt |= content.spoilt
     return forget_derived(with_values(start, content.values), world_size)

@@ -14,7 +14,7 @@ class PrecisionConfig:
 
     fp16: bool = flag(False, "Half precision weights with a loss scale.")
     bf16: bool = flag(False, "bfloat16 weights, gradients accumulated in fp32.")
-    loss_scale: float | None = flag(None, "Fixed loss scale for fp16. Unset: dynamic.")
+    loss_scale: float | None = flag(None, "Fixed loss scale. Unset: dynamic with fp16, else 1.")
     initial_loss_scale: float = flag(2.0**32, "First dynamic loss scale.")
     min_loss_scale: float = flag(1.0, "Smallest dynamic loss scale.")
     loss_scale_window: float = flag(
@@ -24,15 +24,22 @@ class PrecisionConfig:
     fp32_residual_connection: bool = flag(False, "Keep the residual stream in fp32.")
     apply_query_key_layer_scaling: bool = flag(
         True,
-        "Divide scores by the layer number and multiply back in fp32 (guards fp16 from overflow).",
+        "Divide scores by the layer number and multiply back in fp32 (guards fp16 from overflow). "
+        "Fused attention holds scores in fp32 anyway.",
         off="--no-query-key-layer-scaling",
     )
-    attention_softmax_in_fp32: bool = flag(False, "Compute the attention softmax in fp32.")
+    attention_softmax_in_fp32: bool = flag(
+        False, "Compute the attention softmax in fp32 (fused attention always does)."
+    )
     accumulate_allreduce_grads_in_fp32: bool = flag(
         False, "Accumulate and reduce gradients in fp32 (always so with bf16)."
     )
     fp16_lm_cross_entropy: bool = flag(False, "Compute the loss in the model's 16-bit format.")
-    embedding_weights_in_fp32: bool = flag(False, "Keep the word embeddings in fp32.")
+    embedding_weights_in_fp32: bool = flag(
+        False,
+        "Look words up in an fp32 copy of their embeddings, so that gradients of a frequent word "
+        "add up in fp32.",
+    )
     fp8_format: str | None = flag(
         None,
         "Linear layers of attention and MLP multiply in 8 bits: e4m3 everywhere, or hybrid with "

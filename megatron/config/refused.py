@@ -54,14 +54,6 @@ def _group(
 
 REFUSED: tuple[KnownFlag, ...] = (
     *_group(
-        "pipeline parallelism is not built yet: drop the flag",
-        switches=(
-            "--overlap-p2p-communication",
-            "--use-ring-exchange-p2p",
-            "--standalone-embedding-stage",
-        ),
-    ),
-    *_group(
         "weights depend on --seed, their name and position only, never on the process: "
         "drop the flag",
         switches=("--data-parallel-random-init",),
@@ -199,7 +191,17 @@ HONOURED: tuple[KnownFlag, ...] = (
     ),
     KnownFlag(
         "--no-scatter-gather-tensors-in-pipeline",
-        "one pipeline stage: nothing is sent between stages",
+        "each tensor-parallel process sends all that it holds to its neighbour: nothing is "
+        "scattered",
+    ),
+    KnownFlag(
+        "--overlap-p2p-communication",
+        "stages always compute while their messages travel",
+    ),
+    KnownFlag(
+        "--use-ring-exchange-p2p",
+        "messages between stages go by PyTorch's sends and receives, which need no image of "
+        "NVIDIA's: the same result",
     ),
     KnownFlag(
         "--no-delay-grad-reduce",

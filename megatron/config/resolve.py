@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron.config.data import DataConfig
+from megatron.config.data import DataConfig, TokenizerConfig
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
@@ -42,6 +42,7 @@ def resolve(config: RunConfig, world_size: int) -> RunConfig:
             or precision.bf16,
         ),
         optimizer=_optimizer(config.optimizer),
+        tokenizer=_tokenizer(config.tokenizer, config.model.architecture),
         data=replace(data, dataloader_type=data.dataloader_type or "single"),
     )
 
@@ -118,6 +119,14 @@ def _parallel(parallel: ParallelConfig) -> ParallelConfig:
     if parallel.zero_stage is not None:
         return parallel
     return replace(parallel, zero_stage=1 if parallel.use_distributed_optimizer else 0)
+
+
+def _tokenizer(tokenizer: TokenizerConfig, architecture: str) -> TokenizerConfig:
+    """Megatron's entry scripts have a kind of their own each, and its examples name none."""
+    if tokenizer.tokenizer_type is not None or tokenizer.vocab_file is None:
+        return tokenizer
+    kind = "GPT2BPETokenizer" if architecture == "gpt" else "BertWordPieceLowerCase"
+    return replace(tokenizer, tokenizer_type=kind)
 
 
 def _optimizer(optimizer: OptimizerConfig) -> OptimizerConfig:

@@ -24,6 +24,12 @@ _NEEDS: Mapping[str, tuple[str, ...]] = {
 _SPLITS = 3
 
 
+def tokenizer_files(tokenizer_type: str | None) -> tuple[str, ...]:
+    """The fields that a kind of tokenizer reads: its files, or its size."""
+    also = ("vocab_size",) if tokenizer_type == "TikTokenizer" else ()
+    return (*_NEEDS.get(tokenizer_type or "", ()), *also)
+
+
 def _paths(config: RunConfig) -> dict[str, tuple[str, ...]]:
     data = config.data
     given = {

@@ -31,8 +31,8 @@ def batch_size_ramp(config: RunConfig, world_size: int) -> Iterator[str]:
         yield f"{shown}: expected three numbers: START INCREMENT SAMPLES"
         return
     start, increment, samples = ramp
-    if start < 1 or increment < 1 or samples < 0:
-        yield f"{shown}: start and increment must be at least 1, samples at least 0"
+    if min(ramp) < 1:
+        yield f"{shown}: start, increment and samples must be at least 1"
         return
     if training.train_iters is not None and training.train_samples is None:
         yield f"{shown} counts samples: give the length as --train-samples, not --train-iters"
@@ -179,6 +179,7 @@ def saving(config: RunConfig, world_size: int) -> Iterator[str]:
         for name, on in (
             ("--use-checkpoint-args", checkpoint.use_checkpoint_args),
             ("--exit-on-missing-checkpoint", checkpoint.exit_on_missing_checkpoint),
+            ("--no-initialization", not config.model.perform_initialization),
         ):
             if on:
                 yield f"{name} needs --load: give the folder of the checkpoint"

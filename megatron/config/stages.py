@@ -64,8 +64,10 @@ def plan_parts(
         decoder_layers: so many at the end are a T5's decoder.
 
     Raises:
-        ConfigError: the layers do not fit the stages, or the layout string cannot be read.
+        ConfigError: the layers do not fit the stages, or the layout string cannot be read, or two
+            flags that deal out layers were given.
     """
+    _check_sizes(config)
     stages, encoder = config.pipeline_model_parallel_size, num_layers - decoder_layers
     shown = f"--num-layers {encoder}"
     if decoder_layers:
@@ -134,6 +136,46 @@ def chunks_of(num_layers: int, config: ParallelConfig) -> int:
             f"{stages} does not divide {slots} layers: choose one that does"
         )
     return slots // (stages * layers)
+
+
+def _check_sizes(config: ParallelConfig) -> None:
+    """Numbers of layers and parts that can be, and no two answers to one question."""
+    first, last = (
+        config.decoder_first_pipeline_num_layers,
+        config.decoder_last_pipeline_num_layers,
+    )
+    layers, parts = (
+        config.num_layers_per_virtual_pipeline_stage,
+        config.num_virtual_stages_per_pipeline_rank,
+    )
+    values = (
+        ("--num-layers-per-virtual-pipeline-stage", layers, 1),
+        ("--num-virtual-stages-per-pipeline-rank", parts, 1),
+        ("--decoder-first-pipeline-num-layers", first, 0),
+        ("--decoder-last-pipeline-num-layers", last, 0),
+    )
+    low = [
+        f"{name} {value}: must be at least {least}"
+        for name, value, least in values
+        if value is not None and value < least
+    ]
+    if low:
+        raise ConfigError(low)
+    given = {name: f"{name} {value}" for name, value, _ in values if value is not None}
+    extras = _counted_extras(config)
+    if layers is not None and parts is not None:
+        raise ConfigError(f"{' and '.join(list(given.values())[:2])} both count parts: keep one")
+    if extras and (first is not None or last is not None):
+        raise ConfigError(
+            f"{' and '.join(given.values())} and counting embedding or loss as a layer both deal "
+            "out layers: keep one"
+        )
+    if config.pipeline_model_parallel_layout is not None and (given or extras):
+        other = [*given.values(), "counting embedding or loss as a layer"][0]
+        raise ConfigError(
+            f"{LAYOUT_FLAG} {config.pipeline_model_parallel_layout} deals out layers, and so does "
+            f"{other}: keep one"
+        )
 
 
 def _counted_extras(config: ParallelConfig) -> int:

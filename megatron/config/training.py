@@ -54,7 +54,7 @@ class TrainingConfig:
     )
     exit_signal_handler: bool = flag(
         True,
-        "Save and leave on SIGTERM or SIGINT (on by default).",
+        "Save and leave on SIGTERM or SIGINT.",
         names="--exit-signal-handler",
         off="--no-exit-signal-handler",
     )
@@ -69,7 +69,8 @@ class TrainingConfig:
     )
     check_for_nan_in_loss_and_grad: bool = flag(
         True,
-        "Check loss and gradients every iteration.",
+        "Check loss and gradients every iteration; off: updates that are not finite are left out "
+        "without end.",
         off="--no-check-for-nan-in-loss-and-grad",
     )
     manual_gc: bool = flag(
@@ -78,7 +79,9 @@ class TrainingConfig:
         names="--manual-gc",
         off="--no-manual-gc",
     )
-    manual_gc_interval: int = flag(100, "Iterations between collections.", unit="iterations")
+    manual_gc_interval: int = flag(
+        100, "Iterations between collections. 0: none until the run ends.", unit="iterations"
+    )
     empty_unused_memory_level: int = flag(
         0,
         "Return unused GPU memory: 0 never, 1 after each iteration, 2 also after evaluation.",

@@ -29,6 +29,21 @@ class Content:
     spoilt: set[str] = field(default_factory=set)
 
 
+class _Loader(yaml.SafeLoader):
+    """Plain values only; a key that stands twice would lose its first value in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key, _ in node.value:
+            name = self.construct_object(key, deep=True)
+            if isinstance(name, str) and name in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{name!r} stands twice: keep one", key.start_mark
+                )
+            seen.add(name if isinstance(name, str) else None)
+        return super().construct_mapping(node, deep)
+
+
 def load(path: Path) -> RunConfig:
     """The configuration in a file, defaults for what it leaves out, neither resolved nor checked.
 
@@ -52,7 +67,7 @@ def read(path: Path) -> Content:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path}: cannot be read: {error}") from None
     try:
-        data = yaml.safe_load(text)
+        data = _Loader(text).get_single_data()
     except yaml.YAMLError as error:
         raise ConfigError(f"--config {path}: not valid YAML: {error}") from None
     return _read_sections({} if data is None else data, str(path))

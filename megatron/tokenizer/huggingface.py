@@ -135,7 +135,9 @@ def _load(path: Path, data: bytes) -> Any:
     try:
         pipeline = Pipeline.from_str(text)
     except Exception as error:  # the library raises plain Exception
-        raise DataError(f"--tokenizer-model {path}: not a tokenizer.json ({error})") from error
+        raise DataError(
+            f"--tokenizer-model {path}: not a tokenizer.json ({error}): give Hugging Face's file"
+        ) from error
     # A corpus is neither cut nor filled up, whatever the file was last used for.
     pipeline.no_truncation()
     pipeline.no_padding()

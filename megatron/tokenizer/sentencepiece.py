@@ -165,4 +165,6 @@ def _load(path: str, data: bytes) -> SentencePieceProcessor:
     try:
         return SentencePieceProcessor(model_proto=data)
     except RuntimeError as error:
-        raise DataError(f"--tokenizer-model {path}: not a SentencePiece model") from error
+        raise DataError(
+            f"--tokenizer-model {path}: not a SentencePiece model: give its .model file"
+        ) from error

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron.config.parallel import ParallelConfig
 from megatron.device import Device
-from megatron.environment import Launch
+from megatron.environment import Launch, check_meeting_place
 from megatron.errors import HangError
 from megatron.parallel.journal import Journal
 from megatron.parallel.layout import Layout
@@ -72,6 +72,7 @@ def process_group(config: ParallelConfig, launch: Launch, device: Device) -> Ite
 
 def _meet(launch: Launch, timeout: timedelta) -> dist.TCPStore:
     """The launcher's store, once all processes are there."""
+    check_meeting_place(launch.world_size)
     try:
         store, _, _ = next(
             dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timeout)

@@ -8,14 +8,15 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from megatron.checkpoint.durable import storage_errors
+from megatron.checkpoint.durable import writing_to
 from megatron.checkpoint.find import scan
 from megatron.checkpoint.lock import SaveLock
 from megatron.config import RunConfig
 from megatron.config.parser import parse_config
 from megatron.config.yaml_file import dump
+from megatron.device import shortage_errors
 from megatron.environment import Launch
-from megatron.errors import EXIT_OK, EXIT_SAVED_ON_SIGNAL, StorageError
+from megatron.errors import EXIT_OK, EXIT_SAVED_ON_SIGNAL
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.vocabulary import padded_vocab_size
 from megatron.training.callbacks.base import Callback
@@ -29,7 +30,7 @@ from megatron.training.recipe import Recipe
 from megatron.training.run import Run
 from megatron.training.setup import build_run
 from megatron.training.standard import standard_callbacks, start_panel
-from megatron.training.writers import open_writers
+from megatron.training.writers import Writer, open_writers
 
 
 class Extras:
@@ -102,13 +103,17 @@ def pretrain(
         extras: what else is to be done; None: nothing.
     """
     extras = extras or Extras()
-    with processes(config, launch) as (device, layout), ExitStack() as stack:
+    with processes(config, launch) as (device, layout), shortage_errors(), ExitStack() as stack:
         if config.checkpoint.save is not None and layout.world.rank == 0:
             stack.enter_context(_claim_folder(config, Path(config.checkpoint.save)))
+        # Before the model is built: a path that cannot be written is said at once.
+        writers = open_writers(config, is_log_rank=layout.world.is_last)
+        for writer in writers:
+            stack.callback(writer.close)
         run = build_run(config, recipe, launch, device, layout)
         _warn_of_later(run)
         extras.begin(run)
-        return _train_and_evaluate(run, started, extras)
+        return _train_and_evaluate(run, started, extras, writers)
 
 
 def _warn_of_later(run: Run) -> None:
@@ -127,33 +132,23 @@ def _warn_of_later(run: Run) -> None:
 
 def _claim_folder(config: RunConfig, folder: Path) -> SaveLock:
     """Keep other jobs out of `--save`, and leave the resolved configuration there."""
-    try:
+    with writing_to("--save", folder):
         lock = SaveLock(folder)
-        with storage_errors(folder):
-            (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
-    except StorageError as error:
-        raise StorageError(
-            f"--save {folder} cannot be written ({error}): give a folder that can"
-        ) from error
+        (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
     return lock
 
 
-def _train_and_evaluate(run: Run, started: float, extras: Extras) -> int:
-    writers = open_writers(run.config, is_log_rank=run.is_log_rank)
+def _train_and_evaluate(run: Run, started: float, extras: Extras, writers: Sequence[Writer]) -> int:
     if run.layout.world.rank == 0:
         say(start_panel(run, time.monotonic() - started))
         if run.finished and not run.config.training.skip_train:
             say(f"the checkpoint is at iteration {run.progress.iteration}: nothing left to train")
-    try:
-        callbacks, listeners = standard_callbacks(run, writers)
-        callbacks += extras.callbacks(run)
-        leave = None if run.config.training.skip_train else train(run, callbacks)
-        if leave is None:
-            final_evaluation(run, listeners)
-            extras.end(run)
-        elif run.layout.world.rank == 0:
-            say(f"exiting program at iteration {run.progress.iteration}: {leave.reason}")
-    finally:
-        for writer in writers:
-            writer.close()
+    callbacks, listeners = standard_callbacks(run, writers)
+    callbacks += extras.callbacks(run)
+    leave = None if run.config.training.skip_train else train(run, callbacks)
+    if leave is None:
+        final_evaluation(run, listeners)
+        extras.end(run)
+    elif run.layout.world.rank == 0:
+        say(f"exiting program at iteration {run.progress.iteration}: {leave.reason}")
     return EXIT_SAVED_ON_SIGNAL if leave is not None and leave.by_signal else EXIT_OK

@@ -56,6 +56,7 @@ def processes(config: RunConfig, launch: Launch) -> Iterator[tuple[Device, Layou
         HangError: the processes did not come together.
         RunEndedError: a process failed. It has said why.
     """
+    launch = environment.placed(launch, config.parallel.local_rank)
     environment.prepare(launch, deterministic=config.training.deterministic_mode)
     if config.training.deterministic_mode:
         _be_deterministic()

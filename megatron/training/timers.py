@@ -35,6 +35,7 @@ class Timers:
         self._world = world or Axis()
         self._barrier = barrier and self._world.size > 1
         self._seconds: dict[str, float] = {}
+        self.resets = 0
 
     @contextmanager
     def measure(self, name: str, level: int = 1) -> Iterator[None]:
@@ -61,6 +62,7 @@ class Timers:
 
     def reset(self) -> None:
         self._seconds.clear()
+        self.resets += 1
 
     def over_ranks(self) -> dict[str, list[float]]:
         """Seconds of every rank, by name. Collective; all ranks time the same names."""

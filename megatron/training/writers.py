@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron.checkpoint.durable import writing_to
 from megatron.config import RunConfig
 from megatron.config.run import flatten
 from megatron.errors import ConfigError
@@ -26,7 +27,8 @@ class TensorBoardWriter:
     def __init__(self, folder: str, queue_size: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(log_dir=folder, max_queue=queue_size)
+        with writing_to("--tensorboard-dir", folder):
+            self._writer = SummaryWriter(log_dir=folder, max_queue=queue_size)
 
     def write(self, scalars: Mapping[str, float], iteration: int, samples: int) -> None:
         for tag, value in scalars.items():
@@ -68,13 +70,16 @@ class JsonLinesWriter:
     """One object an iteration, floats in full; appended to, so that a resumed run goes on."""
 
     def __init__(self, path: str) -> None:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        self._file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115 - held for the run
+        self._path = path
+        with writing_to("--metrics-jsonl", path):
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            self._file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115 - held for the run
 
     def write(self, scalars: Mapping[str, float], iteration: int, samples: int) -> None:
         record = {"iteration": iteration, "consumed samples": samples, **scalars}
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        with writing_to("--metrics-jsonl", self._path):
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
         self._file.close()

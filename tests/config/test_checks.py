@@ -251,6 +251,10 @@ _LINES = [
         "--exit-on-missing-checkpoint needs --load: give the folder of the checkpoint",
     ),
     (
+        "--no-initialization",
+        "--no-initialization needs --load: give the folder of the checkpoint",
+    ),
+    (
         "--use-checkpoint-args",
         "--use-checkpoint-args needs --load: give the folder of the checkpoint",
     ),
@@ -291,9 +295,9 @@ def test_a_mistake_and_its_line(words: str, line: str) -> None:
         ("8 8", "--rampup-batch-size 8 8: expected three numbers: START INCREMENT SAMPLES"),
         (
             "8 0 100",
-            "--rampup-batch-size 8 0 100: start and increment must be at least 1, samples at "
-            "least 0",
+            "--rampup-batch-size 8 0 100: start, increment and samples must be at least 1",
         ),
+        ("8 8 0", "--rampup-batch-size 8 8 0: start, increment and samples must be at least 1"),
         (
             "8 24 100",
             "--rampup-batch-size 8 24 100 does not reach --global-batch-size 64 in steps of 24: "

@@ -97,6 +97,8 @@ _COMPANIONS = {
         "--recompute-granularity full --recompute-method uniform",
         "",
     ),
+    "--standalone-embedding-stage": ("--pipeline-model-parallel-size 2", ""),
+    "--no-initialization": ("--load folder", ""),
     "--decoder-num-layers": ("--decoder-seq-length 64", ""),
     "--pipeline-model-parallel-split-rank": (
         "--pipeline-model-parallel-size 4 --decoder-seq-length 64 --num-layers 3 "
@@ -129,6 +131,7 @@ _WORLD = {
     "--tensor-model-parallel-size": 2,
     "--pipeline-model-parallel-size": 2,
     "--num-layers-per-virtual-pipeline-stage": 2,
+    "--standalone-embedding-stage": 2,
     "--pipeline-model-parallel-split-rank": 4,
 }
 # Flags of another kind of network than a GPT.
@@ -243,7 +246,12 @@ def _check_old(flag: dict[str, Any]) -> None:
     name = _name(flag)
     value = {"--warmup": "0.01", "--batch-size": "4"}.get(name, "1")
     words = [name] if flag["nargs"] == 0 else [name, value]
-    run = parse(*words, without=["--micro-batch-size"] if name == "--batch-size" else [])
+    words.append(_COMPANIONS.get(name, ("", ""))[0])
+    run = parse(
+        *words,
+        world_size=_WORLD.get(name, 1),
+        without=["--micro-batch-size"] if name == "--batch-size" else [],
+    )
     assert len([line for line in run.notices if name in line]) == 1
 
 

@@ -55,12 +55,19 @@ _ELSEWHERE = {
 @pytest.mark.parametrize("words", _TRANSLATED)
 def test_translated_with_one_notice(words: str) -> None:
     without = ["--micro-batch-size"] if words.startswith("--batch-size") else []
-    more = ["--bf16"] if words.startswith("--fp8") else []
+    more = ["--bf16"] if words.startswith("--fp8") else ["--fp16", "--load folder"]
     run = parse(words, *more, without=without)
     values = flatten(run.config)
     assert {path: values[path] for path in _TRANSLATED[words]} == _TRANSLATED[words]
     assert len(run.notices) == 1
     assert run.notices[0].startswith(words + " is an old flag")
+
+
+def test_a_stage_of_the_embedding_alone() -> None:
+    run = parse("--standalone-embedding-stage", "--pipeline-model-parallel-size 2", world_size=2)
+    assert run.config.parallel.decoder_first_pipeline_num_layers == 0
+    (notice,) = run.notices
+    assert notice.endswith("read as --decoder-first-pipeline-num-layers 0")
 
 
 @pytest.mark.parametrize("words", _REFUSED)
@@ -91,7 +98,11 @@ def test_gone_switches_take_no_value(flag: str) -> None:
 
 def test_every_old_flag_is_tried_here() -> None:
     tried = {words.split()[0] for words in (*_TRANSLATED, *_REFUSED, *_ELSEWHERE)}
-    with_a_companion = {"--checkpoint-num-layers", "--activations-checkpoint-num-layers"}
+    with_a_companion = {
+        "--checkpoint-num-layers",
+        "--activations-checkpoint-num-layers",
+        "--standalone-embedding-stage",
+    }
     assert {flag.name for flag in OLD_FLAGS} == tried | with_a_companion
 
 

@@ -90,3 +90,37 @@ def test_layers_that_do_not_divide_say_what_to_do():
         _counts(6, 2, num_layers_per_virtual_pipeline_stage=2)
     with pytest.raises(ConfigError, match="other 2 stage"):
         _counts(8, 3, decoder_first_pipeline_num_layers=1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"num_layers_per_virtual_pipeline_stage": 0},
+         "--num-layers-per-virtual-pipeline-stage 0: must be at least 1"),
+        ({"num_virtual_stages_per_pipeline_rank": -1},
+         "--num-virtual-stages-per-pipeline-rank -1: must be at least 1"),
+        ({"decoder_first_pipeline_num_layers": -1},
+         "--decoder-first-pipeline-num-layers -1: must be at least 0"),
+        ({"num_layers_per_virtual_pipeline_stage": 1, "num_virtual_stages_per_pipeline_rank": 2},
+         "--num-layers-per-virtual-pipeline-stage 1 and --num-virtual-stages-per-pipeline-rank 2 "
+         "both count parts: keep one"),
+        ({"decoder_first_pipeline_num_layers": 1, "account_for_loss_in_pipeline_split": True},
+         "--decoder-first-pipeline-num-layers 1 and counting embedding or loss as a layer both "
+         "deal out layers: keep one"),
+        ({"pipeline_model_parallel_layout": "Ett|ttL", "decoder_last_pipeline_num_layers": 2},
+         "--pipeline-model-parallel-layout Ett|ttL deals out layers, and so does "
+         "--decoder-last-pipeline-num-layers 2: keep one"),
+        ({"pipeline_model_parallel_layout": "Ett|ttL",
+          "account_for_embedding_in_pipeline_split": True},
+         "--pipeline-model-parallel-layout Ett|ttL deals out layers, and so does "
+         "counting embedding or loss as a layer: keep one"),
+    ],
+)  # fmt: skip
+def test_impossible_numbers_and_two_answers(flags, message):
+    with pytest.raises(ConfigError) as caught:
+        _counts(4, 2, **flags)
+    assert caught.value.problems == [message]
+
+
+def test_a_first_stage_of_the_embedding_alone():
+    assert _counts(6, 4, decoder_first_pipeline_num_layers=0) == [0, 2, 2, 2]

@@ -87,6 +87,8 @@ def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
         ("model: 3", "model: expected `key: value` lines, got 3"),
         ("- a", "expected sections such as `model:`"),
         ("a: [", "not valid YAML"),
+        ("model: {num_layers: 2}\nmodel: {hidden_size: 8}", "'model' stands twice: keep one"),
+        ("model: {num_layers: 2, num_layers: 4}", "'num_layers' stands twice: keep one"),
         ("model: !!python/object/apply:os.getcwd []", "not valid YAML"),
     ],
 )
@@ -101,7 +103,8 @@ def test_a_mistake_in_the_file(tmp_path: Path, text: str, message: str) -> None:
 
 
 def test_a_missing_file(tmp_path: Path) -> None:
-    (line,) = problems("--config", str(tmp_path / "absent.yaml"))
+    """What it might have said is not asked for again."""
+    (line,) = problems("--config", str(tmp_path / "absent.yaml"), without=["--num-layers"])
     assert line.startswith(f"--config {tmp_path / 'absent.yaml'}: cannot be read")
 
 

@@ -87,7 +87,7 @@ LOG = [
     (9.0, "set up"),
     (10.0, _line(1, 900.0, "1.1E+01")),
     (10.0, "[Rank 0] (after 1 iterations) memory (MB) | allocated: 1.0 | max allocated: 2.0 | "
-     "max reserved: 3.0"),
+     "reserved: 2.5 | max reserved: 3.0"),
     (10.4, _line(2, 390.0)),
     (10.8, _line(3, 300.0)),
     (11.1, _line(4, 200.0)),

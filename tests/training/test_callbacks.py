@@ -32,6 +32,7 @@ def test_tensorboard_has_megatrons_tags(tmp_path):
         "--tensorboard-dir", str(tmp_path), "--log-timers-to-tensorboard", "--log-params-norm",
         "--log-num-zeros-in-grad", "--log-batch-size-to-tensorboard",
         "--log-world-size-to-tensorboard", "--log-validation-ppl-to-tensorboard",
+        "--log-memory-to-tensorboard", "--timing-log-level", "1", "--log-interval", "4",
     )  # fmt: skip
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -39,10 +40,16 @@ def test_tensorboard_has_megatrons_tags(tmp_path):
     tags = set(events.Tags()["scalars"])
     expected = {"lm loss", "lm loss vs samples", "learning-rate", "loss-scale", "grad-norm",
                 "num-zeros", "params-norm", "batch-size", "world-size", "iteration-time",
-                "lm loss validation", "lm loss validation ppl"}  # fmt: skip
+                "lm loss validation", "lm loss validation ppl", "mem-reserved-bytes",
+                "mem-allocated-bytes", "forward-backward-time", "optimizer-time"}  # fmt: skip
     assert expected <= tags
     assert [event.step for event in events.Scalars("lm loss")] == [1, 2, 3, 4, 5, 6]
     assert [event.step for event in events.Scalars("lm loss vs samples")] == [4, 8, 12, 16, 20, 24]
+    whole, part = events.Scalars("iteration-time"), events.Scalars("forward-backward-time")
+    assert len(part) == 6
+    for last in (4, 6):  # iterations since the log line, whose mean the timer is
+        first = 0 if last == 4 else 4
+        assert 0 < part[last - 1].value * (last - first) <= sum(e.value for e in whole[first:last])
 
 
 def test_json_lines_hold_full_precision(tmp_path):
@@ -92,6 +99,12 @@ def test_profile_writes_a_trace(tmp_path):
     assert ranges.count("optimizer") == 2
 
 
+def test_a_profile_from_0_begins_with_the_first_iteration(tmp_path):
+    train_toy(Layout.single(), ["--profile", "--profile-step-start", "0", "--profile-step-end",
+                                "2", "--profile-dir", str(tmp_path)])  # fmt: skip
+    assert (tmp_path / "rank0_iteration1.json").exists()
+
+
 def _sample_ids(layout, folder):
     flags = ["--log-sample-ids", "--save", folder, "--save-interval", "100"]
     train_toy(layout, flags)
@@ -105,8 +118,9 @@ def test_sample_ids_are_the_same_for_any_number_of_processes(tmp_path):
     assert json.loads(one.splitlines()[1]) == {"iteration": 2, "ids": [4, 5, 6, 7]}
 
 
-def test_garbage_collection_is_given_back():
-    train_toy(Layout.single())
+@pytest.mark.parametrize("interval", ["2", "0"])
+def test_garbage_collection_is_given_back(interval):
+    train_toy(Layout.single(), ["--manual-gc-interval", interval])
     assert gc.isenabled()
 
 
@@ -118,6 +132,25 @@ def test_log_line_timers_and_memory(capsys):
     assert "forward-compute" in text
     assert "memory (MB)" in text
     assert "validation loss at iteration 3 | lm loss value: " in text
+
+
+def test_a_loss_scale_that_is_too_high_leaves_no_gradient_norm(capsys):
+    flags = [
+        "--fp16",
+        "--loss-scale-window",
+        "1000",
+        "--hysteresis",
+        "1",
+        "--log-num-zeros-in-grad",
+    ]
+    recorder, _ = train_toy(Layout.single(), [*flags, "--initial-loss-scale", "1e30"])
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = [line for line in lines if line.startswith(" iteration        1/")]
+    assert "grad norm" not in line
+    assert "num zeros" not in line
+    assert "number of skipped iterations:   1 | number of nan iterations:   0 |" in line
+    assert recorder.records[0]["iteration"] == 1
+    assert not {"grad-norm", "num-zeros"} & set(recorder.records[0])
 
 
 def test_start_panel_tells_the_decisions():

@@ -42,6 +42,27 @@ def test_all_mistakes_are_told_at_once_and_nothing_runs(capsys):
     assert "did you mean --seed?" in errors
 
 
+@pytest.mark.parametrize(
+    "flag", ["--save", "--tensorboard-dir", "--metrics-jsonl", "--profile-dir"]
+)
+def test_a_path_that_cannot_be_written_is_said_before_training(flag, tmp_path, capsys):
+    path = tmp_path / "file" / "below"
+    path.parent.touch()
+    more = ["--save-interval", "2", "--profile", "--profile-step-start", "2"]
+    assert _main(*more, "--profile-dir", str(tmp_path), flag, str(path)) == 8
+    output = capsys.readouterr()
+    assert output.err.startswith(f"error: {flag} {path} cannot be written (")
+    assert output.err.count("\n") == 1
+    assert " iteration        1/" not in output.out
+
+
+def test_too_little_memory_says_what_helps(capsys):
+    assert _main("--max-position-embeddings", "10000000000000") == 10
+    error = capsys.readouterr().err
+    assert error.startswith("error: out of memory: 1280000000000000 bytes more were asked for. ")
+    assert "--micro-batch-size" in error
+
+
 def test_kernels_are_there_before_processes_wait_for_each_other(monkeypatch):
     """Compiling takes a minute, which is no hang."""
     order = []

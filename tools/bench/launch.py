@@ -23,7 +23,7 @@ _SHOWN_LINES = 25
 _ITERATION = re.compile(
     r"^ iteration +(\d+)/ *\d+ .*?elapsed time per iteration \(ms\): ([\d.]+) .*?lm loss: (\S+)"
 )
-_MEMORY = re.compile(r"max allocated: ([\d.]+) \| max reserved: ([\d.]+)")
+_MEMORY = re.compile(r"max allocated: ([\d.]+) \|.* max reserved: ([\d.]+)")
 _MIB = 1024 * 1024
 
 

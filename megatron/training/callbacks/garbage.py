@@ -14,7 +14,7 @@ from megatron.training.step import StepOutcome
 
 
 class GarbageCollection(Callback):
-    """Automatic collection off; one every `--manual-gc-interval` iterations."""
+    """Automatic collection off; one every `--manual-gc-interval` iterations, none if that is 0."""
 
     def on_start(self, run: Run) -> None:
         gc.collect()
@@ -22,7 +22,8 @@ class GarbageCollection(Callback):
         gc.disable()
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
-        if run.progress.iteration % run.config.training.manual_gc_interval == 0:
+        interval = run.config.training.manual_gc_interval
+        if interval and run.progress.iteration % interval == 0:
             gc.collect()
 
     def on_end(self, run: Run, leave: Leave | None) -> None:

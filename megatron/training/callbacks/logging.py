@@ -84,8 +84,9 @@ class LogLine(Callback):
             nan=self._nan,
             tokens_per_second=rate,
             mfu=model_flops_utilization(rate, self._flops_per_token, run.device.peak_flops),
-            grad_norm=outcome.grad_norm,
-            zeros=outcome.zeros,
+            # Megatron knows neither where a loss scale was too high.
+            grad_norm=None if outcome.overflow else outcome.grad_norm,
+            zeros=None if outcome.overflow else outcome.zeros,
             params_norm=params_norm,
         )
 
@@ -107,5 +108,6 @@ class LogLine(Callback):
             f"[Rank {run.layout.world.rank}] (after {run.progress.iteration} iterations) "
             f"memory (MB) | allocated: {memory.allocated / _MIB:.1f} | "
             f"max allocated: {memory.peak_allocated / _MIB:.1f} | "
+            f"reserved: {memory.reserved / _MIB:.1f} | "
             f"max reserved: {memory.peak_reserved / _MIB:.1f}"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpoint.durable import writing_to
 from megatron.config import RunConfig
 from megatron.training.callbacks.base import Callback, Leave
 from megatron.training.callbacks.terminal import say
@@ -30,9 +31,14 @@ class Profile(Callback):
         self._profiler: Any = None
         self._iteration: Any = None
 
+    def on_start(self, run: Run) -> None:
+        folder = profile_folder(run.config)
+        with writing_to("--profile-dir", folder):
+            folder.mkdir(parents=True, exist_ok=True)
+
     def before_step(self, run: Run) -> None:
         upcoming = run.progress.iteration + 1
-        if upcoming == run.config.profiling.profile_step_start:
+        if upcoming == max(1, run.config.profiling.profile_step_start):
             from torch.profiler import profile
 
             self._profiler = profile(record_shapes=True)
@@ -55,7 +61,6 @@ class Profile(Callback):
         run.device.synchronize()
         self._profiler.__exit__(None, None, None)
         folder = profile_folder(run.config)
-        folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"rank{run.layout.world.rank}_iteration{run.progress.iteration}.json"
         self._profiler.export_chrome_trace(str(path))
         say(self._profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=15))

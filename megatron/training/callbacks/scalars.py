@@ -20,6 +20,7 @@ class Scalars(Callback):
     def __init__(self, writers: Sequence[Writer]) -> None:
         self._writers = writers
         self._start = 0.0
+        self._resets = self._timed = 0
 
     def before_step(self, run: Run) -> None:
         self._start = time.perf_counter()
@@ -27,14 +28,28 @@ class Scalars(Callback):
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
         seconds = time.perf_counter() - self._start
         options = run.config.logging
+        if run.timers.resets != self._resets:
+            self._resets, self._timed = run.timers.resets, 0
+        self._timed += 1
         if run.progress.iteration % options.tensorboard_log_interval:
             return
-        # All ranks take part in the norm, whether or not they write.
+        # All ranks take part in the norm and the timers, whether or not they write.
         norm = None
         if options.log_params_norm:
             norm = run.parameters_norm()
+        times = {}
+        if options.log_timers_to_tensorboard and options.timing_log_level > 0:
+            times = self._slowest(run)
         if self._writers:
-            self._write(run, step_scalars(run, outcome, norm, seconds))
+            self._write(run, step_scalars(run, outcome, norm, seconds) | times)
+
+    def _slowest(self, run: Run) -> dict[str, float]:
+        """Seconds of an iteration that the slowest rank has spent, under Megatron's tags, as a
+        mean since the last log line. Collective."""
+        return {
+            f"{name.removesuffix('-time')}-time": max(seconds) / self._timed
+            for name, seconds in run.timers.over_ranks().items()
+        }
 
     def after_evaluation(self, run: Run, split: str, losses: Mapping[str, float]) -> None:
         """`split` is "validation" or "test"."""
@@ -60,7 +75,11 @@ def step_scalars(
 ) -> dict[str, float]:
     """Megatron's TensorBoard tags and their values for one step."""
     options = run.config.logging
-    scalars = {**outcome.losses, "grad-norm": outcome.grad_norm}
+    scalars = dict(outcome.losses)
+    if not outcome.overflow:  # else Megatron knows neither
+        scalars["grad-norm"] = outcome.grad_norm
+        if outcome.zeros is not None:
+            scalars["num-zeros"] = outcome.zeros
     if options.log_learning_rate_to_tensorboard:
         scalars["learning-rate"] = run.schedules.learning_rate.at(run.progress.scheduled_samples)
     if options.log_batch_size_to_tensorboard:
@@ -69,14 +88,15 @@ def step_scalars(
         scalars["loss-scale"] = outcome.loss_scale
     if options.log_world_size_to_tensorboard:
         scalars["world-size"] = run.layout.world.size
-    if outcome.zeros is not None:
-        scalars["num-zeros"] = outcome.zeros
     if params_norm is not None:
         scalars["params-norm"] = params_norm
     if options.log_timers_to_tensorboard:
         scalars["iteration-time"] = seconds
     if options.log_memory_to_tensorboard:
         memory = run.device.memory()
+        scalars["mem-reserved-bytes"] = memory.reserved
         scalars["mem-allocated-bytes"] = memory.allocated
         scalars["mem-max-allocated-bytes"] = memory.peak_allocated
+        if memory.pieces is not None:
+            scalars["mem-allocated-count"] = memory.pieces
     return scalars

@@ -1,0 +1,71 @@
+"""Flags given in vain are said, each with what it lacks."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.config.fields import fields_of
+from megatron.config.parser import parse_config
+from megatron.config.rules_dependent import _DEPENDENT, dependent
+from megatron.config.run import RunConfig, sections, with_values
+from tests.config.command import command, parse
+
+
+def _changed(path: str) -> object:
+    """Another value of the same kind."""
+    section, name = path.split(".")
+    (field,) = (field for field in fields_of(sections()[section]) if field.name == name)
+    if field.many:
+        return ("3",)
+    if field.kind is bool:
+        return not field.default
+    return "x" if field.kind is str else (field.default or 0) + 1
+
+
+@pytest.mark.parametrize("entry", _DEPENDENT, ids=lambda entry: entry.fields[0])
+def test_each_is_said_where_it_is_in_vain(entry) -> None:
+    start = RunConfig()
+    if entry.on(start):  # what is on by default is turned off
+        start = with_values(start, {"training.manual_gc": False, "optimizer.optimizer": "sgd"})
+    paths = [f"{entry.section}.{name}" for name in entry.fields]
+    config = with_values(start, {path: _changed(path) for path in paths})
+    lines = list(dependent(config, start))
+    assert len(lines) == len(paths)
+    assert all(line.endswith(f" changes nothing {entry.why}") for line in lines)
+    assert list(dependent(config, config)) == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--position-embedding-type rope --rotary-percent 0.5 --rotary-base 500",
+        "--fp16 --hysteresis 1 --initial-loss-scale 128",
+        "--bf16 --loss-scale 128",
+        "--optimizer sgd --sgd-momentum 0",
+        "--adam-beta2 0.95 --lr-warmup-iters 2 --lr-warmup-init 1e-5",
+        "--load x --finetune --no-load-optim --override-opt_param-scheduler",
+        "--save x --save-interval 4 --keep-latest 2 --no-save-rng --async-save",
+        "--metrics-jsonl x --log-memory-to-tensorboard --tensorboard-log-interval 2",
+        "--timing-log-level 1 --timing-log-option all",
+        "--profile --profile-step-start 2 --profile-dir x",
+        "--dataloader-type cyclic --no-data-sharding",
+        "--on-nonfinite skip --max-nonfinite-skips 3",
+    ],
+)
+def test_what_has_an_effect_is_taken_in_silence(words: str) -> None:
+    assert parse(words).notices == ()
+
+
+def test_files_that_the_tokenizer_does_not_read() -> None:
+    words = "--tokenizer-type Llama2Tokenizer --tokenizer-model m --merge-file b --vocab-size 9"
+    run = parse(words, without=["--vocab-size"])
+    assert run.notices == (
+        "--merge-file b changes nothing with --tokenizer-type Llama2Tokenizer",
+        "--vocab-size 9 changes nothing with --tokenizer-type Llama2Tokenizer",
+    )
+
+
+def test_what_a_checkpoint_brings_along_was_not_given() -> None:
+    inherited = with_values(RunConfig(), {"precision.hysteresis": 5})
+    run = parse_config(command(), world_size=1, find_start=lambda _: inherited)
+    assert run.notices == ()

@@ -1,0 +1,45 @@
+"""How a process learns who and where it is."""
+
+import pytest
+
+from megatron.environment import Launch, check_meeting_place, placed, read_launch
+from megatron.errors import ConfigError
+from megatron.training.process import processes
+from tests.config.command import parse
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch):
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    for name in names:
+        monkeypatch.setenv(name, "")  # so that it is restored, whatever is set meanwhile
+        monkeypatch.delenv(name)
+
+
+def test_the_flag_places_a_process_where_the_launcher_does_not(monkeypatch):
+    assert placed(Launch(rank=5, world_size=8), 1) == Launch(5, 8, 1, local_world_size=2)
+    assert placed(Launch(rank=5, world_size=8), None) == Launch(5, 8)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert placed(read_launch(), 1).local_rank == 3
+
+
+def test_a_process_is_among_those_on_its_machine(monkeypatch):
+    """Of launchers that do not tell how many there are."""
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert read_launch().local_world_size == 4
+
+
+def test_a_run_reads_the_flag(monkeypatch):
+    chosen = []
+    monkeypatch.setattr("megatron.training.process.Device.pick", chosen.append)
+    with pytest.raises(AttributeError), processes(parse("--local_rank 2").config, Launch()):
+        pass
+    assert chosen == [2]
+
+
+def test_processes_that_do_not_know_where_to_meet(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    with pytest.raises(ConfigError, match="WORLD_SIZE is 4, and without MASTER_PORT no process"):
+        check_meeting_place(4)
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    check_meeting_place(4)
