@@ -273,6 +273,11 @@ def test_what_is_refused_is_named(live: Live, path: str, body: dict[str, Any], f
     assert error["type"] == "invalid_request_error"
 
 
+def test_a_bound_is_told_in_full(live: Live) -> None:
+    answer = live.post("/v1/completions", {"prompt": TEXT, "seed": -1})
+    assert answer.json()["error"]["message"] == f"seed -1: give 0 to {2**63 - 1}"
+
+
 def test_harmless_values_of_refused_fields_pass(client: openai.OpenAI) -> None:
     client.completions.create(
         model="test",
