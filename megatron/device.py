@@ -217,11 +217,11 @@ class Device:
         if self.is_gpu:
             numbers = torch.cuda.memory_stats(self.torch_device)
             return MemoryReport(
-                allocated=numbers["allocated_bytes.all.current"],
-                peak_allocated=numbers["allocated_bytes.all.peak"],
-                reserved=numbers["reserved_bytes.all.current"],
-                peak_reserved=numbers["reserved_bytes.all.peak"],
-                pieces=numbers["allocation.all.current"],
+                allocated=numbers.get("allocated_bytes.all.current", 0),
+                peak_allocated=numbers.get("allocated_bytes.all.peak", 0),
+                reserved=numbers.get("reserved_bytes.all.current", 0),
+                peak_reserved=numbers.get("reserved_bytes.all.peak", 0),
+                pieces=numbers.get("allocation.all.current", 0),
             )
         import resource
 

@@ -9,6 +9,7 @@ head -c 500 story.txt | python tools/text_generation_cli.py localhost:5000
 from __future__ import annotations
 
 import argparse
+import codecs
 import contextlib
 import http.client
 import json
@@ -31,6 +32,10 @@ Write a text, and the model goes on from it; with --chat, a message that it answ
 Ctrl-C stops an answer."""
 _NUMBERS = {"tokens": int, "seed": int, "top_k": int, "temperature": float, "top_p": float}
 _KEPT_LINES = 1000
+_LONGEST_WAIT = 1e6  # seconds
+# Models also write control characters, which would set up a terminal in new ways.
+_SHOWN = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
+_SHOWN |= {127: 0x2421, **dict.fromkeys(range(128, 160), 0xFFFD)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,20 +50,28 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         UserError: the server cannot be reached, or refuses.
     """
+    if options.system is not None and not options.chat:
+        raise UserError("--system goes with --chat: give both, or neither")
     talk = Talk(Server(options.server, options.auth_token_file, options.timeout), options)
     if options.prompt is not None:
         talk.answer(options.prompt)
     elif not sys.stdin.isatty():
-        talk.answer(sys.stdin.read())
+        talk.answer(_piped(sys.stdin.buffer.read()))
     else:
         _converse(talk)
+
+
+def _piped(data: bytes) -> str:
+    """Text, without what `head -c` has left of a last character; others that are none are kept as
+    surrogates, which are refused when they are sent."""
+    return codecs.getincrementaldecoder("utf-8")("surrogateescape").decode(data)
 
 
 class Server:
     """Where the answers come from.
 
     Args:
-        address: HOST:PORT, with or without http:// before it.
+        address: HOST:PORT, with or without http:// or https:// before it.
         token_file: holds the token that the server asks for; None: it asks for none.
         timeout: seconds to wait for the next bit of an answer.
     """
@@ -69,8 +82,12 @@ class Server:
             port = url.port
         except ValueError:
             port = None
-        if not url.hostname or port is None or url.path.strip("/"):
+        is_known = url.scheme in ("", "http", "https")
+        if not is_known or not url.hostname or port is None or url.path.strip("/"):
             raise UserError(f"{address}: give HOST:PORT, for example localhost:5000")
+        if not 0 < timeout <= _LONGEST_WAIT:
+            raise UserError(f"--timeout {timeout:g}: give seconds, more than 0")
+        self._is_encrypted = url.scheme == "https"
         self._host, self._port, self._timeout = url.hostname, port, timeout
         self._headers = {"Content-Type": "application/json"}
         if token_file is not None:
@@ -82,11 +99,13 @@ class Server:
         Raises:
             UserError: with the server's own words, where it has some.
         """
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=self._timeout)
+        kind = http.client.HTTPSConnection if self._is_encrypted else http.client.HTTPConnection
+        connection = kind(self._host, self._port, timeout=self._timeout)
+        data = _encoded(body)
         where = f"{self._host}:{self._port}"
         with contextlib.closing(connection):
             try:
-                connection.request("POST", path, json.dumps(body), self._headers)
+                connection.request("POST", path, data, self._headers)
                 response = connection.getresponse()
                 if response.status != http.HTTPStatus.OK:
                     raise UserError(f"{where}: {_message(response)}")
@@ -95,17 +114,29 @@ class Server:
                 raise UserError(
                     f"{where} was silent for {self._timeout:g} seconds: give a larger --timeout"
                 ) from error
-            except (OSError, http.client.HTTPException) as error:
+            except (OSError, UnicodeError, http.client.HTTPException) as error:
                 raise UserError(
                     f"{where} cannot be talked to ({error}): does the server run there?"
                 ) from error
 
 
+def _encoded(body: dict[str, Any]) -> bytes:
+    try:
+        return json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError:
+        raise UserError("the text is not UTF-8: convert it, for example with iconv") from None
+    except ValueError:
+        raise UserError("one of the numbers is not finite: give another") from None
+
+
 def _read_token(path: str) -> str:
     try:
-        return Path(path).read_text(encoding="ascii").strip()
+        token = Path(path).read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--auth-token-file {path} cannot be read: {error}") from error
+    if not token or not token.isprintable():
+        raise UserError(f"--auth-token-file {path}: give a file with one line, the token")
+    return token
 
 
 def _message(response: http.client.HTTPResponse) -> str:
@@ -123,11 +154,21 @@ def _objects(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
             return
         if not data:
             continue
-        value = json.loads(data)
+        value = _object(data)
         if "error" in value:
             raise UserError(str(value["error"]["message"]))
         yield value
     raise http.client.HTTPException("the answer broke off")
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(data)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict) or not value.keys() & {"choices", "error"}:
+        raise http.client.HTTPException(f"{data[:60]!r} is no answer of a text generation server")
+    return value
 
 
 class Talk:
@@ -154,9 +195,10 @@ class Talk:
                 for choice in value["choices"]:
                     bit = choice.get("delta", {}).get("content") or choice.get("text") or ""
                     told += bit
-                    print(bit, end="", flush=True)
+                    print(self._shown(bit), end="", flush=True)
         finally:
-            print(flush=True)
+            if told:
+                print(flush=True)
         if self._chat:
             self._messages += [said, {"role": "assistant", "content": told}]
 
@@ -174,6 +216,10 @@ class Talk:
     def clear(self) -> None:
         """Forget the conversation."""
         self._messages = list(self._start)
+
+    @staticmethod
+    def _shown(text: str) -> str:
+        return text.translate(_SHOWN) if sys.stdout.isatty() else text
 
     def _sampling(self) -> dict[str, Any]:
         values = {**self._settings, "max_tokens": self._settings["tokens"], "stop": self._stop}
@@ -241,14 +287,18 @@ def _history() -> Iterator[None]:
 
 def _parser() -> ToolParser:
     parser = ToolParser("text_generation_cli.py", "Talk to a text generation server.")
-    parser.add_argument("server", metavar="HOST:PORT", help="for example localhost:5000")
+    parser.add_argument(
+        "server",
+        metavar="HOST:PORT",
+        help="for example localhost:5000; https://HOST:PORT where a proxy speaks HTTPS for it",
+    )
     parser.add_argument("--prompt", help="answer this and leave; a pipe does the same")
     parser.add_argument("--chat", action="store_true", help="messages instead of texts to go on")
     parser.add_argument("--system", help="with --chat: what the model is told first")
     parser.add_argument("--tokens", type=int, default=64, help="longest answer (%(default)s)")
     parser.add_argument("--temperature", type=float, help="0: always the most likely token")
     parser.add_argument("--top_k", "--top-k", type=int, help="so many most likely tokens")
-    parser.add_argument("--top_p", "--top-p", type=float, help="tokens of this probability")
+    parser.add_argument("--top_p", "--top-p", type=float, help="tokens of this probability; 1: all")
     parser.add_argument("--seed", type=int, help="the same answers again")
     parser.add_argument("--stop", action="append", default=[], help="end before this text")
     parser.add_argument("--auth-token-file", metavar="FILE", help="with the server's token")

@@ -17,6 +17,8 @@ TopLogprobs = tuple[tuple[int, float], ...]  # (token, log probability), most li
 
 MOST_TOP_LOGPROBS = 100
 LARGEST_SEED = 2**63 - 1
+# Either way: a length to the power of more is no floating-point number in long texts.
+MOST_LENGTH_PENALTY = 20.0
 
 
 class RequestError(UserError):
@@ -51,7 +53,7 @@ class Sampling:
             Megatron's "prevent newline after colon".
         beam_width: above 1: beam search for the so many best answers, which draws nothing.
         length_penalty: of beam search: an answer's score is the sum of its log probabilities over
-            its length to this power.
+            its length to this power, which is within `MOST_LENGTH_PENALTY` of 0.
         logprobs: tell each new token's log probability, before temperature and the like.
         top_logprobs: also tell those of the so many most likely tokens at its place.
         prompt_logprobs: tell those of the prompt's tokens too.
@@ -104,6 +106,11 @@ def _checks(s: Sampling) -> tuple[tuple[bool, str], ...]:
         ),
         (not all(s.stop_sequences), "stop_sequences: one of them is empty"),
         (s.beam_width < 1, f"beam_width {s.beam_width}: give 1 (no beam search) or more"),
+        (
+            abs(s.length_penalty) > MOST_LENGTH_PENALTY,
+            f"length_penalty {s.length_penalty}: give {-MOST_LENGTH_PENALTY:g} to "
+            f"{MOST_LENGTH_PENALTY:g}",
+        ),
         (
             s.beam_width > 1 and s.max_new_tokens == 0,
             "beam_width with max_new_tokens 0: there is nothing to search",

@@ -58,7 +58,7 @@ def _run(program: str, arguments: Sequence[str], launch: Launch) -> int:
             with SampleFile(path) as file:
                 rest = list(file.rest(everything))
                 print(f"{path}: {file.done} samples are there, {len(rest)} to come", flush=True)
-                failed = _write(samples, rest, file, engine, loaded, layout)
+                failed = file.failed + _write(samples, rest, file, engine, loaded, layout)
     if failed:
         where = "above" if path is None else f"in {path}"
         raise UserError(f'{failed} prompt(s) got no answer: see "error" {where}')

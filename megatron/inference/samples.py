@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 from megatron.checkpoint.durable import storage_errors
 from megatron.errors import DataError, StorageError
@@ -112,18 +112,20 @@ class SampleInbox:
         """
         eod = self._tokenizer.eod
         tokens = (eod,) if prompt is None else tuple(self._tokenizer.tokenize_open(prompt))
-        room = self._limits.max_length - len(tokens)
+        longest = min(self._limits.max_length, self._limits.cache_tokens)
+        room = longest - len(tokens)
         if room < 1:
+            what = "the model's" if longest == self._limits.max_length else "the cache's"
             raise RequestError(
-                f"the prompt has {len(tokens)} tokens, and the model's {self._limits.max_length} "
-                "positions leave no room for an answer: shorten it"
+                f"the prompt has {len(tokens)} tokens, and {what} {longest} positions leave no "
+                "room for an answer: shorten it"
             )
         request = Request(str(index), tokens, self._sampling(room))
         self._under_way[request.id] = _Answer(index, prompt, tokens, [])
         return request
 
     def _end(self, answer: _Answer, event: Finished) -> None:
-        if event.reason in ("error", "cancelled"):
+        if event.reason not in ("stop", "length"):
             self._fail(answer.index, answer.prompt, event.message)
             return
         tokens = answer.tokens
@@ -153,8 +155,8 @@ def text_of(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int]) 
 class SampleFile:
     """JSON lines, in the order of the indices.
 
-    A file that is there is gone on with: `done` samples are in it. A last line that was not
-    written to its end is taken off.
+    A file that is there is gone on with: `done` samples are in it, `failed` of them are errors. A
+    last line that was not written to its end is taken off.
 
     Args:
         path: of the file.
@@ -172,7 +174,9 @@ class SampleFile:
             if lines and not lines[-1].endswith(b"\n"):
                 self._file.truncate(sum(map(len, lines[:-1])))
                 lines.pop()
-        self._prompts = [_prompt_of(path, number, line) for number, line in enumerate(lines, 1)]
+        samples = [_sample_of(path, number, line) for number, line in enumerate(lines, 1)]
+        self._prompts = [sample["prompt"] for sample in samples]
+        self.failed = sum("error" in sample for sample in samples)
         self.done = len(lines)
         self._next = self.done
         self._early: dict[int, Sample] = {}
@@ -223,15 +227,14 @@ class SampleFile:
         self._file.close()
 
 
-def _prompt_of(path: Path, number: int, line: bytes) -> str | None:
+def _sample_of(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
         fields = json.loads(line)
-        prompt: str | None = fields["prompt"]
-    except (ValueError, KeyError, TypeError):
-        raise StorageError(
-            f"{path}: line {number} is no sample: name another file for the samples"
-        ) from None
-    return prompt
+    except ValueError:
+        fields = None
+    if not isinstance(fields, dict) or "prompt" not in fields:
+        raise StorageError(f"{path}: line {number} is no sample: name another file for the samples")
+    return fields
 
 
 def read_prompts(path: Path) -> list[str]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron.device import Device
 
 NEVER = float("-inf")
+COLDEST = 1e-30  # scores over a lower temperature are no fp32 numbers: it is taken for 0
 MOST_SCORED_ROWS = 256  # at a time, so that fp32 copies of logits stay small
 _NOT_FINITE = -1
 _MASK = 2**64 - 1
@@ -43,7 +44,7 @@ class Choice(NamedTuple):
     @property
     def is_drawn(self) -> bool:
         """Whether chance decides."""
-        return self.target is None and self.temperature > 0 and self.top_k != 1
+        return self.target is None and self.temperature >= COLDEST and self.top_k != 1
 
     @property
     def is_penalized(self) -> bool:

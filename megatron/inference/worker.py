@@ -56,6 +56,7 @@ def serve(
     """
     assert (inbox is not None) == (world.rank == 0), "rank 0, and no other, has an inbox"
     channel = _Channel(world, device or torch.device("cpu"))
+    world.journal.enter("text generation")
     running = True
     while running:
         mine = [] if inbox is None else inbox.poll(0.0 if engine.has_work else IDLE_SECONDS)

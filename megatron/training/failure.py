@@ -49,7 +49,9 @@ def end_run(
     """
     code = error.exit_code if isinstance(error, UserError) else _CRASHED
     place = journal.place
-    where = f"iteration {place.iteration}, {place.operation}"
+    where = str(place.operation)
+    if place.iteration:  # none before training, and where nothing is trained
+        where = f"iteration {place.iteration}, {where}"
     if not _may_follow_from_another(error, journal):
         reason = (str(error) or type(error).__name__).splitlines()[0]
         if not isinstance(error, UserError):

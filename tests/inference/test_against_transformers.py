@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron.inference.build import EngineOptions
-from megatron.inference.request import Event, Request, Token
+from megatron.inference.request import Beam, Event, Request, Token
 from megatron.parallel.layout import Layout
 from tests.distributed import run_distributed
 from tests.inference.toy import drain, end_of, greedy, prompt_of, prompts, tokens_of, toy_engine
@@ -143,6 +143,48 @@ def test_beam_search(model: Any, width: int, penalty: float) -> None:
         scores = torch.tensor([beam.score for beam in beams])
         torch.testing.assert_close(scores, theirs.sequences_scores, rtol=1e-5, atol=1e-4)
     assert ended or penalty == 2, "no answer is short"
+
+
+def test_beams_with_bans_and_sequences_that_end(model: Any) -> None:
+    """A banned token's share goes to the others, as in Megatron-LM, before scores are added up."""
+    width, new = 3, 10
+    engine = toy_engine(Path(model.name_or_path), OPTIONS)
+    ended = 0
+    for prompt in prompts(3, longest=30, vocab=VOCAB, seed=4):
+        rules = {"beam_width": width, "length_penalty": 0.0}  # short ones win
+
+        def search(prompt: tuple[int, ...] = prompt, **rules: Any) -> tuple[Beam, ...]:
+            return end_of(drain(engine, [Request("a", prompt, greedy(new, **rules))])["a"]).beams
+
+        free = search(**rules)[0].tokens
+        rules["banned_pairs"] = banned = ((prompt[-1], free[0]), (free[3], free[4]))
+        stop = search(**rules)[0].tokens[3:5]
+
+        def stops(tokens: torch.Tensor, _: Any, stop: tuple[int, ...] = stop, **__: Any) -> Any:
+            return (tokens[:, -2:] == torch.tensor(stop)).all(-1)
+
+        theirs = generate(
+            model,
+            prompt,
+            max_new_tokens=new,
+            num_beams=width,
+            num_return_sequences=width,
+            length_penalty=0.0,
+            bad_words_ids=[list(pair) for pair in banned],
+            renormalize_logits=True,
+            stopping_criteria=[stops],
+            output_scores=True,
+        )
+        beams = search(**rules, stop_sequences=(stop,))
+        for beam, tokens in zip(beams, theirs.sequences, strict=True):
+            length = len(prompt) + len(beam.tokens)
+            assert beam.tokens == tuple(tokens[len(prompt) : length].tolist())
+            assert (tokens[length:] == -1).all(), "theirs goes on"  # no end, so no padding
+            ended += len(beam.tokens) < new
+        scores = torch.tensor([beam.score for beam in beams])
+        torch.testing.assert_close(scores, theirs.sequences_scores, rtol=1e-5, atol=1e-4)
+        assert free not in [beam.tokens for beam in beams], "the ban did nothing"
+    assert ended, "no answer is short"
 
 
 def test_beams_survive_preemption_and_other_requests(model: Any) -> None:

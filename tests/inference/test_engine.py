@@ -179,6 +179,9 @@ def test_what_cannot_be_done_is_refused_at_the_door(llama: Path) -> None:
     for said, request in cases.items():
         with pytest.raises(RequestError, match=said):
             engine.add(request)
+    for penalty in (1e300, -1e300, float("nan")):
+        with pytest.raises(RequestError, match="penalt"):
+            greedy(2, beam_width=2, length_penalty=penalty)
     engine.add(Request("a", (1,), greedy(1)))
     with pytest.raises(RequestError, match="in use"):
         engine.add(Request("a", (1,), greedy(1)))

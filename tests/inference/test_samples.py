@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megatron.inference.request import Finished, Limits
+from megatron.inference.samples import Sample, SampleInbox
+from megatron.inference.wire import Add
 from tests.checkpoint.hf.models import CASES, POSITIONS, VOCAB, tensors_of, write_folder
-from tests.inference.toy import expected_greedy
+from tests.inference.toy import expected_greedy, greedy
 from tests.tools.test_checkpoint_util import convert, write_word_tokenizer
 from tools import generate_samples_gpt
 
@@ -95,6 +99,25 @@ def test_a_prompt_without_an_answer_does_not_stop_the_others(
     assert good["length"] == 2
     assert "error" not in good
     assert "2 prompt(s) got no answer" in capsys.readouterr().err
+    assert run(model, "--sample-input-file", source, "--greedy", "--out-seq-length", 2) == 1
+    assert "2 prompt(s) got no answer" in capsys.readouterr().err  # again, though none is to come
+
+
+def test_a_cache_shorter_than_the_model_bounds_answers() -> None:
+    """And a request that the engine refuses all the same is an error, no empty answer."""
+    written: dict[int, Sample] = {}
+    writer = SimpleNamespace(put=written.__setitem__)
+    tokenizer = SimpleNamespace(eod=0, tokenize=lambda text: [1] * len(text))
+    limits = Limits(vocab_size=9, max_length=100, cache_tokens=10, max_beams=1)
+    prompts = [(0, "x" * 4), (1, "x" * 10)]
+    inbox = SampleInbox(prompts, tokenizer, greedy, limits, writer, at_a_time=4)  # type: ignore[arg-type]
+    (add,) = inbox.poll(0.0)
+    assert isinstance(add, Add)
+    assert add.request.sampling.max_new_tokens == 6
+    assert "the cache's 10 positions" in (written[1].error or "")
+    inbox.send([Finished("0", "refused", "no room")])
+    assert written[0].error == "no room"
+    assert inbox.failed == 2
 
 
 def test_several_texts_for_one_prompt_are_printed(

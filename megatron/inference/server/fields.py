@@ -76,11 +76,16 @@ class Field:
             raise ApiError(400, f"{self.name} {value}: give {self._range()}", field=self.name)
 
     def _range(self) -> str:
-        low = None if self.least is None else f"{self.least:g}"
-        high = None if self.most is None else f"{self.most:g}"
+        low = None if self.least is None else _plain(self.least)
+        high = None if self.most is None else _plain(self.most)
         if low is None or high is None:
             return f"{low} or more" if low is not None else f"at most {high}"
         return f"{low} to {high}"
+
+
+def _plain(bound: float) -> str:
+    """A seed's too: no 9.22337e+18."""
+    return str(bound) if isinstance(bound, int) else f"{bound:g}"
 
 
 @dataclass(frozen=True)

@@ -91,12 +91,14 @@ class MegatronApi:
             seed=seed_of(values["random_seed"], number),
             stop_tokens=tuple(sorted(ends)),
             stop_sequences=(pair,) if double_eol and pair else (),
-            banned_pairs=self._banned() if values["prevent_newline_after_colon"] else (),
+            banned_pairs=self._banned(values),
             logprobs=values["logprobs"],
             prompt_logprobs=values["logprobs"],
         )
 
-    def _banned(self) -> tuple[tuple[int, int], ...]:
+    def _banned(self, values: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+        if not values["prevent_newline_after_colon"]:
+            return ()
         return tuple((colon, newline) for colon in self._colon for newline in self._newline)
 
     async def _row(self, answer: Answer) -> tuple[str, list[str], list[float]]:
@@ -115,6 +117,7 @@ class MegatronApi:
             max_new_tokens=values["tokens_to_generate"],
             top_k=1,
             stop_tokens=tuple(token for token in values["stop_tokens"] if token in vocabulary),
+            banned_pairs=self._banned(values),
             beam_width=values["beam_width"],
             length_penalty=values["length_penalty"],
             logprobs=True,

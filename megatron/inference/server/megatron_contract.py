@@ -1,7 +1,7 @@
 """The fields of Megatron-LM's `PUT /api`, its rules in its order, and its very messages.
 
-Two things are stricter than Megatron's own server: true and false are no integers, and every prompt
-must be a string.
+Three things are stricter than Megatron's own server: true and false are no integers, every prompt
+must be a string, and a length penalty has bounds.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron.inference.request import MOST_LENGTH_PENALTY
 from megatron.inference.server.errors import ApiError
 from megatron.inference.server.limits import MAX_PROMPTS
 
@@ -215,8 +216,15 @@ CONTRACT: tuple[ContractField, ...] = (
         "length_penalty",
         1.0,
         "of beam search: a score is divided by the length to this power",
-        {"type": "number"},
-        (Rule(_is_float, "length_penalty must be a float"),),
+        {"type": "number", "minimum": -MOST_LENGTH_PENALTY, "maximum": MOST_LENGTH_PENALTY},
+        (
+            Rule(_is_float, "length_penalty must be a float"),
+            Rule(
+                lambda v, _: abs(v) <= MOST_LENGTH_PENALTY,
+                f"length_penalty must be a float from {-MOST_LENGTH_PENALTY:g} to "
+                f"{MOST_LENGTH_PENALTY:g}",
+            ),
+        ),
     ),
 )
 

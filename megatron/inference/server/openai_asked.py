@@ -78,10 +78,14 @@ async def read_messages(
 def _read_message(message: Any) -> dict[str, str]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ApiError(400, _MESSAGES, field="messages")
-    others = [name for name in message if name not in ("role", "content", "name", "refusal")]
+    # An answer that a client sends back has null in all fields that it does not use.
+    given = {name: value for name, value in message.items() if value is not None}
+    others = [name for name in given if name not in ("role", "content", "name")]
     if others:
-        raise ApiError(400, f"messages: {others[0]} is not supported", field="messages")
-    return {"role": message["role"], "content": _content(message.get("content"))}
+        raise ApiError(400, f"messages: {others[0][:64]!r} is not supported", field="messages")
+    if not isinstance(given.get("name", ""), str):
+        raise ApiError(400, "messages: name: give a string", field="messages")
+    return {**given, "content": _content(given.get("content"))}
 
 
 def _content(content: Any) -> str:
@@ -120,6 +124,8 @@ def make_asked(
     stops = _read_stops(values["stop"])
     defaults = service.settings.defaults
     top_k, top_p = defaults.choose(values["top_k"], values["top_p"])
+    if values["top_p"] == 0:  # OpenAI's clients mean the smallest set there is; our 0 means all
+        top_k = 1
     temperature = values["temperature"]
     common = {
         "max_new_tokens": new_tokens,

@@ -30,6 +30,7 @@ _MESSAGES = {
         "type": "object",
         "properties": {
             "role": {"type": "string"},
+            "name": {"type": "string"},
             "content": {
                 "oneOf": [
                     {"type": "string"},
@@ -64,7 +65,7 @@ COMMON: tuple[Field, ...] = (
     Field(
         "top_p",
         float,
-        "draw among the most likely tokens that together have this probability; 1: all",
+        "draw among the most likely tokens that together have this probability; 1: all; 0: one",
         None,
         0,
         1,

@@ -78,6 +78,8 @@ def _value(chance: random.Random, depth: int = 0) -> Any:
 
 def _body(chance: random.Random, path: str) -> bytes:
     body = _base(path)
+    if path == "/api" and chance.random() < 0.2:
+        body["beam_width"] = 2  # other fields matter then
     for _ in range(chance.choice((0, 0, 1, 1, 1, 2, 5))):
         body[chance.choice(_FIELDS[path])] = _value(chance)
     if chance.random() < 0.1:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import pty
 import select
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -43,13 +45,25 @@ def test_flags_reach_the_engine(live: Live) -> None:
     assert (sampling.temperature, sampling.top_k, sampling.seed) == (0, 3, 9)
 
 
-def test_a_pipe_is_a_prompt(live: Live) -> None:
-    words = [sys.executable, "tools/text_generation_cli.py", _address(live), "--tokens", "3"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+@pytest.mark.parametrize(
+    ("piped", "code", "out", "error"),
+    [
+        ("東x".encode(), 0, "東x東", ""),
+        ("東x東".encode()[:-1], 0, "東x東", ""),  # as `head -c` ends it
+        (b"caf\xe9 x", 1, "", "error: the text is not UTF-8"),
+    ],
+    ids=["whole", "cut", "latin-1"],
+)
+def test_a_pipe_is_a_prompt(live: Live, piped: bytes, code: int, out: str, error: str) -> None:
+    words = [sys.executable, "tools/text_generation_cli.py", _address(live), "--tokens", "20"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
     done = subprocess.run(
-        words, input="東", cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+        words, input=piped, cwd=ROOT, env=environment, capture_output=True, check=False
     )
-    assert done.stdout.startswith("東")
+    assert done.returncode == code
+    assert done.stdout.decode().startswith(out)
+    assert bool(done.stdout) == bool(out)
+    assert done.stderr.decode().startswith(error)
 
 
 @pytest.mark.parametrize(
@@ -61,6 +75,16 @@ def test_a_pipe_is_a_prompt(live: Live) -> None:
         (["{live}", "--tokens", "5000"], "max_tokens 5000 are more than the model's 256"),
         (["{live}", "--temperature", "-1"], "temperature -1.0: give 0 to 100"),
         (["{live}", "--auth-token-file", "/no/such"], "--auth-token-file /no/such"),
+        (
+            ["{live}", "--auth-token-file", str(ROOT / "Makefile")],
+            "a file with one line, the token",
+        ),
+        (["{live}", "--system", "Be brief."], "--system goes with --chat"),
+        (["{live}", "--timeout", "nan"], "--timeout nan: give seconds"),
+        (["{live}", "--temperature", "nan"], "is not finite"),
+        (["https://{live}"], "SSL"),
+        (["ftp://{live}"], "give HOST:PORT"),
+        (["a..b:5000"], "cannot be talked to"),
     ],
 )
 def test_errors_say_what_to_do(
@@ -71,6 +95,56 @@ def test_errors_say_what_to_do(
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert message in error
+
+
+@pytest.mark.parametrize(
+    ("answer", "out", "message"),
+    [
+        (b"HTTP/1.1 200 OK\r\n\r\n<html>", "", "is no answer of a text generation server"),
+        (b"HTTP/1.1 200 OK\r\n\r\n[1]", "", "is no answer of a text generation server"),
+        (b"HTTP/1.1 404 No\r\n\r\nlost", "", "status 404, 'lost': is this a text generation"),
+        (b"", "", "does the server run there?"),
+        (
+            b'HTTP/1.1 200 OK\r\n\r\ndata: {"choices": [{"index": 0, "text": "as far as"}]}\n\n',
+            "as far as\n",
+            "the answer broke off",
+        ),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", "", "the answer broke"),
+    ],
+    ids=["page", "list", "404", "nothing", "half", "chunks"],
+)
+def test_what_is_no_whole_answer_is_told(
+    answer: bytes, out: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def once() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(1 << 16)
+            connection.sendall(answer)
+
+    thread = threading.Thread(target=once, daemon=True)
+    thread.start()
+    with listener:
+        port = listener.getsockname()[1]
+        assert cli.main([f"127.0.0.1:{port}", "--prompt", "x", "--timeout", "20"]) == 1
+    thread.join(timeout=20)
+    told = capsys.readouterr()
+    assert told.out == out
+    assert told.err.startswith("error: ")
+    assert message in told.err
+
+
+def test_a_terminal_is_shown_no_control_characters(
+    live: Live, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [_address(live), "--prompt", "\x1b\n", "--tokens", "2"]
+    assert cli.main(words) == 0
+    assert capsys.readouterr().out == "\x1b\n\n"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert cli.main(words) == 0
+    assert capsys.readouterr().out == "\u241b\n\n"
 
 
 def test_a_conversation_on_a_terminal(chatty: Live, tmp_path: Path) -> None:

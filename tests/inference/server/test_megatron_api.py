@@ -18,6 +18,7 @@ TEMPERATURE = "temperature must be a positive number less than or equal to 100.0
 TOP_K_TYPE = "top_k must be an integer equal to or greater than 0 and less than or equal to 1000"
 TOP_K_RANGE = "top_k must be equal to or greater than 0 and less than or equal to 1000"
 DECAY_RANGE = "top_p_decay must be less than or equal to 1.0"
+PENALTY_RANGE = "length_penalty must be a float from -20 to 20"
 BOUND_RANGE = "top_p_bound must be greater than 0 and less than top_p"
 
 # (the body but for its prompts, message). Of a body that breaks several rules the first is told.
@@ -68,7 +69,9 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"beam_width": 0}, "beam_width must be an integer > 1"),
     ({"beam_width": 2, "stop_token": 1.0}, "stop_token must be an integer"),
     ({"beam_width": 2, "length_penalty": 1}, "length_penalty must be a float"),
-    # Stricter than Megatron: true is no integer.
+    # Stricter than Megatron: a length to this power is no number; true is no integer.
+    ({"beam_width": 2, "length_penalty": 1e300}, PENALTY_RANGE),
+    ({"beam_width": 1, "length_penalty": -20.5}, PENALTY_RANGE),
     ({"tokens_to_generate": True}, "tokens_to_generate must be an integer greater than 0"),
     ({"top_k": True}, TOP_K_TYPE),
     ({"random_seed": True}, "random_seed must be integer"),
@@ -165,6 +168,8 @@ def test_two_rules_that_need_other_prompts(live: Live) -> None:
         {"random_seed": 2**64 - 1},
         {"beam_width": 1},
         {"beam_width": 2, "stop_token": -1, "length_penalty": 0.5},
+        {"beam_width": 1, "length_penalty": 20.0},
+        {"beam_width": 2, "length_penalty": -20.0},
         {"tokens_to_generate": 0, "logprobs": True},
         {"an_unknown_field": 1},
     ],
@@ -244,7 +249,10 @@ def test_the_ends_of_lines_are_tokens(live: Live, tokenizer_folder: Path) -> Non
     assert _sampling_of(live).stop_tokens == (eod,)
     assert eol in _sampling_of(live, stop_on_eol=True).stop_tokens
     assert _sampling_of(live, stop_on_double_eol=True).stop_sequences == ((eol, eol),)
-    assert _sampling_of(live, prevent_newline_after_colon=True).banned_pairs == ((colon, eol),)
+    banned = {"prevent_newline_after_colon": True}
+    assert _sampling_of(live, **banned).banned_pairs == ((colon, eol),)
+    assert _sampling_of(live, **banned, beam_width=2).banned_pairs == ((colon, eol),)
+    assert _sampling_of(live, beam_width=2).banned_pairs == ()
 
 
 def test_seeds_of_equal_prompts_differ(live: Live) -> None:

@@ -170,6 +170,32 @@ def test_a_chat_streams(plain_chat: openai.OpenAI) -> None:
     assert chunks[-1].choices[0].finish_reason == "length"
 
 
+def test_an_answer_is_sent_back_as_the_client_has_it(plain_chat: openai.OpenAI) -> None:
+    said: list[Any] = [{"role": "user", "content": TEXT}]
+    (first,) = plain_chat.chat.completions.create(model="test", messages=said, max_tokens=3).choices
+    whole = {**dict.fromkeys(("audio", "refusal", "tool_calls")), **first.message.model_dump()}
+    asked = [*said, whole, {"role": "user", "content": "x", "name": "Ada"}]
+    done = plain_chat.chat.completions.create(model="test", messages=asked, max_tokens=3)
+    assert done.usage
+    assert done.usage.prompt_tokens > 3
+
+
+def test_a_name_is_the_templates(tokenizer_folder: Path) -> None:
+    engine = FakeEngine()
+    template = "{% for message in messages %}{{ message.name }}:{{ message.content }}{% endfor %}"
+    with running(engine, make_settings(tokenizer_folder, engine, chat_template=template)) as live:
+        message = {"role": "user", "content": "Hi", "name": "xyz"}
+        done = live.post("/v1/chat/completions", {"messages": [message], "max_tokens": 3}).json()
+        assert done["choices"][0]["message"]["content"] == "xyz"
+
+
+@pytest.mark.parametrize(("top_p", "top_k"), [(0, 1), (0.5, 0), (1, 0)])
+def test_top_p_of_nothing_is_the_likeliest_token(live: Live, top_p: float, top_k: int) -> None:
+    live.post("/v1/completions", {"prompt": TEXT, "max_tokens": 1, "top_p": top_p})
+    sampling = live.engine.seen[-1].sampling
+    assert (sampling.top_p, sampling.top_k) == (top_p, top_k)
+
+
 def test_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["test"]
     assert client.models.retrieve("test").id == "test"
@@ -184,6 +210,7 @@ def test_a_long_name_is_not_told_back(live: Live) -> None:
     assert len(live.post("/v1/completions", {"prompt": "x", "model": "z" * 9999}).content) < 500
 
 
+HI = {"role": "user", "content": "Hi"}
 REFUSED = [
     ("/v1/completions", {"prompt": TEXT, "suffix": "x"}, "suffix"),
     ("/v1/completions", {"prompt": TEXT, "best_of": 3}, "best_of"),
@@ -215,6 +242,9 @@ REFUSED = [
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         "messages",
     ),
+    ("/v1/chat/completions", {"messages": [{**HI, "name": 5}]}, "messages"),
+    ("/v1/chat/completions", {"messages": [{**HI, "tool_calls": [{}]}]}, "messages"),
+    ("/v1/chat/completions", {"messages": [{**HI, "refusal": "No."}]}, "messages"),
     (
         "/v1/chat/completions",
         {"messages": [{"role": "forbidden", "content": "Hi"}]},
@@ -241,6 +271,11 @@ def test_what_is_refused_is_named(live: Live, path: str, body: dict[str, Any], f
     assert error["param"] == field
     assert field in error["message"]
     assert error["type"] == "invalid_request_error"
+
+
+def test_a_bound_is_told_in_full(live: Live) -> None:
+    answer = live.post("/v1/completions", {"prompt": TEXT, "seed": -1})
+    assert answer.json()["error"]["message"] == f"seed -1: give 0 to {2**63 - 1}"
 
 
 def test_harmless_values_of_refused_fields_pass(client: openai.OpenAI) -> None:

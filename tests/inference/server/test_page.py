@@ -80,6 +80,24 @@ def test_pointing_at_a_token_tells_how_likely_it_was(page: Page, quick: Live) ->
     assert "%" in page.ask(_text("#tip .taken"))
 
 
+def test_the_text_is_copied_or_selected(page: Page, quick: Live) -> None:
+    _open(page, quick, **DESKTOP)
+    page.write(TEXT)
+    page.press("Enter", ctrl=True)
+    _done(page)
+    text = page.ask(_text("#output"))
+    press = "document.getElementById('copy').click()"
+    page.ask("void (navigator.clipboard.writeText = async (text) => { window.copied = text; })")
+    page.ask(press)
+    page.wait("document.getElementById('status').textContent === 'Copied.'")
+    assert page.ask("window.copied") == text
+    # As where a page has no right to the clipboard.
+    page.ask("void (navigator.clipboard.writeText = async () => { throw new Error('no'); })")
+    page.ask(press)
+    page.wait("document.getElementById('status').textContent.startsWith('Selected')")
+    assert page.ask("getSelection().toString()") == text
+
+
 def test_settings_reach_the_server_and_stay(page: Page, quick: Live) -> None:
     _open(page, quick, **DESKTOP)
     for name, value in {"temperature": 0.5, "top_k": 7, "max_tokens": 3, "seed": 11}.items():

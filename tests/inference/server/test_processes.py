@@ -19,6 +19,7 @@ import pytest
 from tests.inference.server.fuzz import fuzz
 from tests.inference.server.processes import (
     SHAPE,
+    TOOL,
     environment,
     server_process,
     write_checkpoint,
@@ -118,6 +119,22 @@ def test_two_ranks_answer_the_same_and_end_together(
     assert "Traceback" not in ours  # torchrun's apart
 
 
+def test_a_rank_that_dies_ends_the_others(
+    checkpoint: str, tokenizer_folder: Path, tmp_path: Path, alone: str
+) -> None:
+    words = ["torchrun", "--standalone", "--nproc-per-node", "2", TOOL, "--load", checkpoint]
+    flags = ["--pipeline-model-parallel-size", "2"]
+    with server_process([*words, *flags], tmp_path) as (process, url):
+        _assert_same(_ask(url), _ask(alone))
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        (last,) = [child for child in children if "\0RANK=1\0" in _variables(child)]
+        os.kill(int(last), signal.SIGKILL)
+        assert process.wait(timeout=60) == 1
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{url}/health")
+    assert "rank 1 went away without a word, in text generation" in _log(tmp_path)
+
+
 def test_without_its_web_server_the_rest_ends(
     checkpoint: str, tokenizer_folder: Path, tmp_path: Path, alone: str
 ) -> None:
@@ -129,6 +146,10 @@ def test_without_its_web_server_the_rest_ends(
         os.kill(int(front), signal.SIGKILL)
         assert process.wait(timeout=30) == 1
     assert "the web server ended with code -9" in _log(tmp_path)
+
+
+def _variables(process: str) -> str:
+    return "\0" + Path(f"/proc/{process}/environ").read_text()
 
 
 def _words(process: str) -> str:

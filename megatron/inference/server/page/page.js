@@ -297,7 +297,9 @@ function percent(logprob) {
 }
 
 function visible(text) {
-  return text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "␣");
+  const known = text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "␣");
+  // Other control characters have pictures of their own.
+  return known.replace(/[\x00-\x1f\x7f]/g, (c) => String.fromCharCode(c === "\x7f" ? 0x2421 : 0x2400 + c.charCodeAt(0)));
 }
 
 function row(text, logprob, taken) {
@@ -401,7 +403,8 @@ $("output").addEventListener("mouseover", ({ target }) => (target.token ? showTi
 $("output").addEventListener("mouseleave", hideTip);
 $("output").addEventListener("click", ({ target }) => target.token && showTip(target));
 $("output").addEventListener("blur", hideTip);
-for (const move of ["wheel", "touchmove"]) $("output").addEventListener(move, hideTip, { passive: true });
+// It stands where its token stood: not when anything is scrolled, the whole page on a phone too.
+for (const move of ["wheel", "touchmove"]) document.addEventListener(move, hideTip, { passive: true });
 $("output").addEventListener("keydown", (event) => {
   const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
   if (!step) return;
