@@ -107,7 +107,7 @@ def test_a_cache_shorter_than_the_model_bounds_answers() -> None:
     """And a request that the engine refuses all the same is an error, no empty answer."""
     written: dict[int, Sample] = {}
     writer = SimpleNamespace(put=written.__setitem__)
-    tokenizer = SimpleNamespace(eod=0, tokenize=lambda text: [1] * len(text))
+    tokenizer = SimpleNamespace(eod=0, tokenize_open=lambda text: [1] * len(text))
     limits = Limits(vocab_size=9, max_length=100, cache_tokens=10, max_beams=1)
     prompts = [(0, "x" * 4), (1, "x" * 10)]
     inbox = SampleInbox(prompts, tokenizer, greedy, limits, writer, at_a_time=4)  # type: ignore[arg-type]
