@@ -53,6 +53,12 @@ _DEPENDENT: tuple[_Dependent, ...] = (
         "without --disable-bias-linear: all linear layers have biases",
     ),
     _Dependent(
+        "model",
+        ("masked_softmax_fusion",),
+        lambda c: not c.model.use_flash_attn,
+        "with --use-flash-attn: its kernels hold no scores",
+    ),
+    _Dependent(
         "training",
         ("max_nonfinite_skips",),
         lambda c: c.training.on_nonfinite == "skip",

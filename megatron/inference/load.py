@@ -21,6 +21,7 @@ from megatron.config.stages import parts_of_stage, plan_parts
 from megatron.config.yaml_file import from_dict
 from megatron.device import Device
 from megatron.errors import CheckpointError, ConfigError
+from megatron.kernels.row_product import GRANULE
 from megatron.models.gpt import GPTModel
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer, build_tokenizer
@@ -164,8 +165,10 @@ def _over(config: RunConfig, layout: Layout) -> RunConfig:
 
 
 def _rows(reader: Reader, ranks: int) -> int:
-    """Vocabulary rows as saved, and as many more as it takes to divide them."""
-    return -(-int(reader.meta["padded_vocab_size"]) // ranks) * ranks
+    """Vocabulary rows as saved, and as many more as it takes for every rank to have as many, by
+    the granule of matrix products (GPT-2's 50257 entries would keep to no order of sums)."""
+    unit = ranks * GRANULE
+    return -(-int(reader.meta["padded_vocab_size"]) // unit) * unit
 
 
 def _found_again(config: TokenizerConfig, beside: Path) -> TokenizerConfig:

@@ -29,7 +29,7 @@ _PIECE = 512
 _CHOICES = 64
 _WORKSPACE_BYTES = 128 * 1024 * 1024
 _FORMATS = (torch.float16, torch.bfloat16)
-_GRANULE = ALIGNMENT // 2  # elements of 16 bits
+GRANULE = ALIGNMENT // 2  # elements of 16 bits: sizes of a weight are multiples of it
 _TRIED_ROWS = (1, 3, 8, 16, 40, 64, 200, 256)
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,19 @@ class Family(NamedTuple):
     cut: int
 
 
-_Shape = tuple[int, torch.dtype, int, int, bool]  # GPU, format, n, k, with a bias
+class _Shape(NamedTuple):
+    """A weight [n, k], and what else the library's choice depends on besides the rows."""
+
+    gpu: int
+    dtype: torch.dtype
+    n: int
+    k: int
+    has_bias: bool
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether each row of the matrices begins at an address that the library likes."""
+        return self.n % GRANULE == 0 and self.k % GRANULE == 0
 
 
 def choose_row_product(device: torch.device) -> RowProduct | None:
@@ -83,7 +95,7 @@ class LibraryRowProduct:
         """See `RowProduct`. The weight's GPU is the process's current one."""
         if not _fits(x, weight, bias):
             return F.linear(x, weight, bias)
-        shape = (x.get_device(), x.dtype, *weight.shape, bias is not None)
+        shape = _Shape(x.get_device(), x.dtype, len(weight), weight.shape[1], bias is not None)
         if shape not in self._families:
             self._families[shape] = self._family(shape, weight, bias)
         family = self._families[shape]
@@ -94,7 +106,7 @@ class LibraryRowProduct:
     def _multiply(
         self, shape: _Shape, family: Family, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
-        out = x.new_empty(len(x), shape[2])
+        out = x.new_empty(len(x), shape.n)
         if family.cut == 1 or len(x) <= _PIECE:
             self._multiply_piece(shape, family, x, weight, bias, out)
         else:
@@ -118,22 +130,27 @@ class LibraryRowProduct:
 
     def _family(self, shape: _Shape, weight: Tensor, bias: Tensor | None) -> Family | None:
         """That of a weight, once it has been tried; None: none keeps its promise."""
+        family = self._tried_family(shape, weight, bias) if shape.is_taken else None
+        if family is None:
+            logger.warning(
+                "text generation: products with weights [%d, %d] may give a text other last bits "
+                "in another batch: cuBLASLt has no kernels for them that all add up in one order",
+                shape.n,
+                shape.k,
+            )
+        return family
+
+    def _tried_family(self, shape: _Shape, weight: Tensor, bias: Tensor | None) -> Family | None:
         generator = torch.Generator(weight.device).manual_seed(1)
-        x = torch.randn(_PIECE, shape[3], generator=generator, device=weight.device).to(shape[1])
-        out = x.new_empty(_TYPICAL_ROWS, shape[2])
-        problem = self._library.problem(x[:_TYPICAL_ROWS], weight, out, bias=bias is not None)
-        found = self._library.choices(problem, shape[0], 1, workspace=_WORKSPACE_BYTES)
-        if found:
-            cut = 1 if self._library.cut(found[0]) == 1 else 2
-            family = Family(self._library.kind(found[0]), cut)
-            if self._keeps_its_promise(shape, family, x, weight, bias):
-                return family
-        logger.warning(
-            "text generation: products with weights %s may give a text other last bits in another "
-            "batch: cuBLASLt has no kernels for them that all add up in one order",
-            [shape[2], shape[3]],
-        )
-        return None
+        x = torch.randn(_PIECE, shape.k, generator=generator, device=weight.device).to(shape.dtype)
+        out = x.new_empty(_TYPICAL_ROWS, shape.n)
+        problem = self._library.problem(x[:_TYPICAL_ROWS], weight, out, bias=shape.has_bias)
+        found = self._library.choices(problem, shape.gpu, 1, workspace=_WORKSPACE_BYTES)
+        if not found:
+            return None
+        cut = 1 if self._library.cut(found[0]) == 1 else 2
+        family = Family(self._library.kind(found[0]), cut)
+        return family if self._keeps_its_promise(shape, family, x, weight, bias) else None
 
     def _keeps_its_promise(
         self, shape: _Shape, family: Family, x: Tensor, weight: Tensor, bias: Tensor | None
@@ -149,8 +166,8 @@ class LibraryRowProduct:
         self, shape: _Shape, family: Family, x: Tensor, weight: Tensor, out: Tensor
     ) -> tuple[Problem, Algorithm]:
         """The fastest kernel of the family for so many rows."""
-        library, gpu = self._library, shape[0]
-        problem = library.problem(x, weight, out, bias=shape[4])
+        library, gpu = self._library, shape.gpu
+        problem = library.problem(x, weight, out, bias=shape.has_bias)
         found = []
         for whole in (True, False) if family.cut == 1 else (False, True):
             found += library.choices(
@@ -170,11 +187,10 @@ class LibraryRowProduct:
 
 
 def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the library takes these: 16 bits, by rows, each row at an address that it likes."""
+    """Whether the library takes these: 16 bits, by rows, from an address that it likes."""
     if x.dtype not in _FORMATS or weight.dtype != x.dtype or not len(x):
         return False
-    rows, columns = weight.shape
-    if rows % _GRANULE or columns % _GRANULE or not (x.is_contiguous() and weight.is_contiguous()):
+    if not (x.is_contiguous() and weight.is_contiguous()):
         return False
     addresses = x.data_ptr() | weight.data_ptr() | (0 if bias is None else bias.data_ptr())
     return addresses % ALIGNMENT == 0

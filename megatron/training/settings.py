@@ -14,6 +14,25 @@ from megatron.config.run import field_at, flatten
 from megatron.config.yaml_file import from_dict
 from megatron.errors import CheckpointError
 
+# What optimizer states go with.
+_OF_STATES = ("optimizer.optimizer", "precision.fp16", "precision.bf16")
+_LOST = "samples come in another order, and some that were seen come again"
+_PATHS = ("data.data_path", "data.train_data_path")
+_LENGTHS = ("training.train_iters", "training.train_samples")
+# What else decides which sample is the run's k-th; the rest of a position is their count.
+_ORDER = (
+    *_PATHS,
+    "training.seed",
+    "data.mock_data",
+    "data.split",
+    "data.seq_length",
+    "data.decoder_seq_length",
+    "data.dataloader_type",
+    "data.data_sharding",
+    "data.mask_prob",
+    "data.short_seq_prob",
+)
+
 
 def check_network(config: RunConfig, reader: Reader, flag: str = "--load") -> None:
     """A run loads a checkpoint of its own network only; a context without weights may grow.
@@ -39,15 +58,14 @@ def check_network(config: RunConfig, reader: Reader, flag: str = "--load") -> No
         and not is_irrelevant(config.model, name)
     ]
     if differing:
+        or_else = ""
+        if flag == "--load":
+            or_else = ", or --use-checkpoint-args to take them from the checkpoint"
         raise CheckpointError(
             f"{flag} {reader.path}: the checkpoint is of another network:\n  "
             + "\n  ".join(differing)
-            + "\ngive its values"
-            + (", or --use-checkpoint-args to take them from the checkpoint" * (flag == "--load"))
+            + f"\ngive its values{or_else}"
         )
-
-
-_OF_STATES = ("optimizer.optimizer", "precision.fp16", "precision.bf16")
 
 
 def check_states(config: RunConfig, reader: Reader) -> None:
@@ -84,24 +102,6 @@ def _difference(path: str, here: Any, saved: Any) -> str:
         here, saved = ("on" if value != field.default else "off" for value in (here, saved))
     here, saved = ("unset" if value is None else value for value in (here, saved))
     return f"{flag} is {here} here and {saved} in the checkpoint"
-
-
-_LOST = "samples come in another order, and some that were seen come again"
-_PATHS = ("data.data_path", "data.train_data_path")
-_LENGTHS = ("training.train_iters", "training.train_samples")
-# What else decides which sample is the run's k-th; the rest of a position is their count.
-_ORDER = (
-    *_PATHS,
-    "training.seed",
-    "data.mock_data",
-    "data.split",
-    "data.seq_length",
-    "data.decoder_seq_length",
-    "data.dataloader_type",
-    "data.data_sharding",
-    "data.mask_prob",
-    "data.short_seq_prob",
-)
 
 
 def changed_settings(config: RunConfig, reader: Reader) -> Iterator[str]:

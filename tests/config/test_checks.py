@@ -491,4 +491,4 @@ def test_the_llama_2_script_runs_as_written() -> None:
     assert run.config.model.ffn_hidden_size == 11008
     assert run.config.precision.apply_query_key_layer_scaling is False
     assert run.config.parallel.use_mpi
-    assert len(run.notices) == 3
+    assert len(run.notices) == 4

@@ -26,7 +26,8 @@ def _changed(path: str) -> object:
 def test_each_is_said_where_it_is_in_vain(entry) -> None:
     start = RunConfig()
     if entry.on(start):  # what is on by default is turned off
-        start = with_values(start, {"training.manual_gc": False, "optimizer.optimizer": "sgd"})
+        turned = {"training.manual_gc": False, "optimizer.optimizer": "sgd"}
+        start = with_values(start, {**turned, "model.use_flash_attn": True})
     paths = [f"{entry.section}.{name}" for name in entry.fields]
     config = with_values(start, {path: _changed(path) for path in paths})
     lines = list(dependent(config, start))

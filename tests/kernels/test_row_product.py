@@ -59,6 +59,17 @@ def test_a_row_has_the_same_bits_among_any_others(dtype, weight_shape, with_bias
             assert torch.equal(part, whole[first : first + count]), (count, first)
 
 
+def test_a_weight_that_the_library_does_not_take_is_said_once(caplog) -> None:
+    multiply = LibraryRowProduct(None)  # type: ignore[arg-type]  # which is not asked
+    x, weight = (torch.randn(rows, 8, generator=fresh()).to(BF16) for rows in (3, 5))
+    with caplog.at_level(logging.WARNING):
+        for count in (3, 2):
+            assert torch.equal(multiply(x[:count], weight, None), F.linear(x[:count], weight))
+    assert [record.getMessage().split(" may ")[0] for record in caplog.records] == [
+        "text generation: products with weights [5, 8]"
+    ]
+
+
 @pytest.mark.gpu
 @needs_gpu
 def test_what_it_does_not_take_pytorch_multiplies() -> None:

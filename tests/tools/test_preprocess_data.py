@@ -316,26 +316,6 @@ def test_missing_tokenizer_flag_is_named(tmp_path, capsys):
     assert "give --vocab-file" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "tool", ["preprocess_data", "train_tokenizer", "merge_datasets", "benchmark_preprocess"]
-)
-@pytest.mark.parametrize("as_module", [False, True])
-def test_help_both_ways_without_heavy_imports(tool, as_module, tmp_path):
-    root = TOOL.parent.parent
-    command = ["-m", f"tools.{tool}"] if as_module else [str(root / "tools" / f"{tool}.py")]
-    finished = subprocess.run(
-        [sys.executable, "-X", "importtime", *command, "--help"],
-        cwd=root if as_module else tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "usage" in finished.stdout
-    modules = {line.split("|")[-1].strip() for line in finished.stderr.splitlines()}
-    assert "argparse" in modules
-    assert not {"torch", "numpy", "tokenizers", "pyarrow", "nltk"} & modules
-
-
 # Bad lines
 
 
