@@ -30,6 +30,76 @@ def test_a_cpu_has_none() -> None:
     assert choose_row_product(torch.device("cpu")) is None
 
 
+class _Library:
+    """Stands for cuBLASLt: kernels (kind, cut), of which kind 7 adds the parts of k up in order,
+    and kind 9 in an order that depends on the number of rows. For many rows it names others first,
+    and knows none that cuts k."""
+
+    def __init__(self, kind=7, cut=4):
+        self.asked, self._kind, self._cut, self.calls = [], kind, cut, []
+
+    def problem(self, left, right, out, *, bias):
+        assert out.shape == (len(left), len(right))
+        return (len(left), bias)
+
+    def choices(self, problem, gpu, count, *, workspace, whole=False):
+        rows, _ = problem
+        if count == 1:
+            return [(self._kind, self._cut)]
+        others = [(3, 1), (self._kind, 1)]
+        return others if whole or rows > 100 else [(3, 2), (self._kind, 4), *others]
+
+    def kind(self, algorithm):
+        return algorithm[0]
+
+    def cut(self, algorithm):
+        return algorithm[1]
+
+    def with_cut(self, problem, gpu, algorithm, cut, *, workspace):
+        return (algorithm[0], cut)
+
+    def multiply(self, problem, algorithm, left, right, out, *, bias=None):
+        assert problem == (len(left), bias is not None)
+        self.calls.append((len(left), algorithm))
+        kind, cut = algorithm
+        parts = [a @ b.t() for a, b in zip(left.chunk(cut, 1), right.chunk(cut, 1), strict=True)]
+        total = sum(parts) * (1 + (len(left) % 2) * 2**-4 * (kind == 9))
+        out.copy_(total if bias is None else total + bias)
+
+
+def random(rows, columns, dtype=BF16):
+    return torch.randn(rows, columns, generator=fresh()).to(dtype)
+
+
+@pytest.mark.parametrize("cut", [1, 4])
+def test_a_weight_keeps_one_family_and_one_cut(cut) -> None:
+    """In parts where k is cut, as those take memory; two parts, whatever the library would take."""
+    library = _Library(cut=cut)
+    multiply = LibraryRowProduct(library)
+    weight, bias = random(16, 64), random(16, 1).flatten()
+    for rows in (1, 3, 600):
+        x = random(rows, 64)
+        library.calls.clear()
+        expected = x.double() @ weight.double().t() + bias.double()
+        assert (multiply(x, weight, bias).double() - expected).abs().max() < 0.3
+        pieces = [rows] if cut == 1 or rows <= 512 else [512, rows - 512]
+        assert library.calls[-len(pieces) :] == [(n, (7, min(cut, 2))) for n in pieces]
+
+
+def test_what_does_not_add_up_in_one_order_is_left_to_pytorch_and_said(caplog) -> None:
+    library = _Library(kind=9)
+    multiply = LibraryRowProduct(library)
+    x, weight, other = random(3, 64), random(16, 64), random(15, 64)
+    with caplog.at_level(logging.WARNING):
+        assert torch.equal(multiply(x, weight, None), F.linear(x, weight))
+        assert torch.equal(multiply(x, other, None), F.linear(x, other))
+        multiply(x, weight, None)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2, "once for each shape"
+    assert "[16, 64]" in said[0]
+    assert "[15, 64]" in said[1]
+
+
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("dtype", [BF16, FP16])
