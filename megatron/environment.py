@@ -39,12 +39,11 @@ def read_launch(*, use_mpi: bool = False) -> Launch:
     """
     if use_mpi:
         return _read_mpi()
-    local_rank = _number(LOCAL_RANK_ENV, 0)
     return Launch(
         rank=_number(RANK_ENV, 0),
         world_size=_number(WORLD_SIZE_ENV, 1),
-        local_rank=local_rank,
-        local_world_size=_number(LOCAL_WORLD_SIZE_ENV, local_rank + 1),
+        local_rank=_number(LOCAL_RANK_ENV, 0),
+        local_world_size=_number(LOCAL_WORLD_SIZE_ENV, 1),
         restart_count=_number(RESTART_COUNT_ENV, 0),
     )
 
@@ -53,8 +52,7 @@ def placed(launch: Launch, local_rank: int | None) -> Launch:
     """At the place on its machine that --local_rank names, where the launcher names none."""
     if local_rank is None or launch.local_rank or LOCAL_RANK_ENV in os.environ:
         return launch
-    size = max(launch.local_world_size, local_rank + 1)
-    return replace(launch, local_rank=local_rank, local_world_size=size)
+    return replace(launch, local_rank=local_rank)
 
 
 def check_meeting_place(world_size: int) -> None:

@@ -1,9 +1,11 @@
 """How a process learns who and where it is."""
 
 import pytest
+from torch.distributed import HashStore
 
 from megatron.environment import Launch, check_meeting_place, placed, read_launch
 from megatron.errors import ConfigError
+from megatron.training import distributed
 from megatron.training.process import processes
 from tests.config.command import parse
 
@@ -17,16 +19,26 @@ def _alone(monkeypatch):
 
 
 def test_the_flag_places_a_process_where_the_launcher_does_not(monkeypatch):
-    assert placed(Launch(rank=5, world_size=8), 1) == Launch(5, 8, 1, local_world_size=2)
+    assert placed(Launch(rank=5, world_size=8), 1) == Launch(5, 8, 1)
     assert placed(Launch(rank=5, world_size=8), None) == Launch(5, 8)
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert placed(read_launch(), 1).local_rank == 3
 
 
-def test_a_process_is_among_those_on_its_machine(monkeypatch):
-    """Of launchers that do not tell how many there are."""
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    assert read_launch().local_world_size == 4
+@pytest.mark.parametrize("by_flag", [False, True])
+def test_processes_meet_also_where_nobody_tells_how_many_a_machine_has(monkeypatch, by_flag):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    store, launches = HashStore(), []
+    for rank in range(2):
+        monkeypatch.setenv("RANK", str(rank))
+        if not by_flag:
+            monkeypatch.setenv("LOCAL_RANK", str(rank))
+        launches.append(placed(read_launch(), rank if by_flag else None))
+    # All in one store, and each among those of its machine.
+    assert [distributed._of_this_attempt(store, launch) is store for launch in launches] == [
+        True
+    ] * 2
+    assert [distributed._machine(launch) for launch in launches] == [range(1), range(2)]
 
 
 def test_a_run_reads_the_flag(monkeypatch):

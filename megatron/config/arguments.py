@@ -46,9 +46,15 @@ class ToolParser(argparse.ArgumentParser):
         Unknown flags come first, all of them: one that is misspelt is then not called missing.
         """
         words = list(sys.argv[1:] if argv is None else argv)
-        known = self._option_string_actions
-        unknown = [given.name for given in split(words) if given.name and given.name not in known]
-        if unknown and not {"-h", "--help"} & set(words):
+        flags = words[: words.index("--")] if "--" in words else words  # behind it are none
+        names = [given.name for given in split(flags)]
+        # With a space it is a text, for argparse too.
+        unknown = [
+            name
+            for name in names
+            if name and " " not in name and name not in self._option_string_actions
+        ]
+        if unknown and not {"-h", "--help"} & set(names):
             self.error("\nerror: ".join(map(self._unknown, unknown)))
         return self.parse_args(words)
 

@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.config.data import APPENDS_SENTINELS
 from megatron.config.fields import Field, fields_of
 from megatron.config.rules_data import tokenizer_files
 from megatron.config.run import RunConfig, flatten, sections
-
-_SENTINELS = ("BertWordPiece", "SentencePieceTokenizer", "GPTSentencePiece", "Llama2Tokenizer")
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,7 @@ _DEPENDENT: tuple[_Dependent, ...] = (
     _Dependent(
         "tokenizer",
         ("vocab_extra_ids",),
-        lambda c: (c.tokenizer.tokenizer_type or "").startswith(_SENTINELS),
+        lambda c: c.tokenizer.tokenizer_type in APPENDS_SENTINELS,
         "without a WordPiece or SentencePiece vocabulary",
     ),
     _Dependent(

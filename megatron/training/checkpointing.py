@@ -215,7 +215,8 @@ def open_for_loading(config: RunConfig, layout: Layout) -> Reader | None:
 
     Raises:
         CheckpointError: there is none and `--exit-on-missing-checkpoint` is given, or a folder in
-            it is one; or all that are there are damaged, or the checkpoint is of another network.
+            it is one, and it is not `--save`; or all that are there are damaged, or the checkpoint
+            is of another network.
     """
     if config.checkpoint.load is None:
         return None
@@ -224,7 +225,10 @@ def open_for_loading(config: RunConfig, layout: Layout) -> Reader | None:
         raise CheckpointError(f"--load {root}: a file: give the folder of checkpoints")
     reader = open_root(root, layout=layout)
     if reader is None:
-        if below := checkpoints_below(root):
+        # Where a run saves it starts afresh before its first checkpoint, whatever else is there:
+        # finetuning keeps its best weights in a folder there.
+        below = [] if _is_saved_to(config, root) else checkpoints_below(root)
+        if below:
             raise CheckpointError(
                 f"--load {root}: there is no checkpoint in this folder, but in {below[0]} in it: "
                 f"give --load {root / below[0]}, or a folder without any to start afresh"
@@ -243,6 +247,12 @@ def open_for_loading(config: RunConfig, layout: Layout) -> Reader | None:
         done = "opened" if reader.format == "hf" else "verified"
         say(f"  {reader.path}: {size:.3g} GB {done} in {seconds:.2f} s")
     return reader
+
+
+def _is_saved_to(config: RunConfig, root: Path) -> bool:
+    """Whether it is the folder of --save."""
+    save = config.checkpoint.save
+    return save is not None and Path(save).resolve() == root.resolve()
 
 
 def entries_held(reader: Reader, entries: int) -> int:

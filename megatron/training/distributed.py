@@ -100,9 +100,9 @@ def _of_this_attempt(store: dist.Store, launch: Launch) -> dist.Store:
 
 
 def _machine(launch: Launch) -> range:
-    """The ranks on this machine."""
+    """The ranks on this machine; where the launcher does not tell how many, as far as this one."""
     first = launch.rank - launch.local_rank
-    return range(first, first + launch.local_world_size)
+    return range(first, first + max(launch.local_world_size, launch.local_rank + 1))
 
 
 def _token(launch: Launch) -> int:

@@ -126,8 +126,21 @@ def _warn_of_later(run: Run) -> None:
         say(
             f"WARNING: --save {root} holds checkpoints up to iteration {max(later)}, and this run "
             f"starts at {start}: they stay until it replaces them, but are no longer the ones that "
-            f"--load takes. To go on from them: --load {root}"
+            f"--load takes{_way_to_go_on(run.config, root)}"
         )
+
+
+def _way_to_go_on(config: RunConfig, root: str) -> str:
+    """What else to give, to start from the newest of `root`; nothing where it was not taken, for
+    that has been said."""
+    load, without = config.checkpoint.load, ""
+    asked = load is not None and Path(load).resolve() == Path(root).resolve()
+    if config.checkpoint.finetune:
+        without = "without --finetune"
+    if asked and not without:
+        return ""
+    words = ["" if asked else f"--load {root}", without]
+    return f". To go on from them: {' '.join(filter(None, words))}"
 
 
 def _claim_folder(config: RunConfig, folder: Path) -> SaveLock:

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from megatron.checkpoint.reader import open_checkpoint
-from megatron.config.checks import find_notices
 from megatron.config.parser import parse_config
 from megatron.errors import ConfigError
 from megatron.parallel.layout import Layout
@@ -222,5 +221,5 @@ def test_a_deferred_weight_gradient_finds_no_weight():
 
 def test_what_stage_3_does_anyway_is_said():
     parsed = _parse("--zero-stage", "3", "--overlap-grad-reduce", "--overlap-param-gather")
-    notices = [line for line in find_notices(parsed.config) if "--zero-stage 3 always" in line]
+    notices = [line for line in parsed.notices if "--zero-stage 3 always" in line]
     assert len(notices) == 2

@@ -281,34 +281,6 @@ def test_flags_of_old_scripts(run, tmp_path):
     assert len(output(tmp_path)) == 10
 
 
-@pytest.mark.parametrize(
-    ("flags", "lines"),
-    [
-        (["--append_eod"], ["unknown flag --append_eod: did you mean --append-eod?"]),
-        (["--json-kyes", "a"], ["unknown flag --json-kyes: did you mean --json-keys?"]),
-        (
-            ["--imput", "x", "--log_interval=5"],
-            [
-                "unknown flag --imput: did you mean --input?",
-                "unknown flag --log_interval: did you mean --log-interval?",
-            ],
-        ),
-        (
-            ["--find-optimal-num-workers"],
-            ["--find-optimal-num-workers: leave it and --workers out: one process a core"],
-        ),
-        (["--zzz"], ["unknown flag --zzz: --help lists all flags"]),
-        ([], ["the following arguments are required: --input, --output-prefix"]),
-        (["--workers", "x"], ["argument --workers: invalid int value: 'x'"]),
-    ],
-)
-def test_a_misspelt_flag_is_named_before_those_that_are_missing(capsys, flags, lines):
-    with pytest.raises(SystemExit) as left:
-        preprocess_data.main(flags)
-    assert left.value.code == 9
-    assert capsys.readouterr().err.splitlines() == [f"error: {line}" for line in lines]
-
-
 def test_missing_tokenizer_flag_is_named(tmp_path, capsys):
     path = write_lines(tmp_path / "in.jsonl", [{"text": "x"}])
     flags = ["--input", str(path), "--output-prefix", str(tmp_path / "x")]

@@ -66,6 +66,16 @@ def test_a_folder_around_checkpoints_is_no_fresh_start(saved, tmp_path):
     assert "a file: give the folder" in _refusal("--load", str(saved / TRACKER))
 
 
+def test_a_run_that_died_before_its_first_checkpoint_starts_afresh(saved, tmp_path):
+    shutil.copytree(saved, tmp_path / "best")  # as finetuning keeps it
+    there = str(tmp_path)
+    assert "in best in it" in _refusal("--load", there)
+    words = ["--load", there, "--save", f"{there}/../{tmp_path.name}", "--save-interval", "9"]
+    assert _iteration(Layout.single(), *words) == 0
+    with pytest.raises(CheckpointError, match="there is no checkpoint in this folder$"):
+        build_toy(Layout.single(), [*words, "--exit-on-missing-checkpoint"])
+
+
 def test_what_a_dead_first_save_left_is_a_fresh_start(saved, tmp_path):
     (tmp_path / "tensorboard").mkdir()
     shutil.copytree(saved / "iter_0000002", tmp_path / "iter_0000002.tmp-0123456789abcdef")
@@ -121,7 +131,26 @@ def test_a_save_folder_of_another_run_is_warned_of(saved, tmp_path, capsys):
     assert "holds checkpoints up to" not in capsys.readouterr().out
     assert main(GPTRecipe(), words) == 0
     line = f"WARNING: --save {root} holds checkpoints up to iteration 5, and this run starts at 0"
-    assert line in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert line in told
+    assert f"To go on from them: --load {root}\n" in told
+    assert main(GPTRecipe(), [*words, "--load", str(root), "--finetune"]) == 0
+    told = capsys.readouterr().out
+    assert line in told
+    assert "To go on from them: without --finetune\n" in told
+
+
+def test_a_save_folder_whose_newest_is_damaged_is_not_recommended(saved, tmp_path, capsys):
+    root = tmp_path / "save"
+    shutil.copytree(saved, root)
+    shard = next((root / "iter_0000004").glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    words = [*TOY, "--no-exit-signal-handler", "--train-iters", "6", "--exit-interval", "3"]
+    words += ["--save", str(root), "--save-interval", "9", "--load", str(root)]
+    assert main(GPTRecipe(), words) == 0
+    told = capsys.readouterr().out
+    assert "up to iteration 4, and this run starts at 2" in told
+    assert "To go on from them" not in told
 
 
 def test_rotary_positions_may_reach_further_than_the_checkpoint_s(tmp_path, capsys):

@@ -1,0 +1,73 @@
+"""What the tools' command lines take, and how they say what is wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.config.arguments import ToolParser
+from megatron.errors import ConfigError
+from tools import preprocess_data
+
+
+def _parser() -> ToolParser:
+    parser = ToolParser("tool.py", "A tool.", {"--gone": "use --text"})
+    parser.add_argument("place")
+    parser.add_argument("--text")
+    parser.add_argument("--number", type=float)
+    return parser
+
+
+def _refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with pytest.raises(SystemExit) as left:
+        _parser().read(words)
+    assert left.value.code == ConfigError.exit_code
+    return capsys.readouterr().err
+
+
+def test_mistakes_are_told_all_at_once_with_the_code_of_a_config_error(capsys):
+    told = _refusal(capsys, "--gone", "1", "--tex", "a")
+    assert told == "error: --gone: use --text\nerror: unknown flag --tex: did you mean --text?\n"
+    assert "required: place" in _refusal(capsys, "--text", "a")
+    with pytest.raises(SystemExit) as left:
+        _parser().read(["--tex", "--help"])
+    assert left.value.code == 0
+
+
+@pytest.mark.parametrize("text", ["-- said he", "--text is a flag", "a --number", "-- a=b"])
+def test_a_text_with_a_space_is_no_flag(text):
+    assert _parser().read(["here", "--text", text]).text == text
+
+
+def test_values_that_look_like_flags():
+    read = _parser().read
+    assert read(["--number", "-1.5", "here"]).number == -1.5
+    assert read(["--text=--gone", "here"]).text == "--gone"
+    assert read(["--text", "a", "--", "--here"]).place == "--here"
+
+
+@pytest.mark.parametrize(
+    ("flags", "lines"),
+    [
+        (["--append_eod"], ["unknown flag --append_eod: did you mean --append-eod?"]),
+        (["--json-kyes", "a"], ["unknown flag --json-kyes: did you mean --json-keys?"]),
+        (
+            ["--imput", "x", "--log_interval=5"],
+            [
+                "unknown flag --imput: did you mean --input?",
+                "unknown flag --log_interval: did you mean --log-interval?",
+            ],
+        ),
+        (
+            ["--find-optimal-num-workers"],
+            ["--find-optimal-num-workers: leave it and --workers out: one process a core"],
+        ),
+        (["--zzz"], ["unknown flag --zzz: --help lists all flags"]),
+        ([], ["the following arguments are required: --input, --output-prefix"]),
+        (["--workers", "x"], ["argument --workers: invalid int value: 'x'"]),
+    ],
+)
+def test_a_misspelt_flag_is_named_before_those_that_are_missing(capsys, flags, lines):
+    with pytest.raises(SystemExit) as left:
+        preprocess_data.main(flags)
+    assert left.value.code == 9
+    assert capsys.readouterr().err.splitlines() == [f"error: {line}" for line in lines]
