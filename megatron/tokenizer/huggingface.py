@@ -97,8 +97,11 @@ class HuggingFaceTokenizer(Tokenizer):
     @cached_property
     def _behind(self) -> int:
         """Tokens that post-processing puts behind a text."""
-        added = self._tokenizer.encode("a").special_tokens_mask
-        return len(added) if all(added) else added[::-1].index(0)
+        for text in "a0.":  # the first that its normalization leaves something of
+            added = self._tokenizer.encode(text).special_tokens_mask
+            if not all(added):
+                return added[::-1].index(0)
+        return 0
 
     def tokenize_spelled(self, text: str) -> list[int]:
         """Ids of a text that spells its special tokens out, without the file's post-processing."""

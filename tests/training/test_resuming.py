@@ -56,9 +56,9 @@ def test_one_that_was_named_itself_has_no_substitute(saved, tmp_path):
 
 
 def test_a_folder_around_checkpoints_is_no_fresh_start(saved, tmp_path):
-    assert f"in {saved.name} in it: give --load {saved}" in _refusal("--load", str(saved.parent))
     renamed = tmp_path / "save"
     shutil.copytree(saved, renamed)
+    assert f"in save in it: give --load {renamed}" in _refusal("--load", str(tmp_path))
     (renamed / "iter_0000004").rename(renamed / "step4")
     shutil.rmtree(renamed / "iter_0000002")
     (renamed / TRACKER).unlink()
