@@ -24,6 +24,7 @@ class Tokenizer(ABC):
     """
 
     _where_named = ""  # in a message: where else a special token may come from
+    _sentinels: Sequence[int] = ()
 
     def __init__(self, kind: str, digest: str, special_ids: Mapping[str, int]) -> None:
         self.kind = kind
@@ -74,8 +75,8 @@ class Tokenizer(ABC):
 
     @property
     def additional_special_tokens_ids(self) -> list[int]:
-        """Ids of T5's sentinels, `<extra_id_0>` first."""
-        return []
+        """Ids of T5's sentinels, `<extra_id_0>` first, of the vocabulary or appended to it."""
+        return list(self._sentinels)
 
     @property
     def has_t5_sentinels(self) -> bool:

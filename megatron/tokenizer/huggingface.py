@@ -76,11 +76,6 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._vocab
 
     @property
-    def additional_special_tokens_ids(self) -> list[int]:
-        """Ids of `<extra_id_0>`, `<extra_id_1>` ..., of a T5's file."""
-        return self._sentinels
-
-    @property
     def has_t5_sentinels(self) -> bool:
         """Whether the file has any."""
         return bool(self._sentinels)

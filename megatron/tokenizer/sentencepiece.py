@@ -71,11 +71,6 @@ class GPTSentencePieceTokenizer(Tokenizer):
         return self._vocab
 
     @property
-    def additional_special_tokens_ids(self) -> list[int]:
-        """Ids of the sentinels that `--vocab-extra-ids` appended, or else of the model's own."""
-        return self._sentinels
-
-    @property
     def has_t5_sentinels(self) -> bool:
         """Whether there are any."""
         return bool(self._sentinels)

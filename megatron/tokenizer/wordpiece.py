@@ -61,11 +61,6 @@ class WordPieceTokenizer(Tokenizer):
         """Entries; `##` begins one that continues a word."""
         return self._vocab
 
-    @property
-    def additional_special_tokens_ids(self) -> list[int]:
-        """Ids of the sentinels that `--vocab-extra-ids` appended."""
-        return self._sentinels
-
     def tokenize(self, text: str) -> list[int]:
         """Ids of one text, without [CLS] and [SEP]."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
