@@ -226,9 +226,10 @@ class Device:
         import resource
 
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        now = pages * resource.getpagesize()
-        peak = max(peak, now)  # which the system counts more coarsely
+        now, pages = peak, Path("/proc/self/statm")
+        if pages.exists():  # on Linux only
+            now = int(pages.read_text().split()[1]) * resource.getpagesize()
+            peak = max(peak, now)  # which the system counts more coarsely
         return MemoryReport(allocated=now, peak_allocated=peak, reserved=now, peak_reserved=peak)
 
 

@@ -83,7 +83,8 @@ def _load_lenient(line: bytes) -> Any:
     except UnicodeEncodeError:
         raise ValueError("broken JSON (half a surrogate pair in a string)") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"broken JSON ({error.msg} at character {error.pos})") from None
+        what = error.msg.removesuffix(" at")  # of a string that does not end
+        raise ValueError(f"broken JSON ({what} at character {error.pos})") from None
     except RecursionError:
         raise ValueError("broken JSON (nested too deeply)") from None
     return record

@@ -1,8 +1,12 @@
 """The memory estimate: exact where it is arithmetic, and growing with what costs memory."""
 
+from pathlib import Path
+
 import pytest
+import torch
 
 from megatron.config.parser import parse_config
+from megatron.device import Device
 from megatron.models.arithmetic import count_parameters
 from megatron.training.memory import largest_process
 from tests.training.toy import OF_KIND, TOY
@@ -127,3 +131,10 @@ def test_relative_positions_keep_their_biases():
         config = parse_config([*words, *flags], world_size=1, architecture="t5").config
         kept.append(largest_process(config, 104, 1).activations)
     assert kept[1] - kept[0] == 4 * 4 * (2 * 16**2 + 12**2)  # bytes, heads, scores of both halves
+
+
+def test_a_system_without_proc_tells_the_peak_alone(monkeypatch):
+    """As macOS."""
+    monkeypatch.setattr(Path, "exists", lambda path: False)
+    report = Device(torch.device("cpu")).memory()
+    assert report.allocated == report.peak_allocated == report.reserved > 2**20
