@@ -99,6 +99,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--warmup", type=int, default=10, help="Iterations before them (default: 10).")
     add("--repeat", type=int, default=3, help="Runs (default: 3).")
     add("--quick", action="store_true", help="5 + 15 iterations, one run, 0.5 s a ceiling.")
+    add("--no-profile", action="store_true", help="Do not look where a step's time goes.")
     add("--compare", metavar="COMMIT", help="Also measure this commit, or checkout in a folder.")
     add("--ceilings", action="store_true", help="Only measure what the machine can do.")
     add("--ceiling-seconds", type=float, default=2.0, help="For each ceiling (default: 2).")
@@ -203,10 +204,12 @@ def benchmark(options: argparse.Namespace, further: Sequence[str]) -> None:
         if other is not None:
             same = other.name == here.name
             subjects.insert(0, Subject("other" if same else other.name, other.root))
-        results = [Result(subject.name, []) for subject in subjects]
+        unavailable = "--no-profile" if options.no_profile else ""
+        results = [Result(subject.name, [], unavailable=unavailable) for subject in subjects]
+        profiled = None if options.no_profile else options.repeat
         for number in range(1, options.repeat + 1):  # in turn, so that both see the machine alike
             for subject, result in zip(subjects, results, strict=True):
-                run_once(plan, subject, number, result, profile=number == options.repeat)
+                run_once(plan, subject, number, result, profile=number == profiled)
     facts = report.Facts.of(plan.config, plan.precision, plan.gpus, ceilings)
     print(report.describe(facts, results, plan.flags))
     target = plan.folder / "result.json"
