@@ -291,10 +291,10 @@ def _segment_attention(
     """
     length, samples = query.shape[:2]
     query, key, value = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
-    ends, causal, debug = segments.ends, True, False
-    places = (ends, ends, length, length)  # of queries and keys, and the longest of each
+    ends, longest, debug = segments.ends, segments.longest or length, False
+    places = (ends, ends, longest, longest)  # of queries and keys, and the longest of each
     out = torch.ops.aten._flash_attention_forward(
-        query, key, value, *places, dropout, causal, debug, scale=scale
+        query, key, value, *places, dropout, segments.causal, debug, scale=scale
     )[0]  # [b s, n, d]
     return out.unflatten(0, (samples, length)).transpose(0, 1).flatten(2)  # [s, b, n d]
 

@@ -17,7 +17,8 @@ from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.stages import ModelPart, whole_model
 from megatron.device import Device
-from megatron.kernels.attention import choose_attention
+from megatron.kernels.attention import choose_attention, flash_misfit
+from megatron.kernels.segments import Mask, Segments
 from megatron.models.construct import build_model
 from megatron.models.embedding import Embedding, RotaryTable, new_embedding
 from megatron.models.head import Output, TokenLoss
@@ -32,6 +33,7 @@ from megatron.parallel.layers import Linear
 from megatron.parallel.layout import Layout
 
 TOKEN_TYPES = 2  # the two segments of a sample
+SHORTEST_IN_ONE = 256  # tokens of a sample; at 128 the flash kernel is the slower one
 
 
 class BertResult(NamedTuple):
@@ -93,6 +95,8 @@ class BertModel(nn.Module):
         super().__init__()
         self.part = part or whole_model(sizes_of(model).layers)
         self.attention_choice = choose_attention(model, precision, device)
+        in_one = self._may_go_in_one(model, layout, device, dtype)
+        self.shortest_in_one = SHORTEST_IN_ONE if in_one else None
         kernels = choose_kernels(precision, device)
         allocation: dict[str, Any] = {"device": parameter_device or device, "dtype": dtype}
         words = {"padded_vocab_size": padded_vocab_size, **allocation}
@@ -136,6 +140,19 @@ class BertModel(nn.Module):
         """See `build_model`."""
         return build_model(cls, config, layout, device, padded_vocab_size, part)
 
+    def _may_go_in_one(
+        self, model: ModelConfig, layout: Layout, device: torch.device, dtype: torch.dtype
+    ) -> bool:
+        """Whether layers take long samples one after the other, as one: no mask is needed then, and
+        the flash kernel reads no padding. Without dropout cuDNN's with a mask is the faster one."""
+        return (
+            self.attention_choice.name != "plain"
+            and model.attention_dropout > 0
+            and model.position_embedding_type != "rope"
+            and not layout.sequence_parallel
+            and not flash_misfit(sizes_of(model).head_size, dtype, device)
+        )
+
     def forward(
         self,
         tokens: Tensor,
@@ -148,7 +165,7 @@ class BertModel(nn.Module):
 
         Args:
             tokens: [b, s].
-            padding: bool [b, s], True where there is a token and not only padding.
+            padding: bool [b, s], True where there is a token; padding is behind the tokens.
             token_types: [b, s], the segment of each token; None: all are of the first.
             labels: [b, s], the token that belongs in each place.
             hidden: [s, b, h], from the part before; None where this part begins the model.
@@ -162,16 +179,33 @@ class BertModel(nn.Module):
         if hidden is None:
             assert isinstance(self.embedding, Embedding), "this part takes hidden states"
             hidden = self.embedding(tokens, positions.expand_as(tokens), token_types)
-        stream = self.layers.run(Stream(hidden), padding_mask(padding), rotation)
+        mask: Mask = padding_mask(padding)
+        shortest = self.shortest_in_one
+        in_one = self.training and shortest is not None and tokens.shape[1] >= shortest
+        if in_one:
+            hidden, mask = _joined(hidden), Segments.of_padded(padding)
+        stream = self.layers.run(Stream(hidden), mask, rotation)
+        x: Tensor = stream.join() if self.final_norm is None else self.final_norm(stream)[1]
+        if in_one:
+            x = _apart(x, samples=len(tokens))
         if self.final_norm is None:
-            return stream.join()
-        x: Tensor = self.final_norm(stream)[1]  # [s, b, h]
+            return x
         if self.head is None or self.output is None:
             return x
         order = None
         if self.pooler is not None and self.binary_head is not None:
             order = self.binary_head(self.pooler(x)[None])[0]
         return BertResult(self.output(self.head(x), labels), order)
+
+
+def _joined(x: Tensor) -> Tensor:
+    """[s, b, h] -> [b s, 1, h]."""
+    return x.transpose(0, 1).flatten(0, 1).unsqueeze(1)
+
+
+def _apart(x: Tensor, samples: int) -> Tensor:
+    """[b s, 1, h] -> [s, b, h]."""
+    return x.squeeze(1).unflatten(0, (samples, -1)).transpose(0, 1).contiguous()
 
 
 def padding_mask(padding: Tensor) -> Tensor:

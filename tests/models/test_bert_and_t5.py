@@ -181,3 +181,20 @@ def test_a_headless_bert_gives_normalized_hidden_states():
     assert hidden.shape == (SEQUENCE, BATCH, 16)
     torch.testing.assert_close(hidden.mean(-1), torch.zeros(SEQUENCE, BATCH), atol=1e-5, rtol=0)
     assert model.pooler(hidden).shape == (BATCH, 16)
+
+
+def test_a_bert_may_take_its_samples_one_after_the_other():
+    """As on a GPU with dropout; here by the mask that stands for the stretches."""
+    model = build("bert", {"attention_dropout": 0.0, "hidden_dropout": 0.0})
+    assert model.shortest_in_one is None, "a CPU has no flash kernel"
+    batch = batch_of("bert", "cpu")
+    results = []
+    for model.shortest_in_one in (None, 1):
+        model.zero_grad()
+        loss = losses("bert", model, batch)
+        loss.backward()
+        results.append(
+            [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+        )
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
