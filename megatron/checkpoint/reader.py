@@ -65,7 +65,8 @@ class Reader(Protocol):
         offset: Sequence[int],
         shape: Sequence[int],
     ) -> torch.Tensor:
-        """The part of a tensor at `offset` with `shape`, on the CPU, assembled from its pieces.
+        """The part of a tensor at `offset` with `shape`, on the CPU. It may be the pages of the file
+        itself, which come from the disk when they are first used, and is not for writing to.
 
         Raises:
             CheckpointError: no such tensor, or the whole one has another shape than
@@ -248,8 +249,11 @@ class NativeReader:
         info = self._info(name)
         wanted = Box(tuple(offset), tuple(shape))
         check_request(self.path, name, info.global_shape, tuple(global_shape), wanted)
-        result = torch.empty(wanted.shape, dtype=dtypes.BY_NAME[info.dtype])
         keys = keys_in_files(name, [piece.file for piece in info.pieces])
+        for key, piece in zip(keys, info.pieces, strict=True):
+            if piece.box.intersect(wanted) == wanted:
+                return self._read_piece(key, piece, wanted)  # the file's own pages
+        result = torch.empty(wanted.shape, dtype=dtypes.BY_NAME[info.dtype])
         for key, piece in zip(keys, info.pieces, strict=True):
             common = piece.box.intersect(wanted)
             if common is not None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
+from torch import Tensor
 
 from megatron.checkpoint.entries import State, flatten
 from megatron.checkpoint.manifest import describe
 from megatron.checkpoint.reader import Reader
+from megatron.checkpoint.shard import THREADS
 from megatron.errors import CheckpointError
 
 _SHOWN = 10  # problems listed in a message
@@ -40,7 +44,9 @@ def restore(
         raise CheckpointError(
             f"{reader.path} does not fit this run: " + "; ".join(problems[:_SHOWN]) + more
         )
-    with torch.no_grad():
+    # A native checkpoint's values come from the disk when they are copied: several at a time.
+    copying: deque[Future[None]] = deque()
+    with ThreadPoolExecutor(THREADS) as pool:
         for name, entry in flatten(entries):
             values = reader.read(
                 name,
@@ -48,7 +54,16 @@ def restore(
                 offset=entry.offset,
                 shape=tuple(entry.tensor.shape),
             )
-            entry.tensor.copy_(values)
+            copying.append(pool.submit(_copy, entry.tensor, values))
+            if len(copying) > THREADS:  # so that not all values wait in memory
+                copying.popleft().result()
+        for future in copying:
+            future.result()
+
+
+@torch.no_grad()  # each thread has its own switch
+def _copy(tensor: Tensor, values: Tensor) -> None:
+    tensor.copy_(values)
 
 
 def find_problems(
