@@ -65,8 +65,8 @@ class Reader(Protocol):
         offset: Sequence[int],
         shape: Sequence[int],
     ) -> torch.Tensor:
-        """The part of a tensor at `offset` with `shape`, on the CPU. It may be the pages of the file
-        itself, which come from the disk when they are first used, and is not for writing to.
+        """The part of a tensor at `offset` with `shape`, on the CPU, and not for writing to: it
+        may be the pages of the file, which come from the disk when they are first used.
 
         Raises:
             CheckpointError: no such tensor, or the whole one has another shape than

@@ -14,6 +14,7 @@ from megatron.kernels.library import find_library
 from megatron.models.arithmetic import count_parameters, flops_per_token
 from megatron.parallel.layout import Layout
 from megatron.training.memory import largest_process
+from megatron.training.pipeline_balance import pipeline_rows
 
 Row = tuple[str, str]
 
@@ -65,11 +66,12 @@ def size_rows(config: RunConfig, world_size: int, padded_vocab_size: int) -> lis
     flops = model_flops(config, padded_vocab_size)
     batch, micro = config.training.global_batch_size, config.training.micro_batch_size
     memory = largest_process(config, padded_vocab_size, world_size)
+    micro_batches = batch // (micro * layout.data.size)
     return [
         ("layout", layout.describe()),
         (
             "batch",
-            f"{batch} samples = {batch // (micro * layout.data.size)} micro-batch(es) x "
+            f"{batch} samples = {micro_batches} micro-batch(es) x "
             f"{micro} samples x {layout.data.size} data-parallel process(es)",
         ),
         ("tokens an iteration", f"{batch * config.data.sample_tokens:,}"),
@@ -79,6 +81,7 @@ def size_rows(config: RunConfig, world_size: int, padded_vocab_size: int) -> lis
             f"{flops / 1e9:.4g} GFLOP ({_ATTENTION[config.model.architecture]})",
         ),
         ("memory a process", f"at most about {memory.describe()}"),
+        *pipeline_rows(config, padded_vocab_size, micro_batches),
     ]
 
 

@@ -1,0 +1,80 @@
+"""What is foretold of a pipeline before it runs, and the layout that is proposed."""
+
+import pytest
+
+from megatron.config import parse_config
+from megatron.config.stages import parse_layout
+from megatron.parallel.pipeline.schedule import make_schedule
+from megatron.parallel.pipeline.simulate import Times, simulate, time_table
+from megatron.training.pipeline_balance import Costs, Pipeline, layout_text, pipeline_rows
+
+SHAPES = [("interleaved", 4, 4, 16), ("interleaved", 2, 2, 7), ("1f1b", 4, 1, 30)]
+SHAPES += [("gpipe", 3, 1, 8), ("zero-bubble", 4, 1, 16)]
+HEAVY = Costs(layer=1.0, head=1.95)
+NETWORK = (
+    "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
+    "--group-query-attention --num-query-groups 8 --seq-length 8192 --swiglu "
+    "--max-position-embeddings 8192 --micro-batch-size 1 --global-batch-size 16 --train-iters 5 "
+    "--untie-embeddings-and-output-weights --lr 1e-4 --mock-data --vocab-size 128255 "
+    "--tokenizer-type NullTokenizer --pipeline-model-parallel-size 4 --disable-bias-linear"
+).split()
+
+
+@pytest.mark.parametrize("costs", [HEAVY, Costs(layer=1.0, head=1.95, again=1)])
+@pytest.mark.parametrize(("kind", "stages", "chunks", "micro_batches"), SHAPES)
+def test_a_long_update_takes_what_all_of_its_simulation_takes(
+    kind, stages, chunks, micro_batches, costs
+):
+    counts = [2] * (stages * chunks)
+    forward = costs.of_parts(counts)
+    inputs = [x + 2 * costs.again for x in forward]
+    tables = [time_table("", x, stages, chunks) for x in (forward, inputs, forward)]
+    schedule = make_schedule(kind, stages, chunks, micro_batches)
+    whole = simulate(schedule, Times(*tables))
+    pipeline = Pipeline(kind, stages, chunks, micro_batches)
+    assert pipeline.time(counts, costs) == pytest.approx(whole.total, rel=1e-3)
+    assert pipeline.bubble(counts, costs) == pytest.approx(whole.bubble, abs=1e-3)
+
+
+@pytest.mark.parametrize(("kind", "stages", "chunks", "micro_batches"), SHAPES)
+def test_a_proposal_has_all_layers_and_is_no_slower(kind, stages, chunks, micro_batches):
+    pipeline = Pipeline(kind, stages, chunks, micro_batches)
+    for layers in (stages * chunks, 3 * stages * chunks + 1):
+        for costs in (HEAVY, Costs(1.0, 0.0), Costs(1.0, 40.0)):
+            best = pipeline.best(layers, costs)
+            assert parse_layout(layout_text(best), layers, stages, "") == list(best)
+            assert len(best) == stages * chunks
+            each, left = divmod(layers, stages * chunks)
+            even = [each + (i < left) for i in range(stages * chunks)]
+            assert pipeline.time(best, costs) <= pipeline.time(even, costs) * 1.001
+
+
+def _rows(*flags):
+    config = parse_config([*NETWORK, *flags], world_size=4).config
+    return dict(pipeline_rows(config, 128256, 16))
+
+
+def test_a_heavy_head_is_noticed_and_the_proposed_layout_is_not_improved_further():
+    rows = _rows("--num-layers-per-virtual-pipeline-stage", "2")
+    assert rows["pipeline"].startswith("interleaved, 4 stages x 4 virtual: they wait 1")
+    layout = rows["less waiting"].split("'")[1]
+    assert layout == "Ett|(tt|)*11(ttt|)*2tt|L"
+    assert list(_rows("--pipeline-model-parallel-layout", layout)) == ["pipeline"]
+
+
+def test_numbers_in_8_bits_make_the_head_count_for_more_layers():
+    heavy = Costs.of(parse_config([*NETWORK, "--bf16"], world_size=4).config, 128256)
+    flags = [*NETWORK, "--bf16", "--fp8-format", "hybrid"]
+    heavier = Costs.of(parse_config(flags, world_size=4).config, 128256)
+    assert heavy.head == heavier.head
+    assert 1.2 < heavy.layer / heavier.layer < 2
+
+
+def test_recomputation_is_one_more_forward_pass_of_a_layer():
+    full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    assert Costs.of(parse_config([*NETWORK, *full.split()], world_size=4).config, 128256).again == 1
+
+
+def test_one_stage_has_nothing_to_tell():
+    config = parse_config([*NETWORK, "--pipeline-model-parallel-size", "1"], world_size=4).config
+    assert not list(pipeline_rows(config, 128256, 4))
