@@ -150,8 +150,9 @@ def fused_split_rotate(
     amaxes: Amaxes | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `SplitRotate`: one kernel that writes contiguous heads, and in backward one that gathers
-    their gradients, in whatever layout attention leaves them, into that of the projection. Sizes
-    that the kernel does not take run on PyTorch's operations."""
+    their gradients, in whatever layout attention leaves them, into that of the projection. Heads
+    that do not turn are views of it where each has its own key. Sizes that the kernel does not
+    take run on PyTorch's operations."""
     if not _fits(qkv, head_size, rotation):
         return split_rotate(qkv, groups, head_size, rotation)
     cosine, sine = (None, None) if rotation is None else rotation
@@ -191,10 +192,12 @@ class _SplitRotate(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         qkv = qkv.contiguous()
         s, b, width = qkv.shape
-        query = qkv.new_empty(s, b, width // head_size - 2 * groups, head_size)
-        key, value = (qkv.new_empty(s, b, groups, head_size) for _ in range(2))
         ctx.library, ctx.amaxes = library, amaxes
         ctx.save_for_backward(cosine, sine)
+        if cosine is None and width == 3 * groups * head_size:
+            return split_rotate(qkv.detach(), groups, head_size, None)
+        query = qkv.new_empty(s, b, width // head_size - 2 * groups, head_size)
+        key, value = (qkv.new_empty(s, b, groups, head_size) for _ in range(2))
         _launch(library, qkv, (cosine, sine), (query, key, value), None, backward=False)
         return query, key, value
 

@@ -54,7 +54,8 @@ def test_equals_float64(kernels, dtype, groups, per_group, size, rotary):
         device, dtype, groups=groups, per_group=per_group, size=size, rotary=rotary
     )
     ours = check(*both(library, groups, size, rotation), [qkv], grads, TOLERANCE[dtype])
-    assert all(x.is_contiguous() for x in ours)
+    as_views = rotary == 0 and per_group == 1
+    assert all(x.is_contiguous() != as_views for x in ours[:3])
 
 
 @pytest.mark.parametrize("layout", [(1, 2, 0, 3), (1, 0, 2, 3), (0, 1, 2, 3), (3, 0, 1, 2)])
