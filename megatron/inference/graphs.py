@@ -4,7 +4,7 @@ kernels of a step in one call, for which a CPU would need longer than the GPU co
 A recording is of a number of sequences and a longest length; a step takes the next larger one and
 fills it up with rows of no tokens. All recordings read the same input memory, which is written in
 the device's queue: a step may be queued while another one runs. Passes of training are recorded by
-`training/graphs.py`, as they have a backward; both record by `megatron.device.Recorder`.
+`training/recorded_passes.py`, as they have a backward; both record by `megatron.device.Recorder`.
 """
 
 from __future__ import annotations

@@ -23,9 +23,9 @@ from megatron.parallel.weight_gradients import WeightGradientQueue
 from megatron.tokenizer.base import Tokenizer
 from megatron.training.batch_size import BatchPlan
 from megatron.training.exit import ExitRequest
-from megatron.training.graphs import RecordedPasses
 from megatron.training.operation_clock import OperationClock
 from megatron.training.recipe import Batch, Recipe, Splits
+from megatron.training.recorded_passes import RecordedPasses
 from megatron.training.save_interval import SaveClock
 from megatron.training.timers import Timers
 

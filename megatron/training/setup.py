@@ -44,9 +44,9 @@ from megatron.training.checkpointing import (
 )
 from megatron.training.data import batches_from, samples_needed
 from megatron.training.exit import ExitRequest
-from megatron.training.graphs import Losses, RecordedPasses
 from megatron.training.operation_clock import OperationClock
 from megatron.training.recipe import Batch, Recipe
+from megatron.training.recorded_passes import Losses, RecordedPasses
 from megatron.training.run import Progress, Run
 from megatron.training.save_interval import SaveClock
 from megatron.training.timers import Timers

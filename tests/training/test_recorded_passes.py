@@ -15,8 +15,8 @@ from megatron.parallel.journal import Journal
 from megatron.parallel.layers import Linear
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import ZEROS
-from megatron.training import graphs
-from megatron.training.graphs import RecordedPasses
+from megatron.training import recorded_passes
+from megatron.training.recorded_passes import RecordedPasses
 from tests.training.toy import build_toy
 
 
@@ -100,7 +100,7 @@ def test_a_micro_batch_of_a_new_kind_runs_once_as_it_is() -> None:
 
 
 def test_not_every_shape_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "MOST_RECORDINGS", 2)
+    monkeypatch.setattr(recorded_passes, "MOST_RECORDINGS", 2)
     passes = _Passes(warm_up=1)
     for _ in range(3):
         for rows in (1, 2, 3):
