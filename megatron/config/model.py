@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from megatron.config.flag import flag, setting
 
 ARCHITECTURES = ("gpt", "bert", "t5")
+_FLASH_HEAD_STEP, _LARGEST_FLASH_HEAD = 8, 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,3 +246,15 @@ def is_irrelevant(model: ModelConfig, name: str) -> bool:
     if name == "max_position_embeddings":
         return positions == "relative"  # of any distance
     return name == "rope_scaling_factor" and not model.use_rope_scaling
+
+
+def flash_head_misfit(size: int, *, largest: int = _LARGEST_FLASH_HEAD) -> str:
+    """Why flash attention does not take heads of this size; empty if it does.
+
+    Args:
+        size: channels of a head.
+        largest: that the kernels in question take: PyTorch's, where it is not given.
+    """
+    if size % _FLASH_HEAD_STEP or size > largest:
+        return f"head size {size} is not a multiple of {_FLASH_HEAD_STEP} up to {largest}"
+    return ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from megatron.config.fields import fields_of
+from megatron.config.model import flash_head_misfit
 from megatron.config.resolve import longest_sequence
 from megatron.config.run import RunConfig, flatten, sections
 from megatron.config.stages import plan_model
@@ -313,6 +314,13 @@ def precision(config: RunConfig, world_size: int) -> Iterator[str]:
         yield "--fp16 and --bf16 exclude each other: keep one"
     if config.model.use_flash_attn and not half:
         yield "--use-flash-attn computes in 16 bits: add --bf16 or --fp16"
+    head = config.model.kv_channels
+    misfit = flash_head_misfit(head) if config.model.use_flash_attn and head else ""
+    if misfit:
+        yield (
+            f"--use-flash-attn: {misfit}: choose another --num-attention-heads or --kv-channels, "
+            "or drop the flag"
+        )
     if numbers.fp32_residual_connection and not half:
         yield "--fp32-residual-connection has no meaning in fp32: drop it, or add --bf16 or --fp16"
     if numbers.fp16_lm_cross_entropy and not numbers.fp16:

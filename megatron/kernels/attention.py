@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron.config.model import ModelConfig
+from megatron.config.model import ModelConfig, flash_head_misfit
 from megatron.config.precision import PrecisionConfig
 from megatron.device import Device
 from megatron.errors import ConfigError
@@ -30,7 +30,6 @@ from megatron.kernels.flash_package import FlashPackage, find_flash_package
 from megatron.kernels.segments import Mask, Segments
 from megatron.kernels.softmax import masked_softmax
 
-LARGEST_FLASH_HEAD = 256
 # Fastest first where more than one applies. cuDNN steps aside in deterministic mode.
 _GPU_KERNELS = [
     SDPBackend.CUDNN_ATTENTION,
@@ -94,7 +93,7 @@ def choose_attention(
     """Pick the form once, when a model is built.
 
     Raises:
-        ConfigError: --use-flash-attn where no flash kernel can run.
+        ConfigError: --use-flash-attn on a CPU.
     """
     if not model.masked_softmax_fusion and not model.use_flash_attn:
         by_layer = precision.apply_query_key_layer_scaling
@@ -107,7 +106,10 @@ def choose_attention(
         return AttentionChoice("plain", "--no-masked-softmax-fusion", function)
     name, reason, fused = "fused", "scaled_dot_product_attention on CPU", cpu_attention
     if model.use_flash_attn:
-        _check_flash(model, precision, device)
+        if not Device(device).is_gpu:
+            raise ConfigError(
+                f"--use-flash-attn needs a GPU, and this run is on {device.type}: drop it"
+            )
         package = find_flash_package(device)
         name, reason = "flash", "--use-flash-attn: first of cuDNN, flash, efficient that fits"
         if package is not None:
@@ -118,26 +120,6 @@ def choose_attention(
     if model.softmax_scale is None:
         return AttentionChoice(name, reason, fused)
     return AttentionChoice(name, reason, partial(fused, scale=model.softmax_scale))
-
-
-def _check_flash(model: ModelConfig, precision: PrecisionConfig, device: torch.device) -> None:
-    problems = []
-    if not Device(device).is_gpu:
-        problems.append(f"--use-flash-attn needs a GPU, and this run is on {device.type}: drop it")
-    if not (precision.fp16 or precision.bf16):
-        problems.append("--use-flash-attn needs 16-bit weights: add --bf16 or --fp16, or drop it")
-    if model.kv_channels is not None and model.kv_channels > LARGEST_FLASH_HEAD:
-        problems.append(
-            f"--use-flash-attn: heads of --kv-channels {model.kv_channels} are larger than "
-            f"{LARGEST_FLASH_HEAD}: use more heads, or drop the flag"
-        )
-    if model.kv_channels is not None and model.kv_channels % 8:
-        problems.append(
-            f"--use-flash-attn: heads of --kv-channels {model.kv_channels} are no multiple of 8, "
-            "which its kernels need: choose another number of heads, or drop the flag"
-        )
-    if problems:
-        raise ConfigError(problems)
 
 
 def attention_reference(
@@ -264,9 +246,7 @@ def flash_misfit(head_size: int, dtype: torch.dtype, device: torch.device) -> st
         return f"no flash kernel on {device.type}"
     if dtype not in (torch.float16, torch.bfloat16):
         return "flash kernels compute in 16 bits"
-    if head_size % 8 or head_size > LARGEST_FLASH_HEAD:
-        return f"head size {head_size} is not a multiple of 8 up to {LARGEST_FLASH_HEAD}"
-    return ""
+    return flash_head_misfit(head_size)
 
 
 def _flash_takes(query: Tensor) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.config.model import flash_head_misfit
 from megatron.device import Device
 from megatron.kernels.segments import Mask
 
@@ -40,11 +41,9 @@ class FlashPackage:
 
     def takes(self, query: Tensor, mask: Mask | None, dropout: float) -> bool:
         """Whether it has a kernel, and a fast one: 16 bits, one sample, no dropout and no mask."""
-        size = query.shape[-1]
         return (
             query.dtype in (torch.float16, torch.bfloat16)
-            and size % 8 == 0
-            and size <= _LARGEST_HEAD
+            and not flash_head_misfit(query.shape[-1], largest=_LARGEST_HEAD)
             and query.shape[1] == 1
             and dropout == 0
             and mask is None

@@ -2,6 +2,7 @@
 
 import math
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from megatron.errors import ConfigError
 from megatron.kernels import attention
 from megatron.kernels.attention import attention_reference, choose_attention, cpu_attention
 from megatron.kernels.flash_package import FlashPackage, find_flash_package
+from tests.config.command import parse, problems
 
 S, B, N, D = 9, 2, 4, 8
 CPU = torch.device("cpu")
@@ -143,14 +145,34 @@ def test_choice_on_cpu():
 
 
 def test_flash_is_refused_where_it_cannot_run():
-    model = ModelConfig(use_flash_attn=True, kv_channels=516)
-    with pytest.raises(ConfigError) as error:
-        choose_attention(model, PrecisionConfig(), CPU)
-    assert len(error.value.problems) == 4
-    assert "needs a GPU" in str(error.value)
-    assert "--bf16" in str(error.value)
-    assert "--kv-channels 516 are larger" in str(error.value)
-    assert "--kv-channels 516 are no multiple of 8" in str(error.value)
+    with pytest.raises(ConfigError, match="--use-flash-attn needs a GPU, and this run is on cpu"):
+        choose_attention(ModelConfig(use_flash_attn=True), PrecisionConfig(bf16=True), CPU)
+
+
+def test_one_list_of_the_heads_that_flash_kernels_take(monkeypatch):
+    """PyTorch's, those of the package, which are smaller, and the flag's rule."""
+    monkeypatch.setattr(attention, "Device", lambda _: SimpleNamespace(has_flash=True))
+    package = FlashPackage(lambda *_: None, "4.0")
+    for size, fits, fits_package in (
+        (8, True, True),
+        (12, False, False),
+        (128, True, True),
+        (136, True, False),
+        (256, True, False),
+        (264, False, False),
+    ):
+        misfit = attention.flash_misfit(size, torch.bfloat16, CPU)
+        assert (not misfit) == fits, size
+        query = torch.empty(4, 1, 2, size, dtype=torch.bfloat16)
+        assert package.takes(query, None, dropout=0.0) == fits_package, size
+        words = f"--use-flash-attn --bf16 --kv-channels {size}"
+        if fits:
+            parse(words)
+        else:
+            assert problems(words) == [
+                f"--use-flash-attn: {misfit}: choose another --num-attention-heads or "
+                "--kv-channels, or drop the flag"
+            ]
 
 
 def test_flash_means_kernels_that_hold_no_scores(monkeypatch):
