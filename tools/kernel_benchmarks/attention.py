@@ -1,10 +1,12 @@
 """Attention of a layer, at training sizes: no kernel of ours, but a choice among PyTorch's.
 
-"Ours" is what a model runs (`gpu_attention`), libraries are what it might run instead."""
+"Ours" is what a model runs (`gpu_attention`), libraries are what it might run instead.
+FlashAttention 4 is a row of its own, of tensors [b, s, n, d] in order: where it is installed."""
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -12,9 +14,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.kernels.attention import gpu_attention
+from megatron.kernels.flash_package import FlashPackage, find_flash_package
 from megatron.kernels.library import KernelLibrary
 from megatron.kernels.segments import Mask, Segments
-from tools.kernel_benchmarks.operation import Form, Operation
+from tools.kernel_benchmarks.operation import Form, Inputs, Operation
 
 BF16 = torch.bfloat16
 BACKWARD_PRODUCTS = 2.5  # five products, one of them forward's again, where forward has two
@@ -23,7 +26,15 @@ BACKWARD_PRODUCTS = 2.5  # five products, one of them forward's again, where for
 def operations(library: KernelLibrary, device: torch.device) -> list[Operation]:
     """All of them; the library is none of theirs."""
     packed = [packed_documents(device, b, d) for b in (1, 4) for d in (512, 2048, 4096)]
-    return [causal(device, 4096, 4), causal(device, 8192, 1), padded(device), *packed]
+    return [
+        causal(device, 4096, 4),
+        causal(device, 8192, 1),
+        padded(device),
+        *packed,
+        flash_package(device, (4096, 4, 16, 128), 16, causal=True),
+        flash_package(device, (8192, 1, 32, 128), 8, causal=True),
+        flash_package(device, (512, 64, 16, 64), 16, causal=False),
+    ]
 
 
 def causal(device: torch.device, s: int, b: int) -> Operation:
@@ -36,6 +47,27 @@ def causal(device: torch.device, s: int, b: int) -> Operation:
         ours=_with(mask=None, causal=True),
         libraries={"flash": _by_flash(causal=True)},
     )
+
+
+def flash_package(
+    device: torch.device, sizes: tuple[int, int, int, int], groups: int, *, causal: bool
+) -> Operation:
+    """FlashAttention 4 in the order that it wants, against PyTorch's kernels in the same."""
+    s, b, _, _ = sizes
+    operation = _attention(
+        f"{'causal ' if causal else ''}attention for FlashAttention 4",
+        device,
+        sizes,
+        pairs=b * s * s / (2 if causal else 1),
+        ours=_with(mask=None, causal=causal),
+        libraries={
+            "FlashAttention 4": partial(_by_package, device, causal=causal),
+            "flash": _by_flash(causal=causal),
+        },
+        groups=groups,
+        in_order=True,
+    )
+    return replace(operation, missing=partial(_lacks_package, device))
 
 
 def padded(device: torch.device) -> Operation:
@@ -82,17 +114,28 @@ def _attention(
     pairs: float,
     ours: Form,
     libraries: dict[str, Form],
+    groups: int | None = None,
+    in_order: bool = False,
 ) -> Operation:
-    """sizes: s, b, n, d; pairs: of a query and a key that it may attend to, of one head."""
+    """sizes: s, b, n, d; pairs: of a query and a key that it may attend to, of one head; groups:
+    of keys and values; in_order: memory is that of [b, s, n, d], turned."""
     s, b, n, d = sizes
-    size = 2 * s * b * n * d  # bytes of each of queries, keys, values and the result
+    g = groups or n
+    size = 2 * s * b * (2 * n + 2 * g) * d  # bytes of queries, keys, values and the result
     products = int(4 * pairs * n * d)
+
+    def draw() -> Inputs:
+        order = (b, s) if in_order else (s, b)
+        drawn = [torch.randn(*order, count, d, device=device, dtype=BF16) for count in (n, g, g)]
+        return [x.transpose(0, 1) for x in drawn] if in_order else drawn
+
+    shape = f"[{b}, {s}, {n}, {d}] in order" if in_order else f"[{s}, {b}, {n}, {d}]"
     return Operation(
         name=name,
-        shape=f"[{s}, {b}, {n}, {d}] bf16",
-        forward_bytes=4 * size,
-        backward_bytes=8 * size,
-        draw=lambda: [torch.randn(s, b, n, d, device=device, dtype=BF16) for _ in range(3)],
+        shape=f"{shape}{'' if g == n else f', {g} groups'} bf16",
+        forward_bytes=size,
+        backward_bytes=2 * size,
+        draw=draw,
         ours=ours,
         eager=None,  # would hold every score
         libraries=libraries,
@@ -108,11 +151,30 @@ def _with(*, mask: Mask | None, causal: bool, dropout: float = 0.0) -> Form:
 def _by_flash(*, causal: bool) -> Form:
     def form(*inputs: Tensor) -> Tensor:
         query, key, value = (x.permute(1, 2, 0, 3) for x in inputs)
+        shared = key.shape[1] != query.shape[1]
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            out = F.scaled_dot_product_attention(query, key, value, is_causal=causal)
+            out = F.scaled_dot_product_attention(
+                query, key, value, is_causal=causal, enable_gqa=shared
+            )
         return out.permute(2, 0, 1, 3).flatten(2)
 
     return form
+
+
+@cache
+def _package(device: torch.device) -> FlashPackage | None:
+    return find_flash_package(device)
+
+
+def _lacks_package(device: torch.device) -> str:
+    return "" if _package(device) else "no flash-attn-4 for this GPU is installed"
+
+
+def _by_package(device: torch.device, *inputs: Tensor, causal: bool) -> Tensor:
+    package = _package(device)
+    assert package is not None, "this was asked before"
+    query, key, value = inputs
+    return package(query, key, value, causal=causal, scale=None)
 
 
 def _stretches(*inputs: Tensor, ends: Tensor, longest: int, dropout: float) -> Tensor:

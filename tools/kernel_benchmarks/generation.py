@@ -5,23 +5,30 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from megatron.kernels.library import KernelLibrary
 from megatron.kernels.paged_attention import FusedPaged, PlainPaged, Singles
+from megatron.kernels.row_product import RowProduct, choose_row_product
 from tools.kernel_benchmarks.operation import Inputs, Operation
 
 BF16 = torch.bfloat16
 BLOCK = 16
 GROUPS, PER_GROUP, HEAD = 8, 4, 128
+WEIGHTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))  # of a layer, [out, in]
+ROWS = (1, 32, 256, 2048)
 
 
 def operations(library: KernelLibrary, device: torch.device) -> list[Operation]:
     """All of them."""
+    multiply = choose_row_product(device)
     return [
         paged_attention(library, device, 1, 1024),
         paged_attention(library, device, 1, 8192),
         paged_attention(library, device, 32, 1024),
         paged_attention(library, device, 256, 1024),
+        *(row_product(multiply, device, m, n, k) for n, k in WEIGHTS for m in ROWS),
     ]
 
 
@@ -51,4 +58,30 @@ def paged_attention(
         draw=draw,
         ours=partial(FusedPaged(library).singles, singles=singles),
         eager=partial(PlainPaged().singles, singles=singles),
+    )
+
+
+def row_product(
+    multiply: RowProduct | None, device: torch.device, rows: int, outer: int, inner: int
+) -> Operation:
+    """A product of which each row has the same bits whatever the others are."""
+
+    def ours(x: Tensor, weight: Tensor) -> Tensor:
+        assert multiply is not None, "this was asked before"
+        return multiply(x, weight, None)
+
+    return Operation(
+        name="row product",
+        shape=f"[{rows}, {inner}] x [{outer}, {inner}]^T bf16",
+        forward_bytes=2 * (rows * inner + outer * inner + rows * outer),
+        backward_bytes=0,
+        draw=lambda: [
+            torch.randn(*shape, device=device, dtype=BF16)
+            for shape in ((rows, inner), (outer, inner))
+        ],
+        ours=ours,
+        eager=None,  # is the library's
+        libraries={"F.linear": F.linear},
+        forward_products=2 * rows * inner * outer,
+        missing=lambda: "" if multiply else "no cuBLASLt is here",
     )

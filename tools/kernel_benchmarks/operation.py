@@ -36,6 +36,8 @@ class Operation:
         forward_products: floating point operations of 16-bit matrix products, where they and not
             bytes may be the floor.
         backward_products: the same for backward.
+        missing: what this machine lacks for it; empty where it can be timed. Asked before `draw`
+            and any form.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Operation:
     in_place: bool = False
     forward_products: int = 0
     backward_products: int = 0
+    missing: Callable[[], str] = str
 
 
 class Stopwatch:
