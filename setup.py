@@ -28,11 +28,11 @@ class BuildWithKernels(build_py):
         from megatron.kernels import build
 
         root = HERE if self.editable_mode else Path(self.build_lib)
+        folder = root / "megatron" / "kernels" / "built"
         for architecture in cuda_architectures() or build.detect_architectures():
             try:
-                made = build.build(
-                    architecture, root / "megatron" / "kernels" / "built", build.say_on_stderr
-                )
+                name = build.looked_up_as(architecture)
+                made = build.build(name, folder, build.say_on_stderr, build.say_on_stderr)
                 made.with_suffix(".lock").unlink(missing_ok=True)
             except Exception as error:  # whatever it is, the package works without
                 build.say_on_stderr(f"fused kernels: not compiled for {architecture}: {error}")

@@ -154,7 +154,11 @@ def cuda_architectures() -> list[str]:
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels are kept: MEGATRON_CACHE, else the user's cache folder."""
+    """Where compiled kernels are kept: MEGATRON_CACHE, else the user's cache folder.
+
+    Raises:
+        RuntimeError: there is no such user.
+    """
     asked = os.environ.get("MEGATRON_CACHE")
     if asked:
         return Path(asked).expanduser()

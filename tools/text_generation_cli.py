@@ -273,7 +273,11 @@ def _history() -> Iterator[None]:
     except ImportError:  # not on every platform
         yield
         return
-    path = cache_folder() / "text_generation_history"
+    try:
+        path = cache_folder() / "text_generation_history"
+    except RuntimeError:  # a user without a home folder
+        yield
+        return
     with contextlib.suppress(OSError):
         readline.read_history_file(path)
     readline.set_history_length(_KEPT_LINES)

@@ -8,6 +8,7 @@ found: `kernels-<architecture>-<digest of sources and flags>-cuda<nvcc version>.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import shutil
 import subprocess
@@ -27,6 +28,7 @@ PREBUILT = HERE / "built"  # filled by `pip install`
 FLAGS = ("-O3", "-std=c++17", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC")
 NVCC_LIMIT = 600  # seconds for one nvcc process; usual are 10 to 30
 LOCK_LIMIT = 900  # seconds to wait for another process that builds
+LOCK_PATIENCE = 20.0  # of these, until it is said
 _LINK_FLAGS = ("-shared", "-cudart", "static", "-Xlinker", "--exclude-libs,ALL")
 
 Say = Callable[[str], None]
@@ -87,10 +89,20 @@ def _output(*command: str) -> str:
 
 
 def _number(architecture: str) -> int:
-    match = re.fullmatch(r"sm_(\d+)[af]?", architecture)
+    major, minor = _capability(architecture)
+    return 10 * major + minor
+
+
+def _capability(architecture: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(?:sm_)?(\d+)\.?(\d)[af]?", architecture)
     if match is None:
         raise BuildError(f"GPU architecture {architecture!r} is not of the form sm_90a")
-    return int(match[1])
+    return int(match[1]), int(match[2])
+
+
+def looked_up_as(architecture: str) -> str:
+    """ "sm_90", "90" or "9.0" as runs on such a GPU ask for it: "sm_90a"."""
+    return name_of(*_capability(architecture))
 
 
 def source_files() -> list[Path]:
@@ -106,20 +118,19 @@ def digest() -> str:
     return state.hexdigest()[:16]
 
 
-def find_built(architecture: str, cache: Path, version: str = "*") -> Path | None:
-    """A library made from these sources: one of `pip install`, else one of the cache."""
-    stem = f"kernels-{architecture}-{digest()}-cuda"
-    candidates = [*PREBUILT.glob(f"{stem}*.so"), *cache.glob(f"{stem}{version}.so")]
-    return next(iter(candidates), None)
+def find_built(architecture: str, folder: Path) -> Path | None:
+    """A library in `folder` made from these sources, by whatever nvcc."""
+    return next(folder.glob(f"kernels-{architecture}-{digest()}-cuda*.so"), None)
 
 
-def build(architecture: str, folder: Path, say: Say) -> Path:
+def build(architecture: str, folder: Path, say: Say, say_waiting: Say) -> Path:
     """Find or make the library in `folder`; of several processes one builds, the others wait.
 
     Args:
         architecture: "sm_90a".
         folder: cache.
         say: prints one line.
+        say_waiting: prints one line where it takes long until another process has built.
 
     Raises:
         BuildError: no compiler, no place to write, or the compiler fails.
@@ -129,7 +140,7 @@ def build(architecture: str, folder: Path, say: Say) -> Path:
     started = time.time()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _alone(target.with_suffix(".lock")):
+        with _alone(target.with_suffix(".lock"), say_waiting):
             if target.exists():
                 return target
             failed = target.with_suffix(".failed")
@@ -157,7 +168,9 @@ def _make(compiler: Compiler, architecture: str, target: Path, say: Say) -> None
     started = time.monotonic()
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         made = compile_sources(compiler, architecture, Path(scratch))
-        made.replace(target)  # atomic: nobody ever sees half a library
+        with made.open("rb+") as file:
+            os.fsync(file.fileno())
+        made.replace(target)  # nobody ever sees half a library, whatever ends the machine
     say(f"fused kernels: compiled in {time.monotonic() - started:.0f} s, kept as {target}")
 
 
@@ -197,24 +210,35 @@ def _run(command: list[str]) -> None:
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[None]:
+def _alone(path: Path, say_waiting: Say) -> Iterator[None]:
     """Hold the lock file. Where a file system has no locks, go on without: files are renamed into
     place, so building twice is a waste and no error."""
     import fcntl
 
     with path.open("w") as file:
-        deadline = time.monotonic() + LOCK_LIMIT
+        started, said = time.monotonic(), False
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if time.monotonic() > deadline:
+                waited = time.monotonic() - started
+                if waited > LOCK_LIMIT:
                     break
+                if waited > LOCK_PATIENCE and not said:
+                    said = True
+                    say_waiting(
+                        f"fused kernels: another process is compiling them and holds {path}; "
+                        f"without it from {LOCK_LIMIT} s on"
+                    )
                 time.sleep(0.1)
             except OSError:
                 break
         yield
+
+
+def say_nothing(line: str) -> None:
+    """In the place of `say_on_stderr`, where another process says it."""
 
 
 def say_on_stderr(line: str) -> None:

@@ -23,7 +23,15 @@ from torch import Tensor
 
 from megatron.device import Device, current_gpu, stream_handle
 from megatron.environment import cache_folder, read_launch
-from megatron.kernels.build import BuildError, build, find_built, name_of, say_on_stderr
+from megatron.kernels.build import (
+    PREBUILT,
+    BuildError,
+    build,
+    find_built,
+    name_of,
+    say_nothing,
+    say_on_stderr,
+)
 
 OLDEST_CAPABILITY = (8, 0)  # bf16 and asynchronous copies
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # common.cuh has the same
@@ -75,6 +83,14 @@ class KernelLibrary:
             function.argtypes, function.restype = [ctypes.c_int64], ctypes.c_char_p
         self._loaded.set_device.argtypes = [ctypes.c_int64]
 
+    def check(self, gpu: int) -> None:
+        """Whether the GPU's driver takes the library: one of an older CUDA may not.
+
+        Raises:
+            KernelError: it does not.
+        """
+        self._expect_success("set_device", self._loaded.set_device(gpu))
+
     def launch(self, kernel: Kernel, *arguments: Argument) -> None:
         """Run a kernel on PyTorch's current stream of the device of the first tensor.
 
@@ -92,10 +108,13 @@ class KernelLibrary:
             with Device(tensor.device).as_current():
                 error = self._loaded.set_device(gpu) or function(*values, stream_handle(gpu))
             self._thread.gpu = gpu
+        self._expect_success(kernel.name, error)
+
+    def _expect_success(self, function: str, error: int) -> None:
         if error:
             name = self._loaded.error_name(error).decode()
             text = self._loaded.error_text(error).decode()
-            raise KernelError(f"{kernel.name}: {name} ({text})")
+            raise KernelError(f"{function}: {name} ({text})")
 
     def _find(self, kernel: Kernel) -> ctypes._NamedFuncPointer:
         function = self._loaded[kernel.name]
@@ -158,16 +177,32 @@ def find_library(device: torch.device) -> LibraryChoice:
     if ours.capability < OLDEST_CAPABILITY:
         reason = f"{ours.name} is older than compute capability 8.0"
     else:
+        architecture = name_of(*ours.capability)
         try:
-            architecture = name_of(*ours.capability)
-            return LibraryChoice(KernelLibrary(find_or_build(architecture)), architecture)
+            return LibraryChoice(_load(find_or_build(architecture), ours), architecture)
         except BuildError as error:
             reason = str(error)
-        except (OSError, AttributeError) as error:  # a file that cannot be loaded
-            reason = f"cannot load the compiled kernels: {error}"
     if read_launch().local_rank == 0:
         say_on_stderr(f"fused kernels: off, plain PyTorch runs instead: {reason}")
     return LibraryChoice(None, reason)
+
+
+def _load(path: Path, device: Device) -> KernelLibrary:
+    """The library, tried on the device.
+
+    Raises:
+        BuildError: it cannot be loaded, or the driver does not take it.
+    """
+    try:
+        with device.as_current():
+            library = KernelLibrary(path)
+            library.check(current_gpu())
+    except (OSError, AttributeError, KernelError) as error:
+        raise BuildError(
+            f"{path} does not run here ({error}): update the driver or delete the file, or set "
+            "MEGATRON_CACHE to another folder"
+        ) from None
+    return library
 
 
 def find_or_build(architecture: str) -> Path:
@@ -176,5 +211,14 @@ def find_or_build(architecture: str) -> Path:
     Raises:
         BuildError: it is not there and cannot be compiled.
     """
-    folder = cache_folder() / "kernels"
-    return find_built(architecture, folder) or build(architecture, folder, say_on_stderr)
+    installed = find_built(architecture, PREBUILT)
+    if installed is not None:
+        return installed
+    try:
+        folder = cache_folder() / "kernels"
+    except RuntimeError:  # in a container, perhaps, that knows nothing of its user
+        raise BuildError("this user has no home folder: set MEGATRON_CACHE to a folder") from None
+    say_waiting = say_on_stderr if read_launch().local_rank == 0 else say_nothing
+    return find_built(architecture, folder) or build(
+        architecture, folder, say_on_stderr, say_waiting
+    )

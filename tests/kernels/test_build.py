@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import importlib
 import multiprocessing
 import pkgutil
@@ -10,13 +12,17 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import megatron.kernels
 from megatron.kernels import build as building
+from megatron.kernels import library
 from megatron.kernels.build import BuildError, Compiler, find_built, find_compiler
-from megatron.kernels.library import Kernel
+from megatron.kernels.library import Kernel, KernelError
 
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 
@@ -66,9 +72,9 @@ def test_compiles_without_a_gpu(tmp_path, architecture, monkeypatch):
     if architecture != "sm_90a" and tuple(map(int, compiler.version.split("."))) >= (12, 9):
         extra = ("-Ofc=max",)  # nobody looks at what it makes, so in a fifth of the time
     path = building.compile_sources(compiler, architecture, tmp_path, *extra)
-    library = ctypes.CDLL(str(path))
+    loaded = ctypes.CDLL(str(path))
     for kernel in declared_kernels():
-        assert hasattr(library, kernel.name), kernel
+        assert hasattr(loaded, kernel.name), kernel
     if architecture != "sm_90a":
         return  # an older GPU may spill a little
     text = "\n".join(reports)
@@ -113,21 +119,21 @@ def test_is_compiled_once_and_found_again(tmp_path, counting_nvcc):
     said = []
     folder = tmp_path / "cache"
     assert find_built("sm_90a", folder) is None
-    path = building.build("sm_90a", folder, said.append)
+    path = building.build("sm_90a", folder, said.append, said.append)
     assert path.read_text() == "made"
     assert len(counting_nvcc.read_text()) == len(building.source_files()) + 1  # and the linking
     assert len(said) == 2
     assert "sm_90a" in said[0]
     assert find_built("sm_90a", folder) == path
     assert find_built("sm_80", folder) is None
-    assert building.build("sm_90a", folder, said.append) == path
+    assert building.build("sm_90a", folder, said.append, said.append) == path
     assert len(said) == 2
 
 
 def test_of_many_processes_one_compiles(tmp_path, counting_nvcc):
     context = multiprocessing.get_context("fork")
     workers = [
-        context.Process(target=building.build, args=("sm_90a", tmp_path / "cache", print))
+        context.Process(target=building.build, args=("sm_90a", tmp_path / "cache", print, print))
         for _ in range(4)
     ]
     for worker in workers:
@@ -139,13 +145,13 @@ def test_of_many_processes_one_compiles(tmp_path, counting_nvcc):
 
 
 def test_changed_sources_are_compiled_again(tmp_path, counting_nvcc, monkeypatch):
-    first = building.build("sm_90a", tmp_path / "cache", print)
+    first = building.build("sm_90a", tmp_path / "cache", print, print)
     copy = tmp_path / "sources"
     shutil.copytree(building.HERE / "cuda", copy / "cuda")
     (copy / "cuda" / "common.cuh").write_text("// another")
     monkeypatch.setattr(building, "HERE", copy)
     assert find_built("sm_90a", tmp_path / "cache") is None
-    assert building.build("sm_90a", tmp_path / "cache", print) != first
+    assert building.build("sm_90a", tmp_path / "cache", print, print) != first
 
 
 def test_without_nvcc_one_line_says_what_to_do(tmp_path, monkeypatch):
@@ -153,21 +159,21 @@ def test_without_nvcc_one_line_says_what_to_do(tmp_path, monkeypatch):
     real = shutil.which
     monkeypatch.setattr(shutil, "which", lambda n, path=None: real(n, path=str(tmp_path)))
     with pytest.raises(BuildError, match="install the CUDA toolkit or set CUDA_HOME"):
-        building.build("sm_90a", tmp_path / "cache", print)
+        building.build("sm_90a", tmp_path / "cache", print, print)
 
 
 def test_a_failing_nvcc_is_quoted(tmp_path, monkeypatch):
     script = VERSIONS + 'sys.exit("x.cu(3): error: expected a semicolon")'
     monkeypatch.setenv("CUDA_HOME", str(_fake(tmp_path / "toolkit", script)))
     with pytest.raises(BuildError, match="expected a semicolon"):
-        building.build("sm_90a", tmp_path / "cache", print)
+        building.build("sm_90a", tmp_path / "cache", print, print)
     assert find_built("sm_90a", tmp_path / "cache") is None
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path, counting_nvcc):
     (tmp_path / "file").touch()
     with pytest.raises(BuildError, match="set MEGATRON_CACHE"):
-        building.build("sm_90a", tmp_path / "file" / "cache", print)
+        building.build("sm_90a", tmp_path / "file" / "cache", print, print)
 
 
 def test_a_newer_gpu_than_nvcc_gets_ptx():
@@ -176,3 +182,80 @@ def test_a_newer_gpu_than_nvcc_gets_ptx():
     assert nvcc.gencode("sm_100a") == "-gencode=arch=compute_90,code=compute_90"
     with pytest.raises(BuildError, match="update CUDA"):
         nvcc.gencode("sm_70")
+
+
+def test_an_architecture_is_kept_under_the_name_that_runs_look_for():
+    for text, name in (
+        *(("sm_90", "sm_90a"), ("sm_90a", "sm_90a"), ("9.0", "sm_90a"), ("90", "sm_90a")),
+        *(("8.6", "sm_86"), ("sm_100f", "sm_100a"), ("sm_120", "sm_120a")),
+    ):
+        assert building.looked_up_as(text) == name
+    with pytest.raises(BuildError, match="'hopper' is not of the form sm_90a"):
+        building.looked_up_as("hopper")
+
+
+def test_who_waits_long_for_another_process_says_for_what(tmp_path, counting_nvcc, monkeypatch):
+    monkeypatch.setattr(building, "LOCK_PATIENCE", 0.05)
+    lock = tmp_path / "cache" / f"kernels-sm_90a-{building.digest()}-cuda99.1.lock"
+    lock.parent.mkdir()
+    said = []
+
+    def say_waiting(line):
+        said.append(line)
+        fcntl.flock(holder, fcntl.LOCK_UN)
+
+    with lock.open("w") as holder:
+        fcntl.flock(holder, fcntl.LOCK_EX)
+        building.build("sm_90a", lock.parent, print, say_waiting)
+        assert len(said) == 1
+        assert f"another process is compiling them and holds {lock}" in said[0]
+        # That of a process which is gone holds up nobody.
+        building.build("sm_90a", lock.parent, print, pytest.fail)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A Hopper, for `find_library`; there is none."""
+    device = SimpleNamespace(
+        is_gpu=True, capability=(9, 0), name="a card", as_current=contextlib.nullcontext
+    )
+    monkeypatch.setattr(library, "Device", lambda _: device)
+    monkeypatch.setattr(library, "current_gpu", lambda: 0)
+    monkeypatch.setattr(library, "PREBUILT", Path("/nonexistent"))
+    return torch.device("cuda", 0)
+
+
+def _is_off(gpu, capsys, *reasons):
+    choice = library.find_library.__wrapped__(gpu)
+    assert choice.library is None
+    said = capsys.readouterr().err.splitlines()
+    assert said[-1].startswith("fused kernels: off, plain PyTorch runs instead: ")
+    for reason in reasons:
+        assert reason in said[-1]
+
+
+def test_a_user_without_a_home_folder_gets_the_plain_forms(gpu, monkeypatch, capsys):
+    """As in a container that runs under some number."""
+    for name in ("HOME", "MEGATRON_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda _: {}["nobody"])
+    _is_off(gpu, capsys, "no home folder: set MEGATRON_CACHE")
+
+
+def test_a_library_that_does_not_run_here_is_left_alone(
+    tmp_path, gpu, counting_nvcc, monkeypatch, capsys
+):
+    monkeypatch.setenv("MEGATRON_CACHE", str(tmp_path))
+    _is_off(gpu, capsys, str(tmp_path / "kernels"), "does not run here", "update the driver")
+
+    class Refused:
+        """As by a driver that is older than the CUDA of nvcc."""
+
+        def __init__(self, path):
+            pass
+
+        def check(self, gpu):
+            raise KernelError("set_device: cudaErrorInsufficientDriver (too old)")
+
+    monkeypatch.setattr(library, "KernelLibrary", Refused)
+    _is_off(gpu, capsys, "cudaErrorInsufficientDriver", "update the driver")
