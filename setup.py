@@ -32,10 +32,11 @@ class BuildWithKernels(build_py):
         for architecture in cuda_architectures() or build.detect_architectures():
             try:
                 name = build.looked_up_as(architecture)
-                made = build.build(name, folder, build.say_on_stderr, build.say_on_stderr)
-                made.with_suffix(".lock").unlink(missing_ok=True)
+                build.build(name, folder, build.say_on_stderr, build.say_on_stderr)
             except Exception as error:  # whatever it is, the package works without
                 build.say_on_stderr(f"fused kernels: not compiled for {architecture}: {error}")
+        for left in (*folder.glob("*.lock"), *folder.glob("*.failed")):
+            left.unlink()  # of the build, not of the package
 
 
 setup(cmdclass={"build_py": BuildWithKernels})

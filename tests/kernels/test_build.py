@@ -7,6 +7,7 @@ import ctypes
 import fcntl
 import importlib
 import multiprocessing
+import os
 import pkgutil
 import re
 import shutil
@@ -23,6 +24,7 @@ from megatron.kernels import build as building
 from megatron.kernels import library
 from megatron.kernels.build import BuildError, Compiler, find_built, find_compiler
 from megatron.kernels.library import Kernel, KernelError
+from tests.repository import ROOT
 
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 
@@ -211,6 +213,33 @@ def test_who_waits_long_for_another_process_says_for_what(tmp_path, counting_nvc
         assert f"another process is compiling them and holds {lock}" in said[0]
         # That of a process which is gone holds up nobody.
         building.build("sm_90a", lock.parent, print, pytest.fail)
+
+
+def test_what_is_installed_is_compiled_for_every_gpu_that_it_can_be(tmp_path):
+    script = """
+if "arch=compute_80" in " ".join(sys.argv): sys.exit("x.cu(3): error: not for this one")
+open(sys.argv[sys.argv.index("-o") + 1], "w").close()
+"""
+    asked = {
+        "CUDA_HOME": str(_fake(tmp_path / "toolkit", VERSIONS + script)),
+        "MEGATRON_CUDA_ARCHS": "9.0, sm_80,hopper",
+    }
+    done = subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path / "lib")],
+        cwd=ROOT,
+        env={**os.environ, **asked},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    for architecture, reason in (
+        ("sm_80", "nvcc failed: x.cu(3): error: not for this one"),
+        ("hopper", "GPU architecture 'hopper' is not of the form sm_90a"),
+    ):
+        assert f"fused kernels: not compiled for {architecture}: {reason}\n" in done.stderr
+    made = (tmp_path / "lib" / "megatron" / "kernels" / "built").iterdir()
+    assert [path.name for path in made] == [f"kernels-sm_90a-{building.digest()}-cuda99.1.so"]
 
 
 @pytest.fixture
