@@ -56,17 +56,27 @@ def _history(numbers: PrecisionConfig) -> Iterator[str]:
 
 
 def _sizes(config: RunConfig) -> Iterator[str]:
-    model, parallel = config.model, config.parallel
+    model, parallel, data = config.model, config.parallel, config.data
     split = max(1, parallel.tensor_model_parallel_size)
-    tokens = _tokens(config)
+    micro_batch, context = config.training.micro_batch_size or 0, parallel.context_parallel_size
+    head, heads = model.kv_channels or 0, model.num_attention_heads or 0
+    groups = model.num_query_groups if model.group_query_attention else 0
     sizes = {
         "--hidden-size": (model.hidden_size, 1),
         "--ffn-hidden-size": (model.ffn_hidden_size, split),
-        "--num-attention-heads x --kv-channels": (
-            (model.num_attention_heads or 0) * (model.kv_channels or 0),
+        "--num-attention-heads x --kv-channels": (heads * head, split),
+        "(--num-attention-heads + 2 x --num-query-groups) x --kv-channels": (
+            (heads + 2 * groups) * head if groups else 0,
             split,
         ),
-        "--micro-batch-size x --seq-length": (tokens, max(1, parallel.context_parallel_size)),
+        "--micro-batch-size x --seq-length": (
+            micro_batch * (data.seq_length or 0),
+            max(1, context),
+        ),
+        "--micro-batch-size x --decoder-seq-length": (
+            micro_batch * (data.decoder_seq_length or 0),
+            1,
+        ),
     }
     for name, (size, parts) in sizes.items():
         if size and size % (MULTIPLE * parts):
@@ -75,7 +85,3 @@ def _sizes(config: RunConfig) -> Iterator[str]:
                 f"--fp8-format {config.precision.fp8_format}: {name} {size} is not a multiple of "
                 f"{MULTIPLE}{share}: use a multiple of {MULTIPLE * parts}, or drop --fp8-format"
             )
-
-
-def _tokens(config: RunConfig) -> int:
-    return (config.training.micro_batch_size or 0) * (config.data.seq_length or 0)

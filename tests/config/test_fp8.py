@@ -54,6 +54,19 @@ def test_weights_are_not_gathered_in_8_bits() -> None:
     assert "docs/fp8.md" in line
 
 
+def test_every_matrix_has_sizes_that_products_in_8_bits_take() -> None:
+    """Those of keys and values that heads share, and of a T5's decoder, too."""
+    words = "--bf16 --fp8-format hybrid --kv-channels 20 --group-query-attention"
+    (line,) = problems(f"{words} --num-query-groups 1")
+    assert line == (
+        "--fp8-format hybrid: (--num-attention-heads + 2 x --num-query-groups) x --kv-channels 120 "
+        "is not a multiple of 16: use a multiple of 16, or drop --fp8-format"
+    )
+    assert parse(f"{words} --num-query-groups 2")
+    (line,) = problems("--bf16 --fp8-format hybrid --decoder-seq-length 21", architecture="t5")
+    assert line.startswith("--fp8-format hybrid: --micro-batch-size x --decoder-seq-length 84 is")
+
+
 def test_a_script_for_megatron_may_name_the_defaults() -> None:
     words = "--fp8-margin 0 --fp8-interval 1 --fp8-amax-history-len 1"
     config = parse(f"--bf16 --fp8-format hybrid {words} --fp8-amax-compute-algo most_recent").config
