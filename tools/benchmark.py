@@ -12,14 +12,16 @@ the workload's shapes; the same as JSON under --output. Words after -- go to pre
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +30,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.command import run_command
+from megatron.config.arguments import ToolParser
 from megatron.errors import ConfigError, DataError
 from tools.bench import report
 from tools.bench.breakdown import read_breakdown
@@ -81,15 +84,10 @@ class Subject:
     root: Path
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> ToolParser:
     """The command line up to `--`."""
-    parser = argparse.ArgumentParser(
-        prog="benchmark.py",
-        description=__doc__,
-        usage="%(prog)s --workload S|L|demo [options] [-- flags of pretrain_gpt.py]",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = ToolParser("benchmark.py", __doc__)
+    parser.usage = "%(prog)s --workload S|L|demo [options] [-- flags of pretrain_gpt.py]"
     add = parser.add_argument
     add("--workload", choices=WORKLOADS, default="S", help="Model and batch (default: S).")
     add("--precision", choices=PRECISIONS, default="bf16", help="Default: bf16.")
@@ -118,8 +116,15 @@ def make_plan(options: argparse.Namespace, further: Sequence[str]) -> Plan:
     for name in ("gpus", "iterations", "warmup", "repeat"):
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name} {getattr(options, name)}: give at least 1")
+    for name in ("ceiling_seconds", "timeout"):
+        if not getattr(options, name) > 0:  # nan neither
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--{flag} {getattr(options, name):g}: give more than 0")
     workload, output = WORKLOADS[options.workload], options.output.resolve()
-    further = [*shlex.split(options.layout), *further]
+    try:
+        further = [*shlex.split(options.layout), *further]
+    except ValueError as error:
+        raise ConfigError(f"--layout {options.layout}: {error}") from None
     flags = training_flags(workload, options.precision, options.gpus, output / "corpus", further)
     read_flags(flags, options.gpus)  # complain before the corpus is written
     prefix = corpus_prefix(output / "corpus", workload)
@@ -195,7 +200,10 @@ def benchmark(options: argparse.Namespace, further: Sequence[str]) -> None:
     """Measure, print and write."""
     plan = make_plan(options, further)
     if options.ceilings:
-        _write_ceilings(plan, _ceilings_file(plan, options), options.ceiling_seconds)
+        path = _ceilings_file(plan, options)
+        _write_ceilings(plan, path, options.ceiling_seconds)
+        ceilings = _for_run(_read_ceilings(path), plan)
+        print(report.describe_ceilings(ceilings, _tokens_per_gpu(plan)))
         return
     ceilings = _known_ceilings(plan, options, further)
     here = Subject(options.label or commit_of(ROOT), ROOT)
@@ -226,36 +234,51 @@ def _ceilings_file(plan: Plan, options: argparse.Namespace) -> Path:
 def _known_ceilings(
     plan: Plan, options: argparse.Namespace, further: Sequence[str]
 ) -> dict[str, Any]:
-    """Those of an earlier call if they were measured long enough, else measured now, in a process
-    of its own that leaves no memory in use."""
-    path = _ceilings_file(plan, options)
-    wanted = options.ceiling_seconds
-    if not path.is_file() or json.loads(path.read_text(encoding="utf-8"))["seconds"] < wanted:
+    """Those of an earlier call if they were measured here, at these shapes and long enough, else
+    measured now, in a process of its own that leaves no memory in use."""
+    from tools.bench.ceilings import shapes_of
+
+    path, wanted = _ceilings_file(plan, options), options.ceiling_seconds
+    record = _read_ceilings(path)
+    shapes = shapes_of(plan.config, plan.workload.vocabulary)
+    if record.get("shapes") != shapes or record["seconds"] < wanted:
         words = ["--ceilings", "--workload", options.workload, "--precision", options.precision]
         words += ["--gpus", str(plan.gpus), "--output", str(options.output.resolve())]
         words += ["--ceiling-seconds", str(wanted)]
         words += [f"--layout={options.layout}", "--", *further]
         command = [sys.executable, str(Path(__file__).resolve()), *words]
         run_process(command, root=ROOT, log=plan.folder / "ceilings.txt", timeout=options.timeout)
-    return json.loads(path.read_text(encoding="utf-8"))
+        record = _read_ceilings(path)
+    return _for_run(record, plan)
+
+
+def _for_run(record: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
+    """Ceilings, and what follows from them for a step of these runs."""
+    from tools.bench.ceilings import Ceilings, rooflines
+
+    measured = Ceilings(**{field.name: record[field.name] for field in fields(Ceilings)})
+    return {**record, **rooflines(measured, plan.config, plan.gpus, plan.workload.vocabulary)}
+
+
+def _read_ceilings(path: Path) -> dict[str, Any]:
+    """Those in the file; nothing where there is none, or half of one."""
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        return record if isinstance(record, dict) else {}
+    return {}
 
 
 def _write_ceilings(plan: Plan, path: Path, seconds: float) -> None:
     from megatron.device import Device
-    from tools.bench.ceilings import measure_ceilings, roofline_step
+    from tools.bench.ceilings import measure_ceilings, shapes_of
 
     device = Device.pick()
     device.activate()
     size = plan.workload.vocabulary
     ceilings = measure_ceilings(plan.config, device, size, seconds=seconds)
-    steps = {
-        f"roofline_step_{name}": roofline_step(ceilings, plan.config, plan.gpus, size, fp8=fp8)
-        for name, fp8 in (("16bit", False), ("fp8", True))
-    }
-    record = {**dataclasses.asdict(ceilings), **steps}
+    record = {"shapes": shapes_of(plan.config, size), **dataclasses.asdict(ceilings)}
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    print(report.describe_ceilings(record, _tokens_per_gpu(plan)))
-    print(f"\nwritten: {path}")
+    print(f"written: {path}\n")
 
 
 def commit_of(root: Path) -> str:
@@ -308,7 +331,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "--layout" in own[:-1]:  # argparse takes a value that is one flag for a flag of its own
         at = own.index("--layout")
         own[at : at + 2] = [f"--layout={own[at + 1]}"]
-    options = build_parser().parse_args(own)
+    options = build_parser().read(own)
     if options.quick:
         options.warmup, options.iterations, options.repeat = 5, 15, 1
         options.ceiling_seconds = min(options.ceiling_seconds, 0.5)

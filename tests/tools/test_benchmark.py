@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from megatron.data.indexed import IndexedDataset
 from megatron.models.arithmetic import flops_per_token
 from tests.repository import ROOT
 from tools import benchmark
-from tools.bench import report
+from tools.bench import ceilings, report
 from tools.bench.breakdown import PARTS, Breakdown
 from tools.bench.launch import (
     BenchmarkError,
@@ -138,6 +139,9 @@ def test_several_gpus_go_under_torchrun(tmp_path) -> None:
     ("words", "message"),
     [
         (["--repeat", "0"], "--repeat 0: give at least 1"),
+        (["--timeout", "0"], "--timeout 0: give more than 0"),
+        (["--ceiling-seconds", "nan"], "--ceiling-seconds nan: give more than 0"),
+        (["--layout", "'--bf16"], "--layout '--bf16: No closing quotation"),
         (["--", "--num-layer", "3"], "did you mean --num-layers"),
         (["--gpus", "3", "--layout", "--tensor-model-parallel-size 2"], "--tensor-model-parallel"),
         (["--layout", "--sequence-paralel"], "did you mean --sequence-parallel"),
@@ -158,6 +162,51 @@ CEILINGS = {
     "products_fp8": 150e12, "attention_forward": 50e12, "attention_backward": 40e12,
     "copy": 4e12, "roofline_step_16bit": 0.09, "roofline_step_fp8": 0.06,
 }  # fmt: skip
+
+
+def test_a_mistake_of_its_own_flags_ends_as_any_other(capsys) -> None:
+    with pytest.raises(SystemExit) as left:
+        benchmark.main(["--quik"])
+    assert left.value.code == 9
+    assert capsys.readouterr().err == "error: unknown flag --quik: did you mean --quick?\n"
+
+
+def test_ceilings_are_measured_again_for_other_shapes_and_rooflines_follow_the_batch(
+    tmp_path, monkeypatch
+) -> None:
+    measured = []
+
+    def run_process(command, **_):
+        words = command[2:]
+        measured.append(words[words.index("--") + 1 :])
+        options = benchmark.build_parser().read(words[: words.index("--")])
+        plan = benchmark.make_plan(options, measured[-1])
+        shapes = ceilings.shapes_of(plan.config, plan.workload.vocabulary)
+        numbers = {field.name: 1.0 for field in dataclasses.fields(ceilings.Ceilings)}
+        record = numbers | {"device": "a card", "seconds": options.ceiling_seconds}
+        text = json.dumps(record | {"shapes": shapes})
+        benchmark._ceilings_file(plan, options).write_text(text)
+
+    monkeypatch.setattr(benchmark, "run_process", run_process)
+
+    def step(further="", seconds="0.5"):
+        words = ["--workload", "demo", "--precision", "fp32", "--output", str(tmp_path)]
+        options = benchmark.build_parser().read([*words, "--ceiling-seconds", seconds])
+        plan = benchmark.make_plan(options, further.split())
+        known = benchmark._known_ceilings(plan, options, further.split())
+        return known["roofline_step_16bit"]
+
+    update = step("--global-batch-size 6") - 3 * 5  # two layers' products and attention, the head
+    assert step() == pytest.approx(update + 5)
+    assert len(measured) == 1
+    step("--seq-length 32")
+    assert len(measured) == 2
+    step("--seq-length 32", seconds="0.6")
+    assert measured == [["--global-batch-size", "6"], *[["--seq-length", "32"]] * 2]
+    (kept,) = tmp_path.glob("ceilings-*.json")
+    kept.write_text("{")
+    step("--seq-length 32")
+    assert len(measured) == 4
 
 
 def _run(median):

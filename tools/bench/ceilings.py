@@ -5,9 +5,11 @@ Every product is kept going for some seconds: a card at its power limit is slowe
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -95,6 +97,29 @@ def measure_ceilings(
         # Context-parallel processes share the square, whatever way the sequence is split.
         attention_seconds=(forward + backward) / config.parallel.context_parallel_size,
     )
+
+
+def shapes_of(config: RunConfig, vocabulary: int) -> dict[str, Any]:
+    """What the ceilings of a run depend on, besides its number format; for JSON."""
+    return {
+        "host": socket.gethostname(),  # cards of one name differ
+        "sizes": asdict(sizes_of(config.model)),
+        "vocabulary": vocabulary,
+        "micro_batch": known(config.training.micro_batch_size),
+        "sequence": known(config.data.seq_length),
+        "tensor": config.parallel.tensor_model_parallel_size,
+        "context": config.parallel.context_parallel_size,
+    }
+
+
+def rooflines(
+    ceilings: Ceilings, config: RunConfig, gpus: int, vocabulary: int
+) -> dict[str, float | None]:
+    """`roofline_step` of either format, by name."""
+    return {
+        f"roofline_step_{name}": roofline_step(ceilings, config, gpus, vocabulary, fp8=fp8)
+        for name, fp8 in (("16bit", False), ("fp8", True))
+    }
 
 
 def layer_products(sizes: Sizes, tensor: int) -> list[tuple[int, int]]:
