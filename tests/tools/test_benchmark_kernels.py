@@ -14,7 +14,7 @@ from megatron.kernels import library
 from megatron.kernels.attention import cpu_attention
 from megatron.kernels.flash_package import FlashPackage
 from tools import benchmark_kernels
-from tools.kernel_benchmarks import attention, generation, operation
+from tools.kernel_benchmarks import attention, generation, operation, training
 from tools.kernel_benchmarks.operation import Ceilings, Operation, measure
 
 CPU = torch.device("cpu")
@@ -88,7 +88,8 @@ def _check_forms(timed: Operation, expected) -> None:
     for form in (timed.ours, *timed.libraries.values()):
         torch.testing.assert_close(form(*inputs), expected(*inputs), rtol=2e-2, atol=2e-2)
     names = [set(row.seconds) for row in measure(timed, _Watch(), Ceilings(1, 1), compiled=False)]
-    assert names[0] == {"ours", *timed.libraries}
+    eager = {"eager"} if timed.eager else set()
+    assert names[0] == {"ours", *timed.libraries, *eager}
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -124,3 +125,11 @@ def test_row_products_are_timed_beside_pytorch(monkeypatch):
     monkeypatch.setattr(operation, "ROTATED_BYTES", 2)
     _check_forms(generation.row_product(F.linear, CPU, 3, 16, 8), F.linear)
     assert generation.row_product(None, CPU, 3, 16, 8).missing() == "no cuBLASLt is here"
+
+
+def test_the_loss_by_chunks_is_timed_beside_whole_logits(monkeypatch):
+    monkeypatch.setattr(training, "BF16", torch.float32)
+    monkeypatch.setattr(operation, "ROTATED_BYTES", 2)
+    timed = training.chunked_cross_entropy(None, CPU, 6, 8, 20)
+    assert timed.eager is not None
+    _check_forms(timed, timed.eager)

@@ -16,7 +16,8 @@ from megatron.kernels.fp8 import E4M3, Fp8, Fp8Casts, ReferenceCasts, choose_fp8
 from megatron.kernels.library import KernelLibrary
 from megatron.kernels.tensor_sums import choose_tensor_sums
 from megatron.kernels.weight_gradient import weight_gradient
-from megatron.parallel.cross_entropy import vocabulary_cross_entropy
+from megatron.parallel.communication import Communication
+from megatron.parallel.cross_entropy import linear_cross_entropy, vocabulary_cross_entropy
 from megatron.parallel.layout import Axis
 from tools.kernel_benchmarks.operation import Form, Inputs, Operation
 
@@ -35,6 +36,7 @@ def operations(library: KernelLibrary, device: torch.device) -> list[Operation]:
         cross_entropy(library, device, 16384, 131072),
         cross_entropy(library, device, 8192, 128256),
         cross_entropy(library, device, 16384, 50257),
+        chunked_cross_entropy(library, device, 16384, 2048, 131072),
         adam(library, device, 2**28),
         tensor_sums(library, device, 2**28),
         embedding_gradient(library, device, 16384, 2048, 131072),
@@ -70,6 +72,44 @@ def cross_entropy(library: KernelLibrary, device: torch.device, rows: int, size:
 
 def _cross_entropy(form: CrossEntropy, logits: Tensor, labels: Tensor) -> Tensor:
     return vocabulary_cross_entropy(logits, labels, Axis(), form=form)
+
+
+def chunked_cross_entropy(
+    library: KernelLibrary | None, device: torch.device, tokens: int, hidden: int, size: int
+) -> Operation:
+    """The output head with its loss, a few rows at a time: a third more products, which the floor
+    leaves out, for logits that are never whole."""
+
+    def draw() -> Inputs:
+        return [
+            torch.randn(tokens, hidden, device=device, dtype=BF16),
+            torch.randn(size, hidden, device=device, dtype=BF16) / hidden**0.5,
+            torch.randint(size, (tokens,), device=device),
+        ]
+
+    def eager(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(x, weight).float(), labels, reduction="none")
+
+    def ours(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        return linear_cross_entropy(x, weight, labels, Communication(), form=form)
+
+    def whole(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        return _cross_entropy(form, F.linear(x, weight), labels)
+
+    form = choose_cross_entropy(library, in_16_bits=False)
+    parts, product = 2 * (tokens * hidden + size * hidden), 2 * tokens * hidden * size
+    return Operation(
+        name="output product + cross entropy, by chunks",
+        shape=f"[{tokens}, {hidden}] x [{size}, {hidden}]^T bf16",
+        forward_bytes=parts,
+        backward_bytes=2 * parts,
+        draw=draw,
+        ours=ours,
+        eager=eager,
+        libraries={"product, then our kernel": whole},
+        forward_products=product,
+        backward_products=2 * product,
+    )
 
 
 def adam(library: KernelLibrary, device: torch.device, size: int) -> Operation:
