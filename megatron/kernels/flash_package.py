@@ -23,6 +23,7 @@ from megatron.kernels.segments import Mask
 
 _DISTRIBUTION = "flash-attn-4"
 _LARGEST_HEAD = 128  # that the kernels of all these GPUs take
+_WITHOUT_DETERMINISM = (12, 0)  # GPUs whose backward the package has in no repeatable form
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +66,12 @@ class FlashPackage:
 
 
 def find_flash_package(device: torch.device) -> FlashPackage | None:
-    """The package, where it is installed and has kernels for the device."""
-    if Device(device).capability < (9, 0):
+    """The package, where it is installed and has kernels for the device, and for
+    --deterministic-mode where that is on."""
+    capability = Device(device).capability
+    if capability < (9, 0):
+        return None
+    if capability >= _WITHOUT_DETERMINISM and torch.are_deterministic_algorithms_enabled():
         return None
     try:
         release = version(_DISTRIBUTION)

@@ -10,7 +10,7 @@ import torch
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.errors import ConfigError
-from megatron.kernels import attention
+from megatron.kernels import attention, flash_package
 from megatron.kernels.attention import attention_reference, choose_attention, cpu_attention
 from megatron.kernels.flash_package import FlashPackage, find_flash_package
 from tests.config.command import parse, problems
@@ -222,3 +222,19 @@ def test_the_flash_package_is_called_where_it_fits_and_nowhere_else():
 
 def test_without_the_package_or_a_new_gpu_there_is_none():
     assert find_flash_package(CPU) is None
+
+
+@pytest.mark.parametrize(
+    ("capability", "deterministic", "found"),
+    [((9, 0), True, True), ((12, 0), False, True), ((12, 0), True, False), ((8, 9), False, False)],
+)
+def test_the_package_is_not_taken_where_it_cannot_repeat_itself(
+    capability, deterministic, found, monkeypatch
+):
+    device = SimpleNamespace(capability=capability)
+    monkeypatch.setattr(flash_package, "Device", lambda _: device)
+    monkeypatch.setattr(flash_package, "version", lambda _: "4.0")
+    package = SimpleNamespace(flash_attn_func=None)
+    monkeypatch.setattr(flash_package, "import_module", lambda _: package)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    assert (find_flash_package(CPU) is not None) == found
