@@ -180,7 +180,7 @@ def find_library(device: torch.device) -> LibraryChoice:
         architecture = name_of(*ours.capability)
         try:
             return LibraryChoice(_load(find_or_build(architecture), ours), architecture)
-        except BuildError as error:
+        except (BuildError, OSError) as error:  # OSError: of a file system that has gone
             reason = str(error)
     if read_launch().local_rank == 0:
         say_on_stderr(f"fused kernels: off, plain PyTorch runs instead: {reason}")
