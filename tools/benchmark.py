@@ -176,10 +176,17 @@ def _length_flags(last: int, profile: bool, folder: Path) -> list[str]:
 
 
 def _with_memory_of(metrics: Path, measured: Measured) -> Measured:
-    """With the peak at the end of the run: the log tells that of the first iterations only."""
+    """With the peaks of the whole run: the log tells those of the first iterations only."""
     records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    peak = max((record.get("mem-max-allocated-bytes", 0) for record in records), default=0)
-    return dataclasses.replace(measured, peak_allocated=max(measured.peak_allocated, peak))
+
+    def most(tag: str, logged: int) -> int:
+        return max([logged, *(record.get(tag, 0) for record in records)])
+
+    return dataclasses.replace(
+        measured,
+        peak_allocated=most("mem-max-allocated-bytes", measured.peak_allocated),
+        peak_reserved=most("mem-reserved-bytes", measured.peak_reserved),
+    )
 
 
 def _break_down(folder: Path, result: Result) -> None:

@@ -107,6 +107,15 @@ def test_a_run_is_measured_between_its_warm_up_and_its_profile() -> None:
     assert (measured.first_loss, measured.last_loss) == (11.0, 5.0)
 
 
+def test_peaks_of_memory_are_those_of_the_whole_run(tmp_path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"mem-max-allocated-bytes": 5000000, "mem-reserved-bytes": 7000000}\n{"lm loss": 1.0}\n'
+        '{"mem-max-allocated-bytes": 6000000, "mem-reserved-bytes": 6500000}\n'
+    )
+    measured = benchmark._with_memory_of(tmp_path / "metrics.jsonl", measure(LOG, warmup=2, last=5))
+    assert (measured.peak_allocated, measured.peak_reserved) == (6_000_000, 7_000_000)
+
+
 def test_a_log_that_measures_nothing_is_refused() -> None:
     with pytest.raises(BenchmarkError, match="no log lines"):
         measure(LOG, warmup=6, last=9)
