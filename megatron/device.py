@@ -271,6 +271,7 @@ class Recorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()  # gone with the last recording: no two owners
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     def record(self, work: Work[Result]) -> tuple[Result, Callable[[], None]]:
         """Do the work without running its kernels: its result, and what runs them.
@@ -281,7 +282,14 @@ class Recorder:
         # Other threads (data loading, saving) may go on with what a recording must not contain.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = work()
+        self._graphs.add(graph)
         return result, graph.replay
+
+    def release(self) -> None:
+        """Free what was recorded, of which nothing may run again. To be called before process
+        groups end: NCCL ends none while a recording has kernels of it."""
+        for graph in self._graphs:
+            graph.reset()
 
     def __call__(self, work: Work[Result]) -> Work[Result]:
         """Do the work once, then record it: gives what does it again."""

@@ -111,6 +111,8 @@ def pretrain(
         for writer in writers:
             stack.callback(writer.close)
         run = build_run(config, recipe, launch, device, layout)
+        if run.recorded is not None:
+            stack.callback(run.recorded.release)
         _warn_of_later(run)
         extras.begin(run)
         return _train_and_evaluate(run, started, extras, writers)

@@ -107,6 +107,11 @@ class RecordedPasses:
         losses = _Replay.apply(self._anchor, recording)
         return dict(zip(recording.losses, losses, strict=True))
 
+    def release(self) -> None:
+        """Free the recordings, after the last update: see `Recorder.release`."""
+        self._recordings.clear()
+        self._recorder.release()
+
     @property
     def _is_full(self) -> bool:
         return len(self._recordings) >= MOST_RECORDINGS

@@ -26,6 +26,7 @@ class _CountingRecorder:
     def __init__(self) -> None:
         self.recorded = 0
         self.replayed = 0
+        self.released = False
 
     def record(self, work: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         self.recorded += 1
@@ -33,6 +34,9 @@ class _CountingRecorder:
 
     def _replay(self) -> None:
         self.replayed += 1
+
+    def release(self) -> None:
+        self.released = True
 
 
 class _Passes:
@@ -147,3 +151,15 @@ def test_recording_a_backward_leaves_gradients_to_be_written_over() -> None:
 def test_a_cpu_has_nothing_to_record() -> None:
     with pytest.raises(ConfigError, match="--cuda-graph-impl local needs a GPU.* on cpu: drop it"):
         build_toy(Layout.single(), ["--cuda-graph-impl", "local"])
+
+
+def test_released_recordings_do_not_run_again() -> None:
+    passes = _Passes(warm_up=0)
+    for _ in range(3):
+        passes.update(2)
+    replayed = passes.recorder.replayed
+    assert replayed
+    passes.run.release()
+    assert passes.recorder.released
+    passes.update(2)
+    assert passes.recorder.recorded == 4, "recorded anew, forward and backward"
