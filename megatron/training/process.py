@@ -14,10 +14,12 @@ from megatron.config.parser import asks_for_mpi
 from megatron.device import Device
 from megatron.environment import Launch, read_launch
 from megatron.errors import ConfigError, UserError
-from megatron.kernels.library import find_library
-from megatron.parallel.layout import Layout
+from megatron.kernels.library import LibraryChoice, find_library
+from megatron.parallel.collectives import all_reduce
+from megatron.parallel.layout import Axis, Layout
 from megatron.training.distributed import process_group
 from megatron.training.failure import RunEndedError, report
+from megatron.training.hang import ranks_text
 
 _TURN = 2.0  # seconds
 
@@ -62,9 +64,30 @@ def processes(config: RunConfig, launch: Launch) -> Iterator[tuple[Device, Layou
         _be_deterministic()
     device = Device.pick(launch.local_rank)
     device.activate()
-    find_library(device.torch_device)  # may compile for a minute, while no process waits in a group
+    kernels = find_library(device.torch_device)  # may compile for a minute: no group waits yet
     with process_group(config.parallel, launch, device) as layout:
+        expect_same_kernels(kernels, layout.world)
         yield device, layout
+
+
+def expect_same_kernels(kernels: LibraryChoice, world: Axis) -> None:
+    """Collective.
+
+    Raises:
+        ConfigError: some processes have fused kernels and some have none: those draw other masks
+            of dropout from the same seed, and copies of one value would differ.
+    """
+    if world.size == 1:
+        return
+    fused = torch.zeros(world.size, dtype=torch.int32)
+    fused[world.rank] = kernels.library is not None
+    without = all_reduce(fused, world).logical_not().nonzero().flatten().tolist()
+    if 0 < len(without) < world.size:
+        raise ConfigError(
+            f"{ranks_text(without)} of {world.size} cannot use the fused kernels, and the others "
+            "do: masks of dropout would differ. A line that begins with `fused kernels: off` says "
+            "what their machine lacks (docs/kernels.md, Compiling)"
+        )
 
 
 def _be_deterministic() -> None:
