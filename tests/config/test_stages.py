@@ -117,9 +117,7 @@ def test_given_ends_that_do_not_fit(layers, stages, first, last, message):
 
 def test_a_stage_of_nothing_is_refused_but_a_part_is_not():
     """`Et||t|tL`: the second stage has a part without layers, and one with."""
-    with pytest.raises(
-        ConfigError, match=r"layout E\|\|tttL: of .* stages, number 1 \(from"
-    ):
+    with pytest.raises(ConfigError, match=r"layout E\|\|tttL: of .* stages, number 1 \(from"):
         _counts(3, 3, pipeline_model_parallel_layout="E||tttL")
     with pytest.raises(ConfigError, match=r"number 1 \(from 0\) would hold nothing"):
         _counts(3, 3, pipeline_model_parallel_layout="E||t|tt||L")
