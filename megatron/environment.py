@@ -35,10 +35,22 @@ def read_launch(*, use_mpi: bool = False) -> Launch:
     """Read the launcher's variables; a process started alone is a world of one.
 
     Raises:
-        ConfigError: a variable is not a number, or mpirun's are asked for and absent.
+        ConfigError: a variable is not a number, the rank none of so many processes, or mpirun's are
+            asked for and absent.
     """
-    if use_mpi:
-        return _read_mpi()
+    launch = _read_mpi() if use_mpi else _read_torchrun()
+    if not 0 <= launch.rank < launch.world_size:
+        rank, size, launcher = RANK_ENV, WORLD_SIZE_ENV, "torchrun"
+        if use_mpi:
+            rank, size, launcher = "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "mpirun"
+        raise ConfigError(
+            f"{rank} is {launch.rank}, and {size} {launch.world_size} (unset: 1): ranks count from "
+            f"0 to one below it: set both, as {launcher} does, or neither"
+        )
+    return launch
+
+
+def _read_torchrun() -> Launch:
     return Launch(
         rank=_number(RANK_ENV, 0),
         world_size=_number(WORLD_SIZE_ENV, 1),
@@ -59,7 +71,7 @@ def check_meeting_place(world_size: int) -> None:
     """Whether the processes know where to meet.
 
     Raises:
-        ConfigError: the launcher has not said it.
+        ConfigError: the launcher has not said it, or no port.
     """
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
@@ -67,6 +79,9 @@ def check_meeting_place(world_size: int) -> None:
             f"{WORLD_SIZE_ENV} is {world_size}, and without {' and '.join(missing)} no process "
             f"knows where to meet: start with torchrun, or unset {WORLD_SIZE_ENV} for one process"
         )
+    port = _number("MASTER_PORT", 0)
+    if not 0 < port < 2**16:
+        raise ConfigError(f"MASTER_PORT is {port}: a port is a number from 1 to 65535")
 
 
 def _read_mpi() -> Launch:

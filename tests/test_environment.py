@@ -55,3 +55,16 @@ def test_processes_that_do_not_know_where_to_meet(monkeypatch):
         check_meeting_place(4)
     monkeypatch.setenv("MASTER_PORT", "29500")
     check_meeting_place(4)
+
+
+@pytest.mark.parametrize(("rank", "size"), [("2", "2"), ("-1", "2"), ("1", None), ("0", "0")])
+def test_a_rank_that_there_is_not(monkeypatch, rank, size):
+    """Alone it would train in silence, with others wait for one that never comes."""
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if size is not None:
+        monkeypatch.setenv("WORLD_SIZE", size)
+    with pytest.raises(
+        ConfigError, match=f"^RANK is {rank}, and WORLD_SIZE {size or 1} .*torchrun"
+    ):
+        read_launch()

@@ -16,13 +16,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpoint.durable import writing_to
 from megatron.command import run_command
 from megatron.config.arguments import ToolParser
 from megatron.errors import ConfigError
 from megatron.parallel.pipeline.check import check, check_all
 from megatron.parallel.pipeline.schedule import SCHEDULE_KINDS, OperationKind, make_schedule
-from megatron.parallel.pipeline.simulate import Span, Timeline, Times, simulate, time_table
+from megatron.parallel.pipeline.simulate import (
+    Span,
+    Timeline,
+    Times,
+    check_times,
+    simulate,
+    time_table,
+)
 
+_MOST_PASSES = 100_000  # of micro-batches through parts: some seconds in text
 # Light for the first chunk, darker for each further one.
 _COLOURS: dict[OperationKind, tuple[str, str]] = {
     "forward": ("#a6cee3", "#1f78b4"),
@@ -43,9 +52,11 @@ def make_times(arguments: argparse.Namespace) -> Times:
     """Tables from the flags; backward is twice forward, half of it weights, where not given.
 
     Raises:
-        ConfigError: another number of values than stages or parts, or weights above the whole.
+        ConfigError: another number of values than stages or parts, one that is no time, or weights
+            above the whole.
     """
     stages, chunks = arguments.stages, arguments.virtual_stages
+    check_times("--communication-time", [arguments.communication_time])
     forward = arguments.forward_time
     backward = arguments.backward_time or [2 * value for value in forward]
     weight = arguments.weight_time or [value / 2 for value in backward]
@@ -131,7 +142,9 @@ def draw(timeline: Timeline, title: str, chunks: int, output: Path) -> None:
     ]
     handles.append(Patch(facecolor="#eeeeee", label="waiting"))
     figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 9))
-    figure.savefig(output, dpi=120)
+    with writing_to("--output", output):
+        output.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(output, dpi=120)
     pyplot.close(figure)
 
 
@@ -186,6 +199,30 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     return parser.read(words)
 
 
+def check_can_show(arguments: argparse.Namespace) -> None:
+    """Refuse what would take forever, and a picture of a kind that there is not.
+
+    Raises:
+        ConfigError: flag, value and remedy.
+    """
+    passes = arguments.stages * arguments.virtual_stages * arguments.micro_batches
+    if passes > _MOST_PASSES:
+        raise ConfigError(
+            f"--stages {arguments.stages} x --virtual-stages {arguments.virtual_stages} x "
+            f"--micro-batches {arguments.micro_batches} = {passes} passes: at most {_MOST_PASSES} "
+            "are shown, use fewer micro-batches"
+        )
+    if arguments.output is None:
+        return
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if arguments.output.suffix[1:].lower() not in kinds:
+        raise ConfigError(
+            f"--output {arguments.output}: end the name with .png (or .{', .'.join(sorted(kinds))})"
+        )
+
+
 def prove_all(*, stages: int, chunks: int, micro_batches: int) -> None:
     """Check every layout up to the given sizes, and say how many there were."""
     start = time.perf_counter()
@@ -201,6 +238,7 @@ def main(words: Sequence[str]) -> None:
     if arguments.check_all:
         prove_all(stages=16, chunks=8, micro_batches=64)
         return
+    check_can_show(arguments)
     schedule = make_schedule(
         arguments.schedule,
         arguments.stages,

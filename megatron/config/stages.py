@@ -64,8 +64,8 @@ def plan_parts(
         decoder_layers: so many at the end are a T5's decoder.
 
     Raises:
-        ConfigError: the layers do not fit the stages, or the layout string cannot be read, or two
-            flags that deal out layers were given.
+        ConfigError: the layers do not fit the stages, or leave one with nothing, or the layout
+            string cannot be read, or two flags that deal out layers were given.
     """
     _check_sizes(config)
     stages, encoder = config.pipeline_model_parallel_size, num_layers - decoder_layers
@@ -79,10 +79,12 @@ def plan_parts(
     else:
         counts = _even_counts(num_layers, config, shown)
     ends = [sum(counts[: i + 1]) for i in range(len(counts))]
-    return [
+    parts = [
         ModelPart(range(end - count, end), embedding=i == 0, head=i == len(counts) - 1)
         for i, (count, end) in enumerate(zip(counts, ends, strict=True))
     ]
+    _check_no_idle_stage(parts, config)
+    return parts
 
 
 def parts_of_stage(parts: list[ModelPart], stage: int, stages: int) -> list[ModelPart]:
@@ -133,7 +135,8 @@ def chunks_of(num_layers: int, config: ParallelConfig) -> int:
     if slots % (stages * layers):
         raise ConfigError(
             f"--num-layers-per-virtual-pipeline-stage {layers} x --pipeline-model-parallel-size "
-            f"{stages} does not divide {slots} layers: choose one that does"
+            f"{stages} does not divide {slots} layers: choose one that does, or say who holds "
+            f"what with {LAYOUT_FLAG}"
         )
     return slots // (stages * layers)
 
@@ -178,6 +181,36 @@ def _check_sizes(config: ParallelConfig) -> None:
         )
 
 
+def _check_no_idle_stage(parts: list[ModelPart], config: ParallelConfig) -> None:
+    """A stage may be without layers where it has the embedding or the loss, not without all."""
+    stages = config.pipeline_model_parallel_size
+    idle = [
+        str(stage)
+        for stage in range(stages)
+        if not any(
+            part.layers or part.embedding or part.head
+            for part in parts_of_stage(parts, stage, stages)
+        )
+    ]
+    if idle:
+        text = config.pipeline_model_parallel_layout
+        dealt = _shown_ends(config) if text is None else f"{LAYOUT_FLAG} {text}"
+        raise ConfigError(
+            f"{dealt}: of --pipeline-model-parallel-size {stages} stages, number "
+            f"{' and '.join(idle)} (from 0) would hold nothing, neither layers nor embedding nor "
+            "loss: give it some, or use fewer stages"
+        )
+
+
+def _shown_ends(config: ParallelConfig) -> str:
+    """The numbers of layers of the first and the last stage that were given."""
+    values = (
+        ("--decoder-first-pipeline-num-layers", config.decoder_first_pipeline_num_layers),
+        ("--decoder-last-pipeline-num-layers", config.decoder_last_pipeline_num_layers),
+    )
+    return " and ".join(f"{name} {value}" for name, value in values if value is not None)
+
+
 def _counted_extras(config: ParallelConfig) -> int:
     """Embedding and loss, where they count as a layer each."""
     return int(config.account_for_embedding_in_pipeline_split) + int(
@@ -193,17 +226,14 @@ def _even_counts(num_layers: int, config: ParallelConfig, shown: str) -> list[in
     """
     stages = config.pipeline_model_parallel_size
     chunks = chunks_of(num_layers, config)
-    first, last = (
-        config.decoder_first_pipeline_num_layers,
-        config.decoder_last_pipeline_num_layers,
-    )
-    if first is not None or last is not None:
-        return _fixed_ends(num_layers, stages, chunks, first, last, shown)
+    if _shown_ends(config):
+        return _fixed_ends(num_layers, chunks, config, shown)
     embedding = int(config.account_for_embedding_in_pipeline_split)
     loss = int(config.account_for_loss_in_pipeline_split)
     slots, parts = num_layers + embedding + loss, stages * chunks
     if slots % parts:
-        extras = " (embedding and loss counted)" if embedding or loss else ""
+        counted = [n for n, on in (("embedding", embedding), ("loss", loss)) if on]
+        extras = f" with {' and '.join(counted)} = {slots}" if counted else ""
         raise ConfigError(
             f"{shown}{extras} does not divide over "
             f"--pipeline-model-parallel-size {stages} x {chunks} virtual stage(s): use a multiple "
@@ -253,24 +283,33 @@ def _split_counts(encoder: int, decoder: int, config: ParallelConfig) -> list[in
     return counts
 
 
-def _fixed_ends(
-    num_layers: int, stages: int, chunks: int, first: int | None, last: int | None, shown: str
-) -> list[int]:
+def _fixed_ends(num_layers: int, chunks: int, config: ParallelConfig, shown: str) -> list[int]:
     """The first and last stage hold a given number; the others share the rest equally."""
+    stages, given = config.pipeline_model_parallel_size, _shown_ends(config)
+    if stages == 1:
+        raise ConfigError(
+            f"{given}: one stage holds all layers: give --pipeline-model-parallel-size, or drop it"
+        )
     if chunks > 1:
         raise ConfigError(
             "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers go with "
             f"one virtual stage only: use {LAYOUT_FLAG}"
         )
-    fixed = [count for count in (first, last) if count is not None]
-    rest, others = num_layers - sum(fixed), stages - len(fixed)
-    if rest < 0 or (rest % others if others else rest):
-        raise ConfigError(
-            f"{shown} less {' and '.join(map(str, fixed))} of the first and last "
-            f"stage does not divide over the other {others} stage(s)"
+    first, last = (
+        [] if count is None else [count]
+        for count in (
+            config.decoder_first_pipeline_num_layers,
+            config.decoder_last_pipeline_num_layers,
         )
-    middle = [rest // others] * others
-    return [*([] if first is None else [first]), *middle, *([] if last is None else [last])]
+    )
+    rest, others = num_layers - sum(first + last), stages - len(first + last)
+    if rest < 0 or rest % max(others, 1) or (rest and not others):
+        raise ConfigError(
+            f"{given} leaves {rest} of {shown} for the other {others} of "
+            f"--pipeline-model-parallel-size {stages} stages, over which that does not divide: "
+            f"choose other numbers, or say who holds what with {LAYOUT_FLAG}"
+        )
+    return [*first, *[rest // max(others, 1)] * others, *last]
 
 
 def parse_layout(text: str, num_layers: int, stages: int, shown: str) -> list[int]:

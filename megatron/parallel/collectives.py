@@ -18,8 +18,8 @@ from megatron.parallel.journal import Transfer
 from megatron.parallel.layout import Axis
 
 # torch 2.13 renamed both.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def reduce_from(x: Tensor, axis: Axis) -> Tensor:
@@ -73,7 +73,7 @@ def start_all_gather(x: Tensor, axis: Axis, into: Tensor | None = None) -> Pendi
     if axis.size == 1:
         return Pending(x)
     result = x.new_empty((axis.size * x.shape[0], *x.shape[1:])) if into is None else into
-    work = _all_gather(result, x.contiguous(), group=_group(axis), async_op=True)
+    work = all_gather_single(result, x.contiguous(), group=_group(axis), async_op=True)
     return Pending(result, axis.transfer("all-gather", work))
 
 
@@ -88,7 +88,7 @@ def start_reduce_scatter(
         return Pending(x)
     assert x.shape[0] % axis.size == 0, f"{tuple(x.shape)} does not divide over {axis.size} ranks"
     result = x.new_empty((x.shape[0] // axis.size, *x.shape[1:])) if into is None else into
-    work = _reduce_scatter(result, x.contiguous(), op=op, group=_group(axis), async_op=True)
+    work = reduce_scatter_single(result, x.contiguous(), op=op, group=_group(axis), async_op=True)
     return Pending(result, axis.transfer("reduce-scatter", work))
 
 

@@ -300,7 +300,8 @@ class GradientBuffer:
             return
         if self._unslotted is None:
             self._unslotted = self._runs_without_slot()
-        torch._foreach_zero_(self._unslotted)  # one kernel: one for each took 2 ms in workload S
+        if self._unslotted:  # one kernel: one for each took 2 ms in workload S
+            torch._foreach_zero_(self._unslotted)
         self._stale = set(self._uses)
 
     def _runs_without_slot(self) -> list[Tensor]:

@@ -62,6 +62,10 @@ class Transfer:
     def is_completed(self) -> bool:
         return bool(self._work.is_completed())
 
+    def future(self) -> Any:
+        """PyTorch's, of its end."""
+        return self._work.get_future()
+
 
 class Journal:
     """Written by the thread that trains (autograd's threads too), read by any.
@@ -115,6 +119,17 @@ class Journal:
         """Note that a collective of `ranks` has been started."""
         number = self.started[ranks] = self.started.get(ranks, 0) + 1
         return Transfer(self, kind, ranks, number, work)
+
+    @contextmanager
+    def joining(self, kind: str, ranks: tuple[int, ...]) -> Iterator[None]:
+        """Around a collective that another library starts and itself waits for.
+
+        On a GPU it is only queued, in a stream of that library's, where marks would be out of turn.
+        """
+        self.begin_wait(self.transfer(kind, ranks, None))
+        yield
+        self.waits_for = None  # not after an error, as in `Transfer.wait`
+        self._moved = time.monotonic()
 
     def message(self, kind: str, peer: int, work: Any) -> Transfer:
         """Note that a message to or from global rank `peer` has been started."""

@@ -6,6 +6,7 @@ T, context size C and data size D, rank = ((p * D + d) * C + c) * T + t.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -49,6 +50,10 @@ class Axis:
     def transfer(self, kind: str, work: Any) -> Transfer:
         """A started collective of this axis under its name."""
         return self.journal.transfer(kind, self.ranks, work)
+
+    def joining(self, kind: str) -> AbstractContextManager[None]:
+        """Around a collective of this axis that another library starts: see `Journal.joining`."""
+        return self.journal.joining(kind, self.ranks)
 
     def barrier(self) -> None:
         """Return once every process of the axis has called it."""

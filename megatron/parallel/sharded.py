@@ -18,15 +18,18 @@ import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from megatron.parallel.buckets import Span
-from megatron.parallel.layout import Layout
+from megatron.parallel.collectives import all_gather_single, reduce_scatter_single
+from megatron.parallel.layout import Axis, Layout
 from megatron.parallel.parameter import spec_of
 
 
@@ -68,6 +71,8 @@ class ShardedModel:
             param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
         )
         self._roots = [_shard(part, mesh, policy, device) for part in parts]
+        for part in parts:
+            _name_collectives(part, self.axis)
         self._parameters = [p for part in parts for p in part.parameters() if p.requires_grad]
         self._shards = {id(p): _local(p) for p in self._parameters}
         self._storage = torch.zeros(sum(s.numel() for s in self._shards.values()), device=device)
@@ -173,6 +178,55 @@ def _shard(
     for name, parameter in part.named_parameters():
         parameter.spec = specs[name]  # type: ignore[attr-defined]
     return root
+
+
+class _Gather:
+    """`fully_shard`'s all-gather as PyTorch does it, under its name in the journal.
+
+    Args:
+        axis: who shares.
+    """
+
+    def __init__(self, axis: Axis) -> None:
+        self._axis = axis
+
+    def allocate(self, size: Sequence[int], **options: Any) -> Tensor:
+        return torch.empty(*size, **options)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        with self._axis.joining("all-gather"):
+            return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class _Scatter(_Gather):
+    """The same for its reduce-scatter."""
+
+    def __call__(  # type: ignore[override] # PyTorch passes `op`
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        with self._axis.joining("reduce-scatter"):
+            return reduce_scatter_single(
+                output_tensor, input_tensor, op=op, group=group, async_op=async_op
+            )
+
+
+def _name_collectives(part: nn.Module, axis: Axis) -> None:
+    """Let the watchdog see what `fully_shard` waits for, and who has not come to it."""
+    for module in part.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_all_gather(_Gather(axis))  # type: ignore[arg-type] # a protocol
+            module.set_custom_reduce_scatter(_Scatter(axis))  # type: ignore[arg-type]
 
 
 def _merge_leading_dimensions(part: nn.Module) -> None:

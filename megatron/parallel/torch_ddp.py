@@ -10,9 +10,12 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from megatron.parallel.collectives import Pending, mean_of, start_all_reduce
 from megatron.parallel.layout import Axis
 
 # torch 2.13 renamed it.
@@ -36,12 +39,33 @@ class TorchDataParallel:
 
     def __init__(self, model: nn.Module, forward: Callable[..., Any], axis: Axis) -> None:
         options: dict[str, Any] = {"process_group": axis.group, _SYNC_BUFFERS: False}
-        self._replica = DistributedDataParallel(_Forward(model, forward), **options)
+        self._axis = axis
+        self._under_way: list[Pending] = []
+        with axis.joining("start of DistributedDataParallel"):
+            self._replica = DistributedDataParallel(_Forward(model, forward), **options)
+        # A function without annotations: PyTorch compares them, and ours are texts.
+        self._replica.register_comm_hook(None, lambda _, bucket: self._average(bucket))
 
     def __call__(self, *args: Any, is_last: bool) -> Any:
         """One micro-batch; the backward of an update's last one averages the sums of all."""
         with nullcontext() if is_last else self._replica.no_sync():
             return self._replica(*args)
+
+    def _average(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """PyTorch's own all-reduce, under its name in the journal.
+
+        Behind the last bucket there is nothing left to compute, so that all are waited for here,
+        where it can be seen for what.
+        """
+        gradients = bucket.buffer()
+        pending = start_all_reduce(gradients, self._axis, mean_of(gradients, self._axis))
+        self._under_way.append(pending)
+        if bucket.is_last():
+            for each in self._under_way:
+                each.wait()
+            self._under_way.clear()
+        assert pending.transfer is not None, "alone there is nothing to average"
+        return pending.transfer.future().then(lambda _: gradients)
 
 
 class _Forward(nn.Module):

@@ -184,12 +184,15 @@ def _part_activations(config: RunConfig, part: ModelPart, layout: Layout, width:
     layers = sum(of_layers)
     if training.recompute_granularity == "full":
         group = training.recompute_num_layers or 1
+        saved = boundary
+        if config.parallel.distribute_saved_activations and outside == 1:
+            saved //= layout.tensor.size
         largest = max(of_layers, default=0)
         if training.recompute_method == "uniform":
-            layers = -(-count // group) * boundary + min(group, count) * largest
+            layers = -(-count // group) * saved + min(group, count) * largest
         else:
             kept = of_layers[group:]
-            layers = (count - len(kept)) * boundary + max(sum(kept), largest)
+            layers = (count - len(kept)) * saved + max(sum(kept), largest)
     layers += _position_biases(config, part, layout, width)
     return layers + (int(part.embedding) + int(part.head)) * boundary
 

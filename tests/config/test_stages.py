@@ -40,6 +40,8 @@ def test_uneven_stages():
     assert _counts(10, 4, decoder_first_pipeline_num_layers=2,
                    decoder_last_pipeline_num_layers=2) == [2, 3, 3, 2]  # fmt: skip
     assert _counts(7, 2, decoder_last_pipeline_num_layers=3) == [4, 3]
+    ends = {"decoder_first_pipeline_num_layers": 1, "decoder_last_pipeline_num_layers": 3}
+    assert _counts(4, 2, **ends) == [1, 3]
 
 
 def test_embedding_and_loss_count_as_layers():
@@ -88,8 +90,38 @@ def test_layers_that_do_not_divide_say_what_to_do():
         _counts(7, 2)
     with pytest.raises(ConfigError, match="does not divide 6 layers"):
         _counts(6, 2, num_layers_per_virtual_pipeline_stage=2)
-    with pytest.raises(ConfigError, match="other 2 stage"):
-        _counts(8, 3, decoder_first_pipeline_num_layers=1)
+    counted = {"account_for_loss_in_pipeline_split": True}
+    with pytest.raises(ConfigError, match=r"--num-layers 6 with loss = 7 does not divide over"):
+        _counts(6, 2, **counted)
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "first", "last", "message"),
+    [
+        (8, 3, 1, None, "--decoder-first-pipeline-num-layers 1 leaves 7 of --num-layers 8 for the "
+         "other 2 of --pipeline-model-parallel-size 3 stages, over which that does not divide: "),
+        (4, 2, 1, 2, "--decoder-first-pipeline-num-layers 1 and --decoder-last-pipeline-num-layers "
+         "2 leaves 1 of --num-layers 4 for the other 0 of "),
+        (4, 1, 4, None, "--decoder-first-pipeline-num-layers 4: one stage holds all layers: give "),
+        (4, 1, 2, 2, "one stage holds all layers: "),
+        (4, 3, 1, 3, "--decoder-first-pipeline-num-layers 1 and --decoder-last-pipeline-num-layers "
+         "3: of --pipeline-model-parallel-size 3 stages, number 1 (from 0) would hold nothing, "),
+    ],
+)  # fmt: skip
+def test_given_ends_that_do_not_fit(layers, stages, first, last, message):
+    ends = {"decoder_first_pipeline_num_layers": first, "decoder_last_pipeline_num_layers": last}
+    with pytest.raises(ConfigError) as caught:
+        _counts(layers, stages, **ends)
+    assert message in str(caught.value)
+
+
+def test_a_stage_of_nothing_is_refused_but_a_part_is_not():
+    """`Et||t|tL`: the second stage has a part without layers, and one with."""
+    with pytest.raises(ConfigError, match=r"layout E\|\|tttL: of .* stages, number 1 \(from"):
+        _counts(3, 3, pipeline_model_parallel_layout="E||tttL")
+    with pytest.raises(ConfigError, match=r"number 1 \(from 0\) would hold nothing"):
+        _counts(3, 3, pipeline_model_parallel_layout="E||t|tt||L")
+    assert _counts(3, 2, pipeline_model_parallel_layout="Et||t|tL") == [1, 0, 1, 1]
 
 
 @pytest.mark.parametrize(

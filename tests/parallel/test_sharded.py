@@ -1,6 +1,8 @@
 """A model in shards: what a process holds, and that it is all there together."""
 
 import gc
+import threading
+import time
 
 import pytest
 import torch
@@ -82,6 +84,34 @@ def _bytes_a_parameter(layout, dtype):
 def test_a_process_keeps_a_shard_of_weights_and_gradients(size, dtype):
     for measured in run_distributed(size, _bytes_a_parameter, dtype):
         assert measured == pytest.approx(8 / size, rel=0.02)
+
+
+def _waits_seen(layout):
+    """What the watchdog could see of a forward and backward to which rank 1 comes late."""
+    network, sharded = _build(layout, torch.float32)
+    seen, done = set(), threading.Event()
+
+    def watch():
+        while not done.wait(0.001):
+            transfer = layout.journal.waits_for
+            seen.update([(transfer.kind, transfer.ranks)] if transfer is not None else [])
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    sharded.zero()
+    time.sleep(0.3 * layout.world.rank)
+    with sharded.micro_batch(is_last=True):
+        network(torch.ones(2, 1, 64)).sum().backward()
+    done.set()
+    watcher.join()
+    return seen, layout.journal.started, layout.journal.waits_for
+
+
+def test_what_pytorch_waits_for_stands_in_the_journal():
+    """Forward gathers all of 4 layers and the rest, backward 3 layers again; all are reduced."""
+    (seen, *first), (_, *second) = run_distributed(2, _waits_seen)
+    assert ("all-gather", (0, 1)) in seen
+    assert first == second == [{(0, 1): 5 + 4 + 5}, None]
 
 
 def _describe(layout):

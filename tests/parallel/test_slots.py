@@ -124,6 +124,21 @@ def test_buckets_leave_during_backward():
         assert sent == buckets == 3
 
 
+def test_all_parameters_may_have_slots():
+    """As on a first stage of the embedding alone."""
+    word = VocabularyEmbedding(VOCAB, WIDTH, layout=Layout.single(), init=Init("normal", 1.0))
+    nn.init.ones_(word.weight)
+    buffer = GradientBuffer(word.named_parameters(), Layout.single(), accumulate_in_fp32=True)
+    word.slot = buffer.slot(word.weight)
+    for _ in range(2):
+        buffer.zero()
+        with buffer.micro_batch(is_last=True):
+            word(torch.tensor([[3, 3]])).sum().backward()
+        buffer.reduce()
+        assert buffer.gradient(word.weight).sum() == 2 * WIDTH
+        assert buffer.gradient(word.weight)[3].tolist() == [2] * WIDTH
+
+
 def test_only_fp32_gradients_have_slots():
     weight = nn.Parameter(torch.zeros(2, 2, dtype=torch.float16))
     frozen = nn.Parameter(torch.zeros(2, 2), requires_grad=False)

@@ -21,6 +21,8 @@ def _errors(outcomes: list[Outcome | None]) -> str:
     ("kind", "flags", "said"),
     [
         ("stop", _TENSOR, "rank 3: no sign of life"),
+        ("stop", ("--zero-stage", "3"), "for all-gather with ranks"),
+        ("stop", ("--DDP-impl", "torch"), "for all-reduce with ranks"),
         ("sleep", ("--pipeline-model-parallel-size", "2"), "rank 3: alive in iteration 2, forward"),
         ("load", (), "rank 3: alive in iteration 2, loading of micro-batch 0"),
         ("skip", _TENSOR, "rank 3: waits in iteration 2, optimizer step"),

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from megatron.errors import StorageError
 from tests.parity.layouts import LAYOUTS, LOSS_TOLERANCE, NORM_TOLERANCE, Difference
 from tests.repository import ROOT
 from tools import compare_layouts
@@ -49,3 +50,9 @@ def test_a_page_needs_a_place(capsys):
     with pytest.raises(SystemExit):
         compare_layouts.main([])
     assert "--out" in capsys.readouterr().err
+
+
+def test_a_page_that_cannot_be_written_is_told_at_once(tmp_path, capsys):
+    place = tmp_path / "no folder" / "page.md"
+    assert compare_layouts.main(["--out", str(place)]) == StorageError.exit_code
+    assert capsys.readouterr().err.startswith(f"error: --out {place} cannot be written")

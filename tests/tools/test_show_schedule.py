@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, StorageError
 from tests.repository import ROOT
 from tools.show_schedule import main, prove_all
 
@@ -56,7 +56,35 @@ def test_a_wrong_layout_is_one_line() -> None:
         check=False,
     )
     assert done.returncode == ConfigError.exit_code
-    assert done.stderr == ("error: micro-batches of an update 0: must be at least 1\n")
+    assert done.stderr == ("error: --micro-batches 0: must be at least 1\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--stages 0", "--stages 0: must be at least 1"),
+        ("--schedule interleaved", "--schedule interleaved with --virtual-stages 1: use 2 or more"),
+        ("--forward-time nan", "--forward-time nan: must be a number from 0 on"),
+        ("--backward-time 1 2 3 inf", "--backward-time inf: must be a number from 0 on"),
+        ("--communication-time -3", "--communication-time -3: must be a number from 0 on"),
+        ("--micro-batches 1000000000", "= 4000000000 passes: at most 100000 are shown, use fewer"),
+        ("--output schedule.jpgg", "--output schedule.jpgg: end the name with .png"),
+        ("--output schedule", "--output schedule: end the name with .png"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused(words: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        main(words.split())
+    assert message in str(caught.value)
+
+
+def test_a_picture_makes_its_folder_or_says_why_not(tmp_path) -> None:
+    words = ["--stages", "2", "--micro-batches", "2", "--output"]
+    main([*words, str(tmp_path / "new" / "schedule.png")])
+    assert (tmp_path / "new" / "schedule.png").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match=r"--output .*/file/schedule.png cannot be written"):
+        main([*words, str(tmp_path / "file" / "schedule.png")])
 
 
 def test_proves_every_layout_up_to_a_size(capsys) -> None:

@@ -119,6 +119,24 @@ def test_recomputation_and_plain_attention_move_the_activations():
     assert _estimate("--micro-batch-size", "2").activations == 2 * _estimate().activations
 
 
+@pytest.mark.parametrize("method", ["uniform", "block"])
+def test_tensor_ranks_may_divide_what_recomputation_keeps(method):
+    flags = ["--tensor-model-parallel-size", "2", "--num-layers", "6"]
+    flags += ["--recompute-granularity", "full", "--recompute-method", method]
+    flags += ["--recompute-num-layers", "2"]
+    whole, divided, along_sequence = (
+        _estimate(*flags, *more, world_size=2).activations
+        for more in (
+            [],
+            ["--distribute-saved-activations"],
+            ["--distribute-saved-activations", "--sequence-parallel"],
+        )
+    )
+    groups, boundary = {"uniform": 3, "block": 2}[method], 4 * 16 * 32
+    assert whole - divided == groups * boundary // 2
+    assert along_sequence == _estimate(*flags, "--sequence-parallel", world_size=2).activations
+
+
 def test_units_are_readable():
     assert "MiB" in _estimate().describe()
 

@@ -6,8 +6,9 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron.config.parser import parse_config
 from megatron.errors import ConfigError
 from megatron.parallel.layout import Layout
+from megatron.training.passes import Passes
 from tests.distributed import run_distributed
-from tests.training.toy import TOY, train_toy
+from tests.training.toy import TOY, build_toy, train_toy
 
 FLAGS = """
     --hidden-dropout 0 --attention-dropout 0 --global-batch-size 8 --eval-iters 0 --DDP-impl torch
@@ -36,6 +37,22 @@ def test_losses_and_norms_equal_the_single_process(world, sizes, more):
         assert ours[0] == pytest.approx(losses, rel=1e-5)
         assert ours[1] == pytest.approx(norms, rel=1e-4)
         assert ours[2] == 6 * (micro_batches - 1)  # one reduction an update
+
+
+def _waits_seen(layout):
+    """What the watchdog could see of an update to which rank 1 comes late."""
+    run, seen = build_toy(layout, FLAGS), []
+    begin_wait = run.layout.journal.begin_wait
+    run.layout.journal.begin_wait = lambda transfer: seen.append(transfer) or begin_wait(transfer)
+    Passes(run, run.train_batches, 4).forward_backward()
+    return [(t.kind, t.ranks) for t in seen], run.layout.journal.started
+
+
+def test_what_pytorch_waits_for_stands_in_the_journal():
+    for seen, started in run_distributed(2, _waits_seen):
+        assert seen == [("all-reduce", (0, 1))] * len(seen)
+        assert seen
+        assert started[0, 1] > len(seen)  # construction is one too
 
 
 def test_fp16_stays_close():

@@ -120,25 +120,19 @@ def activation_bound(kind: ScheduleKind, stage: int, stages: int, chunks: int, m
 
 
 def _check_sizes(kind: str, stages: int, chunks: int, micro_batches: int) -> None:
-    problems = [
-        f"{flag} {value}: must be at least 1"
-        for flag, value in (
-            ("--pipeline-model-parallel-size", stages),
-            ("virtual pipeline stages", chunks),
-            ("micro-batches of an update", micro_batches),
-        )
-        if value < 1
-    ]
+    """Under the names that `tools/show_schedule.py` has for them: a run's were checked before."""
+    sizes = {"--stages": stages, "--virtual-stages": chunks, "--micro-batches": micro_batches}
+    problems = [f"{flag} {value}: must be at least 1" for flag, value in sizes.items() if value < 1]
     if kind not in SCHEDULE_KINDS:
-        problems.append(f"pipeline schedule {kind!r}: use one of {', '.join(SCHEDULE_KINDS)}")
+        problems.append(f"--schedule {kind}: use one of {', '.join(SCHEDULE_KINDS)}")
     elif kind == "interleaved" and chunks == 1:
         problems.append(
-            "pipeline schedule 'interleaved' with 1 virtual stage: use 2 or more "
-            "(--num-layers-per-virtual-pipeline-stage), or '1f1b'"
+            "--schedule interleaved with --virtual-stages 1: use 2 or more, or --schedule 1f1b"
         )
     elif kind in {"1f1b", "zero-bubble"} and chunks > 1:
         problems.append(
-            f"pipeline schedule {kind!r} with {chunks} virtual stages: use 1, or 'interleaved'"
+            f"--schedule {kind} with --virtual-stages {chunks}: use 1, or --schedule interleaved "
+            "or gpipe"
         )
     if problems:
         raise ConfigError(problems)

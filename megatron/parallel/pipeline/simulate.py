@@ -5,6 +5,7 @@ Messages take time but occupy no stage: they travel while it computes.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,17 +52,28 @@ def time_table(flag: str, values: Sequence[float], stages: int, chunks: int) -> 
     A stage's time is shared evenly by its chunks.
 
     Raises:
-        ConfigError: another number of values, or a negative one. `flag` is where they come from.
+        ConfigError: another number of values, or one that is no time. `flag` is where they come
+            from.
     """
     if len(values) not in {1, stages, stages * chunks}:
         counts = " or ".join(str(n) for n in sorted({1, stages, stages * chunks}))
         raise ConfigError(f"{flag}: {len(values)} values; give {counts}")
-    if min(values) < 0:
-        raise ConfigError(f"{flag} {min(values)}: must not be negative")
+    check_times(flag, values)
     if chunks > 1 and len(values) == stages * chunks:
         return tuple(tuple(values[stage::stages]) for stage in range(stages))
     each = [values[0]] * stages if len(values) == 1 else values
     return tuple((value / chunks,) * chunks for value in each)
+
+
+def check_times(flag: str, values: Sequence[float]) -> None:
+    """Refuse what is no time.
+
+    Raises:
+        ConfigError: a value is negative, infinite or no number. `flag` is where they come from.
+    """
+    for value in values:
+        if not 0 <= value < math.inf:
+            raise ConfigError(f"{flag} {value:g}: must be a number from 0 on")
 
 
 class Span(NamedTuple):

@@ -87,8 +87,8 @@ def test_forward_only_is_a_schedule_too() -> None:
     ("arguments", "message"),
     [
         (("interleaved", 4, 1, 8), "use 2 or more"),
-        (("1f1b", 4, 2, 8), "use 1, or 'interleaved'"),
-        (("zero-bubble", 4, 2, 8), "use 1, or 'interleaved'"),
+        (("1f1b", 4, 2, 8), "use 1, or --schedule interleaved"),
+        (("zero-bubble", 4, 2, 8), "use 1, or --schedule interleaved"),
         (("1f1b", 0, 1, 0), "must be at least 1"),
         (("2f2b", 4, 1, 8), "use one of gpipe"),
     ],
