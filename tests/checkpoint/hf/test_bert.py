@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -231,6 +232,29 @@ def test_pretraining_goes_on_from_the_folder_itself(tmp_path, capsys):
     close = {"rtol": 0, "atol": 2.1e-3}  # one step of Adam
     torch.testing.assert_close(table[:VOCAB], before, **close)
     torch.testing.assert_close(table[VOCAB:], before.mean(0).expand(2, -1), **close)
+
+
+@pytest.mark.parametrize(
+    ("kind", "anew"),
+    [
+        ("BertForMaskedLM", "pooler, binary_head"),
+        ("BertModel", "head, output, binary_head"),
+        ("BertForPreTraining", ""),
+    ],
+)
+def test_pretraining_draws_the_heads_that_a_folder_lacks(kind, anew, tmp_path, capsys):
+    model = save(kind, tmp_path / "a")
+    null = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCAB - 1), "--lr", "0"]
+    words = [*TRAINING, *null, "--load", str(tmp_path / "a"), "--save", str(tmp_path / "b")]
+    assert main(BertRecipe(), words) == 0
+    said = re.findall(r"not in it, drawn anew: (.*)", capsys.readouterr().out)
+    assert said == [anew] * bool(anew)
+    saved = open_checkpoint(tmp_path / "b")
+    assert "model.binary_head.weight" in saved.names()
+    words = saved.read(
+        "model.embedding.word.weight", global_shape=(VOCAB, 32), offset=(0, 0), shape=(VOCAB, 32)
+    )
+    assert torch.equal(words, model.get_input_embeddings().weight)
 
 
 def test_real_weights(tmp_path, capsys):

@@ -10,6 +10,8 @@ import torch
 
 from megatron.checkpoint.hf.reader import HFReader
 from megatron.errors import CheckpointError
+from megatron.training.pretrain import main
+from pretrain_gpt import GPTRecipe
 from tests.checkpoint.hf.models import CASES, tensors_of, write_folder
 
 LLAMA = CASES["llama"]
@@ -113,6 +115,19 @@ def test_a_window_limits_the_context(
     reader = HFReader(folder_with(tmp_path, "mistral", sliding_window=window))
     assert reader.meta["config"]["model"]["max_position_embeddings"] == positions
     assert bool(reader.notices) == told
+
+
+TRAINING = """
+    --finetune --use-checkpoint-args --seq-length 8 --micro-batch-size 1 --train-iters 1 --lr 1e-3
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 69 --num-workers 0 --eval-iters 0
+    --no-exit-signal-handler
+""".split()
+
+
+def test_a_training_says_that_there_is_a_window(tmp_path: Path, capsys) -> None:
+    folder = folder_with(tmp_path, "mistral", sliding_window=8)
+    assert main(GPTRecipe(), [*TRAINING, "--load", str(folder)]) == 0
+    assert "sliding_window 8: sequences up to 8 tokens only (of 24)" in capsys.readouterr().out
 
 
 def _refusal(folder: Path) -> str:
