@@ -100,11 +100,15 @@ def state_of(run: Run) -> State:
     """The tensors of this process that a checkpoint holds, as far as the flags ask.
 
     Those of the run, not copies; but weights that processes share are copies in their own format.
+
+    Of the states of tied parameters each has one holder. Where processes share the update, each
+    stage cuts its gradients as they lie, and tied ones elsewhere than the next: pieces that
+    overlap, which no reader could put together.
     """
     run.optimizer.wait_for_weights()
     state = _weights_state(run, is_copy=True)
     if not run.config.checkpoint.no_save_optim:
-        state |= _optimizer_state(run) | _history_state(run)
+        state |= _optimizer_state(run, copies=False) | _history_state(run)
     return state
 
 
@@ -145,10 +149,12 @@ def _weights_state(run: Run, *, is_copy: bool) -> State:
     return model_state(run.parts)
 
 
-def _optimizer_state(run: Run) -> State:
+def _optimizer_state(run: Run, *, copies: bool = True) -> State:
+    """Of all parameters here, or without those of which another stage holds the original."""
     return {
         f"optimizer.{name}": _entries(tensor, parameter, run.optimizer.gradients.owned(parameter))
         for name, (tensor, parameter) in run.optimizer.named_tensors().items()
+        if copies or not spec_of(parameter).is_copy
     }
 
 
