@@ -387,9 +387,10 @@ def _tokenizer_files(source: Source, options: argparse.Namespace) -> dict[str, b
     config = from_namespace(TokenizerConfig, options)
     config = source.config.tokenizer if config == TokenizerConfig() else config
     is_json = (config.tokenizer_model or "").endswith(".json")
+    pieces = files.SPIECE if source.config.model.architecture == "t5" else files.TOKENIZER_MODEL
     is_wordpiece = (config.tokenizer_type or "").startswith("BertWordPiece")
     names = {
-        "tokenizer_model": files.TOKENIZER_JSON if is_json else files.TOKENIZER_MODEL,
+        "tokenizer_model": files.TOKENIZER_JSON if is_json else pieces,
         "vocab_file": files.WORDPIECES if is_wordpiece else files.VOCAB,
         "merge_file": files.MERGES,
     }
