@@ -108,7 +108,7 @@ def state_of(run: Run) -> State:
     run.optimizer.wait_for_weights()
     state = _weights_state(run, is_copy=True)
     if not run.config.checkpoint.no_save_optim:
-        state |= _optimizer_state(run, copies=False) | _history_state(run)
+        state |= optimizer_state(run, copies=False) | _history_state(run)
     return state
 
 
@@ -149,8 +149,12 @@ def _weights_state(run: Run, *, is_copy: bool) -> State:
     return model_state(run.parts)
 
 
-def _optimizer_state(run: Run, *, copies: bool = True) -> State:
-    """Of all parameters here, or without those of which another stage holds the original."""
+def optimizer_state(run: Run, *, copies: bool = True) -> State:
+    """Moments and masters of all parameters here.
+
+    Args:
+        copies: of those too of which another stage holds the original.
+    """
     return {
         f"optimizer.{name}": _entries(tensor, parameter, run.optimizer.gradients.owned(parameter))
         for name, (tensor, parameter) in run.optimizer.named_tensors().items()
@@ -312,7 +316,7 @@ def restore_run(run: Run, reader: Reader) -> None:
                 "fresh optimizer by --no-load-optim, or --finetune to begin at iteration 0"
             )
         check_states(run.config, reader)
-        state |= _optimizer_state(run) | _history_from(run, reader)
+        state |= optimizer_state(run) | _history_from(run, reader)
     # First: what does not go together is said before much is read.
     anew: tuple[str, ...] = ()
     if options.finetune:
