@@ -75,12 +75,12 @@ def prepare(
     recipe = FinetuneRecipe(
         target, train, [example for examples in valid.values() for example in examples], used
     )
-    epochs = own.epochs or 0
+    batch = known(config.training.global_batch_size)
     extras = Finetuning(
         recipe,
         pretrained=own.pretrained_checkpoint,
         valid=valid,
-        epoch_iterations=known(config.training.train_iters) // epochs if epochs else 0,
+        epoch_ends=epoch_ends(own.epochs or 0, used or len(train), batch),
         options=options,
     )
     return config, recipe, extras
@@ -160,6 +160,12 @@ def with_length(
     if problems:
         raise ConfigError(problems)
     return config, used or None
+
+
+def epoch_ends(epochs: int, samples: int, batch: int) -> frozenset[int]:
+    """The updates with which the last of an epoch's `samples` is trained on; of samples that fill
+    no batch, together with the next epoch's first."""
+    return frozenset(-(-epoch * samples // batch) for epoch in range(1, epochs + 1))
 
 
 def _pretrained(given: Mapping[str, Any]) -> RunConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,7 @@ class Finetuning(Extras):
         recipe: what is trained.
         pretrained: folder of the pretrained checkpoint; None: random weights.
         valid: examples to evaluate on, by file.
-        epoch_iterations: updates of an epoch; 0: no training.
+        epoch_ends: the updates after which an epoch has ended; none: no training.
         options: where results go.
 
     Attributes:
@@ -73,13 +73,13 @@ class Finetuning(Extras):
         *,
         pretrained: str | None,
         valid: Mapping[str, Sequence[Example]],
-        epoch_iterations: int,
+        epoch_ends: Set[int],
         options: TaskConfig,
     ) -> None:
         self._recipe = recipe
         self._pretrained = pretrained
         self._valid = valid
-        self._epoch_iterations = epoch_iterations
+        self._epoch_ends = epoch_ends
         self._options = options
         self.last: Evaluated | None = None
 
@@ -89,12 +89,12 @@ class Finetuning(Extras):
             shape = (run.batches.micro_batch * self._recipe.target.texts, _hidden(run))
             run.channel = run.channel.with_shape((_sequence(run), *shape))
         if self._pretrained is not None and run.progress.iteration == 0:
-            fresh = [self._recipe.target.head_name] if self._epoch_iterations else []
+            fresh = [self._recipe.target.head_name] if self._epoch_ends else []
             _take_pretrained(run, self._pretrained, fresh)
 
     def callbacks(self, run: Run) -> list[Callback]:
         """Evaluation at the end of each epoch."""
-        return [_AtEpochsEnd(self)] if self._valid and self._epoch_iterations else []
+        return [_AtEpochsEnd(self)] if self._valid and self._epoch_ends else []
 
     def end(self, run: Run) -> None:
         """The results, for good."""
@@ -115,9 +115,9 @@ class Finetuning(Extras):
         self._keep_if_best(run, self.last)
 
     @property
-    def epoch_iterations(self) -> int:
-        """Updates of an epoch."""
-        return self._epoch_iterations
+    def epoch_ends(self) -> Set[int]:
+        """The updates after which an epoch has ended."""
+        return self._epoch_ends
 
     def _data(self, run: Run) -> list[tuple[str, TextSamples]]:
         length = known(run.config.data.seq_length)
@@ -137,7 +137,7 @@ class Finetuning(Extras):
 
     def _keep_if_best(self, run: Run, evaluated: Evaluated) -> None:
         """Write `--save`/best, where this is better than what is there. Collective."""
-        if run.config.checkpoint.save is None or not self._epoch_iterations:
+        if run.config.checkpoint.save is None or not self._epoch_ends:
             return
         root = Path(run.config.checkpoint.save) / BEST
         target = self._recipe.target
@@ -198,7 +198,7 @@ class _AtEpochsEnd(Callback):
         self._finetuning = finetuning
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
-        at_end = run.progress.iteration % self._finetuning.epoch_iterations == 0
+        at_end = run.progress.iteration in self._finetuning.epoch_ends
         if at_end and not (leave is not None and leave.by_signal):
             self._finetuning.evaluate(run)
 

@@ -6,7 +6,9 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from megatron.checkpoint.durable import TEMPORARY
 from megatron.checkpoint.find import (
+    REPLACED,
     Found,
     checkpoint_at,
     list_checkpoints,
@@ -19,7 +21,7 @@ from megatron.errors import CheckpointError
 
 
 def summarize(root: Path, *, verify: bool, details: bool) -> tuple[list[str], bool]:
-    """Lines about every checkpoint of a folder, and whether all are sound.
+    """Lines about every checkpoint of a folder; whether all are sound and the tracker names one.
 
     Args:
         root: folder of checkpoints, or one checkpoint, or a folder of Hugging Face.
@@ -37,11 +39,21 @@ def summarize(root: Path, *, verify: bool, details: bool) -> tuple[list[str], bo
     checkpoints = list_checkpoints(root, quiet=True)
     if not checkpoints:
         raise CheckpointError(f"{root}: there is no checkpoint")
-    named, complaint = read_tracker(root)
-    first = f"{root}: the tracker names {named or 'nothing'}" + (f": {complaint}" * bool(complaint))
     lines, sound = _summarize_all(checkpoints, verify=verify, details=details)
     incomplete = [f"{problem}: incomplete, never loaded" for problem in scan(root)[1]]
-    return [first, *lines, *incomplete], sound
+    incomplete += [
+        f"{path.name}: a save that did not finish, never loaded"
+        for path in sorted(root.glob(f"*{TEMPORARY}*"))
+        if path.is_dir()
+    ]
+    named, complaint = read_tracker(root)
+    if named is not None and all(
+        found.path.name.split(REPLACED)[0] != named for found in checkpoints
+    ):
+        is_there = any(problem.split()[0] == named for problem in incomplete)
+        complaint = "which is incomplete" if is_there else "which is not there"
+    first = f"{root}: the tracker names {named or 'nothing'}" + (f": {complaint}" * bool(complaint))
+    return [first, *lines, *incomplete], sound and complaint is None
 
 
 def _summarize_hf(root: Path, *, details: bool) -> list[str]:

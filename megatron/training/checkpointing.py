@@ -33,6 +33,8 @@ from megatron.training.settings import changed_corpus, changed_settings, check_n
 
 _PADDING = ModelConfig().make_vocab_size_divisible_by
 _MOST_RANKS = 64  # that split a vocabulary
+# Of a BERT: what guesses hidden tokens, and the order of the segments.
+_HEADS, _OF_ORDER = ("model.head.", "model.output."), ("model.pooler.", "model.binary_head.")
 
 
 def save_run(run: Run) -> Path:
@@ -98,11 +100,15 @@ def state_of(run: Run) -> State:
     """The tensors of this process that a checkpoint holds, as far as the flags ask.
 
     Those of the run, not copies; but weights that processes share are copies in their own format.
+
+    Of the states of tied parameters each has one holder. Where processes share the update, each
+    stage cuts its gradients as they lie, and tied ones elsewhere than the next: pieces that
+    overlap, which no reader could put together.
     """
     run.optimizer.wait_for_weights()
     state = _weights_state(run, is_copy=True)
     if not run.config.checkpoint.no_save_optim:
-        state |= _optimizer_state(run) | _history_state(run)
+        state |= optimizer_state(run, copies=False) | _history_state(run)
     return state
 
 
@@ -143,10 +149,16 @@ def _weights_state(run: Run, *, is_copy: bool) -> State:
     return model_state(run.parts)
 
 
-def _optimizer_state(run: Run) -> State:
+def optimizer_state(run: Run, *, copies: bool = True) -> State:
+    """Moments and masters of all parameters here.
+
+    Args:
+        copies: of those too of which another stage holds the original.
+    """
     return {
         f"optimizer.{name}": _entries(tensor, parameter, run.optimizer.gradients.owned(parameter))
         for name, (tensor, parameter) in run.optimizer.named_tensors().items()
+        if copies or not spec_of(parameter).is_copy
     }
 
 
@@ -304,10 +316,13 @@ def restore_run(run: Run, reader: Reader) -> None:
                 "fresh optimizer by --no-load-optim, or --finetune to begin at iteration 0"
             )
         check_states(run.config, reader)
-        state |= _optimizer_state(run) | _history_from(run, reader)
+        state |= optimizer_state(run) | _history_from(run, reader)
     # First: what does not go together is said before much is read.
+    anew: tuple[str, ...] = ()
     if options.finetune:
         _warn_of_tokenizer(run, reader)
+        anew = _lacking_heads(run.config, reader)
+        state = {name: entry for name, entry in state.items() if not name.startswith(anew)}
     else:
         _restore_position(run, reader)
     # Under a pipeline no rank has a place for every parameter.
@@ -322,10 +337,23 @@ def restore_run(run: Run, reader: Reader) -> None:
             run.amax_history.after_loading()
     if run.layout.world.rank == 0:
         seconds = time.perf_counter() - started
+        drawn = ", ".join(name.removeprefix("model.").rstrip(".") for name in anew)
         say(
             f"  successfully loaded checkpoint from {reader.path} at iteration {reader.iteration} "
-            f"(read in {seconds:.2f} s)"
+            f"(read in {seconds:.2f} s)" + f"; not in it, drawn anew: {drawn}" * bool(anew)
         )
+        for line in reader.meta.get("notices", ()):
+            say(f"  {line}")
+
+
+def _lacking_heads(config: RunConfig, reader: Reader) -> tuple[str, ...]:
+    """Beginnings of the names of a BERT's heads that the checkpoint has nothing of, as many folders
+    of Hugging Face have not all of them."""
+    model, held = config.model, reader.names()
+    if model.architecture != "bert":
+        return ()
+    heads = (*_HEADS, *(_OF_ORDER if model.bert_binary_head else ()))
+    return tuple(head for head in heads if not any(name.startswith(head) for name in held))
 
 
 def _warn_of_tokenizer(run: Run, reader: Reader) -> None:

@@ -54,6 +54,23 @@ def test_sound_and_damaged_ones_are_told_apart(tmp_path, inspect):
     assert "not verified" in text
 
 
+def test_a_tracker_that_names_nothing_usable_is_no_sound_folder(tmp_path, inspect):
+    save_state(tmp_path, 1)
+    (tmp_path / "iter_0000009.tmp-1a2b").mkdir()
+    code, text = inspect(tmp_path)
+    assert code == 0
+    assert "iter_0000009.tmp-1a2b: a save that did not finish, never loaded" in text
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    code, text = inspect(tmp_path)
+    assert code == 4
+    assert "the tracker names iter_0000007: which is not there" in text
+    assert text.count("  verified") == 1
+    (tmp_path / "iter_0000007").mkdir()
+    code, text = inspect(tmp_path)
+    assert code == 4
+    assert "the tracker names iter_0000007: which is incomplete" in text
+
+
 def test_a_folder_without_checkpoints_is_an_error(tmp_path, inspect):
     code, text = inspect(tmp_path)
     assert code == 4

@@ -18,7 +18,7 @@ import torch
 from megatron.checkpoint.entries import flatten
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.parallel.layout import Layout
-from megatron.training.checkpointing import restore_run, save_run, state_of
+from megatron.training.checkpointing import optimizer_state, restore_run, save_run, state_of
 from megatron.training.data import batches_from
 from megatron.training.loop import train
 from megatron.training.run import Run
@@ -135,7 +135,7 @@ def _load(run: Run, folder: Path, whole: dict[str, torch.Tensor]) -> int:
     assert reader is not None
     restore_run(run, reader)
     differing = 0
-    for name, entry in flatten(state_of(run)):
+    for name, entry in flatten(state_of(run) | optimizer_state(run)):  # tied copies' states too
         place = tuple(
             slice(start, start + size)
             for start, size in zip(entry.offset, entry.tensor.shape, strict=True)

@@ -66,6 +66,25 @@ def test_losses_of_bert_and_t5_go_on(tmp_path, kind, more):
     assert [*first, *second] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [("gpt", ["--num-layers-per-virtual-pipeline-stage", "1"]), ("bert", []), ("t5", RELATIVE)],
+)
+def test_tied_copies_that_are_cut_elsewhere_are_saved_once(tmp_path, kind, flags):
+    """Words that make up most of the model: the shards' ends lie in them, on both stages."""
+    processes, sizes, more = SHARDED
+    there, back = str(tmp_path / "there"), str(tmp_path / "back")
+    words = ["--vocab-size", "1000", "--save-interval", "2"]
+    if kind != "gpt":
+        words, flags = [*words, *flags], []
+    first = _run(ONE, *words, "--save", there, "--exit-interval", "2", kind=kind)
+    more = [*more, *flags, "--load", there, "--save", back, "--exit-interval", "4"]
+    second = _run((processes, sizes, more), *words, kind=kind)
+    third = _run(ONE, *words, "--load", back, kind=kind)
+    expected = _train(Layout.single(), [*FLAGS, *words[:2], *words[4:]], kind)
+    assert [*first, *second, *third] == pytest.approx(expected, rel=1e-5)
+
+
 def test_a_difference_would_be_seen(tmp_path, monkeypatch):
     """The scoreboard compares all pairs of layouts; this is what it sees of one wrong number."""
     restore = resharding.restore_run

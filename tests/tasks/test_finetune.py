@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 
 import numpy as np
 import pytest
@@ -209,6 +210,15 @@ def test_epochs_are_shuffled_anew(used):
     assert all(len(set(part)) == size for part in parts)
     assert parts[0] != parts[1] != parts[2]
     assert [epochs[i]["id"] for i in reversed(range(len(epochs)))] == ids[::-1]
+
+
+def test_an_epoch_is_evaluated_when_its_last_sample_was_trained_on(toy, capsys):
+    assert finetune_command.epoch_ends(3, 64, 8) == {8, 16, 24}
+    words = _sst(toy, "--epochs", "3", "--keep-last")
+    losses, _ = finetune(Layout.single(), "SST-2", words)
+    assert len(losses) == 26  # 3 x 67 samples in batches of 8
+    evaluated = re.findall(r"SST-2 at iteration (\d+)", capsys.readouterr().out)
+    assert evaluated == ["9", "17", "26"]
 
 
 def test_samples_are_laid_out_and_cut_as_in_megatron():

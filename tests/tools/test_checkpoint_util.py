@@ -405,6 +405,38 @@ def test_megatron_s_checkpoints_go_to_ours_and_to_gpt2(tmp_path: Path, capsys) -
     assert "is another kind: use --loader megatron" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("lost", [False, True])
+def test_megatron_s_arguments_name_the_tokenizer(lost: bool, tmp_path: Path) -> None:
+    """14 entries in 16 rows, by the rule for two tensor ranks. Its files may be gone by now."""
+    tokenizer: dict[str, object] = {"tokenizer_type": "NullTokenizer", "vocab_size": 13}
+    if lost:
+        tokenizer = {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": "/gone/model"}
+    form = megatron_files.Form(tensor=2)
+    args = Namespace(
+        **vars(megatron_files.arguments(form)),
+        ffn_hidden_size=24,
+        make_vocab_size_divisible_by=2,
+        **tokenizer,
+    )
+    megatron_files.write(tmp_path / "two", form, whole_model(), args=args)
+    entries = 16 if lost else 14
+    for saver, more in (
+        ("megatron", ["--target-tensor-parallel-size", "1"]),
+        ("native", []),
+        ("hf", []),
+    ):
+        assert convert("megatron", saver, tmp_path / "two", tmp_path / saver, *more) == 0
+    one, native = open_checkpoint(tmp_path / "megatron"), open_checkpoint(tmp_path / "native")
+    assert one is not None
+    assert native is not None
+    assert one.global_shape("model.embedding.word.weight")[0] == entries
+    assert native.global_shape("model.embedding.word.weight")[0] == 16
+    config = native.meta["config"]
+    assert config["tokenizer"]["tokenizer_type"] == (None if lost else "NullTokenizer")
+    assert config["model"]["make_vocab_size_divisible_by"] == 2
+    assert len(tensors_in(tmp_path / "hf")["transformer.wte.weight"]) == entries
+
+
 def test_no_more_than_a_few_tensors_are_held_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,6 +26,7 @@ from megatron.checkpoint.hf.reader import HFReader
 from megatron.checkpoint.hf.settings import read_json
 from megatron.checkpoint.hf.tokenizer import tokenizer_in
 from megatron.checkpoint.hf.writer import Export, write_folder
+from megatron.checkpoint.legacy.arguments import legacy_surroundings
 from megatron.checkpoint.legacy.save import convert_to_legacy, megatron_rows
 from megatron.checkpoint.legacy.writer import notices
 from megatron.checkpoint.reader import Reader, open_checkpoint
@@ -127,7 +128,12 @@ def _load_own(options: argparse.Namespace, expected: str) -> Source:
         raise CheckpointError(
             f"--loader {options.loader}: {reader.path} is another kind: use --loader {loader}"
         )
-    config = _complete(from_dict(reader.meta["config"], str(reader.path)), reader)
+    sections = reader.meta["config"]
+    if reader.format == "legacy":
+        sections = {**legacy_surroundings(reader.meta["legacy_args"]), **sections}
+    config = _complete(from_dict(sections, str(reader.path)), reader)
+    if reader.format == "legacy" and _entries_if_there(config.tokenizer) is None:
+        config = replace(config, tokenizer=TokenizerConfig())  # its files were elsewhere
     origin = reader.meta.get("huggingface") or {}
     return Source(
         reader=reader,
@@ -167,11 +173,12 @@ def save_native(source: Source, options: argparse.Namespace) -> Path:
     """A checkpoint of ours, with the model's small files beside it."""
     tokenizer = _adopt_files(source, options)
     held = rows = options.true_vocab_size or source.rows
-    entries = _entries(tokenizer)
+    is_own = tokenizer == source.config.tokenizer  # its files may be elsewhere now
+    entries = (_entries_if_there if is_own else _entries)(tokenizer)
     multiple = source.config.model.make_vocab_size_divisible_by
     if entries is not None and entries > rows:  # BERT's tokenizer here has two of its own
         rows = padded_vocab_size(entries, multiple, 1)
-    elif entries is not None:
+    elif entries is not None and source.family is not None:
         multiple = padding_multiple(entries, rows)
     model = replace(source.config.model, make_vocab_size_divisible_by=multiple)
     extra: dict[str, object] = {}
@@ -380,9 +387,10 @@ def _tokenizer_files(source: Source, options: argparse.Namespace) -> dict[str, b
     config = from_namespace(TokenizerConfig, options)
     config = source.config.tokenizer if config == TokenizerConfig() else config
     is_json = (config.tokenizer_model or "").endswith(".json")
+    pieces = files.SPIECE if source.config.model.architecture == "t5" else files.TOKENIZER_MODEL
     is_wordpiece = (config.tokenizer_type or "").startswith("BertWordPiece")
     names = {
-        "tokenizer_model": files.TOKENIZER_JSON if is_json else files.TOKENIZER_MODEL,
+        "tokenizer_model": files.TOKENIZER_JSON if is_json else pieces,
         "vocab_file": files.WORDPIECES if is_wordpiece else files.VOCAB,
         "merge_file": files.MERGES,
     }

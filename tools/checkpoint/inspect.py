@@ -6,7 +6,8 @@
 
 A folder is one that was given to --save or --load, ours or Megatron-LM's, or one of Hugging Face;
 for `diff` also one checkpoint in it. Tensors are read in parts. Exit code 0: all checkpoints are
-sound, or both are the same; 1: the two differ; 4: one is damaged, or there is none.
+sound, or both are the same; 1: the two differ; 4: one is damaged, the tracker names one that is not
+there, or there is none.
 """
 
 from __future__ import annotations

@@ -123,9 +123,11 @@ def _bert_outputs(model: BertModel, held: Collection[str], inputs: Inputs) -> di
     """Logits of tokens and of the order, as far as there are heads; else the pooled vector, and the
     hidden states of what is no padding."""
     found = model(inputs.tokens, inputs.padding, inputs.types)
+    heads = {"order": found.order} if "model.binary_head.weight" in held else {}
     if "model.output.bias" in held:
-        tokens = {"logits": found.tokens[inputs.padding]}
-        return tokens | ({"order": found.order} if "model.binary_head.weight" in held else {})
+        heads["logits"] = found.tokens[inputs.padding]
+    if heads:
+        return heads
     model.head = None
     hidden = model(inputs.tokens, inputs.padding, inputs.types)
     assert model.pooler is not None
@@ -152,17 +154,23 @@ def their_outputs(reader: HFReader, inputs: Inputs) -> dict[str, Tensor]:
     if reader.family.name != "bert":
         return {"logits": model(inputs.tokens).logits}
     found = model(inputs.tokens, attention_mask=inputs.padding, token_type_ids=inputs.types)
-    if reader.architecture == "BertModel":
-        return {
-            "hidden states": found.last_hidden_state[inputs.padding],
-            "pooled": found.pooler_output,
-        }
-    if reader.architecture == "BertForMaskedLM":
-        return {"logits": found.logits[inputs.padding]}
+    match reader.architecture:
+        case "BertModel":
+            states = {"hidden states": found.last_hidden_state[inputs.padding]}
+            return states | ({"pooled": found.pooler_output} if _has_pooler(reader) else {})
+        case "BertForMaskedLM":
+            return {"logits": found.logits[inputs.padding]}
+        case "BertForNextSentencePrediction":
+            return {"order": found.logits}
     return {
         "logits": found.prediction_logits[inputs.padding],
         "order": found.seq_relationship_logits,
     }
+
+
+def _has_pooler(reader: HFReader) -> bool:
+    """Of a BERT without heads: files for sentence vectors may lack it."""
+    return "model.pooler.dense.weight" in reader.names()
 
 
 def their_model(reader: HFReader) -> Any:
@@ -179,7 +187,9 @@ def their_model(reader: HFReader) -> Any:
     values.pop("torch_dtype", None)
     config = transformers.AutoConfig.for_model(kind, **values)
     config._attn_implementation = "eager"
-    model = getattr(transformers, reader.architecture)(config).float()
+    without = reader.architecture == "BertModel" and not _has_pooler(reader)
+    pieces = {"add_pooling_layer": False} if without else {}
+    model = getattr(transformers, reader.architecture)(config, **pieces).float()
     state = {
         name: tensor
         for file in sorted(set(find_shards(reader.path).values()))

@@ -36,7 +36,8 @@ class Bert:
     def architecture(self, pieces: frozenset[str]) -> str:
         """See `Family`."""
         if _ORDER in pieces:
-            return "BertForPreTraining"
+            both = _MASKED in pieces
+            return "BertForPreTraining" if both else "BertForNextSentencePrediction"
         return "BertForMaskedLM" if _MASKED in pieces else "BertModel"
 
     def read(self, settings: Settings) -> Described:
@@ -49,8 +50,8 @@ class Bert:
         settings.must_be("position_embedding_type", "absolute")
         settings.must_be("type_vocab_size", 2)
         settings.must_be("tie_word_embeddings", True)
+        settings.must_be("directionality", "bidi")
         settings.share("classifier_dropout", 0.1)
-        settings.switch("gradient_checkpointing", False)
         tanh = settings.word("hidden_act", _TANH, "gelu")
         model = ModelConfig(
             architecture="bert",

@@ -63,6 +63,8 @@ class LlamaLike:
         if not self.qkv_bias:
             settings.must_be("attention_bias", False)
         settings.must_be("mlp_bias", False)
+        settings.must_be("rope_interleaved", False)
+        settings.must_be("use_mrope", False)
         model = ModelConfig(
             num_layers=settings.size("num_hidden_layers", most=MOST_LAYERS),
             hidden_size=hidden,

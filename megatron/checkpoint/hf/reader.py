@@ -69,6 +69,7 @@ class HFReader:
             "consumed_train_samples": 0,
             "padded_vocab_size": described.vocab,
             "config": to_dict(RunConfig(model=model)),
+            "notices": list(self.notices),
         }
 
     def names(self) -> list[str]:

@@ -20,16 +20,23 @@ _MOST = 1 << 24
 MOST_LAYERS = 1 << 14
 MOST_HEADS = 1 << 16  # and channels of a head
 
-# Say nothing about what the network computes.
+# Say nothing about what the network computes: how it was made, is loaded or is asked for text.
 _HARMLESS = frozenset(
     """
-    _commit_hash _name_or_path architectures attn_implementation bos_token_id
-    chunk_size_feed_forward decoder_start_token_id dtype eos_token_id finetuning_task id2label
-    initializer_range is_decoder is_encoder_decoder keys_to_ignore_at_inference label2id n_ctx
-    output_attentions output_hidden_states pad_token_id prefix pretraining_tp problem_type
-    return_dict return_dict_in_generate sep_token_id summary_activation summary_first_dropout
-    summary_proj_to_labels summary_type summary_use_proj task_specific_params tokenizer_class
-    torch_dtype torchscript transformers_version use_cache
+    _commit_hash _name_or_path _num_labels architectures attn_implementation bad_words_ids
+    begin_suppress_tokens bos_token_id chunk_size_feed_forward decoder_start_token_id
+    diversity_penalty do_sample dtype early_stopping encoder_no_repeat_ngram_size eos_token_id
+    finetuning_task forced_bos_token_id forced_eos_token_id gradient_checkpointing id2label
+    initializer_range is_decoder is_encoder_decoder is_llama_config keys_to_ignore_at_inference
+    label2id length_penalty max_length min_length n_ctx neftune_noise_alpha no_repeat_ngram_size
+    num_beam_groups num_beams num_return_sequences output_attentions output_hidden_states
+    output_past output_scores pad_token_id pooler_fc_size pooler_num_attention_heads
+    pooler_num_fc_layers pooler_size_per_head pooler_type predict_special_tokens prefix
+    pretraining_tp problem_type remove_invalid_values repetition_penalty return_dict
+    return_dict_in_generate sep_token_id summary_activation summary_first_dropout
+    summary_proj_to_labels summary_type summary_use_proj suppress_tokens task_specific_params
+    temperature tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config
+    transformers_version typical_p use_cache
     """.split()
 )
 

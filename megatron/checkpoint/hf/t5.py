@@ -87,8 +87,6 @@ class T5:
         vocab = settings.size("vocab_size", 32128)
         settings.number("initializer_factor", 1.0)
         settings.share("classifier_dropout", 0.0)
-        settings.switch("output_past", True)
-        settings.switch("gradient_checkpointing", False)
         settings.refuse_the_rest()
         return Described(model, vocab)
 

