@@ -100,10 +100,14 @@ class Pipeline:
         """The fastest of some ways to deal out the layers: the head counts as so many layers as it
         takes the time of, and those left over stand side by side somewhere."""
         found = sorted(
-            _candidates(layers, self.stages * self.chunks, costs),
+            filter(self._can_be, _candidates(layers, self.stages * self.chunks, costs)),
             key=lambda counts: self._slowest(counts, costs),
         )
         return min(found[:_SIMULATED], key=lambda counts: self.time(counts, costs))
+
+    def _can_be(self, counts: Counts) -> bool:
+        """No stage has nothing: the first has the embedding, the last the head."""
+        return all(any(counts[stage :: self.stages]) for stage in range(1, self.stages - 1))
 
 
 def _candidates(layers: int, parts: int, costs: Costs) -> Iterator[Counts]:
