@@ -18,6 +18,7 @@ from megatron.config import (
     rules_graphs,
     rules_legacy,
     rules_model,
+    rules_ranges,
     rules_sharding,
     rules_training,
 )
@@ -29,7 +30,9 @@ Rule = Callable[[RunConfig, int], Iterator[str]]
 RULES: tuple[Rule, ...] = (
     rules_model.required,
     rules_model.some_length,
-    rules_model.bounds,
+    rules_ranges.bounds,
+    rules_ranges.samples,
+    rules_ranges.passes,
     rules_sharding.sharding,
     rules_sharding.torch_ddp,
     rules_architecture.architecture,
