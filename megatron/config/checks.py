@@ -98,14 +98,15 @@ def find_notices(config: RunConfig, start: RunConfig) -> list[str]:
     """One line for each setting that is taken but changes nothing, with the reason.
 
     Args:
-        start: the run that flags and YAML file change.
+        start: the run that flags and YAML file change, with what a checkpoint changes in it: what
+            it says already was not given.
     """
-    values = flatten(config)
+    values, before = flatten(config), flatten(start)
     lines = [
         f"{field.shown}: {field.info.notice}"
         for name, section in sections().items()
         for field in fields_of(section)
-        if field.info.notice and values[f"{name}.{field.name}"] != field.default
+        if field.info.notice and values[f"{name}.{field.name}"] != before[f"{name}.{field.name}"]
     ]
     return [
         *lines,

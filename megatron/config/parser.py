@@ -112,8 +112,9 @@ def parse_config(
     else:
         start = line.ask(lambda: find_start(vars(line.namespace)))
     base = _read_yaml(getattr(line.namespace, "config", None), start, world_size, line)
-    config = with_values(base, _flag_values(line.namespace))
-    config = _from_checkpoint(config, read_checkpoint, line)
+    asked = with_values(base, _flag_values(line.namespace))
+    config = _from_checkpoint(asked, read_checkpoint, line)
+    start = with_values(start, _changes(asked, config))  # which nobody asked for
     line.problems += _other_kind(config.model.architecture, architecture, program)
     size = config.training.dry_run_world_size if config.training.dry_run else None
     config = resolve(config, size or world_size)
@@ -280,6 +281,12 @@ def _flag_values(namespace: argparse.Namespace) -> dict[str, Any]:
         for section, config_type in sections().items()
         for name, value in given_values(config_type, namespace).items()
     }
+
+
+def _changes(before: RunConfig, after: RunConfig) -> dict[str, Any]:
+    """What another run has in its place, by "section.field"."""
+    old = flatten(before)
+    return {path: value for path, value in flatten(after).items() if value != old[path]}
 
 
 def _stretch(values: dict[str, Any], config: RunConfig, line: _CommandLine) -> None:
