@@ -37,6 +37,7 @@ class BertRecipe:
 
     program = "pretrain_bert.py"
     architecture = "bert"
+    has_perplexity = True
 
     def loss_names(self, config: RunConfig) -> tuple[str, ...]:
         return ("lm loss", "sop loss") if config.model.bert_binary_head else ("lm loss",)

@@ -38,6 +38,7 @@ class GPTRecipe:
 
     program = "pretrain_gpt.py"
     architecture = "gpt"
+    has_perplexity = True
 
     def loss_names(self, config: RunConfig) -> tuple[str, ...]:
         return ("lm loss",)

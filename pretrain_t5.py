@@ -36,6 +36,7 @@ class T5Recipe:
 
     program = "pretrain_t5.py"
     architecture = "t5"
+    has_perplexity = True
 
     def loss_names(self, config: RunConfig) -> tuple[str, ...]:
         return ("lm loss",)

@@ -15,6 +15,7 @@ from megatron.device import Device
 from megatron.errors import StorageError
 from megatron.inference.arguments import SAVED_MODEL_RULES
 from megatron.inference.load import Loaded, check_architecture, open_existing, saved_config
+from megatron.inference.panel import model_rows
 from megatron.training.callbacks.terminal import say
 from megatron.training.panel import format_panel
 from tasks.results import Numbers, format_number, format_table, results_path, write_results
@@ -95,16 +96,8 @@ def say_start(task: str, loaded: Loaded, device: Device, data: str) -> None:
     """What is about to be evaluated, on what; on one process."""
     if loaded.layout.world.rank:
         return
-    config = loaded.config
-    rows = [
-        ("checkpoint", f"{config.checkpoint.load}, iteration {loaded.iteration:,}"),
-        ("network", f"{config.model.num_layers} layers, hidden size {config.model.hidden_size}"),
-        ("tokenizer", f"{config.tokenizer.tokenizer_type}, {loaded.tokenizer.vocab_size:,}"),
-        ("window", f"{config.data.seq_length:,} tokens"),
-        ("data", data),
-        ("device", f"{device.name}, {next(loaded.model.parameters()).dtype}"),
-        ("layout", loaded.layout.describe()),
-    ]
+    window = f"{loaded.config.data.seq_length:,} tokens"
+    rows = [("data", data), ("window", window), *model_rows(loaded, device)]
     say(format_panel(f"{PROGRAM}: {task}", rows))
 
 

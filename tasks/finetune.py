@@ -35,6 +35,7 @@ class FinetuneRecipe:
 
     program = PROGRAM
     architecture = "bert"
+    has_perplexity = False
 
     def __init__(
         self,
@@ -94,10 +95,10 @@ class FinetuneRecipe:
         result = self._scores(part, batch, hidden)
         if not part.part.head:
             return result
-        scores, label = result.float(), batch["label"]
+        label = batch["label"]
         if self.target.span is not None:
-            return {"lm loss": F.mse_loss(scores[:, 0], label.float())}
-        return {"lm loss": F.cross_entropy(scores, label)}
+            return {"lm loss": F.mse_loss(result[:, 0], label.float())}
+        return {"lm loss": F.cross_entropy(result, label)}
 
     def guess(
         self,
@@ -113,7 +114,7 @@ class FinetuneRecipe:
         if not part.part.head:
             return result
         is_number = self.target.span is not None
-        return {"guess": result[:, 0].float() if is_number else result.argmax(dim=-1).float()}
+        return {"guess": result[:, 0] if is_number else result.argmax(dim=-1).float()}
 
     def _scores(self, part: BertChooser, batch: Batch, hidden: Tensor | None) -> Tensor:
         return part.choose(batch["text"], batch["padding_mask"].bool(), batch["types"], hidden)

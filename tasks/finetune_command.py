@@ -14,6 +14,7 @@ from megatron.config import (
     parse_config,
     rules_data,
     rules_model,
+    rules_ranges,
     rules_training,
 )
 from megatron.config.checks import RULES, Rule, find_problems
@@ -36,6 +37,7 @@ FindStart = Callable[[Mapping[str, Any]], RunConfig]
 # What can only be said once the length of the run is known.
 _LATE: tuple[Rule, ...] = (
     rules_model.some_length,
+    rules_ranges.samples,
     rules_training.length,
     rules_training.warm_up,
     rules_training.saving,
@@ -209,10 +211,15 @@ def _required(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def _own_order(config: RunConfig, world_size: int) -> Iterator[str]:
-    """What decides the order or the number of samples elsewhere."""
+    """What is of pretraining: what decides the order or the number of samples, and perplexities."""
     if config.data.dataloader_type == "cyclic":
         yield "--dataloader-type cyclic: each epoch is shuffled anyway: drop it"
     if config.training.rampup_batch_size is not None:
         yield "--rampup-batch-size: epochs are counted in batches of one size: drop it"
+    if config.logging.log_validation_ppl_to_tensorboard:
+        yield (
+            "--log-validation-ppl-to-tensorboard: a task's loss is of no tokens, and has no "
+            "perplexity: drop it"
+        )
     if config.data.mock_data:
         yield "--mock-data: give labelled texts as --train-data"

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 
 import pytest
 
@@ -62,6 +64,26 @@ def test_a_wrong_flag_of_a_tool_is_refused() -> None:
     result = _python("tools/plot_loss.py", "--metric-file", "x")
     assert result.returncode == 2
     assert "--metrics" in result.stderr
+
+
+def test_an_editable_installation_is_a_plain_path(tmp_path) -> None:
+    pytest.importorskip("setuptools", minversion="77")
+    source, wheels = tmp_path / "source", tmp_path / "wheels"
+    wheels.mkdir()
+    for folder in ("megatron", "megatron/kernels"):  # as much as setup.py itself imports
+        (source / folder).mkdir(parents=True)
+        for path in (ROOT / folder).glob("*.py"):
+            shutil.copy(path, source / folder)
+    for file in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, source)
+    build = f"from setuptools import build_meta; build_meta.build_editable({str(wheels)!r})"
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ""}
+    words = [sys.executable, "-c", build]
+    subprocess.run(words, cwd=source, env=environment, timeout=120, check=True, capture_output=True)
+    (wheel,) = wheels.iterdir()
+    with zipfile.ZipFile(wheel) as archive:
+        code = [entry for entry in archive.namelist() if ".dist-info/" not in entry]
+        assert [archive.read(entry).decode().strip() for entry in code] == [str(source)]
 
 
 def test_pins_are_exact_and_inside_the_ranges_of_pyproject() -> None:

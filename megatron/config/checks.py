@@ -18,6 +18,7 @@ from megatron.config import (
     rules_graphs,
     rules_legacy,
     rules_model,
+    rules_ranges,
     rules_sharding,
     rules_training,
 )
@@ -29,7 +30,9 @@ Rule = Callable[[RunConfig, int], Iterator[str]]
 RULES: tuple[Rule, ...] = (
     rules_model.required,
     rules_model.some_length,
-    rules_model.bounds,
+    rules_ranges.bounds,
+    rules_ranges.samples,
+    rules_ranges.passes,
     rules_sharding.sharding,
     rules_sharding.torch_ddp,
     rules_architecture.architecture,
@@ -95,14 +98,15 @@ def find_notices(config: RunConfig, start: RunConfig) -> list[str]:
     """One line for each setting that is taken but changes nothing, with the reason.
 
     Args:
-        start: the run that flags and YAML file change.
+        start: the run that flags and YAML file change, with what a checkpoint changes in it: what
+            it says already was not given.
     """
-    values = flatten(config)
+    values, before = flatten(config), flatten(start)
     lines = [
         f"{field.shown}: {field.info.notice}"
         for name, section in sections().items()
         for field in fields_of(section)
-        if field.info.notice and values[f"{name}.{field.name}"] != field.default
+        if field.info.notice and values[f"{name}.{field.name}"] != before[f"{name}.{field.name}"]
     ]
     return [
         *lines,

@@ -14,6 +14,7 @@ from megatron.config.flag import FlagInfo
 
 _TRUE_WORDS = ("true", "yes", "on", "1")
 _FALSE_WORDS = ("false", "no", "off", "0")
+_LARGEST = 2**63 - 1  # what files, tensors and the length of a dataset hold
 _EXPECTED = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text"}
 
 
@@ -150,9 +151,20 @@ def text_to(kind: type, text: str) -> Any:
         except ValueError:
             pass
         else:
+            _check_size(value)
             if kind is not float or math.isfinite(value):
                 return value
     raise ValueError(f"expected {_EXPECTED[kind]}, got {text!r}")
+
+
+def _check_size(value: Any) -> None:
+    """Refuse a whole number that is beyond 64 bits, whatever it counts.
+
+    Raises:
+        ValueError: the message says how large it may be.
+    """
+    if isinstance(value, int) and abs(value) > _LARGEST:
+        raise ValueError(f"expected a whole number of 64 bits (at most {_LARGEST}), got {value}")
 
 
 def check_choice(choices: tuple[Any, ...] | None, value: Any) -> None:
@@ -197,6 +209,7 @@ def _scalar_from_yaml(field: Field, value: Any) -> Any:
     if type(value) is not field.kind or endless:
         quote = ": put it in quotes" if field.kind is str and _is_number(value) else ""
         raise ValueError(f"expected {_EXPECTED[field.kind]}, got {value!r}{quote}")
+    _check_size(value)
     check_choice(field.info.choices, value)
     return value
 

@@ -233,6 +233,14 @@ NETWORK_FIELDS = (
 )
 
 
+# How fast rotary positions turn: weights learn another speed, as for a longer context, in a
+# finetuning. Not --rotary-percent: channels that never turned hold no positions.
+ROTARY_SPEED = (
+    "rotary_base",
+    "rotary_seq_len_interpolation_factor",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+)
 WITHOUT_TABLE = ("rope", "none")  # kinds of positions that any sequence has, without weights
 
 

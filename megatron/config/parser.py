@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,7 +25,7 @@ from megatron.config.arguments import (
 from megatron.config.checks import RULES, Rule, find_notices, find_problems
 from megatron.config.command_line import Given, join, split
 from megatron.config.fields import nearest
-from megatron.config.model import WITHOUT_TABLE
+from megatron.config.model import ROTARY_SPEED, WITHOUT_TABLE
 from megatron.config.refused import HONOURED, REFUSED
 from megatron.config.resolve import forget_derived, longest_sequence, resolve
 from megatron.config.run import RunConfig, field_at, flatten, sections, with_values
@@ -112,8 +112,9 @@ def parse_config(
     else:
         start = line.ask(lambda: find_start(vars(line.namespace)))
     base = _read_yaml(getattr(line.namespace, "config", None), start, world_size, line)
-    config = with_values(base, _flag_values(line.namespace))
-    config = _from_checkpoint(config, read_checkpoint, line)
+    asked = with_values(base, _flag_values(line.namespace))
+    config = _from_checkpoint(asked, read_checkpoint, line)
+    start = with_values(start, _changes(asked, config))  # which nobody asked for
     line.problems += _other_kind(config.model.architecture, architecture, program)
     size = config.training.dry_run_world_size if config.training.dry_run else None
     config = resolve(config, size or world_size)
@@ -282,8 +283,19 @@ def _flag_values(namespace: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _stretch(values: dict[str, Any], config: RunConfig, line: _CommandLine) -> None:
-    """Let a checkpoint's positions reach as far as is asked for, where they need no weights."""
+def _changes(before: RunConfig, after: RunConfig) -> dict[str, Any]:
+    """What another run has in its place, by "section.field"."""
+    old = flatten(before)
+    return {path: value for path, value in flatten(after).items() if value != old[path]}
+
+
+def _stretch(
+    values: dict[str, Any], config: RunConfig, given: Collection[str], line: _CommandLine
+) -> None:
+    """Let a checkpoint's positions go as far as is asked for, where they need no weights.
+
+    In a finetuning rotary positions turn at the speed that was given, too: see `check_network`.
+    """
     path = "model.max_position_embeddings"
     held, kind = values.get(path), values.get("model.position_embedding_type")
     asked = max(config.model.max_position_embeddings or 0, longest_sequence(config.data) or 0)
@@ -293,6 +305,9 @@ def _stretch(values: dict[str, Any], config: RunConfig, line: _CommandLine) -> N
             f"--max-position-embeddings {asked}: longer than the checkpoint's {held}; positions of "
             f"--position-embedding-type {kind} have no weights"
         )
+    if config.checkpoint.finetune:
+        for path in {f"model.{name}" for name in ROTARY_SPEED} & set(given):
+            values.pop(path, None)
 
 
 def _from_checkpoint(
@@ -306,15 +321,16 @@ def _from_checkpoint(
         return config
     folder = checkpoint.load
     values = dict(line.ask(lambda: read_checkpoint(folder)))
-    _stretch(values, config, line)
     before, default = flatten(config), flatten(RunConfig())
     by_flag, file = _flag_values(line.namespace), getattr(line.namespace, "config", None)
+    in_file = {path for path in values if file is not None and before[path] != default[path]}
+    _stretch(values, config, in_file | by_flag.keys(), line)
     taken = []
     for path, value in values.items():
         field = field_at(path)
         if value == before[path]:
             continue
-        if path in by_flag or (file is not None and before[path] != default[path]):
+        if path in by_flag or path in in_file:
             where = "" if path in by_flag else f" of --config {file}"
             line.notices.append(
                 f"{field.spell(before[path])}{where} is overruled: --use-checkpoint-args takes "

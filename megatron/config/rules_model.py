@@ -1,104 +1,16 @@
-"""Checks of what must be given, ranges, layout, network and precision. See `checks`."""
+"""Checks of what must be given, layout, network and precision. See `checks`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-from megatron.config.fields import fields_of
 from megatron.config.model import flash_head_misfit
 from megatron.config.resolve import longest_sequence
-from megatron.config.run import RunConfig, flatten, sections
-from megatron.config.stages import plan_model
+from megatron.config.run import RunConfig
+from megatron.config.stages import MAX_LAYERS, plan_model
 from megatron.errors import ConfigError
 
-_AT_LEAST: Mapping[str, int] = {
-    "model.num_layers": 1,
-    "model.decoder_num_layers": 1,
-    "model.hidden_size": 1,
-    "model.ffn_hidden_size": 1,
-    "model.num_attention_heads": 1,
-    "model.kv_channels": 1,
-    "model.num_query_groups": 1,
-    "model.max_position_embeddings": 1,
-    "model.relative_attention_max_distance": 1,
-    "model.rotary_seq_len_interpolation_factor": 1,
-    "model.make_vocab_size_divisible_by": 1,
-    "model.init_method_std": 0,
-    "training.micro_batch_size": 1,
-    "training.global_batch_size": 1,
-    "training.train_iters": 0,
-    "training.train_samples": 1,
-    "training.seed": 0,
-    "training.recompute_num_layers": 1,
-    "training.exit_interval": 1,
-    "training.exit_duration_in_mins": 1,
-    "training.max_nonfinite_skips": 1,
-    "training.manual_gc_interval": 0,
-    "training.dry_run_world_size": 1,
-    "precision.hysteresis": 1,
-    "precision.loss_scale_window": 1,
-    "optimizer.weight_decay": 0,
-    "optimizer.start_weight_decay": 0,
-    "optimizer.end_weight_decay": 0,
-    "optimizer.clip_grad": 0,
-    "schedule.lr": 0,
-    "schedule.min_lr": 0,
-    "schedule.lr_warmup_init": 0,
-    "schedule.lr_warmup_iters": 0,
-    "schedule.lr_warmup_samples": 0,
-    "schedule.lr_decay_iters": 1,
-    "schedule.lr_decay_samples": 1,
-    "parallel.tensor_model_parallel_size": 1,
-    "parallel.pipeline_model_parallel_size": 1,
-    "parallel.context_parallel_size": 1,
-    "parallel.local_rank": 0,
-    "tokenizer.vocab_size": 1,
-    "tokenizer.vocab_extra_ids": 0,
-    "data.seq_length": 1,
-    "data.decoder_seq_length": 1,
-    "data.num_workers": 0,
-    "evaluation.eval_iters": 0,
-    "evaluation.eval_interval": 1,
-    "checkpoint.save_interval": 1,
-    "checkpoint.keep_latest": 1,
-    "logging.log_interval": 1,
-    "logging.tensorboard_log_interval": 1,
-    "logging.tensorboard_queue_size": 1,
-    "profiling.profile_step_start": 0,
-}
-_ABOVE_ZERO = (
-    "model.norm_epsilon",
-    "model.rotary_base",
-    "model.softmax_scale",
-    "parallel.distributed_timeout_minutes",
-    "model.rope_scaling_factor",
-    "precision.loss_scale",
-    "precision.initial_loss_scale",
-    "precision.min_loss_scale",
-    "optimizer.adam_eps",
-    "checkpoint.save_interval_in_mins",
-    "checkpoint.mean_hours_between_failures",
-)
-_BELOW_ONE = (
-    "model.attention_dropout",
-    "model.hidden_dropout",
-    "optimizer.adam_beta1",
-    "optimizer.adam_beta2",
-    "optimizer.sgd_momentum",
-    "schedule.lr_warmup_fraction",
-)
 _MOST_PROCESSES = 1024  # of one model-parallel axis that a message proposes
-_SEED_LIMIT = 2**32  # numpy's generators take 32 bits
-
-
-def spellings() -> dict[str, str]:
-    """ "section.field" to the flag as a user types it."""
-    return {
-        f"{name}.{field.name}": field.names[0]
-        for name, section in sections().items()
-        for field in fields_of(section)
-        if field.names
-    }
 
 
 def divisors(number: int) -> str:
@@ -130,21 +42,6 @@ def some_length(config: RunConfig, world_size: int) -> Iterator[str]:
         yield "the length of the run is required: give --train-iters or --train-samples"
 
 
-def bounds(config: RunConfig, world_size: int) -> Iterator[str]:
-    names, values = spellings(), flatten(config)
-    for path, least in _AT_LEAST.items():
-        if values[path] is not None and values[path] < least:
-            yield f"{names[path]} {values[path]}: must be at least {least}"
-    for path in _ABOVE_ZERO:
-        if values[path] is not None and values[path] <= 0:
-            yield f"{names[path]} {values[path]}: must be above 0"
-    for path in _BELOW_ONE:
-        if values[path] is not None and not 0 <= values[path] < 1:
-            yield f"{names[path]} {values[path]}: must be at least 0 and below 1"
-    if config.training.seed >= _SEED_LIMIT:
-        yield f"--seed {config.training.seed}: must be below 2**32"
-
-
 def layout(config: RunConfig, world_size: int) -> Iterator[str]:
     parallel, model = config.parallel, config.model
     tensor, pipeline, context = (
@@ -174,7 +71,8 @@ def layout(config: RunConfig, world_size: int) -> Iterator[str]:
 def pipeline(config: RunConfig, world_size: int) -> Iterator[str]:
     parallel, layers = config.parallel, config.model.num_layers
     stages = parallel.pipeline_model_parallel_size
-    if stages < 1 or not layers or layers < 1:
+    most = max(stages, layers or 0, config.model.decoder_num_layers or 0)
+    if stages < 1 or not layers or layers < 1 or most > MAX_LAYERS:
         return
     try:
         parts = plan_model(config.model, parallel)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.config.flag import flag
+from megatron.config.server import MOST_SEQUENCES
+
+_MOST_SAMPLES = 10_000_000  # of a file, which is read whole where it is gone on with
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +85,13 @@ def problems_of(samples: SamplesConfig) -> list[str]:
         ),
         (samples.top_k < 0, f"--top_k {samples.top_k}: give 0 (all) or more"),
         (not 0 <= samples.top_p <= 1, f"--top_p {samples.top_p:g}: give 0 (all) to 1"),
-        (samples.max_batch_size < 1, f"--max-batch-size {samples.max_batch_size}: give 1 or more"),
+        (
+            not 1 <= samples.max_batch_size <= MOST_SEQUENCES,
+            f"--max-batch-size {samples.max_batch_size}: give 1 to {MOST_SEQUENCES}",
+        ),
+        (
+            samples.num_samples > _MOST_SAMPLES,
+            f"--num-samples {samples.num_samples}: give at most {_MOST_SAMPLES} for a file",
+        ),
     )
     return [message for wrong, message in checks if wrong]

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from megatron.config.flag import flag
 
+MOST_SEQUENCES = 1 << 16  # computed at a time: a step is planned and recorded by their number
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
@@ -88,6 +90,10 @@ def problems_of(server: ServerConfig) -> list[str]:
                 ("--cache-tokens", server.cache_tokens),
                 ("--max-body-bytes", server.max_body_bytes),
             )
+        ),
+        (
+            server.max_batch_size > MOST_SEQUENCES,
+            f"--max-batch-size {server.max_batch_size}: give at most {MOST_SEQUENCES}",
         ),
     )
     return [message for wrong, message in checks if wrong]

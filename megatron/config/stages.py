@@ -14,7 +14,7 @@ from megatron.config.parallel import ParallelConfig
 from megatron.errors import ConfigError
 
 LAYOUT_FLAG = "--pipeline-model-parallel-layout"
-_MAX_LAYERS = 10_000  # of a layout string, so that `t*999999999` is an answer and not a hang
+MAX_LAYERS = 10_000  # so that `t*999999999` in a layout string is an answer and not a hang
 _TOKEN = re.compile(r"\s*(?:(?P<symbol>[EtL|()])|\*(?P<count>\d{1,5})|(?P<comma>,))")
 
 
@@ -372,6 +372,6 @@ def _apply_token(match: re.Match[str], stack: list[list[str]], text: str) -> Non
     elif match["count"] is not None:
         if not stack[-1]:
             raise ConfigError(f"{LAYOUT_FLAG} {text}: *{match['count']} repeats nothing")
-        if len(stack[-1][-1]) * int(match["count"]) > _MAX_LAYERS:
-            raise ConfigError(f"{LAYOUT_FLAG} {text}: more than {_MAX_LAYERS} symbols")
+        if len(stack[-1][-1]) * int(match["count"]) > MAX_LAYERS:
+            raise ConfigError(f"{LAYOUT_FLAG} {text}: more than {MAX_LAYERS} symbols")
         stack[-1][-1] *= int(match["count"])

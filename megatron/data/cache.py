@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import os
 import uuid
 import warnings
@@ -21,6 +22,8 @@ from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from megatron.errors import DataError
 
 Arrays = tuple[NDArray[Any], ...]
 
@@ -63,13 +66,24 @@ class IndexCache:
             build: makes the arrays; called only if they are not found.
             is_sound: further check of arrays found on disk.
             source: file that the arrays are made from; older arrays are not used.
+
+        Raises:
+            DataError: memory does not hold what is to be built.
         """
         stem = hashlib.md5(description.encode(), usedforsecurity=False).hexdigest()
         for folder in self.folders:
             found = _load(folder, stem, specs, source)
             if found is not None and is_sound(found):
                 return found
-        arrays = build()
+        try:
+            arrays = build()
+        except MemoryError:
+            size = sum(spec.dtype.itemsize * math.prod(spec.shape) for spec in specs)
+            raise DataError(
+                f"an index of {size / 1e9:,.1f} GB does not fit in memory: it lists every sample "
+                "of the run: give fewer --train-iters or --train-samples, fewer --eval-iters or a "
+                "larger --eval-interval"
+            ) from None
         if not self.folders:
             return arrays
         folder = self.folders[-1]

@@ -6,7 +6,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron.config import ParsedRun, RunConfig, parse_config, rules_data, rules_model
+from megatron.config import (
+    ParsedRun,
+    RunConfig,
+    parse_config,
+    rules_data,
+    rules_model,
+    rules_ranges,
+)
 from megatron.config.checks import Rule
 from megatron.inference.load import open_existing, saved_config
 
@@ -93,7 +100,7 @@ def _one_copy(config: RunConfig, world_size: int) -> Iterator[str]:
 # For every program that runs a saved model.
 SAVED_MODEL_RULES: tuple[Rule, ...] = (
     _loads,
-    rules_model.bounds,
+    rules_ranges.bounds,
     rules_model.layout,
     rules_model.tensor_parallel,
     rules_model.pipeline,

@@ -17,7 +17,7 @@ from megatron.inference.graphs import DecodeGraphs
 from megatron.inference.load import Loaded
 from megatron.inference.scheduler import SchedulerSettings
 from megatron.kernels.library import find_library
-from megatron.kernels.paged_attention import PagedAttention, choose_paged_attention
+from megatron.kernels.paged_attention import PagedAttention, choose_paged_attention, describe_chunks
 from megatron.kernels.row_product import choose_row_product
 from megatron.models.gpt import GPTModel
 from megatron.models.sizes import Sizes, sizes_of
@@ -118,29 +118,16 @@ def build_engine(
     if copy is None:
         _check_layout(layout)
     copy = copy or layout.world
-    library = find_library(device.torch_device).library
-    row_product = choose_row_product(device.torch_device)
-    set_products(model, PLAIN if row_product is None else RowByRow(row_product))
-    sizes = sizes_of(config.model)
     precision = config.precision
     dtype = parameter_dtype(fp16=precision.fp16, bf16=precision.bf16)
-    groups = max(1, sizes.kv_heads // layout.tensor.size)
-    token_bytes = 2 * len(model.part.layers) * groups * sizes.head_size * dtype.itemsize
-    blocks = _blocks(options, sizes, token_bytes, layout, device)
-    memory = CacheMemory(
-        model.part.layers,
-        blocks=blocks,
-        block_size=options.block_size,
-        groups=groups,
-        head_size=sizes.head_size,
-        device=device.torch_device,
-        dtype=dtype,
-    )
-    paged = choose_paged_attention(library, sizes.head_size, dtype)
-    can_record = options.graphs and records_on(device) and paged.can_capture
-    graphs = None
-    if can_record and copy.size == 1:
-        graphs = _graphs(model, memory, paged, options, sizes.positions, device)
+    sizes = sizes_of(config.model)
+    row_product = choose_row_product(device.torch_device)
+    set_products(model, PLAIN if row_product is None else RowByRow(row_product))
+    blocks, memory = _cache(model, options, sizes, layout, device, dtype)
+    library = find_library(device.torch_device)
+    paged = choose_paged_attention(library.library, sizes.head_size, dtype)
+    without = _why_no_graphs(options, paged, device, copy)
+    graphs = None if without else _graphs(model, memory, paged, options, sizes.positions, device)
     executor = Executor(
         model.eval(),
         layout,
@@ -159,6 +146,7 @@ def build_engine(
         max_sequences=options.max_sequences,
         max_tokens=options.max_step_tokens,
     )
+    chunks = describe_chunks(sizes.head_size, dtype, device.torch_device)
     return BatchEngine(
         executor,
         settings,
@@ -166,7 +154,60 @@ def build_engine(
         max_length=sizes.positions,
         seed=options.seed,
         looks_ahead=queues_on(device),
+        choices=[
+            ("attention", f"of new tokens {paged.name}; of prompts {chunks}"),
+            ("products", "PyTorch's" if row_product is None else "cuBLASLt's, a row as if alone"),
+            ("other kernels", str(library)),
+            ("CUDA graphs", f"none ({without})" if without else "recorded when first needed"),
+            ("cache", _describe_cache(blocks, options, memory, copy)),
+            ("at a time", f"{options.max_sequences:,} sequences"),
+        ],
     )
+
+
+def _cache(
+    model: GPTModel,
+    options: EngineOptions,
+    sizes: Sizes,
+    layout: Layout,
+    device: Device,
+    dtype: torch.dtype,
+) -> tuple[int, CacheMemory]:
+    """Blocks of the cache, and their memory. Collective."""
+    groups = max(1, sizes.kv_heads // layout.tensor.size)
+    token_bytes = 2 * len(model.part.layers) * groups * sizes.head_size * dtype.itemsize
+    blocks = _blocks(options, sizes, token_bytes, layout, device)
+    memory = CacheMemory(
+        model.part.layers,
+        blocks=blocks,
+        block_size=options.block_size,
+        groups=groups,
+        head_size=sizes.head_size,
+        device=device.torch_device,
+        dtype=dtype,
+    )
+    return blocks, memory
+
+
+def _describe_cache(blocks: int, options: EngineOptions, memory: CacheMemory, copy: Axis) -> str:
+    each = " on rank 0" if copy.size > 1 else ""
+    return (
+        f"{blocks * options.block_size:,} tokens, {blocks:,} blocks of {options.block_size}: "
+        f"{memory.size_bytes / 1e9:.3g} GB{each}"
+    )
+
+
+def _why_no_graphs(
+    options: EngineOptions, paged: PagedAttention, device: Device, copy: Axis
+) -> str:
+    """What keeps steps from being recorded; empty: nothing does."""
+    if not options.graphs:
+        return "not asked for"
+    if not records_on(device):
+        return f"{device.type} has none"
+    if not paged.can_capture:
+        return "attention is not of fixed kernels"
+    return f"{copy.size} processes have the model" if copy.size > 1 else ""
 
 
 def _graphs(

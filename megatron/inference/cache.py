@@ -37,6 +37,7 @@ class CacheMemory:
         self.spare_slot = blocks * block_size
         shape = (len(layers), 2, (blocks + 1) * block_size, groups, head_size)
         memory = torch.zeros(shape, device=device, dtype=dtype)
+        self.size_bytes = memory.nbytes
         self._layers = {index + 1: memory[place] for place, index in enumerate(layers)}
 
     def of_layer(self, layer_number: int) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -67,6 +68,7 @@ class BatchEngine:
         max_length: of prompt and answer, as far as the model's positions go.
         seed: of requests that have none of their own.
         looks_ahead: queues a step before it reads the results of the one before.
+        choices: what all of it runs on and why, by name, for the start-up panel.
     """
 
     def __init__(
@@ -78,7 +80,9 @@ class BatchEngine:
         max_length: int,
         seed: int = 0,
         looks_ahead: bool = False,
+        choices: Sequence[tuple[str, str]] = (),
     ) -> None:
+        self.choices = tuple(choices)
         self._executor = executor
         self._looks_ahead = looks_ahead
         self._flight: _Flight | None = None

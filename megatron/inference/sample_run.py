@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from megatron.config.samples import SamplesConfig, problems_of
+from megatron.device import Device
 from megatron.environment import Launch
 from megatron.errors import EXIT_OK, UserError
 from megatron.inference.arguments import parse_generation
 from megatron.inference.build import EngineOptions, engine_of
 from megatron.inference.engine import BatchEngine
 from megatron.inference.load import Loaded, load_gpt
+from megatron.inference.panel import engine_rows
 from megatron.inference.request import Sampling
+from megatron.inference.sample_settings import Settings, keep_settings, settings_of
 from megatron.inference.samples import Sample, SampleFile, SampleInbox, Writes, read_prompts
 from megatron.inference.worker import serve
 from megatron.parallel.layout import Layout
+from megatron.training.panel import format_panel
 from megatron.training.process import processes, run_process, show_notices
 
 
@@ -49,7 +54,10 @@ def _run(program: str, arguments: Sequence[str], launch: Launch) -> int:
         if layout.world.rank:
             serve(engine, None, layout.world, device=device.torch_device)
             return EXIT_OK
-        path = _output_of(samples)
+        path, seed = _output_of(samples), parsed.config.training.seed
+        settings = settings_of(samples, loaded, seed)
+        # Not among the samples, which may be piped on.
+        print(_panel(program, settings, loaded, engine, device), file=sys.stderr, flush=True)
         if path is None:
             asked = [samples.prompt] * max(1, samples.num_samples)
             failed = _write(samples, enumerate(asked), Printer(len(asked)), engine, loaded, layout)
@@ -58,11 +66,24 @@ def _run(program: str, arguments: Sequence[str], launch: Launch) -> int:
             with SampleFile(path) as file:
                 rest = list(file.rest(everything))
                 print(f"{path}: {file.done} samples are there, {len(rest)} to come", flush=True)
+                told = keep_settings(path, file.done, settings)
+                if told:
+                    print(told, flush=True)
                 failed = file.failed + _write(samples, rest, file, engine, loaded, layout)
     if failed:
         where = "above" if path is None else f"in {path}"
         raise UserError(f'{failed} prompt(s) got no answer: see "error" {where}')
     return EXIT_OK
+
+
+def _panel(
+    program: str, settings: Settings, loaded: Loaded, engine: BatchEngine, device: Device
+) -> str:
+    is_of_model = ("--load", "iteration")  # which has a row of its own
+    drawn = [f"{name} {value}" for name, value in settings.items() if name not in is_of_model]
+    return format_panel(
+        program, [("answers", ", ".join(drawn)), *engine_rows(loaded, engine, device)]
+    )
 
 
 def _output_of(samples: SamplesConfig) -> Path | None:

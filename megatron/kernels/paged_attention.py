@@ -76,9 +76,11 @@ class PagedAttention(Protocol):
     """How singles attend, and how a cache is written.
 
     Attributes:
+        name: for the start-up panel, with the reason where there is a choice.
         can_capture: the same kernels run whatever the lengths are, up to `Singles.longest`.
     """
 
+    name: str
     can_capture: bool
 
     def singles(self, query: Tensor, keys: Tensor, values: Tensor, singles: Singles) -> Tensor:
@@ -106,15 +108,24 @@ def choose_paged_attention(
     """The kernels where there is a library and they take the head's size, else PyTorch's
     operations."""
     vectors, rest = divmod(head_size * dtype.itemsize, VECTOR_BYTES)
-    if library is None or rest or vectors > LARGEST_VECTORS or dtype not in DTYPE_CODES:
-        return PlainPaged()
+    if library is None:
+        return PlainPaged("no fused kernels here")
+    if rest or vectors > LARGEST_VECTORS or dtype not in DTYPE_CODES:
+        return PlainPaged(f"no fused kernel for heads of {head_size} in {dtype}")
     return FusedPaged(library)
 
 
 class PlainPaged:
-    """See `PagedAttention`: by PyTorch's operations."""
+    """See `PagedAttention`: by PyTorch's operations.
+
+    Args:
+        reason: why not by a kernel.
+    """
 
     can_capture = False
+
+    def __init__(self, reason: str = "as asked for") -> None:
+        self.name = f"plain PyTorch ({reason})"
 
     def singles(self, query: Tensor, keys: Tensor, values: Tensor, singles: Singles) -> Tensor:
         """See `single_attention_reference`."""
@@ -133,6 +144,7 @@ class FusedPaged:
     joins the parts where a sequence has several; its result has the same bits whatever the other
     sequences are."""
 
+    name = "fused over the cache"
     can_capture = True
 
     def __init__(self, library: KernelLibrary) -> None:
@@ -212,6 +224,12 @@ def chunk_attention(
     lengths = [start + size for start, size in zip(chunks.starts, chunks.sizes, strict=True)]
     each = zip(query.split(chunks.sizes), key.split(lengths), value.split(lengths), strict=True)
     return torch.cat([_one_chunk(*tensors, attend) for tensors in each])
+
+
+def describe_chunks(head_size: int, dtype: torch.dtype, device: torch.device) -> str:
+    """What `chunk_attention` runs on and why, for the start-up panel."""
+    misfit = flash_misfit(head_size, dtype, device)
+    return f"PyTorch's, a sequence at a time ({misfit})" if misfit else "flash, all in one"
 
 
 def _flash_chunks(query: Tensor, key: Tensor, value: Tensor, chunks: Chunks) -> Tensor:

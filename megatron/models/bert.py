@@ -31,6 +31,7 @@ from megatron.models.stack import LayerStack
 from megatron.parallel.collectives import reduce_from
 from megatron.parallel.layers import Linear
 from megatron.parallel.layout import Layout
+from megatron.parallel.products import PLAIN, Products
 
 TOKEN_TYPES = 2  # the two segments of a sample
 SHORTEST_IN_ONE = 256  # tokens of a sample; at 128 the flash kernel is the slower one
@@ -221,6 +222,7 @@ def whole_linear(
     layout: Layout,
     *,
     outputs: int,
+    products: Products = PLAIN,
     device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Linear:
@@ -232,6 +234,7 @@ def whole_linear(
         split=None,
         layout=replace(layout, sequence_parallel=False),
         init=weight_init(model, hidden, outputs),
+        products=products,
         device=device,
         dtype=dtype,
     )

@@ -11,12 +11,14 @@ from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.models.bert import BertModel, whole_linear
 from megatron.parallel.layout import Layout
+from megatron.parallel.products import IN_FP32
 
 
 class BertChooser(BertModel):
     """BERT's layers and pooler, dropout, and one linear layer; no heads of pretraining.
 
-    Parameters are as those of a BERT, and `HEAD.weight` [outputs, h], `HEAD.bias` [outputs].
+    Parameters are as those of a BERT, and `HEAD.weight` [outputs, h], `HEAD.bias` [outputs]. The
+    head multiplies in fp32: rounded to 16 bits, numbers from 0 to 5 would be 1/64 apart.
 
     Args:
         head_name: HEAD, Megatron's: "classification_head" or "multichoice_head".
@@ -41,7 +43,8 @@ class BertChooser(BertModel):
         if self.part.head:
             where = {"device": options["device"], "dtype": options["dtype"]}
             where["device"] = options.get("parameter_device") or options["device"]
-            self.add_module(head_name, whole_linear(model, layout, outputs=outputs, **where))
+            head = whole_linear(model, layout, outputs=outputs, products=IN_FP32, **where)
+            self.add_module(head_name, head)
 
     def choose(
         self, tokens: Tensor, padding: Tensor, token_types: Tensor, hidden: Tensor | None = None
@@ -55,7 +58,7 @@ class BertChooser(BertModel):
             hidden: [s, b c, h], from the part before; None where this part begins the model.
 
         Returns:
-            Hidden states for the next part, [s, b c, h]; at the end scores [b, c outputs].
+            Hidden states for the next part, [s, b c, h]; at the end scores in fp32 [b, c outputs].
         """
         flat = (tokens.flatten(0, 1), padding.flatten(0, 1), token_types.flatten(0, 1))
         x = self(*flat, hidden=hidden)

@@ -4,10 +4,10 @@ With x [m, in], weight [out, in] and the output's gradient [m, out]:
 
     output = x W^T        input gradient = grad W        weight gradient = grad^T x
 
-`Plain` multiplies in the tensors' own format. `Fp8Products` rounds both factors of each to 8 bits
-(Micikevicius et al., "FP8 Formats for Deep Learning", 2022), after scaling them to fill the
-format's range: by what they hold at that moment (current scaling), or where `amax_history` has
-slots for the layer, by what such tensors held before (delayed scaling).
+`Plain` multiplies in the tensors' own format, `InFp32` in fp32. `Fp8Products` rounds both factors
+of each to 8 bits (Micikevicius et al., "FP8 Formats for Deep Learning", 2022), after scaling them
+to fill the format's range: by what they hold at that moment (current scaling), or where
+`amax_history` has slots for the layer, by what such tensors held before (delayed scaling).
 """
 
 from __future__ import annotations
@@ -118,6 +118,41 @@ class Plain:
 
 
 PLAIN = Plain()
+
+
+class InFp32(Plain):
+    """In fp32 whatever the format of input and weight; the output is not rounded to it. For a
+    layer with few outputs, each of which counts."""
+
+    def forward(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        communication: Communication = ALONE,
+        *,
+        training: bool = True,
+    ) -> tuple[Tensor, Kept]:
+        """See `Products`."""
+        x = communication.start_gather(x).wait()
+        bias = None if bias is None else bias.float()
+        return F.linear(x.float(), weight.float(), bias), (weight,)
+
+    def input_gradient(self, grad: Kept, kept: Kept) -> Tensor:
+        """See `Products`."""
+        (weight,) = kept
+        return (grad[0] @ weight.float()).to(weight.dtype)
+
+    def weight_gradient(
+        self, grad: Kept, kept: Kept, x: Tensor | None, into: Tensor, *, accumulate: bool
+    ) -> None:
+        """See `Products`."""
+        assert x is not None
+        value = grad[0].t() @ x.flatten(0, -2).float()
+        into.copy_(into + value if accumulate else value)
+
+
+IN_FP32 = InFp32()
 
 
 class RowByRow(Plain):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass
 
 from megatron.config.training import TrainingConfig
@@ -104,13 +105,28 @@ class BatchPlan:
         """(updates, samples) of the ramp-up, or of as much of it as fits the limits."""
         iterations = consumed = 0
         while self._is_ramping(consumed):
-            after = consumed + self.global_batch_at(consumed)
-            if max_samples is not None and after > max_samples:
+            batch = self.global_batch_at(consumed)
+            count = self._updates_of(batch, consumed)
+            if max_samples is not None:
+                count = min(count, (max_samples - consumed) // batch)
+            if max_iterations is not None:
+                count = min(count, max_iterations - iterations)
+            if count <= 0:
                 break
-            if max_iterations is not None and iterations == max_iterations:
-                break
-            iterations, consumed = iterations + 1, after
+            iterations, consumed = iterations + count, consumed + count * batch
         return iterations, consumed
+
+    def _updates_of(self, batch: int, consumed: int) -> int:
+        """Updates of the ramp-up, from `consumed` samples on, that take `batch` each.
+
+        Found by halving, for the ramp-up may be of very many updates, and rounds as
+        `global_batch_at` does.
+        """
+        assert self.rampup is not None
+        updates = range(1, (self.rampup.samples - consumed) // batch + 1)
+        return 1 + bisect.bisect_left(
+            updates, True, key=lambda n: self.global_batch_at(consumed + n * batch) != batch
+        )
 
 
 def _problems(plan: BatchPlan) -> list[str]:

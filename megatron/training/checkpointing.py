@@ -251,8 +251,10 @@ def open_for_loading(config: RunConfig, layout: Layout) -> Reader | None:
             what = "holds no checkpoint" if root.exists() else "does not exist"
             say(f"WARNING: --load {root} {what}: nothing is loaded from it")
         return None
-    check_network(config, reader)
+    told = check_network(config, reader, finetunes=config.checkpoint.finetune)
     if layout.world.rank == 0:
+        for line in told:
+            say(line)
         seconds = time.perf_counter() - started
         size = sum(file.stat().st_size for file in reader.path.rglob("*")) / 1e9
         # Files of Hugging Face have no digests.

@@ -67,10 +67,20 @@ def perplexity(loss: float) -> float:
     return math.exp(min(20.0, loss))
 
 
-def validation_lines(where: str, losses: Mapping[str, float]) -> str:
-    """The block between dashed rules; `where` is "iteration N" or "the end of training ..."."""
+def validation_lines(
+    where: str, losses: Mapping[str, float], *, has_perplexity: bool = True
+) -> str:
+    """The block between dashed rules.
+
+    Args:
+        where: "iteration N" or "the end of training ...".
+        losses: by name.
+        has_perplexity: see `Recipe`.
+    """
     text = f" validation loss at {where} | "
     for name, value in losses.items():
-        text += f"{name} value: {value:.6E} | {name} PPL: {perplexity(value):.6E} | "
+        text += f"{name} value: {value:.6E} | "
+        if has_perplexity:
+            text += f"{name} PPL: {perplexity(value):.6E} | "
     rule = "-" * (len(text) + 1)
     return f"{rule}\n{text}\n{rule}"

@@ -85,6 +85,11 @@ def size_rows(config: RunConfig, world_size: int, padded_vocab_size: int) -> lis
     ]
 
 
+def device_row(device: Device) -> Row:
+    """Where it runs."""
+    return "device", f"{device.name}, torch {torch.__version__}"
+
+
 def device_rows(config: RunConfig, device: Device, attention: str) -> list[Row]:
     """Where it runs and in what precision."""
     peak = device.peak_flops
@@ -95,7 +100,7 @@ def device_rows(config: RunConfig, device: Device, attention: str) -> list[Row]:
         "fp16": "--fp16; master weights in fp32",
     }[precision]
     return [
-        ("device", f"{device.name}, torch {torch.__version__}"),
+        device_row(device),
         ("precision", f"{precision} ({reason})"),
         *_fp8_rows(config),
         ("attention", attention),

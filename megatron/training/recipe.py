@@ -28,6 +28,10 @@ class Recipe(Protocol):
     architecture: str
     """Kind of network, see `ModelConfig.architecture`."""
 
+    has_perplexity: bool
+    """Whether losses are mean negative log likelihoods of tokens: exp(loss) stands beside them, as
+    Megatron prints it. Not of a task's classes or numbers."""
+
     def loss_names(self, config: RunConfig) -> tuple[str, ...]:
         """What `forward` returns at the end of the model, in the order of the log line."""
         ...

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.checkpoint.reader import Reader
 from megatron.config import RunConfig
-from megatron.config.model import NETWORK_FIELDS, WITHOUT_TABLE, is_irrelevant
+from megatron.config.model import NETWORK_FIELDS, ROTARY_SPEED, WITHOUT_TABLE, is_irrelevant
 from megatron.config.run import field_at, flatten
 from megatron.config.yaml_file import from_dict
 from megatron.errors import CheckpointError
@@ -34,38 +34,51 @@ _ORDER = (
 )
 
 
-def check_network(config: RunConfig, reader: Reader, flag: str = "--load") -> None:
+def check_network(
+    config: RunConfig, reader: Reader, flag: str = "--load", *, finetunes: bool = False
+) -> list[str]:
     """A run loads a checkpoint of its own network only; a context without weights may grow.
 
     Args:
         config: of the run.
         reader: of the checkpoint.
         flag: what named it.
+        finetunes: rotary positions may turn at another speed, which the weights then learn.
+
+    Returns:
+        Where they do, a line for the log for each flag that says so.
 
     Raises:
         CheckpointError: they differ; lists flags and values.
     """
+    saved = reader.meta["config"].get("model", {})
     may_differ: tuple[str, ...] = ()
     if config.model.position_embedding_type in WITHOUT_TABLE:
         may_differ = ("max_position_embeddings",)
-    saved = reader.meta["config"].get("model", {})
-    differing = [
-        _difference(f"model.{name}", getattr(config.model, name), saved[name])
+    differing = {
+        name: _difference(f"model.{name}", getattr(config.model, name), saved[name])
         for name in NETWORK_FIELDS
         if name in saved
         and name not in may_differ
         and saved[name] != getattr(config.model, name)
         and not is_irrelevant(config.model, name)
-    ]
+    }
+    speeds = [line for name, line in differing.items() if name in ROTARY_SPEED]
+    if finetunes and len(speeds) == len(differing):
+        told = "positions turn at another speed than the weights have learnt"
+        return [f"  --finetune: {line}: {told}" for line in speeds]
     if differing:
         or_else = ""
         if flag == "--load":
             or_else = ", or --use-checkpoint-args to take them from the checkpoint"
+            if speeds and not finetunes:
+                or_else += "; --finetune learns other rotary positions, from iteration 0"
         raise CheckpointError(
             f"{flag} {reader.path}: the checkpoint is of another network:\n  "
-            + "\n  ".join(differing)
+            + "\n  ".join(differing.values())
             + f"\ngive its values{or_else}"
         )
+    return []
 
 
 def check_states(config: RunConfig, reader: Reader) -> None:

@@ -68,11 +68,7 @@ def build_run(
     vocabulary = padded_vocab_size(
         tokenizer.vocab_size, config.model.make_vocab_size_divisible_by, layout.tensor.size
     )
-    reader = open_for_loading(config, layout)
-    if reader is not None:
-        reader = PaddedReader(
-            reader, rows=vocabulary, entries=entries_held(reader, tokenizer.vocab_size)
-        )
+    reader = _open_checkpoint(config, layout, rows=vocabulary, entries=tokenizer.vocab_size)
     parts = _build_parts(config, recipe, layout, device, vocabulary)
     gradients, ties = _share(config, parts, layout, device)
     named_parameters = [pair for part in parts for pair in part.named_parameters()]
@@ -92,19 +88,9 @@ def build_run(
         ties=ties,
         amax_history=_delayed_scaling(config, parts, layout, device),
         gradients=gradients,
-        torch_ddp=TorchDataParallel(parts[0], recipe.forward, layout.replica)
-        if _uses_torch_ddp(config, layout)
-        else None,
+        torch_ddp=_torch_ddp(config, recipe, parts, layout),
         recorded=_recorded_passes(config, recipe, tokenizer, parts, gradients, layout, device),
-        optimizer=Optimizer(
-            named_parameters,
-            gradients,
-            config.optimizer,
-            config.precision,
-            layout,
-            count_zeros=config.logging.log_num_zeros_in_grad,
-            overlap_gather_in=parts if config.parallel.overlap_param_gather else None,
-        ),
+        optimizer=_optimizer(config, parts, gradients, layout),
         schedules=Schedules.from_config(
             config.schedule, config.optimizer, config.training, global_batch=batches.global_batch
         ),
@@ -127,6 +113,21 @@ def build_run(
     del reader  # before processes are forked, which would keep the checkpoint from being deleted
     _open_training_data(run)
     return run
+
+
+def _open_checkpoint(
+    config: RunConfig, layout: Layout, *, rows: int, entries: int
+) -> PaddedReader | None:
+    """What --load names, its vocabulary of as many rows as this run's. Collective.
+
+    Args:
+        rows: of the vocabulary, padding included.
+        entries: of the tokenizer.
+    """
+    reader = open_for_loading(config, layout)
+    if reader is None:
+        return None
+    return PaddedReader(reader, rows=rows, entries=entries_held(reader, entries))
 
 
 def _build_parts(
@@ -200,6 +201,20 @@ def _share(
     return gradients, ties
 
 
+def _optimizer(
+    config: RunConfig, parts: list[torch.nn.Module], gradients: Gradients, layout: Layout
+) -> Optimizer:
+    return Optimizer(
+        [pair for part in parts for pair in part.named_parameters()],
+        gradients,
+        config.optimizer,
+        config.precision,
+        layout,
+        count_zeros=config.logging.log_num_zeros_in_grad,
+        overlap_gather_in=parts if config.parallel.overlap_param_gather else None,
+    )
+
+
 def _delayed_scaling(
     config: RunConfig, parts: list[torch.nn.Module], layout: Layout, device: Device
 ) -> AmaxHistory | None:
@@ -242,6 +257,15 @@ def _recorded_passes(
         forget=partial(forget_weights, parts[0]),
         warm_up=config.training.cuda_graph_warmup_steps,
     )
+
+
+def _torch_ddp(
+    config: RunConfig, recipe: Recipe, parts: list[torch.nn.Module], layout: Layout
+) -> TorchDataParallel | None:
+    """PyTorch's data parallelism, where --DDP-impl asks for it."""
+    if not _uses_torch_ddp(config, layout):
+        return None
+    return TorchDataParallel(parts[0], recipe.forward, layout.replica)
 
 
 def _uses_torch_ddp(config: RunConfig, layout: Layout) -> bool:

@@ -117,7 +117,7 @@ _LINES = [
     ("--num-layers 0", "--num-layers 0: must be at least 1"),
     ("--norm-epsilon 0", "--norm-epsilon 0.0: must be above 0"),
     ("--hidden-dropout 1", "--hidden-dropout 1.0: must be at least 0 and below 1"),
-    ("--seed 4294967296", "--seed 4294967296: must be below 2**32"),
+    ("--seed 4294967296", "--seed 4294967296: must be at most 4294967295"),
     # precision
     ("--fp16 --bf16", "--fp16 and --bf16 exclude each other: keep one"),
     ("--use-flash-attn", "--use-flash-attn computes in 16 bits: add --bf16 or --fp16"),

@@ -70,3 +70,24 @@ def test_what_a_checkpoint_brings_along_was_not_given() -> None:
     inherited = with_values(RunConfig(), {"precision.hysteresis": 5})
     run = parse_config(command(), world_size=1, find_start=lambda _: inherited)
     assert run.notices == ()
+
+
+def test_what_use_checkpoint_args_fills_in_was_not_given() -> None:
+    def read(folder: str) -> dict[str, object]:
+        return {"model.rotary_base": 500.0, "model.num_query_groups": 2}
+
+    words = command("--load x --use-checkpoint-args")
+    filled = parse_config(words, world_size=1, read_checkpoint=read)
+    assert filled.config.model.rotary_base == 500
+    (line,) = filled.notices
+    assert line.startswith("--use-checkpoint-args: from the checkpoint: --rotary-base 500")
+    given = [*words, "--rotary-base", "500", "--rotary-percent", "0.5"]
+    notices = parse_config(given, world_size=1, read_checkpoint=read).notices
+    vain = [line for line in notices if "changes nothing" in line]
+    assert [line.split()[0] for line in vain] == ["--rotary-base", "--rotary-percent"]
+
+
+def test_a_flag_with_nothing_to_do_is_noted_where_it_was_given_alone() -> None:
+    inherited = with_values(RunConfig(), {"parallel.use_cpu_initialization": True})
+    run = parse_config(command(), world_size=1, find_start=lambda _: inherited)
+    assert run.notices == ()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from megatron.data.cache import ArraySpec, IndexCache, builder_first
+from megatron.errors import DataError
 
 SPECS = [
     ArraySpec("a_idx", np.dtype("i4"), (1000,)),
@@ -42,6 +43,15 @@ def test_built_once_then_found(tmp_path: Path) -> None:
     assert names == {".dsc", ".npy"}  # nothing temporary is left
     cache.load_or_build("other text", SPECS, build)
     assert build.count == 2
+
+
+def test_an_index_larger_than_memory_is_refused_with_what_makes_it_smaller(tmp_path: Path) -> None:
+    def build() -> tuple[np.ndarray, ...]:
+        raise MemoryError
+
+    specs = [ArraySpec("a_idx", np.dtype("i4"), (10**11, 2))]
+    with pytest.raises(DataError, match="index of 800.0 GB .* fewer --train-iters"):
+        IndexCache((tmp_path,)).load_or_build("text", specs, build)
 
 
 def test_the_first_folder_that_has_it_is_used(tmp_path: Path) -> None:

@@ -70,6 +70,46 @@ def test_stopped_in_the_midst_it_goes_on_and_writes_the_same(model: Path, tmp_pa
     assert target.read_bytes() == whole
 
 
+def test_a_file_of_samples_that_were_drawn_otherwise_is_not_gone_on_with(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "samples.jsonl"
+    few = ("--genfile", target, "--out-seq-length", 3)
+    assert run(model, *few, "--num-samples", 1, "--temperature", 1.5, "--seed", 7) == 0
+    content = target.read_bytes()
+    assert run(model, *few, "--num-samples", 2, "--temperature", 0.5, "--top_k", 5) == 8
+    said = capsys.readouterr().err
+    for name, here, there in (("temperature", 0.5, 1.5), ("top_k", 5, 0), ("seed", 1234, 7)):
+        assert f"--{name} is {here} here and {there} there" in said
+    assert "--top_p" not in said.split("drawn otherwise")[1]
+    assert "name another file, or remove this one" in said
+    assert run(model, *few, "--num-samples", 2, "--greedy") == 8
+    assert "--seed is not used here and 7 there" in capsys.readouterr().err
+    assert target.read_bytes() == content
+    target.with_name("samples.jsonl.settings.json").unlink()
+    assert run(model, *few, "--num-samples", 2, "--greedy") == 0
+    assert "nothing says how these were drawn" in capsys.readouterr().out
+    assert len(read(target)) == 2
+
+
+def test_the_choices_are_said_and_not_among_the_samples(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(model, "--prompt", "w3 w1", "--out-seq-length", 2, "--top_k", 1) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith("w3 w1")
+    rows = dict(line.strip().split("  ", 1) for line in captured.err.splitlines() if "  " in line)
+    rows = {name: value.strip() for name, value in rows.items()}
+    assert rows["answers"].startswith("--out-seq-length 2, --temperature 1.0, --top_k 1")
+    assert rows["device"].startswith("CPU, torch ")
+    assert rows["precision"] == "float32 weights"
+    assert rows["attention"].startswith("of new tokens plain PyTorch (no fused kernels here)")
+    assert rows["CUDA graphs"] == "none (cpu has none)"
+    tokens, blocks = (int(rows["cache"].split()[i].replace(",", "")) for i in (0, 2))
+    assert tokens == 16 * blocks
+    assert rows["layout"]
+
+
 def test_a_file_of_something_else_is_left_alone(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -135,8 +175,12 @@ def test_mistakes_are_named_together(model: Path, capsys: pytest.CaptureFixture[
     wrong = ("--top_p", 2, "--max-batch-size", 0)
     assert run(model, *wrong, "--genfile", "x", "--prompt", "a") == 9
     said = capsys.readouterr().err
-    assert "--max-batch-size 0: give 1 or more" in said
+    assert "--max-batch-size 0: give 1 to 65536" in said
     assert "--top_p 2: give 0 (all) to 1" in said
     assert "--genfile is of texts without a prompt" in said
+    assert run(model, "--num-samples", 10**18, "--genfile", "x", "--max-batch-size", 10**6) == 9
+    said = capsys.readouterr().err
+    assert f"--num-samples {10**18}: give at most 10000000 for a file" in said
+    assert "--max-batch-size 1000000: give 1 to 65536" in said
     assert run(model) == 9
     assert "nothing to write: give --prompt TEXT" in capsys.readouterr().err

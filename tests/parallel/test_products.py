@@ -15,7 +15,7 @@ from megatron.parallel.initialization import initialize
 from megatron.parallel.layers import Linear, attach_history, forget_weights, set_overlap
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import Init
-from megatron.parallel.products import Fp8Format, Fp8Products, Plain
+from megatron.parallel.products import IN_FP32, Fp8Format, Fp8Products, Plain
 from tests.distributed import run_distributed
 from tests.models.small import LLAMA, gpt, loss_and_gradients
 
@@ -243,3 +243,32 @@ def test_the_gpu_multiplies_as_the_cpu_does(form):
     ours = (out, products.input_gradient(prepared, kept), into)
     for mine, theirs in zip(ours, reference, strict=True):
         assert _error(mine.cpu(), theirs.double()) < 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_layer_in_fp32_is_exact_to_fp32_whatever_its_weights_are(dtype):
+    torch.manual_seed(3)
+    head = Linear(
+        *(48, 3), split=None, layout=Layout.single(), init=Init("normal", 0.02), products=IN_FP32
+    ).to(dtype)
+    initialize(list(head.named_parameters()), 1)
+    x = torch.randn(5, 2, 48).to(dtype).requires_grad_()
+    grad = torch.randn(5, 2, 3)
+    out = head(x)
+    out.backward(grad)
+    expected = x.detach().double() @ head.weight.detach().double().t()
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
+    assert out.dtype == torch.float32
+    found = (x.grad, head.weight.grad, head.bias.grad)
+    rows = grad.flatten(0, 1).double()
+    exact = (
+        grad.double() @ head.weight.detach().double(),
+        rows.t() @ x.detach().flatten(0, 1).double(),
+        rows.sum(0),
+    )
+    for one, other in zip(found, exact, strict=True):
+        assert one.dtype == dtype
+        torch.testing.assert_close(one.double(), other.to(dtype).double(), rtol=1e-2, atol=1e-6)
+    into = torch.ones_like(head.weight, dtype=torch.float32)
+    head.products.weight_gradient((grad.flatten(0, 1),), (), x.detach(), into, accumulate=True)
+    torch.testing.assert_close(into.double(), exact[1] + 1, rtol=1e-5, atol=1e-5)

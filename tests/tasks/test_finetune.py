@@ -110,6 +110,18 @@ def test_numbers_are_learned_by_squared_error(toy, tmp_path, capsys):
     assert best["score"] >= written["score"]
 
 
+def test_a_number_is_not_rounded_to_16_bits_and_its_loss_has_no_perplexity(toy, capsys):
+    words = [word.replace(".tsv", ".sts") for word in _sst(toy, "--epochs", "1", "--bf16")]
+    _, last = finetune(
+        Layout.single(), "STS-B", [*words, "--eval-iters", "1", "--eval-interval", "4"]
+    )
+    guesses = torch.tensor(last.all_files.guesses)
+    assert (guesses != guesses.bfloat16().float()).sum() > len(guesses) / 2
+    said = capsys.readouterr().out
+    assert "validation loss at iteration 4 | lm loss value:" in said
+    assert "PPL" not in said
+
+
 def test_it_goes_on_where_it_stopped(toy, tmp_path):
     words = _sst(toy, "--epochs", "2", "--save-interval", "5", "--save", str(tmp_path))
     expected, _ = finetune(Layout.single(), "SST-2", _sst(toy, "--epochs", "2"))
@@ -318,6 +330,7 @@ def test_a_race_file_that_is_none_is_named(tmp_path):
         (["--epochs", "1", "--train-data", "/no"], "--train-data /no: no such file"),
         (["--train-iters", "5"], "--train-iters: --epochs says how long"),
         (["--dataloader-type", "cyclic"], "each epoch is shuffled anyway"),
+        (["--log-validation-ppl-to-tensorboard"], "a task's loss is of no tokens"),
         (["--strict-lambada"], "--strict-lambada belongs to WIKITEXT103, LAMBADA and PERPLEXITY"),
     ],
 )

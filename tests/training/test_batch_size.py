@@ -83,3 +83,10 @@ def test_numbers_that_do_not_fit(training, message):
         training = {"micro_batch_size": 2, "global_batch_size": 16, **training}
     with pytest.raises(ConfigError, match=message):
         BatchPlan.from_config(TrainingConfig(**training), data_parallel=2)
+
+
+def test_a_ramp_up_of_very_many_updates_is_counted_at_once():
+    plan = BatchPlan(1, 12, Rampup(4, 4, 10**12))
+    # 4 up to and with the update that reaches half of the samples, then 8.
+    assert plan.samples_after(10**11) == 4 * 10**11
+    assert plan.iterations_for(10**12 + 12) == 10**12 // 8 + 10**12 // 16 + 1

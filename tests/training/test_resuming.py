@@ -6,9 +6,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron.checkpoint.find import TRACKER
 from megatron.errors import CheckpointError
+from megatron.kernels.rope import rotation_table
 from megatron.parallel.layout import Layout
 from megatron.training.pretrain import main
 from pretrain_gpt import GPTRecipe
@@ -170,6 +172,33 @@ def test_rotary_positions_may_reach_further_than_the_checkpoint_s(tmp_path, caps
         "--seq-length", "32", "--max-position-embeddings", "32", "--load", str(tmp_path)
     )
     assert "--position-embedding-type is learned_absolute here and rope" in table
+
+
+def test_a_finetuning_may_turn_rotary_positions_at_another_speed(tmp_path, capsys):
+    rope = ["--position-embedding-type", "rope"]
+    save = ["--save", str(tmp_path), "--save-interval", "2", "--exit-interval", "2"]
+    train_toy(Layout.single(), [*rope, *save])
+    faster = [*rope, "--rotary-base", "500000", "--load", str(tmp_path)]
+    refused = _refusal(*faster)
+    assert "--rotary-base is 500000.0 here and 10000.0 in the checkpoint" in refused
+    assert "; --finetune learns other rotary positions, from iteration 0" in refused
+    capsys.readouterr()
+    run = build_toy(Layout.single(), [*faster, "--finetune"])
+    told = "  --finetune: --rotary-base is 500000.0 here and 10000.0 in the checkpoint: positions"
+    assert told in capsys.readouterr().out
+    table = run.parts[0].get_buffer("rotary.table")
+    assert torch.equal(table[:, :, 0, 0], rotation_table(16, 8, base=500000))
+    share = _refusal(*rope, "--rotary-percent", "0.5", "--load", str(tmp_path), "--finetune")
+    assert "--rotary-percent is 0.5 here and 1.0 in the checkpoint" in share
+
+    words = [*TOY, *faster[2:], "--use-checkpoint-args", "--finetune", "--rope-scaling-factor", "4"]
+    words += ["--use-rope-scaling", "--train-iters", "1", "--lr-warmup-fraction", "0"]
+    assert main(GPTRecipe(), words) == 0
+    captured = capsys.readouterr()
+    assert told in captured.out
+    assert "--use-rope-scaling is on here and off in the checkpoint" in captured.out
+    assert "--rope-scaling-factor is 4.0 here and 8.0 in the checkpoint" in captured.out
+    assert "is overruled" not in captured.out + captured.err
 
 
 def test_finetuning_with_another_tokenizer_is_warned_of(saved, capsys):

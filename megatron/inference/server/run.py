@@ -19,6 +19,7 @@ from megatron.inference.arguments import parse_generation
 from megatron.inference.build import EngineOptions, engine_of
 from megatron.inference.engine import BatchEngine
 from megatron.inference.load import Loaded, load_gpt
+from megatron.inference.panel import engine_rows
 from megatron.inference.server.chat import ChatTemplate, find_template, special_tokens
 from megatron.inference.server.inbox import SocketInbox
 from megatron.inference.server.launch import find_token, front, take_address, url_of
@@ -26,7 +27,7 @@ from megatron.inference.server.limits import Limits
 from megatron.inference.server.settings import Defaults, FrontSettings
 from megatron.inference.worker import serve
 from megatron.training.callbacks.terminal import say
-from megatron.training.panel import format_panel
+from megatron.training.panel import Row, format_panel
 from megatron.training.process import processes, run_process, show_notices
 
 PROGRAM = "run_text_generation_server.py"
@@ -66,7 +67,7 @@ def _serve(arguments: Sequence[str], launch: Launch) -> int:
                 serve(engine, None, layout.world, device=device.torch_device)
             return EXIT_OK
         settings = _settings(server, loaded, engine, token, template)
-        say(_panel(server, settings, loaded, url_of(listener), device.name))
+        say(_panel(settings, url_of(listener), engine_rows(loaded, engine, device)))
         with front(listener, settings, lambda: engine.stats) as inbox, _ends_by_signal(inbox):
             serve(engine, inbox, layout.world, device=device.torch_device)
     return EXIT_OK
@@ -153,24 +154,15 @@ def _stop_tokens(folder: Path, vocab_size: int) -> tuple[int, ...]:
     return tuple(token for token in tokens if type(token) is int and 0 <= token < vocab_size)
 
 
-def _panel(
-    server: ServerConfig, settings: FrontSettings, loaded: Loaded, url: str, device: str
-) -> str:
-    model = loaded.config.model
+def _panel(settings: FrontSettings, url: str, engine: Sequence[Row]) -> str:
     address = url.removeprefix("http://")
     rows = [
         ("page", f"{url}/"),
         ("command line", f"python tools/text_generation_cli.py {address}"),
         ("OpenAI clients", f"base URL {url}/v1, model {settings.model}"),
         ("access", "with the token" if settings.token else "from this machine, without a token"),
-        ("checkpoint", f"{loaded.config.checkpoint.load}, iteration {loaded.iteration:,}"),
-        ("network", f"{model.num_layers} layers, hidden size {model.hidden_size}"),
-        ("tokenizer", f"{loaded.tokenizer.kind}, {loaded.tokenizer.vocab_size:,} entries"),
         ("chat", "with a template" if settings.chat_template else "no chat template"),
         ("longest text", f"{settings.engine.max_length:,} tokens"),
-        ("cache", f"{settings.engine.cache_tokens:,} tokens"),
-        ("at a time", f"{server.max_batch_size:,} sequences"),
-        ("device", f"{device}, {next(loaded.model.parameters()).dtype}"),
-        ("layout", loaded.layout.describe()),
+        *engine,
     ]
     return format_panel(f"{PROGRAM}: serving {settings.model}", rows)

@@ -1,0 +1,78 @@
+"""The largest numbers: beyond 64 bits, beyond what is counted, and beyond what is of use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.config.checks import find_problems
+from megatron.config.fields import fields_of
+from megatron.config.resolve import resolve
+from megatron.config.run import sections, with_values
+from tests.config.command import BASE, parse, problems
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            "--train-iters 10000000000000000000",
+            "--train-iters 10000000000000000000: expected a whole number of 64 bits (at most "
+            "9223372036854775807), got 10000000000000000000",
+        ),
+        (
+            "--train-iters 5000000000000000000",
+            "--train-iters 5000000000000000000 x --global-batch-size 32 are more than "
+            "9223372036854775807 samples: use at most 288230376151711743 (--exit-interval, "
+            "--exit-duration-in-mins and SIGTERM end a run before that, with a checkpoint)",
+        ),
+        (
+            "--eval-iters 5000000000000000000",
+            "--eval-iters 5000000000000000000 x --global-batch-size 32 x 1 evaluation(s) are more "
+            "than 9223372036854775807 samples: use at most 288230376151711743, or a larger "
+            "--eval-interval",
+        ),
+        (
+            "--global-batch-size 40000000",
+            "--global-batch-size 40000000 is 1250000 micro-batches of each process in one update: "
+            "use at most 33554432, or a larger --micro-batch-size",
+        ),
+    ],
+)
+def test_a_number_that_is_too_large_and_its_remedy(words: str, line: str) -> None:
+    assert problems(words, world_size=8) == [line]
+
+
+@pytest.mark.parametrize("value", [2**63, -(2**63)])
+def test_no_flag_takes_a_whole_number_beyond_64_bits(value: int, tmp_path: Path) -> None:
+    fields = {
+        f"{name}.{field.name}": field
+        for name, section in sections().items()
+        for field in fields_of(section)
+        if field.kind is int and field.info.choices is None
+    }
+    assert len(fields) > 50
+    words = [f"{field.names[0]}={value}" for field in fields.values()]
+    assert len(set(problems(*words, without=list(BASE)))) >= len(fields)
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "".join(
+            f"{name}:\n"
+            + "".join(f"  {p.split('.')[1]}: {value}\n" for p in fields if p.startswith(f"{name}."))
+            for name in dict.fromkeys(path.split(".")[0] for path in fields)
+        )
+    )
+    lines = problems(f"--config {path}")
+    refused = "expected a whole number of 64 bits"
+    assert [p for p in fields if not any(f" {p}: {refused}" in line for line in lines)] == []
+
+
+def test_the_largest_number_that_each_takes_is_answered_too() -> None:
+    """With all others as they are: no list is made of it, and nothing overflows."""
+    for name, section in sections().items():
+        for field in (field for field in fields_of(section) if field.kind is int):
+            value = (2**63 - 1,) * 3 if field.many else 2**63 - 1
+            config = with_values(parse().config, {f"{name}.{field.name}": value})
+            for line in find_problems(resolve(config, 1), 1):
+                assert len(line) < 400
