@@ -111,7 +111,7 @@ def find_notices(config: RunConfig, start: RunConfig) -> list[str]:
     return [
         *lines,
         *rules_sharding.no_effect(config),
-        *_no_effect(config),
+        *_no_effect(config, start),
         *rules_dependent.dependent(config, start),
         *_not_kept(config),
     ]
@@ -127,7 +127,7 @@ def _not_kept(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _no_effect(config: RunConfig) -> Iterator[str]:
+def _no_effect(config: RunConfig, start: RunConfig) -> Iterator[str]:
     parallel = config.parallel
     alone = parallel.tensor_model_parallel_size == 1
     if parallel.sequence_parallel and alone:
@@ -143,5 +143,6 @@ def _no_effect(config: RunConfig) -> Iterator[str]:
             f"--profile changes nothing: --train-iters {iterations} end before "
             f"--profile-step-start {profiling.profile_step_start}"
         )
-    if config.training.skip_train and config.checkpoint.load is None:
+    given = config.training.skip_train and not start.training.skip_train
+    if given and config.checkpoint.load is None:
         yield "--skip-train without --load: evaluating an untrained model"

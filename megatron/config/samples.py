@@ -95,3 +95,10 @@ def problems_of(samples: SamplesConfig) -> list[str]:
         ),
     )
     return [message for wrong, message in checks if wrong]
+
+
+def find_sample_notices(samples: SamplesConfig) -> list[str]:
+    """One line for each flag that is taken but changes nothing, with the reason."""
+    if not samples.recompute:
+        return []
+    return ["--recompute changes nothing: keys and values are always kept, with the same results"]

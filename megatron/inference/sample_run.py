@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from megatron.config.samples import SamplesConfig, problems_of
+from megatron.config.samples import SamplesConfig, find_sample_notices, problems_of
 from megatron.device import Device
 from megatron.environment import Launch
 from megatron.errors import EXIT_OK, UserError
@@ -38,7 +38,8 @@ def _run(program: str, arguments: Sequence[str], launch: Launch) -> int:
         check_extra=problems_of,
     )
     (samples,) = parsed.extra
-    show_notices(parsed.notices, launch)
+    # As the panel: not among the samples, which may be piped on.
+    show_notices((*parsed.notices, *find_sample_notices(samples)), launch, sys.stderr)
     prompts: list[str] = []
     if samples.sample_input_file is not None and launch.rank == 0:
         prompts = read_prompts(Path(samples.sample_input_file))
@@ -56,7 +57,6 @@ def _run(program: str, arguments: Sequence[str], launch: Launch) -> int:
             return EXIT_OK
         path, seed = _output_of(samples), parsed.config.training.seed
         settings = settings_of(samples, loaded, seed)
-        # Not among the samples, which may be piped on.
         print(_panel(program, settings, loaded, engine, device), file=sys.stderr, flush=True)
         if path is None:
             asked = [samples.prompt] * max(1, samples.num_samples)

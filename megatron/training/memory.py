@@ -39,11 +39,16 @@ class MemoryEstimate:
     def total(self) -> int:
         return self.parameters + self.gradients + self.optimizer + self.activations
 
+    @property
+    def amount(self) -> str:
+        """All of it, with its unit."""
+        return _amount(self.total)
+
     def describe(self) -> str:
         names = ("parameters", "gradients", "optimizer", "activations")
         parts = ", ".join(f"{name} {_amount(getattr(self, name))}" for name in names)
         host = f", and {_amount(self.host)} of host memory" if self.host else ""
-        return f"{_amount(self.total)} ({parts}){host}"
+        return f"{self.amount} ({parts}){host}"
 
 
 def _amount(size: int) -> str:

@@ -81,7 +81,7 @@ def size_rows(config: RunConfig, world_size: int, padded_vocab_size: int) -> lis
             f"{flops / 1e9:.4g} GFLOP ({_ATTENTION[config.model.architecture]})",
         ),
         ("memory a process", f"at most about {memory.describe()}"),
-        *pipeline_rows(config, padded_vocab_size, micro_batches),
+        *pipeline_rows(config, padded_vocab_size, micro_batches, world_size),
     ]
 
 

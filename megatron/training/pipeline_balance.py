@@ -4,7 +4,7 @@ the same layers would wait less."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from megatron.config import RunConfig
@@ -14,6 +14,7 @@ from megatron.models.arithmetic import layer_matrix_parameters
 from megatron.models.sizes import sizes_of
 from megatron.parallel.pipeline.schedule import ScheduleKind, make_schedule, schedule_kind
 from megatron.parallel.pipeline.simulate import Times, simulate, time_table
+from megatron.training.memory import MemoryEstimate, largest_process
 
 # Time of a floating-point operation, where one of a 16-bit matrix product takes 1: measured on an
 # H200 (docs/benchmarks.md, "How to measure": 670 TFLOP/s, attention 450, products in fp8 1,250).
@@ -128,7 +129,7 @@ def layout_text(counts: Counts) -> str:
 
 
 def pipeline_rows(
-    config: RunConfig, padded_vocab_size: int, micro_batches: int
+    config: RunConfig, padded_vocab_size: int, micro_batches: int, world_size: int
 ) -> Iterator[tuple[str, str]]:
     """What to tell about a pipeline, in lines of a panel; of a T5, whose layers are not all alike,
     and where there is no pipeline, nothing."""
@@ -150,8 +151,27 @@ def pipeline_rows(
     other = pipeline.best(sum(counts), costs)
     gain = 1 - pipeline.time(other, costs) / pipeline.time(counts, costs)
     if gain >= _WORTH_SAYING:
+        layout = layout_text(other)
+        memory = _memory_with(layout, config, padded_vocab_size, world_size)
         yield (
             "less waiting",
             f"{pipeline.bubble(other, costs):.1%}, and {gain:.0%} less time, with {LAYOUT_FLAG} "
-            f"'{layout_text(other)}'",
+            f"'{layout}' (memory a process at most about {memory.amount})",
         )
+
+
+def _memory_with(
+    layout: str, config: RunConfig, padded_vocab_size: int, world_size: int
+) -> MemoryEstimate:
+    """Of the process that needs the most, with `layout` in place of what deals the layers out."""
+    parallel = replace(
+        config.parallel,
+        pipeline_model_parallel_layout=layout,
+        num_layers_per_virtual_pipeline_stage=None,
+        num_virtual_stages_per_pipeline_rank=None,
+        decoder_first_pipeline_num_layers=None,
+        decoder_last_pipeline_num_layers=None,
+        account_for_embedding_in_pipeline_split=False,
+        account_for_loss_in_pipeline_split=False,
+    )
+    return largest_process(replace(config, parallel=parallel), padded_vocab_size, world_size)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TextIO
 
 import torch
 
@@ -43,11 +45,11 @@ def run_process(arguments: Sequence[str], work: Callable[[Launch], int]) -> int:
         return ended.code
 
 
-def show_notices(notices: Iterable[str], launch: Launch) -> None:
-    """Print what the command line brought up, on rank 0."""
+def show_notices(notices: Iterable[str], launch: Launch, stream: TextIO | None = None) -> None:
+    """Print what the command line brought up, on rank 0; `stream` unset: to standard output."""
     if launch.rank == 0:
         for notice in notices:
-            print(f"note: {notice}", flush=True)
+            print(f"note: {notice}", file=stream or sys.stdout, flush=True)
 
 
 @contextmanager

@@ -37,14 +37,17 @@ def best_interval(cost: float, between_failures: float) -> float:
     return math.sqrt(2.0 * cost * between_failures)
 
 
-def advice(*, cost: float, step: float, processes: int, hours: float | None) -> str:
-    """One line on how often to save.
+def advice(
+    *, cost: float, step: float, processes: int, hours: float | None, left: int
+) -> str | None:
+    """One line on how often to save; None: the run ends before the first such save.
 
     Args:
         cost: seconds that the training waits for a save.
         step: seconds of an iteration.
         processes: of the job.
         hours: between failures of the job; None: not known.
+        left: iterations to the end of the run.
     """
     if hours is None:
         hours = PROCESS_HOURS_BETWEEN_FAILURES / processes
@@ -53,8 +56,10 @@ def advice(*, cost: float, step: float, processes: int, hours: float | None) -> 
         source = "--mean-hours-between-failures"
     interval = best_interval(cost, hours * _HOUR)
     iterations = max(1, round(interval / step))
+    if iterations > left:
+        return None
     return (
         f"  training waits {cost:.2f} s for a save: with a failure every {hours:,.0f} h ({source}) "
-        f"it loses least with a save every {interval / 60:,.1f} minutes, about --save-interval "
+        f"least time is lost with a save every {interval / 60:,.1f} minutes, about --save-interval "
         f"{iterations}"
     )

@@ -90,11 +90,13 @@ def _describe_data(run: Run) -> str:
     has_corpus = any((data.data_path, data.train_data_path, data.valid_data_path))
     source = "indexed files" if has_corpus else "the task's files"
     source = "generated tokens (--mock-data)" if data.mock_data else source
+    of_task = not has_corpus and not data.mock_data  # which evaluates on files of its own
     sizes = ", ".join(
         f"{name} {0 if split is None else len(split):,}"
         for name, split in zip(("training", "validation", "test"), run.datasets, strict=True)
+        if split or not of_task
     )
-    return f"{source}; samples of {describe_lengths(data)} tokens: {sizes}"
+    return f"{source}; samples of {describe_lengths(data)} tokens{sizes and ': '}{sizes}"
 
 
 def _describe_checkpoints(run: Run) -> str:

@@ -95,9 +95,13 @@ def test_a_file_of_samples_that_were_drawn_otherwise_is_not_gone_on_with(
 def test_the_choices_are_said_and_not_among_the_samples(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(model, "--prompt", "w3 w1", "--out-seq-length", 2, "--top_k", 1) == 0
+    nothing = ("--recompute", "--lazy-mpu-init", "yes")  # to do here: two notes
+    assert run(model, "--prompt", "w3 w1", "--out-seq-length", 2, "--top_k", 1, *nothing) == 0
     captured = capsys.readouterr()
     assert captured.out.startswith("w3 w1")
+    assert "note:" not in captured.out
+    assert "note: --recompute changes nothing" in captured.err
+    assert "note: --lazy-mpu-init" in captured.err
     rows = dict(line.strip().split("  ", 1) for line in captured.err.splitlines() if "  " in line)
     rows = {name: value.strip() for name, value in rows.items()}
     assert rows["answers"].startswith("--out-seq-length 2, --temperature 1.0, --top_k 1")

@@ -9,8 +9,12 @@ import pytest
 import torch
 
 from megatron.checkpoint.reader import open_checkpoint
+from megatron.device import Device
+from megatron.environment import Launch
 from megatron.errors import CheckpointError, ConfigError, DataError
 from megatron.parallel.layout import Layout
+from megatron.training.setup import build_run
+from megatron.training.standard import start_panel
 from tasks import confusion, finetune_command
 from tasks.classify_files import read_glue, read_race
 from tasks.classify_samples import Epochs, TextSamples
@@ -75,8 +79,9 @@ def test_it_learns_and_keeps_the_best(toy, tmp_path):
     # From the best weights alone, the same guesses without training.
     for flag in ("--load", "--pretrained-checkpoint"):
         again = [flag, str(tmp_path / "best"), "--epochs", "0"]
-        data = ["--valid-data", str(toy[0] / "dev.tsv")]
-        losses, evaluated = finetune(Layout.single(), "SST-2", [*again, *data])
+        words = [*again, "--valid-data", str(toy[0] / "dev.tsv")]
+        assert finetune_command.parse("SST-2", words, 1).notices == ()  # it is a trained model
+        losses, evaluated = finetune(Layout.single(), "SST-2", words)
         assert losses == []
         assert evaluated.all_files == last.all_files
 
@@ -120,6 +125,15 @@ def test_a_number_is_not_rounded_to_16_bits_and_its_loss_has_no_perplexity(toy, 
     said = capsys.readouterr().out
     assert "validation loss at iteration 4 | lm loss value:" in said
     assert "PPL" not in said
+
+
+def test_the_panel_counts_only_samples_that_there_are(toy):
+    config, recipe, _ = finetune_command.prepare(
+        "SST-2", finetune_command.parse("SST-2", _sst(toy, "--epochs", "2"), 1), 1
+    )
+    run = build_run(config, recipe, Launch(), Device.cpu(), Layout.single())
+    (row,) = (line for line in start_panel(run, 0.0).splitlines() if line.startswith("  data "))
+    assert row.endswith(" tokens: training 128")  # twice 8 batches of 8; validation is not a split
 
 
 def test_it_goes_on_where_it_stopped(toy, tmp_path):

@@ -6,6 +6,7 @@ from megatron.config import parse_config
 from megatron.config.stages import parse_layout
 from megatron.parallel.pipeline.schedule import make_schedule
 from megatron.parallel.pipeline.simulate import Times, simulate, time_table
+from megatron.training.memory import largest_process
 from megatron.training.pipeline_balance import Costs, Pipeline, layout_text, pipeline_rows
 
 SHAPES = [("interleaved", 4, 4, 16), ("interleaved", 2, 2, 7), ("1f1b", 4, 1, 30)]
@@ -51,7 +52,7 @@ def test_a_proposal_has_all_layers_and_is_no_slower(kind, stages, chunks, micro_
 
 def _rows(*flags):
     config = parse_config([*NETWORK, *flags], world_size=4).config
-    return dict(pipeline_rows(config, 128256, 16))
+    return dict(pipeline_rows(config, 128256, 16, 4))
 
 
 def test_a_heavy_head_is_noticed_and_the_proposed_layout_is_not_improved_further():
@@ -60,6 +61,11 @@ def test_a_heavy_head_is_noticed_and_the_proposed_layout_is_not_improved_further
     layout = rows["less waiting"].split("'")[1]
     assert layout == "Ett|(tt|)*11(ttt|)*2tt|L"
     assert list(_rows("--pipeline-model-parallel-layout", layout)) == ["pipeline"]
+    # What it needs is what the run would say that takes the proposal.
+    taken = [*NETWORK, "--pipeline-model-parallel-layout", layout]
+    config = parse_config(taken, world_size=4).config
+    memory = largest_process(config, 128256, 4).amount
+    assert rows["less waiting"].endswith(f"(memory a process at most about {memory})")
 
 
 def test_numbers_in_8_bits_make_the_head_count_for_more_layers():
@@ -77,4 +83,4 @@ def test_recomputation_is_one_more_forward_pass_of_a_layer():
 
 def test_one_stage_has_nothing_to_tell():
     config = parse_config([*NETWORK, "--pipeline-model-parallel-size", "1"], world_size=4).config
-    assert not list(pipeline_rows(config, 128256, 4))
+    assert not list(pipeline_rows(config, 128256, 4, 4))

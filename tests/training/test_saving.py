@@ -149,8 +149,13 @@ def test_the_interval_that_loses_least():
 
 
 def test_advice_is_one_line_with_its_assumption():
-    line = advice(cost=12.0, step=2.0, processes=8, hours=24.0)
+    line = advice(cost=12.0, step=2.0, processes=8, hours=24.0, left=720)
     assert "every 24.0 minutes, about --save-interval 720" in line
     assert "a failure every 24 h (--mean-hours-between-failures)" in line
-    assert "every 6,250 h (as in Llama 3's" in advice(cost=1.0, step=1.0, processes=8, hours=None)
+    unknown = advice(cost=1.0, step=1.0, processes=8, hours=None, left=10**6)
+    assert "every 6,250 h (as in Llama 3's" in unknown
     assert "\n" not in line
+
+
+def test_a_run_that_ends_before_the_first_such_save_gets_no_advice():
+    assert advice(cost=12.0, step=2.0, processes=8, hours=24.0, left=719) is None

@@ -76,7 +76,11 @@ class Checkpoints(Callback):
 
     def _advise(self, run: Run, *, cost: float, step: float) -> None:
         hours = run.config.checkpoint.mean_hours_between_failures
-        say(advice(cost=cost, step=step, processes=run.layout.world.size, hours=hours))
+        left = run.train_iterations - run.progress.iteration
+        processes = run.layout.world.size
+        line = advice(cost=cost, step=step, processes=processes, hours=hours, left=left)
+        if line is not None:
+            say(line)
 
     def on_failure(self, run: Run) -> None:
         """A save under way is of a sound state: it is worth waiting for."""
