@@ -437,6 +437,27 @@ def test_megatron_s_arguments_name_the_tokenizer(lost: bool, tmp_path: Path) -> 
     assert len(tensors_in(tmp_path / "hf")["transformer.wte.weight"]) == entries
 
 
+def test_a_checkpoint_s_arguments_bring_no_other_file_along(tmp_path: Path) -> None:
+    """A folder that is given on holds no file of this machine that a stranger has named."""
+    (tmp_path / "secret").write_text("of this machine alone")
+    form = megatron_files.Form()
+    args = Namespace(
+        **vars(megatron_files.arguments(form)),
+        ffn_hidden_size=24,
+        make_vocab_size_divisible_by=1,
+        tokenizer_type="NullTokenizer",
+        vocab_size=15,
+        tokenizer_model=str(tmp_path / "secret"),
+        vocab_file=str(tmp_path / "secret"),
+    )
+    megatron_files.write(tmp_path / "one", form, whole_model(), args=args)
+    assert convert("megatron", "native", tmp_path / "one", tmp_path / "native") == 0
+    for loader, folder in (("megatron", "one"), ("native", "native")):
+        assert convert(loader, "hf", tmp_path / folder, tmp_path / f"{folder}-hf") == 0
+        files = (tmp_path / f"{folder}-hf").iterdir()
+        assert [file.name for file in files if b"machine" in file.read_bytes()] == []
+
+
 def test_no_more_than_a_few_tensors_are_held_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
