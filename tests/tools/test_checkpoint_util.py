@@ -407,8 +407,11 @@ def test_megatron_s_checkpoints_go_to_ours_and_to_gpt2(tmp_path: Path, capsys) -
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_megatron_s_arguments_name_the_tokenizer(lost: bool, tmp_path: Path) -> None:
-    """14 entries in 16 rows, by the rule for two tensor ranks. Its files may be gone by now."""
+    """14 entries in 16 rows, by the rule for two tensor ranks. Its files may be gone by now, and
+    one that it does not read may be anything of this machine: it is not given on."""
+    (tmp_path / "secret").write_text("of this machine alone")
     tokenizer: dict[str, object] = {"tokenizer_type": "NullTokenizer", "vocab_size": 13}
+    tokenizer["tokenizer_model"] = str(tmp_path / "secret")
     if lost:
         tokenizer = {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": "/gone/model"}
     form = megatron_files.Form(tensor=2)
@@ -435,27 +438,9 @@ def test_megatron_s_arguments_name_the_tokenizer(lost: bool, tmp_path: Path) -> 
     assert config["tokenizer"]["tokenizer_type"] == (None if lost else "NullTokenizer")
     assert config["model"]["make_vocab_size_divisible_by"] == 2
     assert len(tensors_in(tmp_path / "hf")["transformer.wte.weight"]) == entries
-
-
-def test_a_checkpoint_s_arguments_bring_no_other_file_along(tmp_path: Path) -> None:
-    """A folder that is given on holds no file of this machine that a stranger has named."""
-    (tmp_path / "secret").write_text("of this machine alone")
-    form = megatron_files.Form()
-    args = Namespace(
-        **vars(megatron_files.arguments(form)),
-        ffn_hidden_size=24,
-        make_vocab_size_divisible_by=1,
-        tokenizer_type="NullTokenizer",
-        vocab_size=15,
-        tokenizer_model=str(tmp_path / "secret"),
-        vocab_file=str(tmp_path / "secret"),
-    )
-    megatron_files.write(tmp_path / "one", form, whole_model(), args=args)
-    assert convert("megatron", "native", tmp_path / "one", tmp_path / "native") == 0
-    for loader, folder in (("megatron", "one"), ("native", "native")):
-        assert convert(loader, "hf", tmp_path / folder, tmp_path / f"{folder}-hf") == 0
-        files = (tmp_path / f"{folder}-hf").iterdir()
-        assert [file.name for file in files if b"machine" in file.read_bytes()] == []
+    assert convert("native", "hf", tmp_path / "native", tmp_path / "on") == 0
+    for folder in (tmp_path / "hf", tmp_path / "on"):
+        assert not any(b"machine" in file.read_bytes() for file in folder.iterdir())
 
 
 def test_no_more_than_a_few_tensors_are_held_at_a_time(
