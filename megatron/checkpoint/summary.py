@@ -36,23 +36,24 @@ def summarize(root: Path, *, verify: bool, details: bool) -> tuple[list[str], bo
     single = checkpoint_at(root)
     if single is not None:
         return _summarize_all([single], verify=verify, details=details)
+    # Before the list: a job may save meanwhile, and what verifying takes is long enough for that.
+    named, complaint = read_tracker(root)
     checkpoints = list_checkpoints(root, quiet=True)
     if not checkpoints:
         raise CheckpointError(f"{root}: there is no checkpoint")
-    lines, sound = _summarize_all(checkpoints, verify=verify, details=details)
     incomplete = [f"{problem}: incomplete, never loaded" for problem in scan(root)[1]]
     incomplete += [
-        f"{path.name}: a save that did not finish, never loaded"
+        f"{path.name}: a save that has not finished, never loaded"
         for path in sorted(root.glob(f"*{TEMPORARY}*"))
         if path.is_dir()
     ]
-    named, complaint = read_tracker(root)
     if named is not None and all(
         found.path.name.split(REPLACED)[0] != named for found in checkpoints
     ):
         is_there = any(problem.split()[0] == named for problem in incomplete)
         complaint = "which is incomplete" if is_there else "which is not there"
     first = f"{root}: the tracker names {named or 'nothing'}" + (f": {complaint}" * bool(complaint))
+    lines, sound = _summarize_all(checkpoints, verify=verify, details=details)
     return [first, *lines, *incomplete], sound and complaint is None
 
 

@@ -40,10 +40,13 @@ def keep_settings(path: Path, done: int, settings: Settings) -> str:
 
     Returns:
         A line for the log where it has samples and nothing says how they were drawn; else "".
+        Beside what is no plain file nothing is kept.
 
     Raises:
         StorageError: its samples were drawn otherwise; lists flags and both values.
     """
+    if not path.is_file():  # /dev/null has no place beside it
+        return ""
     beside = path.with_name(f"{path.name}.settings.json")
     with storage_errors(beside):
         if not done:

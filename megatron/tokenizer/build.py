@@ -29,6 +29,11 @@ _WHAT = {
 }
 
 
+def files_of(config: TokenizerConfig) -> tuple[str, ...]:
+    """The fields of the files that the named kind reads; none where no kind is named."""
+    return _NEEDS.get(config.tokenizer_type or "", ())
+
+
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """The tokenizer that `--tokenizer-type` names, from its files.
 

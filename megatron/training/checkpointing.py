@@ -24,6 +24,7 @@ from megatron.config.model import NETWORK_FIELDS, ModelConfig
 from megatron.config.yaml_file import to_dict
 from megatron.errors import CheckpointError
 from megatron.parallel.buckets import Span
+from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import part_shape, spec_of
 from megatron.parallel.replicas import Gradients
@@ -323,7 +324,7 @@ def restore_run(run: Run, reader: Reader) -> None:
     anew: tuple[str, ...] = ()
     if options.finetune:
         _warn_of_tokenizer(run, reader)
-        anew = _lacking_heads(run.config, reader)
+        anew = _lacking_heads(run, reader, state)
         state = {name: entry for name, entry in state.items() if not name.startswith(anew)}
     else:
         _restore_position(run, reader)
@@ -348,14 +349,21 @@ def restore_run(run: Run, reader: Reader) -> None:
             say(f"  {line}")
 
 
-def _lacking_heads(config: RunConfig, reader: Reader) -> tuple[str, ...]:
-    """Beginnings of the names of a BERT's heads that the checkpoint has nothing of, as many folders
-    of Hugging Face have not all of them."""
-    model, held = config.model, reader.names()
+def _lacking_heads(run: Run, reader: Reader, state: State) -> tuple[str, ...]:
+    """Beginnings of the names of a BERT's heads that the run has and the checkpoint has nothing of,
+    as many folders of Hugging Face have not all of them. Collective: a task's run has none, and
+    under a pipeline the last stage alone has them."""
+    model, held = run.config.model, reader.names()
     if model.architecture != "bert":
         return ()
     heads = (*_HEADS, *(_OF_ORDER if model.bert_binary_head else ()))
-    return tuple(head for head in heads if not any(name.startswith(head) for name in held))
+    lacking = [head for head in heads if not any(name.startswith(head) for name in held)]
+    if not lacking:
+        return ()
+    here = [any(name.startswith(head) for name in state) for head in lacking]
+    there = torch.tensor(here, dtype=torch.float32, device=run.device.torch_device)
+    counts = all_reduce(there, run.layout.world).tolist()
+    return tuple(head for head, count in zip(lacking, counts, strict=True) if count)
 
 
 def _warn_of_tokenizer(run: Run, reader: Reader) -> None:

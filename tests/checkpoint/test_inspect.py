@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint import compare
+from megatron.checkpoint import compare, summary
 from megatron.checkpoint.entries import Entry
 from tests.checkpoint.hf.models import CASES, tensors_of, write_folder
 from tests.checkpoint.states import make_state, save_state
@@ -59,7 +59,7 @@ def test_a_tracker_that_names_nothing_usable_is_no_sound_folder(tmp_path, inspec
     (tmp_path / "iter_0000009.tmp-1a2b").mkdir()
     code, text = inspect(tmp_path)
     assert code == 0
-    assert "iter_0000009.tmp-1a2b: a save that did not finish, never loaded" in text
+    assert "iter_0000009.tmp-1a2b: a save that has not finished, never loaded" in text
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
     code, text = inspect(tmp_path)
     assert code == 4
@@ -69,6 +69,20 @@ def test_a_tracker_that_names_nothing_usable_is_no_sound_folder(tmp_path, inspec
     code, text = inspect(tmp_path)
     assert code == 4
     assert "the tracker names iter_0000007: which is incomplete" in text
+
+
+def test_a_job_that_saves_meanwhile_leaves_the_folder_sound(tmp_path, inspect, monkeypatch):
+    save_state(tmp_path, 1)
+    summarize_all = summary._summarize_all
+
+    def saving(*args, **options):
+        save_state(tmp_path, 2)
+        return summarize_all(*args, **options)
+
+    monkeypatch.setattr(summary, "_summarize_all", saving)
+    code, text = inspect(tmp_path)
+    assert code == 0, text
+    assert "the tracker names iter_0000001\n" in text
 
 
 def test_a_folder_without_checkpoints_is_an_error(tmp_path, inspect):

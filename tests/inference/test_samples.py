@@ -92,6 +92,13 @@ def test_a_file_of_samples_that_were_drawn_otherwise_is_not_gone_on_with(
     assert len(read(target)) == 2
 
 
+def test_settings_are_kept_beside_files_only(model: Path, tmp_path: Path) -> None:
+    target = tmp_path / "nowhere"
+    target.symlink_to("/dev/null")
+    assert run(model, "--genfile", target, "--out-seq-length", 2, "--num-samples", 1) == 0
+    assert list(tmp_path.iterdir()) == [target]
+
+
 def test_the_choices_are_said_and_not_among_the_samples(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -144,6 +144,15 @@ def test_it_goes_on_where_it_stopped(toy, tmp_path):
     assert [*first, *second] == expected
 
 
+def test_heads_of_pretraining_are_not_said_to_be_drawn(toy, tmp_path, capsys):
+    finetune(Layout.single(), "SST-2", _sst(toy, "--epochs", "1", "--save", str(tmp_path)))
+    words = _sst(toy, "--epochs", "1", "--load", str(tmp_path), "--finetune")
+    finetune(Layout.single(), "SST-2", words)
+    said = capsys.readouterr().out
+    assert "successfully loaded checkpoint" in said
+    assert "drawn anew" not in said
+
+
 def _counts(last):
     return confusion.count(last.all_files.labels, last.all_files.guesses, 2)
 

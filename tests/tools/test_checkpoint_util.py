@@ -407,8 +407,11 @@ def test_megatron_s_checkpoints_go_to_ours_and_to_gpt2(tmp_path: Path, capsys) -
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_megatron_s_arguments_name_the_tokenizer(lost: bool, tmp_path: Path) -> None:
-    """14 entries in 16 rows, by the rule for two tensor ranks. Its files may be gone by now."""
+    """14 entries in 16 rows, by the rule for two tensor ranks. Its files may be gone by now, and
+    one that it does not read may be anything of this machine: it is not given on."""
+    (tmp_path / "secret").write_text("of this machine alone")
     tokenizer: dict[str, object] = {"tokenizer_type": "NullTokenizer", "vocab_size": 13}
+    tokenizer["tokenizer_model"] = str(tmp_path / "secret")
     if lost:
         tokenizer = {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": "/gone/model"}
     form = megatron_files.Form(tensor=2)
@@ -435,6 +438,9 @@ def test_megatron_s_arguments_name_the_tokenizer(lost: bool, tmp_path: Path) -> 
     assert config["tokenizer"]["tokenizer_type"] == (None if lost else "NullTokenizer")
     assert config["model"]["make_vocab_size_divisible_by"] == 2
     assert len(tensors_in(tmp_path / "hf")["transformer.wte.weight"]) == entries
+    assert convert("native", "hf", tmp_path / "native", tmp_path / "on") == 0
+    for folder in (tmp_path / "hf", tmp_path / "on"):
+        assert not any(b"machine" in file.read_bytes() for file in folder.iterdir())
 
 
 def test_no_more_than_a_few_tensors_are_held_at_a_time(

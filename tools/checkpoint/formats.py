@@ -39,7 +39,7 @@ from megatron.config.run import RunConfig
 from megatron.config.stages import plan_model
 from megatron.config.yaml_file import from_dict
 from megatron.errors import CheckpointError, ConfigError, UserError
-from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer import build_tokenizer, files_of
 from megatron.tokenizer.vocabulary import padded_vocab_size
 
 _EMBEDDING = f"{WEIGHTS}embedding.word.weight"
@@ -146,7 +146,7 @@ def _load_own(options: argparse.Namespace, expected: str) -> Source:
 
 def _find_companions(root: Path, config: RunConfig) -> Path | None:
     """The folder that an import left: in the same place, or where a run's tokenizer lies."""
-    tokenizer = (config.tokenizer.tokenizer_model, config.tokenizer.vocab_file)
+    tokenizer = [getattr(config.tokenizer, field) for field in files_of(config.tokenizer)]
     beside = [one / files.COMPANION_FOLDER for one in (root, root.absolute().parent)]
     places = [*beside, *(Path(name).parent for name in tokenizer if name)]
     return next((place for place in places if (place / files.CONFIG).is_file()), None)
@@ -383,9 +383,16 @@ def save_hf(source: Source, options: argparse.Namespace) -> Path:
 
 
 def _tokenizer_files(source: Source, options: argparse.Namespace) -> dict[str, bytes]:
-    """Those of the flags or of the checkpoint's configuration, under the names of Hugging Face."""
+    """Those of the flags or of the checkpoint's configuration, under the names of Hugging Face.
+
+    A checkpoint may come from a stranger: of what it names only files that its tokenizer is built
+    from are passed on.
+    """
     config = from_namespace(TokenizerConfig, options)
-    config = source.config.tokenizer if config == TokenizerConfig() else config
+    fields: tuple[str, ...] = ("tokenizer_model", "vocab_file", "merge_file")
+    if config == TokenizerConfig():
+        config = source.config.tokenizer
+        fields = () if _entries_if_there(config) is None else files_of(config)
     is_json = (config.tokenizer_model or "").endswith(".json")
     pieces = files.SPIECE if source.config.model.architecture == "t5" else files.TOKENIZER_MODEL
     is_wordpiece = (config.tokenizer_type or "").startswith("BertWordPiece")
@@ -395,10 +402,10 @@ def _tokenizer_files(source: Source, options: argparse.Namespace) -> dict[str, b
         "merge_file": files.MERGES,
     }
     found = {}
-    for field, name in names.items():
+    for field in fields:
         path = getattr(config, field)
         if path is not None and Path(path).is_file():
-            found[name] = _read(path, field)
+            found[names[field]] = _read(path, field)
     return found
 
 

@@ -51,6 +51,7 @@ class Bert:
         settings.must_be("type_vocab_size", 2)
         settings.must_be("tie_word_embeddings", True)
         settings.must_be("directionality", "bidi")
+        settings.must_be("pruned_heads", {})
         settings.share("classifier_dropout", 0.1)
         tanh = settings.word("hidden_act", _TANH, "gelu")
         model = ModelConfig(

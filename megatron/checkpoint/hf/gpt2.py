@@ -37,6 +37,7 @@ class GPT2:
         settings.must_be("scale_attn_by_inverse_layer_idx", False)
         settings.must_be("reorder_and_upcast_attn", False)
         settings.must_be("n_special", 0)
+        settings.must_be("pruned_heads", {})
         settings.share("embd_pdrop", 0.1)
         model = ModelConfig(
             num_layers=settings.size("n_layer", most=MOST_LAYERS),

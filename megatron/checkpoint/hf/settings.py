@@ -28,15 +28,15 @@ _HARMLESS = frozenset(
     diversity_penalty do_sample dtype early_stopping encoder_no_repeat_ngram_size eos_token_id
     finetuning_task forced_bos_token_id forced_eos_token_id gradient_checkpointing id2label
     initializer_range is_decoder is_encoder_decoder is_llama_config keys_to_ignore_at_inference
-    label2id length_penalty max_length min_length n_ctx neftune_noise_alpha no_repeat_ngram_size
-    num_beam_groups num_beams num_return_sequences output_attentions output_hidden_states
-    output_past output_scores pad_token_id pooler_fc_size pooler_num_attention_heads
-    pooler_num_fc_layers pooler_size_per_head pooler_type predict_special_tokens prefix
-    pretraining_tp problem_type remove_invalid_values repetition_penalty return_dict
-    return_dict_in_generate sep_token_id summary_activation summary_first_dropout
-    summary_proj_to_labels summary_type summary_use_proj suppress_tokens task_specific_params
-    temperature tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config
-    transformers_version typical_p use_cache
+    label2id length_penalty max_length max_sequence_length min_length n_ctx neftune_noise_alpha
+    no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences
+    output_attentions output_hidden_states output_past output_scores pad_token_id pooler_fc_size
+    pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type
+    predict_special_tokens prefix pretraining_tp problem_type remove_invalid_values
+    repetition_penalty return_dict return_dict_in_generate sep_token_id summary_activation
+    summary_first_dropout summary_proj_to_labels summary_type summary_use_proj suppress_tokens
+    task_specific_params temperature tf_legacy_loss tokenizer_class top_k top_p torch_dtype
+    torchscript transformers.js_config transformers_version typical_p use_bfloat16 use_cache
     """.split()
 )
 

@@ -90,6 +90,7 @@ def test_it_comes_in_verified_and_goes_out_as_it_was(kind, activation, tmp_path,
 def test_what_files_lack_is_not_compared(kind, changes, found, tmp_path, capsys):
     """Of sentence vectors often the pooler; and keys that the first BERT's config.json has."""
     keys = {"directionality": "bidi", "pooler_type": "first_token_transform", "pooler_fc_size": 768}
+    keys |= {"pruned_heads": {}, "num_labels": 2}
     save(kind, tmp_path / "a", **changes, **keys)
     assert convert("hf", "native", tmp_path / "a", tmp_path / "b", "--verify") == 0
     assert convert("native", "hf", tmp_path / "b", tmp_path / "c", "--verify") == 0

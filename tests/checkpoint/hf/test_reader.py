@@ -52,6 +52,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("mistral", {"num_key_value_heads": None}, "num_key_value_heads null: expected an integer"),
     ("qwen2", {"layer_types": ["linear_attention"] * 2}, "linear_attention is not known here"),
     ("qwen2", {"use_mrope": True}, "use_mrope true: only false"),
+    ("gpt2", {"pruned_heads": {"0": [1]}}, "only {} can be expressed"),
     ("llama", {"rope_interleaved": True}, "rope_interleaved true: only false"),
     ("qwen3", {"attention_bias": True}, "attention_bias true: only false"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx true: only false"),
@@ -82,6 +83,8 @@ PUBLISHED: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"max_length": 4096, "temperature": 0.9, "top_p": 0.6}),  # Llama 2's first
     ("gpt2", {"n_special": 0, "predict_special_tokens": True}),  # gpt2-medium
     ("gpt2", {"_num_labels": 1, "gradient_checkpointing": False}),  # distilgpt2
+    ("llama", {"max_sequence_length": 2048}),  # the first LLaMA's
+    ("gpt2", {"num_labels": 2, "pruned_heads": {}, "use_bfloat16": False}),  # written in 2019
 ]
 
 
