@@ -9,7 +9,7 @@ from itertools import groupby
 
 from megatron.config import RunConfig
 from megatron.config.run import known
-from megatron.config.stages import LAYOUT_FLAG, plan_model
+from megatron.config.stages import LAYOUT_FLAG, dealing_flags, plan_model
 from megatron.models.arithmetic import layer_matrix_parameters
 from megatron.models.sizes import sizes_of
 from megatron.parallel.pipeline.schedule import ScheduleKind, make_schedule, schedule_kind
@@ -40,8 +40,8 @@ class Costs:
     again: int = 0
 
     @classmethod
-    def of(cls, config: RunConfig, padded_vocab_size: int) -> Costs:
-        """By FLOPs. The embedding takes no time to speak of."""
+    def of(cls, config: RunConfig, outputs: int) -> Costs:
+        """By FLOPs. The embedding takes no time to speak of. `outputs` of a token, at the end."""
         model = config.model
         sizes, length = sizes_of(model), known(config.data.seq_length)
         scores = length * sizes.query * (2 if model.architecture == "bert" else 1)
@@ -50,7 +50,7 @@ class Costs:
             products *= _OF_FP8
         return cls(
             layer=products + _OF_ATTENTION * scores,
-            head=padded_vocab_size * sizes.hidden,
+            head=outputs * sizes.hidden,
             again=int(config.training.recompute_granularity == "full"),
         )
 
@@ -127,11 +127,14 @@ def layout_text(counts: Counts) -> str:
     return f"E{'t' * counts[0]}|{repeated}{'t' * counts[-1]}L"
 
 
-def pipeline_rows(
-    config: RunConfig, padded_vocab_size: int, micro_batches: int
-) -> Iterator[tuple[str, str]]:
+def pipeline_rows(config: RunConfig, outputs: int, micro_batches: int) -> Iterator[tuple[str, str]]:
     """What to tell about a pipeline, in lines of a panel; of a T5, whose layers are not all alike,
-    and where there is no pipeline, nothing."""
+    and where there is no pipeline, nothing.
+
+    Args:
+        outputs: of the head, for each token: the padded vocabulary; 0 of a head on one vector.
+        micro_batches: of an update.
+    """
     parallel = config.parallel
     stages = parallel.pipeline_model_parallel_size
     if stages == 1 or config.model.architecture == "t5":
@@ -139,7 +142,7 @@ def pipeline_rows(
     counts = [len(part.layers) for part in plan_model(config.model, parallel)]
     chunks = len(counts) // stages
     pipeline = Pipeline(schedule_kind(parallel, chunks), stages, chunks, micro_batches)
-    costs = Costs.of(config, padded_vocab_size)
+    costs = Costs.of(config, outputs)
     virtual = f" x {chunks} virtual" if chunks > 1 else ""
     bubble = pipeline.bubble(counts, costs)
     yield (
@@ -150,8 +153,10 @@ def pipeline_rows(
     other = pipeline.best(sum(counts), costs)
     gain = 1 - pipeline.time(other, costs) / pipeline.time(counts, costs)
     if gain >= _WORTH_SAYING:
+        others = " and ".join(dealing_flags(parallel))
+        instead = f" in the place of {others}" * bool(others)
         yield (
             "less waiting",
             f"{pipeline.bubble(other, costs):.1%}, and {gain:.0%} less time, with {LAYOUT_FLAG} "
-            f"'{layout_text(other)}'",
+            f"'{layout_text(other)}'{instead}",
         )

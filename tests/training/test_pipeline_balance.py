@@ -3,9 +3,10 @@
 import pytest
 
 from megatron.config import parse_config
-from megatron.config.stages import parse_layout
+from megatron.config.stages import LAYOUT_FLAG, parse_layout
 from megatron.parallel.pipeline.schedule import make_schedule
 from megatron.parallel.pipeline.simulate import Times, simulate, time_table
+from megatron.training.panel import size_rows
 from megatron.training.pipeline_balance import Costs, Pipeline, layout_text, pipeline_rows
 
 SHAPES = [("interleaved", 4, 4, 16), ("interleaved", 2, 2, 7), ("1f1b", 4, 1, 30)]
@@ -60,6 +61,34 @@ def test_a_heavy_head_is_noticed_and_the_proposed_layout_is_not_improved_further
     layout = rows["less waiting"].split("'")[1]
     assert layout == "Ett|(tt|)*11(ttt|)*2tt|L"
     assert list(_rows("--pipeline-model-parallel-layout", layout)) == ["pipeline"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--num-layers-per-virtual-pipeline-stage 2",
+        "--num-layers 31 --account-for-embedding-in-pipeline-split",
+        "--decoder-first-pipeline-num-layers 5 --decoder-last-pipeline-num-layers 7",
+        "",
+    ],
+)
+def test_a_proposal_names_the_flags_that_it_cannot_stand_beside(flags):
+    proposal = _rows(*flags.split())["less waiting"].split(LAYOUT_FLAG)[1]
+    layout, _, instead = proposal.partition(" in the place of ")
+    left = " ".join(flags.split())
+    for flag in filter(None, instead.split(" and ")):
+        assert flag in left
+        left = left.replace(flag, "")
+    # What is left may stand beside the layout.
+    assert "pipeline" in _rows(*left.split(), LAYOUT_FLAG, layout.split("'")[1])
+
+
+def test_a_head_on_one_vector_of_a_sample_takes_no_time():
+    config = parse_config(NETWORK, world_size=4).config
+    assert list(dict(pipeline_rows(config, 0, 16))) == ["pipeline"]
+    told = {word: dict(size_rows(config, 4, 128256, guesses_tokens=word)) for word in (True, False)}
+    assert "less waiting" in told[True]
+    assert "less waiting" not in told[False]
 
 
 def test_numbers_in_8_bits_make_the_head_count_for_more_layers():
