@@ -87,6 +87,27 @@ def plan_parts(
     return parts
 
 
+def dealing_flags(config: ParallelConfig) -> list[str]:
+    """The given flags that deal out layers by numbers: none of them goes with a layout string."""
+    values = (
+        ("--num-layers-per-virtual-pipeline-stage", config.num_layers_per_virtual_pipeline_stage),
+        ("--num-virtual-stages-per-pipeline-rank", config.num_virtual_stages_per_pipeline_rank),
+        ("--decoder-first-pipeline-num-layers", config.decoder_first_pipeline_num_layers),
+        ("--decoder-last-pipeline-num-layers", config.decoder_last_pipeline_num_layers),
+    )
+    switches = (
+        (
+            "--account-for-embedding-in-pipeline-split",
+            config.account_for_embedding_in_pipeline_split,
+        ),
+        ("--account-for-loss-in-pipeline-split", config.account_for_loss_in_pipeline_split),
+    )
+    return [
+        *(f"{name} {value}" for name, value in values if value is not None),
+        *(name for name, on in switches if on),
+    ]
+
+
 def parts_of_stage(parts: list[ModelPart], stage: int, stages: int) -> list[ModelPart]:
     """The chunks that one stage holds, in order."""
     return parts[stage::stages]
@@ -173,11 +194,11 @@ def _check_sizes(config: ParallelConfig) -> None:
             f"{' and '.join(given.values())} and counting embedding or loss as a layer both deal "
             "out layers: keep one"
         )
-    if config.pipeline_model_parallel_layout is not None and (given or extras):
-        other = [*given.values(), "counting embedding or loss as a layer"][0]
+    others = dealing_flags(config)
+    if config.pipeline_model_parallel_layout is not None and others:
         raise ConfigError(
             f"{LAYOUT_FLAG} {config.pipeline_model_parallel_layout} deals out layers, and so does "
-            f"{other}: keep one"
+            f"{others[0]}: keep one"
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 
 import torch
@@ -24,11 +24,17 @@ _BACKSTOP = timedelta(minutes=1)
 
 
 @contextmanager
-def process_group(config: ParallelConfig, launch: Launch, device: Device) -> Iterator[Layout]:
+def process_group(
+    config: ParallelConfig, launch: Launch, device: Device, before_end: ExitStack
+) -> Iterator[Layout]:
     """The layout of this run, its process groups alive inside the block.
 
     A world of one starts no process group. On GPUs, tensors on the CPU (checkpoint receipts,
     timers) travel over gloo through the same groups.
+
+    Args:
+        before_end: what it holds when the block ends is done before the groups end, and after the
+            others have been told of an error.
 
     Raises:
         HangError: the processes did not come together.
@@ -66,8 +72,11 @@ def process_group(config: ParallelConfig, launch: Launch, device: Device) -> Ite
     except Exception as error:
         raise end_run(error, launch, journal, watchdog) from error
     finally:
-        dist.destroy_process_group()
-        watchdog.stop()
+        try:
+            before_end.close()
+        finally:
+            dist.destroy_process_group()
+            watchdog.stop()
 
 
 def _meet(launch: Launch, timeout: timedelta) -> dist.TCPStore:

@@ -52,8 +52,14 @@ def describe_lengths(data: DataConfig) -> str:
     return " + ".join(str(length) for length in lengths if length is not None)
 
 
-def size_rows(config: RunConfig, world_size: int, padded_vocab_size: int) -> list[Row]:
-    """What follows from the flags alone, for any world size: nothing is touched."""
+def size_rows(
+    config: RunConfig, world_size: int, padded_vocab_size: int, *, guesses_tokens: bool = True
+) -> list[Row]:
+    """What follows from the flags alone, for any world size: nothing is touched.
+
+    Args:
+        guesses_tokens: the model ends in an output for each entry of the vocabulary.
+    """
     layout = Layout.at(
         0,
         world_size,
@@ -81,7 +87,9 @@ def size_rows(config: RunConfig, world_size: int, padded_vocab_size: int) -> lis
             f"{flops / 1e9:.4g} GFLOP ({_ATTENTION[config.model.architecture]})",
         ),
         ("memory a process", f"at most about {memory.describe()}"),
-        *pipeline_rows(config, padded_vocab_size, micro_batches, world_size),
+        *pipeline_rows(
+            config, padded_vocab_size, micro_batches, world_size, guesses_tokens=guesses_tokens
+        ),
     ]
 
 

@@ -3,13 +3,14 @@ the same layers would wait less."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import groupby
 
 from megatron.config import RunConfig
 from megatron.config.run import known
-from megatron.config.stages import LAYOUT_FLAG, plan_model
+from megatron.config.stages import LAYOUT_FLAG, dealing_flags, plan_model
 from megatron.models.arithmetic import layer_matrix_parameters
 from megatron.models.sizes import sizes_of
 from megatron.parallel.pipeline.schedule import ScheduleKind, make_schedule, schedule_kind
@@ -21,9 +22,10 @@ from megatron.training.memory import MemoryEstimate, largest_process
 _OF_ATTENTION, _OF_FP8 = 1.5, 0.54
 _ROUNDS = 2  # micro-batches a stage that are simulated; more of them take the slowest stage's time
 _WORTH_SAYING = 0.03  # of the time
-_SIMULATED = 3  # candidates
+_SIMULATED = 3  # candidates, of which
+_MANY_PARTS = 64  # take a second each: more than these have one
 
-Counts = Sequence[int]  # layers of each part
+Counts = tuple[int, ...]  # layers of each part
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,8 @@ class Costs:
     again: int = 0
 
     @classmethod
-    def of(cls, config: RunConfig, padded_vocab_size: int) -> Costs:
-        """By FLOPs. The embedding takes no time to speak of."""
+    def of(cls, config: RunConfig, outputs: int) -> Costs:
+        """By FLOPs. The embedding takes no time to speak of. `outputs` of a token, at the end."""
         model = config.model
         sizes, length = sizes_of(model), known(config.data.seq_length)
         scores = length * sizes.query * (2 if model.architecture == "bert" else 1)
@@ -51,7 +53,7 @@ class Costs:
             products *= _OF_FP8
         return cls(
             layer=products + _OF_ATTENTION * scores,
-            head=padded_vocab_size * sizes.hidden,
+            head=outputs * sizes.hidden,
             again=int(config.training.recompute_granularity == "full"),
         )
 
@@ -76,6 +78,7 @@ class Pipeline:
     chunks: int
     micro_batches: int
 
+    @cache  # noqa: B019 # of plain values
     def time(self, counts: Counts, costs: Costs) -> float:
         """Of one update."""
         # A last group that is not full costs more than its share: it is simulated too.
@@ -104,7 +107,8 @@ class Pipeline:
             filter(self._can_be, _candidates(layers, self.stages * self.chunks, costs)),
             key=lambda counts: self._slowest(counts, costs),
         )
-        return min(found[:_SIMULATED], key=lambda counts: self.time(counts, costs))
+        simulated = _SIMULATED if self.stages * self.chunks <= _MANY_PARTS else 1
+        return min(found[:simulated], key=lambda counts: self.time(counts, costs))
 
     def _can_be(self, counts: Counts) -> bool:
         """No stage has nothing: the first has the embedding, the last the head."""
@@ -118,7 +122,7 @@ def _candidates(layers: int, parts: int, costs: Costs) -> Iterator[Counts]:
     for last in range(fewest, min(fewest + 2, layers + 1)):
         each, left = divmod(layers - last, parts - 1)
         for start in range(parts - 1 - left, -1, -1):
-            yield [each + (start <= i < start + left) for i in range(parts - 1)] + [last]
+            yield (*(each + (start <= i < start + left) for i in range(parts - 1)), last)
 
 
 def layout_text(counts: Counts) -> str:
@@ -129,18 +133,28 @@ def layout_text(counts: Counts) -> str:
 
 
 def pipeline_rows(
-    config: RunConfig, padded_vocab_size: int, micro_batches: int, world_size: int
+    config: RunConfig,
+    padded_vocab_size: int,
+    micro_batches: int,
+    world_size: int,
+    *,
+    guesses_tokens: bool = True,
 ) -> Iterator[tuple[str, str]]:
     """What to tell about a pipeline, in lines of a panel; of a T5, whose layers are not all alike,
-    and where there is no pipeline, nothing."""
+    and where there is no pipeline, nothing.
+
+    Args:
+        micro_batches: of an update.
+        guesses_tokens: the head computes the whole vocabulary for each token; a task's does not.
+    """
     parallel = config.parallel
     stages = parallel.pipeline_model_parallel_size
     if stages == 1 or config.model.architecture == "t5":
         return
-    counts = [len(part.layers) for part in plan_model(config.model, parallel)]
+    counts = tuple(len(part.layers) for part in plan_model(config.model, parallel))
     chunks = len(counts) // stages
     pipeline = Pipeline(schedule_kind(parallel, chunks), stages, chunks, micro_batches)
-    costs = Costs.of(config, padded_vocab_size)
+    costs = Costs.of(config, padded_vocab_size if guesses_tokens else 0)
     virtual = f" x {chunks} virtual" if chunks > 1 else ""
     bubble = pipeline.bubble(counts, costs)
     yield (
@@ -152,11 +166,13 @@ def pipeline_rows(
     gain = 1 - pipeline.time(other, costs) / pipeline.time(counts, costs)
     if gain >= _WORTH_SAYING:
         layout = layout_text(other)
+        others = " and ".join(dealing_flags(parallel))
+        instead = f" in the place of {others}" * bool(others)
         memory = _memory_with(layout, config, padded_vocab_size, world_size)
         yield (
             "less waiting",
             f"{pipeline.bubble(other, costs):.1%}, and {gain:.0%} less time, with {LAYOUT_FLAG} "
-            f"'{layout}' (memory a process at most about {memory.amount})",
+            f"'{layout}'{instead} (memory a process at most about {memory.amount})",
         )
 
 

@@ -103,7 +103,12 @@ def pretrain(
         extras: what else is to be done; None: nothing.
     """
     extras = extras or Extras()
-    with processes(config, launch) as (device, layout), shortage_errors(), ExitStack() as stack:
+    at_end = ExitStack()  # of the process groups
+    with (
+        processes(config, launch, at_end) as (device, layout),
+        shortage_errors(),
+        ExitStack() as stack,
+    ):
         if config.checkpoint.save is not None and layout.world.rank == 0:
             stack.enter_context(_claim_folder(config, Path(config.checkpoint.save)))
         # Before the model is built: a path that cannot be written is said at once.
@@ -112,7 +117,7 @@ def pretrain(
             stack.callback(writer.close)
         run = build_run(config, recipe, launch, device, layout)
         if run.recorded is not None:
-            stack.callback(run.recorded.release)
+            at_end.callback(run.recorded.release)
         _warn_of_later(run)
         extras.begin(run)
         return _train_and_evaluate(run, started, extras, writers)

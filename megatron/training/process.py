@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TextIO
 
 import torch
@@ -53,8 +53,13 @@ def show_notices(notices: Iterable[str], launch: Launch, stream: TextIO | None =
 
 
 @contextmanager
-def processes(config: RunConfig, launch: Launch) -> Iterator[tuple[Device, Layout]]:
+def processes(
+    config: RunConfig, launch: Launch, before_end: ExitStack | None = None
+) -> Iterator[tuple[Device, Layout]]:
     """This process's device, and the layout that all of them form inside the block. Collective.
+
+    Args:
+        before_end: see `process_group`.
 
     Raises:
         HangError: the processes did not come together.
@@ -67,7 +72,8 @@ def processes(config: RunConfig, launch: Launch) -> Iterator[tuple[Device, Layou
     device = Device.pick(launch.local_rank)
     device.activate()
     kernels = find_library(device.torch_device)  # may compile for a minute: no group waits yet
-    with process_group(config.parallel, launch, device) as layout:
+    before_end = before_end or ExitStack()
+    with process_group(config.parallel, launch, device, before_end) as layout:
         expect_same_kernels(kernels, layout.world)
         yield device, layout
 

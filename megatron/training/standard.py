@@ -69,7 +69,12 @@ def start_panel(run: Run, seconds: float) -> str:
     rows: list[Row] = [
         *device_rows(config, run.device, run.recipe.describe_kernels(run.parts[0])),
         *_recording_rows(config.training),
-        *size_rows(config, run.layout.world.size, run.padded_vocab_size),
+        *size_rows(
+            config,
+            run.layout.world.size,
+            run.padded_vocab_size,
+            guesses_tokens=run.recipe.has_perplexity,
+        ),
         ("data", _describe_data(run)),
         ("tokenizer", f"{config.tokenizer.tokenizer_type}, {run.tokenizer.vocab_size:,} entries"),
         ("checkpoints", _describe_checkpoints(run)),

@@ -145,7 +145,7 @@ def test_a_stage_of_nothing_is_refused_but_a_part_is_not():
         ({"pipeline_model_parallel_layout": "Ett|ttL",
           "account_for_embedding_in_pipeline_split": True},
          "--pipeline-model-parallel-layout Ett|ttL deals out layers, and so does "
-         "counting embedding or loss as a layer: keep one"),
+         "--account-for-embedding-in-pipeline-split: keep one"),
     ],
 )  # fmt: skip
 def test_impossible_numbers_and_two_answers(flags, message):

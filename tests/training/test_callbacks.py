@@ -10,6 +10,7 @@ import pytest
 from megatron.device import Device
 from megatron.errors import ConfigError
 from megatron.parallel.layout import Layout
+from megatron.training import panel
 from megatron.training.loop import train
 from megatron.training.standard import standard_callbacks, start_panel
 from megatron.training.timers import Timers, format_timers
@@ -166,6 +167,21 @@ def test_start_panel_tells_the_decisions():
     ):
         assert expected in panel
     assert "plain PyTorch (no kernels for cpu)" in panel
+
+
+@pytest.mark.parametrize("guesses", [True, False])
+def test_start_panel_counts_an_output_for_each_word_only_where_there_is_one(monkeypatch, guesses):
+    run = build_toy(Layout.single())
+    monkeypatch.setattr(type(run.recipe), "has_perplexity", guesses)
+    seen = []
+
+    def rows(*_, guesses_tokens):
+        seen.append(guesses_tokens)
+        return ()
+
+    monkeypatch.setattr(panel, "pipeline_rows", rows)
+    start_panel(run, 1.0)
+    assert seen == [guesses]
 
 
 def _timed(layout):

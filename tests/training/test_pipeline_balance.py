@@ -3,10 +3,11 @@
 import pytest
 
 from megatron.config import parse_config
-from megatron.config.stages import parse_layout
+from megatron.config.stages import LAYOUT_FLAG, parse_layout
 from megatron.parallel.pipeline.schedule import make_schedule
 from megatron.parallel.pipeline.simulate import Times, simulate, time_table
 from megatron.training.memory import largest_process
+from megatron.training.panel import size_rows
 from megatron.training.pipeline_balance import Costs, Pipeline, layout_text, pipeline_rows
 
 SHAPES = [("interleaved", 4, 4, 16), ("interleaved", 2, 2, 7), ("1f1b", 4, 1, 30)]
@@ -26,7 +27,7 @@ NETWORK = (
 def test_a_long_update_takes_what_all_of_its_simulation_takes(
     kind, stages, chunks, micro_batches, costs
 ):
-    counts = [2] * (stages * chunks)
+    counts = (2,) * (stages * chunks)
     forward = costs.of_parts(counts)
     inputs = [x + 2 * costs.again for x in forward]
     tables = [time_table("", x, stages, chunks) for x in (forward, inputs, forward)]
@@ -46,7 +47,7 @@ def test_a_proposal_has_all_layers_and_is_no_slower(kind, stages, chunks, micro_
             assert parse_layout(layout_text(best), layers, stages, "") == list(best)
             assert len(best) == stages * chunks
             each, left = divmod(layers, stages * chunks)
-            even = [each + (i < left) for i in range(stages * chunks)]
+            even = tuple(each + (i < left) for i in range(stages * chunks))
             assert pipeline.time(best, costs) <= pipeline.time(even, costs) * 1.001
 
 
@@ -66,6 +67,35 @@ def test_a_heavy_head_is_noticed_and_the_proposed_layout_is_not_improved_further
     config = parse_config(taken, world_size=4).config
     memory = largest_process(config, 128256, 4).amount
     assert rows["less waiting"].endswith(f"(memory a process at most about {memory})")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--num-layers-per-virtual-pipeline-stage 2",
+        "--num-layers 31 --account-for-embedding-in-pipeline-split",
+        "--decoder-first-pipeline-num-layers 5 --decoder-last-pipeline-num-layers 7",
+        "",
+    ],
+)
+def test_a_proposal_names_the_flags_that_it_cannot_stand_beside(flags):
+    told = _rows(*flags.split())["less waiting"].partition(" (memory")[0]
+    proposal = told.split(LAYOUT_FLAG)[1]
+    layout, _, instead = proposal.partition(" in the place of ")
+    left = " ".join(flags.split())
+    for flag in filter(None, instead.split(" and ")):
+        assert flag in left
+        left = left.replace(flag, "")
+    # What is left may stand beside the layout.
+    assert "pipeline" in _rows(*left.split(), LAYOUT_FLAG, layout.split("'")[1])
+
+
+def test_a_head_on_one_vector_of_a_sample_takes_no_time():
+    config = parse_config(NETWORK, world_size=4).config
+    assert list(dict(pipeline_rows(config, 128256, 16, 4, guesses_tokens=False))) == ["pipeline"]
+    told = {word: dict(size_rows(config, 4, 128256, guesses_tokens=word)) for word in (True, False)}
+    assert "less waiting" in told[True]
+    assert "less waiting" not in told[False]
 
 
 def test_numbers_in_8_bits_make_the_head_count_for_more_layers():
