@@ -7,7 +7,8 @@ k // stages, so with several chunks every micro-batch passes every stage several
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
@@ -15,6 +16,16 @@ from megatron.errors import ConfigError
 
 LAYOUT_FLAG = "--pipeline-model-parallel-layout"
 MAX_LAYERS = 10_000  # so that `t*999999999` in a layout string is an answer and not a hang
+_ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+# What deals out layers by numbers.
+_DEALING = (
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    *_ENDS,
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+_UNSET = ParallelConfig()
 _TOKEN = re.compile(r"\s*(?:(?P<symbol>[EtL|()])|\*(?P<count>\d{1,5})|(?P<comma>,))")
 
 
@@ -89,22 +100,22 @@ def plan_parts(
 
 def dealing_flags(config: ParallelConfig) -> list[str]:
     """The given flags that deal out layers by numbers: none of them goes with a layout string."""
-    values = (
-        ("--num-layers-per-virtual-pipeline-stage", config.num_layers_per_virtual_pipeline_stage),
-        ("--num-virtual-stages-per-pipeline-rank", config.num_virtual_stages_per_pipeline_rank),
-        ("--decoder-first-pipeline-num-layers", config.decoder_first_pipeline_num_layers),
-        ("--decoder-last-pipeline-num-layers", config.decoder_last_pipeline_num_layers),
-    )
-    switches = (
-        (
-            "--account-for-embedding-in-pipeline-split",
-            config.account_for_embedding_in_pipeline_split,
-        ),
-        ("--account-for-loss-in-pipeline-split", config.account_for_loss_in_pipeline_split),
-    )
+    return _shown(config, _DEALING)
+
+
+def with_layout(config: ParallelConfig, text: str) -> ParallelConfig:
+    """With a layout string in the place of what else deals out layers."""
+    unset = {name: getattr(_UNSET, name) for name in _DEALING}
+    return replace(config, pipeline_model_parallel_layout=text, **unset)
+
+
+def _shown(config: ParallelConfig, names: Iterable[str]) -> list[str]:
+    """Those that were given, as on a command line."""
+    given = {name: getattr(config, name) for name in names}
     return [
-        *(f"{name} {value}" for name, value in values if value is not None),
-        *(name for name, on in switches if on),
+        f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+        for name, value in given.items()
+        if value != getattr(_UNSET, name)
     ]
 
 
@@ -225,11 +236,7 @@ def _check_no_idle_stage(parts: list[ModelPart], config: ParallelConfig) -> None
 
 def _shown_ends(config: ParallelConfig) -> str:
     """The numbers of layers of the first and the last stage that were given."""
-    values = (
-        ("--decoder-first-pipeline-num-layers", config.decoder_first_pipeline_num_layers),
-        ("--decoder-last-pipeline-num-layers", config.decoder_last_pipeline_num_layers),
-    )
-    return " and ".join(f"{name} {value}" for name, value in values if value is not None)
+    return " and ".join(_shown(config, _ENDS))
 
 
 def _counted_extras(config: ParallelConfig) -> int:

@@ -180,11 +180,11 @@ class BertModel(nn.Module):
         if hidden is None:
             assert isinstance(self.embedding, Embedding), "this part takes hidden states"
             hidden = self.embedding(tokens, positions.expand_as(tokens), token_types)
-        mask: Mask = padding_mask(padding)
         shortest = self.shortest_in_one
         in_one = self.training and shortest is not None and tokens.shape[1] >= shortest
         if in_one:
-            hidden, mask = _joined(hidden), Segments.of_padded(padding)
+            hidden = _joined(hidden)
+        mask: Mask = Segments.of_padded(padding) if in_one else padding_mask(padding)
         stream = self.layers.run(Stream(hidden), mask, rotation)
         x: Tensor = stream.join() if self.final_norm is None else self.final_norm(stream)[1]
         if in_one:

@@ -10,12 +10,12 @@ from itertools import groupby
 
 from megatron.config import RunConfig
 from megatron.config.run import known
-from megatron.config.stages import LAYOUT_FLAG, dealing_flags, plan_model
+from megatron.config.stages import LAYOUT_FLAG, dealing_flags, plan_model, with_layout
 from megatron.models.arithmetic import layer_matrix_parameters
 from megatron.models.sizes import sizes_of
 from megatron.parallel.pipeline.schedule import ScheduleKind, make_schedule, schedule_kind
 from megatron.parallel.pipeline.simulate import Times, simulate, time_table
-from megatron.training.memory import MemoryEstimate, largest_process
+from megatron.training.memory import largest_process
 
 # Time of a floating-point operation, where one of a 16-bit matrix product takes 1: measured on an
 # H200 (docs/benchmarks.md, "How to measure": 670 TFLOP/s, attention 450, products in fp8 1,250).
@@ -168,26 +168,10 @@ def pipeline_rows(
         layout = layout_text(other)
         others = " and ".join(dealing_flags(parallel))
         instead = f" in the place of {others}" * bool(others)
-        memory = _memory_with(layout, config, padded_vocab_size, world_size)
+        proposed = replace(config, parallel=with_layout(parallel, layout))
+        memory = largest_process(proposed, padded_vocab_size, world_size)
         yield (
             "less waiting",
             f"{pipeline.bubble(other, costs):.1%}, and {gain:.0%} less time, with {LAYOUT_FLAG} "
             f"'{layout}'{instead} (memory a process at most about {memory.amount})",
         )
-
-
-def _memory_with(
-    layout: str, config: RunConfig, padded_vocab_size: int, world_size: int
-) -> MemoryEstimate:
-    """Of the process that needs the most, with `layout` in place of what deals the layers out."""
-    parallel = replace(
-        config.parallel,
-        pipeline_model_parallel_layout=layout,
-        num_layers_per_virtual_pipeline_stage=None,
-        num_virtual_stages_per_pipeline_rank=None,
-        decoder_first_pipeline_num_layers=None,
-        decoder_last_pipeline_num_layers=None,
-        account_for_embedding_in_pipeline_split=False,
-        account_for_loss_in_pipeline_split=False,
-    )
-    return largest_process(replace(config, parallel=parallel), padded_vocab_size, world_size)
