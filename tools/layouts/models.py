@@ -36,9 +36,9 @@ _ZERO_1 = f"--use-distributed-optimizer {_OVERLAP}"
 _ZERO_BUBBLE = "--pipeline-schedule zero-bubble"
 _COMMON = (
     "--attention-dropout 0 --hidden-dropout 0 --lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine "
-    "--lr-warmup-fraction 0.1 --weight-decay 0.1 --adam-beta2 0.95 --eval-iters 0 "
-    "--eval-interval 1000 "
+    "--weight-decay 0.1 --adam-beta2 0.95 --eval-iters 0 --eval-interval 1000 "
 )
+_WARM_UP = "--lr-warmup-fraction 0.1 "
 
 
 def _grid(tensor: int = 1, pipeline: int = 1, context: int = 1) -> str:
@@ -55,7 +55,7 @@ def _micro(size: int, *flags: str) -> str:
 
 
 _TOY = BenchmarkModel(
-    _COMMON + "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
+    _COMMON + _WARM_UP + "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
     "--max-position-embeddings 16 --global-batch-size 8",
     (
         BenchmarkLayout(1, "one", _micro(2)),
@@ -67,8 +67,8 @@ _TOY = BenchmarkModel(
 )
 
 _350M = BenchmarkModel(
-    _COMMON + "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 "
-    "--max-position-embeddings 1024 --global-batch-size 64 --bf16",
+    _COMMON + _WARM_UP + "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 "
+    "--seq-length 1024 --max-position-embeddings 1024 --global-batch-size 64 --bf16",
     (
         BenchmarkLayout(1, "one", _micro(8)),
         BenchmarkLayout(2, "data 2", _micro(8)),
@@ -120,8 +120,10 @@ _7B = BenchmarkModel(
     _COMMON + "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 "
     "--ffn-hidden-size 11008 --swiglu --normalization RMSNorm --position-embedding-type rope "
     "--disable-bias-linear --untie-embeddings-and-output-weights --seq-length 4096 "
-    # Slow enough that the first iterations go down steadily: losses of layouts are compared.
-    "--max-position-embeddings 4096 --global-batch-size 16 --bf16 --lr 2e-5 --min-lr 2e-6",
+    "--max-position-embeddings 4096 --global-batch-size 16 --bf16 "
+    # Llama's own warm-up. A steeper one throws the first losses up and down, and how far then
+    # depends on the rounding of each layout.
+    "--init-method-std 0.01 --lr-warmup-iters 2000 --lr-decay-iters 500000",
     (
         BenchmarkLayout(2, "tensor 2", _micro(1, _grid(tensor=2), _SP)),
         BenchmarkLayout(2, "pipeline 2", _micro(1, _grid(pipeline=2))),
