@@ -260,6 +260,50 @@ def _unpin(runtime: Any, memory: mmap.mmap, address: int) -> None:
     runtime.cudaHostUnregister(address)
 
 
+class Ferry:
+    """Takes a GPU's bytes to the host for one thread: while it uses one piece the next one comes.
+
+    Args:
+        device: a GPU; the thread's current device from then on. A thread starts with the first
+            GPU, where it would open a context of its own.
+        size: bytes of a piece; twice as many are pinned as long as the ferry lasts.
+
+    Raises:
+        MemoryError: there is not enough host memory.
+    """
+
+    def __init__(self, device: Device, size: int) -> None:
+        device.activate()
+        self._memory, self._size = device.host_buffer(2 * size), size
+        self._stream = torch.cuda.Stream(device.torch_device)
+        self._arrived = torch.cuda.Event(), torch.cuda.Event()
+
+    def take(self, data: Tensor) -> Iterator[memoryview]:
+        """All bytes in order, each piece until the next is asked for.
+
+        Args:
+            data: 1-D, uint8, on the device; nobody changes it meanwhile but what is queued there.
+        """
+        pieces, places = data.split(self._size), self._memory.split(self._size)
+        self._stream.wait_stream(torch.cuda.default_stream(data.device))
+
+        def send(index: int) -> None:
+            with torch.cuda.stream(self._stream):
+                place = places[index % 2][: len(pieces[index])]
+                place.copy_(pieces[index], non_blocking=True)
+                self._arrived[index % 2].record(self._stream)
+
+        try:
+            send(0)
+            for index, piece in enumerate(pieces):
+                if index + 1 < len(pieces):
+                    send(index + 1)
+                self._arrived[index % 2].synchronize()
+                yield places[index % 2][: len(piece)].numpy().data
+        finally:  # left early, too: memory that a copy is on its way to must stay
+            self._stream.synchronize()
+
+
 class Recorder:
     """Records the kernels that work starts on a GPU (a CUDA graph), to start all of them at once.
 
@@ -293,7 +337,7 @@ class Recorder:
 
     def __call__(self, work: Work[Result]) -> Work[Result]:
         """Do the work once, then record it: gives what does it again."""
-        here, aside = torch.cuda.current_stream(self._device), torch.cuda.Stream()
+        here, aside = torch.cuda.current_stream(self._device), torch.cuda.Stream(self._device)
         aside.wait_stream(here)
         with torch.cuda.stream(aside):
             work()

@@ -13,6 +13,7 @@ from megatron.checkpoint.entries import State, flatten
 from megatron.checkpoint.manifest import describe
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.shard import THREADS
+from megatron.device import Device
 from megatron.errors import CheckpointError
 
 _SHOWN = 10  # problems listed in a message
@@ -63,7 +64,8 @@ def restore(
 
 @torch.no_grad()  # each thread has its own switch
 def _copy(tensor: Tensor, values: Tensor) -> None:
-    tensor.copy_(values)
+    with Device(tensor.device).as_current():  # a thread's own, which starts with the first GPU
+        tensor.copy_(values)
 
 
 def find_problems(

@@ -4,6 +4,10 @@ Layout of the file: 8 bytes header length (little-endian), JSON header, tensors 
 The header is hashed, and each tensor is; together with the file's size that covers every byte.
 Hashing what memory holds, not what the disk returns, means that a write that went wrong cannot
 verify later.
+
+Each thread writes and hashes a tensor piece by piece. A CPU's tensors are used as they lie; a GPU's
+come through a little pinned memory, the next piece while one is written, so that a save takes as
+long as files and digests do, and no memory that grows with it.
 """
 
 from __future__ import annotations
@@ -11,7 +15,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +24,11 @@ from pathlib import Path
 import torch
 
 from megatron.checkpoint import dtypes
+from megatron.device import Device, Ferry
 
 # Hashing, reading and writing release the interpreter lock; more only contend for the disk.
 THREADS = 4
-_CHUNK = 16 << 20  # bytes read at a time while verifying
+_PIECE = 4 << 20  # bytes read, written and hashed at a time
 
 
 @dataclass(frozen=True)
@@ -94,19 +100,40 @@ def write_shard(
     Raises:
         OSError: from whichever writer thread met it; the file is then incomplete.
     """
+    # The largest first, so that the threads end together.
+    order, pieces = sorted(places, key=lambda name: -places[name].size), _Pieces()
     with open(path, "xb", buffering=0) as file:
         descriptor = file.fileno()
         _write_at(descriptor, memoryview(header), 0)
 
         def write(name: str) -> str:
-            data = memory_of(tensors[name])
-            _write_at(descriptor, data, places[name].start)
-            return digest_of(data)
+            digest, position = hashlib.sha256(), places[name].start
+            for data in pieces.of(tensors[name]):
+                _write_at(descriptor, data, position)
+                digest.update(data)
+                position += len(data)
+            return digest.hexdigest()
 
         with ThreadPoolExecutor(THREADS) as pool:
-            digests = dict(zip(places, pool.map(write, places), strict=True))
+            digests = dict(zip(order, pool.map(write, order), strict=True))
         os.fsync(descriptor)
     return digests
+
+
+class _Pieces:
+    """Tensors' bytes in host memory, piece by piece, for several threads."""
+
+    def __init__(self) -> None:
+        self._own = threading.local()  # a ferry for each, which goes with the thread
+
+    def of(self, tensor: torch.Tensor) -> Iterable[memoryview]:
+        """In row-major order; each piece until the next is asked for."""
+        if tensor.device.type == "cpu" or not tensor.is_contiguous() or not tensor.numel():
+            data = memory_of(tensor)
+            return (data[start : start + _PIECE] for start in range(0, len(data), _PIECE))
+        if not hasattr(self._own, "ferry"):
+            self._own.ferry = Ferry(Device(tensor.device), _PIECE)
+        return self._own.ferry.take(tensor.detach().reshape(-1).view(torch.uint8))
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
@@ -117,16 +144,16 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 
 def _write_at(descriptor: int, data: memoryview, position: int) -> None:
     while data:
-        written = os.pwrite(descriptor, data[:_CHUNK], position)
+        written = os.pwrite(descriptor, data, position)
         data, position = data[written:], position + written
 
 
 def digest_of_range(path: Path, start: int, size: int) -> str:
     """Digest of `size` bytes of a file from `start`; of fewer where the file ends sooner."""
-    digest, left = hashlib.sha256(), size
+    digest, memory = hashlib.sha256(), memoryview(bytearray(min(size, _PIECE)))
     with open(path, "rb", buffering=0) as file:
         file.seek(start)
-        while left and (chunk := file.read(min(left, _CHUNK))):
-            digest.update(chunk)
-            left -= len(chunk)
+        while size and (count := file.readinto(memory[:size])):
+            digest.update(memory[:count])
+            size -= count
     return digest.hexdigest()
