@@ -1,4 +1,4 @@
-"""One rank's tensors in one safetensors file, hashed from memory while they are written.
+"""Tensors in a safetensors file, hashed from memory while they are written.
 
 Layout of the file: 8 bytes header length (little-endian), JSON header, tensors without gaps.
 The header is hashed, and each tensor is; together with the file's size that covers every byte.
@@ -93,7 +93,11 @@ def plan_shard(
 
 
 def write_shard(
-    path: Path, tensors: Mapping[str, torch.Tensor], header: bytes, places: Mapping[str, Placement]
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    header: bytes,
+    places: Mapping[str, Placement],
+    threads: int = THREADS,
 ) -> dict[str, str]:
     """Write what `plan_shard` planned to a new file, flush it, and return digests by name.
 
@@ -114,7 +118,7 @@ def write_shard(
                 position += len(data)
             return digest.hexdigest()
 
-        with ThreadPoolExecutor(THREADS) as pool:
+        with ThreadPoolExecutor(threads) as pool:
             digests = dict(zip(order, pool.map(write, order), strict=True))
         os.fsync(descriptor)
     return digests
