@@ -28,7 +28,7 @@ from megatron.device import Device, Ferry
 
 # Hashing, reading and writing release the interpreter lock; more only contend for the disk.
 THREADS = 4
-_PIECE = 4 << 20  # bytes read, written and hashed at a time
+PIECE = 4 << 20  # bytes read, written and hashed at a time
 
 
 @dataclass(frozen=True)
@@ -134,9 +134,9 @@ class _Pieces:
         """In row-major order; each piece until the next is asked for."""
         if tensor.device.type == "cpu" or not tensor.is_contiguous() or not tensor.numel():
             data = memory_of(tensor)
-            return (data[start : start + _PIECE] for start in range(0, len(data), _PIECE))
+            return (data[start : start + PIECE] for start in range(0, len(data), PIECE))
         if not hasattr(self._own, "ferry"):
-            self._own.ferry = Ferry(Device(tensor.device), _PIECE)
+            self._own.ferry = Ferry(Device(tensor.device), PIECE)
         return self._own.ferry.take(tensor.detach().reshape(-1).view(torch.uint8))
 
 
@@ -154,7 +154,7 @@ def _write_at(descriptor: int, data: memoryview, position: int) -> None:
 
 def digest_of_range(path: Path, start: int, size: int) -> str:
     """Digest of `size` bytes of a file from `start`; of fewer where the file ends sooner."""
-    digest, memory = hashlib.sha256(), memoryview(bytearray(min(size, _PIECE)))
+    digest, memory = hashlib.sha256(), memoryview(bytearray(min(size, PIECE)))
     with open(path, "rb", buffering=0) as file:
         file.seek(start)
         while size and (count := file.readinto(memory[:size])):
