@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import re
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -261,7 +262,8 @@ def _unpin(runtime: Any, memory: mmap.mmap, address: int) -> None:
 
 
 class Ferry:
-    """Takes a GPU's bytes to the host for one thread: while it uses one piece the next one comes.
+    """Takes bytes between a GPU and the host for one thread, through a little pinned memory: while
+    it uses one piece another is on its way.
 
     Args:
         device: a GPU; the thread's current device from then on. A thread starts with the first
@@ -285,7 +287,7 @@ class Ferry:
             data: 1-D, uint8, on the device; nobody changes it meanwhile but what is queued there.
         """
         pieces, places = data.split(self._size), self._memory.split(self._size)
-        self._stream.wait_stream(torch.cuda.default_stream(data.device))
+        self._stream.wait_stream(torch.cuda.default_stream(self._stream.device))
 
         def send(index: int) -> None:
             with torch.cuda.stream(self._stream):
@@ -302,6 +304,45 @@ class Ferry:
                 yield places[index % 2][: len(piece)].numpy().data
         finally:  # left early, too: memory that a copy is on its way to must stay
             self._stream.synchronize()
+
+    def bring(self, data: Tensor, target: Tensor) -> None:
+        """Copy bytes from any memory of the host; they are there when this returns.
+
+        The driver does the same for memory that is not pinned, for one thread at a time.
+
+        Args:
+            data: 1-D, uint8, on the CPU.
+            target: of its size, on the device.
+        """
+        places = self._memory.split(self._size)
+        self._stream.wait_stream(torch.cuda.default_stream(self._stream.device))
+        pairs = zip(data.split(self._size), target.split(self._size), strict=True)
+        for index, (piece, there) in enumerate(pairs):
+            place, gone = places[index % 2][: len(piece)], self._arrived[index % 2]
+            gone.synchronize()
+            np.copyto(place.numpy(), piece.numpy())  # in this thread alone, unlike torch's
+            with torch.cuda.stream(self._stream):
+                there.copy_(place, non_blocking=True)
+                gone.record(self._stream)
+        self._stream.synchronize()
+
+
+class Ferries(threading.local):
+    """One for each thread that asks, as long as the thread lasts.
+
+    Args:
+        size: see `Ferry`.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._ferry: Ferry | None = None
+
+    def to(self, device: torch.device) -> Ferry:
+        """This thread's, between the host and this device, always the same."""
+        if self._ferry is None:
+            self._ferry = Ferry(Device(device), self._size)
+        return self._ferry
 
 
 class Recorder:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,10 +23,11 @@ from pathlib import Path
 import torch
 
 from megatron.checkpoint import dtypes
-from megatron.device import Device, Ferry
+from megatron.device import Ferries
+from megatron.environment import usable_cores
 
 # Hashing, reading and writing release the interpreter lock; more only contend for the disk.
-THREADS = 4
+THREADS = min(8, max(4, usable_cores() // 2))
 PIECE = 4 << 20  # bytes read, written and hashed at a time
 
 
@@ -105,14 +105,14 @@ def write_shard(
         OSError: from whichever writer thread met it; the file is then incomplete.
     """
     # The largest first, so that the threads end together.
-    order, pieces = sorted(places, key=lambda name: -places[name].size), _Pieces()
+    order, ferries = sorted(places, key=lambda name: -places[name].size), Ferries(PIECE)
     with open(path, "xb", buffering=0) as file:
         descriptor = file.fileno()
         _write_at(descriptor, memoryview(header), 0)
 
         def write(name: str) -> str:
             digest, position = hashlib.sha256(), places[name].start
-            for data in pieces.of(tensors[name]):
+            for data in _pieces(tensors[name], ferries):
                 _write_at(descriptor, data, position)
                 digest.update(data)
                 position += len(data)
@@ -124,26 +124,22 @@ def write_shard(
     return digests
 
 
-class _Pieces:
-    """Tensors' bytes in host memory, piece by piece, for several threads."""
+def _pieces(tensor: torch.Tensor, ferries: Ferries) -> Iterable[memoryview]:
+    """A tensor's bytes in host memory, in row-major order; each piece until the next one."""
+    if tensor.device.type == "cpu" or not tensor.is_contiguous() or not tensor.numel():
+        data = memory_of(tensor)
+        return (data[start : start + PIECE] for start in range(0, len(data), PIECE))
+    return ferries.to(tensor.device).take(bytes_of(tensor))
 
-    def __init__(self) -> None:
-        self._own = threading.local()  # a ferry for each, which goes with the thread
 
-    def of(self, tensor: torch.Tensor) -> Iterable[memoryview]:
-        """In row-major order; each piece until the next is asked for."""
-        if tensor.device.type == "cpu" or not tensor.is_contiguous() or not tensor.numel():
-            data = memory_of(tensor)
-            return (data[start : start + PIECE] for start in range(0, len(data), PIECE))
-        if not hasattr(self._own, "ferry"):
-            self._own.ferry = Ferry(Device(tensor.device), PIECE)
-        return self._own.ferry.take(tensor.detach().reshape(-1).view(torch.uint8))
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's memory: 1-D, uint8."""
+    return tensor.detach().view(-1).view(torch.uint8)
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """A tensor's bytes in row-major order; copied only from another device or when strided."""
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
+    return bytes_of(tensor.detach().to("cpu").contiguous()).numpy().data
 
 
 def _write_at(descriptor: int, data: memoryview, position: int) -> None:

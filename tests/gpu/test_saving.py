@@ -72,6 +72,14 @@ def test_pieces_are_the_tensors_bytes_and_a_writer_may_leave_early():
         assert b"".join(map(bytes, ferry.take(tensor[:part]))) == expected[:part]
 
 
+def test_bytes_of_any_host_memory_are_brought():
+    data = torch.randint(0, 256, (10_000,)).to(torch.uint8)
+    for size in (999, 5000, 10_000, 1 << 20):
+        target = torch.empty(10_000, dtype=torch.uint8, device=DEVICE.torch_device)
+        Ferry(DEVICE, size).bring(data, target.zero_())
+        assert torch.equal(target.cpu(), data)
+
+
 def test_a_save_that_is_waited_for_takes_little_host_memory(tmp_path):
     tensors = {str(i): torch.zeros(1 << 28, device=DEVICE.torch_device) for i in range(2)}
     save(tmp_path, 1, {"a": Entry.whole(torch.zeros(()))}, {}, Layout.single())
