@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import re
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -260,6 +261,90 @@ def _unpin(runtime: Any, memory: mmap.mmap, address: int) -> None:
     runtime.cudaHostUnregister(address)
 
 
+class Ferry:
+    """Takes bytes between a GPU and the host for one thread, through a little pinned memory: while
+    it uses one piece another is on its way.
+
+    Args:
+        device: a GPU; the thread's current device from then on. A thread starts with the first
+            GPU, where it would open a context of its own.
+        size: bytes of a piece; twice as many are pinned as long as the ferry lasts.
+
+    Raises:
+        MemoryError: there is not enough host memory.
+    """
+
+    def __init__(self, device: Device, size: int) -> None:
+        device.activate()
+        self._memory, self._size = device.host_buffer(2 * size), size
+        self._stream = torch.cuda.Stream(device.torch_device)
+        self._arrived = torch.cuda.Event(), torch.cuda.Event()
+
+    def take(self, data: Tensor) -> Iterator[memoryview]:
+        """All bytes in order, each piece until the next is asked for.
+
+        Args:
+            data: 1-D, uint8, on the device; nobody changes it meanwhile but what is queued there.
+        """
+        pieces, places = data.split(self._size), self._memory.split(self._size)
+        self._stream.wait_stream(torch.cuda.default_stream(self._stream.device))
+
+        def send(index: int) -> None:
+            with torch.cuda.stream(self._stream):
+                place = places[index % 2][: len(pieces[index])]
+                place.copy_(pieces[index], non_blocking=True)
+                self._arrived[index % 2].record(self._stream)
+
+        try:
+            send(0)
+            for index, piece in enumerate(pieces):
+                if index + 1 < len(pieces):
+                    send(index + 1)
+                self._arrived[index % 2].synchronize()
+                yield places[index % 2][: len(piece)].numpy().data
+        finally:  # left early, too: memory that a copy is on its way to must stay
+            self._stream.synchronize()
+
+    def bring(self, data: Tensor, target: Tensor) -> None:
+        """Copy bytes from any memory of the host; they are there when this returns.
+
+        The driver does the same for memory that is not pinned, for one thread at a time.
+
+        Args:
+            data: 1-D, uint8, on the CPU.
+            target: of its size, on the device.
+        """
+        places = self._memory.split(self._size)
+        self._stream.wait_stream(torch.cuda.default_stream(self._stream.device))
+        pairs = zip(data.split(self._size), target.split(self._size), strict=True)
+        for index, (piece, there) in enumerate(pairs):
+            place, gone = places[index % 2][: len(piece)], self._arrived[index % 2]
+            gone.synchronize()
+            np.copyto(place.numpy(), piece.numpy())  # in this thread alone, unlike torch's
+            with torch.cuda.stream(self._stream):
+                there.copy_(place, non_blocking=True)
+                gone.record(self._stream)
+        self._stream.synchronize()
+
+
+class Ferries(threading.local):
+    """One for each thread that asks, as long as the thread lasts.
+
+    Args:
+        size: see `Ferry`.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._ferry: Ferry | None = None
+
+    def to(self, device: torch.device) -> Ferry:
+        """This thread's, between the host and this device, always the same."""
+        if self._ferry is None:
+            self._ferry = Ferry(Device(device), self._size)
+        return self._ferry
+
+
 class Recorder:
     """Records the kernels that work starts on a GPU (a CUDA graph), to start all of them at once.
 
@@ -293,7 +378,7 @@ class Recorder:
 
     def __call__(self, work: Work[Result]) -> Work[Result]:
         """Do the work once, then record it: gives what does it again."""
-        here, aside = torch.cuda.current_stream(self._device), torch.cuda.Stream()
+        here, aside = torch.cuda.current_stream(self._device), torch.cuda.Stream(self._device)
         aside.wait_stream(here)
         with torch.cuda.stream(aside):
             work()

@@ -1,4 +1,4 @@
-"""Every environment variable that we read or set, in one place."""
+"""Every environment variable that we read or set, in one place; and what the system grants."""
 
 from __future__ import annotations
 
@@ -154,6 +154,13 @@ def use_one_math_thread() -> None:
     Tools that only move integers save 20 to 70 ms of start-up, and can be forked without threads.
     """
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+
+def usable_cores() -> int:
+    """Processor cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def cuda_home() -> Path | None:

@@ -22,7 +22,7 @@ FORMAT = "megatron-native"
 VERSION = 1
 MAX_BYTES = 1 << 30  # a manifest of a million shards is a tenth of this
 
-_FILE_NAME = re.compile(r"rank_\d{5,}\.safetensors")
+_FILE_NAME = re.compile(r"rank_\d{5,}(_\d+)?\.safetensors")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 

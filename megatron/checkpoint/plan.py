@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -11,13 +12,22 @@ from megatron.checkpoint.dtypes import name_of, size_of
 from megatron.checkpoint.entries import Box, Json, State, flatten, is_tiled
 from megatron.checkpoint.manifest import keys_in_files
 
+# The system lets one thread at a time write to a file: large shares go to several.
+_FILES, _LARGE = 4, 1 << 30  # at most, and bytes of each at least
+
 
 @dataclass(frozen=True)
 class Part:
-    """Which rank writes which part of a tensor."""
+    """Which rank writes which part of a tensor, and into which of its files."""
 
     rank: int
     box: Box
+    number: int = 0
+
+    @property
+    def file(self) -> str:
+        """Name of the file."""
+        return f"rank_{self.rank:05d}{f'_{self.number}' if self.number else ''}.safetensors"
 
 
 @dataclass(frozen=True)
@@ -76,8 +86,10 @@ def make_plan(held: list[Json]) -> Plan:
         if not is_tiled(shapes[name], boxes):
             raise ValueError(f"{name} {shapes[name]} is not made up by its parts: {list(boxes)}")
     writers = _share_out(holders, dtypes, len(held))
+    numbers = _spread(writers, dtypes)
     parts = {
-        name: [Part(writers[name, box], box) for box in boxes] for name, boxes in holders.items()
+        name: [Part(rank := writers[name, box], box, numbers[rank, name]) for box in boxes]
+        for name, boxes in holders.items()
     }
     return Plan(dtypes, shapes, parts)
 
@@ -100,8 +112,27 @@ def _share_out(
     return writers
 
 
+def _spread(
+    writers: dict[tuple[str, Box], int], dtypes: dict[str, str]
+) -> dict[tuple[int, str], int]:
+    """Into which of its files a rank writes its parts of a tensor: the largest first, into the one
+    with the fewest bytes so far."""
+    sizes, shares = Counter[tuple[int, str]](), Counter[int]()
+    for (name, box), rank in writers.items():
+        size = box.volume * size_of(dtypes[name])
+        sizes[rank, name] += size
+        shares[rank] += size
+    loads = {rank: [0] * max(1, min(_FILES, size // _LARGE)) for rank, size in shares.items()}
+    numbers = {}
+    for (rank, name), size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
+        number = loads[rank].index(min(loads[rank]))
+        loads[rank][number] += size
+        numbers[rank, name] = number
+    return numbers
+
+
 def share_of(plan: Plan, entries: State, rank: int) -> dict[str, torch.Tensor]:
-    """This rank's share of the plan, by key in its file."""
+    """This rank's share of the plan, by key in its files."""
     held = {(name, entry.box): entry.tensor for name, entry in flatten(entries)}
     return {
         key: held[name, part.box]
@@ -111,11 +142,16 @@ def share_of(plan: Plan, entries: State, rank: int) -> dict[str, torch.Tensor]:
     }
 
 
+def files_of(plan: Plan, rank: int) -> dict[str, list[str]]:
+    """The files that a rank writes, by name, each with its keys."""
+    files: dict[str, list[str]] = {}
+    for name, parts in plan.parts.items():
+        for key, part in zip(keys_of(name, parts), parts, strict=True):
+            if part.rank == rank:
+                files.setdefault(part.file, []).append(key)
+    return files
+
+
 def keys_of(name: str, parts: list[Part]) -> list[str]:
-    """Under which key each part of a tensor stands in its file."""
-    return keys_in_files(name, [file_of(part.rank) for part in parts])
-
-
-def file_of(rank: int) -> str:
-    """Name of the file that a rank writes."""
-    return f"rank_{rank:05d}.safetensors"
+    """Under which key each part of a tensor stands in its file; a rank has no key twice."""
+    return keys_in_files(name, [part.file for part in parts])

@@ -12,7 +12,8 @@ from torch import Tensor
 from megatron.checkpoint.entries import State, flatten
 from megatron.checkpoint.manifest import describe
 from megatron.checkpoint.reader import Reader
-from megatron.checkpoint.shard import THREADS
+from megatron.checkpoint.shard import PIECE, THREADS, bytes_of
+from megatron.device import Device, Ferries
 from megatron.errors import CheckpointError
 
 _SHOWN = 10  # problems listed in a message
@@ -46,6 +47,7 @@ def restore(
         )
     # A native checkpoint's values come from the disk when they are copied: several at a time.
     copying: deque[Future[None]] = deque()
+    ferries = Ferries(PIECE)
     with ThreadPoolExecutor(THREADS) as pool:
         for name, entry in flatten(entries):
             values = reader.read(
@@ -54,7 +56,7 @@ def restore(
                 offset=entry.offset,
                 shape=tuple(entry.tensor.shape),
             )
-            copying.append(pool.submit(_copy, entry.tensor, values))
+            copying.append(pool.submit(_copy, entry.tensor, values, ferries))
             if len(copying) > THREADS:  # so that not all values wait in memory
                 copying.popleft().result()
         for future in copying:
@@ -62,8 +64,13 @@ def restore(
 
 
 @torch.no_grad()  # each thread has its own switch
-def _copy(tensor: Tensor, values: Tensor) -> None:
-    tensor.copy_(values)
+def _copy(tensor: Tensor, values: Tensor, ferries: Ferries) -> None:
+    is_plain = tensor.is_contiguous() and values.is_contiguous() and tensor.numel() > 0
+    if tensor.device.type == "cpu" or tensor.dtype != values.dtype or not is_plain:
+        with Device(tensor.device).as_current():  # a thread starts with the first GPU
+            tensor.copy_(values)
+    else:
+        ferries.to(tensor.device).bring(bytes_of(values), bytes_of(tensor))
 
 
 def find_problems(

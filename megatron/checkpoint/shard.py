@@ -1,9 +1,13 @@
-"""One rank's tensors in one safetensors file, hashed from memory while they are written.
+"""Tensors in a safetensors file, hashed from memory while they are written.
 
 Layout of the file: 8 bytes header length (little-endian), JSON header, tensors without gaps.
 The header is hashed, and each tensor is; together with the file's size that covers every byte.
 Hashing what memory holds, not what the disk returns, means that a write that went wrong cannot
 verify later.
+
+Each thread writes and hashes a tensor piece by piece. A CPU's tensors are used as they lie; a GPU's
+come through a little pinned memory, the next piece while one is written, so that a save takes as
+long as files and digests do, and no memory that grows with it.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +23,12 @@ from pathlib import Path
 import torch
 
 from megatron.checkpoint import dtypes
+from megatron.device import Ferries
+from megatron.environment import usable_cores
 
 # Hashing, reading and writing release the interpreter lock; more only contend for the disk.
-THREADS = 4
-_CHUNK = 16 << 20  # bytes read at a time while verifying
+THREADS = min(8, max(4, usable_cores() // 2))
+PIECE = 4 << 20  # bytes read, written and hashed at a time
 
 
 @dataclass(frozen=True)
@@ -87,46 +93,67 @@ def plan_shard(
 
 
 def write_shard(
-    path: Path, tensors: Mapping[str, torch.Tensor], header: bytes, places: Mapping[str, Placement]
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    header: bytes,
+    places: Mapping[str, Placement],
+    threads: int = THREADS,
 ) -> dict[str, str]:
     """Write what `plan_shard` planned to a new file, flush it, and return digests by name.
 
     Raises:
         OSError: from whichever writer thread met it; the file is then incomplete.
     """
+    # The largest first, so that the threads end together.
+    order, ferries = sorted(places, key=lambda name: -places[name].size), Ferries(PIECE)
     with open(path, "xb", buffering=0) as file:
         descriptor = file.fileno()
         _write_at(descriptor, memoryview(header), 0)
 
         def write(name: str) -> str:
-            data = memory_of(tensors[name])
-            _write_at(descriptor, data, places[name].start)
-            return digest_of(data)
+            digest, position = hashlib.sha256(), places[name].start
+            for data in _pieces(tensors[name], ferries):
+                _write_at(descriptor, data, position)
+                digest.update(data)
+                position += len(data)
+            return digest.hexdigest()
 
-        with ThreadPoolExecutor(THREADS) as pool:
-            digests = dict(zip(places, pool.map(write, places), strict=True))
+        with ThreadPoolExecutor(threads) as pool:
+            digests = dict(zip(order, pool.map(write, order), strict=True))
         os.fsync(descriptor)
     return digests
 
 
+def _pieces(tensor: torch.Tensor, ferries: Ferries) -> Iterable[memoryview]:
+    """A tensor's bytes in host memory, in row-major order; each piece until the next one."""
+    if tensor.device.type == "cpu" or not tensor.is_contiguous() or not tensor.numel():
+        data = memory_of(tensor)
+        return (data[start : start + PIECE] for start in range(0, len(data), PIECE))
+    return ferries.to(tensor.device).take(bytes_of(tensor))
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's memory: 1-D, uint8."""
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """A tensor's bytes in row-major order; copied only from another device or when strided."""
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
+    return bytes_of(tensor.detach().to("cpu").contiguous()).numpy().data
 
 
 def _write_at(descriptor: int, data: memoryview, position: int) -> None:
     while data:
-        written = os.pwrite(descriptor, data[:_CHUNK], position)
+        written = os.pwrite(descriptor, data, position)
         data, position = data[written:], position + written
 
 
 def digest_of_range(path: Path, start: int, size: int) -> str:
     """Digest of `size` bytes of a file from `start`; of fewer where the file ends sooner."""
-    digest, left = hashlib.sha256(), size
+    digest, memory = hashlib.sha256(), memoryview(bytearray(min(size, PIECE)))
     with open(path, "rb", buffering=0) as file:
         file.seek(start)
-        while left and (chunk := file.read(min(left, _CHUNK))):
-            digest.update(chunk)
-            left -= len(chunk)
+        while size and (count := file.readinto(memory[:size])):
+            digest.update(memory[:count])
+            size -= count
     return digest.hexdigest()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -45,9 +46,9 @@ from megatron.checkpoint.manifest import (
     TensorInfo,
     dump,
 )
-from megatron.checkpoint.plan import Part, Plan, describe, file_of, keys_of, make_plan, share_of
+from megatron.checkpoint.plan import Part, Plan, describe, files_of, keys_of, make_plan, share_of
 from megatron.checkpoint.retention import prune
-from megatron.checkpoint.shard import digest_of, plan_shard, write_shard
+from megatron.checkpoint.shard import THREADS, digest_of, plan_shard, write_shard
 from megatron.errors import CheckpointError, StorageError
 from megatron.parallel.layout import AXES, Layout
 
@@ -107,7 +108,8 @@ def write_checkpoint(
     root, folder = Path(root).absolute(), iteration_folder(iteration)
     temporary = Path(exchange.on_main(lambda: prepare(root, folder, plan.total_bytes)))
     try:
-        reports = exchange.together(lambda: _write(temporary, layout.world.rank, mine))
+        files = files_of(plan, layout.world.rank)
+        reports = exchange.together(lambda: _write(temporary, files, mine))
         exchange.on_main(
             lambda: _publish(root, temporary, _manifest(iteration, layout, plan, reports, meta))
         )
@@ -183,36 +185,42 @@ def reap(root: Path) -> None:
                 path.rename(final)
 
 
-def _write(folder: Path, rank: int, tensors: Mapping[str, torch.Tensor]) -> Json:
-    """Write this rank's shard and tell what it holds; None where it has nothing to write."""
-    if not tensors:
-        return None
-    name = file_of(rank)
-    header, places = plan_shard(tensors)
-    with storage_errors(folder / name):
-        digests = write_shard(folder / name, tensors, header, places)
+def _write(
+    folder: Path, files: Mapping[str, list[str]], tensors: Mapping[str, torch.Tensor]
+) -> Json:
+    """Write this rank's files, all at a time, and tell what they hold."""
+    if not files:
+        return {"files": {}, "tensors": {}}
+    threads = max(1, THREADS // len(files))
+
+    def write(name: str) -> tuple[Json, Json]:
+        share = {key: tensors[key] for key in files[name]}
+        header, places = plan_shard(share)
+        with storage_errors(folder / name):
+            digests = write_shard(folder / name, share, header, places, threads)
+        size = len(header) + sum(place.size for place in places.values())
+        return [size, len(header), digest_of(header)], {
+            key: [place.start, place.size, digests[key]] for key, place in places.items()
+        }
+
+    with ThreadPoolExecutor(len(files)) as pool:
+        written = dict(zip(files, pool.map(write, files), strict=True))
+    with storage_errors(folder):
         sync_folder(folder)
     return {
-        "file": name,
-        "bytes": len(header) + sum(place.size for place in places.values()),
-        "header_bytes": len(header),
-        "header_digest": digest_of(header),
-        "tensors": {key: [place.start, place.size, digests[key]] for key, place in places.items()},
+        "files": {name: info for name, (info, _) in written.items()},
+        "tensors": {key: place for _, held in written.values() for key, place in held.items()},
     }
 
 
 def _manifest(
     iteration: int, layout: Layout, plan: Plan, reports: list[Json], meta: Json
 ) -> Manifest:
-    files = {
-        report["file"]: FileInfo(report["bytes"], report["header_bytes"], report["header_digest"])
-        for report in reports
-        if report is not None
-    }
+    files = {name: FileInfo(*info) for report in reports for name, info in report["files"].items()}
 
     def piece(key: str, part: Part) -> Piece:
         start, size, digest = reports[part.rank]["tensors"][key]
-        return Piece(reports[part.rank]["file"], part.box, start, size, digest)
+        return Piece(part.file, part.box, start, size, digest)
 
     tensors = {
         name: TensorInfo(

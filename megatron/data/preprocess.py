@@ -22,6 +22,7 @@ from megatron.data.indexed import IndexedDatasetBuilder, best_dtype
 from megatron.data.sentences import SentenceSplitter
 from megatron.data.text_input import Block, read_blocks
 from megatron.data.worker_pool import map_in_order
+from megatron.environment import usable_cores
 from megatron.errors import DataError
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
@@ -228,9 +229,8 @@ def preprocess(
 
 def choose_workers(paths: Sequence[str]) -> int:
     """As many processes as this one may use cores, fewer for small inputs."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     size = sum(os.path.getsize(path) for path in paths)
-    return max(1, min(cores or 1, size // _BYTES_PER_WORKER))
+    return max(1, min(usable_cores(), size // _BYTES_PER_WORKER))
 
 
 def _with_line_numbers(results: Iterator[EncodedBlock]) -> Iterator[tuple[EncodedBlock, int]]:

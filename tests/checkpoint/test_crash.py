@@ -7,13 +7,17 @@ import time
 
 import pytest
 
+from megatron.checkpoint import plan
 from megatron.checkpoint.find import TRACKER, list_checkpoints
 from megatron.checkpoint.reader import NativeReader
 from tests.checkpoint.killing import assert_recovers, kill_at, run_forked
 from tests.checkpoint.states import assert_holds, assert_loads, make_state, save_state
 
 
-def test_a_save_killed_at_every_system_call_resumes(tmp_path):
+@pytest.mark.parametrize("files", [1, 4])
+def test_a_save_killed_at_every_system_call_resumes(tmp_path, monkeypatch, files):
+    if files > 1:
+        monkeypatch.setattr(plan, "_LARGE", 64)  # bytes
     loaded = set()
     for boundary in range(100):
         root = tmp_path / str(boundary)
@@ -29,6 +33,7 @@ def test_a_save_killed_at_every_system_call_resumes(tmp_path):
         assert status == -signal.SIGKILL
         loaded.add(assert_recovers(root, [10, 20]))
     assert boundary > 15  # the save did pass our hooks
+    assert len(list((root / "iter_0000020").glob("rank_*"))) == files
     assert status == 0
     assert loaded == {10, 20}
 

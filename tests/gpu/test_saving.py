@@ -1,14 +1,18 @@
-"""Saves of a GPU's tensors in the background."""
+"""Saves of a GPU's tensors."""
 
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
+from megatron.checkpoint import shard
 from megatron.checkpoint.background import BackgroundSaver
 from megatron.checkpoint.entries import Entry
 from megatron.checkpoint.store import save
-from megatron.device import Device
+from megatron.device import Device, Ferry, gpu_count
 from megatron.parallel.layout import Layout
 
 DEVICE = Device.pick()
@@ -48,5 +52,74 @@ def test_copies_leave_the_device_fast_and_are_those_of_the_call(tmp_path):
     saver.wait()
     size = sum(tensor.nbytes for tensor in tensors.values())
     assert waited < size / 10e9 + 0.1  # a slow link has 25 GB/s, pageable memory 3
-    name = "iter_0000001/rank_00000.safetensors"
-    assert (tmp_path / "now" / name).read_bytes() == (tmp_path / "later" / name).read_bytes()
+    now, later = (
+        {path.name: path.read_bytes() for path in (tmp_path / way).glob("iter_*/rank_*")}
+        for way in ("now", "later")
+    )
+    assert set(now) == {"rank_00000.safetensors", "rank_00000_1.safetensors"}
+    assert now == later
+
+
+def test_pieces_are_the_tensors_bytes_and_a_writer_may_leave_early():
+    tensor = torch.randint(0, 256, (10_000,), device=DEVICE.torch_device).to(torch.uint8)
+    expected = tensor.cpu().numpy().tobytes()
+    for size in (1, 4096, 10_000, 1 << 20):
+        ferry, part = Ferry(DEVICE, size), 50 if size == 1 else 10_000
+        assert b"".join(map(bytes, ferry.take(tensor[:part]))) == expected[:part]
+        first = ferry.take(tensor)
+        assert bytes(next(first)) == expected[:size]
+        first.close()
+        assert b"".join(map(bytes, ferry.take(tensor[:part]))) == expected[:part]
+
+
+def test_bytes_of_any_host_memory_are_brought():
+    data = torch.randint(0, 256, (10_000,)).to(torch.uint8)
+    for size in (999, 5000, 10_000, 1 << 20):
+        target = torch.empty(10_000, dtype=torch.uint8, device=DEVICE.torch_device)
+        Ferry(DEVICE, size).bring(data, target.zero_())
+        assert torch.equal(target.cpu(), data)
+
+
+def test_a_save_that_is_waited_for_takes_little_host_memory(tmp_path):
+    tensors = {str(i): torch.zeros(1 << 28, device=DEVICE.torch_device) for i in range(2)}
+    save(tmp_path, 1, {"a": Entry.whole(torch.zeros(()))}, {}, Layout.single())
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the most that was resident is now what is
+    before = _most_resident()
+    save(tmp_path, 2, {n: Entry.whole(t) for n, t in tensors.items()}, {}, Layout.single())
+    taken = _most_resident() - before
+    assert taken < 2.5 * shard.THREADS * shard.PIECE + (64 << 20)  # of 2 GiB
+
+
+def _most_resident():
+    """Bytes."""
+    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
+
+
+_SECOND_GPU = """
+import sys, time, torch
+from megatron.checkpoint.background import BackgroundSaver
+from megatron.checkpoint.entries import Entry
+from megatron.checkpoint.reader import open_checkpoint
+from megatron.checkpoint.restore import restore
+from megatron.checkpoint.store import save
+from megatron.device import Device
+from megatron.parallel.layout import Layout
+
+device, layout = Device.pick(1), Layout.single()
+device.activate()
+state = {n: Entry.whole(torch.ones(1 << 22, device=device.torch_device)) for n in "abcdefgh"}
+save(sys.argv[1], 1, state, {}, layout)
+saver = BackgroundSaver(sys.argv[1], state, layout, layout, device, keep=None, report=print)
+saver.start(2, state, {}, since=time.perf_counter())
+saver.wait()
+restore(open_checkpoint(sys.argv[1]), state)
+assert torch._C._cuda_hasPrimaryContext(1)
+assert not torch._C._cuda_hasPrimaryContext(0)
+"""
+
+
+@pytest.mark.skipif(gpu_count() < 2, reason="needs two GPUs")
+def test_threads_of_the_second_gpu_open_nothing_on_the_first(tmp_path):
+    command = [sys.executable, "-c", _SECOND_GPU, str(tmp_path)]
+    subprocess.run(command, check=True, timeout=120)

@@ -51,16 +51,16 @@ def _fill_disk_at(share: float, root: Path, really: bool) -> Callable[[], None]:
     """
     write = store.write_shard
 
-    def fail(path: Path, tensors: Any, header: bytes, places: Any) -> Any:
+    def fail(path: Path, tensors: Any, header: bytes, places: Any, threads: int) -> Any:
         if path.parent.name.startswith("iter_0000002"):
-            return write(path, tensors, header, places)
+            return write(path, tensors, header, places, threads)
         room = int(share * (len(header) + sum(place.size for place in places.values())))
         if really:
             disk = os.statvfs(root)
             with open(root / "ballast", "wb") as ballast:
                 size = disk.f_bavail * disk.f_frsize - room
                 os.posix_fallocate(ballast.fileno(), 0, size // disk.f_frsize * disk.f_frsize)
-            return write(path, tensors, header, places)
+            return write(path, tensors, header, places, threads)
         pwrite, left = os.pwrite, room
 
         def limited(descriptor: int, data: Any, position: int) -> int:
@@ -72,7 +72,7 @@ def _fill_disk_at(share: float, root: Path, really: bool) -> Callable[[], None]:
             return written
 
         os.pwrite = limited
-        return write(path, tensors, header, places)
+        return write(path, tensors, header, places, threads)
 
     def patch() -> None:
         store.write_shard = fail
