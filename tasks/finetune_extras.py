@@ -85,9 +85,6 @@ class Finetuning(Extras):
 
     def begin(self, run: Run) -> None:
         """Weights of the pretrained model, unless the finetuning itself goes on."""
-        if run.channel is not None:  # of a sample's texts each is a sequence
-            shape = (run.batches.micro_batch * self._recipe.target.texts, _hidden(run))
-            run.channel = run.channel.with_shape((_sequence(run), *shape))
         if self._pretrained is not None and run.progress.iteration == 0:
             fresh = [self._recipe.target.head_name] if self._epoch_ends else []
             _take_pretrained(run, self._pretrained, fresh)
@@ -273,15 +270,6 @@ def _best_score(root: Path, scores: Sequence[str]) -> float:
     except (OSError, ValueError, KeyError, TypeError):
         pass
     return -2.0
-
-
-def _hidden(run: Run) -> int:
-    return known(run.config.model.hidden_size)
-
-
-def _sequence(run: Run) -> int:
-    """Tokens of a message between stages, on this rank."""
-    return known(run.config.data.seq_length) // run.layout.sequence.size
 
 
 def _with_underscores(numbers: Numbers) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.models.sizes import Ending
 from tasks import confusion, correlation
 from tasks.results import Numbers, format_table
 
@@ -51,9 +52,10 @@ class Target:
         return "classification_head" if self.texts == 1 else "multichoice_head"
 
     @property
-    def outputs(self) -> int:
-        """Of the last layer, for each text."""
-        return 1 if self.span is not None else len(self.classes) // self.texts
+    def ending(self) -> Ending:
+        """Of the model that is to find it."""
+        outputs = 1 if self.span is not None else len(self.classes) // self.texts
+        return Ending(outputs, self.texts)
 
     @property
     def score_name(self) -> str:

@@ -14,7 +14,7 @@ from megatron.config import RunConfig
 from megatron.config.run import known
 from megatron.config.stages import ModelPart, parts_of_stage, plan_model
 from megatron.models.arithmetic import count_part_parameters
-from megatron.models.sizes import sizes_of
+from megatron.models.sizes import IN_WORDS, Ending, sizes_of
 from megatron.parallel.buckets import BUCKET_BYTES
 from megatron.parallel.layout import Layout
 from megatron.parallel.pipeline.schedule import activation_bound, schedule_kind
@@ -57,7 +57,11 @@ def _amount(size: int) -> str:
 
 
 def estimate_memory(
-    config: RunConfig, padded_vocab_size: int, layout: Layout, micro_batches: int
+    config: RunConfig,
+    padded_vocab_size: int,
+    layout: Layout,
+    micro_batches: int,
+    ending: Ending = IN_WORDS,
 ) -> MemoryEstimate:
     """Memory of the process that `layout` describes, with `micro_batches` an update."""
     half = config.precision.fp16 or config.precision.bf16
@@ -69,12 +73,19 @@ def estimate_memory(
     held = activation_bound(
         kind, layout.pipeline.rank, layout.pipeline.size, len(parts), micro_batches
     )
+    config = _with_sequences(config, ending.texts)
     activations = sum(
         _part_activations(config, part, layout, width) * held // len(parts) for part in parts
     )
     if parts[-1].head:
         activations += _end_activations(config, layout, width, padded_vocab_size)
     return replace(kept, activations=activations)
+
+
+def _with_sequences(config: RunConfig, texts: int) -> RunConfig:
+    """With as many samples in a micro-batch as there are sequences in those of so many texts."""
+    samples = known(config.training.micro_batch_size) * texts
+    return replace(config, training=replace(config.training, micro_batch_size=samples))
 
 
 def _kept_for_weights(
@@ -136,7 +147,9 @@ def _largest_weight(config: RunConfig, padded_vocab_size: int, layout: Layout) -
     return rows * sizes.hidden // layout.tensor.size
 
 
-def largest_process(config: RunConfig, padded_vocab_size: int, world_size: int) -> MemoryEstimate:
+def largest_process(
+    config: RunConfig, padded_vocab_size: int, world_size: int, ending: Ending = IN_WORDS
+) -> MemoryEstimate:
     """Memory of the process that needs the most: stages differ, ranks of one stage do not."""
     parallel, training = config.parallel, config.training
     stages = parallel.pipeline_model_parallel_size
@@ -153,7 +166,8 @@ def largest_process(config: RunConfig, padded_vocab_size: int, world_size: int) 
     samples = known(training.micro_batch_size) * layouts[0].data.size
     micro_batches = known(training.global_batch_size) // samples
     estimates = [
-        estimate_memory(config, padded_vocab_size, layout, micro_batches) for layout in layouts
+        estimate_memory(config, padded_vocab_size, layout, micro_batches, ending)
+        for layout in layouts
     ]
     return max(estimates, key=lambda estimate: estimate.total)
 

@@ -12,7 +12,7 @@ from megatron.config import RunConfig
 from megatron.config.run import known
 from megatron.config.stages import LAYOUT_FLAG, dealing_flags, plan_model, with_layout
 from megatron.models.arithmetic import layer_matrix_parameters
-from megatron.models.sizes import sizes_of
+from megatron.models.sizes import IN_WORDS, Ending, sizes_of
 from megatron.parallel.pipeline.schedule import ScheduleKind, make_schedule, schedule_kind
 from megatron.parallel.pipeline.simulate import Times, simulate, time_table
 from megatron.training.memory import largest_process
@@ -137,15 +137,14 @@ def pipeline_rows(
     padded_vocab_size: int,
     micro_batches: int,
     world_size: int,
-    *,
-    guesses_tokens: bool = True,
+    ending: Ending = IN_WORDS,
 ) -> Iterator[tuple[str, str]]:
     """What to tell about a pipeline, in lines of a panel; of a T5, whose layers are not all alike,
     and where there is no pipeline, nothing.
 
     Args:
         micro_batches: of an update.
-        guesses_tokens: the head computes the whole vocabulary for each token; a task's does not.
+        ending: of the model; a task's head takes no time to speak of.
     """
     parallel = config.parallel
     stages = parallel.pipeline_model_parallel_size
@@ -154,7 +153,7 @@ def pipeline_rows(
     counts = tuple(len(part.layers) for part in plan_model(config.model, parallel))
     chunks = len(counts) // stages
     pipeline = Pipeline(schedule_kind(parallel, chunks), stages, chunks, micro_batches)
-    costs = Costs.of(config, padded_vocab_size if guesses_tokens else 0)
+    costs = Costs.of(config, padded_vocab_size if ending.guesses_tokens else 0)
     virtual = f" x {chunks} virtual" if chunks > 1 else ""
     bubble = pipeline.bubble(counts, costs)
     yield (
@@ -169,7 +168,7 @@ def pipeline_rows(
         others = " and ".join(dealing_flags(parallel))
         instead = f" in the place of {others}" * bool(others)
         proposed = replace(config, parallel=with_layout(parallel, layout))
-        memory = largest_process(proposed, padded_vocab_size, world_size)
+        memory = largest_process(proposed, padded_vocab_size, world_size, ending)
         yield (
             "less waiting",
             f"{pipeline.bubble(other, costs):.1%}, and {gain:.0%} less time, with {LAYOUT_FLAG} "

@@ -94,7 +94,7 @@ def build_run(
         schedules=Schedules.from_config(
             config.schedule, config.optimizer, config.training, global_batch=batches.global_batch
         ),
-        channel=_connect(config, layout, device, len(parts)),
+        channel=_connect(config, layout, device, chunks=len(parts), texts=recipe.ending.texts),
         weight_gradients=_deferred_weight_gradients(config, parts),
         batches=batches,
         train_iterations=train_iterations,
@@ -290,9 +290,14 @@ def _timers(config: RunConfig, device: Device, layout: Layout) -> Timers:
 
 
 def _connect(
-    config: RunConfig, layout: Layout, device: Device, chunks: int
+    config: RunConfig, layout: Layout, device: Device, *, chunks: int, texts: int
 ) -> PipelineChannel | None:
-    """The way to the neighbouring pipeline stages; None without a pipeline. Collective."""
+    """The way to the neighbouring pipeline stages; None without a pipeline. Collective.
+
+    Args:
+        chunks: parts of the model on each stage.
+        texts: sequences of a sample.
+    """
     if layout.pipeline.size == 1:
         return None
     sequence = config.data.sample_tokens // layout.context.size
@@ -307,7 +312,7 @@ def _connect(
         dtype=torch.float32 if precision.fp32_residual_connection else dtype,
         shape=(
             sequence,
-            known(config.training.micro_batch_size),
+            known(config.training.micro_batch_size) * texts,
             known(config.model.hidden_size),
         ),
     )

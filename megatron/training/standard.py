@@ -73,7 +73,7 @@ def start_panel(run: Run, seconds: float) -> str:
             config,
             run.layout.world.size,
             run.padded_vocab_size,
-            guesses_tokens=run.recipe.has_perplexity,
+            ending=run.recipe.ending,
         ),
         ("data", _describe_data(run)),
         ("tokenizer", f"{config.tokenizer.tokenizer_type}, {run.tokenizer.vocab_size:,} entries"),
@@ -101,7 +101,9 @@ def _describe_data(run: Run) -> str:
         for name, split in zip(("training", "validation", "test"), run.datasets, strict=True)
         if split or not of_task
     )
-    return f"{source}; samples of {describe_lengths(data)} tokens{sizes and ': '}{sizes}"
+    texts = run.recipe.ending.texts
+    of_each = f"{texts} x " * (texts > 1) + describe_lengths(data)
+    return f"{source}; samples of {of_each} tokens{sizes and ': '}{sizes}"
 
 
 def _describe_checkpoints(run: Run) -> str:

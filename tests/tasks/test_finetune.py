@@ -1,5 +1,6 @@
 """Finetuning on toy texts that a BERT of two layers can learn, and on the real samples."""
 
+import itertools
 import json
 import random
 import re
@@ -13,8 +14,9 @@ from megatron.device import Device
 from megatron.environment import Launch
 from megatron.errors import CheckpointError, ConfigError, DataError
 from megatron.parallel.layout import Layout
+from megatron.training.loop import train
 from megatron.training.setup import build_run
-from megatron.training.standard import start_panel
+from megatron.training.standard import standard_callbacks, start_panel
 from tasks import confusion, finetune_command
 from tasks.classify_files import read_glue, read_race
 from tasks.classify_samples import Epochs, TextSamples
@@ -134,6 +136,21 @@ def test_the_panel_counts_only_samples_that_there_are(toy):
     run = build_run(config, recipe, Launch(), Device.cpu(), Layout.single())
     (row,) = (line for line in start_panel(run, 0.0).splitlines() if line.startswith("  data "))
     assert row.endswith(" tokens: training 128")  # twice 8 batches of 8; validation is not a split
+
+
+def test_throughput_counts_all_texts_of_a_sample(toy, capsys, monkeypatch):
+    monkeypatch.setattr("time.perf_counter", itertools.count().__next__)
+    words = [word.replace(".tsv", "") for word in _sst(toy, "--epochs", "1")]
+    config, recipe, extras = finetune_command.prepare(
+        "RACE", finetune_command.parse("RACE", [*words, "--log-interval", "1"], 1), 1
+    )
+    run = build_run(config, recipe, Launch(), Device.cpu(), Layout.single())
+    extras.begin(run)
+    train(run, standard_callbacks(run, [])[0])
+    line = r"per iteration \(ms\): ([0-9.]+) .* tokens/s per GPU: ([0-9.]+)"
+    found = re.findall(line, capsys.readouterr().out)
+    # 8 samples of 4 texts of 24 tokens.
+    assert [float(ms) / 1000 * float(speed) for ms, speed in found] == [768.0] * (44 // 8)
 
 
 def test_it_goes_on_where_it_stopped(toy, tmp_path):
