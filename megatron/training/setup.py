@@ -70,7 +70,7 @@ def build_run(
     )
     reader = _open_checkpoint(config, layout, rows=vocabulary, entries=tokenizer.vocab_size)
     parts = _build_parts(config, recipe, layout, device, vocabulary)
-    gradients, ties = _share(config, parts, layout, device)
+    gradients, ties = _share(config, recipe, parts, layout, device)
     named_parameters = [pair for part in parts for pair in part.named_parameters()]
     _initialize(named_parameters, gradients, config, loading=reader is not None)
     batches = BatchPlan.from_config(config.training, layout.data.size)
@@ -144,7 +144,11 @@ def _build_parts(
 
 
 def _share(
-    config: RunConfig, parts: list[torch.nn.Module], layout: Layout, device: Device
+    config: RunConfig,
+    recipe: Recipe,
+    parts: list[torch.nn.Module],
+    layout: Layout,
+    device: Device,
 ) -> tuple[Gradients, list[Tie]]:
     """The parts' gradients as their replicas share them; what is tied to other stages'.
 
@@ -155,7 +159,8 @@ def _share(
     dtype = parameter_dtype(fp16=numbers.fp16, bf16=numbers.bf16)
     add_up = partial(sum_partial_gradients, axis=layout.tensor)
     is_torch = _uses_torch_ddp(config, layout)
-    words = not config.model.untie_embeddings_and_output_weights
+    has_output = recipe.ending.guesses_tokens
+    words = has_output and not config.model.untie_embeddings_and_output_weights
     tables = POSITION_TABLES if config.model.position_embedding_type == "relative" else ()
     gradients: Gradients
     if shares_weights(config.parallel, layout):
