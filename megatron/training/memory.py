@@ -68,7 +68,7 @@ def estimate_memory(
     width = 2 if half else 4
     plan = plan_model(config.model, config.parallel)
     parts = parts_of_stage(plan, layout.pipeline.rank, layout.pipeline.size)
-    kept = _kept_for_weights(config, padded_vocab_size, layout, parts)
+    kept = _kept_for_weights(config, padded_vocab_size, layout, parts, ending)
     kind = schedule_kind(config.parallel, len(parts))
     held = activation_bound(
         kind, layout.pipeline.rank, layout.pipeline.size, len(parts), micro_batches
@@ -78,7 +78,7 @@ def estimate_memory(
         _part_activations(config, part, layout, width) * held // len(parts) for part in parts
     )
     if parts[-1].head:
-        activations += _end_activations(config, layout, width, padded_vocab_size)
+        activations += _end_activations(config, layout, width, padded_vocab_size, ending)
     return replace(kept, activations=activations)
 
 
@@ -89,13 +89,17 @@ def _with_sequences(config: RunConfig, texts: int) -> RunConfig:
 
 
 def _kept_for_weights(
-    config: RunConfig, padded_vocab_size: int, layout: Layout, parts: Sequence[ModelPart]
+    config: RunConfig,
+    padded_vocab_size: int,
+    layout: Layout,
+    parts: Sequence[ModelPart],
+    ending: Ending,
 ) -> MemoryEstimate:
     """Weights, gradients and optimizer states of the parts that a process holds."""
     half = config.precision.fp16 or config.precision.bf16
     in_fp32 = not half or config.precision.accumulate_allreduce_grads_in_fp32
     width, summed = 2 if half else 4, 4 if in_fp32 else 2
-    layer, outside, parameters = _count_weights(config, padded_vocab_size, layout, parts)
+    layer, outside, parameters = _count_weights(config, padded_vocab_size, layout, parts, ending)
     moments = 2 if config.optimizer.optimizer == "adam" else int(config.optimizer.sgd_momentum > 0)
     on_host, stage = config.optimizer.optimizer_cpu_offload, config.parallel.zero_stage or 0
     updated = parameters // layout.replica.size if stage > 0 else parameters
@@ -126,11 +130,19 @@ def _kept_for_weights(
 
 
 def _count_weights(
-    config: RunConfig, padded_vocab_size: int, layout: Layout, parts: Sequence[ModelPart]
+    config: RunConfig,
+    padded_vocab_size: int,
+    layout: Layout,
+    parts: Sequence[ModelPart],
+    ending: Ending,
 ) -> tuple[int, int, int]:
     """Parameters of the largest layer, of all outside of layers, and of the parts in all."""
     count = partial(
-        count_part_parameters, config.model, padded_vocab_size, tensor=layout.tensor.size
+        count_part_parameters,
+        config.model,
+        padded_vocab_size,
+        tensor=layout.tensor.size,
+        ending=ending,
     )
     layer = max(
         count(part=ModelPart(range(index, index + 1), embedding=False, head=False))
@@ -178,8 +190,12 @@ def _tokens(config: RunConfig, layout: Layout, sequence: int | None = None) -> i
     return length * known(config.training.micro_batch_size) // layout.context.size
 
 
-def _end_activations(config: RunConfig, layout: Layout, width: int, padded_vocab_size: int) -> int:
+def _end_activations(
+    config: RunConfig, layout: Layout, width: int, padded_vocab_size: int, ending: Ending
+) -> int:
     """The logits, in their own format and as fp32 softmax, and BERT's layer before them."""
+    if not ending.guesses_tokens:
+        return 0  # some vectors of a sequence, where a layer keeps that many of each token
     tokens = _tokens(config, layout, config.data.decoder_seq_length)
     logits = (width + 4) * tokens * padded_vocab_size // layout.tensor.size
     if config.model.architecture != "bert":

@@ -36,7 +36,7 @@ _ATTENTION = {
 }
 
 
-def model_flops(config: RunConfig, padded_vocab_size: int) -> int:
+def model_flops(config: RunConfig, padded_vocab_size: int, ending: Ending = IN_WORDS) -> int:
     """Of a token, see `flops_per_token`."""
     data = config.data
     return flops_per_token(
@@ -44,6 +44,7 @@ def model_flops(config: RunConfig, padded_vocab_size: int) -> int:
         known(data.seq_length),
         padded_vocab_size,
         decoder_seq_length=data.decoder_seq_length,
+        ending=ending,
     )
 
 
@@ -69,8 +70,8 @@ def size_rows(
         pipeline=config.parallel.pipeline_model_parallel_size,
     )
     assert config.training.global_batch_size and config.training.micro_batch_size
-    parameters = count_parameters(config.model, padded_vocab_size)
-    flops = model_flops(config, padded_vocab_size)
+    parameters = count_parameters(config.model, padded_vocab_size, ending)
+    flops = model_flops(config, padded_vocab_size, ending)
     batch, micro = config.training.global_batch_size, config.training.micro_batch_size
     memory = largest_process(config, padded_vocab_size, world_size, ending)
     micro_batches = batch // (micro * layout.data.size)

@@ -41,7 +41,7 @@ def standard_callbacks(
     evaluation that fails must not cost the training before it. The line's time leaves both out.
     """
     config = run.config
-    flops = model_flops(config, run.padded_vocab_size)
+    flops = model_flops(config, run.padded_vocab_size, run.recipe.ending)
     scalars = Scalars(writers)
     callbacks: list[Callback] = []
     if config.profiling.profile and run.layout.world.rank in config.profiling.profile_ranks:

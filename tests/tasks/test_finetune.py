@@ -129,12 +129,15 @@ def test_a_number_is_not_rounded_to_16_bits_and_its_loss_has_no_perplexity(toy, 
     assert "PPL" not in said
 
 
-def test_the_panel_counts_only_samples_that_there_are(toy):
+def test_the_panel_counts_only_samples_and_parameters_that_there_are(toy):
     config, recipe, _ = finetune_command.prepare(
         "SST-2", finetune_command.parse("SST-2", _sst(toy, "--epochs", "2"), 1), 1
     )
     run = build_run(config, recipe, Launch(), Device.cpu(), Layout.single())
-    (row,) = (line for line in start_panel(run, 0.0).splitlines() if line.startswith("  data "))
+    panel = start_panel(run, 0.0)
+    parameters = sum(map(torch.numel, run.parameters()))
+    assert re.search(r"parameters +([0-9,]+)", panel)[1] == f"{parameters:,}"
+    (row,) = (line for line in panel.splitlines() if line.startswith("  data "))
     assert row.endswith(" tokens: training 128")  # twice 8 batches of 8; validation is not a split
 
 
