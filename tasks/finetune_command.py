@@ -24,7 +24,7 @@ from megatron.config.tasks import FinetuneConfig, TaskConfig
 from megatron.environment import Launch
 from megatron.errors import ConfigError
 from megatron.inference.load import check_architecture, open_existing, saved_config
-from megatron.training.pretrain import pretrain
+from megatron.training.pretrain import dry_run, pretrain
 from megatron.training.process import show_notices
 from tasks.classify_files import GLUE, Example, read_glue, read_race
 from tasks.files import find_missing
@@ -56,7 +56,11 @@ def run(task: str, arguments: list[str], launch: Launch) -> int:
     started = time.monotonic()
     parsed = parse(task, arguments, launch.world_size)
     show_notices(parsed.notices, launch)
-    config, recipe, extras = prepare(task, parsed, launch.world_size)
+    training = parsed.config.training
+    pretended = training.dry_run_world_size if training.dry_run else None
+    config, recipe, extras = prepare(task, parsed, pretended or launch.world_size)
+    if training.dry_run:
+        return dry_run(config, recipe, launch)
     return pretrain(config, recipe, launch, started, extras)
 
 

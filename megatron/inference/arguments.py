@@ -65,6 +65,11 @@ def _loads(config: RunConfig, world_size: int) -> Iterator[str]:
         yield from rules_data.tokenizer(config, world_size)
 
 
+def _no_training(config: RunConfig, world_size: int) -> Iterator[str]:
+    if config.training.dry_run:
+        yield "--dry-run is of training: drop it"
+
+
 def _one_copy(config: RunConfig, world_size: int) -> Iterator[str]:
     """Tensor and pipeline ranks, and nothing else that training has."""
     parallel = config.parallel
@@ -100,6 +105,7 @@ def _one_copy(config: RunConfig, world_size: int) -> Iterator[str]:
 # For every program that runs a saved model.
 SAVED_MODEL_RULES: tuple[Rule, ...] = (
     _loads,
+    _no_training,
     rules_ranges.bounds,
     rules_model.layout,
     rules_model.tensor_parallel,

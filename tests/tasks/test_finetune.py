@@ -20,6 +20,7 @@ from megatron.training.standard import standard_callbacks, start_panel
 from tasks import confusion, finetune_command
 from tasks.classify_files import read_glue, read_race
 from tasks.classify_samples import Epochs, TextSamples
+from tasks.main import main
 from tasks.target import Guesses
 from tests.distributed import run_distributed
 from tests.tasks.toy import WORDS, finetune, save_bert
@@ -139,6 +140,18 @@ def test_the_panel_counts_only_samples_and_parameters_that_there_are(toy):
     assert re.search(r"parameters +([0-9,]+)", panel)[1] == f"{parameters:,}"
     (row,) = (line for line in panel.splitlines() if line.startswith("  data "))
     assert row.endswith(" tokens: training 128")  # twice 8 batches of 8; validation is not a split
+
+
+def test_a_dry_run_tells_sizes_and_trains_nothing(toy, tmp_path, capsys):
+    words = [*_sst(toy, "--epochs", "1", "--save", str(tmp_path / "run")), "--dry-run"]
+    words += ["--dry-run-world-size", "4"]
+    words = [word.replace(".tsv", "") for word in words]
+    assert main(["--task", "RACE", *words]) == 0
+    panel = capsys.readouterr().out
+    assert "Dry run: the configuration is valid" in panel
+    assert re.search(r"tokens an iteration +768\n", panel)
+    assert "4 data-parallel" in panel
+    assert not (tmp_path / "run").exists()
 
 
 def test_throughput_counts_all_texts_of_a_sample(toy, capsys, monkeypatch):
