@@ -194,6 +194,9 @@ class _AtEpochsEnd(Callback):
     def __init__(self, finetuning: Finetuning) -> None:
         self._finetuning = finetuning
 
+    def interrupts(self, run: Run) -> bool:
+        return run.progress.iteration + 1 in self._finetuning.epoch_ends
+
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
         at_end = run.progress.iteration in self._finetuning.epoch_ends
         if at_end and not (leave is not None and leave.by_signal):

@@ -154,6 +154,15 @@ def test_a_dry_run_tells_sizes_and_trains_nothing(toy, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
+def test_evaluation_between_epochs_does_not_touch_the_training(toy):
+    """Not its dropout either, in any micro-batch of the update that follows."""
+    words = _sst(toy, "--epochs", "3", "--hidden-dropout", "0.2")
+    losses, _ = finetune(Layout.single(), "SST-2", words)
+    without = words.index("--valid-data")
+    alone, _ = finetune(Layout.single(), "SST-2", words[:without] + words[without + 2 :])
+    assert losses == alone
+
+
 def test_throughput_counts_all_texts_of_a_sample(toy, capsys, monkeypatch):
     monkeypatch.setattr("time.perf_counter", itertools.count().__next__)
     words = [word.replace(".tsv", "") for word in _sst(toy, "--epochs", "1")]
