@@ -40,9 +40,14 @@ _LATE: tuple[Rule, ...] = (
     rules_ranges.samples,
     rules_training.length,
     rules_training.warm_up,
-    rules_training.saving,
 )
-_OF_CORPORA: tuple[Rule, ...] = (rules_data.sources, rules_data.blends, rules_data.split)
+_OF_PRETRAINING: tuple[Rule, ...] = (
+    rules_data.sources,
+    rules_data.blends,
+    rules_data.split,
+    rules_model.required,
+    rules_training.save_interval,  # unset: an epoch
+)
 _MICRO_BATCH = 8  # of an evaluation, where none is asked for
 RACE = Target("RACE", tuple("ABCD"), texts=4)
 
@@ -119,7 +124,7 @@ def parse(
         extra=(TaskConfig, FinetuneConfig),
         find_start=find_start or _pretrained,
         rules=[
-            *(rule for rule in RULES if rule not in (*_LATE, *_OF_CORPORA, rules_model.required)),
+            *(rule for rule in RULES if rule not in (*_LATE, *_OF_PRETRAINING)),
             _required,
             _own_order,
         ],
@@ -157,11 +162,8 @@ def with_length(
         )
     used = None if own.keep_last else samples // batch * batch
     iterations = epochs * (samples // batch) if used else -(-epochs * samples // batch)
-    checkpoint = config.checkpoint
-    if checkpoint.save is not None and checkpoint.save_interval is None and epochs:
-        checkpoint = replace(checkpoint, save_interval=max(1, iterations // epochs))
     training = replace(config.training, train_iters=iterations, train_samples=None)
-    config = replace(config, training=training, checkpoint=checkpoint)
+    config = replace(config, training=training)
     problems = find_problems(config, world_size, rules=_LATE)
     if problems:
         raise ConfigError(problems)

@@ -84,7 +84,10 @@ class Finetuning(Extras):
         self.last: Evaluated | None = None
 
     def begin(self, run: Run) -> None:
-        """Weights of the pretrained model, unless the finetuning itself goes on."""
+        """Weights of the pretrained model, unless the finetuning itself goes on; and when to
+        save, where nothing else is asked for: after each epoch."""
+        if run.config.checkpoint.save_interval is None:
+            run.save_at = self._epoch_ends
         if self._pretrained is not None and run.progress.iteration == 0:
             fresh = [self._recipe.target.head_name] if self._epoch_ends else []
             _take_pretrained(run, self._pretrained, fresh)

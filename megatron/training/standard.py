@@ -117,10 +117,10 @@ def _describe_checkpoints(run: Run) -> str:
         if run.pretrained is not None
         else "starting fresh"
     )
-    return f"{loaded}; {_describe_saving(options)}"
+    return f"{loaded}; {_describe_saving(options, has_epochs=bool(run.save_at))}"
 
 
-def _describe_saving(options: CheckpointConfig) -> str:
+def _describe_saving(options: CheckpointConfig, *, has_epochs: bool) -> str:
     if not options.save:
         return "not saving (--save is not given)"
     every = [
@@ -131,6 +131,7 @@ def _describe_saving(options: CheckpointConfig) -> str:
         )
         if number is not None
     ]
+    every += ["epoch"] * has_epochs
     how = " in the background" if options.async_save else ""
     kept = f", keeping the newest {options.keep_latest}" if options.keep_latest else ""
     return f"saving to {options.save} every {' or '.join(every)}{how}{kept}, and at the end"

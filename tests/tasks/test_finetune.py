@@ -289,13 +289,18 @@ def test_epochs_are_shuffled_anew(used):
     assert [epochs[i]["id"] for i in reversed(range(len(epochs)))] == ids[::-1]
 
 
-def test_an_epoch_is_evaluated_when_its_last_sample_was_trained_on(toy, capsys):
+def test_an_epoch_is_saved_and_evaluated_when_its_last_sample_was_trained_on(toy, tmp_path, capsys):
     assert finetune_command.epoch_ends(3, 64, 8) == {8, 16, 24}
-    words = _sst(toy, "--epochs", "3", "--keep-last")
+    words = _sst(toy, "--epochs", "3", "--keep-last", "--save", str(tmp_path))
     losses, _ = finetune(Layout.single(), "SST-2", words)
     assert len(losses) == 26  # 3 x 67 samples in batches of 8
-    evaluated = re.findall(r"SST-2 at iteration (\d+)", capsys.readouterr().out)
-    assert evaluated == ["9", "17", "26"]
+    said = capsys.readouterr().out
+    assert re.findall(r"SST-2 at iteration (\d+)", said) == ["9", "17", "26"]
+    assert sorted(path.name for path in tmp_path.glob("iter_*")) == [
+        "iter_0000009",
+        "iter_0000017",
+        "iter_0000026",
+    ]
 
 
 def test_samples_are_laid_out_and_cut_as_in_megatron():
