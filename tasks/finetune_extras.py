@@ -81,6 +81,7 @@ class Finetuning(Extras):
         self._valid = valid
         self._epoch_ends = epoch_ends
         self._options = options
+        self._start = 0  # the iteration of weights that are only evaluated
         self.last: Evaluated | None = None
 
     def begin(self, run: Run) -> None:
@@ -90,7 +91,8 @@ class Finetuning(Extras):
             run.save_at = self._epoch_ends
         if self._pretrained is not None and run.progress.iteration == 0:
             fresh = [self._recipe.target.head_name] if self._epoch_ends else []
-            _take_pretrained(run, self._pretrained, fresh)
+            iteration = _take_pretrained(run, self._pretrained, fresh)
+            self._start = 0 if self._epoch_ends else iteration
 
     def callbacks(self, run: Run) -> list[Callback]:
         """Evaluation at the end of each epoch."""
@@ -100,7 +102,7 @@ class Finetuning(Extras):
         """The results, for good."""
         if not self._valid:
             return
-        if self.last is None or self.last.iteration != run.progress.iteration:
+        if self.last is None or self.last.iteration != self._iteration(run):
             self.evaluate(run)
         assert self.last is not None
         if run.layout.world.rank == 0:
@@ -109,7 +111,7 @@ class Finetuning(Extras):
     def evaluate(self, run: Run) -> None:
         """Guess on all files, tell, and keep the weights if they are the best. Collective."""
         found = {name: collect_guesses(run, self._recipe, data) for name, data in self._data(run)}
-        self.last = Evaluated(run.progress.iteration, found)
+        self.last = Evaluated(self._iteration(run), found)
         if run.layout.world.rank == 0:
             say(self._table(run, self.last))
         self._keep_if_best(run, self.last)
@@ -118,6 +120,10 @@ class Finetuning(Extras):
     def epoch_ends(self) -> Set[int]:
         """The updates after which an epoch has ended."""
         return self._epoch_ends
+
+    def _iteration(self, run: Run) -> int:
+        """With which the weights came to be."""
+        return run.progress.iteration or self._start
 
     def _data(self, run: Run) -> list[tuple[str, TextSamples]]:
         length = known(run.config.data.seq_length)
@@ -152,7 +158,7 @@ class Finetuning(Extras):
             say(f"  the best so far ({target.score_name} {score:.6g}): kept in {root}")
 
     def _write(self, run: Run, evaluated: Evaluated) -> None:
-        path = self._results_path(run)
+        path = self._results_path(run, evaluated.iteration)
         if path is None:
             return
         target = self._recipe.target
@@ -180,14 +186,14 @@ class Finetuning(Extras):
         write_results(path, content)
         say(f"results written to {path}")
 
-    def _results_path(self, run: Run) -> Path | None:
+    def _results_path(self, run: Run, iteration: int) -> Path | None:
         """The file asked for, or one in the folder of checkpoints; None: there is neither."""
         if self._options.results is not None:
             return Path(self._options.results)
         folder = run.config.checkpoint.save
         if folder is None:
             return None
-        name = f"{self._recipe.target.task.lower()}-iter_{run.progress.iteration:07d}.json"
+        name = f"{self._recipe.target.task.lower()}-iter_{iteration:07d}.json"
         return Path(folder) / "evaluation" / name
 
 
@@ -235,8 +241,9 @@ def collect_guesses(run: Run, recipe: FinetuneRecipe, dataset: TextSamples) -> G
     return Guesses(labels, tuple(guesses[: len(dataset)].tolist()))
 
 
-def _take_pretrained(run: Run, folder: str, fresh: Sequence[str]) -> None:
-    """The weights under --pretrained-checkpoint, but for the layers that are drawn anew.
+def _take_pretrained(run: Run, folder: str, fresh: Sequence[str]) -> int:
+    """The weights under --pretrained-checkpoint, but for the layers that are drawn anew; their
+    iteration.
 
     Raises:
         CheckpointError: it is of another network; or nothing is to be drawn anew, as where there
@@ -265,6 +272,7 @@ def _take_pretrained(run: Run, folder: str, fresh: Sequence[str]) -> None:
     padded = PaddedReader(reader, rows=run.padded_vocab_size, entries=entries)
     take_weights(run, padded, fresh=anew)
     run.pretrained = str(reader.path) + (f" (drawn anew: {', '.join(anew)})" if anew else "")
+    return reader.iteration
 
 
 def _best_score(root: Path, scores: Sequence[str]) -> float:

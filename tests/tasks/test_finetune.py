@@ -87,6 +87,7 @@ def test_it_learns_and_keeps_the_best(toy, tmp_path):
         losses, evaluated = finetune(Layout.single(), "SST-2", words)
         assert losses == []
         assert evaluated.all_files == last.all_files
+        assert evaluated.iteration == best.iteration > 0
 
 
 def test_numbers_are_learned_by_squared_error(toy, tmp_path, capsys):
