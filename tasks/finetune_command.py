@@ -27,7 +27,7 @@ from megatron.inference.load import check_architecture, open_existing, saved_con
 from megatron.training.pretrain import dry_run, pretrain
 from megatron.training.process import show_notices
 from tasks.classify_files import GLUE, Example, read_glue, read_race
-from tasks.files import find_missing
+from tasks.files import find_missing, find_repeated
 from tasks.finetune import FinetuneRecipe
 from tasks.finetune_extras import Finetuning
 from tasks.table import PROGRAM, flags_elsewhere
@@ -115,6 +115,7 @@ def parse(
             yield "--epochs 0 without --valid-data: there is nothing to do: give a file"
         yield from find_missing("--train-data", own.train_data)
         yield from find_missing("--valid-data", options.valid_data)
+        yield from find_repeated("--valid-data", options.valid_data)
 
     return parse_config(
         arguments,

@@ -20,7 +20,7 @@ from megatron.training.callbacks.terminal import say
 from megatron.training.process import processes, show_notices
 from tasks import zero_shot
 from tasks.evaluation import parse_evaluation, publish, say_start
-from tasks.files import find_missing
+from tasks.files import find_missing, find_repeated
 from tasks.progress import Progress
 from tasks.results import Numbers, megatron_line
 
@@ -45,6 +45,7 @@ def parse(
         elif task == "WIKITEXT103" and len(options.valid_data) > 1:
             yield f"--task {task} reads one text, --valid-data names {len(options.valid_data)}"
         yield from find_missing("--valid-data", options.valid_data)
+        yield from find_repeated("--valid-data", options.valid_data)
         if own.strict_lambada and task != "LAMBADA":
             yield f"--strict-lambada belongs to --task LAMBADA, not {task}: drop it"
         if own.overlapping_eval < 1:

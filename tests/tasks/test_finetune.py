@@ -399,6 +399,7 @@ def test_a_race_file_that_is_none_is_named(tmp_path):
         (["--epochs", "0"], "--epochs 0 without --valid-data"),
         (["--epochs", "1"], "--pretrained-checkpoint is required"),
         (["--epochs", "1", "--train-data", "/no"], "--train-data /no: no such file"),
+        (["--valid-data", "/no", "/other", "/other/../no"], "/other/../no: is given twice"),
         (["--train-iters", "5"], "--train-iters: --epochs says how long"),
         (["--dataloader-type", "cyclic"], "each epoch is shuffled anyway"),
         (["--log-validation-ppl-to-tensorboard"], "a task's loss is of no tokens"),

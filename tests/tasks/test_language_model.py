@@ -212,6 +212,7 @@ def test_a_misspelt_task_flag_is_told_beside_the_missing_one(flag):
     ("flags", "message"),
     [
         ([], "--load is required"),
+        (["--valid-data", "/no", "/no"], "--valid-data /no: is given twice: give it once"),
         (["--dry-run"], "--dry-run is of training: drop it"),
         (["--valid-data", "/no/such"], "--valid-data /no/such: no such file"),
         (["--context-parallel-size", "2"], "evaluation does not split sequences"),
