@@ -242,11 +242,6 @@ def _recorded_passes(
     """What records and runs again the passes of the model, which is whole here; None: nothing."""
     if config.training.cuda_graph_impl == "none":
         return None
-    if not device.is_gpu:
-        raise ConfigError(
-            f"--cuda-graph-impl {config.training.cuda_graph_impl} needs a GPU, and this run is on "
-            f"{device.type}: drop it"
-        )
 
     def forward(batch: Batch) -> Losses:
         losses = recipe.forward(parts[0], batch, None, config, tokenizer, layout)
