@@ -4,8 +4,8 @@ the same layers would wait less."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import groupby
 
 from megatron.config import RunConfig
@@ -14,7 +14,7 @@ from megatron.config.stages import LAYOUT_FLAG, dealing_flags, plan_model, with_
 from megatron.models.arithmetic import layer_matrix_parameters
 from megatron.models.sizes import IN_WORDS, Ending, sizes_of
 from megatron.parallel.pipeline.schedule import ScheduleKind, make_schedule, schedule_kind
-from megatron.parallel.pipeline.simulate import Times, simulate, time_table
+from megatron.parallel.pipeline.simulate import Course, Times, time_table
 from megatron.training.memory import largest_process
 
 # Time of a floating-point operation, where one of a 16-bit matrix product takes 1: measured on an
@@ -22,8 +22,7 @@ from megatron.training.memory import largest_process
 _OF_ATTENTION, _OF_FP8 = 1.5, 0.54
 _ROUNDS = 2  # micro-batches a stage that are simulated; more of them take the slowest stage's time
 _WORTH_SAYING = 0.03  # of the time
-_SIMULATED = 3  # candidates, of which
-_MANY_PARTS = 64  # take a second each: more than these have one
+_SIMULATED = 3  # candidates
 
 Counts = tuple[int, ...]  # layers of each part
 
@@ -77,19 +76,31 @@ class Pipeline:
     stages: int
     chunks: int
     micro_batches: int
+    _known: dict[tuple[Counts, Costs], float] = field(default_factory=dict, compare=False)
 
-    @cache  # noqa: B019 # of plain values
     def time(self, counts: Counts, costs: Costs) -> float:
         """Of one update."""
-        # A last group that is not full costs more than its share: it is simulated too.
-        rounds = min(self.micro_batches, _ROUNDS * self.stages + self.micro_batches % self.stages)
-        schedule = make_schedule(self.kind, self.stages, self.chunks, rounds)
+        if (counts, costs) not in self._known:
+            self._known[counts, costs] = self._time(counts, costs)
+        return self._known[counts, costs]
+
+    def _time(self, counts: Counts, costs: Costs) -> float:
         forward, inputs = (
             time_table(LAYOUT_FLAG, costs.of_parts(counts, again=n), self.stages, self.chunks)
             for n in (0, costs.again)
         )
-        total = simulate(schedule, Times(forward, inputs, forward)).total
-        return total + (self.micro_batches - rounds) * self._slowest(counts, costs)
+        total = self._course.total(Times(forward, inputs, forward))
+        return total + (self.micro_batches - self._rounds) * self._slowest(counts, costs)
+
+    @property
+    def _rounds(self) -> int:
+        # A last group that is not full costs more than its share: it is simulated too.
+        return min(self.micro_batches, _ROUNDS * self.stages + self.micro_batches % self.stages)
+
+    @cached_property
+    def _course(self) -> Course:
+        """Found once, for all layouts: it takes longer than the simulation."""
+        return Course(make_schedule(self.kind, self.stages, self.chunks, self._rounds))
 
     def bubble(self, counts: Counts, costs: Costs) -> float:
         """Share of all stages' time in which they wait."""
@@ -107,8 +118,7 @@ class Pipeline:
             filter(self._can_be, _candidates(layers, self.stages * self.chunks, costs)),
             key=lambda counts: self._slowest(counts, costs),
         )
-        simulated = _SIMULATED if self.stages * self.chunks <= _MANY_PARTS else 1
-        return min(found[:simulated], key=lambda counts: self.time(counts, costs))
+        return min(found[:_SIMULATED], key=lambda counts: self.time(counts, costs))
 
     def _can_be(self, counts: Counts) -> bool:
         """No stage has nothing: the first has the embedding, the last the head."""

@@ -57,6 +57,18 @@ def _rows(*flags):
     return dict(pipeline_rows(config, 128256, 16, 4))
 
 
+def test_candidates_are_compared_by_one_schedule(monkeypatch):
+    made = []
+
+    def make(*sizes):
+        made.append(sizes)
+        return make_schedule(*sizes)
+
+    monkeypatch.setattr("megatron.training.pipeline_balance.make_schedule", make)
+    assert "less waiting" in _rows("--num-layers-per-virtual-pipeline-stage", "2")
+    assert len(made) == 1
+
+
 def test_a_heavy_head_is_noticed_and_the_proposed_layout_is_not_improved_further():
     rows = _rows("--num-layers-per-virtual-pipeline-stage", "2")
     assert rows["pipeline"].startswith("interleaved, 4 stages x 4 virtual: they wait 1")
