@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from megatron.checkpoint.reader import Reader
 from megatron.config import (
     ParsedRun,
     RunConfig,
@@ -22,7 +23,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.run import known
 from megatron.config.tasks import FinetuneConfig, TaskConfig
 from megatron.environment import Launch
-from megatron.errors import ConfigError
+from megatron.errors import CheckpointError, ConfigError
 from megatron.inference.load import check_architecture, open_existing, saved_config
 from megatron.training.pretrain import dry_run, pretrain
 from megatron.training.process import show_notices
@@ -31,7 +32,7 @@ from tasks.files import find_missing, find_repeated
 from tasks.finetune import FinetuneRecipe
 from tasks.finetune_extras import Finetuning
 from tasks.table import PROGRAM, flags_elsewhere
-from tasks.target import Target
+from tasks.target import HEADS, Target
 
 FindStart = Callable[[Mapping[str, Any]], RunConfig]
 # What can only be said once the length of the run is known.
@@ -123,7 +124,7 @@ def parse(
         program=PROGRAM,
         architecture="bert",
         extra=(TaskConfig, FinetuneConfig),
-        find_start=find_start or _pretrained,
+        find_start=find_start or partial(_pretrained, target=find_target(task)[0]),
         rules=[
             *(rule for rule in RULES if rule not in (*_LATE, *_OF_PRETRAINING)),
             _required,
@@ -177,7 +178,7 @@ def epoch_ends(epochs: int, samples: int, batch: int) -> frozenset[int]:
     return frozenset(-(-epoch * samples // batch) for epoch in range(1, epochs + 1))
 
 
-def _pretrained(given: Mapping[str, Any]) -> RunConfig:
+def _pretrained(given: Mapping[str, Any], target: Target) -> RunConfig:
     """The run that flags change: of the pretrained checkpoint, or of --load."""
     named = {flag: given[flag] for flag in ("train_iters", "train_samples") if flag in given}
     if named:
@@ -192,10 +193,13 @@ def _pretrained(given: Mapping[str, Any]) -> RunConfig:
         ("", None),
     )
     start = RunConfig(model=ModelConfig(architecture="bert"))
-    if folder is not None:
-        start = saved_config(open_existing(folder, flag=flag, verify=False), folder)
-        check_architecture(start, "bert", f"{flag} {folder}")
     only_evaluates = given.get("epochs") == 0
+    if folder is not None:
+        reader = open_existing(folder, flag=flag, verify=False)
+        start = saved_config(reader, folder)
+        check_architecture(start, "bert", f"{flag} {folder}")
+        if only_evaluates or flag == "--load":
+            _check_head(reader, target, f"{flag} {folder}", only_evaluates=only_evaluates)
     return replace(
         start,
         # A classifier is built on the pooler, which a model without a binary head lacks.
@@ -208,6 +212,32 @@ def _pretrained(given: Mapping[str, Any]) -> RunConfig:
         checkpoint=replace(start.checkpoint, no_load_optim=only_evaluates),
         evaluation=replace(start.evaluation, eval_iters=0),
     )
+
+
+def _check_head(reader: Reader, target: Target, shown: str, *, only_evaluates: bool) -> None:
+    """
+    Raises:
+        CheckpointError: the model has no head, or another than the task's.
+    """
+    heads = {
+        name.removesuffix(".bias").removeprefix("model."): reader.global_shape(name)[0]
+        for name in reader.names()
+        if name in (f"model.{head}.bias" for head in HEADS)
+    }
+    if not heads:
+        why = ", and --epochs 0 trains none" if only_evaluates else ""
+        instead = "give --epochs" if only_evaluates else "give this one as --pretrained-checkpoint"
+        raise CheckpointError(
+            f"{shown}: has no head of a finetuned model{why}: name the folder of a finetuned one, "
+            f"such as its `best`, or {instead}"
+        )
+    if heads.get(target.head_name) != target.ending.outputs:
+        found = " and ".join(f"{name} with {outputs}" for name, outputs in heads.items())
+        raise CheckpointError(
+            f"{shown}: is finetuned for another task: it has {found} output(s), and --task "
+            f"{target.task} takes {target.head_name} with {target.ending.outputs}: name the folder "
+            "of a model that is finetuned for this one"
+        )
 
 
 def _required(config: RunConfig, world_size: int) -> Iterator[str]:

@@ -15,7 +15,6 @@ from megatron.checkpoint.exchange import Exchange
 from megatron.checkpoint.vocabulary import PaddedReader
 from megatron.config.run import known
 from megatron.config.tasks import TaskConfig
-from megatron.errors import CheckpointError
 from megatron.inference.load import open_existing
 from megatron.parallel.collectives import all_reduce
 from megatron.training.callbacks.base import Callback, Leave
@@ -36,7 +35,7 @@ from tasks.target import Guesses
 
 BEST = "best"  # a folder in --save
 _RECORD = "evaluation.json"  # in it: of which iteration, and how good
-_HEADS = ("classification_head", "multichoice_head")
+_MAY_LACK = ("pooler", "embedding.token_type")  # a pretrained model
 _PASSES = 16  # micro-batches between two looks at the progress
 
 
@@ -246,8 +245,7 @@ def _take_pretrained(run: Run, folder: str, fresh: Sequence[str]) -> int:
     iteration.
 
     Raises:
-        CheckpointError: it is of another network; or nothing is to be drawn anew, as where there
-            is no training, and it is not a finetuned model.
+        CheckpointError: it is of another network.
     """
     flag = "--pretrained-checkpoint"
     reader = open_existing(folder, flag=flag, layout=run.layout)
@@ -256,18 +254,11 @@ def _take_pretrained(run: Run, folder: str, fresh: Sequence[str]) -> int:
     saved = reader.meta["config"].get("model", {})
     model = replace(run.config.model, bert_binary_head=saved.get("bert_binary_head", True))
     check_network(replace(run.config, model=model), reader, flag)
-    held = {name.removeprefix("model.") for name in reader.names()}
-    missing = [
-        name
-        for name in ("pooler", "embedding.token_type", *_HEADS)
-        if not any(one.startswith(name) for one in held)
-    ]
-    if not fresh and set(_HEADS) <= set(missing):
-        raise CheckpointError(
-            f"{flag} {reader.path}: has no head of a finetuned model, and --epochs 0 trains none: "
-            "name the folder of a finetuned one, such as its `best`, or give --epochs"
-        )
-    anew = [*fresh, *(name for name in missing if fresh and name not in _HEADS)]
+    held = reader.names()
+    anew = list(fresh)
+    for name in _MAY_LACK if fresh else ():
+        if not any(one.startswith(f"model.{name}") for one in held):
+            anew.append(name)
     entries = run.tokenizer.text_vocab_size  # Google's BERT has no rows for what we append
     padded = PaddedReader(reader, rows=run.padded_vocab_size, entries=entries)
     take_weights(run, padded, fresh=anew)

@@ -10,6 +10,8 @@ from megatron.models.sizes import Ending
 from tasks import confusion, correlation
 from tasks.results import Numbers, format_table
 
+HEADS = ("classification_head", "multichoice_head")  # Megatron's names
+
 
 @dataclass(frozen=True)
 class Guesses:
@@ -48,8 +50,8 @@ class Target:
 
     @property
     def head_name(self) -> str:
-        """Megatron's name of the last layer."""
-        return "classification_head" if self.texts == 1 else "multichoice_head"
+        """The name of the last layer."""
+        return HEADS[self.texts > 1]
 
     @property
     def ending(self) -> Ending:

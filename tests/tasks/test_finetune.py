@@ -88,6 +88,10 @@ def test_it_learns_and_keeps_the_best(toy, tmp_path):
         assert losses == []
         assert evaluated.all_files == last.all_files
         assert evaluated.iteration == best.iteration > 0
+        for task, head in (("RACE", "multichoice_head with 1"), ("MNLI", ".* with 3")):
+            found = rf"{flag} .*: is finetuned for another task: it has classification_head with 2"
+            with pytest.raises(CheckpointError, match=f"{found} .*--task {task} takes {head}"):
+                finetune_command.parse(task, words, 1)
 
 
 def test_numbers_are_learned_by_squared_error(toy, tmp_path, capsys):
@@ -430,8 +434,11 @@ def test_less_than_a_batch_is_refused(toy):
 def test_a_model_without_a_head_is_not_evaluated(toy):
     folder, flags = toy
     words = [*flags, "--epochs", "0", "--valid-data", str(folder / "dev.tsv")]
-    with pytest.raises(CheckpointError, match="has no head of a finetuned model"):
-        finetune(Layout.single(), "SST-2", words)
+    with pytest.raises(CheckpointError, match="has no head .*, and --epochs 0 trains none"):
+        finetune_command.parse("SST-2", words, 1)
+    words = _sst(toy, "--epochs", "1", "--load", str(folder / "bert"))[2:]
+    with pytest.raises(CheckpointError, match="--load .*: has no head .* --pretrained-checkpoint"):
+        finetune_command.parse("SST-2", words, 1)
 
 
 def test_a_model_without_a_binary_head_gets_what_it_lacks(toy, tmp_path):
