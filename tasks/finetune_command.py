@@ -46,6 +46,7 @@ _OF_PRETRAINING: tuple[Rule, ...] = (
     rules_data.sources,
     rules_data.blends,
     rules_data.split,
+    rules_data.tokenizer,
     rules_model.required,
     rules_training.save_interval,  # unset: an epoch
 )
@@ -243,8 +244,9 @@ def _check_head(reader: Reader, target: Target, shown: str, *, only_evaluates: b
 def _required(config: RunConfig, world_size: int) -> Iterator[str]:
     if config.model.num_layers is None:
         yield "--pretrained-checkpoint is required: give the folder of a pretrained BERT"
-    else:
+    else:  # which names its tokenizer, unless it is old
         yield from rules_model.required(config, world_size)
+        yield from rules_data.tokenizer(config, world_size)
 
 
 def _own_order(config: RunConfig, world_size: int) -> Iterator[str]:

@@ -414,6 +414,7 @@ def test_mistakes_are_found_at_the_door(flags, message):
     with pytest.raises(ConfigError) as caught:
         finetune_command.parse("MNLI", flags, 1)
     assert message in str(caught.value)
+    assert "--tokenizer-type" not in str(caught.value)  # the checkpoint would name it
 
 
 def test_what_a_training_needs_is_asked_for(toy):
