@@ -31,6 +31,7 @@ from tasks.classify_files import GLUE, Example, read_glue, read_race
 from tasks.files import find_missing, find_repeated
 from tasks.finetune import FinetuneRecipe
 from tasks.finetune_extras import Finetuning
+from tasks.results import check_results
 from tasks.table import PROGRAM, flags_elsewhere
 from tasks.target import HEADS, Target
 
@@ -68,6 +69,8 @@ def run(task: str, arguments: list[str], launch: Launch) -> int:
     config, recipe, extras = prepare(task, parsed, pretended or launch.world_size)
     if training.dry_run:
         return dry_run(config, recipe, launch)
+    if launch.rank == 0:
+        check_results(parsed.extra[0].results)
     return pretrain(config, recipe, launch, started, extras)
 
 
@@ -115,6 +118,8 @@ def parse(
             yield f"--task {task} needs --train-data: give the file to train on, or --epochs 0"
         if own.epochs == 0 and not options.valid_data:
             yield "--epochs 0 without --valid-data: there is nothing to do: give a file"
+        if options.results is not None and not options.valid_data:
+            yield f"--results {options.results} without --valid-data: nothing is evaluated: drop it"
         yield from find_missing("--train-data", own.train_data)
         yield from find_missing("--valid-data", options.valid_data)
         yield from find_repeated("--valid-data", options.valid_data)

@@ -25,7 +25,7 @@ from megatron.training.process import processes, show_notices
 from tasks.evaluation import parse_evaluation, publish, say_start
 from tasks.generation import Generator, Wish
 from tasks.progress import Progress
-from tasks.results import Numbers
+from tasks.results import Numbers, check_results
 from tasks.workers import Workers
 
 if TYPE_CHECKING:
@@ -75,6 +75,8 @@ def run(task: str, arguments: list[str], launch: Launch) -> int:
     """
     parsed = parse(task, arguments, launch.world_size)
     show_notices(parsed.notices, launch)
+    if launch.rank == 0:
+        check_results(parsed.extra[0].results)
     with processes(parsed.config, launch) as (device, layout):
         evaluate(parsed, device, layout)
     return EXIT_OK

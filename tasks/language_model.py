@@ -22,7 +22,7 @@ from tasks import zero_shot
 from tasks.evaluation import parse_evaluation, publish, say_start
 from tasks.files import find_missing, find_repeated
 from tasks.progress import Progress
-from tasks.results import Numbers, megatron_line
+from tasks.results import Numbers, check_results, megatron_line
 
 PREPARE: dict[str, Callable[..., zero_shot.Prepared]] = {
     "WIKITEXT103": zero_shot.prepare_wikitext,
@@ -69,6 +69,8 @@ def run(task: str, arguments: list[str], launch: Launch) -> int:
     """
     parsed = parse(task, arguments, launch.world_size)
     show_notices(parsed.notices, launch)
+    if launch.rank == 0:
+        check_results(parsed.extra[0].results)
     with processes(parsed.config, launch) as (device, layout):
         evaluate(task, parsed, device, layout)
     return EXIT_OK

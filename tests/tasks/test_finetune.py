@@ -23,7 +23,7 @@ from tasks.classify_samples import Epochs, TextSamples
 from tasks.main import main
 from tasks.target import Guesses
 from tests.distributed import run_distributed
-from tests.tasks.toy import WORDS, finetune, save_bert
+from tests.tasks.toy import WORDS, finetune, save_bert, save_toy
 
 
 def _sentence(chance, first):
@@ -166,6 +166,20 @@ def test_evaluation_between_epochs_does_not_touch_the_training(toy):
     without = words.index("--valid-data")
     alone, _ = finetune(Layout.single(), "SST-2", words[:without] + words[without + 2 :])
     assert losses == alone
+
+
+@pytest.mark.parametrize("task", ["SST-2", "LAMBADA"])
+def test_results_that_cannot_be_written_are_refused_before_the_work(toy, tmp_path, capsys, task):
+    (tmp_path / "file").touch()
+    if task == "SST-2":
+        words = _sst(toy, "--epochs", "1")
+    else:
+        words = ["--load", save_toy(str(tmp_path / "toy")), "--valid-data", str(tmp_path / "file")]
+    for place in (tmp_path / "file" / "out.json", tmp_path):
+        assert main(["--task", task, *words, "--results", str(place)]) == 8
+        said = capsys.readouterr()
+        assert said.err.startswith(f"error: --results {place} cannot be written (")
+        assert "iteration" not in said.out.replace("successfully saved checkpoint at iteration", "")
 
 
 def test_throughput_counts_all_texts_of_a_sample(toy, capsys, monkeypatch):
@@ -404,6 +418,7 @@ def test_a_race_file_that_is_none_is_named(tmp_path):
         (["--epochs", "1"], "--pretrained-checkpoint is required"),
         (["--epochs", "1", "--train-data", "/no"], "--train-data /no: no such file"),
         (["--valid-data", "/no", "/other", "/other/../no"], "/other/../no: is given twice"),
+        (["--epochs", "1", "--results", "x"], "--results x without --valid-data: nothing is"),
         (["--train-iters", "5"], "--train-iters: --epochs says how long"),
         (["--dataloader-type", "cyclic"], "each epoch is shuffled anyway"),
         (["--log-validation-ppl-to-tensorboard"], "a task's loss is of no tokens"),
@@ -455,8 +470,6 @@ def test_a_model_without_a_binary_head_gets_what_it_lacks(toy, tmp_path):
 
 
 def test_another_kind_of_network_is_refused(tmp_path):
-    from tests.tasks.toy import save_toy
-
     with pytest.raises(CheckpointError, match="holds a gpt, where a bert is needed"):
         finetune_command.parse(
             "MNLI", ["--pretrained-checkpoint", save_toy(str(tmp_path)), "--epochs", "1"], 1
