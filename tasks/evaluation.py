@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
 from megatron import __version__
 from megatron.config import ParsedRun, RunConfig, parse_config
-from megatron.config.checks import Rule
 from megatron.config.tasks import TaskConfig
 from megatron.device import Device
 from megatron.errors import StorageError
@@ -50,7 +49,7 @@ def parse_evaluation(
         program=PROGRAM,
         extra=(TaskConfig, options),
         find_start=find_start or _saved,
-        rules=RULES,
+        rules=SAVED_MODEL_RULES,
         check_extra=check,
         elsewhere=flags_elsewhere(task),
     )
@@ -63,33 +62,6 @@ def _saved(given: Mapping[str, Any]) -> RunConfig:
     config = saved_config(open_existing(folder, verify=False), folder)
     check_architecture(config, "gpt", f"--load {folder}")
     return replace(config, training=replace(config.training, micro_batch_size=_MICRO_BATCH))
-
-
-def _not_here(config: RunConfig, world_size: int) -> Iterator[str]:
-    """What a model may be trained with and not be evaluated with."""
-    parallel = config.parallel
-    virtual = {
-        "--num-layers-per-virtual-pipeline-stage": parallel.num_layers_per_virtual_pipeline_stage,
-        "--num-virtual-stages-per-pipeline-rank": parallel.num_virtual_stages_per_pipeline_rank,
-    }
-    for name, value in virtual.items():
-        if value is not None:
-            yield f"{name} {value}: evaluation takes one part a stage: drop it"
-    if parallel.context_parallel_size != 1:
-        yield (
-            f"--context-parallel-size {parallel.context_parallel_size}: evaluation does not split "
-            "sequences: use data-parallel processes"
-        )
-    if config.precision.fp8_format is not None:
-        yield (
-            f"--fp8-format {config.precision.fp8_format}: evaluation multiplies in the weights' "
-            "own 16 bits: drop it"
-        )
-    if parallel.zero_stage == 3:
-        yield "--zero-stage 3 shares the weights of a training run: drop it"
-
-
-RULES: tuple[Rule, ...] = (*SAVED_MODEL_RULES, _not_here)
 
 
 def say_start(task: str, loaded: Loaded, device: Device, data: str) -> None:
