@@ -11,13 +11,23 @@ from megatron import __version__
 from megatron.config import ParsedRun, RunConfig, parse_config
 from megatron.config.tasks import TaskConfig
 from megatron.device import Device
-from megatron.errors import StorageError
+from megatron.environment import Launch
+from megatron.errors import EXIT_OK, StorageError
 from megatron.inference.arguments import SAVED_MODEL_RULES
 from megatron.inference.load import Loaded, check_architecture, open_existing, saved_config
 from megatron.inference.panel import model_rows
+from megatron.parallel.layout import Layout
 from megatron.training.callbacks.terminal import say
 from megatron.training.panel import format_panel
-from tasks.results import Numbers, format_number, format_table, results_path, write_results
+from megatron.training.process import processes, show_notices
+from tasks.results import (
+    Numbers,
+    check_results,
+    format_number,
+    format_table,
+    results_path,
+    write_results,
+)
 from tasks.table import PROGRAM, flags_elsewhere
 
 _MICRO_BATCH = 8  # where none is asked for
@@ -62,6 +72,22 @@ def _saved(given: Mapping[str, Any]) -> RunConfig:
     config = saved_config(open_existing(folder, verify=False), folder)
     check_architecture(config, "gpt", f"--load {folder}")
     return replace(config, training=replace(config.training, micro_batch_size=_MICRO_BATCH))
+
+
+def run_evaluation(
+    parsed: ParsedRun, launch: Launch, evaluate: Callable[[Device, Layout], object]
+) -> int:
+    """`evaluate` as one of the processes that the launcher started; the exit code. Collective.
+
+    Raises:
+        UserError: a flag, the checkpoint or the data need mending.
+    """
+    show_notices(parsed.notices, launch)
+    if launch.rank == 0:
+        check_results(parsed.extra[0].results)
+    with processes(parsed.config, launch) as (device, layout):
+        evaluate(device, layout)
+    return EXIT_OK
 
 
 def say_start(task: str, loaded: Loaded, device: Device, data: str) -> None:
