@@ -26,6 +26,7 @@ from megatron.data.build import build_bert_datasets
 from megatron.device import Device
 from megatron.models.bert import BertModel
 from megatron.models.head import masked_mean
+from megatron.models.sizes import IN_WORDS
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer
 from megatron.training.pretrain import main
@@ -37,7 +38,7 @@ class BertRecipe:
 
     program = "pretrain_bert.py"
     architecture = "bert"
-    has_perplexity = True
+    ending = IN_WORDS
 
     def loss_names(self, config: RunConfig) -> tuple[str, ...]:
         return ("lm loss", "sop loss") if config.model.bert_binary_head else ("lm loss",)

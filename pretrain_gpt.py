@@ -27,6 +27,7 @@ from megatron.data.sample import SEGMENT_ENDS
 from megatron.device import Device
 from megatron.kernels.segments import Segments
 from megatron.models.gpt import GPTModel
+from megatron.models.sizes import IN_WORDS
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer
 from megatron.training.pretrain import main
@@ -38,7 +39,7 @@ class GPTRecipe:
 
     program = "pretrain_gpt.py"
     architecture = "gpt"
-    has_perplexity = True
+    ending = IN_WORDS
 
     def loss_names(self, config: RunConfig) -> tuple[str, ...]:
         return ("lm loss",)

@@ -24,6 +24,7 @@ from megatron.config.stages import ModelPart
 from megatron.data.build import build_t5_datasets
 from megatron.device import Device
 from megatron.models.head import masked_mean
+from megatron.models.sizes import IN_WORDS
 from megatron.models.t5 import T5Model
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer
@@ -36,7 +37,7 @@ class T5Recipe:
 
     program = "pretrain_t5.py"
     architecture = "t5"
-    has_perplexity = True
+    ending = IN_WORDS
 
     def loss_names(self, config: RunConfig) -> tuple[str, ...]:
         return ("lm loss",)

@@ -176,7 +176,7 @@ def cuda_architectures() -> list[str]:
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels are kept: MEGATRON_CACHE, else the user's cache folder.
+    """Where what we compile is kept: MEGATRON_CACHE, else the user's cache folder.
 
     Raises:
         RuntimeError: there is no such user.

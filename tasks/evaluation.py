@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
 from megatron import __version__
 from megatron.config import ParsedRun, RunConfig, parse_config
-from megatron.config.checks import Rule
 from megatron.config.tasks import TaskConfig
 from megatron.device import Device
-from megatron.errors import StorageError
+from megatron.environment import Launch
+from megatron.errors import EXIT_OK, StorageError
 from megatron.inference.arguments import SAVED_MODEL_RULES
 from megatron.inference.load import Loaded, check_architecture, open_existing, saved_config
 from megatron.inference.panel import model_rows
+from megatron.parallel.layout import Layout
 from megatron.training.callbacks.terminal import say
 from megatron.training.panel import format_panel
-from tasks.results import Numbers, format_number, format_table, results_path, write_results
+from megatron.training.process import processes, show_notices
+from tasks.results import (
+    Numbers,
+    check_results,
+    format_number,
+    format_table,
+    results_path,
+    write_results,
+)
 from tasks.table import PROGRAM, flags_elsewhere
 
 _MICRO_BATCH = 8  # where none is asked for
@@ -50,7 +59,7 @@ def parse_evaluation(
         program=PROGRAM,
         extra=(TaskConfig, options),
         find_start=find_start or _saved,
-        rules=RULES,
+        rules=SAVED_MODEL_RULES,
         check_extra=check,
         elsewhere=flags_elsewhere(task),
     )
@@ -65,31 +74,20 @@ def _saved(given: Mapping[str, Any]) -> RunConfig:
     return replace(config, training=replace(config.training, micro_batch_size=_MICRO_BATCH))
 
 
-def _not_here(config: RunConfig, world_size: int) -> Iterator[str]:
-    """What a model may be trained with and not be evaluated with."""
-    parallel = config.parallel
-    virtual = {
-        "--num-layers-per-virtual-pipeline-stage": parallel.num_layers_per_virtual_pipeline_stage,
-        "--num-virtual-stages-per-pipeline-rank": parallel.num_virtual_stages_per_pipeline_rank,
-    }
-    for name, value in virtual.items():
-        if value is not None:
-            yield f"{name} {value}: evaluation takes one part a stage: drop it"
-    if parallel.context_parallel_size != 1:
-        yield (
-            f"--context-parallel-size {parallel.context_parallel_size}: evaluation does not split "
-            "sequences: use data-parallel processes"
-        )
-    if config.precision.fp8_format is not None:
-        yield (
-            f"--fp8-format {config.precision.fp8_format}: evaluation multiplies in the weights' "
-            "own 16 bits: drop it"
-        )
-    if parallel.zero_stage == 3:
-        yield "--zero-stage 3 shares the weights of a training run: drop it"
+def run_evaluation(
+    parsed: ParsedRun, launch: Launch, evaluate: Callable[[Device, Layout], object]
+) -> int:
+    """`evaluate` as one of the processes that the launcher started; the exit code. Collective.
 
-
-RULES: tuple[Rule, ...] = (*SAVED_MODEL_RULES, _not_here)
+    Raises:
+        UserError: a flag, the checkpoint or the data need mending.
+    """
+    show_notices(parsed.notices, launch)
+    if launch.rank == 0:
+        check_results(parsed.extra[0].results)
+    with processes(parsed.config, launch) as (device, layout):
+        evaluate(device, layout)
+    return EXIT_OK
 
 
 def say_start(task: str, loaded: Loaded, device: Device, data: str) -> None:

@@ -17,6 +17,16 @@ def find_missing(flag: str, paths: Iterable[str] | None) -> Iterator[str]:
             yield f"{flag} {path}: no such file: give the path of one"
 
 
+def find_repeated(flag: str, paths: Iterable[str] | None) -> Iterator[str]:
+    """One line for each path that names the same as one before: its samples would count twice."""
+    seen: set[Path] = set()
+    for path in paths or ():
+        place = Path(path).resolve()
+        if place in seen:
+            yield f"{flag} {path}: is given twice: give it once"
+        seen.add(place)
+
+
 def read_text(path: str) -> str:
     """A whole UTF-8 file.
 

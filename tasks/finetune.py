@@ -14,6 +14,7 @@ from megatron.config.stages import ModelPart
 from megatron.device import Device
 from megatron.models.bert_heads import BertChooser
 from megatron.models.construct import build_model
+from megatron.models.sizes import Ending
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer
 from megatron.training.recipe import Batch, SampleCounts, Splits
@@ -35,7 +36,6 @@ class FinetuneRecipe:
 
     program = PROGRAM
     architecture = "bert"
-    has_perplexity = False
 
     def __init__(
         self,
@@ -49,6 +49,10 @@ class FinetuneRecipe:
         self._valid = valid
         self._used = used
 
+    @property
+    def ending(self) -> Ending:
+        return self.target.ending
+
     def loss_names(self, config: RunConfig) -> tuple[str, ...]:
         return ("lm loss",)
 
@@ -60,7 +64,8 @@ class FinetuneRecipe:
         padded_vocab_size: int,
         part: ModelPart,
     ) -> BertChooser:
-        network = partial(BertChooser, head_name=self.target.head_name, outputs=self.target.outputs)
+        head = {"head_name": self.target.head_name, "outputs": self.ending.outputs}
+        network = partial(BertChooser, **head)
         return build_model(network, config, layout, device, padded_vocab_size, part)
 
     def describe_kernels(self, part: BertChooser) -> str:

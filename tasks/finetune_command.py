@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from megatron.checkpoint.reader import Reader
 from megatron.config import (
     ParsedRun,
     RunConfig,
@@ -22,16 +23,17 @@ from megatron.config.model import ModelConfig
 from megatron.config.run import known
 from megatron.config.tasks import FinetuneConfig, TaskConfig
 from megatron.environment import Launch
-from megatron.errors import ConfigError
+from megatron.errors import CheckpointError, ConfigError
 from megatron.inference.load import check_architecture, open_existing, saved_config
-from megatron.training.pretrain import pretrain
+from megatron.training.pretrain import dry_run, pretrain
 from megatron.training.process import show_notices
 from tasks.classify_files import GLUE, Example, read_glue, read_race
-from tasks.files import find_missing
+from tasks.files import find_missing, find_repeated
 from tasks.finetune import FinetuneRecipe
 from tasks.finetune_extras import Finetuning
+from tasks.results import check_results
 from tasks.table import PROGRAM, flags_elsewhere
-from tasks.target import Target
+from tasks.target import HEADS, Target
 
 FindStart = Callable[[Mapping[str, Any]], RunConfig]
 # What can only be said once the length of the run is known.
@@ -40,9 +42,15 @@ _LATE: tuple[Rule, ...] = (
     rules_ranges.samples,
     rules_training.length,
     rules_training.warm_up,
-    rules_training.saving,
 )
-_OF_CORPORA: tuple[Rule, ...] = (rules_data.sources, rules_data.blends, rules_data.split)
+_OF_PRETRAINING: tuple[Rule, ...] = (
+    rules_data.sources,
+    rules_data.blends,
+    rules_data.split,
+    rules_data.tokenizer,
+    rules_model.required,
+    rules_training.save_interval,  # unset: an epoch
+)
 _MICRO_BATCH = 8  # of an evaluation, where none is asked for
 RACE = Target("RACE", tuple("ABCD"), texts=4)
 
@@ -56,7 +64,13 @@ def run(task: str, arguments: list[str], launch: Launch) -> int:
     started = time.monotonic()
     parsed = parse(task, arguments, launch.world_size)
     show_notices(parsed.notices, launch)
-    config, recipe, extras = prepare(task, parsed, launch.world_size)
+    training = parsed.config.training
+    pretended = training.dry_run_world_size if training.dry_run else None
+    config, recipe, extras = prepare(task, parsed, pretended or launch.world_size)
+    if training.dry_run:
+        return dry_run(config, recipe, launch)
+    if launch.rank == 0:
+        check_results(parsed.extra[0].results)
     return pretrain(config, recipe, launch, started, extras)
 
 
@@ -104,8 +118,11 @@ def parse(
             yield f"--task {task} needs --train-data: give the file to train on, or --epochs 0"
         if own.epochs == 0 and not options.valid_data:
             yield "--epochs 0 without --valid-data: there is nothing to do: give a file"
+        if options.results is not None and not options.valid_data:
+            yield f"--results {options.results} without --valid-data: nothing is evaluated: drop it"
         yield from find_missing("--train-data", own.train_data)
         yield from find_missing("--valid-data", options.valid_data)
+        yield from find_repeated("--valid-data", options.valid_data)
 
     return parse_config(
         arguments,
@@ -113,9 +130,9 @@ def parse(
         program=PROGRAM,
         architecture="bert",
         extra=(TaskConfig, FinetuneConfig),
-        find_start=find_start or _pretrained,
+        find_start=find_start or partial(_pretrained, target=find_target(task)[0]),
         rules=[
-            *(rule for rule in RULES if rule not in (*_LATE, *_OF_CORPORA, rules_model.required)),
+            *(rule for rule in RULES if rule not in (*_LATE, *_OF_PRETRAINING)),
             _required,
             _own_order,
         ],
@@ -153,11 +170,8 @@ def with_length(
         )
     used = None if own.keep_last else samples // batch * batch
     iterations = epochs * (samples // batch) if used else -(-epochs * samples // batch)
-    checkpoint = config.checkpoint
-    if checkpoint.save is not None and checkpoint.save_interval is None and epochs:
-        checkpoint = replace(checkpoint, save_interval=max(1, iterations // epochs))
     training = replace(config.training, train_iters=iterations, train_samples=None)
-    config = replace(config, training=training, checkpoint=checkpoint)
+    config = replace(config, training=training)
     problems = find_problems(config, world_size, rules=_LATE)
     if problems:
         raise ConfigError(problems)
@@ -170,7 +184,7 @@ def epoch_ends(epochs: int, samples: int, batch: int) -> frozenset[int]:
     return frozenset(-(-epoch * samples // batch) for epoch in range(1, epochs + 1))
 
 
-def _pretrained(given: Mapping[str, Any]) -> RunConfig:
+def _pretrained(given: Mapping[str, Any], target: Target) -> RunConfig:
     """The run that flags change: of the pretrained checkpoint, or of --load."""
     named = {flag: given[flag] for flag in ("train_iters", "train_samples") if flag in given}
     if named:
@@ -185,10 +199,13 @@ def _pretrained(given: Mapping[str, Any]) -> RunConfig:
         ("", None),
     )
     start = RunConfig(model=ModelConfig(architecture="bert"))
-    if folder is not None:
-        start = saved_config(open_existing(folder, flag=flag, verify=False), folder)
-        check_architecture(start, "bert", f"{flag} {folder}")
     only_evaluates = given.get("epochs") == 0
+    if folder is not None:
+        reader = open_existing(folder, flag=flag, verify=False)
+        start = saved_config(reader, folder)
+        check_architecture(start, "bert", f"{flag} {folder}")
+        if only_evaluates or flag == "--load":
+            _check_head(reader, target, f"{flag} {folder}", only_evaluates=only_evaluates)
     return replace(
         start,
         # A classifier is built on the pooler, which a model without a binary head lacks.
@@ -203,11 +220,38 @@ def _pretrained(given: Mapping[str, Any]) -> RunConfig:
     )
 
 
+def _check_head(reader: Reader, target: Target, shown: str, *, only_evaluates: bool) -> None:
+    """
+    Raises:
+        CheckpointError: the model has no head, or another than the task's.
+    """
+    heads = {
+        name.removesuffix(".bias").removeprefix("model."): reader.global_shape(name)[0]
+        for name in reader.names()
+        if name in (f"model.{head}.bias" for head in HEADS)
+    }
+    if not heads:
+        why = ", and --epochs 0 trains none" if only_evaluates else ""
+        instead = "give --epochs" if only_evaluates else "give this one as --pretrained-checkpoint"
+        raise CheckpointError(
+            f"{shown}: has no head of a finetuned model{why}: name the folder of a finetuned one, "
+            f"such as its `best`, or {instead}"
+        )
+    if heads.get(target.head_name) != target.ending.outputs:
+        found = " and ".join(f"{name} with {outputs}" for name, outputs in heads.items())
+        raise CheckpointError(
+            f"{shown}: is finetuned for another task: it has {found} output(s), and --task "
+            f"{target.task} takes {target.head_name} with {target.ending.outputs}: name the folder "
+            "of a model that is finetuned for this one"
+        )
+
+
 def _required(config: RunConfig, world_size: int) -> Iterator[str]:
     if config.model.num_layers is None:
         yield "--pretrained-checkpoint is required: give the folder of a pretrained BERT"
-    else:
+    else:  # which names its tokenizer, unless it is old
         yield from rules_model.required(config, world_size)
+        yield from rules_data.tokenizer(config, world_size)
 
 
 def _own_order(config: RunConfig, world_size: int) -> Iterator[str]:

@@ -15,7 +15,6 @@ from megatron.checkpoint.exchange import Exchange
 from megatron.checkpoint.vocabulary import PaddedReader
 from megatron.config.run import known
 from megatron.config.tasks import TaskConfig
-from megatron.errors import CheckpointError
 from megatron.inference.load import open_existing
 from megatron.parallel.collectives import all_reduce
 from megatron.training.callbacks.base import Callback, Leave
@@ -36,7 +35,7 @@ from tasks.target import Guesses
 
 BEST = "best"  # a folder in --save
 _RECORD = "evaluation.json"  # in it: of which iteration, and how good
-_HEADS = ("classification_head", "multichoice_head")
+_MAY_LACK = ("pooler", "embedding.token_type")  # a pretrained model
 _PASSES = 16  # micro-batches between two looks at the progress
 
 
@@ -81,16 +80,18 @@ class Finetuning(Extras):
         self._valid = valid
         self._epoch_ends = epoch_ends
         self._options = options
+        self._start = 0  # the iteration of weights that are only evaluated
         self.last: Evaluated | None = None
 
     def begin(self, run: Run) -> None:
-        """Weights of the pretrained model, unless the finetuning itself goes on."""
-        if run.channel is not None:  # of a sample's texts each is a sequence
-            shape = (run.batches.micro_batch * self._recipe.target.texts, _hidden(run))
-            run.channel = run.channel.with_shape((_sequence(run), *shape))
+        """Weights of the pretrained model, unless the finetuning itself goes on; and when to
+        save, where nothing else is asked for: after each epoch."""
+        if run.config.checkpoint.save_interval is None:
+            run.save_at = self._epoch_ends
         if self._pretrained is not None and run.progress.iteration == 0:
             fresh = [self._recipe.target.head_name] if self._epoch_ends else []
-            _take_pretrained(run, self._pretrained, fresh)
+            iteration = _take_pretrained(run, self._pretrained, fresh)
+            self._start = 0 if self._epoch_ends else iteration
 
     def callbacks(self, run: Run) -> list[Callback]:
         """Evaluation at the end of each epoch."""
@@ -100,7 +101,7 @@ class Finetuning(Extras):
         """The results, for good."""
         if not self._valid:
             return
-        if self.last is None or self.last.iteration != run.progress.iteration:
+        if self.last is None or self.last.iteration != self._iteration(run):
             self.evaluate(run)
         assert self.last is not None
         if run.layout.world.rank == 0:
@@ -109,7 +110,7 @@ class Finetuning(Extras):
     def evaluate(self, run: Run) -> None:
         """Guess on all files, tell, and keep the weights if they are the best. Collective."""
         found = {name: collect_guesses(run, self._recipe, data) for name, data in self._data(run)}
-        self.last = Evaluated(run.progress.iteration, found)
+        self.last = Evaluated(self._iteration(run), found)
         if run.layout.world.rank == 0:
             say(self._table(run, self.last))
         self._keep_if_best(run, self.last)
@@ -118,6 +119,10 @@ class Finetuning(Extras):
     def epoch_ends(self) -> Set[int]:
         """The updates after which an epoch has ended."""
         return self._epoch_ends
+
+    def _iteration(self, run: Run) -> int:
+        """With which the weights came to be."""
+        return run.progress.iteration or self._start
 
     def _data(self, run: Run) -> list[tuple[str, TextSamples]]:
         length = known(run.config.data.seq_length)
@@ -152,7 +157,7 @@ class Finetuning(Extras):
             say(f"  the best so far ({target.score_name} {score:.6g}): kept in {root}")
 
     def _write(self, run: Run, evaluated: Evaluated) -> None:
-        path = self._results_path(run)
+        path = self._results_path(run, evaluated.iteration)
         if path is None:
             return
         target = self._recipe.target
@@ -180,14 +185,14 @@ class Finetuning(Extras):
         write_results(path, content)
         say(f"results written to {path}")
 
-    def _results_path(self, run: Run) -> Path | None:
+    def _results_path(self, run: Run, iteration: int) -> Path | None:
         """The file asked for, or one in the folder of checkpoints; None: there is neither."""
         if self._options.results is not None:
             return Path(self._options.results)
         folder = run.config.checkpoint.save
         if folder is None:
             return None
-        name = f"{self._recipe.target.task.lower()}-iter_{run.progress.iteration:07d}.json"
+        name = f"{self._recipe.target.task.lower()}-iter_{iteration:07d}.json"
         return Path(folder) / "evaluation" / name
 
 
@@ -196,6 +201,9 @@ class _AtEpochsEnd(Callback):
 
     def __init__(self, finetuning: Finetuning) -> None:
         self._finetuning = finetuning
+
+    def interrupts(self, run: Run) -> bool:
+        return run.progress.iteration + 1 in self._finetuning.epoch_ends
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
         at_end = run.progress.iteration in self._finetuning.epoch_ends
@@ -232,12 +240,12 @@ def collect_guesses(run: Run, recipe: FinetuneRecipe, dataset: TextSamples) -> G
     return Guesses(labels, tuple(guesses[: len(dataset)].tolist()))
 
 
-def _take_pretrained(run: Run, folder: str, fresh: Sequence[str]) -> None:
-    """The weights under --pretrained-checkpoint, but for the layers that are drawn anew.
+def _take_pretrained(run: Run, folder: str, fresh: Sequence[str]) -> int:
+    """The weights under --pretrained-checkpoint, but for the layers that are drawn anew; their
+    iteration.
 
     Raises:
-        CheckpointError: it is of another network; or nothing is to be drawn anew, as where there
-            is no training, and it is not a finetuned model.
+        CheckpointError: it is of another network.
     """
     flag = "--pretrained-checkpoint"
     reader = open_existing(folder, flag=flag, layout=run.layout)
@@ -246,22 +254,16 @@ def _take_pretrained(run: Run, folder: str, fresh: Sequence[str]) -> None:
     saved = reader.meta["config"].get("model", {})
     model = replace(run.config.model, bert_binary_head=saved.get("bert_binary_head", True))
     check_network(replace(run.config, model=model), reader, flag)
-    held = {name.removeprefix("model.") for name in reader.names()}
-    missing = [
-        name
-        for name in ("pooler", "embedding.token_type", *_HEADS)
-        if not any(one.startswith(name) for one in held)
-    ]
-    if not fresh and set(_HEADS) <= set(missing):
-        raise CheckpointError(
-            f"{flag} {reader.path}: has no head of a finetuned model, and --epochs 0 trains none: "
-            "name the folder of a finetuned one, such as its `best`, or give --epochs"
-        )
-    anew = [*fresh, *(name for name in missing if fresh and name not in _HEADS)]
+    held = reader.names()
+    anew = list(fresh)
+    for name in _MAY_LACK if fresh else ():
+        if not any(one.startswith(f"model.{name}") for one in held):
+            anew.append(name)
     entries = run.tokenizer.text_vocab_size  # Google's BERT has no rows for what we append
     padded = PaddedReader(reader, rows=run.padded_vocab_size, entries=entries)
     take_weights(run, padded, fresh=anew)
     run.pretrained = str(reader.path) + (f" (drawn anew: {', '.join(anew)})" if anew else "")
+    return reader.iteration
 
 
 def _best_score(root: Path, scores: Sequence[str]) -> float:
@@ -273,15 +275,6 @@ def _best_score(root: Path, scores: Sequence[str]) -> float:
     except (OSError, ValueError, KeyError, TypeError):
         pass
     return -2.0
-
-
-def _hidden(run: Run) -> int:
-    return known(run.config.model.hidden_size)
-
-
-def _sequence(run: Run) -> int:
-    """Tokens of a message between stages, on this rank."""
-    return known(run.config.data.seq_length) // run.layout.sequence.size
 
 
 def _with_underscores(numbers: Numbers) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +18,11 @@ from megatron.config.run import known
 from megatron.config.tasks import HarnessConfig, TaskConfig
 from megatron.device import Device
 from megatron.environment import Launch
-from megatron.errors import EXIT_OK, ConfigError, DataError
+from megatron.errors import ConfigError, DataError
 from megatron.inference.load import Loaded, load_gpt
 from megatron.inference.score import Sample, Scorer
 from megatron.parallel.layout import Layout
-from megatron.training.process import processes, show_notices
-from tasks.evaluation import parse_evaluation, publish, say_start
+from tasks.evaluation import parse_evaluation, publish, run_evaluation, say_start
 from tasks.generation import Generator, Wish
 from tasks.progress import Progress
 from tasks.results import Numbers
@@ -74,10 +74,7 @@ def run(task: str, arguments: list[str], launch: Launch) -> int:
         UserError: a flag, the checkpoint or a task file need mending.
     """
     parsed = parse(task, arguments, launch.world_size)
-    show_notices(parsed.notices, launch)
-    with processes(parsed.config, launch) as (device, layout):
-        evaluate(parsed, device, layout)
-    return EXIT_OK
+    return run_evaluation(parsed, launch, partial(evaluate, parsed))
 
 
 def evaluate(parsed: ParsedRun, device: Device, layout: Layout) -> Numbers | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from megatron.config import ParsedRun, RunConfig
@@ -12,15 +13,13 @@ from megatron.config.run import known
 from megatron.config.tasks import LanguageModelTaskConfig, TaskConfig
 from megatron.device import Device
 from megatron.environment import Launch
-from megatron.errors import EXIT_OK
 from megatron.inference.load import load_gpt
 from megatron.inference.score import Scorer
 from megatron.parallel.layout import Layout
 from megatron.training.callbacks.terminal import say
-from megatron.training.process import processes, show_notices
 from tasks import zero_shot
-from tasks.evaluation import parse_evaluation, publish, say_start
-from tasks.files import find_missing
+from tasks.evaluation import parse_evaluation, publish, run_evaluation, say_start
+from tasks.files import find_missing, find_repeated
 from tasks.progress import Progress
 from tasks.results import Numbers, megatron_line
 
@@ -45,6 +44,7 @@ def parse(
         elif task == "WIKITEXT103" and len(options.valid_data) > 1:
             yield f"--task {task} reads one text, --valid-data names {len(options.valid_data)}"
         yield from find_missing("--valid-data", options.valid_data)
+        yield from find_repeated("--valid-data", options.valid_data)
         if own.strict_lambada and task != "LAMBADA":
             yield f"--strict-lambada belongs to --task LAMBADA, not {task}: drop it"
         if own.overlapping_eval < 1:
@@ -67,10 +67,7 @@ def run(task: str, arguments: list[str], launch: Launch) -> int:
         UserError: a flag, the checkpoint or the data need mending.
     """
     parsed = parse(task, arguments, launch.world_size)
-    show_notices(parsed.notices, launch)
-    with processes(parsed.config, launch) as (device, layout):
-        evaluate(task, parsed, device, layout)
-    return EXIT_OK
+    return run_evaluation(parsed, launch, partial(evaluate, task, parsed))
 
 
 def evaluate(task: str, parsed: ParsedRun, device: Device, layout: Layout) -> Numbers:

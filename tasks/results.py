@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
-from megatron.checkpoint.durable import replace_file, storage_errors
+from megatron.checkpoint.durable import replace_file, storage_errors, writing_to
 
 Number = int | float
 Numbers = dict[str, Number]
@@ -50,6 +53,23 @@ def results_path(asked: str | None, checkpoint: str, task: str, iteration: int) 
     if asked is not None:
         return Path(asked)
     return Path(checkpoint) / "evaluation" / f"{task.lower()}-iter_{iteration:07d}.json"
+
+
+def check_results(asked: str | None) -> None:
+    """Before any work: a file may be written where --results says.
+
+    Raises:
+        StorageError: it may not.
+    """
+    if asked is None:
+        return
+    path = Path(asked)
+    with writing_to("--results", path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=path.parent):  # as the new file that takes the old one's place
+            pass
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), asked)
 
 
 def write_results(path: Path, content: Mapping[str, Any]) -> None:

@@ -6,8 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.models.sizes import Ending
 from tasks import confusion, correlation
 from tasks.results import Numbers, format_table
+
+HEADS = ("classification_head", "multichoice_head")  # Megatron's names
 
 
 @dataclass(frozen=True)
@@ -47,13 +50,14 @@ class Target:
 
     @property
     def head_name(self) -> str:
-        """Megatron's name of the last layer."""
-        return "classification_head" if self.texts == 1 else "multichoice_head"
+        """The name of the last layer."""
+        return HEADS[self.texts > 1]
 
     @property
-    def outputs(self) -> int:
-        """Of the last layer, for each text."""
-        return 1 if self.span is not None else len(self.classes) // self.texts
+    def ending(self) -> Ending:
+        """Of the model that is to find it."""
+        outputs = 1 if self.span is not None else len(self.classes) // self.texts
+        return Ending(outputs, self.texts)
 
     @property
     def score_name(self) -> str:

@@ -61,9 +61,9 @@ def test_help_works_without_gpu_and_heavy_imports(script) -> None:
 
 
 def test_a_wrong_flag_of_a_tool_is_refused() -> None:
-    result = _python("tools/plot_loss.py", "--metric-file", "x")
-    assert result.returncode == 2
-    assert "--metrics" in result.stderr
+    result = _python("tools/plot_loss.py", "--metric", "x")
+    assert result.returncode == 9
+    assert result.stderr == "error: unknown flag --metric: did you mean --metrics?\n"
 
 
 def test_an_editable_installation_is_a_plain_path(tmp_path) -> None:

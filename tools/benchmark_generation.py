@@ -22,6 +22,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.command import run_command
+from megatron.config.arguments import ToolParser
 from megatron.errors import ConfigError
 
 WARM_UP = 8  # steps, in which recordings are made
@@ -29,7 +30,7 @@ WARM_UP = 8  # steps, in which recordings are made
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table; the exit code."""
-    options = _parser().parse_args(argv)
+    options = _parser().read(argv)
     return run_command(lambda: run(options))
 
 
@@ -96,11 +97,11 @@ def run(options: argparse.Namespace) -> None:
         options.out.write_text(json.dumps(asdict(result), indent=2) + "\n")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description="Time text generation.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
+def _parser() -> ToolParser:
+    parser = ToolParser(
+        "benchmark_generation.py",
+        "Time text generation.",
+        shows_defaults=True,
     )
     parser.add_argument("--model", choices=("S", "L", "demo"), default="L", help="L: Llama 3.1 8B")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="bf16", help="of weights")

@@ -6,7 +6,6 @@ python tools/benchmark_index.py --sentences 1e7 --documents 5e5         BERT's a
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,12 +13,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.config.arguments import ToolParser
+
 
 def main() -> None:
     """Print the seconds that each index takes; the best of a few runs."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ToolParser("benchmark_index.py", __doc__)
     parser.add_argument("--tokens", type=float, default=1e9, help="Tokens in the corpus.")
     parser.add_argument("--documents", type=float, default=1e6, help="Documents in the corpus.")
     parser.add_argument(
@@ -27,7 +26,7 @@ def main() -> None:
     )
     parser.add_argument("--seq-length", type=int, default=1024, help="Sequence length in tokens.")
     parser.add_argument("--repeat", type=int, default=5, help="Runs of which the best counts.")
-    args = parser.parse_args()
+    args = parser.read()
     if args.sentences:
         time_sentence_map(int(args.sentences), int(args.documents), args.seq_length, args.repeat)
     else:

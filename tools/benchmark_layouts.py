@@ -23,19 +23,15 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.command import run_command
+from megatron.config.arguments import ToolParser
 from megatron.errors import ConfigError
 from tools.layouts.models import BenchmarkLayout, models
 from tools.layouts.table import Row, as_markdown
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> ToolParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="benchmark_layouts.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = ToolParser("benchmark_layouts.py", __doc__)
     add = parser.add_argument
     add("--model", required=True, choices=sorted(models()), help="What to train.")
     add("--layouts", nargs="+", metavar="NAME", help="Only these. Unset: all that fit.")
@@ -120,7 +116,7 @@ def run(options: argparse.Namespace) -> list[Row]:
 
 def main(words: Sequence[str]) -> int:
     """The exit code: 1 when a run failed."""
-    options = build_parser().parse_args(words)
+    options = build_parser().read(words)
 
     def work() -> int:
         if options.list:

@@ -26,20 +26,16 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.command import run_command
+from megatron.config.arguments import ToolParser
 from megatron.errors import DataError
 
 _TOOL = Path(__file__).resolve().with_name("preprocess_data.py")
 _DOCUMENT_CHARACTERS = 4050
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> ToolParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="benchmark_preprocess.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = ToolParser("benchmark_preprocess.py", __doc__)
     parser.add_argument("--vocab-file", required=True, help="GPT-2 vocabulary (json).")
     parser.add_argument("--merge-file", required=True, help="GPT-2 merges.")
     parser.add_argument("--text", help="Folder of .txt files, or a tar of them.")
@@ -154,7 +150,7 @@ def _measure_encoding(options: argparse.Namespace, corpus: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 done, 6 no text."""
-    options = build_parser().parse_args(argv)
+    options = build_parser().read(argv)
     return run_command(lambda: run(options))
 
 

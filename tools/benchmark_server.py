@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from megatron.command import run_command
+from megatron.config.arguments import ToolParser
 from megatron.errors import UserError
 
 _WORDS = "the of import self return for in class def if not value name data list is and to".split()
@@ -25,7 +26,7 @@ _WORDS = "the of import self return for in class def if not value name data list
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; 1 where a request failed."""
-    options = _parser().parse_args(argv)
+    options = _parser().read(argv)
     return run_command(lambda: run(options))
 
 
@@ -148,11 +149,11 @@ def _line(name: str, seconds: Sequence[float]) -> str:
     return f"{name.ljust(14)} {half:9.3f} s p50 {most:9.3f} s p99 {ranked[-1]:9.3f} s longest"
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description="Load a text generation server, and say how long clients waited.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
+def _parser() -> ToolParser:
+    parser = ToolParser(
+        "benchmark_server.py",
+        "Load a text generation server, and say how long clients waited.",
+        shows_defaults=True,
     )
     parser.add_argument("server", metavar="HOST:PORT", help="for example localhost:5000")
     parser.add_argument("--clients", type=int, default=200, help="requests at a time")

@@ -32,6 +32,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.command import run_command
+from megatron.config.arguments import ToolParser
 from megatron.errors import DataError, StorageError
 from tools.demos.kinds import DEFAULT_OUT, KINDS, VOCAB_SIZE, Kind
 
@@ -282,9 +283,7 @@ def last_validation_loss(metrics: Path) -> float:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="From raw text to a trained, evaluated model at work."
-    )
+    parser = ToolParser("demo.py", "From raw text to a trained, evaluated model at work.")
     parser.add_argument(
         "--model", choices=tuple(KINDS), default="gpt", help="what to train (default: %(default)s)"
     )
@@ -296,7 +295,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     numbers = ", ".join(f"{kind.iterations} for {name}" for name, kind in KINDS.items())
     parser.add_argument("--iters", type=int, help=f"training iterations (default: {numbers})")
-    return parser.parse_args(arguments)
+    return parser.read(arguments)
 
 
 def checked_demo(options: argparse.Namespace) -> None:

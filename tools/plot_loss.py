@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.command import run_command
+from megatron.config.arguments import ToolParser
 from megatron.errors import DataError
 
 Points = list[tuple[int, float]]  # (iteration, loss in nats per token)
@@ -84,7 +85,7 @@ def draw(
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Draw a loss curve from a metrics file.")
+    parser = ToolParser("plot_loss.py", "Draw a loss curve from a metrics file.")
     parser.add_argument(
         "--metrics", type=Path, required=True, help="file that --metrics-jsonl wrote"
     )
@@ -93,7 +94,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--entropy", type=float, help="draw this loss as a dashed line (nats per token)"
     )
-    return parser.parse_args(arguments)
+    return parser.read(arguments)
 
 
 def run(options: argparse.Namespace) -> None:

@@ -167,7 +167,7 @@ def nonfinite(config: RunConfig, world_size: int) -> Iterator[str]:
         )
 
 
-def saving(config: RunConfig, world_size: int) -> Iterator[str]:
+def save_interval(config: RunConfig, world_size: int) -> Iterator[str]:
     checkpoint = config.checkpoint
     intervals = (checkpoint.save_interval, checkpoint.save_interval_in_mins)
     if checkpoint.save is not None and intervals == (None, None):
@@ -175,6 +175,10 @@ def saving(config: RunConfig, world_size: int) -> Iterator[str]:
             f"--save {checkpoint.save} needs --save-interval: give iterations between checkpoints, "
             "or minutes as --save-interval-in-mins"
         )
+
+
+def saving(config: RunConfig, world_size: int) -> Iterator[str]:
+    checkpoint = config.checkpoint
     if checkpoint.load is None:
         for name, on in (
             ("--use-checkpoint-args", checkpoint.use_checkpoint_args),

@@ -65,8 +65,28 @@ def _loads(config: RunConfig, world_size: int) -> Iterator[str]:
         yield from rules_data.tokenizer(config, world_size)
 
 
+def _no_training(config: RunConfig, world_size: int) -> Iterator[str]:
+    """What a model may be trained with, and is not run with afterwards."""
+    parallel, fp8 = config.parallel, config.precision.fp8_format
+    if config.training.dry_run:
+        yield "--dry-run is of training: drop it"
+    context = parallel.context_parallel_size
+    if context != 1:
+        yield f"--context-parallel-size {context}: sequences are split in training alone: drop it"
+    for name, value in (
+        ("layers-per-virtual-pipeline-stage", parallel.num_layers_per_virtual_pipeline_stage),
+        ("virtual-stages-per-pipeline-rank", parallel.num_virtual_stages_per_pipeline_rank),
+    ):
+        if value is not None:
+            yield f"--num-{name} {value}: stages have one part outside of training: drop it"
+    if fp8 is not None:
+        yield f"--fp8-format {fp8}: a trained model multiplies in the weights' 16 bits: drop it"
+    if parallel.zero_stage == 3:
+        yield "--zero-stage 3 shares the weights of a training run: drop it"
+
+
 def _one_copy(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Tensor and pipeline ranks, and nothing else that training has."""
+    """Tensor and pipeline ranks alone."""
     parallel = config.parallel
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     if tensor * pipeline != world_size:
@@ -75,31 +95,14 @@ def _one_copy(config: RunConfig, world_size: int) -> Iterator[str]:
             f"not the {world_size} launched process(es): text generation runs one copy of the "
             f"model, so launch {tensor * pipeline}"
         )
-    for name, value, none in (
-        ("--context-parallel-size", parallel.context_parallel_size, 1),
-        (
-            "--num-layers-per-virtual-pipeline-stage",
-            parallel.num_layers_per_virtual_pipeline_stage,
-            None,
-        ),
-        (
-            "--num-virtual-stages-per-pipeline-rank",
-            parallel.num_virtual_stages_per_pipeline_rank,
-            None,
-        ),
-        ("--fp8-format", config.precision.fp8_format, None),
-    ):
-        if value != none:
-            yield f"{name} {value} is of training: drop it"
     if parallel.sequence_parallel:
         yield "--sequence-parallel is of training: drop it"
-    if parallel.zero_stage == 3:
-        yield "--zero-stage 3 shares the weights of a training run: drop it"
 
 
 # For every program that runs a saved model.
 SAVED_MODEL_RULES: tuple[Rule, ...] = (
     _loads,
+    _no_training,
     rules_ranges.bounds,
     rules_model.layout,
     rules_model.tensor_parallel,

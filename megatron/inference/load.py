@@ -122,7 +122,8 @@ def saved_config(reader: Reader, folder: str) -> RunConfig:
     and window. Resolved.
 
     Products in 8 bits are an approximation that speeds training up: the weights have 16 bits, and
-    so they are used.
+    so they are used. What only said how that run was to compute on its device, or to begin, is not
+    taken: another has another device.
     """
     sections = reader.meta["config"]
     if reader.format == "legacy":
@@ -130,8 +131,14 @@ def saved_config(reader: Reader, folder: str) -> RunConfig:
     run = resolve(from_dict(sections, str(reader.path)), 1)
     if reader.format == "hf" and run.tokenizer.tokenizer_type is None:
         run = replace(run, tokenizer=tokenizer_in(reader.path, run.model.architecture))
+    model = replace(
+        run.model,
+        use_flash_attn=False,
+        masked_softmax_fusion=run.model.masked_softmax_fusion or run.model.use_flash_attn,
+        perform_initialization=True,
+    )
     return RunConfig(
-        model=run.model,
+        model=model,
         precision=run.precision.without_fp8(),
         tokenizer=_found_again(run.tokenizer, Path(folder) / COMPANION_FOLDER),
         data=DataConfig(

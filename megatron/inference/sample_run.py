@@ -70,6 +70,7 @@ def _run(program: str, arguments: Sequence[str], launch: Launch) -> int:
                 if told:
                     print(told, flush=True)
                 failed = file.failed + _write(samples, rest, file, engine, loaded, layout)
+            print(f"{path}: {len(rest)} samples written, {len(everything)} in all", flush=True)
     if failed:
         where = "above" if path is None else f"in {path}"
         raise UserError(f'{failed} prompt(s) got no answer: see "error" {where}')

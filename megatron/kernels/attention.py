@@ -25,7 +25,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatron.config.model import ModelConfig, flash_head_misfit
 from megatron.config.precision import PrecisionConfig
 from megatron.device import Device
-from megatron.errors import ConfigError
 from megatron.kernels.flash_package import FlashPackage, find_flash_package
 from megatron.kernels.segments import Mask, Segments
 from megatron.kernels.softmax import masked_softmax
@@ -90,11 +89,7 @@ class AttentionChoice:
 def choose_attention(
     model: ModelConfig, precision: PrecisionConfig, device: torch.device
 ) -> AttentionChoice:
-    """Pick the form once, when a model is built.
-
-    Raises:
-        ConfigError: --use-flash-attn on a CPU.
-    """
+    """Pick the form once, when a model is built."""
     if not model.masked_softmax_fusion and not model.use_flash_attn:
         by_layer = precision.apply_query_key_layer_scaling
         function = partial(
@@ -106,10 +101,7 @@ def choose_attention(
         return AttentionChoice("plain", "--no-masked-softmax-fusion", function)
     name, reason, fused = "fused", "scaled_dot_product_attention on CPU", cpu_attention
     if model.use_flash_attn:
-        if not Device(device).is_gpu:
-            raise ConfigError(
-                f"--use-flash-attn needs a GPU, and this run is on {device.type}: drop it"
-            )
+        assert Device(device).is_gpu, "a rule refuses a CPU"
         package = find_flash_package(device)
         name, reason = "flash", "--use-flash-attn: first of cuDNN, flash, efficient that fits"
         if package is not None:

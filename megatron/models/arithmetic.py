@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from megatron.config.model import ModelConfig
 from megatron.config.stages import ModelPart, whole_model
-from megatron.models.sizes import Sizes, sizes_of
+from megatron.models.sizes import IN_WORDS, Ending, Sizes, sizes_of
 
 _SEGMENTS = 2  # of a BERT sample: token types, and classes of the binary head
 
 
-def count_parameters(model: ModelConfig, padded_vocab_size: int) -> int:
+def count_parameters(model: ModelConfig, padded_vocab_size: int, ending: Ending = IN_WORDS) -> int:
     """Parameters of the whole model, tied ones once."""
-    return count_part_parameters(model, padded_vocab_size, whole_model(model.all_layers), tensor=1)
+    whole = whole_model(model.all_layers)
+    return count_part_parameters(model, padded_vocab_size, whole, tensor=1, ending=ending)
 
 
 def count_part_parameters(
-    model: ModelConfig, padded_vocab_size: int, part: ModelPart, *, tensor: int
+    model: ModelConfig,
+    padded_vocab_size: int,
+    part: ModelPart,
+    *,
+    tensor: int,
+    ending: Ending = IN_WORDS,
 ) -> int:
     """Parameters that one of `tensor` ranks holds of a part of the model.
 
@@ -31,8 +37,9 @@ def count_part_parameters(
     if part.embedding:
         count += _small_tables(model) * sizes.hidden
     if part.head:
-        count += norm + _head_parameters(model, padded_vocab_size, tensor)
-        tables += int(model.untie_embeddings_and_output_weights or not part.embedding)
+        count += norm + _head_parameters(model, padded_vocab_size, tensor, ending)
+        has_own = model.untie_embeddings_and_output_weights or not part.embedding
+        tables += int(ending.guesses_tokens and has_own)
     if model.architecture == "t5" and sizes.layers - 1 in part.layers:
         count += norm  # the encoder's last
     if model.position_embedding_type == "relative":
@@ -76,7 +83,9 @@ def _small_tables(model: ModelConfig) -> int:
     return rows + (_SEGMENTS if model.architecture == "bert" and model.bert_binary_head else 0)
 
 
-def _head_parameters(model: ModelConfig, padded_vocab_size: int, tensor: int) -> int:
+def _head_parameters(
+    model: ModelConfig, padded_vocab_size: int, tensor: int, ending: Ending
+) -> int:
     """Between the last normalization and the losses, less the vocabulary's matrix."""
     if model.architecture == "gpt":
         return 0
@@ -84,6 +93,8 @@ def _head_parameters(model: ModelConfig, padded_vocab_size: int, tensor: int) ->
     if model.architecture == "t5":
         return bias if model.add_output_bias else 0
     dense = hidden * hidden + hidden
+    if ending.outputs is not None:
+        return dense + ending.outputs * (hidden + 1)  # the pooler, and the task's own
     binary = dense + _SEGMENTS * (hidden + 1) if model.bert_binary_head else 0  # and the pooler
     return bias + dense + _norm_parameters(model) + binary
 
@@ -94,13 +105,15 @@ def flops_per_token(
     padded_vocab_size: int,
     *,
     decoder_seq_length: int | None = None,
+    ending: Ending = IN_WORDS,
 ) -> int:
     """Floating-point operations of forward and backward for one token.
 
     GPT: 6 x (parameters in matrix products: layers and output head, not the input embedding)
     + 6 x layers x sequence x query size (causal attention: half of the square). BERT: its heads
     too, and the whole square. T5: of a sample, divided by its tokens in encoder and decoder; keys
-    and values of the decoder's attention to the encoder are products over the encoder's tokens.
+    and values of the decoder's attention to the encoder are products over the encoder's tokens. A
+    task's head: of one vector of a sequence, divided by its tokens.
     Recomputation never counts.
     """
     sizes = sizes_of(model)
@@ -108,13 +121,17 @@ def flops_per_token(
     output = padded_vocab_size * sizes.hidden
     if model.architecture == "t5":
         return _flops_of_t5(model, seq_length, decoder_seq_length or 0, output)
-    products = sizes.layers * layer + output
+    products = sizes.layers * layer
     square = 6 * sizes.layers * seq_length * sizes.query
     if model.architecture == "bert":
         dense = sizes.hidden * sizes.hidden
-        pooled = dense + _SEGMENTS * sizes.hidden if model.bert_binary_head else 0
-        return 6 * (products + dense) + 6 * pooled // seq_length + 2 * square
-    return 6 * products + square
+        if ending.outputs is not None:
+            pooled = dense + ending.outputs * sizes.hidden
+        else:
+            products += dense + output
+            pooled = dense + _SEGMENTS * sizes.hidden if model.bert_binary_head else 0
+        return 6 * products + 6 * pooled // seq_length + 2 * square
+    return 6 * (products + output) + square
 
 
 def _flops_of_t5(model: ModelConfig, encoder: int, decoder: int, output: int) -> int:

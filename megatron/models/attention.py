@@ -14,6 +14,7 @@ from megatron.models.cache import KeyValueCache
 from megatron.models.initial import weight_init
 from megatron.models.kernels import PLAIN_KERNELS, Kernels
 from megatron.models.norm import Stream, new_head_norm
+from megatron.models.residual import residual_linear
 from megatron.models.sizes import sizes_of
 from megatron.parallel.collectives import gather_to
 from megatron.parallel.layers import Linear
@@ -73,17 +74,8 @@ class SelfAttention(nn.Module):
             device=device,
             dtype=dtype,
         )
-        self.output = Linear(
-            sizes.query,
-            sizes.hidden,
-            split="row",
-            layout=layout,
-            init=weight_init(model, sizes.query, sizes.hidden, ends_in_residual=True),
-            bias=model.add_bias_linear,
-            adds_bias=model.hidden_dropout == 0,  # else the dropout's kernel does
-            products=kernels.new_products(),
-            device=device,
-            dtype=dtype,
+        self.output = residual_linear(
+            model, layout, kernels, inputs=sizes.query, device=device, dtype=dtype
         )
         self.query_norm = self.key_norm = None
         if model.qk_layernorm:

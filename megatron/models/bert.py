@@ -104,7 +104,14 @@ class BertModel(nn.Module):
         has_pooler = model.bert_binary_head
         types = TOKEN_TYPES if has_pooler else 0
         self.embedding = new_embedding(
-            model, precision, layout, self.part, kernels, token_types=types, **words
+            model,
+            precision,
+            layout,
+            self.part,
+            kernels,
+            token_types=types,
+            has_output=pretraining_heads,
+            **words,
         )
         has_rope = model.position_embedding_type == "rope"
         self.rotary = RotaryTable(model, device=device) if has_rope else None

@@ -12,6 +12,7 @@ from megatron.config.model import ModelConfig
 from megatron.kernels.attention import AttentionChoice
 from megatron.models.initial import weight_init
 from megatron.models.kernels import PLAIN_KERNELS, Kernels
+from megatron.models.residual import residual_linear
 from megatron.models.sizes import sizes_of
 from megatron.parallel.layers import Linear
 from megatron.parallel.layout import Axis, Layout
@@ -85,17 +86,8 @@ class CrossAttention(nn.Module):
             device=device,
             dtype=dtype,
         )
-        self.output = Linear(
-            sizes.query,
-            sizes.hidden,
-            split="row",
-            layout=layout,
-            init=weight_init(model, sizes.query, sizes.hidden, ends_in_residual=True),
-            bias=model.add_bias_linear,
-            adds_bias=model.hidden_dropout == 0,  # else the dropout's kernel does
-            products=kernels.new_products(),
-            device=device,
-            dtype=dtype,
+        self.output = residual_linear(
+            model, layout, kernels, inputs=sizes.query, device=device, dtype=dtype
         )
 
     def forward(self, x: Tensor, memory: Memory) -> Tensor:

@@ -186,10 +186,15 @@ def new_embedding(
     padded_vocab_size: int,
     token_types: int = 0,
     calls: int = 1,
+    has_output: bool = True,
     device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Embedding | TiedWordEmbedding | None:
-    """What a part of a model needs of the embeddings; None: nothing."""
+    """What a part of a model needs of the embeddings; None: nothing.
+
+    Args:
+        has_output: the model ends in scores of the words.
+    """
     words: dict[str, Any] = {
         "padded_vocab_size": padded_vocab_size,
         "device": device,
@@ -198,7 +203,7 @@ def new_embedding(
     if part.embedding:
         counts: dict[str, Any] = {"token_types": token_types, "calls": calls}
         return Embedding(model, precision, layout, kernels, **counts, **words)
-    if part.head and not model.untie_embeddings_and_output_weights:
+    if part.head and has_output and not model.untie_embeddings_and_output_weights:
         return TiedWordEmbedding(model, layout, **words)
     return None
 

@@ -8,15 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from megatron.config.precision import PrecisionConfig
-from megatron.device import Device
-from megatron.errors import ConfigError
 from megatron.kernels.amax import Amaxes
 from megatron.kernels.fp8 import E4M3, E5M2, choose_fp8_casts
 from megatron.kernels.fp8_product import choose_fp8_product
 from megatron.kernels.library import KernelLibrary, find_library
 from megatron.parallel.products import Fp8Format, Fp8Products, Plain, Products
-
-OLDEST_FP8 = (8, 9)
 
 
 @dataclass(frozen=True)
@@ -43,19 +39,10 @@ def choose_kernels(precision: PrecisionConfig, device: torch.device) -> Kernels:
 
     Args:
         device: where the model runs, which need not be where its parameters are.
-
-    Raises:
-        ConfigError: --fp8-format on a GPU that cannot multiply in 8 bits.
     """
     library = find_library(device).library
     if precision.fp8_format is None:
         return Kernels(library)
-    ours = Device(device)
-    if ours.is_gpu and ours.capability < OLDEST_FP8:
-        raise ConfigError(
-            f"--fp8-format {precision.fp8_format}: {ours.name} does not multiply in 8 bits (GPUs "
-            "since Ada and Hopper do): drop the flag"
-        )
     form = Fp8Format(
         values=E4M3,
         gradients=E5M2 if precision.fp8_format == "hybrid" else E4M3,

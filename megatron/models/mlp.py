@@ -9,6 +9,7 @@ from megatron.config.model import ModelConfig
 from megatron.kernels.activation import choose_activation
 from megatron.models.initial import weight_init
 from megatron.models.kernels import PLAIN_KERNELS, Kernels
+from megatron.models.residual import residual_linear
 from megatron.models.sizes import sizes_of
 from megatron.parallel.layers import Linear
 from megatron.parallel.layout import Layout
@@ -42,17 +43,8 @@ class MLP(nn.Module):
             device=device,
             dtype=dtype,
         )
-        self.down = Linear(
-            sizes.ffn,
-            sizes.hidden,
-            split="row",
-            layout=layout,
-            init=weight_init(model, sizes.ffn, sizes.hidden, ends_in_residual=True),
-            bias=model.add_bias_linear,
-            adds_bias=model.hidden_dropout == 0,  # else the dropout's kernel does
-            products=kernels.new_products(),
-            device=device,
-            dtype=dtype,
+        self.down = residual_linear(
+            model, layout, kernels, inputs=sizes.ffn, device=device, dtype=dtype
         )
 
     def forward(self, x: Tensor) -> Tensor:

@@ -36,6 +36,28 @@ class Sizes:
         return self.up_parts * self.ffn
 
 
+@dataclass(frozen=True)
+class Ending:
+    """What a model ends in, and for how many of its sequences at once.
+
+    Attributes:
+        outputs: of a sequence, where a task's head stands; None: a token has one for each entry of
+            the vocabulary.
+        texts: sequences of a sample: a question with each of its answers is one.
+    """
+
+    outputs: int | None = None
+    texts: int = 1
+
+    @property
+    def guesses_tokens(self) -> bool:
+        """Each token has an output for each entry of the vocabulary."""
+        return self.outputs is None
+
+
+IN_WORDS = Ending()
+
+
 def sizes_of(model: ModelConfig) -> Sizes:
     """Read the sizes from resolved flags."""
     return Sizes(

@@ -75,7 +75,7 @@ def validation_lines(
     Args:
         where: "iteration N" or "the end of training ...".
         losses: by name.
-        has_perplexity: see `Recipe`.
+        has_perplexity: they are of tokens, see `Recipe.ending`.
     """
     text = f" validation loss at {where} | "
     for name, value in losses.items():

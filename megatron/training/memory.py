@@ -14,7 +14,7 @@ from megatron.config import RunConfig
 from megatron.config.run import known
 from megatron.config.stages import ModelPart, parts_of_stage, plan_model
 from megatron.models.arithmetic import count_part_parameters
-from megatron.models.sizes import sizes_of
+from megatron.models.sizes import IN_WORDS, Ending, sizes_of
 from megatron.parallel.buckets import BUCKET_BYTES
 from megatron.parallel.layout import Layout
 from megatron.parallel.pipeline.schedule import activation_bound, schedule_kind
@@ -57,34 +57,49 @@ def _amount(size: int) -> str:
 
 
 def estimate_memory(
-    config: RunConfig, padded_vocab_size: int, layout: Layout, micro_batches: int
+    config: RunConfig,
+    padded_vocab_size: int,
+    layout: Layout,
+    micro_batches: int,
+    ending: Ending = IN_WORDS,
 ) -> MemoryEstimate:
     """Memory of the process that `layout` describes, with `micro_batches` an update."""
     half = config.precision.fp16 or config.precision.bf16
     width = 2 if half else 4
     plan = plan_model(config.model, config.parallel)
     parts = parts_of_stage(plan, layout.pipeline.rank, layout.pipeline.size)
-    kept = _kept_for_weights(config, padded_vocab_size, layout, parts)
+    kept = _kept_for_weights(config, padded_vocab_size, layout, parts, ending)
     kind = schedule_kind(config.parallel, len(parts))
     held = activation_bound(
         kind, layout.pipeline.rank, layout.pipeline.size, len(parts), micro_batches
     )
+    config = _with_sequences(config, ending.texts)
     activations = sum(
         _part_activations(config, part, layout, width) * held // len(parts) for part in parts
     )
     if parts[-1].head:
-        activations += _end_activations(config, layout, width, padded_vocab_size)
+        activations += _end_activations(config, layout, width, padded_vocab_size, ending)
     return replace(kept, activations=activations)
 
 
+def _with_sequences(config: RunConfig, texts: int) -> RunConfig:
+    """With as many samples in a micro-batch as there are sequences in those of so many texts."""
+    samples = known(config.training.micro_batch_size) * texts
+    return replace(config, training=replace(config.training, micro_batch_size=samples))
+
+
 def _kept_for_weights(
-    config: RunConfig, padded_vocab_size: int, layout: Layout, parts: Sequence[ModelPart]
+    config: RunConfig,
+    padded_vocab_size: int,
+    layout: Layout,
+    parts: Sequence[ModelPart],
+    ending: Ending,
 ) -> MemoryEstimate:
     """Weights, gradients and optimizer states of the parts that a process holds."""
     half = config.precision.fp16 or config.precision.bf16
     in_fp32 = not half or config.precision.accumulate_allreduce_grads_in_fp32
     width, summed = 2 if half else 4, 4 if in_fp32 else 2
-    layer, outside, parameters = _count_weights(config, padded_vocab_size, layout, parts)
+    layer, outside, parameters = _count_weights(config, padded_vocab_size, layout, parts, ending)
     moments = 2 if config.optimizer.optimizer == "adam" else int(config.optimizer.sgd_momentum > 0)
     on_host, stage = config.optimizer.optimizer_cpu_offload, config.parallel.zero_stage or 0
     updated = parameters // layout.replica.size if stage > 0 else parameters
@@ -115,11 +130,19 @@ def _kept_for_weights(
 
 
 def _count_weights(
-    config: RunConfig, padded_vocab_size: int, layout: Layout, parts: Sequence[ModelPart]
+    config: RunConfig,
+    padded_vocab_size: int,
+    layout: Layout,
+    parts: Sequence[ModelPart],
+    ending: Ending,
 ) -> tuple[int, int, int]:
     """Parameters of the largest layer, of all outside of layers, and of the parts in all."""
     count = partial(
-        count_part_parameters, config.model, padded_vocab_size, tensor=layout.tensor.size
+        count_part_parameters,
+        config.model,
+        padded_vocab_size,
+        tensor=layout.tensor.size,
+        ending=ending,
     )
     layer = max(
         count(part=ModelPart(range(index, index + 1), embedding=False, head=False))
@@ -136,7 +159,9 @@ def _largest_weight(config: RunConfig, padded_vocab_size: int, layout: Layout) -
     return rows * sizes.hidden // layout.tensor.size
 
 
-def largest_process(config: RunConfig, padded_vocab_size: int, world_size: int) -> MemoryEstimate:
+def largest_process(
+    config: RunConfig, padded_vocab_size: int, world_size: int, ending: Ending = IN_WORDS
+) -> MemoryEstimate:
     """Memory of the process that needs the most: stages differ, ranks of one stage do not."""
     parallel, training = config.parallel, config.training
     stages = parallel.pipeline_model_parallel_size
@@ -153,7 +178,8 @@ def largest_process(config: RunConfig, padded_vocab_size: int, world_size: int) 
     samples = known(training.micro_batch_size) * layouts[0].data.size
     micro_batches = known(training.global_batch_size) // samples
     estimates = [
-        estimate_memory(config, padded_vocab_size, layout, micro_batches) for layout in layouts
+        estimate_memory(config, padded_vocab_size, layout, micro_batches, ending)
+        for layout in layouts
     ]
     return max(estimates, key=lambda estimate: estimate.total)
 
@@ -164,8 +190,12 @@ def _tokens(config: RunConfig, layout: Layout, sequence: int | None = None) -> i
     return length * known(config.training.micro_batch_size) // layout.context.size
 
 
-def _end_activations(config: RunConfig, layout: Layout, width: int, padded_vocab_size: int) -> int:
+def _end_activations(
+    config: RunConfig, layout: Layout, width: int, padded_vocab_size: int, ending: Ending
+) -> int:
     """The logits, in their own format and as fp32 softmax, and BERT's layer before them."""
+    if not ending.guesses_tokens:
+        return 0  # some vectors of a sequence, where a layer keeps that many of each token
     tokens = _tokens(config, layout, config.data.decoder_seq_length)
     logits = (width + 4) * tokens * padded_vocab_size // layout.tensor.size
     if config.model.architecture != "bert":

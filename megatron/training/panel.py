@@ -12,6 +12,7 @@ from megatron.config.run import known
 from megatron.device import Device
 from megatron.kernels.library import find_library
 from megatron.models.arithmetic import count_parameters, flops_per_token
+from megatron.models.sizes import IN_WORDS, Ending
 from megatron.parallel.layout import Layout
 from megatron.training.memory import largest_process
 from megatron.training.pipeline_balance import pipeline_rows
@@ -35,7 +36,7 @@ _ATTENTION = {
 }
 
 
-def model_flops(config: RunConfig, padded_vocab_size: int) -> int:
+def model_flops(config: RunConfig, padded_vocab_size: int, ending: Ending = IN_WORDS) -> int:
     """Of a token, see `flops_per_token`."""
     data = config.data
     return flops_per_token(
@@ -43,6 +44,7 @@ def model_flops(config: RunConfig, padded_vocab_size: int) -> int:
         known(data.seq_length),
         padded_vocab_size,
         decoder_seq_length=data.decoder_seq_length,
+        ending=ending,
     )
 
 
@@ -53,12 +55,12 @@ def describe_lengths(data: DataConfig) -> str:
 
 
 def size_rows(
-    config: RunConfig, world_size: int, padded_vocab_size: int, *, guesses_tokens: bool = True
+    config: RunConfig, world_size: int, padded_vocab_size: int, *, ending: Ending = IN_WORDS
 ) -> list[Row]:
     """What follows from the flags alone, for any world size: nothing is touched.
 
     Args:
-        guesses_tokens: the model ends in an output for each entry of the vocabulary.
+        ending: of the model.
     """
     layout = Layout.at(
         0,
@@ -68,10 +70,10 @@ def size_rows(
         pipeline=config.parallel.pipeline_model_parallel_size,
     )
     assert config.training.global_batch_size and config.training.micro_batch_size
-    parameters = count_parameters(config.model, padded_vocab_size)
-    flops = model_flops(config, padded_vocab_size)
+    parameters = count_parameters(config.model, padded_vocab_size, ending)
+    flops = model_flops(config, padded_vocab_size, ending)
     batch, micro = config.training.global_batch_size, config.training.micro_batch_size
-    memory = largest_process(config, padded_vocab_size, world_size)
+    memory = largest_process(config, padded_vocab_size, world_size, ending)
     micro_batches = batch // (micro * layout.data.size)
     return [
         ("layout", layout.describe()),
@@ -80,16 +82,14 @@ def size_rows(
             f"{batch} samples = {micro_batches} micro-batch(es) x "
             f"{micro} samples x {layout.data.size} data-parallel process(es)",
         ),
-        ("tokens an iteration", f"{batch * config.data.sample_tokens:,}"),
+        ("tokens an iteration", f"{batch * ending.texts * config.data.sample_tokens:,}"),
         ("parameters", f"{parameters:,} (vocabulary padded to {padded_vocab_size:,})"),
         (
             "model FLOPs a token",
             f"{flops / 1e9:.4g} GFLOP ({_ATTENTION[config.model.architecture]})",
         ),
         ("memory a process", f"at most about {memory.describe()}"),
-        *pipeline_rows(
-            config, padded_vocab_size, micro_batches, world_size, guesses_tokens=guesses_tokens
-        ),
+        *pipeline_rows(config, padded_vocab_size, micro_batches, world_size, ending),
     ]
 
 

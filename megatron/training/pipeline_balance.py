@@ -4,17 +4,17 @@ the same layers would wait less."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import groupby
 
 from megatron.config import RunConfig
 from megatron.config.run import known
 from megatron.config.stages import LAYOUT_FLAG, dealing_flags, plan_model, with_layout
 from megatron.models.arithmetic import layer_matrix_parameters
-from megatron.models.sizes import sizes_of
+from megatron.models.sizes import IN_WORDS, Ending, sizes_of
 from megatron.parallel.pipeline.schedule import ScheduleKind, make_schedule, schedule_kind
-from megatron.parallel.pipeline.simulate import Times, simulate, time_table
+from megatron.parallel.pipeline.simulate import Course, Times, time_table
 from megatron.training.memory import largest_process
 
 # Time of a floating-point operation, where one of a 16-bit matrix product takes 1: measured on an
@@ -22,8 +22,7 @@ from megatron.training.memory import largest_process
 _OF_ATTENTION, _OF_FP8 = 1.5, 0.54
 _ROUNDS = 2  # micro-batches a stage that are simulated; more of them take the slowest stage's time
 _WORTH_SAYING = 0.03  # of the time
-_SIMULATED = 3  # candidates, of which
-_MANY_PARTS = 64  # take a second each: more than these have one
+_SIMULATED = 3  # candidates
 
 Counts = tuple[int, ...]  # layers of each part
 
@@ -77,19 +76,31 @@ class Pipeline:
     stages: int
     chunks: int
     micro_batches: int
+    _known: dict[tuple[Counts, Costs], float] = field(default_factory=dict, compare=False)
 
-    @cache  # noqa: B019 # of plain values
     def time(self, counts: Counts, costs: Costs) -> float:
         """Of one update."""
-        # A last group that is not full costs more than its share: it is simulated too.
-        rounds = min(self.micro_batches, _ROUNDS * self.stages + self.micro_batches % self.stages)
-        schedule = make_schedule(self.kind, self.stages, self.chunks, rounds)
+        if (counts, costs) not in self._known:
+            self._known[counts, costs] = self._time(counts, costs)
+        return self._known[counts, costs]
+
+    def _time(self, counts: Counts, costs: Costs) -> float:
         forward, inputs = (
             time_table(LAYOUT_FLAG, costs.of_parts(counts, again=n), self.stages, self.chunks)
             for n in (0, costs.again)
         )
-        total = simulate(schedule, Times(forward, inputs, forward)).total
-        return total + (self.micro_batches - rounds) * self._slowest(counts, costs)
+        total = self._course.total(Times(forward, inputs, forward))
+        return total + (self.micro_batches - self._rounds) * self._slowest(counts, costs)
+
+    @property
+    def _rounds(self) -> int:
+        # A last group that is not full costs more than its share: it is simulated too.
+        return min(self.micro_batches, _ROUNDS * self.stages + self.micro_batches % self.stages)
+
+    @cached_property
+    def _course(self) -> Course:
+        """Found once, for all layouts: it takes longer than the simulation."""
+        return Course(make_schedule(self.kind, self.stages, self.chunks, self._rounds))
 
     def bubble(self, counts: Counts, costs: Costs) -> float:
         """Share of all stages' time in which they wait."""
@@ -107,8 +118,7 @@ class Pipeline:
             filter(self._can_be, _candidates(layers, self.stages * self.chunks, costs)),
             key=lambda counts: self._slowest(counts, costs),
         )
-        simulated = _SIMULATED if self.stages * self.chunks <= _MANY_PARTS else 1
-        return min(found[:simulated], key=lambda counts: self.time(counts, costs))
+        return min(found[:_SIMULATED], key=lambda counts: self.time(counts, costs))
 
     def _can_be(self, counts: Counts) -> bool:
         """No stage has nothing: the first has the embedding, the last the head."""
@@ -137,15 +147,14 @@ def pipeline_rows(
     padded_vocab_size: int,
     micro_batches: int,
     world_size: int,
-    *,
-    guesses_tokens: bool = True,
+    ending: Ending = IN_WORDS,
 ) -> Iterator[tuple[str, str]]:
     """What to tell about a pipeline, in lines of a panel; of a T5, whose layers are not all alike,
     and where there is no pipeline, nothing.
 
     Args:
         micro_batches: of an update.
-        guesses_tokens: the head computes the whole vocabulary for each token; a task's does not.
+        ending: of the model; a task's head takes no time to speak of.
     """
     parallel = config.parallel
     stages = parallel.pipeline_model_parallel_size
@@ -154,7 +163,7 @@ def pipeline_rows(
     counts = tuple(len(part.layers) for part in plan_model(config.model, parallel))
     chunks = len(counts) // stages
     pipeline = Pipeline(schedule_kind(parallel, chunks), stages, chunks, micro_batches)
-    costs = Costs.of(config, padded_vocab_size if guesses_tokens else 0)
+    costs = Costs.of(config, padded_vocab_size if ending.guesses_tokens else 0)
     virtual = f" x {chunks} virtual" if chunks > 1 else ""
     bubble = pipeline.bubble(counts, costs)
     yield (
@@ -169,7 +178,7 @@ def pipeline_rows(
         others = " and ".join(dealing_flags(parallel))
         instead = f" in the place of {others}" * bool(others)
         proposed = replace(config, parallel=with_layout(parallel, layout))
-        memory = largest_process(proposed, padded_vocab_size, world_size)
+        memory = largest_process(proposed, padded_vocab_size, world_size, ending)
         yield (
             "less waiting",
             f"{pipeline.bubble(other, costs):.1%}, and {gain:.0%} less time, with {LAYOUT_FLAG} "

@@ -65,14 +65,14 @@ def main(recipe: Recipe, argv: Sequence[str] | None = None) -> int:
         )
         show_notices(parsed.notices, launch)
         if parsed.config.training.dry_run:
-            return _dry_run(parsed.config, launch)
+            return dry_run(parsed.config, recipe, launch)
         return pretrain(parsed.config, recipe, launch, started)
 
     return run_process(arguments, work)
 
 
-def _dry_run(config: RunConfig, launch: Launch) -> int:
-    """Print what the run would be; touches no device, process group or corpus."""
+def dry_run(config: RunConfig, recipe: Recipe, launch: Launch) -> int:
+    """Print what the run would be; touches no device, process group or corpus. The exit code."""
     if launch.rank:
         return EXIT_OK
     vocabulary = padded_vocab_size(
@@ -81,11 +81,8 @@ def _dry_run(config: RunConfig, launch: Launch) -> int:
         config.parallel.tensor_model_parallel_size,
     )
     world_size = config.training.dry_run_world_size or launch.world_size
-    print(
-        format_panel(
-            "Dry run: the configuration is valid", size_rows(config, world_size, vocabulary)
-        )
-    )
+    rows = size_rows(config, world_size, vocabulary, ending=recipe.ending)
+    print(format_panel("Dry run: the configuration is valid", rows))
     return EXIT_OK
 
 

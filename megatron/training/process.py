@@ -11,7 +11,7 @@ from typing import TextIO
 import torch
 
 from megatron import environment
-from megatron.config import RunConfig
+from megatron.config import RunConfig, rules_device
 from megatron.config.parser import asks_for_mpi
 from megatron.device import Device
 from megatron.environment import Launch, read_launch
@@ -62,6 +62,7 @@ def processes(
         before_end: see `process_group`.
 
     Raises:
+        ConfigError: the device has nothing for a flag.
         HangError: the processes did not come together.
         RunEndedError: a process failed. It has said why.
     """
@@ -70,6 +71,9 @@ def processes(
     if config.training.deterministic_mode:
         _be_deterministic()
     device = Device.pick(launch.local_rank)
+    misfits = list(rules_device.device(config, device))
+    if misfits:
+        raise ConfigError(misfits)
     device.activate()
     kernels = find_library(device.torch_device)  # may compile for a minute: no group waits yet
     before_end = before_end or ExitStack()

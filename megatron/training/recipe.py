@@ -11,6 +11,7 @@ from megatron.config import RunConfig
 from megatron.config.stages import ModelPart
 from megatron.data.sample import SampleDataset
 from megatron.device import Device
+from megatron.models.sizes import Ending
 from megatron.parallel.layout import Layout
 from megatron.tokenizer.base import Tokenizer
 
@@ -28,9 +29,11 @@ class Recipe(Protocol):
     architecture: str
     """Kind of network, see `ModelConfig.architecture`."""
 
-    has_perplexity: bool
-    """Whether losses are mean negative log likelihoods of tokens: exp(loss) stands beside them, as
-    Megatron prints it. Not of a task's classes or numbers."""
+    @property
+    def ending(self) -> Ending:
+        """What the model ends in. Where it guesses tokens, losses are mean negative log likelihoods
+        of them, and exp(loss) stands beside them, as Megatron prints it."""
+        ...
 
     def loss_names(self, config: RunConfig) -> tuple[str, ...]:
         """What `forward` returns at the end of the model, in the order of the log line."""

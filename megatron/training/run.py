@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 
 from torch import nn
@@ -79,6 +79,8 @@ class Run:
     train_batches: Iterator[Batch] = iter(())
     pretrained: str | None = None
     """Where the first weights are from, where that is another network's checkpoint."""
+    save_at: Set[int] = frozenset()
+    """Iterations after which to save, whatever the interval: those that end an epoch."""
     corpus: str | None = None
     """Fingerprint of the training data, on rank 0; None where tokens are generated."""
 

@@ -70,7 +70,7 @@ def build_run(
     )
     reader = _open_checkpoint(config, layout, rows=vocabulary, entries=tokenizer.vocab_size)
     parts = _build_parts(config, recipe, layout, device, vocabulary)
-    gradients, ties = _share(config, parts, layout, device)
+    gradients, ties = _share(config, recipe, parts, layout, device)
     named_parameters = [pair for part in parts for pair in part.named_parameters()]
     _initialize(named_parameters, gradients, config, loading=reader is not None)
     batches = BatchPlan.from_config(config.training, layout.data.size)
@@ -94,7 +94,7 @@ def build_run(
         schedules=Schedules.from_config(
             config.schedule, config.optimizer, config.training, global_batch=batches.global_batch
         ),
-        channel=_connect(config, layout, device, len(parts)),
+        channel=_connect(config, layout, device, chunks=len(parts), texts=recipe.ending.texts),
         weight_gradients=_deferred_weight_gradients(config, parts),
         batches=batches,
         train_iterations=train_iterations,
@@ -144,7 +144,11 @@ def _build_parts(
 
 
 def _share(
-    config: RunConfig, parts: list[torch.nn.Module], layout: Layout, device: Device
+    config: RunConfig,
+    recipe: Recipe,
+    parts: list[torch.nn.Module],
+    layout: Layout,
+    device: Device,
 ) -> tuple[Gradients, list[Tie]]:
     """The parts' gradients as their replicas share them; what is tied to other stages'.
 
@@ -155,7 +159,8 @@ def _share(
     dtype = parameter_dtype(fp16=numbers.fp16, bf16=numbers.bf16)
     add_up = partial(sum_partial_gradients, axis=layout.tensor)
     is_torch = _uses_torch_ddp(config, layout)
-    words = not config.model.untie_embeddings_and_output_weights
+    has_output = recipe.ending.guesses_tokens
+    words = has_output and not config.model.untie_embeddings_and_output_weights
     tables = POSITION_TABLES if config.model.position_embedding_type == "relative" else ()
     gradients: Gradients
     if shares_weights(config.parallel, layout):
@@ -237,11 +242,6 @@ def _recorded_passes(
     """What records and runs again the passes of the model, which is whole here; None: nothing."""
     if config.training.cuda_graph_impl == "none":
         return None
-    if not device.is_gpu:
-        raise ConfigError(
-            f"--cuda-graph-impl {config.training.cuda_graph_impl} needs a GPU, and this run is on "
-            f"{device.type}: drop it"
-        )
 
     def forward(batch: Batch) -> Losses:
         losses = recipe.forward(parts[0], batch, None, config, tokenizer, layout)
@@ -290,9 +290,14 @@ def _timers(config: RunConfig, device: Device, layout: Layout) -> Timers:
 
 
 def _connect(
-    config: RunConfig, layout: Layout, device: Device, chunks: int
+    config: RunConfig, layout: Layout, device: Device, *, chunks: int, texts: int
 ) -> PipelineChannel | None:
-    """The way to the neighbouring pipeline stages; None without a pipeline. Collective."""
+    """The way to the neighbouring pipeline stages; None without a pipeline. Collective.
+
+    Args:
+        chunks: parts of the model on each stage.
+        texts: sequences of a sample.
+    """
     if layout.pipeline.size == 1:
         return None
     sequence = config.data.sample_tokens // layout.context.size
@@ -307,7 +312,7 @@ def _connect(
         dtype=torch.float32 if precision.fp32_residual_connection else dtype,
         shape=(
             sequence,
-            known(config.training.micro_batch_size),
+            known(config.training.micro_batch_size) * texts,
             known(config.model.hidden_size),
         ),
     )

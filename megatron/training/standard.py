@@ -41,7 +41,7 @@ def standard_callbacks(
     evaluation that fails must not cost the training before it. The line's time leaves both out.
     """
     config = run.config
-    flops = model_flops(config, run.padded_vocab_size)
+    flops = model_flops(config, run.padded_vocab_size, run.recipe.ending)
     scalars = Scalars(writers)
     callbacks: list[Callback] = []
     if config.profiling.profile and run.layout.world.rank in config.profiling.profile_ranks:
@@ -73,7 +73,7 @@ def start_panel(run: Run, seconds: float) -> str:
             config,
             run.layout.world.size,
             run.padded_vocab_size,
-            guesses_tokens=run.recipe.has_perplexity,
+            ending=run.recipe.ending,
         ),
         ("data", _describe_data(run)),
         ("tokenizer", f"{config.tokenizer.tokenizer_type}, {run.tokenizer.vocab_size:,} entries"),
@@ -101,7 +101,9 @@ def _describe_data(run: Run) -> str:
         for name, split in zip(("training", "validation", "test"), run.datasets, strict=True)
         if split or not of_task
     )
-    return f"{source}; samples of {describe_lengths(data)} tokens{sizes and ': '}{sizes}"
+    texts = run.recipe.ending.texts
+    of_each = f"{texts} x " * (texts > 1) + describe_lengths(data)
+    return f"{source}; samples of {of_each} tokens{sizes and ': '}{sizes}"
 
 
 def _describe_checkpoints(run: Run) -> str:
@@ -115,10 +117,10 @@ def _describe_checkpoints(run: Run) -> str:
         if run.pretrained is not None
         else "starting fresh"
     )
-    return f"{loaded}; {_describe_saving(options)}"
+    return f"{loaded}; {_describe_saving(options, has_epochs=bool(run.save_at))}"
 
 
-def _describe_saving(options: CheckpointConfig) -> str:
+def _describe_saving(options: CheckpointConfig, *, has_epochs: bool) -> str:
     if not options.save:
         return "not saving (--save is not given)"
     every = [
@@ -129,6 +131,7 @@ def _describe_saving(options: CheckpointConfig) -> str:
         )
         if number is not None
     ]
+    every += ["epoch"] * has_epochs
     how = " in the background" if options.async_save else ""
     kept = f", keeping the newest {options.keep_latest}" if options.keep_latest else ""
     return f"saving to {options.save} every {' or '.join(every)}{how}{kept}, and at the end"

@@ -87,6 +87,20 @@ def test_what_was_trained_in_8_bits_runs_in_16(tmp_path):
     assert loaded.model.embedding.word.weight.dtype == torch.bfloat16
 
 
+def test_what_was_trained_with_flash_attention_runs_on_a_cpu(tmp_path):
+    run = build_toy(Layout.single(), ["--bf16", "--save", str(tmp_path), "--save-interval", "1"])
+    of_training = {"use_flash_attn": True, "masked_softmax_fusion": False}
+    of_training["perform_initialization"] = False
+    run.config = with_values(run.config, {f"model.{k}": v for k, v in of_training.items()})
+    save_run(run)
+    model = load_gpt(str(tmp_path), Device.cpu()).config.model
+    assert {name: getattr(model, name) for name in of_training} == {
+        "use_flash_attn": False,
+        "masked_softmax_fusion": True,
+        "perform_initialization": True,
+    }
+
+
 def test_a_folder_without_a_checkpoint_is_named(tmp_path):
     with pytest.raises(CheckpointError, match="--load .*there is no checkpoint"):
         load_gpt(str(tmp_path), Device.cpu())

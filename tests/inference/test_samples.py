@@ -59,7 +59,9 @@ def test_a_file_of_prompts_is_answered_in_its_order(model: Path, tmp_path: Path)
     assert {sample["finished"] for sample in read(target)} == {True, False}
 
 
-def test_stopped_in_the_midst_it_goes_on_and_writes_the_same(model: Path, tmp_path: Path) -> None:
+def test_stopped_in_the_midst_it_goes_on_and_writes_the_same(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     target = tmp_path / "samples.jsonl"
     warm = ("--num-samples", 5, "--out-seq-length", 8, "--temperature", 1.5, "--top_k", 30)
     assert run(model, *warm, "--genfile", target) == 0
@@ -68,6 +70,8 @@ def test_stopped_in_the_midst_it_goes_on_and_writes_the_same(model: Path, tmp_pa
     target.write_bytes(whole[: whole.index(b"\n") + 20])  # one line and a part of the next
     assert run(model, *warm, "--genfile", target) == 0
     assert target.read_bytes() == whole
+    ends = [line for line in capsys.readouterr().out.splitlines() if "written" in line]
+    assert ends == [f"{target}: {n} samples written, 5 in all" for n in (5, 4)]
 
 
 def test_a_file_of_samples_that_were_drawn_otherwise_is_not_gone_on_with(
@@ -151,7 +155,9 @@ def test_a_prompt_without_an_answer_does_not_stop_the_others(
     assert "error" not in good
     assert "2 prompt(s) got no answer" in capsys.readouterr().err
     assert run(model, "--sample-input-file", source, "--greedy", "--out-seq-length", 2) == 1
-    assert "2 prompt(s) got no answer" in capsys.readouterr().err  # again, though none is to come
+    captured = capsys.readouterr()
+    assert "2 prompt(s) got no answer" in captured.err  # again, though none is to come
+    assert captured.out.splitlines()[-1].endswith("0 samples written, 3 in all")
 
 
 def test_a_cache_shorter_than_the_model_bounds_answers() -> None:

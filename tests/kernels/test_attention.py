@@ -9,7 +9,6 @@ import torch
 
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
-from megatron.errors import ConfigError
 from megatron.kernels import attention, flash_package
 from megatron.kernels.attention import attention_reference, choose_attention, cpu_attention
 from megatron.kernels.flash_package import FlashPackage, find_flash_package
@@ -142,11 +141,6 @@ def test_choice_on_cpu():
         unscaled = choose_attention(model, PrecisionConfig(), CPU)
         assert unscaled.function.keywords["scale"] == 1.0
     assert "--no-masked-softmax-fusion" in str(plain)
-
-
-def test_flash_is_refused_where_it_cannot_run():
-    with pytest.raises(ConfigError, match="--use-flash-attn needs a GPU, and this run is on cpu"):
-        choose_attention(ModelConfig(use_flash_attn=True), PrecisionConfig(bf16=True), CPU)
 
 
 def test_one_list_of_the_heads_that_flash_kernels_take(monkeypatch):

@@ -8,6 +8,8 @@ from megatron.config.precision import PrecisionConfig
 from megatron.config.stages import ModelPart
 from megatron.models.arithmetic import count_parameters, count_part_parameters, flops_per_token
 from megatron.models.bert import BertModel
+from megatron.models.bert_heads import BertChooser
+from megatron.models.sizes import Ending
 from megatron.models.t5 import T5Model
 from megatron.parallel.layout import Layout
 from tests.models.small import VOCAB, config
@@ -43,6 +45,20 @@ def _build(model, *, part=None, layout=None, device="meta", vocab=VOCAB):
     )
 
 
+def _build_chooser(model, ending, *, device="meta", **options):
+    return BertChooser(
+        model,
+        PrecisionConfig(),
+        options.pop("layout", Layout.single()),
+        head_name="multichoice_head",
+        outputs=ending.outputs,
+        padded_vocab_size=VOCAB,
+        dtype=torch.float32,
+        device=torch.device(device),
+        **options,
+    )
+
+
 def _held(network):
     return sum(parameter.numel() for parameter in network.parameters())
 
@@ -66,6 +82,17 @@ def test_every_part_counts(name, cut):
         assert count_part_parameters(model, VOCAB, part, tensor=2) == _held(network)
 
 
+@pytest.mark.parametrize("name", ["bert", "bert, untied"])
+def test_a_tasks_head_stands_in_the_place_of_those_of_pretraining(name):
+    model, ending = config(**NETWORKS[name]), Ending(outputs=3, texts=4)
+    assert count_parameters(model, VOCAB, ending) == _held(_build_chooser(model, ending))
+    last = ModelPart(range(2, model.all_layers), embedding=False, head=True)
+    network = _build_chooser(model, ending, part=last, layout=Layout.at(0, 2, tensor=2))
+    assert network.embedding is None  # nothing here reads words or scores them
+    counted = count_part_parameters(model, VOCAB, last, tensor=2, ending=ending)
+    assert counted == _held(network)
+
+
 def test_published_sizes():
     """BERT-large of the paper has 340 million parameters, Megatron's head and pooler included."""
     sizes = {"hidden_size": 1024, "ffn_hidden_size": 4096, "num_attention_heads": 16}
@@ -74,19 +101,35 @@ def test_published_sizes():
     assert count_parameters(model, 30522) == 336_226_108
 
 
+def _counted(network, passing, *given):
+    """Operations of a forward pass, by PyTorch."""
+    for parameter in network.eval().parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        passing(*given)
+    return counter.get_total_flops()
+
+
+def test_flops_of_a_task_are_those_that_pytorch_counts():
+    model = config(**BERT, masked_softmax_fusion=False, max_position_embeddings=12)
+    network, e = _build_chooser(model, Ending(outputs=3), device="cpu"), 12
+    ones = torch.ones(1, 1, e, dtype=torch.int64)
+    counted = _counted(network, network.choose, ones, ones.bool(), ones)
+    ours = flops_per_token(model, e, VOCAB, ending=Ending(outputs=3))
+    assert ours * e / 3 == pytest.approx(counted, rel=1e-3)
+
+
 @pytest.mark.parametrize("kind", ["bert", "t5"])
 def test_flops_are_those_that_pytorch_counts(kind):
     """Of the products of forward, in plain attention, whose scores hold both triangles."""
     model = config(**NETWORKS[kind], masked_softmax_fusion=False, max_position_embeddings=12)
-    network = _build(model, device="cpu").eval()
-    for parameter in network.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
+    network = _build(model, device="cpu")
     e, d = 12, 8
     tokens, padding = torch.ones(1, e, dtype=torch.int64), torch.ones(1, e, dtype=torch.bool)
     decoder = torch.ones(1, d, dtype=torch.int64)
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        network(tokens, padding) if kind == "bert" else network(tokens, decoder, padding)
+    given = (tokens, padding) if kind == "bert" else (tokens, decoder, padding)
+    counted = _counted(network, network, *given)
     ours = flops_per_token(model, e, VOCAB, decoder_seq_length=d if kind == "t5" else None)
     count = e if kind == "bert" else e + d
     causal = 0 if kind == "bert" else 2 * 2 * d * d * 16  # the half that is not counted
-    assert ours * count / 3 == pytest.approx(counter.get_total_flops() - causal, rel=1e-3)
+    assert ours * count / 3 == pytest.approx(counted - causal, rel=1e-3)

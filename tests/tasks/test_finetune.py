@@ -1,5 +1,6 @@
 """Finetuning on toy texts that a BERT of two layers can learn, and on the real samples."""
 
+import itertools
 import json
 import random
 import re
@@ -11,16 +12,17 @@ import torch
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.device import Device
 from megatron.environment import Launch
-from megatron.errors import CheckpointError, ConfigError, DataError
+from megatron.errors import CheckpointError, ConfigError
 from megatron.parallel.layout import Layout
+from megatron.training.loop import train
 from megatron.training.setup import build_run
-from megatron.training.standard import start_panel
+from megatron.training.standard import standard_callbacks, start_panel
 from tasks import confusion, finetune_command
 from tasks.classify_files import read_glue, read_race
-from tasks.classify_samples import Epochs, TextSamples
+from tasks.main import main
 from tasks.target import Guesses
 from tests.distributed import run_distributed
-from tests.tasks.toy import WORDS, finetune, save_bert
+from tests.tasks.toy import WORDS, finetune, save_bert, save_toy
 
 
 def _sentence(chance, first):
@@ -84,6 +86,11 @@ def test_it_learns_and_keeps_the_best(toy, tmp_path):
         losses, evaluated = finetune(Layout.single(), "SST-2", words)
         assert losses == []
         assert evaluated.all_files == last.all_files
+        assert evaluated.iteration == best.iteration > 0
+        for task, head in (("RACE", "multichoice_head with 1"), ("MNLI", ".* with 3")):
+            found = rf"{flag} .*: is finetuned for another task: it has classification_head with 2"
+            with pytest.raises(CheckpointError, match=f"{found} .*--task {task} takes {head}"):
+                finetune_command.parse(task, words, 1)
 
 
 def test_numbers_are_learned_by_squared_error(toy, tmp_path, capsys):
@@ -127,13 +134,66 @@ def test_a_number_is_not_rounded_to_16_bits_and_its_loss_has_no_perplexity(toy, 
     assert "PPL" not in said
 
 
-def test_the_panel_counts_only_samples_that_there_are(toy):
+def test_the_panel_counts_only_samples_and_parameters_that_there_are(toy):
     config, recipe, _ = finetune_command.prepare(
         "SST-2", finetune_command.parse("SST-2", _sst(toy, "--epochs", "2"), 1), 1
     )
     run = build_run(config, recipe, Launch(), Device.cpu(), Layout.single())
-    (row,) = (line for line in start_panel(run, 0.0).splitlines() if line.startswith("  data "))
+    panel = start_panel(run, 0.0)
+    parameters = sum(map(torch.numel, run.parameters()))
+    assert re.search(r"parameters +([0-9,]+)", panel)[1] == f"{parameters:,}"
+    (row,) = (line for line in panel.splitlines() if line.startswith("  data "))
     assert row.endswith(" tokens: training 128")  # twice 8 batches of 8; validation is not a split
+
+
+def test_a_dry_run_tells_sizes_and_trains_nothing(toy, tmp_path, capsys):
+    words = [*_sst(toy, "--epochs", "1", "--save", str(tmp_path / "run")), "--dry-run"]
+    words += ["--dry-run-world-size", "4"]
+    words = [word.replace(".tsv", "") for word in words]
+    assert main(["--task", "RACE", *words]) == 0
+    panel = capsys.readouterr().out
+    assert "Dry run: the configuration is valid" in panel
+    assert re.search(r"tokens an iteration +768\n", panel)
+    assert "4 data-parallel" in panel
+    assert not (tmp_path / "run").exists()
+
+
+def test_evaluation_between_epochs_does_not_touch_the_training(toy):
+    """Not its dropout either, in any micro-batch of the update that follows."""
+    words = _sst(toy, "--epochs", "3", "--hidden-dropout", "0.2")
+    losses, _ = finetune(Layout.single(), "SST-2", words)
+    without = words.index("--valid-data")
+    alone, _ = finetune(Layout.single(), "SST-2", words[:without] + words[without + 2 :])
+    assert losses == alone
+
+
+@pytest.mark.parametrize("task", ["SST-2", "LAMBADA"])
+def test_results_that_cannot_be_written_are_refused_before_the_work(toy, tmp_path, capsys, task):
+    (tmp_path / "file").touch()
+    if task == "SST-2":
+        words = _sst(toy, "--epochs", "1")
+    else:
+        words = ["--load", save_toy(str(tmp_path / "toy")), "--valid-data", str(tmp_path / "file")]
+    for place in (tmp_path / "file" / "out.json", tmp_path):
+        assert main(["--task", task, *words, "--results", str(place)]) == 8
+        said = capsys.readouterr()
+        assert said.err.startswith(f"error: --results {place} cannot be written (")
+        assert "iteration" not in said.out.replace("successfully saved checkpoint at iteration", "")
+
+
+def test_throughput_counts_all_texts_of_a_sample(toy, capsys, monkeypatch):
+    monkeypatch.setattr("time.perf_counter", itertools.count().__next__)
+    words = [word.replace(".tsv", "") for word in _sst(toy, "--epochs", "1")]
+    config, recipe, extras = finetune_command.prepare(
+        "RACE", finetune_command.parse("RACE", [*words, "--log-interval", "1"], 1), 1
+    )
+    run = build_run(config, recipe, Launch(), Device.cpu(), Layout.single())
+    extras.begin(run)
+    train(run, standard_callbacks(run, [])[0])
+    line = r"per iteration \(ms\): ([0-9.]+) .* tokens/s per GPU: ([0-9.]+)"
+    found = re.findall(line, capsys.readouterr().out)
+    # 8 samples of 4 texts of 24 tokens.
+    assert [float(ms) / 1000 * float(speed) for ms, speed in found] == [768.0] * (44 // 8)
 
 
 def test_it_goes_on_where_it_stopped(toy, tmp_path):
@@ -226,90 +286,18 @@ def test_the_real_samples_run_from_start_to_end(toy, shared_data, tmp_path, task
     assert len(last.all_files.labels) == examples[1]
 
 
-class _Numbers:
-    """Ten samples that are their own numbers."""
-
-    def __len__(self):
-        return 10
-
-    def __getitem__(self, i):
-        return {"id": i}
-
-
-@pytest.mark.parametrize("used", [None, 8])
-def test_epochs_are_shuffled_anew(used):
-    epochs = Epochs(_Numbers(), seed=5, length=3 * (used or 10), used=used)
-    ids = [epochs[i]["id"] for i in range(len(epochs))]
-    size = used or 10
-    parts = [ids[start : start + size] for start in range(0, len(ids), size)]
-    assert all(len(set(part)) == size for part in parts)
-    assert parts[0] != parts[1] != parts[2]
-    assert [epochs[i]["id"] for i in reversed(range(len(epochs)))] == ids[::-1]
-
-
-def test_an_epoch_is_evaluated_when_its_last_sample_was_trained_on(toy, capsys):
+def test_an_epoch_is_saved_and_evaluated_when_its_last_sample_was_trained_on(toy, tmp_path, capsys):
     assert finetune_command.epoch_ends(3, 64, 8) == {8, 16, 24}
-    words = _sst(toy, "--epochs", "3", "--keep-last")
+    words = _sst(toy, "--epochs", "3", "--keep-last", "--save", str(tmp_path))
     losses, _ = finetune(Layout.single(), "SST-2", words)
     assert len(losses) == 26  # 3 x 67 samples in batches of 8
-    evaluated = re.findall(r"SST-2 at iteration (\d+)", capsys.readouterr().out)
-    assert evaluated == ["9", "17", "26"]
-
-
-def test_samples_are_laid_out_and_cut_as_in_megatron():
-    class Letters:
-        cls, sep, pad = 1, 2, 0
-
-        def tokenize_spelled(self, text):
-            return [ord(letter) for letter in text]
-
-    def rows(first, second, length):
-        from tasks.classify_files import Example
-
-        sample = TextSamples([Example(((first, second),), 0)], Letters(), length)[0]
-        return [sample[name][0].tolist() for name in ("text", "types", "padding_mask")]
-
-    a, b = ord("a"), ord("b")
-    assert rows("aa", "b", 7) == [
-        [1, a, a, 2, b, 2, 0],
-        [0, 0, 0, 0, 1, 1, 0],
-        [1, 1, 1, 1, 1, 1, 0],
+    said = capsys.readouterr().out
+    assert re.findall(r"SST-2 at iteration (\d+)", said) == ["9", "17", "26"]
+    assert sorted(path.name for path in tmp_path.glob("iter_*")) == [
+        "iter_0000009",
+        "iter_0000017",
+        "iter_0000026",
     ]
-    assert rows("aaa", "bbb", 6)[:2] == [[1, a, a, a, 2, 2], [0, 0, 0, 0, 0, 1]]
-    assert rows("aaaa", None, 4) == [[1, a, a, 2], [0] * 4, [1] * 4]
-
-
-_TITLES = "index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2\tscore\n"
-
-
-@pytest.mark.parametrize(
-    ("task", "content", "message"),
-    [
-        ("SST-2", "good film\n", r"bad.tsv, line 1: 1 columns .* where 2 are expected"),
-        ("SST-2", "good\t1\nbad\t7\n", r"bad.tsv, line 2: label '7', where one of 0, 1"),
-        ("SST-2", "sentence\tlabel\n", "holds no example"),
-        ("MRPC", "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\n", "holds no example"),
-        ("QQP", "1\t2\t3\tfirst\t\t0\n" * 2, "an empty text"),
-        ("STS-B", "0\t" * 9 + "5.2\n", "line 1: label '5.2', where a number from 0 to 5"),
-        ("STS-B", _TITLES + "0\t" * 9 + "nan\n", "line 2: label 'nan', where a number from 0 to 5"),
-        ("CoLA", "x\t1\t*\tIt is.\nx\t1\n", "line 2: 2 columns"),
-    ],
-)
-def test_wrong_lines_are_named(tmp_path, task, content, message):
-    path = tmp_path / "bad.tsv"
-    path.write_text(content)
-    with pytest.raises(DataError, match=message):
-        read_glue(task, str(path))
-
-
-@pytest.mark.parametrize("titles", ["", _TITLES])
-def test_numbers_with_and_without_titles(tmp_path, titles):
-    path = tmp_path / "dev.tsv"
-    start = "\t".join("1234567")
-    path.write_text(f"{titles}{start}\tA plane.\tAn air plane .\t5.000\n{start}\ta\tb\t0.4\n")
-    first, second = read_glue("STS-B", str(path))
-    assert (first.texts, first.label) == ((("A plane.", "An air plane ."),), 5.0)
-    assert second.label == 0.4
 
 
 @pytest.mark.parametrize(
@@ -330,19 +318,6 @@ def test_the_best_is_by_the_metric_of_glue(task, better, worse):
     assert scores[0] > scores[1]
 
 
-def test_one_broken_line_among_many_is_left_out(tmp_path, capsys):
-    path = tmp_path / "some.tsv"
-    path.write_text("fine\t1\n" * 150 + "broken\n")
-    assert len(read_glue("SST-2", str(path))) == 150
-    assert "1 lines are left out" in capsys.readouterr().out
-
-
-def test_a_race_file_that_is_none_is_named(tmp_path):
-    (tmp_path / "7.txt").write_text('{"article": "x", "questions": ["y"], "options": [["a"]]}')
-    with pytest.raises(DataError, match=r"7.txt, line 1: no article of RACE \(KeyError"):
-        read_race(str(tmp_path))
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -351,6 +326,8 @@ def test_a_race_file_that_is_none_is_named(tmp_path):
         (["--epochs", "0"], "--epochs 0 without --valid-data"),
         (["--epochs", "1"], "--pretrained-checkpoint is required"),
         (["--epochs", "1", "--train-data", "/no"], "--train-data /no: no such file"),
+        (["--valid-data", "/no", "/other", "/other/../no"], "/other/../no: is given twice"),
+        (["--epochs", "1", "--results", "x"], "--results x without --valid-data: nothing is"),
         (["--train-iters", "5"], "--train-iters: --epochs says how long"),
         (["--dataloader-type", "cyclic"], "each epoch is shuffled anyway"),
         (["--log-validation-ppl-to-tensorboard"], "a task's loss is of no tokens"),
@@ -361,6 +338,7 @@ def test_mistakes_are_found_at_the_door(flags, message):
     with pytest.raises(ConfigError) as caught:
         finetune_command.parse("MNLI", flags, 1)
     assert message in str(caught.value)
+    assert "--tokenizer-type" not in str(caught.value)  # the checkpoint would name it
 
 
 def test_what_a_training_needs_is_asked_for(toy):
@@ -381,8 +359,11 @@ def test_less_than_a_batch_is_refused(toy):
 def test_a_model_without_a_head_is_not_evaluated(toy):
     folder, flags = toy
     words = [*flags, "--epochs", "0", "--valid-data", str(folder / "dev.tsv")]
-    with pytest.raises(CheckpointError, match="has no head of a finetuned model"):
-        finetune(Layout.single(), "SST-2", words)
+    with pytest.raises(CheckpointError, match="has no head .*, and --epochs 0 trains none"):
+        finetune_command.parse("SST-2", words, 1)
+    words = _sst(toy, "--epochs", "1", "--load", str(folder / "bert"))[2:]
+    with pytest.raises(CheckpointError, match="--load .*: has no head .* --pretrained-checkpoint"):
+        finetune_command.parse("SST-2", words, 1)
 
 
 def test_a_model_without_a_binary_head_gets_what_it_lacks(toy, tmp_path):
@@ -398,8 +379,6 @@ def test_a_model_without_a_binary_head_gets_what_it_lacks(toy, tmp_path):
 
 
 def test_another_kind_of_network_is_refused(tmp_path):
-    from tests.tasks.toy import save_toy
-
     with pytest.raises(CheckpointError, match="holds a gpt, where a bert is needed"):
         finetune_command.parse(
             "MNLI", ["--pretrained-checkpoint", save_toy(str(tmp_path)), "--epochs", "1"], 1

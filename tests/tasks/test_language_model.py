@@ -212,9 +212,14 @@ def test_a_misspelt_task_flag_is_told_beside_the_missing_one(flag):
     ("flags", "message"),
     [
         ([], "--load is required"),
+        (["--valid-data", "/no", "/no"], "--valid-data /no: is given twice: give it once"),
+        (["--dry-run"], "--dry-run is of training: drop it"),
         (["--valid-data", "/no/such"], "--valid-data /no/such: no such file"),
-        (["--context-parallel-size", "2"], "evaluation does not split sequences"),
-        (["--fp8-format", "hybrid"], "--fp8-format hybrid: evaluation multiplies in"),
+        (["--context-parallel-size", "2"], "sequences are split in training alone"),
+        (
+            ["--fp8-format", "hybrid"],
+            "--fp8-format hybrid: a trained model",
+        ),
         (["--overlapping-eval", "0"], "--overlapping-eval 0: must be at least 1"),
         (["--strict-lambda"], "unknown flag --strict-lambda: did you mean --strict-lambada?"),
     ],

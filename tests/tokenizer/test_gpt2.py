@@ -6,6 +6,7 @@ import gzip
 import json
 import random
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -78,9 +79,11 @@ def tiny(golden: Path) -> TokenizerConfig:
 
 
 @pytest.fixture
-def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    return tmp_path / ".cache" / "megatron" / "tokenizers"
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("MEGATRON_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    yield tmp_path / "cache" / "tokenizers"
+    assert not (tmp_path / "home").exists()
 
 
 def load_files(folder: Path, name: str) -> tuple[dict[str, int], list[str]]:

@@ -15,7 +15,7 @@ from tools.layouts.measure import RunFailedError, error_line, launch, measure
 from tools.layouts.models import BenchmarkLayout, models
 from tools.layouts.table import Measurement, Row, as_markdown, loss_difference
 
-MOCK = data_flags(build_parser().parse_args(["--model", "toy"]))
+MOCK = data_flags(build_parser().read(["--model", "toy"]))
 TOY = [*models()["toy"].flags.split(), *MOCK, "--micro-batch-size", "2"]
 MEASURED = Measurement((4.0, 2.0), (1.5, 1.25), 12.5, 4000.0, 45.25, 10.5, 10.0, 0.25, 0.2)
 
@@ -128,5 +128,5 @@ def test_mistakes_are_one_line(capsys):
 def test_a_list_needs_no_gpu(capsys):
     assert main(["--model", "7b", "--list"]) == 0
     names = capsys.readouterr().out.splitlines()
-    assert len(names) == len(choose(build_parser().parse_args(["--model", "7b"])))
+    assert len(names) == len(choose(build_parser().read(["--model", "7b"])))
     assert any(line.startswith("tensor 8 (8): ") for line in names)

@@ -6,7 +6,8 @@ import pytest
 
 from megatron.config.arguments import ToolParser
 from megatron.errors import ConfigError
-from tools import preprocess_data
+from tests.repository import entry_points, name
+from tools import demo, plot_loss, preprocess_data
 
 
 def _parser() -> ToolParser:
@@ -71,3 +72,13 @@ def test_a_misspelt_flag_is_named_before_those_that_are_missing(capsys, flags, l
         preprocess_data.main(flags)
     assert left.value.code == 9
     assert capsys.readouterr().err.splitlines() == [f"error: {line}" for line in lines]
+
+
+def test_every_tool_reads_its_command_line_so():
+    """Or by `megatron.config`, as the training scripts do."""
+    tools = [file for file in entry_points() if "tools" in file.parts]
+    assert not [name(file) for file in tools if "argparse.ArgumentParser(" in file.read_text()]
+    for tool in (plot_loss, demo):
+        with pytest.raises(SystemExit) as left:
+            tool.main(["--titel", "x"])
+        assert left.value.code == ConfigError.exit_code

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import re
 import sys
 import types
 
@@ -9,6 +10,7 @@ import pytest
 
 from megatron.device import Device
 from megatron.errors import ConfigError
+from megatron.models.sizes import IN_WORDS, Ending
 from megatron.parallel.layout import Layout
 from megatron.training import panel
 from megatron.training.loop import train
@@ -169,19 +171,21 @@ def test_start_panel_tells_the_decisions():
     assert "plain PyTorch (no kernels for cpu)" in panel
 
 
-@pytest.mark.parametrize("guesses", [True, False])
-def test_start_panel_counts_an_output_for_each_word_only_where_there_is_one(monkeypatch, guesses):
+@pytest.mark.parametrize("ending", [IN_WORDS, Ending(outputs=3), Ending(outputs=1, texts=4)])
+def test_start_panel_counts_by_what_the_model_ends_in(monkeypatch, ending):
     run = build_toy(Layout.single())
-    monkeypatch.setattr(type(run.recipe), "has_perplexity", guesses)
+    monkeypatch.setattr(type(run.recipe), "ending", ending)
     seen = []
 
-    def rows(*_, guesses_tokens):
-        seen.append(guesses_tokens)
+    def rows(*given):
+        seen.append(given[-1])
         return ()
 
     monkeypatch.setattr(panel, "pipeline_rows", rows)
-    start_panel(run, 1.0)
-    assert seen == [guesses]
+    told = start_panel(run, 1.0)
+    assert seen == [ending]
+    assert re.search(r"tokens an iteration +([\d,]+)\n", told)[1] == f"{4 * 16 * ending.texts}"
+    assert ("samples of 4 x 16 tokens" in told) == (ending.texts == 4)
 
 
 def _timed(layout):

@@ -8,6 +8,7 @@ import torch
 from megatron.config.parser import parse_config
 from megatron.device import Device
 from megatron.models.arithmetic import count_parameters
+from megatron.models.sizes import Ending
 from megatron.training.memory import largest_process
 from tests.training.toy import OF_KIND, TOY
 
@@ -135,6 +136,15 @@ def test_tensor_ranks_may_divide_what_recomputation_keeps(method):
     groups, boundary = {"uniform": 3, "block": 2}[method], 4 * 16 * 32
     assert whole - divided == groups * boundary // 2
     assert along_sequence == _estimate(*flags, "--sequence-parallel", world_size=2).activations
+
+
+def test_each_text_of_a_sample_is_a_sequence():
+    words = [*TOY, "--train-iters", "1", "--micro-batch-size", "2"]
+    config = parse_config(words, world_size=1, architecture="bert").config
+    four = largest_process(config, 104, 1, Ending(outputs=1, texts=4))
+    words += ["--micro-batch-size", "8", "--global-batch-size", "8"]
+    of_one = parse_config(words, world_size=1, architecture="bert").config
+    assert four == largest_process(of_one, 104, 1, Ending(outputs=1))
 
 
 def test_units_are_readable():

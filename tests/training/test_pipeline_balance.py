@@ -4,6 +4,7 @@ import pytest
 
 from megatron.config import parse_config
 from megatron.config.stages import LAYOUT_FLAG, parse_layout
+from megatron.models.sizes import IN_WORDS, Ending
 from megatron.parallel.pipeline.schedule import make_schedule
 from megatron.parallel.pipeline.simulate import Times, simulate, time_table
 from megatron.training.memory import largest_process
@@ -56,6 +57,18 @@ def _rows(*flags):
     return dict(pipeline_rows(config, 128256, 16, 4))
 
 
+def test_candidates_are_compared_by_one_schedule(monkeypatch):
+    made = []
+
+    def make(*sizes):
+        made.append(sizes)
+        return make_schedule(*sizes)
+
+    monkeypatch.setattr("megatron.training.pipeline_balance.make_schedule", make)
+    assert "less waiting" in _rows("--num-layers-per-virtual-pipeline-stage", "2")
+    assert len(made) == 1
+
+
 def test_a_heavy_head_is_noticed_and_the_proposed_layout_is_not_improved_further():
     rows = _rows("--num-layers-per-virtual-pipeline-stage", "2")
     assert rows["pipeline"].startswith("interleaved, 4 stages x 4 virtual: they wait 1")
@@ -92,10 +105,10 @@ def test_a_proposal_names_the_flags_that_it_cannot_stand_beside(flags):
 
 def test_a_head_on_one_vector_of_a_sample_takes_no_time():
     config = parse_config(NETWORK, world_size=4).config
-    assert list(dict(pipeline_rows(config, 128256, 16, 4, guesses_tokens=False))) == ["pipeline"]
-    told = {word: dict(size_rows(config, 4, 128256, guesses_tokens=word)) for word in (True, False)}
-    assert "less waiting" in told[True]
-    assert "less waiting" not in told[False]
+    assert list(dict(pipeline_rows(config, 128256, 16, 4, Ending(outputs=2)))) == ["pipeline"]
+    told = [dict(size_rows(config, 4, 128256, ending=end)) for end in (IN_WORDS, Ending(outputs=2))]
+    assert "less waiting" in told[0]
+    assert "less waiting" not in told[1]
 
 
 def test_numbers_in_8_bits_make_the_head_count_for_more_layers():

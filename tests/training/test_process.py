@@ -1,11 +1,17 @@
 """What processes must have in common before they train together."""
 
+from types import SimpleNamespace
+
 import pytest
 
+from megatron.config import rules_device
+from megatron.device import Device
+from megatron.environment import Launch
 from megatron.errors import ConfigError
 from megatron.kernels.library import LibraryChoice
 from megatron.parallel.layout import Layout
-from megatron.training.process import expect_same_kernels
+from megatron.training.process import expect_same_kernels, processes
+from tests.config.command import parse
 from tests.distributed import run_distributed
 
 FUSED = LibraryChoice(object(), "as if")  # type: ignore[arg-type]
@@ -30,6 +36,27 @@ def test_fused_kernels_are_for_all_processes_or_none() -> None:
     assert everywhere == nowhere == ""
     assert one.startswith("rank 1 of 3 cannot use the fused kernels")
     assert two.startswith("ranks 0, 2 of 3")
+
+
+def test_what_a_device_has_nothing_for_is_refused_before_the_processes_meet(monkeypatch) -> None:
+    monkeypatch.setattr("megatron.training.process.Device.pick", lambda _: Device.cpu())
+    monkeypatch.setattr("megatron.training.process.process_group", None)
+    config = parse("--bf16 --use-flash-attn --cuda-graph-impl local").config
+    with pytest.raises(ConfigError) as caught, processes(config, Launch()):
+        pass
+    assert caught.value.problems == [
+        "--use-flash-attn needs a GPU, and this run is on cpu: drop it",
+        "--cuda-graph-impl local needs a GPU, and this run is on cpu: drop it",
+    ]
+
+
+def test_numbers_in_8_bits_need_a_gpu_that_has_them() -> None:
+    def problems(capability):
+        gpu = SimpleNamespace(is_gpu=True, capability=capability, name="A100")
+        return list(rules_device.device(parse("--bf16 --fp8-format hybrid").config, gpu))
+
+    assert problems((9, 0)) == problems((8, 9)) == []
+    assert problems((8, 0))[0].startswith("--fp8-format hybrid: A100 does not multiply in 8 bits")
 
 
 def test_a_process_alone_asks_nobody() -> None:

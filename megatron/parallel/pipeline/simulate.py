@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import add
 from typing import NamedTuple
 
 from megatron.errors import ConfigError
 from megatron.parallel.pipeline.check import replay
-from megatron.parallel.pipeline.schedule import COMPUTE, SENDS, Operation, Schedule
+from megatron.parallel.pipeline.schedule import SENDS, Operation, Schedule
 
 Table = tuple[tuple[float, ...], ...]  # [stage][chunk]
 
@@ -34,16 +35,15 @@ class Times:
     backward_weight: Table
     communication: float = 0.0
 
-    def of(self, operation: Operation, stage: int) -> float:
-        """Duration of one computation."""
-        chunk = operation.chunk
-        if operation.kind == "forward":
-            return self.forward[stage][chunk]
-        if operation.kind == "backward_input":
-            return self.backward_input[stage][chunk]
-        if operation.kind == "backward_weight":
-            return self.backward_weight[stage][chunk]
-        return self.backward_input[stage][chunk] + self.backward_weight[stage][chunk]
+    def by_kind(self, stage: int) -> dict[str, tuple[float, ...]]:
+        """Durations of a stage's computations, [chunk] by kind."""
+        inputs, weights = self.backward_input[stage], self.backward_weight[stage]
+        return {
+            "forward": self.forward[stage],
+            "backward_input": inputs,
+            "backward_weight": weights,
+            "backward": tuple(map(add, inputs, weights)),
+        }
 
 
 def time_table(flag: str, values: Sequence[float], stages: int, chunks: int) -> Table:
@@ -107,27 +107,63 @@ class Timeline:
         return 1 - sum(self.busy) / available if available else 0.0
 
 
-def simulate(schedule: Schedule, times: Times) -> Timeline:
-    """Every computation as early as its stage is free and its message there.
+class Course:
+    """A schedule in an order in which it can happen, to be timed with one set of times or many.
 
     Raises:
         ScheduleError: the schedule cannot run.
     """
-    clocks = [0.0] * len(schedule)
-    spans: list[list[Span]] = [[] for _ in schedule]
-    travelling: dict[tuple[int, int, str], deque[float]] = {}  # arrival times, by edge
-    for stage, operation in replay(schedule):
-        if operation.kind in COMPUTE:
-            end = clocks[stage] + times.of(operation, stage)
-            spans[stage].append(Span(clocks[stage], end, operation))
-            clocks[stage] = end
-            continue
-        assert operation.peer is not None
-        direction = operation.kind.partition("_")[2]
-        if operation.kind in SENDS:
-            arrivals = travelling.setdefault((stage, operation.peer, direction), deque())
-            arrivals.append(clocks[stage] + times.communication)
-        else:
-            arrival = travelling[operation.peer, stage, direction].popleft()
-            clocks[stage] = max(clocks[stage], arrival)
-    return Timeline(tuple(tuple(line) for line in spans))
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._stages = len(schedule)
+        self._steps: list[tuple[int, Operation, int]] = []  # stage, what, and which message
+        travelling: dict[tuple[int, int, str], deque[int]] = {}  # messages, by edge
+        sent = 0
+        for stage, operation in replay(schedule):
+            message = -1
+            if operation.peer is not None:
+                direction = operation.kind.partition("_")[2]
+                if operation.kind in SENDS:
+                    message, sent = sent, sent + 1
+                    edge = (stage, operation.peer, direction)
+                    travelling.setdefault(edge, deque()).append(message)
+                else:
+                    message = travelling[operation.peer, stage, direction].popleft()
+            self._steps.append((stage, operation, message))
+        self._messages = sent
+
+    def total(self, times: Times) -> float:
+        """From the first operation's start to the last one's end."""
+        return max((end for _, _, end in self._timed(times)), default=0.0)
+
+    def timeline(self, times: Times) -> Timeline:
+        """Every computation as early as its stage is free and its message there."""
+        spans: list[list[Span]] = [[] for _ in range(self._stages)]
+        for (stage, operation), start, end in self._timed(times):
+            spans[stage].append(Span(start, end, operation))
+        return Timeline(tuple(tuple(line) for line in spans))
+
+    def _timed(self, times: Times) -> Iterator[tuple[tuple[int, Operation], float, float]]:
+        """Computations, with stage, start and end."""
+        clocks = [0.0] * self._stages
+        arrivals = [0.0] * self._messages
+        took = [times.by_kind(stage) for stage in range(self._stages)]
+        for stage, operation, message in self._steps:
+            clock = clocks[stage]
+            if message < 0:
+                end = clock + took[stage][operation.kind][operation.chunk]
+                clocks[stage] = end
+                yield (stage, operation), clock, end
+            elif operation.kind in SENDS:
+                arrivals[message] = clock + times.communication
+            elif arrivals[message] > clock:
+                clocks[stage] = arrivals[message]
+
+
+def simulate(schedule: Schedule, times: Times) -> Timeline:
+    """What every stage does when.
+
+    Raises:
+        ScheduleError: the schedule cannot run.
+    """
+    return Course(schedule).timeline(times)

@@ -36,15 +36,13 @@ class Checkpoints(Callback):
 
     def interrupts(self, run: Run) -> bool:
         """A forward pass that has begun would be waited for."""
-        interval = run.config.checkpoint.save_interval
-        return interval is not None and (run.progress.iteration + 1) % interval == 0
+        return _is_due(run, run.progress.iteration + 1)
 
     def before_step(self, run: Run) -> None:
         self._step_began = time.perf_counter()
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
-        interval = run.config.checkpoint.save_interval
-        by_count = interval is not None and run.progress.iteration % interval == 0
+        by_count = _is_due(run, run.progress.iteration)
         is_last = leave is not None or run.finished
         if not (by_count or outcome.save_due or is_last):
             return
@@ -90,6 +88,11 @@ class Checkpoints(Callback):
             self._settle(run)
         except Exception as error:  # what ended the training comes first
             say(f"WARNING: {error}")
+
+
+def _is_due(run: Run, iteration: int) -> bool:
+    interval = run.config.checkpoint.save_interval
+    return iteration in run.save_at or (interval is not None and iteration % interval == 0)
 
 
 def _background_saver(run: Run) -> BackgroundSaver:

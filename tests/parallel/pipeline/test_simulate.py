@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from megatron.errors import ConfigError
 from megatron.parallel.pipeline.schedule import make_schedule
-from megatron.parallel.pipeline.simulate import Timeline, Times, simulate, time_table
+from megatron.parallel.pipeline.simulate import Course, Timeline, Times, simulate, time_table
 
 
 def _uniform(
@@ -52,6 +54,18 @@ def test_a_slow_stage_and_slow_messages_delay_the_others() -> None:
     assert timeline.busy == (3, 9)
     assert timeline.total == 13
     assert timeline.bubble == pytest.approx(1 - 12 / 26)
+
+
+@pytest.mark.parametrize(("kind", "v"), [("1f1b", 1), ("interleaved", 3), ("zero-bubble", 1)])
+def test_a_course_is_timed_again_and_again(kind, v: int) -> None:
+    schedule = make_schedule(kind, 4, v, 10)
+    course = Course(schedule)
+    for seed in range(3):
+        chance = random.Random(seed)
+        tables = [time_table("", [chance.random() for _ in range(4 * v)], 4, v) for _ in range(3)]
+        times = Times(*tables, communication=0.1)
+        assert course.total(times) == simulate(schedule, times).total
+        assert course.timeline(times) == simulate(schedule, times)
 
 
 def test_times_come_by_stage_or_by_part() -> None:

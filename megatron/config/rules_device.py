@@ -1,0 +1,35 @@
+"""Checks of flags against the device that a process computes on.
+
+Not among `checks.RULES`: those hold for a dry run too, which may be of a run on other machines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from megatron.config.run import RunConfig
+
+if TYPE_CHECKING:  # it imports torch
+    from megatron.device import Device
+
+_OLDEST_FP8 = (8, 9)
+
+
+def device(config: RunConfig, device: Device) -> Iterator[str]:
+    """One line for each flag that the device has nothing for."""
+    if device.is_gpu:
+        fp8 = config.precision.fp8_format
+        if fp8 is not None and device.capability < _OLDEST_FP8:
+            yield (
+                f"--fp8-format {fp8}: {device.name} does not multiply in 8 bits (GPUs since Ada "
+                "and Hopper do): drop the flag"
+            )
+        return
+    graphs = config.training.cuda_graph_impl
+    for flag, is_given in (
+        ("--use-flash-attn", config.model.use_flash_attn),
+        (f"--cuda-graph-impl {graphs}", graphs != "none"),
+    ):
+        if is_given:
+            yield f"{flag} needs a GPU, and this run is on {device.type}: drop it"

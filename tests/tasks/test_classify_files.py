@@ -1,0 +1,95 @@
+"""Labelled texts: what is read from files, and the samples that they become."""
+
+import pytest
+
+from megatron.errors import DataError
+from tasks.classify_files import Example, read_glue, read_race
+from tasks.classify_samples import Epochs, TextSamples
+
+
+class _Numbers:
+    """Ten samples that are their own numbers."""
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, i):
+        return {"id": i}
+
+
+@pytest.mark.parametrize("used", [None, 8])
+def test_epochs_are_shuffled_anew(used):
+    epochs = Epochs(_Numbers(), seed=5, length=3 * (used or 10), used=used)
+    ids = [epochs[i]["id"] for i in range(len(epochs))]
+    size = used or 10
+    parts = [ids[start : start + size] for start in range(0, len(ids), size)]
+    assert all(len(set(part)) == size for part in parts)
+    assert parts[0] != parts[1] != parts[2]
+    assert [epochs[i]["id"] for i in reversed(range(len(epochs)))] == ids[::-1]
+
+
+def test_samples_are_laid_out_and_cut_as_in_megatron():
+    class Letters:
+        cls, sep, pad = 1, 2, 0
+
+        def tokenize_spelled(self, text):
+            return [ord(letter) for letter in text]
+
+    def rows(first, second, length):
+        sample = TextSamples([Example(((first, second),), 0)], Letters(), length)[0]
+        return [sample[name][0].tolist() for name in ("text", "types", "padding_mask")]
+
+    a, b = ord("a"), ord("b")
+    assert rows("aa", "b", 7) == [
+        [1, a, a, 2, b, 2, 0],
+        [0, 0, 0, 0, 1, 1, 0],
+        [1, 1, 1, 1, 1, 1, 0],
+    ]
+    assert rows("aaa", "bbb", 6)[:2] == [[1, a, a, a, 2, 2], [0, 0, 0, 0, 0, 1]]
+    assert rows("aaaa", None, 4) == [[1, a, a, 2], [0] * 4, [1] * 4]
+
+
+_TITLES = "index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2\tscore\n"
+
+
+@pytest.mark.parametrize(
+    ("task", "content", "message"),
+    [
+        ("SST-2", "good film\n", r"bad.tsv, line 1: 1 columns .* where 2 are expected"),
+        ("SST-2", "good\t1\nbad\t7\n", r"bad.tsv, line 2: label '7', where one of 0, 1"),
+        ("SST-2", "sentence\tlabel\n", "holds no example"),
+        ("MRPC", "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\n", "holds no example"),
+        ("QQP", "1\t2\t3\tfirst\t\t0\n" * 2, "an empty text"),
+        ("STS-B", "0\t" * 9 + "5.2\n", "line 1: label '5.2', where a number from 0 to 5"),
+        ("STS-B", _TITLES + "0\t" * 9 + "nan\n", "line 2: label 'nan', where a number from 0 to 5"),
+        ("CoLA", "x\t1\t*\tIt is.\nx\t1\n", "line 2: 2 columns"),
+    ],
+)
+def test_wrong_lines_are_named(tmp_path, task, content, message):
+    path = tmp_path / "bad.tsv"
+    path.write_text(content)
+    with pytest.raises(DataError, match=message):
+        read_glue(task, str(path))
+
+
+@pytest.mark.parametrize("titles", ["", _TITLES])
+def test_numbers_with_and_without_titles(tmp_path, titles):
+    path = tmp_path / "dev.tsv"
+    start = "\t".join("1234567")
+    path.write_text(f"{titles}{start}\tA plane.\tAn air plane .\t5.000\n{start}\ta\tb\t0.4\n")
+    first, second = read_glue("STS-B", str(path))
+    assert (first.texts, first.label) == ((("A plane.", "An air plane ."),), 5.0)
+    assert second.label == 0.4
+
+
+def test_one_broken_line_among_many_is_left_out(tmp_path, capsys):
+    path = tmp_path / "some.tsv"
+    path.write_text("fine\t1\n" * 150 + "broken\n")
+    assert len(read_glue("SST-2", str(path))) == 150
+    assert "1 lines are left out" in capsys.readouterr().out
+
+
+def test_a_race_file_that_is_none_is_named(tmp_path):
+    (tmp_path / "7.txt").write_text('{"article": "x", "questions": ["y"], "options": [["a"]]}')
+    with pytest.raises(DataError, match=r"7.txt, line 1: no article of RACE \(KeyError"):
+        read_race(str(tmp_path))
