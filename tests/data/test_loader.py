@@ -40,7 +40,8 @@ def test_no_global_random_state_is_drawn(num_workers: int) -> None:
 
 def test_workers_outlive_the_jobs_signals_and_end_with_the_loader() -> None:
     batches = iter(build_loader(DATASET, CyclicSampler(40, 0, 4), num_workers=2, seed=1))
-    next(batches)
+    for _ in range(2):
+        next(batches)  # one of each worker, which then has its handlers
     workers = [worker.pid for worker in batches._workers]  # type: ignore[attr-defined]
     for pid in workers:
         os.kill(pid, signal.SIGINT)
