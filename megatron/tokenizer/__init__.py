@@ -1,7 +1,6 @@
 """Text to ids and back, over well-kept libraries."""
 
 from megatron.tokenizer.base import Tokenizer
-from megatron.tokenizer.build import build_tokenizer, files_of
-from megatron.tokenizer.vocabulary import padded_vocab_size
+from megatron.tokenizer.build import build_tokenizer, files_of, padded_vocabulary
 
-__all__ = ["Tokenizer", "build_tokenizer", "files_of", "padded_vocab_size"]
+__all__ = ["Tokenizer", "build_tokenizer", "files_of", "padded_vocabulary"]

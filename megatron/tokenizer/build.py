@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from megatron.config.data import APPENDS_SENTINELS, TOKENIZER_TYPES, TokenizerConfig
+from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 from megatron.tokenizer.base import Tokenizer
+from megatron.tokenizer.vocabulary import padded_vocab_size
 
 _VOCAB_FILE = ("vocab_file",)
 _BOTH_FILES = ("vocab_file", "merge_file")
@@ -58,6 +60,19 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
             "entries: drop it"
         )
     return _construct(kind, config)
+
+
+def padded_vocabulary(config: RunConfig) -> int:
+    """Rows of a run's word embedding: the entries of its tokenizer, and what pads them.
+
+    Raises:
+        ConfigError, DataError: see `build_tokenizer`.
+    """
+    return padded_vocab_size(
+        build_tokenizer(config.tokenizer).vocab_size,
+        config.model.make_vocab_size_divisible_by,
+        config.parallel.tensor_model_parallel_size,
+    )
 
 
 def _construct(kind: str, config: TokenizerConfig) -> Tokenizer:

@@ -17,8 +17,7 @@ from megatron.config.yaml_file import dump
 from megatron.device import shortage_errors
 from megatron.environment import Launch
 from megatron.errors import EXIT_OK, EXIT_SAVED_ON_SIGNAL
-from megatron.tokenizer import build_tokenizer
-from megatron.tokenizer.vocabulary import padded_vocab_size
+from megatron.tokenizer import padded_vocabulary
 from megatron.training.callbacks.base import Callback
 from megatron.training.callbacks.terminal import say
 from megatron.training.checkpointing import network_of
@@ -75,13 +74,8 @@ def dry_run(config: RunConfig, recipe: Recipe, launch: Launch) -> int:
     """Print what the run would be; touches no device, process group or corpus. The exit code."""
     if launch.rank:
         return EXIT_OK
-    vocabulary = padded_vocab_size(
-        build_tokenizer(config.tokenizer).vocab_size,
-        config.model.make_vocab_size_divisible_by,
-        config.parallel.tensor_model_parallel_size,
-    )
     world_size = config.training.dry_run_world_size or launch.world_size
-    rows = size_rows(config, world_size, vocabulary, ending=recipe.ending)
+    rows = size_rows(config, world_size, padded_vocabulary(config), ending=recipe.ending)
     print(format_panel("Dry run: the configuration is valid", rows))
     return EXIT_OK
 

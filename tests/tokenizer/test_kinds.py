@@ -14,7 +14,8 @@ import sentencepiece
 from megatron.config.data import TOKENIZER_TYPES, TokenizerConfig
 from megatron.data.indexed import IndexedDataset
 from megatron.errors import ConfigError, DataError
-from megatron.tokenizer import Tokenizer, build_tokenizer, padded_vocab_size
+from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.tokenizer.vocabulary import padded_vocab_size
 
 
 def build(kind: str, **flags: object) -> Tokenizer:

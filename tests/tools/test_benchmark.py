@@ -12,6 +12,7 @@ import pytest
 
 from megatron.data.indexed import IndexedDataset
 from megatron.models.arithmetic import flops_per_token
+from megatron.tokenizer import padded_vocabulary
 from tests.repository import ROOT
 from tools import benchmark
 from tools.bench import ceilings, report
@@ -26,7 +27,6 @@ from tools.bench.launch import (
 )
 from tools.bench.workloads import (
     WORKLOADS,
-    padded_vocabulary,
     read_flags,
     tokens_of_step,
     training_flags,

@@ -52,7 +52,7 @@ class Facts:
     def of(cls, config: RunConfig, precision: str, gpus: int, ceilings: Mapping[str, Any]) -> Facts:
         """For runs of `config`."""
         from megatron.models.arithmetic import flops_per_token
-        from tools.bench.workloads import padded_vocabulary
+        from megatron.tokenizer import padded_vocabulary
 
         assert config.data.seq_length is not None
         products = "16bit" if config.precision.fp8_format is None else "fp8"

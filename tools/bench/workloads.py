@@ -109,17 +109,6 @@ def tokens_of_step(config: RunConfig) -> int:
     return known(config.training.global_batch_size) * known(config.data.seq_length)
 
 
-def padded_vocabulary(config: RunConfig) -> int:
-    """Rows of the embedding table: the tokenizer's entries, padded."""
-    from megatron.tokenizer.vocabulary import padded_vocab_size
-
-    return padded_vocab_size(
-        known(config.tokenizer.vocab_size) + 1,  # and the end-of-document token
-        config.model.make_vocab_size_divisible_by,
-        config.parallel.tensor_model_parallel_size,
-    )
-
-
 def corpus_prefix(folder: Path, workload: Workload) -> Path:
     """The corpus of a workload, generated if it is not there yet."""
     from megatron.data.indexed import idx_path

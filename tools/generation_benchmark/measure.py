@@ -16,7 +16,7 @@ from megatron.inference.request import Request, Sampling, Token
 from megatron.models.gpt import GPTModel
 from megatron.models.sizes import sizes_of
 from megatron.parallel.layout import Layout
-from tools.bench.workloads import padded_vocabulary
+from megatron.tokenizer import padded_vocabulary
 from tools.generation_benchmark.report import Decoding
 
 _BLOCK = 16

@@ -13,7 +13,7 @@ from megatron.config import RunConfig
 from megatron.device import Device, parameter_dtype
 from megatron.errors import ConfigError
 from megatron.models.sizes import sizes_of
-from tools.bench.workloads import padded_vocabulary
+from megatron.tokenizer import padded_vocabulary
 from tools.generation_benchmark.report import Decoding
 
 _WARM_UP_STEPS = 4

@@ -20,8 +20,7 @@ from megatron.config import RunConfig
 from megatron.config.parser import parse_config
 from megatron.config.run import known
 from megatron.errors import UserError
-from megatron.tokenizer import build_tokenizer
-from megatron.tokenizer.vocabulary import padded_vocab_size
+from megatron.tokenizer import padded_vocabulary
 from megatron.training.memory import largest_process
 from tools.layouts.models import BenchmarkLayout
 from tools.layouts.table import Measurement, Row
@@ -169,9 +168,4 @@ def _mean_of(records: Sequence[dict[str, Any]], name: str, settled: int) -> floa
 
 def _predicted(config: RunConfig, processes: int) -> float:
     """GiB of the largest process, as `--dry-run` shows them."""
-    vocabulary = padded_vocab_size(
-        build_tokenizer(config.tokenizer).vocab_size,
-        config.model.make_vocab_size_divisible_by,
-        config.parallel.tensor_model_parallel_size,
-    )
-    return largest_process(config, vocabulary, processes).total / _GIB
+    return largest_process(config, padded_vocabulary(config), processes).total / _GIB
