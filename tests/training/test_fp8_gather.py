@@ -1,0 +1,142 @@
+"""Weights gathered in 8 bits: every bit of a run is that of a gather in 16."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+
+from megatron.checkpoint.reader import open_checkpoint
+from megatron.parallel import weights
+from megatron.parallel.gradients import GradientBuffer
+from megatron.training import setup
+from tests.checkpoint.states import read_whole
+from tests.distributed import run_distributed
+from tests.training.toy import fingerprint, train_toy
+
+ITERATIONS = 5
+FP8 = f"--fp8-format hybrid --train-iters {ITERATIONS} --eval-interval 2".split()
+SHARED = "--use-distributed-optimizer"
+DELAYED = "--fp8-recipe delayed --fp8-amax-history-len 3 --fp8-interval 2"
+OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
+OURS = "--fp8-param-gather"
+
+
+def _train(layout, words, kind="gpt"):
+    """What was logged, the digest of what a checkpoint holds, and bytes gathered by format."""
+    setup.GradientBuffer = partial(GradientBuffer, bucket_bytes=2**13)  # in this process only
+    gathered: Counter[torch.dtype] = Counter()
+    start = weights.start_all_gather
+
+    def counted(shard, axis, into):
+        gathered[into.dtype] += into.nbytes
+        return start(shard, axis, into=into)
+
+    weights.start_all_gather = counted
+    try:
+        words = words if "--fp16" in words else f"--bf16 {words}"
+        recorder, run = train_toy(layout, [*FP8, *words.split()], kind)
+    finally:
+        weights.start_all_gather = start
+    names = ("lm loss", "grad-norm", "params-norm", "loss-scale", "lm loss validation")
+    values = {name: recorder.values(name) for name in names}
+    return values, fingerprint(run), gathered
+
+
+def _compare(layout, pairs, kind):
+    """Each pair's runs: without the flag by the first words, with it by both."""
+    return [
+        (_train(layout, first, kind), _train(layout, f"{first} {more} {OURS}", kind))
+        for first, more in pairs
+    ]
+
+
+def _all_equal(processes, pairs, kind="gpt", **sizes):
+    """Train in several processes; what the last one found."""
+    for answers in run_distributed(processes, _compare, pairs, kind, **sizes):
+        for (first, more), (theirs, ours) in zip(pairs, answers, strict=True):
+            assert ours[:2] == theirs[:2], (first, more)
+            assert len(set(ours[0]["grad-norm"])) > 1
+            assert ours[2][torch.uint8] > 0
+            assert theirs[2][torch.uint8] == 0
+    return answers
+
+
+def test_only_8_bits_travel_in_an_update():
+    """A layer's weights here have 12 x 32 x 32 elements."""
+    asked = f"{SHARED} --log-params-norm --log-interval 2 --tensorboard-log-interval 2"
+    (theirs, ours), (_, asking) = _all_equal(2, [(SHARED, ""), (asked, "")])
+    weights_16 = 2 * 2 * 12 * 32 * 32
+    assert ours[2][torch.uint8] == ITERATIONS * weights_16 // 2
+    saved = theirs[2][torch.bfloat16] - ours[2][torch.bfloat16]
+    assert saved == (ITERATIONS - 1) * weights_16  # once, when training is over
+    assert asking[2][torch.bfloat16] - ours[2][torch.bfloat16] == 2 * weights_16  # for two norms
+
+
+# What runs without the flag, and what with it besides.
+IN_PAIRS = [
+    (SHARED, OVERLAP),
+    (f"{SHARED} {DELAYED}", ""),
+    (f"{SHARED} {DELAYED} --timing-log-level 1", OVERLAP),
+    (f"--zero-stage 2 {OVERLAP}", ""),
+    ("--zero-stage 2 --no-fp8-wgrad --micro-batch-size 2", OVERLAP),
+    (f"--fp16 --hysteresis 1 --initial-loss-scale {2**20} {SHARED} {DELAYED}", OVERLAP),
+    (f"{SHARED} --optimizer-cpu-offload --no-gradient-accumulation-fusion", ""),
+    (f"{SHARED} --recompute-granularity full --recompute-method uniform", OVERLAP),
+]
+
+
+def test_in_pairs():
+    answers = _all_equal(2, IN_PAIRS)
+    scales = answers[5][1][0]["loss-scale"]
+    assert scales[0] > scales[-1]  # updates were skipped
+
+
+def test_split_layers():
+    words = "--tensor-model-parallel-size 2 --sequence-parallel"
+    pairs = [(f"{words} {SHARED}", OVERLAP), (f"{words} {SHARED} {DELAYED}", "")]
+    _all_equal(4, pairs, tensor=2)
+    words = f"{words} --num-attention-heads 4 --micro-batch-size 2 {SHARED}"
+    _all_equal(4, [(words, OVERLAP)], "t5", tensor=2)
+
+
+def test_stages():
+    words = "--num-layers 4 --pipeline-model-parallel-size 2"
+    virtual = "--num-layers-per-virtual-pipeline-stage 1"
+    pairs = [
+        (f"{words} {SHARED}", OVERLAP),
+        (f"{words} {virtual} {SHARED} {DELAYED}", OVERLAP),
+        (f"{words} {virtual} --zero-stage 2 {OVERLAP}", ""),
+        (f"{words} --pipeline-schedule zero-bubble --zero-stage 2", ""),
+    ]
+    _all_equal(4, pairs, pipeline=2)
+
+
+def test_context():
+    words = "--context-parallel-size 2 --seq-length 32 --max-position-embeddings 32"
+    _all_equal(4, [(f"{words} --attention-dropout 0 {SHARED}", OVERLAP)], context=2)
+
+
+def _tensors(folder):
+    reader = open_checkpoint(folder)
+    return {name: read_whole(reader, name) for name in reader.names()}
+
+
+@pytest.mark.parametrize("recipe", ["", DELAYED], ids=["tensorwise", "delayed"])
+def test_checkpoints_hold_whole_weights_and_runs_go_on_from_them(tmp_path, recipe):
+    words = f"{SHARED} {recipe} {OVERLAP}"
+    saves = "--save-interval 1 --exit-interval 3 --async-save"
+    folders = [tmp_path / name for name in ("theirs", "ours")]
+    whole = run_distributed(2, _train, words)
+    for folder, more in zip(folders, ("", OURS), strict=True):
+        run_distributed(2, _train, f"{words} {more} {saves} --save {folder}")
+    theirs, ours = (_tensors(folder) for folder in folders)
+    assert theirs.keys() == ours.keys()
+    for name, tensor in theirs.items():
+        assert torch.equal(ours[name], tensor), name
+    again = run_distributed(2, _train, f"{words} {OURS} --load {folders[1]}")
+    for (expected, digest, _), (values, our_digest, _) in zip(whole, again, strict=True):
+        assert values["lm loss"] == expected["lm loss"][3:]
+        assert our_digest == digest
