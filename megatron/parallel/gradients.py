@@ -112,10 +112,8 @@ class GradientBuffer:
         self._late = frozenset(id(p) for p in parameters if late is not None and late(p))
         self._waves_of = waves_of if self.zero_stage == 2 else None
         self._early = frozenset(id(p) for p in parameters if early is not None and early(p))
-        alone = self.axis.size == 1
-        self._apart = frozenset(
-            id(p) for p in parameters if apart is not None and apart(p) and not alone
-        )
+        apart = apart if self.axis.size > 1 else None  # alone there is nothing to gather
+        self._apart = frozenset(id(p) for p in parameters if apart is not None and apart(p))
         self._storages: list[Tensor] = []
         self._in_place: list[tuple[nn.Parameter, Tensor]] = []
         self._owned: dict[int, tuple[Span, Tensor]] = {}
@@ -131,21 +129,7 @@ class GradientBuffer:
         )
         self._unslotted: list[Tensor] | None = None  # what has none; None: not looked up
         self._stale: set[int] = set()  # gradients of an update before: to be written over
-        arranged = self._arrange(parameters[::-1])
-        by_kind: dict[tuple[torch.dtype, torch.dtype, bool], list[nn.Parameter]] = {}
-        for parameter in arranged:
-            dtype = torch.float32 if accumulate_in_fp32 else parameter.dtype
-            kind = (parameter.dtype, dtype, id(parameter) in self._apart)
-            by_kind.setdefault(kind, []).append(parameter)
-        buckets: list[PendingBucket] = []
-        self.flats = [
-            self._allocate(members, dtype, bucket_bytes // dtype.itemsize, buckets)
-            for (_, dtype, _), members in by_kind.items()
-        ]
-        # In the order in which backward completes them, whichever flat they are of.
-        place = {id(parameter): i for i, parameter in enumerate(arranged)}
-        for bucket in sorted(buckets, key=lambda b: max(place[id(p)] for p, _ in b.members)):
-            self._reducer.add(bucket)
+        self.flats = self._allocate_all(parameters[::-1], accumulate_in_fp32, bucket_bytes)
         self._reducer.expect_all()
 
     @property
@@ -157,6 +141,27 @@ class GradientBuffer:
     def shares_weights(self) -> bool:
         """Every process holds all weights of its part of the model."""
         return False
+
+    def _allocate_all(
+        self, parameters: list[nn.Parameter], in_fp32: bool, bucket_bytes: int
+    ) -> list[Flat]:
+        """Buffers of parameters in the order in which backward reaches them."""
+        arranged = self._arrange(parameters)
+        by_kind: dict[tuple[torch.dtype, torch.dtype, bool], list[nn.Parameter]] = {}
+        for parameter in arranged:
+            dtype = torch.float32 if in_fp32 else parameter.dtype
+            kind = (parameter.dtype, dtype, id(parameter) in self._apart)
+            by_kind.setdefault(kind, []).append(parameter)
+        buckets: list[PendingBucket] = []
+        flats = [
+            self._allocate(members, dtype, bucket_bytes // dtype.itemsize, buckets)
+            for (_, dtype, _), members in by_kind.items()
+        ]
+        # Sent as backward completes them, whichever flat they are of.
+        place = {id(parameter): i for i, parameter in enumerate(arranged)}
+        for bucket in sorted(buckets, key=lambda b: max(place[id(p)] for p, _ in b.members)):
+            self._reducer.add(bucket)
+        return flats
 
     def _arrange(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
         """The parameters in the buffers' order."""

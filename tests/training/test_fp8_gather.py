@@ -11,10 +11,12 @@ import torch
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.parallel import weights
 from megatron.parallel.gradients import GradientBuffer
+from megatron.parallel.layers import fp8_weights
 from megatron.training import setup
+from megatron.training.step import Updates
 from tests.checkpoint.states import read_whole
 from tests.distributed import run_distributed
-from tests.training.toy import fingerprint, train_toy
+from tests.training.toy import build_toy, fingerprint, train_toy
 
 ITERATIONS = 5
 FP8 = f"--fp8-format hybrid --train-iters {ITERATIONS} --eval-interval 2".split()
@@ -117,6 +119,24 @@ def test_stages():
 def test_context():
     words = "--context-parallel-size 2 --seq-length 32 --max-position-embeddings 32"
     _all_equal(4, [(f"{words} --attention-dropout 0 {SHARED}", OVERLAP)], context=2)
+
+
+def _loss_after_a_change(layout, words):
+    """Of an update before which somebody has changed the weights, as loading does."""
+    run = build_toy(layout, [*FP8, "--bf16", *words.split()])
+    updates = Updates(run)
+    updates.make(look_ahead=False)
+    run.optimizer.wait_for_weights()
+    with torch.no_grad():
+        for weight in fp8_weights(run.parts):
+            weight.mul_(1.5)
+    run.optimizer.reload_masters()
+    return updates.make(look_ahead=False).losses
+
+
+def test_what_arrived_is_void_when_weights_are_given_other_values():
+    plain = run_distributed(2, _loss_after_a_change, SHARED)
+    assert run_distributed(2, _loss_after_a_change, f"{SHARED} {OURS}") == plain
 
 
 def _tensors(folder):
