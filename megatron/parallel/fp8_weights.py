@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.kernels.fp8 import Fp8, inverses_of
+from megatron.parallel.buckets import ALIGNMENT_BYTES
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.flat import Flat
 from megatron.parallel.layout import Axis
@@ -64,7 +65,9 @@ class Fp8Weights:
         assert fp8 is not None, "shards cut rows, which would each need a scale"
         self._fp8 = fp8
         self.bytes = torch.zeros(storage.numel(), dtype=torch.uint8, device=storage.device)
-        self._inverses = torch.zeros(len(self._products), device=storage.device)
+        # Each where a tensor of its own would start: libraries may expect that.
+        apart = ALIGNMENT_BYTES // torch.float32.itemsize
+        self._inverses = torch.zeros(len(self._products), apart, device=storage.device)[:, 0]
         self._is_there = False
         self._pieces: list[_Piece] = []
         values = self.bytes.view(fp8)

@@ -201,9 +201,10 @@ class GradientBuffer:
         """A buffer of these; its buckets are added to the list."""
         shards = self.axis.size if self.is_sharded else 1
         rank = self.axis.rank if self.is_sharded else 0
+        smallest = 1 if id(parameters[0]) in self._apart else dtype.itemsize  # bytes of an element
         buckets = plan_buckets(
             [p.numel() for p in parameters],
-            alignment=ALIGNMENT_BYTES // dtype.itemsize,
+            alignment=ALIGNMENT_BYTES // smallest,
             limit=limit,
             shards=self.axis.size,  # of equal sizes at every stage: sums are in one order then
             ends=self._ends(parameters, limit),
