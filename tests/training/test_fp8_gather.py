@@ -104,7 +104,7 @@ def test_split_layers():
     words = "--tensor-model-parallel-size 2 --sequence-parallel"
     pairs = [(f"{words} {SHARED}", OVERLAP), (f"{words} {SHARED} {DELAYED}", "")]
     _all_equal(4, pairs, tensor=2)
-    words = f"{words} --num-attention-heads 4 --micro-batch-size 2 {SHARED}"
+    words = f"{words} --num-attention-heads 4 --micro-batch-size 2 --decoder-seq-length 16 {SHARED}"
     _all_equal(4, [(words, OVERLAP)], "t5", tensor=2)
 
 
