@@ -84,7 +84,7 @@ class GradientBuffer:
         waves_of: for stage 2, the waves that each add to a parameter's gradient; None: there is one
             wave in all.
         apart: parameters that have flat buffers of their own, so that their weights can be gathered
-            in another format. The same with and without that, which changes no bit then.
+            in another format.
         before_send: called once an update with the parameters of every bucket when backward is
             done with them, in one order on all ranks: what must happen to `main_grad` before it is
             averaged (sums over the tensor axis). With stage 2 once a micro-batch.

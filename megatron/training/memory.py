@@ -104,7 +104,7 @@ def _kept_for_weights(
             passing = 2 * max(
                 BUCKET_BYTES, summed * _largest_weight(config, padded_vocab_size, layout)
             )
-            if of_8_bits:  # the small ones of all layers have a bucket of their own, all the while
+            if config.precision.fp8_param_gather:  # all small ones fill a bucket of their own
                 passing += min(BUCKET_BYTES, summed * (parameters - outside - of_8_bits))
             gradients = summed * updated + min(passing, summed * parameters)
         if config.parallel.ddp_impl == "torch" and layout.replica.size > 1:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.reader import open_checkpoint
+from megatron.optimizer.mixed import Optimizer
 from megatron.parallel import weights
 from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.layers import fp8_weights
@@ -26,9 +27,15 @@ OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
 OURS = "--fp8-param-gather"
 
 
-def _train(layout, words, kind="gpt"):
+def _in_16_bits(*arguments, gather_in_8_bits, **options):
+    """The optimizer of a run with the flag, that gathers the same buffers as without."""
+    return Optimizer(*arguments, gather_in_8_bits={}, **options)
+
+
+def _train(layout, words, kind="gpt", optimizer=Optimizer):
     """What was logged, the digest of what a checkpoint holds, and bytes gathered by format."""
     setup.GradientBuffer = partial(GradientBuffer, bucket_bytes=2**13)  # in this process only
+    setup.Optimizer = optimizer
     gathered: Counter[torch.dtype] = Counter()
     start = weights.start_all_gather
 
@@ -48,9 +55,12 @@ def _train(layout, words, kind="gpt"):
 
 
 def _compare(layout, pairs, kind):
-    """Each pair's runs: without the flag by the first words, with it by both."""
+    """Each pair's runs, both with the flag: gathered in 16 bits by the first words, in 8 by all."""
     return [
-        (_train(layout, first, kind), _train(layout, f"{first} {more} {OURS}", kind))
+        (
+            _train(layout, f"{first} {OURS}", kind, _in_16_bits),
+            _train(layout, f"{first} {more} {OURS}", kind),
+        )
         for first, more in pairs
     ]
 
@@ -77,13 +87,27 @@ def test_only_8_bits_travel_in_an_update():
     assert asking[2][torch.bfloat16] - ours[2][torch.bfloat16] == weights_16  # for the first norm
 
 
+def _with_and_without(layout, words):
+    return [_train(layout, words), _train(layout, f"{words} {OURS}")]
+
+
+def test_the_flag_changes_losses_by_rounding():
+    """Other buffers: squares of the norm add in another order."""
+    for (theirs, _, gathered), (ours, _, _) in run_distributed(2, _with_and_without, SHARED):
+        assert gathered[torch.uint8] == 0
+        for name in ("lm loss", "grad-norm", "lm loss validation"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-3)
+        assert ours["lm loss"][0] == theirs["lm loss"][0]
+        assert ours["grad-norm"][0] == pytest.approx(theirs["grad-norm"][0], rel=1e-6)
+
+
 def test_shards_that_end_within_a_row():
     """A third of [32, 144], which fills a bucket, are 10 rows and two thirds."""
     words = f"{SHARED} --global-batch-size 3 --ffn-hidden-size 144"
     _all_equal(3, [(words, OVERLAP)])
 
 
-# What runs without the flag, and what with it besides.
+# What runs in 16 bits, and what in 8 besides.
 IN_PAIRS = [
     (SHARED, OVERLAP),
     (f"{SHARED} {DELAYED}", OVERLAP),
@@ -152,9 +176,9 @@ def test_checkpoints_hold_whole_weights_and_runs_go_on_from_them(tmp_path, recip
     words = f"{SHARED} {recipe} {OVERLAP}"
     saves = "--save-interval 1 --exit-interval 3 --async-save"
     folders = [tmp_path / name for name in ("theirs", "ours")]
-    whole = run_distributed(2, _train, words)
-    for folder, more in zip(folders, ("", OURS), strict=True):
-        run_distributed(2, _train, f"{words} {more} {saves} --save {folder}")
+    whole = run_distributed(2, _train, f"{words} {OURS}", "gpt", _in_16_bits)
+    for folder, optimizer in zip(folders, (_in_16_bits, Optimizer), strict=True):
+        run_distributed(2, _train, f"{words} {OURS} {saves} --save {folder}", "gpt", optimizer)
     theirs, ours = (_tensors(folder) for folder in folders)
     assert theirs.keys() == ours.keys()
     for name, tensor in theirs.items():

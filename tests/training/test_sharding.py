@@ -142,15 +142,15 @@ RELATIVE = (
 ).split()
 
 
-FP8 = ["--bf16", "--fp8-format", "hybrid"]
+FP8 = ["--bf16", "--fp8-format", "hybrid", "--fp8-param-gather"]
 
 
 @pytest.mark.parametrize(
     ("words", "others"), [([], 0), (RELATIVE, 0), (FP8, 1)], ids=["gpt", "t5", "fp8"]
 )
 def test_stage_2_fills_one_bucket_at_a_time(words, others):
-    """Words and tables that stages share stand where backward finishes them. The vectors of 8-bit
-    layers are in a buffer of their own."""
+    """Words and tables that stages share stand where backward finishes them. What is not gathered
+    in 8 bits has a buffer of its own."""
     words = [*STAGE_2[:3], "--pipeline-model-parallel-size", "2", *words]
     for most, count in run_distributed(4, _most_whole_buckets, words, pipeline=2):
         assert count > 5
