@@ -199,8 +199,8 @@ class ArrivingWeight:
 
     Attributes:
         fp8: it, [out, in]; the same memory for ever.
-        is_there: whether that is what the weight is now. Not before the first update: all
-            processes then have the weight itself.
+        is_there: whether it has arrived. Not before the first update: all processes then have the
+            weight itself, and cast it.
     """
 
     fp8: Fp8
@@ -272,10 +272,15 @@ class Fp8Products:
         return out.view(-1, *x.shape[1:-1], out.shape[-1]), kept
 
     def _cast_weight(self, weight: Tensor) -> tuple[Fp8, Fp8]:
-        if self.arriving is not None and self.arriving.is_there():
-            return self.arriving.fp8, self._casts.transpose(self.arriving.fp8)
         # Evaluation may be the first to cast it: of the weight it finds what training would.
-        return self._both(weight, self._form.values, self.slots.weight)
+        fp8, slot = self._form.values, self.slots.weight
+        if self.arriving is None:
+            return self._both(weight, fp8, slot)
+        whole = self.arriving.fp8
+        if not self.arriving.is_there():  # its memory is: a cast beside it would take more
+            amax, found = self._amax(weight, slot, ALONE), slot.found if slot else None
+            whole = self._casts.cast(weight, amax, fp8, found=found, into=whole.values)
+        return whole, self._casts.transpose(whole)
 
     def amax_of_weight(self) -> Tensor | None:
         """What casts of the weight scale by, fp32 []; None: by what it holds."""

@@ -166,6 +166,29 @@ def test_what_arrived_is_void_when_weights_are_given_other_values():
     assert run_distributed(2, _loss_after_a_change, f"{SHARED} {OURS}") == plain
 
 
+def _casts_of_an_update(layout):
+    """Whether layers multiply by the memory in which weights arrive: in the first update, and in
+    the one after, whose first forward has begun."""
+    run = build_toy(layout, [*FP8, "--bf16", SHARED, OURS, "--micro-batch-size", "2"])
+    updates = Updates(run)
+    inside = []
+
+    def look(products):
+        values, _ = products._weight
+        inside.append(values.values.data_ptr() == products.arriving.fp8.values.data_ptr())
+
+    for products in fp8_weights(run.parts).values():
+        run.parts[0].register_forward_hook(lambda *_, products=products: look(products))
+    updates.make(look_ahead=True)
+    return inside
+
+
+def test_weights_that_have_not_arrived_are_cast_where_they_will():
+    """The memory is there: beside it a cast would take more than without the flag."""
+    for inside in run_distributed(2, _casts_of_an_update):
+        assert inside == [True] * 8 * 2
+
+
 def _tensors(folder):
     reader = open_checkpoint(folder)
     return {name: read_whole(reader, name) for name in reader.names()}
