@@ -79,6 +79,12 @@ class PrecisionConfig:
         "Products for weight gradients in 8 bits too, else in 16.",
         off="--no-fp8-wgrad",
     )
+    fp8_param_gather: bool = flag(
+        False,
+        "Processes that share the update gather the weights of 8-bit layers in 8 bits, half the "
+        "bytes, and in 16 only for who reads them (a checkpoint, --log-params-norm). With "
+        "--use-distributed-optimizer or --zero-stage 1 or 2.",
+    )
     gradient_accumulation_fusion: bool = flag(
         True,
         "Add weight gradients to the fp32 buffer in the matrix product itself; off: in a 16-bit "

@@ -70,11 +70,6 @@ REFUSED: tuple[KnownFlag, ...] = (
         many=True,
     ),
     *_group(
-        "the distributed optimizer gathers weights in 16 bits, which evaluation and checkpoints "
-        "read (docs/fp8.md): drop the flag",
-        switches=("--fp8-param-gather",),
-    ),
-    *_group(
         "tensor-parallel messages travel beside backward's products by NCCL, not by Transformer "
         "Engine's user buffers: drop the flag",
         switches=("--tp-comm-overlap",),

@@ -22,6 +22,7 @@ _OF_HISTORY = {
 def fp8(config: RunConfig, world_size: int) -> Iterator[str]:
     numbers = config.precision
     yield from _history(numbers)
+    yield from _gather(config)
     if numbers.fp8_format is None:
         if not numbers.fp8_wgrad:
             yield "--no-fp8-wgrad has no meaning without --fp8-format: drop it"
@@ -53,6 +54,25 @@ def _history(numbers: PrecisionConfig) -> Iterator[str]:
             yield (
                 f"{field.spell(value)} belongs to --fp8-recipe delayed: add that, or drop this flag"
             )
+
+
+def _gather(config: RunConfig) -> Iterator[str]:
+    numbers, stage = config.precision, config.parallel.zero_stage or 0
+    if not numbers.fp8_param_gather:
+        return
+    shown = "--fp8-param-gather"
+    if numbers.fp8_format is None:
+        yield f"{shown} gathers the weights of 8-bit layers: add --fp8-format, or drop the flag"
+    if numbers.fp8_recipe == "rowwise":
+        yield (
+            f"{shown} with --fp8-recipe rowwise: what a process updates may end within a row, and "
+            "each row has a scale: use tensorwise or delayed, or drop the flag"
+        )
+    if stage == 0:
+        yield (
+            f"{shown}: without a shared update there is nothing to gather: add "
+            "--use-distributed-optimizer, or drop the flag"
+        )
 
 
 def _sizes(config: RunConfig) -> Iterator[str]:

@@ -48,6 +48,13 @@ class Fp8:
         return self.values.float() * self.inverse
 
 
+def inverses_of(amaxes: Tensor, fp8: torch.dtype) -> Tensor:
+    """What a cast with one scale gives as `Fp8.inverse`, for each of `amaxes`: fp32, [n]."""
+    held = amaxes.clamp(min=SMALLEST)
+    # By a tensor: a GPU would multiply by the inverse of a number, and round twice.
+    return held / torch.full_like(held, torch.finfo(fp8).max)
+
+
 class Fp8Casts(Protocol):
     """Matrices x are [m, k], contiguous, in bf16, fp16 or fp32; `fp8` is E4M3 or E5M2.
 
@@ -61,9 +68,15 @@ class Fp8Casts(Protocol):
         ...
 
     def cast(
-        self, x: Tensor, amax: Tensor, fp8: torch.dtype, *, found: Tensor | None = None
+        self,
+        x: Tensor,
+        amax: Tensor,
+        fp8: torch.dtype,
+        *,
+        found: Tensor | None = None,
+        into: Tensor | None = None,
     ) -> Fp8:
-        """x with one scale. m may be any number."""
+        """x with one scale. m may be any number. The values go `into` where given, [m, k]."""
         ...
 
     def cast_transpose(
@@ -106,7 +119,13 @@ class ReferenceCasts:
         return x.abs().amax().float()
 
     def cast(
-        self, x: Tensor, amax: Tensor, fp8: torch.dtype, *, found: Tensor | None = None
+        self,
+        x: Tensor,
+        amax: Tensor,
+        fp8: torch.dtype,
+        *,
+        found: Tensor | None = None,
+        into: Tensor | None = None,
     ) -> Fp8:
         largest = torch.finfo(fp8).max
         held = amax.float().clamp(min=SMALLEST)
@@ -115,7 +134,8 @@ class ReferenceCasts:
         if found is not None:
             found.copy_(torch.maximum(found, self.amax(x)))
             scaled = scaled.masked_fill(~x.isfinite(), math.nan)
-        return Fp8(scaled.to(fp8), held / largest)
+        values = scaled.to(fp8)
+        return Fp8(values if into is None else into.copy_(values), held / largest)
 
     def cast_transpose(
         self, x: Tensor, amax: Tensor, fp8: torch.dtype, *, found: Tensor | None = None
@@ -156,10 +176,17 @@ class KernelCasts:
         return result
 
     def cast(
-        self, x: Tensor, amax: Tensor, fp8: torch.dtype, *, found: Tensor | None = None
+        self,
+        x: Tensor,
+        amax: Tensor,
+        fp8: torch.dtype,
+        *,
+        found: Tensor | None = None,
+        into: Tensor | None = None,
     ) -> Fp8:
         _check_row(x)
-        out = Fp8(torch.empty_like(x, dtype=fp8), torch.empty_like(amax))
+        values = torch.empty_like(x, dtype=fp8) if into is None else into
+        out = Fp8(values, torch.empty_like(amax))
         codes = (x.numel(), DTYPE_CODES[x.dtype], FP8_CODES[fp8])
         self.library.launch(CAST, x, out.values, amax, out.inverse, found, *codes)
         return out

@@ -48,6 +48,14 @@ def count_part_parameters(
     return count + tables * padded_vocab_size // tensor * sizes.hidden
 
 
+def count_part_matrices(model: ModelConfig, part: ModelPart, *, tensor: int) -> int:
+    """Of these the matrices of attention and MLP."""
+    sizes = sizes_of(model)
+    crossing = len(part.halves(sizes.layers)[1])
+    elements = len(part.layers) * layer_matrix_parameters(sizes)
+    return (elements + crossing * _cross_matrices(sizes)) // tensor
+
+
 def _norm_parameters(model: ModelConfig) -> int:
     return sizes_of(model).hidden * _vectors(model)
 
@@ -74,7 +82,11 @@ def _cross_parameters(model: ModelConfig, tensor: int) -> int:
     """What a decoder's layer has besides: attention to the encoder and its normalization."""
     sizes = sizes_of(model)
     biases = 3 * sizes.query // tensor + sizes.hidden if model.add_bias_linear else 0
-    return 4 * sizes.hidden * sizes.query // tensor + biases + _norm_parameters(model)
+    return _cross_matrices(sizes) // tensor + biases + _norm_parameters(model)
+
+
+def _cross_matrices(sizes: Sizes) -> int:
+    return 4 * sizes.hidden * sizes.query
 
 
 def _small_tables(model: ModelConfig) -> int:

@@ -12,7 +12,7 @@ moments exist for this process's shard alone: it updates that, and gathers the o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ from megatron.optimizer.offload import OffloadedUpdate, on_host
 from megatron.optimizer.rules import Step, Update, UpdateRule, UpdateTensors, rule_of
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Layout
+from megatron.parallel.products import Fp8Products
 from megatron.parallel.replicas import Gradients
 
 CLIP_EPS = 1e-6  # added to the norm before dividing by it, as in Megatron
@@ -149,6 +150,7 @@ class Optimizer:
         count_zeros: count the gradient entries that are exactly zero at every step.
         overlap_gather_in: models whose next forward may begin while sharded weights are still
             gathered (see `WeightBuffer`); None: `step` waits for them.
+        gather_in_8_bits: sharded weights that are gathered in 8 bits (likewise).
     """
 
     def __init__(
@@ -161,6 +163,7 @@ class Optimizer:
         *,
         count_zeros: bool = False,
         overlap_gather_in: Sequence[nn.Module] | None = None,
+        gather_in_8_bits: Mapping[nn.Parameter, Fp8Products] | None = None,
     ) -> None:
         self.gradients = gradients
         self._clip = config.clip_grad
@@ -169,7 +172,7 @@ class Optimizer:
         self._rule = rule_of(config)
         self._scale = loss_scale_of(precision)
         groups = split_groups(named_parameters)
-        self._shared_weights = gradients.share_weights(overlap_gather_in)
+        self._shared_weights = gradients.share_weights(overlap_gather_in, gather_in_8_bits or {})
         self._offload = config.optimizer_cpu_offload
         self._groups = [
             _Group.allocate(g, self._rule.state_names, gradients, offload=self._offload)
@@ -228,7 +231,8 @@ class Optimizer:
         Returns:
             What `end_step` needs, on the device: [3], fp64.
         """
-        self.wait_for_weights()  # of modules that no forward has used since
+        if self._shared_weights is not None:
+            self._shared_weights.settle()  # of modules that no forward has used since
         norm, zeros, nonfinite = self._measure()
         device = torch.device("cpu") if self._offload else self._device
         step = Step(
@@ -282,7 +286,7 @@ class Optimizer:
         )
 
     def wait_for_weights(self) -> None:
-        """Call before reading parameters outside of their model's forward."""
+        """Call before reading parameters outside of their model's forward. Collective."""
         if self._shared_weights is not None:
             self._shared_weights.wait()
 
@@ -292,6 +296,8 @@ class Optimizer:
         Args:
             of_16_bits: those of 16-bit weights too; not where they were loaded themselves.
         """
+        if self._shared_weights is not None:
+            self._shared_weights.forget()
         with torch.no_grad():
             for group in self._groups:
                 for part, weight, dtype in zip(

@@ -1,6 +1,7 @@
 """Gradients in contiguous buffers, averaged over the processes that hold the same weights.
 
-One flat buffer for every pair of parameter and gradient dtype, cut into buckets (see `buckets`).
+One flat buffer for every pair of parameter and gradient dtype, cut into buckets (see `buckets`);
+and of parameters that are not gathered as the others are.
 Where the gradient dtype equals the parameter's, autograd adds straight into the buffer. Elsewhere
 (16-bit parameters, fp32 gradients) a hook adds each finished gradient into it. Or whoever computes
 a gradient asks for a `slot` and writes there himself: a product that adds to fp32 memory needs
@@ -27,7 +28,7 @@ it is left but shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby, pairwise
@@ -38,6 +39,7 @@ from torch import Tensor, nn
 from megatron.parallel.buckets import ALIGNMENT_BYTES, BUCKET_BYTES, Span, plan_buckets
 from megatron.parallel.flat import Flat
 from megatron.parallel.layout import Layout
+from megatron.parallel.products import Fp8Products
 from megatron.parallel.reducer import PendingBucket, Reducer
 from megatron.parallel.weights import WeightBuffer
 
@@ -81,6 +83,8 @@ class GradientBuffer:
             the output shares, though they are the model's first parameter.
         waves_of: for stage 2, the waves that each add to a parameter's gradient; None: there is one
             wave in all.
+        apart: parameters that have flat buffers of their own, so that their weights can be gathered
+            in another format.
         before_send: called once an update with the parameters of every bucket when backward is
             done with them, in one order on all ranks: what must happen to `main_grad` before it is
             averaged (sums over the tensor axis). With stage 2 once a micro-batch.
@@ -98,6 +102,7 @@ class GradientBuffer:
         late: Callable[[nn.Parameter], bool] | None = None,
         early: Callable[[nn.Parameter], bool] | None = None,
         waves_of: Callable[[nn.Parameter], tuple[Hashable, ...]] | None = None,
+        apart: Callable[[nn.Parameter], bool] | None = None,
         before_send: Callable[[list[nn.Parameter]], None] | None = None,
     ) -> None:
         parameters = [p for _, p in named_parameters if p.requires_grad]
@@ -107,6 +112,8 @@ class GradientBuffer:
         self._late = frozenset(id(p) for p in parameters if late is not None and late(p))
         self._waves_of = waves_of if self.zero_stage == 2 else None
         self._early = frozenset(id(p) for p in parameters if early is not None and early(p))
+        apart = apart if self.axis.size > 1 else None  # alone there is nothing to gather
+        self._apart = frozenset(id(p) for p in parameters if apart is not None and apart(p))
         self._storages: list[Tensor] = []
         self._in_place: list[tuple[nn.Parameter, Tensor]] = []
         self._owned: dict[int, tuple[Span, Tensor]] = {}
@@ -122,14 +129,7 @@ class GradientBuffer:
         )
         self._unslotted: list[Tensor] | None = None  # what has none; None: not looked up
         self._stale: set[int] = set()  # gradients of an update before: to be written over
-        by_dtype: dict[tuple[torch.dtype, torch.dtype], list[nn.Parameter]] = {}
-        for parameter in reversed(parameters):
-            dtype = torch.float32 if accumulate_in_fp32 else parameter.dtype
-            by_dtype.setdefault((parameter.dtype, dtype), []).append(parameter)
-        self.flats = [
-            self._allocate(members, dtype, bucket_bytes // dtype.itemsize)
-            for (_, dtype), members in by_dtype.items()
-        ]
+        self.flats = self._allocate_all(parameters[::-1], accumulate_in_fp32, bucket_bytes)
         self._reducer.expect_all()
 
     @property
@@ -142,35 +142,72 @@ class GradientBuffer:
         """Every process holds all weights of its part of the model."""
         return False
 
-    def _arrange(self, parameters: list[nn.Parameter]) -> tuple[list[nn.Parameter], list[int]]:
-        """The parameters in the buffer's order, and the places in it where a bucket must end."""
+    def _allocate_all(
+        self, parameters: list[nn.Parameter], in_fp32: bool, bucket_bytes: int
+    ) -> list[Flat]:
+        """Buffers of parameters in the order in which backward reaches them."""
+        arranged = self._arrange(parameters)
+        by_kind: dict[tuple[torch.dtype, torch.dtype, bool], list[nn.Parameter]] = {}
+        for parameter in arranged:
+            dtype = torch.float32 if in_fp32 else parameter.dtype
+            kind = (parameter.dtype, dtype, id(parameter) in self._apart)
+            by_kind.setdefault(kind, []).append(parameter)
+        buckets: list[PendingBucket] = []
+        flats = [
+            self._allocate(members, dtype, bucket_bytes // dtype.itemsize, buckets)
+            for (_, dtype, _), members in by_kind.items()
+        ]
+        # Sent as backward completes them, whichever flat they are of.
+        place = {id(parameter): i for i, parameter in enumerate(arranged)}
+        for bucket in sorted(buckets, key=lambda b: max(place[id(p)] for p, _ in b.members)):
+            self._reducer.add(bucket)
+        return flats
+
+    def _arrange(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+        """The parameters in the buffers' order."""
         if self.zero_stage < 2:
-            return parameters, []
+            return parameters
         order = list(dict.fromkeys(self._waves_that_bring(p) for p in parameters))
 
         def place(parameter: nn.Parameter) -> tuple[int, bool]:
             is_early = id(parameter) in self._early
             return order.index(self._waves_that_bring(parameter)), not is_early
 
-        arranged = sorted(parameters, key=place)
+        return sorted(parameters, key=place)
+
+    def _ends(self, arranged: list[nn.Parameter], limit: int) -> list[int]:
+        """The places in a buffer where a bucket must end."""
+        if self.zero_stage < 2:
+            return []
         groups = [
             (self._waves_that_bring(p), id(p) if id(p) in self._late else None) for p in arranged
         ]
-        return arranged, [i for i, (a, b) in enumerate(pairwise(groups)) if a != b]
+        ends = {i for i, (a, b) in enumerate(pairwise(groups)) if a != b}
+        if self._apart and id(arranged[0]) not in self._apart:
+            # The first small vector would hold room for the words' gradients all through backward.
+            ends |= {i for i, p in enumerate(arranged[1:]) if p.numel() >= limit}
+        return sorted(ends)
 
     def _waves_that_bring(self, parameter: nn.Parameter) -> tuple[Hashable, ...]:
         return (None,) if self._waves_of is None else self._waves_of(parameter)
 
-    def _allocate(self, parameters: list[nn.Parameter], dtype: torch.dtype, limit: int) -> Flat:
+    def _allocate(
+        self,
+        parameters: list[nn.Parameter],
+        dtype: torch.dtype,
+        limit: int,
+        pending_buckets: list[PendingBucket],
+    ) -> Flat:
+        """A buffer of these; its buckets are added to the list."""
         shards = self.axis.size if self.is_sharded else 1
         rank = self.axis.rank if self.is_sharded else 0
-        parameters, ends = self._arrange(parameters)
+        smallest = 1 if id(parameters[0]) in self._apart else dtype.itemsize  # bytes of an element
         buckets = plan_buckets(
             [p.numel() for p in parameters],
-            alignment=ALIGNMENT_BYTES // dtype.itemsize,
+            alignment=ALIGNMENT_BYTES // smallest,
             limit=limit,
             shards=self.axis.size,  # of equal sizes at every stage: sums are in one order then
-            ends=ends,
+            ends=self._ends(parameters, limit),
         )
         total = buckets[-1].span.end
         size = total // shards if self.zero_stage == 2 else total
@@ -195,7 +232,7 @@ class GradientBuffer:
                 self._owned[id(parameter)] = (own.relative_to(slot), gradient)
                 self._places[id(parameter)] = (pending, slot.within(plan.span))
                 self._attach(parameter, slot.within(plan.span), pending)
-            self._reducer.add(pending)
+            pending_buckets.append(pending)
             flat.members.extend(inside)
             flat.regions.append((shard, kept))
         return flat if self.is_sharded else Flat(flat.members, buckets, [(Span(0, total), storage)])
@@ -273,17 +310,22 @@ class GradientBuffer:
         """
         return [run for flat in self.flats for run in flat.runs(select)]
 
-    def share_weights(self, overlap_in: Sequence[nn.Module] | None) -> WeightBuffer | None:
+    def share_weights(
+        self,
+        overlap_in: Sequence[nn.Module] | None,
+        in_8_bits: Mapping[nn.Parameter, Fp8Products],
+    ) -> WeightBuffer | None:
         """The other half of a sharded update; None where every process updates everything.
 
         Moves the parameters' values: call it before `part`.
 
         Args:
             overlap_in: see `WeightBuffer`.
+            in_8_bits: likewise; some or all of those that lie `apart`.
         """
         if not self.is_sharded:
             return None
-        return WeightBuffer(self.flats, self.axis, overlap_in=overlap_in)
+        return WeightBuffer(self.flats, self.axis, overlap_in=overlap_in, in_8_bits=in_8_bits)
 
     def zero(self) -> None:
         """Forget all gradients. Call before the first micro-batch of an update."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -161,12 +161,7 @@ def attach_history(
         layout: of the layers.
         device: where they run.
     """
-    layers = {
-        name: module.products
-        for part in parts
-        for name, module in part.named_modules()
-        if isinstance(module, Linear) and isinstance(module.products, Fp8Products)
-    }
+    layers = {name: products for name, _, products in _fp8_layers(parts)}
     if not layers:
         return None
     largest = next(iter(layers.values())).largest  # they are all of one form
@@ -174,6 +169,23 @@ def attach_history(
     for name, products in layers.items():
         products.slots = history.slots(name)
     return history
+
+
+def fp8_weights(parts: Iterable[nn.Module]) -> dict[nn.Parameter, Fp8Products]:
+    """Weights that are read by 8-bit products alone, where each has one scale; and by which."""
+    return {
+        layer.weight: products
+        for _, layer, products in _fp8_layers(parts)
+        if products.weight_format is not None
+    }
+
+
+def _fp8_layers(parts: Iterable[nn.Module]) -> Iterator[tuple[str, Linear, Fp8Products]]:
+    """The 8-bit layers with their names and their products."""
+    for part in parts:
+        for name, module in part.named_modules():
+            if isinstance(module, Linear) and isinstance(module.products, Fp8Products):
+                yield name, module, module.products
 
 
 def set_overlap(module: nn.Module, overlap: bool) -> None:

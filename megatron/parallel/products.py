@@ -193,6 +193,20 @@ class Fp8Format:
     weight_gradient: bool = True
 
 
+@dataclass(frozen=True)
+class ArrivingWeight:
+    """A weight that the processes which share its update send each other in 8 bits.
+
+    Attributes:
+        fp8: it, [out, in]; the same memory for ever.
+        is_there: whether it has arrived. Not before the first update: all processes then have the
+            weight itself, and cast it.
+    """
+
+    fp8: Fp8
+    is_there: Callable[[], bool]
+
+
 class Fp8Products:
     """In 8 bits, from 16-bit tensors whose sizes are multiples of 16.
 
@@ -207,12 +221,14 @@ class Fp8Products:
 
     Attributes:
         slots: for delayed scaling; as created: current scaling.
+        arriving: the weight, where it comes in 8 bits; None: it is cast here.
     """
 
     def __init__(
         self, form: Fp8Format, casts: Fp8Casts, multiply: Fp8Product = reference_product
     ) -> None:
         self.slots = LayerSlots()
+        self.arriving: ArrivingWeight | None = None
         self._form = form
         self._casts = casts
         self._multiply = multiply
@@ -230,6 +246,11 @@ class Fp8Products:
     def keeps_input(self) -> bool:
         return not self._form.weight_gradient
 
+    @property
+    def weight_format(self) -> torch.dtype | None:
+        """What a weight is cast to with one scale; None where each of its rows has its own."""
+        return None if self._form.by_row else self._form.values
+
     def forward(
         self,
         x: Tensor,
@@ -241,8 +262,7 @@ class Fp8Products:
     ) -> tuple[Tensor, Kept]:
         arriving = self._start_input(x, communication, records=training)
         if self._weight is None:  # cast while the input travels
-            # Evaluation may be the first to cast it: of the weight it finds what training would.
-            self._weight = self._both(weight, self._form.values, self.slots.weight)
+            self._weight = self._cast_weight(weight)
         by_out, by_in = self._weight
         left, turned = arriving()
         kept: Kept = (by_in.values, by_in.inverse)
@@ -250,6 +270,38 @@ class Fp8Products:
             kept += (turned.values, turned.inverse)
         out = self._multiply(left, by_out, x.dtype, bias=bias, fast=True)
         return out.view(-1, *x.shape[1:-1], out.shape[-1]), kept
+
+    def _cast_weight(self, weight: Tensor) -> tuple[Fp8, Fp8]:
+        # Evaluation may be the first to cast it: of the weight it finds what training would.
+        fp8, slot = self._form.values, self.slots.weight
+        if self.arriving is None:
+            return self._both(weight, fp8, slot)
+        whole = self.arriving.fp8
+        if not self.arriving.is_there():  # its memory is: a cast beside it would take more
+            amax, found = self._amax(weight, slot, ALONE), slot.found if slot else None
+            whole = self._casts.cast(weight, amax, fp8, found=found, into=whole.values)
+        return whole, self._casts.transpose(whole)
+
+    def amax_of_weight(self) -> Tensor | None:
+        """What casts of the weight scale by, fp32 []; None: by what it holds."""
+        slot = self.slots.weight
+        return slot.held if slot is not None and slot.has_begun() else None
+
+    def measure_part(self, part: Tensor) -> Tensor:
+        """The largest magnitude in some elements [n] of the weight: fp32 []."""
+        return self._casts.amax(part)
+
+    def cast_part(self, part: Tensor, amax: Tensor, into: Tensor) -> None:
+        """Write some elements [n] of the weight, n a multiple of 16, in 8 bits `into` [n].
+
+        Args:
+            part: they.
+            amax: what the whole weight scales by.
+            into: where they go.
+        """
+        rows, slot = part.view(-1, 16), self.slots.weight
+        found = None if slot is None else slot.found
+        self._casts.cast(rows, amax, self._form.values, found=found, into=into.view(-1, 16))
 
     def _start_input(
         self, x: Tensor, communication: Communication, *, records: bool

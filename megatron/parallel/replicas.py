@@ -6,7 +6,7 @@ shard of each (stage 3).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from megatron.config.parallel import ParallelConfig
 from megatron.parallel.buckets import Span
 from megatron.parallel.layout import Layout
+from megatron.parallel.products import Fp8Products
 
 
 class SharedWeights(Protocol):
@@ -24,8 +25,15 @@ class SharedWeights(Protocol):
     def gather(self) -> None:
         """Make the update of every process known to all. Collective over the replica axis."""
 
+    def settle(self) -> None:
+        """Return once nothing of `gather` is under way."""
+
     def wait(self) -> None:
-        """Return once parameters may be read, or changed, outside of their model's forward."""
+        """Return once parameters may be read, or changed, outside of their model's forward.
+        Collective over the replica axis."""
+
+    def forget(self) -> None:
+        """All parameters have been given other values, on all processes."""
 
 
 class Gradients(Protocol):
@@ -54,7 +62,12 @@ class Gradients(Protocol):
     def views(self, select: Callable[[nn.Parameter], bool], /) -> list[Tensor]:
         """As few 1-D tensors as hold what is owned of all selected parameters' gradients."""
 
-    def share_weights(self, overlap_in: Sequence[nn.Module] | None, /) -> SharedWeights | None:
+    def share_weights(
+        self,
+        overlap_in: Sequence[nn.Module] | None,
+        in_8_bits: Mapping[nn.Parameter, Fp8Products],
+        /,
+    ) -> SharedWeights | None:
         """The other half of a sharded update; None where every process updates everything."""
 
     def zero(self) -> None:

@@ -15,7 +15,7 @@ Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel",
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
@@ -31,6 +31,7 @@ from megatron.parallel.buckets import Span
 from megatron.parallel.collectives import all_gather_single, reduce_scatter_single
 from megatron.parallel.layout import Axis, Layout
 from megatron.parallel.parameter import spec_of
+from megatron.parallel.products import Fp8Products
 
 
 class ShardedModel:
@@ -127,12 +128,24 @@ class ShardedModel:
                 runs.append(self._storage[slots[0].start : slots[-1].end])
         return runs
 
-    def share_weights(self, overlap_in: Sequence[nn.Module] | None) -> ShardedModel:
+    def share_weights(
+        self,
+        overlap_in: Sequence[nn.Module] | None,
+        in_8_bits: Mapping[nn.Parameter, Fp8Products],
+    ) -> ShardedModel:
         """Itself: see `gather` and `wait`."""
+        assert not in_8_bits, "a rule refuses fp8"
         return self
 
     def gather(self) -> None:
         """Nothing: the next forward gathers what it needs when it needs it."""
+
+    def settle(self) -> None:
+        """The same as `wait`."""
+        self.wait()
+
+    def forget(self) -> None:
+        """Nothing: nothing is kept beside the shards."""
 
     def wait(self) -> None:
         """Give back what forward alone, without a backward, has left whole."""

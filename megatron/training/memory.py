@@ -1,7 +1,8 @@
 """How much memory one process needs, by arithmetic alone.
 
-Counts what training keeps: parameters, gradients, optimizer states and the activations saved for
-backward. Temporary buffers, the allocator's rounding and the CUDA context are not in it.
+Counts what training keeps: parameters (with their 8-bit copies), gradients, optimizer states and
+the activations saved for backward. Temporary buffers, the allocator's rounding and the CUDA context
+are not in it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from functools import partial
 from megatron.config import RunConfig
 from megatron.config.run import known
 from megatron.config.stages import ModelPart, parts_of_stage, plan_model
-from megatron.models.arithmetic import count_part_parameters
+from megatron.models.arithmetic import count_part_matrices, count_part_parameters
 from megatron.models.sizes import IN_WORDS, Ending, sizes_of
 from megatron.parallel.buckets import BUCKET_BYTES
 from megatron.parallel.layout import Layout
@@ -100,6 +101,7 @@ def _kept_for_weights(
     in_fp32 = not half or config.precision.accumulate_allreduce_grads_in_fp32
     width, summed = 2 if half else 4, 4 if in_fp32 else 2
     layer, outside, parameters = _count_weights(config, padded_vocab_size, layout, parts, ending)
+    of_8_bits = _count_8_bit_weights(config, layout, parts)
     moments = 2 if config.optimizer.optimizer == "adam" else int(config.optimizer.sgd_momentum > 0)
     on_host, stage = config.optimizer.optimizer_cpu_offload, config.parallel.zero_stage or 0
     updated = parameters // layout.replica.size if stage > 0 else parameters
@@ -111,12 +113,14 @@ def _kept_for_weights(
         leaving = width * outside + (width + summed) * layer
         weights, gradients, summed = 4 * updated + gathered, 4 * updated + leaving, 4
     else:
-        weights = width * parameters
+        weights = width * parameters + 2 * of_8_bits  # these and their transposes
         gradients = summed * parameters
         if stage == 2 and layout.replica.size > 1:
             passing = 2 * max(
                 BUCKET_BYTES, summed * _largest_weight(config, padded_vocab_size, layout)
             )
+            if config.precision.fp8_param_gather:  # all small ones fill a bucket of their own
+                passing += min(BUCKET_BYTES, summed * (parameters - outside - of_8_bits))
             gradients = summed * updated + min(passing, summed * parameters)
         if config.parallel.ddp_impl == "torch" and layout.replica.size > 1:
             gradients *= 2  # its own buckets
@@ -150,6 +154,14 @@ def _count_weights(
     )
     outside = sum(count(part=replace(part, layers=range(0))) for part in parts)
     return layer, outside, sum(count(part=part) for part in parts)
+
+
+def _count_8_bit_weights(config: RunConfig, layout: Layout, parts: Sequence[ModelPart]) -> int:
+    """Elements of the matrices that fp8 products multiply by."""
+    if config.precision.fp8_format is None:
+        return 0
+    size = layout.tensor.size
+    return sum(count_part_matrices(config.model, part, tensor=size) for part in parts)
 
 
 def _largest_weight(config: RunConfig, padded_vocab_size: int, layout: Layout) -> int:

@@ -22,13 +22,14 @@ from megatron.optimizer.schedule import Schedules
 from megatron.parallel.amax_history import AmaxHistory, DelayedScaling
 from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.initialization import initialize, initialize_part
-from megatron.parallel.layers import attach_history, attach_slots, forget_weights
+from megatron.parallel.layers import attach_history, attach_slots, forget_weights, fp8_weights
 from megatron.parallel.layout import Axis, Layout
 from megatron.parallel.parameter import spec_of
 from megatron.parallel.partial_gradients import sum_partial_gradients
 from megatron.parallel.pipeline.p2p import PipelineChannel
 from megatron.parallel.pipeline.schedule import schedule_kind
 from megatron.parallel.pipeline.waves import parameter_waves
+from megatron.parallel.products import Fp8Products
 from megatron.parallel.replicas import Gradients, shares_weights
 from megatron.parallel.tied import WORDS, Tie, tie_tables, tie_words, tied_names, unite_copies
 from megatron.parallel.torch_ddp import TorchDataParallel
@@ -181,6 +182,7 @@ def _share(
         late = {id(parameter) for name, parameter in named_parameters if name in names}
         scored = [p for n, p in named_parameters if n == WORDS and layout.pipeline.is_last]
         waves = parameter_waves(parts, schedule_kind(config.parallel, len(parts)))
+        in_8_bits = _gathered_in_8_bits(config, parts)
         gradients = GradientBuffer(
             named_parameters,
             # Alone: PyTorch's averages the gradients in place.
@@ -191,6 +193,7 @@ def _share(
             late=lambda parameter: id(parameter) in late,
             early=lambda parameter: any(parameter is p for p in scored if id(p) in late),
             waves_of=lambda parameter: waves[id(parameter)],
+            apart=lambda parameter: parameter in in_8_bits,
             before_send=add_up,
         )
         if numbers.gradient_accumulation_fusion and not is_torch:  # which waits for autograd
@@ -217,7 +220,15 @@ def _optimizer(
         layout,
         count_zeros=config.logging.log_num_zeros_in_grad,
         overlap_gather_in=parts if config.parallel.overlap_param_gather else None,
+        gather_in_8_bits=_gathered_in_8_bits(config, parts),
     )
+
+
+def _gathered_in_8_bits(
+    config: RunConfig, parts: list[torch.nn.Module]
+) -> dict[torch.nn.Parameter, Fp8Products]:
+    """Weights that processes which share the update send each other in 8 bits."""
+    return fp8_weights(parts) if config.precision.fp8_param_gather else {}
 
 
 def _delayed_scaling(

@@ -86,6 +86,11 @@ class Updates:
         journal.enter("reduction of the gradients")
         with run.timers.measure("all-grads-sync"):
             reduce_gradients(run)
+        if run.amax_history is not None:
+            # First: weights may be cast for the next update before they are gathered; and forward
+            # needs the scales before it needs the weights.
+            journal.enter("update of the fp8 scales")
+            run.amax_history.update(progress.iteration + 1)
         journal.enter("optimizer step")
         with run.timers.measure("optimizer"):
             ended = run.optimizer.begin_step(
@@ -94,9 +99,6 @@ class Updates:
             )
         for part in run.parts:
             forget_weights(part)
-        if run.amax_history is not None:
-            journal.enter("update of the fp8 scales")
-            run.amax_history.update(progress.iteration + 1)
         journal.enter("reduction of the losses")
         reading = _Reading(run, ended, passes)
         progress.iteration += 1

@@ -48,10 +48,27 @@ def test_the_least_value_is_no_default(monkeypatch: pytest.MonkeyPatch) -> None:
     assert line == f"--fp8-amax-history-len 1 {_EARLIER}"
 
 
-def test_weights_are_not_gathered_in_8_bits() -> None:
-    (line,) = problems(f"{_DELAYED} --fp8-param-gather")
-    assert line.startswith("--fp8-param-gather")
-    assert "docs/fp8.md" in line
+_GATHER = "--fp8-param-gather"
+_SHARED = "--use-distributed-optimizer"
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (f"--bf16 {_SHARED} {_GATHER}", "add --fp8-format, or drop the flag"),
+        (f"{_DELAYED} {_GATHER}", "add --use-distributed-optimizer, or drop the flag"),
+        (f"{_DELAYED} {_SHARED} --fp8-recipe rowwise {_GATHER}", "use tensorwise or delayed"),
+        (f"{_DELAYED} --zero-stage 3 {_GATHER}", "use --zero-stage 1 or 2"),
+    ],
+)
+def test_what_is_not_gathered_in_8_bits(words: str, line: str) -> None:
+    (found,) = problems(words)
+    assert line in found
+
+
+def test_what_is_gathered_in_8_bits() -> None:
+    for words in (_SHARED, "--zero-stage 2 --overlap-param-gather --fp8-recipe tensorwise"):
+        assert parse(f"{_DELAYED} {words} {_GATHER}").config.precision.fp8_param_gather
 
 
 def test_every_matrix_has_sizes_that_products_in_8_bits_take() -> None:
@@ -74,5 +91,6 @@ def test_a_script_for_megatron_may_name_the_defaults() -> None:
 
 
 def test_nothing_of_fp8_is_left_without_it() -> None:
-    precision = parse(f"{_DELAYED} --fp8-amax-history-len 8 --no-fp8-wgrad").config.precision
+    precision = parse(f"{_DELAYED} --fp8-amax-history-len 8 --no-fp8-wgrad {_SHARED} {_GATHER}")
+    precision = precision.config.precision
     assert precision.without_fp8() == parse("--bf16").config.precision

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megatron.kernels.fp8 import E4M3, E5M2, Fp8, ReferenceCasts, choose_fp8_casts
+from megatron.kernels.fp8 import E4M3, E5M2, Fp8, ReferenceCasts, choose_fp8_casts, inverses_of
 
 REFERENCE = ReferenceCasts()
 SHAPES = [(16, 16), (144, 272)]  # less than a tile; two and a bit of them, cut at the edges
@@ -57,6 +57,9 @@ def test_kernels_equal_the_plain_form(kernels, shape, dtype, fp8):
     assert torch.equal(held, REFERENCE.amax(plain))
     same(ours.cast(x, amax, fp8), REFERENCE.cast(plain, held, fp8))
     same(ours.cast(x, amax / 4, fp8), REFERENCE.cast(plain, held / 4, fp8))
+    place = torch.empty_like(x, dtype=fp8)
+    assert ours.cast(x, amax, fp8, into=place).values is place
+    same(Fp8(place, inverses_of(amax, fp8)), REFERENCE.cast(plain, held, fp8))
     same(ours.cast_rows(x, fp8), REFERENCE.cast_rows(plain, fp8))
     for a, b in zip(
         ours.cast_transpose(x, amax, fp8), REFERENCE.cast_transpose(plain, held, fp8), strict=True

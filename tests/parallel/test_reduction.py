@@ -104,7 +104,7 @@ def _sum_of(name, alone):
     return alone[name][1]
 
 
-def _log_sends(layout, stage, micro_batches, late=None):
+def _log_sends(layout, stage, micro_batches, late=None, apart=()):
     """What happens in which order: backwards that end, and buckets that are sent."""
     log = []
     name = "start_reduce_scatter" if stage else "start_all_reduce"
@@ -124,7 +124,9 @@ def _log_sends(layout, stage, micro_batches, late=None):
         zero_stage=stage,
         overlap=True,
         late=None if late is None else lambda p: p is model.get_parameter(late),
+        apart=lambda p: any(p is model.get_parameter(name) for name in apart),
     )
+    assert len(buffer.flats) == 1 + bool(apart)
     for i in range(micro_batches):
         with buffer.micro_batch(is_last=i == micro_batches - 1):
             _backward(model, i)
@@ -137,6 +139,14 @@ def test_complete_buckets_are_sent_during_the_last_backward():
     for log, buckets in run_distributed(2, _log_sends, 0, 2):
         # The first parameter gets no gradient: its bucket, the last one, is sent by `reduce`.
         assert log == ["backward", *["send"] * (buckets - 1), "backward", "send"]
+
+
+def test_buckets_of_several_buffers_are_sent_as_backward_completes_them():
+    apart = ("layers.0.weight", "layers.2.weight")
+    for stage in (0, 1, 2):
+        for log, buckets in run_distributed(2, _log_sends, stage, 1, None, apart):
+            assert log == [*["send"] * (buckets - 1), "backward", "send"]
+            assert buckets > 3
 
 
 def test_late_gradients_are_waited_for():

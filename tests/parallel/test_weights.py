@@ -7,6 +7,7 @@ from megatron.config.precision import PrecisionConfig
 from megatron.config.stages import ModelPart
 from megatron.models.gpt import GPTModel
 from megatron.parallel import weights
+from megatron.parallel.collectives import Pending
 from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.layout import Axis, Layout
 from megatron.parallel.weights import WeightBuffer, first_users
@@ -114,6 +115,30 @@ def test_without_overlap_and_on_demand_everything_is_waited_for(monkeypatch):
     buffer.wait()
     buffer.wait()
     assert sorted(log) == list(range(count))
+
+
+def test_buckets_of_several_buffers_are_gathered_as_forward_needs_them(monkeypatch):
+    model = _Model([])
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    gradients = GradientBuffer(
+        model.named_parameters(),
+        Layout.at(0, 2),
+        accumulate_in_fp32=False,
+        bucket_bytes=256,
+        zero_stage=1,
+        apart=lambda parameter: names[parameter] in ("first.1.weight", "blocks.1.weight"),
+    )
+    assert len(gradients.flats) == 2
+    order = []
+
+    def start(shard, axis, into):
+        order.extend(n for p, n in names.items() if p.data_ptr() == into.data_ptr())
+        return Pending(into)
+
+    monkeypatch.setattr(weights, "start_all_gather", start)
+    WeightBuffer(gradients.flats, gradients.axis, overlap_in=[model]).gather()
+    layers = ["first.0", "first.1", "blocks.0", "blocks.1"]
+    assert order == ["output.weight", *(f"{layer}.weight" for layer in layers)]
 
 
 def test_moved_parameters_keep_values_and_identity():

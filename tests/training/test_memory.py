@@ -1,16 +1,20 @@
 """The memory estimate: exact where it is arithmetic, and growing with what costs memory."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron.config.parser import parse_config
+from megatron.config.stages import whole_model
 from megatron.device import Device
-from megatron.models.arithmetic import count_parameters
+from megatron.models.arithmetic import count_parameters, count_part_matrices
 from megatron.models.sizes import Ending
+from megatron.parallel.layers import fp8_weights
+from megatron.parallel.layout import Layout
 from megatron.training.memory import largest_process
-from tests.training.toy import OF_KIND, TOY
+from tests.training.toy import OF_KIND, TOY, build_toy
 
 
 def _estimate(*flags, world_size=1):
@@ -70,6 +74,34 @@ def test_whole_gradients_pass_two_buckets_at_a_time():
     wide = (*sizes, "--hidden-size", "8192")  # 8192 x 32768 in the MLP: more than a bucket
     estimate = _estimate(*wide, world_size=4)
     assert estimate.gradients == estimate.parameters // 4 + 2 * 4 * 8192 * 32768
+
+
+def test_8_bit_layers_hold_their_matrices_and_transposes_besides():
+    """However their weights are gathered: what arrives in 8 bits is what is multiplied. But what
+    does not lies apart then, and has a bucket of its own in backward."""
+    matrices = 2 * 12 * 32 * 32
+    for flags, size in (([], 1), (["--tensor-model-parallel-size", "2"], 2)):
+        words = ["--bf16", *flags]
+        fp8 = _estimate(*words, "--fp8-format", "hybrid", world_size=size)
+        more = fp8.parameters - _estimate(*words, world_size=size).parameters
+        assert more == 2 * matrices // size
+    shared = "--bf16 --fp8-format hybrid --hidden-size 1024 --num-layers 16 --zero-stage".split()
+    for stage, buckets in (("1", 0), ("2", 1)):
+        plain = _estimate(*shared, stage, world_size=4)
+        gathered = _estimate(*shared, stage, "--fp8-param-gather", world_size=4)
+        apart = buckets * 4 * 16 * 13 * 1024  # biases and normalizations
+        assert gathered == replace(plain, gradients=plain.gradients + apart)
+
+
+@pytest.mark.parametrize("kind", ["gpt", "t5"])
+def test_8_bit_layers_are_counted_as_they_are_built(kind):
+    flags = ["--bf16", "--fp8-format", "hybrid", "--micro-batch-size", "4"]
+    run = build_toy(Layout.single(), flags, kind)
+    built = sum(weight.numel() for weight in fp8_weights(run.parts))
+    counted = count_part_matrices(
+        run.config.model, whole_model(run.config.model.all_layers), tensor=1
+    )
+    assert counted == built
 
 
 def test_sharded_weights_are_whole_a_few_layers_at_a_time():
