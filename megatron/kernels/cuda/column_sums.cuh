@@ -1,8 +1,17 @@
-// The second half of a deterministic sum over rows. The first half leaves `count` partial sums of
-// every column; they are added here in a fixed order.
+// Deterministic sums over rows. The first half, in a kernel of its own, leaves `count` partial sums of
+// every column; the second adds them here in a fixed order.
 #pragma once
 
 #include "common.cuh"
+
+// Writes a thread's V sums to its place in a row of partial sums.
+template <int V>
+__device__ __forceinline__ void store_sums(float* to, const float (&sums)[V]) {
+#pragma unroll
+  for (int i = 0; i < V; i += 4) {
+    store(to + i, Vector<float, 4>{sums[i], sums[i + 1], sums[i + 2], sums[i + 3]});
+  }
+}
 
 constexpr int kColumnSumsLanes = 32;
 
@@ -37,6 +46,6 @@ template <typename T>
 cudaError_t column_sums(const float* partial, const float* partial_2, T* out, T* out_2,
                         int64_t count, int64_t columns, cudaStream_t stream) {
   const dim3 grid(divide_up(columns, 32), out_2 ? 2 : 1);
-  return launch_next(column_sums_kernel<T>, grid, dim3(32, kColumnSumsLanes), stream, partial,
+  return launch_next(column_sums_kernel<T>, grid, dim3(32, kColumnSumsLanes), 0, stream, partial,
                      partial_2, out, out_2, count, columns);
 }

@@ -18,14 +18,17 @@ __device__ __forceinline__ float exp_of_difference(float x, float shift) {
 #endif
 }
 
+constexpr int kLine = 128;  // bytes of the cache: what a warp asks for should not straddle them
+
 // Calls each(i) for the elements of a row outside of its aligned middle, and gives the start of
 // that middle and the vectors in it: rows of odd sizes start anywhere.
 template <typename T, typename Each>
 __device__ __forceinline__ int64_t aligned_middle(const T* row, int64_t size, int64_t* vectors,
                                                   Each each) {
   constexpr int N = vector_size<T>;
-  const int64_t behind = reinterpret_cast<uintptr_t>(row) % 16 / sizeof(T);
-  const int64_t first = min(size, behind == 0 ? 0 : N - behind);
+  constexpr int64_t kElements = kLine / sizeof(T);
+  const int64_t behind = reinterpret_cast<uintptr_t>(row) % kLine / sizeof(T);
+  const int64_t first = min(size, behind == 0 ? 0 : kElements - behind);
   *vectors = (size - first) / N;
   for (int64_t i = threadIdx.x; i < first; i += kThreads) each(i);
   for (int64_t i = first + *vectors * N + threadIdx.x; i < size; i += kThreads) each(i);
@@ -118,7 +121,7 @@ __global__ void __launch_bounds__(kThreads)
   const auto write = [&](Vector<T, N> vector, int64_t place) {
 #pragma unroll
     for (int j = 0; j < N; ++j) vector.at[j] = value(vector.at[j], place + j);
-    store(out + place, vector);
+    store_away(out + place, vector);
   };
   int64_t i = threadIdx.x;
   for (; i + (kInFlight - 1) * kThreads < vectors; i += kInFlight * kThreads) {

@@ -23,19 +23,18 @@ __device__ __forceinline__ uint4 philox(uint64_t counter, uint64_t key) {
   return x;
 }
 
-// Bit i: element i of the group stays. `drop` of 65536 values drop an element.
-__device__ __forceinline__ unsigned kept(uint64_t group, uint64_t seed, unsigned drop) {
-  const uint4 words = philox(group, seed);
-  const unsigned all[4] = {words.x, words.y, words.z, words.w};
-  const unsigned high = drop << 16;
-  unsigned bits = 0;
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    if (all[i] << 16 >= high) bits |= 1u << (2 * i);
-    if (all[i] >= high) bits |= 2u << (2 * i);
+// Which elements of a group stay. `drop` of 65536 values drop an element.
+struct Kept {
+  unsigned words[4], high;
+
+  __device__ __forceinline__ Kept(uint64_t group, uint64_t seed, unsigned drop) : high(drop << 16) {
+    const uint4 all = philox(group, seed);
+    words[0] = all.x, words[1] = all.y, words[2] = all.z, words[3] = all.w;
   }
-  return bits;
-}
+  __device__ __forceinline__ bool operator[](int i) const {
+    return (i % 2 ? words[i / 2] : words[i / 2] << 16) >= high;
+  }
+};
 
 template <typename X, typename W>
 __global__ void __launch_bounds__(256)
@@ -47,7 +46,7 @@ __global__ void __launch_bounds__(256)
   const int column = (blockIdx.y * blockDim.x + threadIdx.x) * V;
   if (column >= columns) return;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * R;
-  Vector<W, V> in[R], b;
+  Vector<W, V> in[R], b{};
   Vector<X, V> base[R];
 #pragma unroll
   for (int r = 0; r < R; r++) {
@@ -61,13 +60,12 @@ __global__ void __launch_bounds__(256)
   for (int r = 0; r < R; r++) {
     if (first + r >= rows) break;
     const int64_t at = (first + r) * columns + column;
-    const unsigned bits = kept(at / V, key, drop);
+    const Kept kept(at / V, key, drop);
+    const auto values = to_floats(in[r]), shifts = to_floats(b), onto = to_floats(base[r]);
 #pragma unroll
     for (int i = 0; i < V; i++) {
-      float value = to_float(in[r].at[i]);
-      if (bias) value += to_float(b.at[i]);
-      value = (bits >> i & 1u) ? value * scale : 0.f;
-      base[r].at[i] = from_float<X>(to_float(base[r].at[i]) + value);
+      const float value = bias ? values.at[i] + shifts.at[i] : values.at[i];
+      base[r].at[i] = from_float<X>(onto.at[i] + (kept[i] ? value * scale : 0.f));
     }
     store(out + at, base[r]);
   }
@@ -87,24 +85,24 @@ __global__ void __launch_bounds__(256, kResidency)
   for (int i = 0; i < V; i++) sums[i] = 0.f;
   const int64_t step = static_cast<int64_t>(gridDim.x) * R;
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * R; first < rows; first += step) {
-    Vector<X, V> incoming[R];
+    Vector<X, V> incoming[R] = {};  // rows beyond the last add nothing
 #pragma unroll
     for (int r = 0; r < R; r++) {
       if (first + r < rows) incoming[r] = load<X, V>(grad + (first + r) * columns + column);
     }
 #pragma unroll
     for (int r = 0; r < R; r++) {
-      if (first + r >= rows) break;
       const int64_t at = (first + r) * columns + column;
-      const unsigned bits = kept(at / V, key, drop);
+      const Kept kept(at / V, key, drop);
+      const auto values = to_floats(incoming[r]);
       Vector<W, V> out;
 #pragma unroll
       for (int i = 0; i < V; i++) {
-        const float value = (bits >> i & 1u) ? to_float(incoming[r].at[i]) * scale : 0.f;
+        const float value = kept[i] ? values.at[i] * scale : 0.f;
         if (SUM) sums[i] += value;
         out.at[i] = from_float<W>(value);
       }
-      store(grad_x + at, out);
+      if (first + r < rows) store(grad_x + at, out);
     }
   }
   allow_next();
