@@ -13,6 +13,32 @@ __device__ __forceinline__ void store_sums(float* to, const float (&sums)[V]) {
   }
 }
 
+// Adds what the rows of a block (y) have summed, in their order, and writes it to the first `columns`
+// of a row of partial sums. A thread's K pieces of V sums, 32 * V apart, start at `mine`. Takes
+// 4 bytes a sum of dynamic shared memory, which nobody may need any more.
+template <int V, int K>
+__device__ __forceinline__ void store_block_sums(float* to, const float (&sums)[K][V], int mine,
+                                                 int columns) {
+  float* rows = dynamic_shared<float>();
+  const int width = blockDim.x * K * V;
+  __syncthreads();
+#pragma unroll
+  for (int k = 0; k < K; k++) {
+    store_sums(rows + threadIdx.y * width + mine + k * 32 * V, sums[k]);
+  }
+  __syncthreads();
+  const int thread = threadIdx.y * blockDim.x + threadIdx.x, threads = blockDim.y * blockDim.x;
+  for (int i = thread * 4; i < min(columns, width); i += threads * 4) {
+    auto total = load<float, 4>(rows + i);
+    for (int row = 1; row < blockDim.y; row++) {
+      const auto more = load<float, 4>(rows + row * width + i);
+#pragma unroll
+      for (int j = 0; j < 4; j++) total.at[j] += more.at[j];
+    }
+    store(to + i, total);
+  }
+}
+
 constexpr int kColumnSumsLanes = 32;
 
 // blockDim (32, kColumnSumsLanes); a block takes 32 columns, blockIdx.y one of two outputs.

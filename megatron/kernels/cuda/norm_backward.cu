@@ -77,30 +77,6 @@ struct Stage {
   }
 };
 
-// Adds what the rows of a block have summed, in their order, and stores it to a row of partial sums.
-template <int V, int K>
-__device__ __forceinline__ void store_block_sums(float* to, const float (&sums)[K][V], int mine,
-                                                 int hidden) {
-  float* rows = dynamic_shared<float>();
-  const int width = blockDim.x * K * V;
-  __syncthreads();  // nobody needs what was there
-#pragma unroll
-  for (int k = 0; k < K; k++) {
-    store_sums(rows + threadIdx.y * width + mine + k * 32 * V, sums[k]);
-  }
-  __syncthreads();
-  const int thread = threadIdx.y * blockDim.x + threadIdx.x;
-  for (int i = thread * 4; i < hidden; i += blockDim.x * blockDim.y * 4) {
-    auto total = load<float, 4>(rows + i);
-    for (int row = 1; row < blockDim.y; row++) {
-      const auto more = load<float, 4>(rows + row * width + i);
-#pragma unroll
-      for (int j = 0; j < 4; j++) total.at[j] += more.at[j];
-    }
-    store(to + i, total);
-  }
-}
-
 template <typename X, typename W, int E, bool LAYER>
 __global__ void __launch_bounds__(row_threads<E>)
     add_norm_backward_kernel(const X* __restrict__ sum, const W* __restrict__ grad_normal,
