@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 POOL = 512  # results that are zeroed at once
+VECTORS = 2**20  # elements of vectors that are zeroed at once
 
 
 class _Measured(NamedTuple):
@@ -31,6 +32,7 @@ class Amaxes:
 
     def __init__(self) -> None:
         self._zeros: Iterator[Tensor] = iter(())
+        self._vectors = torch.empty(0)
         self._last: _Measured | None = None
 
     def new(self, device: torch.device) -> Tensor:
@@ -42,10 +44,18 @@ class Amaxes:
             zero = next(self._zeros)
         return zero
 
+    def new_vector(self, size: int, device: torch.device) -> Tensor:
+        """Zeros for a kernel to raise: fp32 [size]."""
+        if self._vectors.numel() < size or self._vectors.device != device:
+            self._vectors = torch.zeros(max(size, VECTORS), device=device)
+        zeros, self._vectors = self._vectors[:size], self._vectors[size:]
+        return zeros
+
     def forget(self) -> None:
         """Zero anew whatever is given out from now on, and forget the last tensor. Call where a
         device begins to record, and where it ends: a recording has to zero what it raises."""
         self._zeros = iter(())
+        self._vectors = torch.empty(0)
         self._last = None
 
     def measure(self, x: Tensor) -> Tensor:

@@ -14,9 +14,8 @@ from megatron.device import Device
 from megatron.kernels.library import DTYPE_CODES, Kernel, KernelLibrary, aligned
 
 FORWARD = Kernel("bias_dropout_add_forward", "pppppiiiii")
-BACKWARD = Kernel("bias_dropout_add_backward", "pppppiiiiiii")
+BACKWARD = Kernel("bias_dropout_add_backward", "pppppiiiiii")
 GROUP = 8  # elements that share a block of random words; dropout.cu has the same
-PARTIALS = 4  # rows of partial sums, for each multiprocessor
 
 
 class BiasDropoutAdd(Protocol):
@@ -112,13 +111,11 @@ class _BiasDropoutAdd(torch.autograd.Function):
         grad_bias = partials = None
         if ctx.bias:
             grad_bias = grad_x.new_empty(columns)
-            partials = torch.empty(
-                PARTIALS * multiprocessors, columns, dtype=torch.float32, device=grad.device
-            )
+            partials = grad_x.new_empty(multiprocessors, columns, dtype=torch.float32)
         ctx.library.launch(
             BACKWARD,
-            *(incoming, seed, grad_x, grad_bias, partials, PARTIALS * multiprocessors),
-            *(multiprocessors, grad.numel() // columns, columns, ctx.drop),
+            *(incoming, seed, grad_x, grad_bias, partials, multiprocessors),
+            *(grad.numel() // columns, columns, ctx.drop),
             *(DTYPE_CODES[grad.dtype], DTYPE_CODES[ctx.dtype]),
         )
         return grad_x, grad_bias, grad, None, None, None

@@ -215,8 +215,9 @@ class KernelCasts:
 
     def cast_transpose_rows(self, x: Tensor, fp8: torch.dtype) -> tuple[Fp8, Fp8]:
         rows, columns = x.shape
-        amaxes = x.new_zeros(rows + columns, 1, dtype=torch.float32)
-        of_rows, of_columns = amaxes.split((rows, columns))
+        of_rows, of_columns = (
+            self.amaxes.new_vector(size, x.device)[:, None] for size in (rows, columns)
+        )
         codes = (rows, columns, DTYPE_CODES[x.dtype])
         self.library.launch(AMAX_BOTH, x, of_rows, of_columns, *codes)
         whole = Fp8(_like(x, fp8), torch.empty_like(of_rows))

@@ -18,10 +18,8 @@ from megatron.kernels.amax import Amaxes
 from megatron.kernels.library import DTYPE_CODES, VECTOR_BYTES, Kernel, KernelLibrary, aligned
 
 ADD_NORM_FORWARD = Kernel("add_norm_forward", "pppppppppiiiid")
-ADD_NORM_BACKWARD = Kernel("add_norm_backward", "ppppppppppppiiiiii")
+ADD_NORM_BACKWARD = Kernel("add_norm_backward", "ppppppppppppiiiii")
 LONGEST_ROW = {2: 16384, 4: 8192}  # elements, by bytes of a weight; rows.cuh has the same
-MOST_BLOCKS = 64  # a multiprocessor, in backward
-_BYTES_IN_FLIGHT = 64 * 1024
 
 
 class AddNorm(Protocol):
@@ -208,16 +206,14 @@ def add_norm_backward(
     grad_weight = torch.empty_like(weight)
     grad_bias = None if mean is None else torch.empty_like(weight)
     multiprocessors = Device(total.device).multiprocessors
-    row_bytes = hidden * (2 * total.element_size() + weight.element_size())
-    blocks = min(max(_BYTES_IN_FLIGHT // row_bytes, 1), MOST_BLOCKS) * multiprocessors
-    partial_shape = (1 if mean is None else 2, max(blocks, 4), hidden)
+    partial_shape = (1 if mean is None else 2, multiprocessors, hidden)
     partials = torch.empty(partial_shape, dtype=torch.float32, device=total.device)
     library.launch(
         ADD_NORM_BACKWARD,
         *(total, grad_normal, grad_total, weight, mean, rstd),
         *(grad, grad_delta, grad_weight, grad_bias, partials),
         None if amaxes is None else amaxes.measure(grad if grad_delta is None else grad_delta),
-        *(partials.shape[1], multiprocessors, rows, hidden),
+        *(multiprocessors, rows, hidden),
         *(DTYPE_CODES[total.dtype], DTYPE_CODES[weight.dtype]),
     )
     return grad, grad_delta, grad_weight, grad_bias

@@ -28,7 +28,7 @@ struct Fiber {
 constexpr size_t kStack = 128 * 1024;
 std::vector<char> stacks;
 std::vector<Fiber> fibers;
-std::vector<Barrier> warps;
+std::vector<Barrier> warps, rows;
 std::vector<uint64_t> slots;  // [warp][2][32]
 std::vector<char> shared;
 Barrier whole;
@@ -75,6 +75,7 @@ void run_block() {
   warps.assign((threads + 31) / 32, Barrier{});
   slots.assign(warps.size() * 64, 0);
   whole = Barrier{threads, 0, 0};
+  rows.assign(blockDim.y, Barrier{static_cast<int>(blockDim.x), 0, 0});
   for (int i = 0; i < threads; i++) {
     Fiber& fiber = fibers[i];
     fiber.place = {i % blockDim.x, i / blockDim.x % blockDim.y, i / blockDim.x / blockDim.y};
@@ -97,6 +98,7 @@ void run_block() {
 }  // namespace
 
 void block_barrier() { wait(whole); threadIdx = current->place; }
+void row_barrier() { wait(rows[current->place.y]); threadIdx = current->place; }
 void warp_barrier() { wait(warps[current->warp]); threadIdx = current->place; }
 void* shared_memory() { return shared.data(); }
 uint64_t* slot(unsigned lane) { return &slots[(current->warp * 2 + current->turn) * 32 + lane]; }

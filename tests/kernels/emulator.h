@@ -29,6 +29,7 @@ namespace emulator {
 void run(dim3 grid, dim3 block, size_t shared, const std::function<void()>& body);
 void* shared_memory();
 void block_barrier();
+void row_barrier();
 void warp_barrier();
 uint64_t* slot(unsigned lane);  // of this thread's warp; two sets take turns
 void next_slots();
@@ -52,6 +53,7 @@ inline unsigned lane() {
 }  // namespace emulator
 
 inline void __syncthreads() { emulator::block_barrier(); }
+inline void row_barrier() { emulator::row_barrier(); }
 inline void __syncwarp(unsigned = ~0u) { emulator::warp_barrier(); }
 template <typename T>
 T __shfl_xor_sync(unsigned, T value, int mask, int = 32) {
@@ -100,10 +102,12 @@ cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t 
 }
 
 template <typename... Parameters, typename... Arguments>
-cudaError_t launch_next(void (*kernel)(Parameters...), dim3 grid, dim3 block, cudaStream_t stream,
-                        Arguments... arguments) {
-  return launch(kernel, grid, block, 0, stream, arguments...);
+cudaError_t launch_next(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared,
+                        cudaStream_t stream, Arguments... arguments) {
+  return launch(kernel, grid, block, shared, stream, arguments...);
 }
+
+inline int64_t shared_limit() { return 227 * 1024; }
 
 template <typename T>
 T* dynamic_shared() { return static_cast<T*>(emulator::shared_memory()); }

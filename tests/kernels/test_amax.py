@@ -8,7 +8,7 @@ import torch
 
 from megatron.kernels import norm
 from megatron.kernels.activation import fused_activation, gelu, swiglu
-from megatron.kernels.amax import POOL, Amaxes
+from megatron.kernels.amax import POOL, VECTORS, Amaxes
 from megatron.kernels.fp8 import AMAX, ReferenceCasts
 from megatron.kernels.library import KernelLibrary, LibraryChoice
 from megatron.kernels.norm import fused_add_norm
@@ -111,6 +111,10 @@ def test_nothing_goes_past_the_start_or_the_end_of_a_recording():
     after = amaxes.new(x.device)
     assert after.untyped_storage().data_ptr() != before.untyped_storage().data_ptr()
     assert after == 0
+    vector = amaxes.new_vector(16, x.device)
+    amaxes.forget()
+    after = amaxes.new_vector(16, x.device)
+    assert after.untyped_storage().data_ptr() != vector.untyped_storage().data_ptr()
 
 
 def test_its_memory_is_not_another_tensors():
@@ -133,6 +137,17 @@ def test_results_are_zero_and_never_handed_out_twice():
     assert [int(x) for x in results] == list(range(POOL + 3))
     other = amaxes.new(torch.device("meta"))
     assert other.device.type == "meta"
+
+
+def test_vectors_are_zero_and_never_handed_out_twice():
+    amaxes, sizes = Amaxes(), [VECTORS // 2, VECTORS // 2 - 16, 32, VECTORS + 16, 16]
+    vectors = [amaxes.new_vector(size, torch.device("cpu")) for size in sizes]
+    for i, vector in enumerate(vectors):
+        assert not vector.any()
+        vector.add_(i + 1)
+    assert [x.numel() for x in vectors] == sizes
+    assert all((x == i + 1).all() for i, x in enumerate(vectors))
+    assert amaxes.new_vector(16, torch.device("meta")).device.type == "meta"
 
 
 class Counting(KernelLibrary):

@@ -54,5 +54,6 @@ __device__ __forceinline__ void raise_by_block(unsigned* amax, unsigned largest)
   __syncthreads();
   if (thread != 0) return;
   for (unsigned warp = 1; warp * 32 < threads; ++warp) largest = max(largest, of_warps[warp]);
-  atomicMax(amax, largest);
+  // What is read here may be old, and is then too small: most of many blocks need no atomic.
+  if (largest > *static_cast<volatile unsigned*>(amax)) atomicMax(amax, largest);
 }

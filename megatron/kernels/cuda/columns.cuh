@@ -26,12 +26,3 @@ inline int64_t summing_blocks(int64_t vectors, int64_t resident, int64_t capacit
   const int64_t wanted = divide_up(resident, across);
   return wanted < capacity ? wanted : capacity;
 }
-
-// Writes a thread's V sums to its place in a row of partial sums.
-template <int V>
-__device__ __forceinline__ void store_sums(float* to, const float (&sums)[V]) {
-#pragma unroll
-  for (int i = 0; i < V; i += 4) {
-    store(to + i, Vector<float, 4>{sums[i], sums[i + 1], sums[i + 2], sums[i + 3]});
-  }
-}

@@ -60,6 +60,25 @@ __device__ __forceinline__ void store(T* to, const Vector<T, N>& value) {
   *reinterpret_cast<Vector<T, N>*>(to) = value;
 }
 
+// All of a vector in fp32. bf16 by the words of two elements: one instruction an element, where one
+// by one they take three for two.
+template <typename T, int N>
+__device__ __forceinline__ Vector<float, N> to_floats(const Vector<T, N>& vector) {
+  Vector<float, N> result;
+  if constexpr (std::is_same<T, __nv_bfloat16>::value && N % 2 == 0) {
+    const auto* words = reinterpret_cast<const unsigned*>(vector.at);
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) {
+      result.at[2 * i] = __uint_as_float(words[i] << 16);
+      result.at[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; i++) result.at[i] = to_float(vector.at[i]);
+  }
+  return result;
+}
+
 // Marks what it stores as the first to leave the L2 cache, so that memory is written early and in
 // longer runs. Kernels that use it are 5 to 15% faster; the same for loads gained nothing.
 template <typename T, int N>
@@ -111,6 +130,13 @@ __device__ __forceinline__ float row_reduce(float value, float* scratch) {
   return warp_reduce<Op>(lane < warps ? scratch[lane] : Op::none());
 }
 
+#ifdef __CUDACC__
+// Waits for the threads of one row of the block, fewer than 16 of which may have several warps.
+__device__ __forceinline__ void row_barrier() {
+  asm volatile("bar.sync %0, %1;" ::"r"(threadIdx.y + 1), "r"(blockDim.x) : "memory");
+}
+#endif
+
 // ---- asynchronous copies into shared memory -----------------------------------------------------
 
 __device__ __forceinline__ void copy_async_16(void* shared, const void* global) {
@@ -138,9 +164,17 @@ __device__ __forceinline__ void copy_async_wait() {
 
 // ---- launching ----------------------------------------------------------------------------------
 
-inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+__host__ __device__ constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 #ifdef __CUDACC__
+// Bytes of shared memory that a block may have on the current GPU.
+inline int64_t shared_limit() {
+  int device = 0, bytes = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  return bytes;
+}
+
 // Whether a kernel may start while the one before it ends, which Hopper brought (programmatic
 // dependent launch). A library is compiled for one architecture.
 #if defined(__CUDA_ARCH_LIST__) && __CUDA_ARCH_LIST__ >= 900
@@ -149,31 +183,39 @@ inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 #define OVERLAPPED_LAUNCHES 0
 #endif
 
-// Runs a kernel and reports what the launch says. A block gets 48 KiB of shared memory unasked, its
-// static part (at most 16 KiB here) included.
+// Asks for a block's dynamic shared memory. It gets 48 KiB unasked, its static part (at most 16 KiB
+// here) included.
+template <typename Kernel>
+cudaError_t ask_for_shared(Kernel kernel, size_t shared) {
+  if (shared <= 32 * 1024) return cudaSuccess;
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              static_cast<int>(shared));
+}
+
+// Runs a kernel and reports what the launch says.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared,
                    cudaStream_t stream, Arguments... arguments) {
-  if (shared > 32 * 1024) {
-    const cudaError_t error = cudaFuncSetAttribute(
-        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
-    if (error != cudaSuccess) return error;
-  }
+  const cudaError_t error = ask_for_shared(kernel, shared);
+  if (error != cudaSuccess) return error;
   kernel<<<grid, block, shared, stream>>>(static_cast<Parameters>(arguments)...);
   return cudaGetLastError();
 }
-// The same for a kernel that reads only what the one before it in the stream wrote, and calls
-// wait_for_previous() first: it is brought to the GPU once all blocks of that one have called
-// allow_next() or ended.
+
+// The same for a kernel that calls wait_for_previous() before it touches memory: it is brought to the
+// GPU once all blocks of the kernel before it in the stream have called allow_next() or ended.
 template <typename... Parameters, typename... Arguments>
-cudaError_t launch_next(void (*kernel)(Parameters...), dim3 grid, dim3 block, cudaStream_t stream,
-                        Arguments... arguments) {
+cudaError_t launch_next(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared,
+                        cudaStream_t stream, Arguments... arguments) {
+  const cudaError_t error = ask_for_shared(kernel, shared);
+  if (error != cudaSuccess) return error;
   cudaLaunchAttribute early{};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = block;
+  config.dynamicSmemBytes = shared;
   config.stream = stream;
   config.attrs = &early;
   config.numAttrs = OVERLAPPED_LAUNCHES;

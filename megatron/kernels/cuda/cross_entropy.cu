@@ -4,7 +4,8 @@
 
 namespace {
 
-constexpr int kThreads = 512;
+constexpr int kThreads = 256;          // of a block that reads
+constexpr int kGradientThreads = 512;  // and of one that writes too
 constexpr int kInFlight = 4;  // independent 16-byte loads of a thread
 
 __device__ __forceinline__ float exp_of_difference(float x, float shift) {
@@ -18,17 +19,20 @@ __device__ __forceinline__ float exp_of_difference(float x, float shift) {
 #endif
 }
 
+constexpr int kLine = 128;  // bytes of the cache: what a warp asks for should not straddle them
+
 // Calls each(i) for the elements of a row outside of its aligned middle, and gives the start of
-// that middle and the vectors in it: rows of odd sizes start anywhere.
-template <typename T, typename Each>
+// that middle and the vectors in it: rows of odd sizes start anywhere. THREADS: of the block.
+template <int THREADS, typename T, typename Each>
 __device__ __forceinline__ int64_t aligned_middle(const T* row, int64_t size, int64_t* vectors,
                                                   Each each) {
   constexpr int N = vector_size<T>;
-  const int64_t behind = reinterpret_cast<uintptr_t>(row) % 16 / sizeof(T);
-  const int64_t first = min(size, behind == 0 ? 0 : N - behind);
+  constexpr int64_t kElements = kLine / sizeof(T);
+  const int64_t behind = reinterpret_cast<uintptr_t>(row) % kLine / sizeof(T);
+  const int64_t first = min(size, behind == 0 ? 0 : kElements - behind);
   *vectors = (size - first) / N;
-  for (int64_t i = threadIdx.x; i < first; i += kThreads) each(i);
-  for (int64_t i = first + *vectors * N + threadIdx.x; i < size; i += kThreads) each(i);
+  for (int64_t i = threadIdx.x; i < first; i += THREADS) each(i);
+  for (int64_t i = first + *vectors * N + threadIdx.x; i < size; i += THREADS) each(i);
   return first;
 }
 
@@ -70,7 +74,7 @@ __global__ void __launch_bounds__(kThreads)
   const T* row = logits + blockIdx.x * size;
   Running running;
   int64_t vectors;
-  const int64_t first = aligned_middle(row, size, &vectors, [&](int64_t i) {
+  const int64_t first = aligned_middle<kThreads>(row, size, &vectors, [&](int64_t i) {
     const Vector<T, 1> one[1] = {{{row[i]}}};
     running.add(one);
   });
@@ -98,7 +102,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kGradientThreads)
     gradient_kernel(const T* logits, T* result, const int64_t* __restrict__ labels, int64_t size,
                     const float* __restrict__ maxima, const float* __restrict__ sums,
                     const float* __restrict__ upstream) {
@@ -113,24 +117,24 @@ __global__ void __launch_bounds__(kThreads)
     return from_float<T>(i == label ? softmax - grad : softmax);
   };
   int64_t vectors;
-  const int64_t first =
-      aligned_middle(row, size, &vectors, [&](int64_t i) { out[i] = value(row[i], i); });
+  const int64_t first = aligned_middle<kGradientThreads>(
+      row, size, &vectors, [&](int64_t i) { out[i] = value(row[i], i); });
   const auto write = [&](Vector<T, N> vector, int64_t place) {
 #pragma unroll
     for (int j = 0; j < N; ++j) vector.at[j] = value(vector.at[j], place + j);
-    store(out + place, vector);
+    store_away(out + place, vector);
   };
   int64_t i = threadIdx.x;
-  for (; i + (kInFlight - 1) * kThreads < vectors; i += kInFlight * kThreads) {
+  for (; i + (kInFlight - 1) * kGradientThreads < vectors; i += kInFlight * kGradientThreads) {
     Vector<T, N> loaded[kInFlight];
 #pragma unroll
     for (int k = 0; k < kInFlight; ++k) {
-      loaded[k] = load<T, N>(row + first + (i + k * kThreads) * N);
+      loaded[k] = load<T, N>(row + first + (i + k * kGradientThreads) * N);
     }
 #pragma unroll
-    for (int k = 0; k < kInFlight; ++k) write(loaded[k], first + (i + k * kThreads) * N);
+    for (int k = 0; k < kInFlight; ++k) write(loaded[k], first + (i + k * kGradientThreads) * N);
   }
-  for (; i < vectors; i += kThreads) write(load<T, N>(row + first + i * N), first + i * N);
+  for (; i < vectors; i += kGradientThreads) write(load<T, N>(row + first + i * N), first + i * N);
 }
 
 }  // namespace
@@ -156,7 +160,7 @@ extern "C" int cross_entropy_gradient(const void* logits, void* result, const in
   if (rows == 0) return cudaSuccess;
   return with_type(dtype, [&](auto type) {
     using T = decltype(type);
-    return launch(gradient_kernel<T>, dim3(rows), kThreads, 0, stream,
+    return launch(gradient_kernel<T>, dim3(rows), kGradientThreads, 0, stream,
                   static_cast<const T*>(logits), static_cast<T*>(result), labels, size, maxima,
                   sums, upstream);
   });

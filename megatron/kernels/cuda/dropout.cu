@@ -6,7 +6,7 @@
 constexpr int kGroup = 8;        // elements that one block of random words serves, 16 bits each
 constexpr int kRowsAtOnce = 2;
 constexpr int kRowsAtOnceBackward = 4;
-constexpr int kResidency = 4;  // blocks that one multiprocessor has registers for in backward
+constexpr int kResidency = 4;  // times 256 threads that one multiprocessor has registers for in backward
 
 // Philox4x32-10 (Salmon et al., 2011).
 __device__ __forceinline__ uint4 philox(uint64_t counter, uint64_t key) {
@@ -23,19 +23,18 @@ __device__ __forceinline__ uint4 philox(uint64_t counter, uint64_t key) {
   return x;
 }
 
-// Bit i: element i of the group stays. `drop` of 65536 values drop an element.
-__device__ __forceinline__ unsigned kept(uint64_t group, uint64_t seed, unsigned drop) {
-  const uint4 words = philox(group, seed);
-  const unsigned all[4] = {words.x, words.y, words.z, words.w};
-  const unsigned high = drop << 16;
-  unsigned bits = 0;
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    if (all[i] << 16 >= high) bits |= 1u << (2 * i);
-    if (all[i] >= high) bits |= 2u << (2 * i);
+// Which elements of a group stay. `drop` of 65536 values drop an element.
+struct Kept {
+  unsigned words[4], high;
+
+  __device__ __forceinline__ Kept(uint64_t group, uint64_t seed, unsigned drop) : high(drop << 16) {
+    const uint4 all = philox(group, seed);
+    words[0] = all.x, words[1] = all.y, words[2] = all.z, words[3] = all.w;
   }
-  return bits;
-}
+  __device__ __forceinline__ bool operator[](int i) const {
+    return (i % 2 ? words[i / 2] : words[i / 2] << 16) >= high;
+  }
+};
 
 template <typename X, typename W>
 __global__ void __launch_bounds__(256)
@@ -47,7 +46,7 @@ __global__ void __launch_bounds__(256)
   const int column = (blockIdx.y * blockDim.x + threadIdx.x) * V;
   if (column >= columns) return;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * R;
-  Vector<W, V> in[R], b;
+  Vector<W, V> in[R], b{};
   Vector<X, V> base[R];
 #pragma unroll
   for (int r = 0; r < R; r++) {
@@ -61,54 +60,56 @@ __global__ void __launch_bounds__(256)
   for (int r = 0; r < R; r++) {
     if (first + r >= rows) break;
     const int64_t at = (first + r) * columns + column;
-    const unsigned bits = kept(at / V, key, drop);
+    const Kept kept(at / V, key, drop);
+    const auto values = to_floats(in[r]), shifts = to_floats(b), onto = to_floats(base[r]);
 #pragma unroll
     for (int i = 0; i < V; i++) {
-      float value = to_float(in[r].at[i]);
-      if (bias) value += to_float(b.at[i]);
-      value = (bits >> i & 1u) ? value * scale : 0.f;
-      base[r].at[i] = from_float<X>(to_float(base[r].at[i]) + value);
+      const float value = bias ? values.at[i] + shifts.at[i] : values.at[i];
+      base[r].at[i] = from_float<X>(onto.at[i] + (kept[i] ? value * scale : 0.f));
     }
     store(out + at, base[r]);
   }
 }
 
+// With SUM the threads of a multiprocessor are one block, whose rows (y) add up their sums.
 template <typename X, typename W, bool SUM>
-__global__ void __launch_bounds__(256, kResidency)
+__global__ void __launch_bounds__(SUM ? 256 * kResidency : 256, SUM ? 1 : kResidency)
     bias_dropout_add_backward_kernel(const X* __restrict__ grad, const uint64_t* __restrict__ seed,
                                      W* __restrict__ grad_x, float* __restrict__ partial,
                                      int64_t rows, int columns, unsigned drop, float scale) {
   constexpr int V = kGroup, R = kRowsAtOnceBackward;
-  const int column = (blockIdx.y * blockDim.x + threadIdx.x) * V;
-  if (column >= columns) return;
+  const int mine = threadIdx.x * V, left = blockIdx.y * blockDim.x * V, column = left + mine;
   const uint64_t key = *seed;
-  float sums[V];
-#pragma unroll
-  for (int i = 0; i < V; i++) sums[i] = 0.f;
-  const int64_t step = static_cast<int64_t>(gridDim.x) * R;
-  for (int64_t first = static_cast<int64_t>(blockIdx.x) * R; first < rows; first += step) {
-    Vector<X, V> incoming[R];
+  float sums[1][V] = {};
+  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.y * R;
+  int64_t first = (static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y) * R;
+  if (column >= columns) first = rows;
+  for (; first < rows; first += step) {
+    Vector<X, V> incoming[R] = {};  // rows beyond the last add nothing
 #pragma unroll
     for (int r = 0; r < R; r++) {
       if (first + r < rows) incoming[r] = load<X, V>(grad + (first + r) * columns + column);
     }
 #pragma unroll
     for (int r = 0; r < R; r++) {
-      if (first + r >= rows) break;
       const int64_t at = (first + r) * columns + column;
-      const unsigned bits = kept(at / V, key, drop);
+      const Kept kept(at / V, key, drop);
+      const auto values = to_floats(incoming[r]);
       Vector<W, V> out;
 #pragma unroll
       for (int i = 0; i < V; i++) {
-        const float value = (bits >> i & 1u) ? to_float(incoming[r].at[i]) * scale : 0.f;
-        if (SUM) sums[i] += value;
+        const float value = kept[i] ? values.at[i] * scale : 0.f;
+        if (SUM) sums[0][i] += value;
         out.at[i] = from_float<W>(value);
       }
-      store(grad_x + at, out);
+      if (first + r < rows) store(grad_x + at, out);
     }
   }
+  if (SUM) {
+    float* to = partial + static_cast<int64_t>(blockIdx.x) * columns + left;
+    store_block_sums(to, sums, mine, columns - left);
+  }
   allow_next();
-  if (SUM) store_sums(partial + static_cast<int64_t>(blockIdx.x) * columns + column, sums);
 }
 
 // x [rows, columns], bias [columns] or null, both of w_dtype; residual and out of x_dtype; seed: one
@@ -131,24 +132,27 @@ extern "C" int bias_dropout_add_forward(const void* x, const void* bias, const v
 }
 
 // grad [rows, columns] of x_dtype -> grad_x of w_dtype, and grad_bias [columns] unless null, through
-// partial fp32 [capacity, columns].
+// partial fp32 [multiprocessors, columns].
 extern "C" int bias_dropout_add_backward(const void* grad, const void* seed, void* grad_x,
-                                         void* grad_bias, float* partial, int64_t capacity,
+                                         void* grad_bias, float* partial,
                                          int64_t multiprocessors, int64_t rows, int64_t columns,
                                          int64_t drop, int64_t x_dtype, int64_t w_dtype,
                                          cudaStream_t stream) {
   const float scale = 65536.f / (65536.f - drop);
   const int64_t vectors = columns / kGroup;
-  const int64_t blocks = grad_bias ? summing_blocks(vectors, multiprocessors * kResidency, capacity)
-                                   : 0;
-  const ColumnShape shape = column_shape(rows, vectors, kRowsAtOnceBackward, blocks);
+  const int64_t rows_of_block = grad_bias ? kResidency : 1;
+  const int64_t blocks = grad_bias ? summing_blocks(vectors, multiprocessors, multiprocessors) : 0;
+  const ColumnShape shape =
+      column_shape(rows, vectors, rows_of_block * kRowsAtOnceBackward, blocks);
+  const dim3 block(shape.threads, rows_of_block);
+  const size_t shared = grad_bias ? block.x * block.y * kGroup * sizeof(float) : 0;
   return with_residual_type(x_dtype, w_dtype, [&](auto stream_type, auto weight_type) {
     using X = decltype(stream_type);
     using W = decltype(weight_type);
     const auto kernel = grad_bias ? bias_dropout_add_backward_kernel<X, W, true>
                                   : bias_dropout_add_backward_kernel<X, W, false>;
     const cudaError_t error =
-        launch(kernel, shape.grid, dim3(shape.threads), 0, stream, static_cast<const X*>(grad),
+        launch(kernel, shape.grid, block, shared, stream, static_cast<const X*>(grad),
                static_cast<const uint64_t*>(seed), static_cast<W*>(grad_x), partial, rows, columns,
                drop, scale);
     if (error != cudaSuccess || !grad_bias) return error;

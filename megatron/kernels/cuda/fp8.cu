@@ -3,59 +3,53 @@
 
 namespace {
 
-constexpr int kInFlight = 4;
+constexpr int kInFlight = 4;     // 16-byte loads of a thread
+constexpr int kCastInFlight = 2;  // 8 elements each
 
 // amax (bits, zero before) = largest magnitude.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     amax_kernel(const T* __restrict__ x, int64_t size, unsigned* __restrict__ amax) {
   constexpr int N = vector_size<T>;
-  const int64_t vectors = size / N, stride = static_cast<int64_t>(gridDim.x) * kThreads;
-  unsigned largest = 0;
-  int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  const int64_t mine = i;
-  for (; i + (kInFlight - 1) * stride < vectors; i += kInFlight * stride) {
-    Vector<T, N> loaded[kInFlight];
+  const int64_t vectors = size / N;
+  const int64_t first = blockIdx.x * static_cast<int64_t>(kInFlight * kThreads) + threadIdx.x;
+  Vector<T, N> loaded[kInFlight] = {};
 #pragma unroll
-    for (int k = 0; k < kInFlight; ++k) loaded[k] = load<T, N>(x + (i + k * stride) * N);
-#pragma unroll
-    for (int k = 0; k < kInFlight; ++k) largest = max(largest, magnitude_of(loaded[k]));
+  for (int k = 0; k < kInFlight; ++k) {
+    const int64_t i = first + k * kThreads;
+    if (i < vectors) loaded[k] = load<T, N>(x + i * N);
   }
-  for (; i < vectors; i += stride) largest = max(largest, magnitude_of(load<T, N>(x + i * N)));
-  if (mine < size % N) largest = max(largest, magnitude(to_float(x[vectors * N + mine])));
+  unsigned largest = 0;
+#pragma unroll
+  for (int k = 0; k < kInFlight; ++k) largest = max(largest, magnitude_of(loaded[k]));
+  if (first < size % N) largest = max(largest, magnitude(to_float(x[vectors * N + first])));
+  allow_next();
   raise_by_block(amax, largest);
 }
 
-// One scale for all; size is a multiple of 16. A thread makes 16 bytes at a time. Measuring, *found
-// (bits) rises to the largest magnitude.
+// One scale for all; size is a multiple of 8. Blocks go from the end of x to its beginning: what was
+// written or measured last is in the cache. Measuring, *found (bits) rises to the largest magnitude.
 template <typename T, int64_t fp8, bool measures>
 __global__ void __launch_bounds__(kThreads)
     cast_kernel(const T* __restrict__ x, unsigned char* __restrict__ y, int64_t size,
                 const float* __restrict__ amax, float* __restrict__ inverse,
                 unsigned* __restrict__ found) {
+  wait_for_previous();
+  const int64_t block = gridDim.x - 1 - blockIdx.x;
+  const int64_t first = (block * kCastInFlight * kThreads + threadIdx.x) * 8;
+  Vector<T, 8> held[kCastInFlight];
+#pragma unroll
+  for (int k = 0; k < kCastInFlight; ++k) {
+    const int64_t i = first + k * kThreads * 8;
+    if (i < size) held[k] = load<T, 8>(x + i);
+  }
   const Scale scale = scale_of(*amax, fp8);
+  if (first == 0) *inverse = scale.inverse;
   unsigned largest = 0;
-  const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads * 16;
-  int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * 16;
-  if (i == 0) *inverse = scale.inverse;
-  for (; i < size; i += 2 * stride) {
-    const bool second = i + stride < size;
-    float values[2][2][8];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      load_8(x + i + half * 8, values[0][half]);
-      if (second) load_8(x + i + stride + half * 8, values[1][half]);
-    }
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      if (k == 1 && !second) break;
-      float scaled[16];
-#pragma unroll
-      for (int j = 0; j < 16; ++j) {
-        scaled[j] = at_scale<measures>(values[k][j / 8][j % 8], scale.forward, largest);
-      }
-      store(y + i + k * stride, to_fp8(scaled, fp8));
-    }
+  for (int k = 0; k < kCastInFlight; ++k) {
+    const int64_t i = first + k * kThreads * 8;
+    if (i < size) store(y + i, cast_8<measures>(held[k], scale.forward, fp8, largest));
   }
   if constexpr (measures) raise_by_block(found, largest);
 }
@@ -71,35 +65,24 @@ template <typename T, int64_t fp8>
 __global__ void __launch_bounds__(kMostRowThreads)
     cast_rows_kernel(const T* __restrict__ x, unsigned char* __restrict__ y, int64_t rows,
                      int64_t columns, float* __restrict__ inverse) {
-  constexpr int K = kRowVectors<T>, N = vector_size<T>;
+  constexpr int K = kRowVectors<T>;
   __shared__ unsigned of_warps[32];
   const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   if (row >= rows) return;  // whole warps, and only where blocks have no barrier
   const int64_t step = blockDim.x * 8, start = row * columns;
   int64_t column = threadIdx.x * 8;
-  Vector<T, N> held[K][8 / N];
+  Vector<T, 8> held[K];
 #pragma unroll
   for (int k = 0; k < K; ++k) {
-#pragma unroll
-    for (int part = 0; part < 8 / N; ++part) {
-      if (column + k * step < columns) {
-        held[k][part] = load<T, N>(x + start + column + k * step + part * N);
-      }
-    }
+    if (column + k * step < columns) held[k] = load<T, 8>(x + start + column + k * step);
   }
   unsigned largest = 0;
 #pragma unroll
   for (int k = 0; k < K; ++k) {
-#pragma unroll
-    for (int part = 0; part < 8 / N; ++part) {
-      if (column + k * step < columns) largest = max(largest, magnitude_of(held[k][part]));
-    }
+    if (column + k * step < columns) largest = max(largest, magnitude_of(held[k]));
   }
   for (int64_t i = column + K * step; i < columns; i += step) {
-#pragma unroll
-    for (int part = 0; part < 8 / N; ++part) {
-      largest = max(largest, magnitude_of(load<T, N>(x + start + i + part * N)));
-    }
+    largest = max(largest, magnitude_of(load<T, 8>(x + start + i)));
   }
   largest = __reduce_max_sync(0xffffffffu, largest);
   const int warps = blockDim.x / 32, lane = threadIdx.x % 32;
@@ -110,29 +93,14 @@ __global__ void __launch_bounds__(kMostRowThreads)
   }
   const Scale scale = scale_of(__uint_as_float(largest), fp8);
   if (threadIdx.x == 0) inverse[row] = scale.inverse;
-  const auto put = [&](int64_t at, float (&values)[8]) {
-#pragma unroll
-    for (int j = 0; j < 8; ++j) values[j] *= scale.forward;
-    store(y + start + at, to_fp8(values, fp8));
+  const auto put = [&](int64_t at, const Vector<T, 8>& values) {
+    store(y + start + at, cast_8<false>(values, scale.forward, fp8, largest));
   };
-  float values[8];
 #pragma unroll
   for (int k = 0; k < K; ++k) {
-    if (column + k * step >= columns) continue;
-#pragma unroll
-    for (int j = 0; j < 8; ++j) values[j] = to_float(held[k][j / N].at[j % N]);
-    put(column + k * step, values);
+    if (column + k * step < columns) put(column + k * step, held[k]);
   }
-  for (int64_t i = column + K * step; i < columns; i += step) {
-    load_8(x + start + i, values);
-    put(i, values);
-  }
-}
-
-// Blocks that keep every processor busy, no more than there is work for: 8 on each of the 132
-// processors of an H200.
-int64_t persistent_blocks(int64_t work) {
-  return min(divide_up(work, kThreads), static_cast<int64_t>(8 * 132));
+  for (int64_t i = column + K * step; i < columns; i += step) put(i, load<T, 8>(x + start + i));
 }
 
 }  // namespace
@@ -143,8 +111,8 @@ extern "C" int fp8_amax(const void* x, float* amax, int64_t size, int64_t dtype,
   if (size == 0) return cudaSuccess;
   return with_type(dtype, [&](auto type) {
     using T = decltype(type);
-    return launch(amax_kernel<T>, dim3(persistent_blocks(divide_up(size, vector_size<T>))),
-                  kThreads, 0, stream, static_cast<const T*>(x), size,
+    const dim3 grid(divide_up(size, vector_size<T> * kInFlight * kThreads));
+    return launch(amax_kernel<T>, grid, kThreads, 0, stream, static_cast<const T*>(x), size,
                   reinterpret_cast<unsigned*>(amax));
   });
 }
@@ -156,10 +124,11 @@ extern "C" int fp8_cast(const void* x, void* y, const float* amax, float* invers
   if (size == 0) return cudaSuccess;
   return with_formats(dtype, fp8, found != nullptr, [&](auto type, auto format, auto measures) {
     using T = decltype(type);
-    return launch(cast_kernel<T, decltype(format)::value, decltype(measures)::value>,
-                  dim3(persistent_blocks(divide_up(size, 16))), kThreads, 0, stream,
-                  static_cast<const T*>(x), static_cast<unsigned char*>(y), size, amax, inverse,
-                  reinterpret_cast<unsigned*>(found));
+    const dim3 grid(divide_up(size, 8 * kCastInFlight * kThreads));
+    return launch_next(cast_kernel<T, decltype(format)::value, decltype(measures)::value>, grid,
+                       dim3(kThreads), 0, stream, static_cast<const T*>(x),
+                       static_cast<unsigned char*>(y), size, amax, inverse,
+                       reinterpret_cast<unsigned*>(found));
   });
 }
 

@@ -37,28 +37,24 @@ __device__ __forceinline__ Vector<unsigned char, N> to_fp8(const float (&x)[N], 
   return result;
 }
 
-// 8 elements from memory, in fp32.
-template <typename T>
-__device__ __forceinline__ void load_8(const T* from, float (&x)[8]) {
-  constexpr int N = vector_size<T>;
+// 8 elements times their factor. Measuring, largest rises to their magnitudes, and what is not finite
+// becomes nan: the factor comes from another tensor, and would let an inf pass as the largest number.
+template <bool measures, typename T>
+__device__ __forceinline__ Vector<unsigned char, 8> cast_8(const Vector<T, 8>& x, float factor,
+                                                           int64_t fp8, unsigned& largest) {
+  auto scaled = to_floats(x);
+  unsigned mine = 0;
+  if constexpr (measures) mine = magnitude_of(x);
 #pragma unroll
-  for (int part = 0; part < 8 / N; ++part) {
-    const Vector<T, N> vector = load<T, N>(from + part * N);
+  for (int j = 0; j < 8; ++j) scaled.at[j] *= factor;
+  if (mine >= 0x7f800000u) {
 #pragma unroll
-    for (int j = 0; j < N; ++j) x[part * N + j] = to_float(vector.at[j]);
+    for (int j = 0; j < 8; ++j) {
+      if (magnitude(to_float(x.at[j])) >= 0x7f800000u) scaled.at[j] = __uint_as_float(0x7fffffffu);
+    }
   }
-}
-
-// x times its factor. Measuring, largest rises to its magnitude, and what is not finite becomes nan:
-// the factor comes from another tensor, and would let an inf pass as the largest number.
-template <bool measures>
-__device__ __forceinline__ float at_scale(float x, float factor, unsigned& largest) {
-  if constexpr (measures) {
-    const unsigned bits = magnitude(x);
-    largest = max(largest, bits);
-    if (bits >= 0x7f800000u) return __uint_as_float(0x7fffffffu);
-  }
-  return x * factor;
+  largest = max(largest, mine);
+  return to_fp8(scaled.at, fp8);
 }
 
 // Calls f(type, integral constant of the fp8 format).

@@ -15,12 +15,13 @@ constexpr int kStripTiers = kThreads / 32 / kStripWarps;
 // Largest magnitudes of all rows and of all columns (bits, zero before), in one read. A thread keeps
 // 8 columns and goes through rows, several of which it asks for before it uses one.
 template <typename T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 4)
     amax_both_kernel(const T* __restrict__ x, int64_t rows, int64_t columns,
                      unsigned* __restrict__ of_rows, unsigned* __restrict__ of_columns) {
   constexpr int N = vector_size<T>, R = 8;
   __shared__ unsigned down_of[kStripTiers][kStripColumns];
   __shared__ unsigned across_of[kStripWarps][kStripTiers * kStripRows];
+  wait_for_previous();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int side = warp % kStripWarps, tier = warp / kStripWarps;
   const int64_t column = blockIdx.x * static_cast<int64_t>(kStripColumns) + side * 256 + lane * 8;
@@ -52,6 +53,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int j = 0; j < 8; ++j) down_of[tier][side * 256 + lane * 8 + j] = down[j / N].of(j % N);
   __syncthreads();
+  allow_next();
   for (int i = threadIdx.x; i < kStripTiers * kStripRows; i += kThreads) {
     const int64_t row = blockIdx.y * static_cast<int64_t>(kStripTiers * kStripRows) + i;
     unsigned largest = across_of[0][i];
@@ -133,7 +135,8 @@ struct Scales {  // what a cast with its transpose reads and writes
 
 // y [rows, columns] and its transpose, both from one read. rows and columns are multiples of 16.
 // Measuring, *found (bits) rises to the largest magnitude of x. What a thread has asked for waits in
-// shared memory: registers for it would leave too few threads to keep memory busy.
+// shared memory: registers for it would leave too few threads to keep memory busy. Blocks go from the
+// end of x to its beginning: what was written or measured last is in the cache.
 template <typename T, int64_t fp8, bool measures>
 __global__ void __launch_bounds__(kThreads, 4)
     cast_transpose_kernel(const T* __restrict__ x, unsigned char* __restrict__ y,
@@ -145,9 +148,10 @@ __global__ void __launch_bounds__(kThreads, 4)
   auto& waiting = *reinterpret_cast<Eight(*)[8][kThreads]>(memory);
   auto& tile = *reinterpret_cast<uint2(*)[kTile][kGroups]>(memory);  // once nothing waits
   const int group = threadIdx.x % kGroups, strip = threadIdx.x / kGroups;
-  const int64_t left = blockIdx.x * static_cast<int64_t>(kTile);
-  const int64_t top = blockIdx.y * static_cast<int64_t>(kTile);
+  const int64_t left = (gridDim.x - 1 - blockIdx.x) * static_cast<int64_t>(kTile);
+  const int64_t top = (gridDim.y - 1 - blockIdx.y) * static_cast<int64_t>(kTile);
   const int64_t column = left + group * 8, row = top + strip * 8;
+  wait_for_previous();
   const bool inside = row < rows && column < columns;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
@@ -184,17 +188,15 @@ __global__ void __launch_bounds__(kThreads, 4)
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     if (!inside) break;
-    float values[8], scaled[8];
-    load_8(waiting[i][threadIdx.x].at, values);
+    const Eight& values = waiting[i][threadIdx.x];
     if (!scales.is_single) factor = factors[0][strip * 8 + i];
-#pragma unroll
-    for (int j = 0; j < 8; ++j) scaled[j] = at_scale<measures>(values[j], factor, largest);
-    auto bytes = to_fp8(scaled, fp8);
+    auto bytes = cast_8<measures>(values, factor, fp8, largest);
     store(y + (row + i) * columns + column, bytes);
     if (!scales.is_single) {  // other scales: other bytes
+      auto scaled = to_floats(values);
 #pragma unroll
-      for (int j = 0; j < 8; ++j) scaled[j] = values[j] * by_column[j];
-      bytes = to_fp8(scaled, fp8);
+      for (int j = 0; j < 8; ++j) scaled.at[j] *= by_column[j];
+      bytes = to_fp8(scaled.at, fp8);
     }
     packed[i] = *reinterpret_cast<const uint2*>(&bytes);
   }
@@ -217,9 +219,10 @@ extern "C" int fp8_amax_both(const void* x, float* of_rows, float* of_columns, i
   return with_type(dtype, [&](auto type) {
     using T = decltype(type);
     const dim3 grid(divide_up(columns, kStripColumns), divide_up(rows, kStripTiers * kStripRows));
-    return launch(amax_both_kernel<T>, grid, kThreads, 0, stream, static_cast<const T*>(x), rows,
-                  columns, reinterpret_cast<unsigned*>(of_rows),
-                  reinterpret_cast<unsigned*>(of_columns));
+    return launch_next(amax_both_kernel<T>, grid, dim3(kThreads), 0, stream,
+                       static_cast<const T*>(x), rows, columns,
+                       reinterpret_cast<unsigned*>(of_rows),
+                       reinterpret_cast<unsigned*>(of_columns));
   });
 }
 
@@ -236,10 +239,11 @@ extern "C" int fp8_cast_transpose(const void* x, void* y, void* transposed, cons
   return with_formats(dtype, fp8, found != nullptr, [&](auto type, auto format, auto measures) {
     using T = decltype(type);
     constexpr size_t kWaiting = kTile * kTile * sizeof(T);
-    return launch(cast_transpose_kernel<T, decltype(format)::value, decltype(measures)::value>,
-                  tiles(rows, columns), kThreads, kWaiting, stream, static_cast<const T*>(x),
-                  static_cast<unsigned char*>(y), static_cast<unsigned char*>(transposed), rows,
-                  columns, scales, reinterpret_cast<unsigned*>(found));
+    const auto kernel = cast_transpose_kernel<T, decltype(format)::value, decltype(measures)::value>;
+    return launch_next(kernel, tiles(rows, columns), dim3(kThreads), kWaiting, stream,
+                       static_cast<const T*>(x), static_cast<unsigned char*>(y),
+                       static_cast<unsigned char*>(transposed), rows, columns, scales,
+                       reinterpret_cast<unsigned*>(found));
   });
 }
 

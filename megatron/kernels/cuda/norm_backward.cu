@@ -1,54 +1,78 @@
-// Gradients of add_norm. Blocks stay, and take every so many-th row; the next row comes into shared
-// memory by asynchronous copies while this one is worked on. Gradients of weight and bias are summed
-// in registers over a block's rows, then over blocks in a fixed order: no atomics, the same bits
-// every time.
+// Gradients of add_norm. One block a multiprocessor stays, with as many rows at a time as its threads
+// can share, and takes every so many-th; the next row comes into shared memory by asynchronous copies
+// while this one is worked on. Gradients of weight and bias are summed in registers, over the block's
+// rows in shared memory, and over blocks in a fixed order: no atomics, the same bits every time.
 #include "amax.cuh"
 #include "column_sums.cuh"
 #include "rows.cuh"
 
-constexpr int kSharedLimit = 200 * 1024;    // bytes a block may take
-constexpr int kBytesInFlight = 64 * 1024;  // a multiprocessor wants on their way
+constexpr int kStaticShared = 1024;  // bytes, and some to spare
 
-// Sums two values over the threads of a row with one barrier; see row_reduce.
-__device__ __forceinline__ float2 row_sum_2(float2 value, float2* scratch) {
-  value.x = warp_reduce<Sum>(value.x);
-  value.y = warp_reduce<Sum>(value.y);
-  const int warps = blockDim.x >> 5;
-  if (warps == 1) return value;
-  const int lane = threadIdx.x & 31;
-  if (lane == 0) scratch[threadIdx.x >> 5] = value;
-  __syncthreads();
-  value = lane < warps ? scratch[lane] : make_float2(0.f, 0.f);
-  return make_float2(warp_reduce<Sum>(value.x), warp_reduce<Sum>(value.y));
+// Sums of each warp of a block, for two values. What rows do not use stays zero.
+struct WarpSums {
+  float at[2][32];
+};
+
+// Sums two values (without LAYER only x) over the threads of a row, with one barrier of these
+// threads. `scratch` must be another one in the next call.
+template <bool LAYER>
+__device__ __forceinline__ float2 row_sums(float2 value, WarpSums& scratch) {
+  const int lane = threadIdx.x % 32, warps = blockDim.x / 32;
+  float mine = LAYER && lane >= 16 ? value.y : value.x;  // half of the lanes go on with each
+  mine += __shfl_xor_sync(0xffffffffu, LAYER && lane < 16 ? value.y : value.x, 16);
+#pragma unroll
+  for (int mask = 8; mask > 0; mask /= 2) mine += __shfl_xor_sync(0xffffffffu, mine, mask);
+  if (warps == 1) {
+    return make_float2(__shfl_sync(0xffffffffu, mine, 0), __shfl_sync(0xffffffffu, mine, 16));
+  }
+  const int first = threadIdx.y * divide_up(warps, 4) * 4;
+  if (lane % 16 == 0) scratch.at[lane / 16][first + threadIdx.x / 32] = mine;
+  row_barrier();
+  float2 total = make_float2(0.f, 0.f);
+#pragma unroll 1
+  for (int i = first; i < first + warps; i += 4) {
+    const auto x = load<float, 4>(scratch.at[0] + i), y = load<float, 4>(scratch.at[1] + i);
+    total.x += (x.at[0] + x.at[1]) + (x.at[2] + x.at[3]);
+    if (LAYER) total.y += (y.at[0] + y.at[1]) + (y.at[2] + y.at[3]);
+  }
+  return total;
 }
 
-// Where one thread's pieces of a row wait in shared memory. A thread reads only what it copied
-// itself, so that no barrier is needed.
+// Where the rows of a block wait in shared memory. A thread reads only what it copied itself, so that
+// no barrier is needed. Its pieces of V elements, a warp's width apart, start at column `mine`: a
+// warp has a run of the row.
 template <typename X, typename W, int E>
 struct Stage {
-  X* x;
-  X* grad_sum;
+  static constexpr int V = vector_size<W>, K = E / V, kApart = 32 * V;
+  X *x, *grad_sum;
   W* grad;
 
-  __device__ static int bytes(int threads) {
-    return threads * E * static_cast<int>(2 * sizeof(X) + sizeof(W));
-  }
+  static constexpr int kBytes = E * (2 * sizeof(X) + sizeof(W));  // a thread
   __device__ explicit Stage(unsigned char* memory) {
     const int row = blockDim.x * E;
     x = reinterpret_cast<X*>(memory);
     grad_sum = x + row;
     grad = reinterpret_cast<W*>(grad_sum + row);
   }
+  __device__ static int mine() { return threadIdx.x / 32 * (K * kApart) + threadIdx.x % 32 * V; }
+
   template <typename T>
-  __device__ static void fetch(T* to, const T* from, int hidden) {
-    constexpr int V = vector_size<W>;
-    constexpr int kAtOnce = vector_size<T>;
+  __device__ __forceinline__ static void fetch(T* to, const T* from, int hidden) {
 #pragma unroll
-    for (int k = 0; k < E / V; k++) {
-      const int column = (k * blockDim.x + threadIdx.x) * V;
-      if (column >= hidden) continue;
+    for (int k = 0; k < K; k++) {
+      const int column = mine() + k * kApart;
+      if (column >= hidden) break;
 #pragma unroll
-      for (int i = 0; i < V; i += kAtOnce) copy_async_16(to + column + i, from + column + i);
+      for (int i = 0; i < V; i += vector_size<T>) copy_async_16(to + column + i, from + column + i);
+    }
+  }
+  // What is never fetched is zero, so that sums need not ask whether a column is there.
+  template <typename T>
+  __device__ static void clear(T* to, int from) {
+#pragma unroll
+    for (int k = 0; k < K; k++) {
+      const int column = mine() + k * kApart;
+      if (column >= from) store(to + column, Vector<T, V>{});
     }
   }
 };
@@ -61,32 +85,47 @@ __global__ void __launch_bounds__(row_threads<E>)
                              X* __restrict__ grad, W* __restrict__ grad_delta,
                              float* __restrict__ partial_weight, float* __restrict__ partial_bias,
                              unsigned* __restrict__ amax, int64_t rows, int hidden, int stages) {
-  constexpr int V = vector_size<W>;
-  constexpr int K = E / V;
-  __shared__ float2 scratch[2][32];
-  const int stage_bytes = Stage<X, W, E>::bytes(blockDim.x);
+  using Row = Stage<X, W, E>;
+  constexpr int V = Row::V, K = Row::K;
+  __shared__ WarpSums scratch[2];
+  const int stage_bytes = blockDim.x * Row::kBytes;
   unsigned char* memory = dynamic_shared<unsigned char>() + threadIdx.y * stages * stage_bytes;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.y;
+  const int mine = Row::mine();
 
+  const int thread = threadIdx.y * blockDim.x + threadIdx.x;
+  if (thread < 32) {
+    for (int i = 0; i < 4; i++) scratch[i / 2].at[i % 2][thread] = 0.f;
+  }
+  for (int place = 0; place < stages; place++) {
+    const Row stage(memory + place * stage_bytes);
+    stage.clear(stage.x, hidden);
+    stage.clear(stage.grad, hidden);
+    stage.clear(stage.grad_sum, grad_sum ? hidden : 0);
+  }
+  __syncthreads();
   const auto fetch = [&](int64_t row, int place) {
-    const Stage<X, W, E> stage(memory + place * stage_bytes);
+    const Row stage(memory + place * stage_bytes);
     stage.fetch(stage.x, sum + row * hidden, hidden);
     stage.fetch(stage.grad, grad_normal + row * hidden, hidden);
     if (grad_sum) stage.fetch(stage.grad_sum, grad_sum + row * hidden, hidden);
   };
 
-  constexpr bool kKeep = E < 32;  // the weights in registers; else they come from the cache
-  Vector<W, V> w[K];
+  constexpr bool kKeep = E < 32 || !LAYER;  // the weights in registers; else they come from the cache
+  Vector<W, V> kept[K];
   float weight_sum[K][V], bias_sum[K][V];
+  const auto weights = [&](int k) {
+    return load<W, V>(weight + min(mine + k * Row::kApart, hidden - V));
+  };
 #pragma unroll
   for (int k = 0; k < K; k++) {
-    const int column = (k * blockDim.x + threadIdx.x) * V;
-    if (kKeep && column < hidden) w[k] = load<W, V>(weight + column);
+    if (kKeep) kept[k] = weights(k);
 #pragma unroll
     for (int i = 0; i < V; i++) weight_sum[k][i] = bias_sum[k][i] = 0.f;
   }
 
+  const float share = 1.f / hidden;
   float scale = 0.f, centre = 0.f;
   if (first < rows) {
     fetch(first, 0);
@@ -111,53 +150,50 @@ __global__ void __launch_bounds__(row_threads<E>)
     } else {
       copy_async_wait<0>();
     }
-    const Stage<X, W, E> stage(memory + place * stage_bytes);
+    const Row stage(memory + place * stage_bytes);
 
-    float2 total = make_float2(0.f, 0.f);  // of weight * grad * normal, and of weight * grad
+    float2 total = make_float2(0.f, 0.f);  // of weight * grad * distance, and of weight * grad
 #pragma unroll
     for (int k = 0; k < K; k++) {
-      const int column = (k * blockDim.x + threadIdx.x) * V;
-      if (column >= hidden) continue;
-      const auto x = load<X, V>(stage.x + column);
-      const auto g = load<W, V>(stage.grad + column);
-      if (!kKeep) w[k] = load<W, V>(weight + column);
+      const int column = mine + k * Row::kApart;
+      const auto x = to_floats(load<X, V>(stage.x + column));
+      const auto g = to_floats(load<W, V>(stage.grad + column));
+      const auto w = to_floats(kKeep ? kept[k] : weights(k));
 #pragma unroll
       for (int i = 0; i < V; i++) {
-        const float normal = (to_float(x.at[i]) - centre) * scale;
-        const float weighted = to_float(g.at[i]) * to_float(w[k].at[i]);
-        total.x += weighted * normal;
+        const float weighted = g.at[i] * w.at[i];
+        total.x += weighted * (LAYER ? x.at[i] - centre : x.at[i]);
         if (LAYER) total.y += weighted;
       }
     }
-    if (LAYER) {
-      total = row_sum_2(total, scratch[turn]);
-    } else {
-      total.x = row_reduce<Sum>(total.x, reinterpret_cast<float*>(scratch[turn]));
-    }
-    const float along = total.x / hidden, common = total.y / hidden;
+    total = row_sums<LAYER>(total, scratch[turn]);
+    const float slope = -scale * scale * scale * (total.x * share);
+    const float offset = -scale * (total.y * share);
+    const int64_t at = row * hidden + mine;
 #pragma unroll
     for (int k = 0; k < K; k++) {
-      const int column = (k * blockDim.x + threadIdx.x) * V;
-      if (column >= hidden) continue;
-      const auto x = load<X, V>(stage.x + column);
-      const auto g = load<W, V>(stage.grad + column);
-      if (!kKeep) w[k] = load<W, V>(weight + column);
+      const int column = mine + k * Row::kApart;
+      const auto x = to_floats(load<X, V>(stage.x + column));
+      const auto g = to_floats(load<W, V>(stage.grad + column));
+      const auto passed = to_floats(load<X, V>(stage.grad_sum + column));
+      const auto w = to_floats(kKeep ? kept[k] : weights(k));
       Vector<X, V> out;
-      if (grad_sum) out = load<X, V>(stage.grad_sum + column);
       Vector<W, V> out_delta;
 #pragma unroll
       for (int i = 0; i < V; i++) {
-        const float normal = (to_float(x.at[i]) - centre) * scale;
-        const float incoming = to_float(g.at[i]);
-        weight_sum[k][i] += incoming * normal;
-        if (LAYER) bias_sum[k][i] += incoming;
-        float value = (incoming * to_float(w[k].at[i]) - common - normal * along) * scale;
-        if (grad_sum) value += to_float(out.at[i]);
+        const float distance = LAYER ? x.at[i] - centre : x.at[i];
+        const float scaled = g.at[i] * scale;
+        weight_sum[k][i] += scaled * distance;
+        if (LAYER) bias_sum[k][i] += g.at[i];
+        float value = LAYER ? passed.at[i] + offset : passed.at[i];
+        value += distance * slope;
+        value += scaled * w.at[i];
         out.at[i] = from_float<X>(value);
         out_delta.at[i] = from_float<W>(value);
       }
-      store(grad + row * hidden + column, out);
-      if (grad_delta) store(grad_delta + row * hidden + column, out_delta);
+      if (column >= hidden) break;
+      store(grad + at + k * Row::kApart, out);
+      if (grad_delta) store(grad_delta + at + k * Row::kApart, out_delta);
       if (amax) largest = max(largest, magnitude_of(out_delta));
     }
     if (stages == 1) {
@@ -167,56 +203,44 @@ __global__ void __launch_bounds__(row_threads<E>)
     scale = next_scale;
     centre = next_centre;
   }
-#pragma unroll
-  for (int k = 0; k < K; k++) {
-    const int column = (k * blockDim.x + threadIdx.x) * V;
-    if (column >= hidden) continue;
-#pragma unroll
-    for (int i = 0; i < V; i += 4) {
-      const int64_t at = first * hidden + column + i;
-      store(partial_weight + at, *reinterpret_cast<Vector<float, 4>*>(&weight_sum[k][i]));
-      if (LAYER) store(partial_bias + at, *reinterpret_cast<Vector<float, 4>*>(&bias_sum[k][i]));
-    }
-  }
+  const int64_t at = static_cast<int64_t>(blockIdx.x) * hidden;
+  store_block_sums(partial_weight + at, weight_sum, mine, hidden);
+  if (LAYER) store_block_sums(partial_bias + at, bias_sum, mine, hidden);
   allow_next();
   if (amax) raise_by_block(amax, largest);
 }
 
 // Inputs as add_norm_forward's; gradients grad_normal of w_dtype, grad_sum of x_dtype or null ->
 // grad [rows, hidden] of x_dtype, the same in grad_delta of w_dtype (or null), grad_weight and
-// grad_bias [hidden] of w_dtype. partial: fp32 [2, capacity, hidden] to work in (LayerNorm; [1, ...]
-// otherwise); the largest magnitude of grad in w_dtype in amax (zero before) unless null;
+// grad_bias [hidden] of w_dtype. partial: fp32 [2, multiprocessors, hidden] to work in (LayerNorm;
+// [1, ...] otherwise); the largest magnitude of grad in w_dtype in amax (zero before) unless null;
 // `multiprocessors` of this GPU.
 extern "C" int add_norm_backward(const void* sum, const void* grad_normal, const void* grad_sum,
                                  const void* weight, const float* mean, const float* rstd,
                                  void* grad, void* grad_delta, void* grad_weight, void* grad_bias,
-                                 float* partial, unsigned* amax, int64_t capacity,
-                                 int64_t multiprocessors, int64_t rows, int64_t hidden,
-                                 int64_t x_dtype, int64_t w_dtype, cudaStream_t stream) {
+                                 float* partial, unsigned* amax, int64_t multiprocessors,
+                                 int64_t rows, int64_t hidden, int64_t x_dtype, int64_t w_dtype,
+                                 cudaStream_t stream) {
   return with_residual_type(x_dtype, w_dtype, [&](auto x, auto w) {
     using X = decltype(x);
     using W = decltype(w);
     return with_row_shape<W, 16>(hidden, [&](const RowShape& shape, auto elements) {
       constexpr int E = decltype(elements)::value;
-      const int64_t bytes = shape.rows * shape.threads * E * (2 * sizeof(X) + sizeof(W));
-      const int stages = 2 * bytes <= kSharedLimit ? 2 : 1;
-      const int64_t resident = row_threads<E> / (shape.threads * shape.rows);
-      const int64_t wanted = max(int64_t{1}, min(resident, kBytesInFlight / bytes));
-      const int64_t blocks = min(min(capacity / shape.rows, multiprocessors * wanted),
-                                 divide_up(rows, shape.rows));
-      if (blocks < 1) return cudaErrorInvalidValue;
-      const int64_t partials = blocks * shape.rows;
-      float* partial_bias = grad_bias ? partial + partials * hidden : nullptr;
+      const dim3 block(shape.threads, row_threads<E> / shape.threads);
+      const int64_t bytes = block.x * block.y * Stage<X, W, E>::kBytes;
+      const int stages = 2 * bytes + kStaticShared <= shared_limit() ? 2 : 1;
+      const int64_t blocks = min(multiprocessors, divide_up(rows, block.y));
+      float* partial_bias = grad_bias ? partial + blocks * hidden : nullptr;
       const auto kernel = grad_bias ? add_norm_backward_kernel<X, W, E, true>
                                     : add_norm_backward_kernel<X, W, E, false>;
       const cudaError_t error = launch(
-          kernel, dim3(blocks), shape.block(), stages * bytes, stream, static_cast<const X*>(sum),
+          kernel, dim3(blocks), block, stages * bytes, stream, static_cast<const X*>(sum),
           static_cast<const W*>(grad_normal), static_cast<const X*>(grad_sum),
           static_cast<const W*>(weight), mean, rstd, static_cast<X*>(grad),
           static_cast<W*>(grad_delta), partial, partial_bias, amax, rows, hidden, stages);
       if (error != cudaSuccess) return error;
       return column_sums(partial, partial_bias, static_cast<W*>(grad_weight),
-                         static_cast<W*>(grad_bias), partials, hidden, stream);
+                         static_cast<W*>(grad_bias), blocks, hidden, stream);
     });
   });
 }

@@ -22,9 +22,10 @@ __device__ __forceinline__ float2 row_moments(const Vector<X, V> (&x)[K], float 
 #pragma unroll
   for (int k = 0; k < K; k++) {
     if ((k * blockDim.x + threadIdx.x) * V >= hidden) continue;
+    const auto values = to_floats(x[k]);
 #pragma unroll
     for (int i = 0; i < V; i++) {
-      const float distance = to_float(x[k].at[i]) - centre;
+      const float distance = values.at[i] - centre;
       mine.squares += distance * distance;
     }
   }
@@ -77,17 +78,14 @@ __global__ void __launch_bounds__(row_threads<E>, residency<X, E>)
     const int column = (k * blockDim.x + threadIdx.x) * V;
     if (column >= hidden) continue;
     if (delta) {
+      const auto left = to_floats(x[k]), right = to_floats(d[k]);
 #pragma unroll
-      for (int i = 0; i < V; i++) {
-        x[k].at[i] = from_float<X>(to_float(x[k].at[i]) + to_float(d[k].at[i]));
-      }
+      for (int i = 0; i < V; i++) x[k].at[i] = from_float<X>(left.at[i] + right.at[i]);
       store_away(sum + start + column, x[k]);
     }
+    const auto values = to_floats(x[k]);
 #pragma unroll
-    for (int i = 0; i < V; i++) {
-      const float value = to_float(x[k].at[i]);
-      total += LAYER ? value : value * value;
-    }
+    for (int i = 0; i < V; i++) total += LAYER ? values.at[i] : values.at[i] * values.at[i];
   }
   float centre = 0.f, square;
   if (LAYER) {
@@ -106,14 +104,13 @@ __global__ void __launch_bounds__(row_threads<E>, residency<X, E>)
   for (int k = 0; k < K; k++) {
     const int column = (k * blockDim.x + threadIdx.x) * V;
     if (column >= hidden) continue;
-    const auto w = load<W, V>(weight + column);
-    Vector<W, V> b, out;
-    if (LAYER) b = load<W, V>(bias + column);
+    const auto values = to_floats(x[k]), w = to_floats(load<W, V>(weight + column));
+    const auto b = to_floats(LAYER ? load<W, V>(bias + column) : Vector<W, V>{});
+    Vector<W, V> out;
 #pragma unroll
     for (int i = 0; i < V; i++) {
-      float value = (to_float(x[k].at[i]) - centre) * scale * to_float(w.at[i]);
-      if (LAYER) value += to_float(b.at[i]);
-      out.at[i] = from_float<W>(value);
+      const float value = (values.at[i] - centre) * scale * w.at[i];
+      out.at[i] = from_float<W>(LAYER ? value + b.at[i] : value);
     }
     store_away(normal + start + column, out);
     if (amax) largest = max(largest, magnitude_of(out));
