@@ -54,14 +54,23 @@ def run_script(
         program, *started = (folder / "words").read_text().split("\0")[:-1]
         lines = (folder / "environment").read_text().split("\0")[:-1]
     given = dict(line.split("=", 1) for line in lines)
+    return run_command([program, *started], given, seconds=seconds)
+
+
+def run_command(
+    words: Sequence[str], environment: Mapping[str, str], *, seconds: float = 240.0
+) -> subprocess.CompletedProcess[str]:
+    """`python ...`, or `torchrun ...` on this machine alone: see `run_ranks`."""
+    program, *started = words
     if program == "python":
-        return run_ranks(started, given, 1, seconds=seconds)
+        return run_ranks(started, environment, 1, seconds=seconds)
+    assert program == "torchrun", program
     from torch.distributed.run import parse_args
 
     options = parse_args(started)
     assert options.nnodes in ("1", "1:1"), "another machine is needed"
     command = [options.training_script, *options.training_script_args]
-    return run_ranks(command, given, int(options.nproc_per_node), seconds=seconds)
+    return run_ranks(command, environment, int(options.nproc_per_node), seconds=seconds)
 
 
 def run_ranks(
