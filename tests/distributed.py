@@ -7,7 +7,7 @@ import importlib
 import os
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -65,7 +65,8 @@ def _run(
         store = os.path.join(folder, "store")
         common = (world_size, store, memory, function, args, sizes, results, received)
         workers = [context.Process(target=_work, args=(r, *common)) for r in range(world_size)]
-        start_forks(workers)
+        for worker in workers:
+            worker.start()
         answers = [results.get() for _ in workers]
         received.set()
         for worker in workers:
@@ -93,18 +94,13 @@ def start_method() -> Any:
     return mp.get_context("fork")
 
 
-def start_forks(workers: Sequence[Any]) -> None:
-    """Start them; their garbage collectors leave what they inherit alone.
+def freeze_inherited() -> None:
+    """To be called first in a forked process: its garbage collector leaves what it inherits alone.
 
-    A collection writes into every object that it looks at, which would copy the memory of this
-    process into each of them: of a process that has run many tests, seconds.
+    A collection writes into every object that it looks at, which would copy the memory of the
+    process that it was forked from: of one that has run many tests, seconds.
     """
     gc.freeze()
-    try:
-        for worker in workers:
-            worker.start()
-    finally:
-        gc.unfreeze()
 
 
 def _work(
@@ -118,6 +114,7 @@ def _work(
     results: Any,
     received: Any,
 ) -> None:
+    freeze_inherited()
     torch.set_num_threads(1)
     try:
         backend = "gloo" if memory is None else register(memory, rank)

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from tests.distributed import start_forks, start_method
+from tests.distributed import freeze_inherited, start_method
 
 _RECORD = """#!/bin/sh
 env -0 > "$RECORDED/environment"
@@ -113,12 +113,14 @@ def start_ranks(
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         variables = {**environment, **(common | own if count > 1 else {})}
         ranks.append(context.Process(target=_as_main, args=(list(words), variables, *streams)))
-    start_forks(ranks)
+    for process in ranks:
+        process.start()
     return ranks
 
 
 def _as_main(words: list[str], environment: dict[str, str], output: Path, errors: Path) -> None:
     """Become `python words...`, in a process that has just been forked."""
+    freeze_inherited()
     for number, path in ((1, output), (2, errors)):
         with path.open("a") as stream:
             os.dup2(stream.fileno(), number)
