@@ -35,7 +35,7 @@ serve: setup
 	    examples/run_text_generation_server_demo.sh --port $(PORT)
 
 test: setup
-	OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_FLAGS) $(TESTS)
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PY) -m pytest $(PYTEST_FLAGS) $(TESTS)
 
 lint: setup
 	@failed=0; for check in "ruff check ." "ruff format --check ." mypy; do \

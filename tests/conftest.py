@@ -19,6 +19,12 @@ def _shared(name: str) -> Path:
     return path
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests come first: then no worker has one left when the others are done."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """Real tokenizers, corpora and evaluation sets."""

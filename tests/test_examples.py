@@ -296,6 +296,7 @@ def _assert_shown(output: str, out: Path) -> None:
     assert list((out / "checkpoints").iterdir())
 
 
+@pytest.mark.slow
 def test_the_demo_runs_small(toy: Toy, tmp_path: Path) -> None:
     flags, out = _demo("gpt", tmp_path)
     done = _start([sys.executable, str(ROOT / "tools" / "demo.py"), *flags], toy.environment)
