@@ -27,13 +27,12 @@ LLAMA = (
 LLAMA += " --position-embedding-type rope"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2"
 
-# processes, axes, flags of the network, further flags.
+# Processes, axes, flags of the network, further flags. More layouts with fewer numbers of each are
+# in `layouts`.
 LAYOUTS = [
     (2, "", "", ""),
     (4, "", LLAMA, FULL),
-    (4, "tensor=2", "", "--sequence-parallel"),
     (4, "tensor=2", LLAMA, "--global-batch-size 8 --micro-batch-size 2"),
-    (4, "context=2", "", ""),
     (4, "pipeline=2", "", FULL),
     (4, "pipeline=2", "--swiglu", "--num-layers-per-virtual-pipeline-stage 1"),
     (8, "tensor=2 pipeline=2", "", "--sequence-parallel --pipeline-schedule gpipe"),
