@@ -39,12 +39,11 @@ def run_sharing_memory(
     """The same in processes that talk through shared memory: see `tests.shared_memory`.
 
     For what is computed, not how it is sent: with four processes and more gloo costs several times
-    what a toy model does. Where processes are not forked they talk by gloo.
+    what a toy model does. Where they cannot, they talk by gloo.
     """
-    context = start_method()
-    if context.get_start_method() != "fork":
+    if not can_share_memory():
         return run_distributed(world_size, function, *args, **sizes)
-    memory = Memory(world_size, context.Lock())
+    memory = Memory(world_size, start_method().Lock())
     try:
         return _run(world_size, memory, function, args, sizes)
     finally:
@@ -75,6 +74,11 @@ def _run(
     if failures:
         raise RuntimeError("\n".join(failures))
     return [value for _, _, value in sorted(answers, key=lambda answer: answer[0])]
+
+
+def can_share_memory() -> bool:
+    """Processes are forked here, on Linux."""
+    return start_method().get_start_method() == "fork" and hasattr(os, "eventfd")
 
 
 @cache

@@ -15,11 +15,13 @@ from megatron.parallel.collectives import (
 )
 from megatron.parallel.layout import Layout
 from tests import shared_memory
-from tests.distributed import run_distributed, run_sharing_memory, start_method
+from tests.distributed import can_share_memory, run_distributed, run_sharing_memory
 
-needs_fork = pytest.mark.skipif(
-    start_method().get_start_method() != "fork", reason="processes are not forked here"
-)
+
+@pytest.fixture(autouse=True)
+def _where_it_works() -> None:
+    if not can_share_memory():
+        pytest.skip("needs forks, and Linux")
 
 
 def _numbers(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -62,7 +64,6 @@ def _same(a: Any, b: Any) -> bool:
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
-@needs_fork
 def test_all_operations_give_what_gloo_gives():
     sizes = {"tensor": 2, "pipeline": 2}
     expected = run_distributed(4, _collectives, **sizes)
@@ -86,7 +87,6 @@ def _out_of_order(layout: Layout) -> tuple[list[float], list[float]]:
     return [x[1].item() for x in sums], [x.item() for x in messages]
 
 
-@needs_fork
 def test_works_may_be_waited_for_in_any_order():
     for rank, (sums, messages) in enumerate(run_sharing_memory(2, _out_of_order)):
         assert sums == [2.0 * i + 1 for i in range(len(sums))]
@@ -99,7 +99,6 @@ def _broken(layout: Layout) -> None:
     layout.world.barrier()
 
 
-@needs_fork
 def test_the_others_end_with_a_rank_that_fails():
     with pytest.raises(RuntimeError, match="ValueError: a mistake"):
         run_sharing_memory(3, _broken)
@@ -111,7 +110,6 @@ def _forgotten(layout: Layout) -> None:
         layout.tensor.barrier()
 
 
-@needs_fork
 def test_who_waits_for_nobody_gives_up():
     with pytest.raises(RuntimeError, match=r"rank 0 has waited for 0.2 s"):
         run_sharing_memory(2, _forgotten, tensor=2)
@@ -121,7 +119,6 @@ def _refused(layout: Layout) -> None:
     dist.all_reduce(torch.ones(1), op=dist.ReduceOp.PRODUCT, group=layout.world.group)
 
 
-@needs_fork
 def test_an_unknown_reduction_is_refused():
     with pytest.raises(RuntimeError, match="NotImplementedError: reduction"):
         run_sharing_memory(2, _refused)
