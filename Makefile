@@ -14,7 +14,8 @@ INPUT ?=
 PORT ?= 5000
 ITERS ?=
 TESTS ?= tests
-PYTEST_FLAGS ?= -n 2 --dist worksteal --timeout 300
+# Three workers keep two cores busy: tests also wait, for time limits and for messages.
+PYTEST_FLAGS ?= -n 3 --dist worksteal --timeout 300
 
 PY = $(VENV)/bin/python
 
