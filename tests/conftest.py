@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +17,12 @@ def _shared(name: str) -> Path:
     if not path.is_dir():
         pytest.skip(f"needs ../shared/{name}, which is not beside this checkout")
     return path
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests come first: then no worker has one left when the others are done."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
 
 
 @pytest.fixture(scope="session")
@@ -34,3 +43,28 @@ def _one_thread():
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _trainings_freeze_nothing() -> Iterator[None]:
+    """The garbage collector leaves alone what this file has frozen, see below.
+
+    A training gives back at its end what it has frozen at its start, and all else with it.
+    """
+    from megatron.training.callbacks import garbage
+
+    kept = {name: getattr(gc, name) for name in ("collect", "disable", "enable")}
+    with pytest.MonkeyPatch.context() as patch:
+        nothing = {"freeze": lambda: None, "unfreeze": lambda: None}
+        patch.setattr(garbage, "gc", SimpleNamespace(**kept, **nothing))
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _what_is_loaded_stays() -> None:
+    """Collections pass over modules and tests: going through them takes 0.2 s.
+
+    Every training begins with a collection, and tests have hundreds of trainings.
+    """
+    gc.collect()
+    gc.freeze()

@@ -1,4 +1,4 @@
-"""Run a function in several gloo processes on this machine."""
+"""Run a function in several processes on this machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib
 import os
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from megatron.parallel.layout import Layout
+from tests.shared_memory import Memory, register
 
 TIMEOUT = timedelta(seconds=60)
 
@@ -24,23 +25,47 @@ TIMEOUT = timedelta(seconds=60)
 def run_distributed(
     world_size: int, function: Callable[..., Any], *args: Any, **sizes: int
 ) -> list[Any]:
-    """Call `function(layout, *args)` in `world_size` processes; results in rank order.
+    """Call `function(layout, *args)` in `world_size` gloo processes; results in rank order.
 
     `sizes` are Layout.create's tensor, context and pipeline. Results must be picklable.
     Raises RuntimeError with the traceback of the first rank that failed.
     """
+    return _run(world_size, None, function, args, sizes)
+
+
+def run_sharing_memory(
+    world_size: int, function: Callable[..., Any], *args: Any, **sizes: int
+) -> list[Any]:
+    """The same in processes that talk through shared memory: see `tests.shared_memory`.
+
+    For what is computed, not how it is sent: with four processes and more gloo costs several times
+    what a toy model does. Where they cannot, they talk by gloo.
+    """
+    if not can_share_memory():
+        return run_distributed(world_size, function, *args, **sizes)
+    memory = Memory(world_size, start_method().Lock())
+    try:
+        return _run(world_size, memory, function, args, sizes)
+    finally:
+        memory.close()
+
+
+def _run(
+    world_size: int,
+    memory: Memory | None,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    sizes: dict[str, int],
+) -> list[Any]:
     context = start_method()
     results: Any = context.SimpleQueue()
     received: Any = context.Event()  # tensors in results live as long as the process that sent them
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
-        workers = [
-            context.Process(
-                target=_work, args=(r, world_size, store, function, args, sizes, results, received)
-            )
-            for r in range(world_size)
-        ]
-        start_forks(workers)
+        common = (world_size, store, memory, function, args, sizes, results, received)
+        workers = [context.Process(target=_work, args=(r, *common)) for r in range(world_size)]
+        for worker in workers:
+            worker.start()
         answers = [results.get() for _ in workers]
         received.set()
         for worker in workers:
@@ -49,6 +74,11 @@ def run_distributed(
     if failures:
         raise RuntimeError("\n".join(failures))
     return [value for _, _, value in sorted(answers, key=lambda answer: answer[0])]
+
+
+def can_share_memory() -> bool:
+    """Processes are forked here, on Linux."""
+    return start_method().get_start_method() == "fork" and hasattr(os, "eventfd")
 
 
 @cache
@@ -68,34 +98,36 @@ def start_method() -> Any:
     return mp.get_context("fork")
 
 
-def start_forks(workers: Sequence[Any]) -> None:
-    """Start them; their garbage collectors leave what they inherit alone.
+def freeze_inherited() -> None:
+    """To be called first in a forked process: its garbage collector leaves what it inherits alone.
 
-    A collection writes into every object that it looks at, which would copy the memory of this
-    process into each of them: of a process that has run many tests, seconds.
+    A collection writes into every object that it looks at, which would copy the memory of the
+    process that it was forked from: of one that has run many tests, seconds.
     """
     gc.freeze()
-    try:
-        for worker in workers:
-            worker.start()
-    finally:
-        gc.unfreeze()
 
 
 def _work(
     rank: int,
     world_size: int,
     store: str,
+    memory: Memory | None,
     function: Callable[..., Any],
     args: tuple[Any, ...],
     sizes: dict[str, int],
     results: Any,
     received: Any,
 ) -> None:
+    freeze_inherited()
     torch.set_num_threads(1)
     try:
+        backend = "gloo" if memory is None else register(memory, rank)
         dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=TIMEOUT
+            backend,
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=world_size,
+            timeout=TIMEOUT,
         )
         layout = Layout.create("cpu", rank, world_size, **sizes)
         value = function(layout, *args)
@@ -103,6 +135,8 @@ def _work(
         results.put((rank, True, value))
         received.wait(TIMEOUT.total_seconds())
     except BaseException:
+        if memory is not None:
+            memory.failed[0] = 1
         results.put((rank, False, f"rank {rank}:\n{traceback.format_exc()}"))
     finally:
         if dist.is_initialized():

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from tests.distributed import start_forks, start_method
+from tests.distributed import freeze_inherited, start_method
 
 _RECORD = """#!/bin/sh
 env -0 > "$RECORDED/environment"
@@ -54,14 +54,23 @@ def run_script(
         program, *started = (folder / "words").read_text().split("\0")[:-1]
         lines = (folder / "environment").read_text().split("\0")[:-1]
     given = dict(line.split("=", 1) for line in lines)
+    return run_command([program, *started], given, seconds=seconds)
+
+
+def run_command(
+    words: Sequence[str], environment: Mapping[str, str], *, seconds: float = 240.0
+) -> subprocess.CompletedProcess[str]:
+    """`python ...`, or `torchrun ...` on this machine alone: see `run_ranks`."""
+    program, *started = words
     if program == "python":
-        return run_ranks(started, given, 1, seconds=seconds)
+        return run_ranks(started, environment, 1, seconds=seconds)
+    assert program == "torchrun", program
     from torch.distributed.run import parse_args
 
     options = parse_args(started)
     assert options.nnodes in ("1", "1:1"), "another machine is needed"
     command = [options.training_script, *options.training_script_args]
-    return run_ranks(command, given, int(options.nproc_per_node), seconds=seconds)
+    return run_ranks(command, environment, int(options.nproc_per_node), seconds=seconds)
 
 
 def run_ranks(
@@ -104,12 +113,14 @@ def start_ranks(
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         variables = {**environment, **(common | own if count > 1 else {})}
         ranks.append(context.Process(target=_as_main, args=(list(words), variables, *streams)))
-    start_forks(ranks)
+    for process in ranks:
+        process.start()
     return ranks
 
 
 def _as_main(words: list[str], environment: dict[str, str], output: Path, errors: Path) -> None:
     """Become `python words...`, in a process that has just been forked."""
+    freeze_inherited()
     for number, path in ((1, output), (2, errors)):
         with path.open("a") as stream:
             os.dup2(stream.fileno(), number)

@@ -247,6 +247,7 @@ _FEWER = (
 )
 
 
+@pytest.mark.slow
 def test_the_quickstart_runs_from_end_to_end(tmp_path: Path) -> None:
     blocks = [text for _, text in bash_blocks(ROOT / "docs" / "quickstart.md")]
     assert "pip install" in blocks[0]

@@ -11,12 +11,13 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from tests.launch import run_ranks, run_script
+from tests.launch import run_command, run_ranks, run_script
 from tests.repository import ROOT, name
 
 # Those of the text generation server are tried in tests/inference/server/test_processes.py, those
@@ -214,9 +215,8 @@ def test_script_trains_at_toy_size(script: Path, toy: Toy, tmp_path: Path) -> No
         *(["--lr-warmup-iters", "0"] if "warmup-iters" in own else []),
     ]
     words += ["--lr-decay-iters", "2"] if "lr-decay-iters" in own else []
-    # Each with torchrun itself would take a minute; the demo uses it with every kind of model.
-    start = _start if script.name == "pretrain_gpt_distributed.sh" else run_script
-    done = start(words, environment)
+    # Each with torchrun itself would take a minute; the demo and the quickstart use it.
+    done = run_script(words, environment)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert "iteration        2/       2" in done.stdout
     assert list((tmp_path / "checkpoints").iterdir())
@@ -281,20 +281,52 @@ def _prose() -> list[str]:
     return ["\n".join(paragraphs[i : i + 6]) for i in range(0, len(paragraphs), 6)]
 
 
-@pytest.mark.parametrize("model", ["gpt", "bert", "t5"])
-def test_the_demo_runs_small(toy: Toy, tmp_path: Path, model: str) -> None:
-    source = tmp_path / "mine.jsonl"
+def _demo(model: str, folder: Path) -> tuple[list[str], Path]:
+    """Flags of a small demo, and where it writes."""
+    source, out = folder / "mine.jsonl", folder / "demo"
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in _prose()))
-    out = tmp_path / "demo"
-    words = [sys.executable, str(ROOT / "tools" / "demo.py"), "--out", str(out)]
-    words += ["--model", model, "--input", str(source), "--iters", "2"]
-    done = _start(words, toy.environment)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    assert "validation loss" in done.stdout
-    assert "unigram entropy" in done.stdout
+    return ["--out", str(out), "--model", model, "--input", str(source), "--iters", "2"], out
+
+
+def _assert_shown(output: str, out: Path) -> None:
+    assert "validation loss" in output
+    assert "unigram entropy" in output
     assert (out / "loss.png").stat().st_size > 1000
     assert list((out / "tensorboard").iterdir())
     assert list((out / "checkpoints").iterdir())
+
+
+@pytest.mark.slow
+def test_the_demo_runs_small(toy: Toy, tmp_path: Path) -> None:
+    flags, out = _demo("gpt", tmp_path)
+    done = _start([sys.executable, str(ROOT / "tools" / "demo.py"), *flags], toy.environment)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    _assert_shown(done.stdout, out)
+
+
+@pytest.mark.parametrize("model", ["bert", "t5"])
+def test_the_demos_of_other_models_run_small(
+    model: str,
+    toy: Toy,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its commands as forks of this process, for which nothing is loaded again."""
+    from tools import demo
+
+    def run(words: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        done = run_command(words, toy.environment)
+        print(done.stdout)
+        return done
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which the demo sets for itself
+    monkeypatch.chdir(ROOT)  # where it starts its commands
+    monkeypatch.setattr(demo, "subprocess", SimpleNamespace(run=run))
+    flags, out = _demo(model, tmp_path)
+    code, output = demo.main(flags), capsys.readouterr()
+    assert code == 0, output.out[-4000:] + output.err[-4000:]
+    _assert_shown(output.out, out)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 from megatron.inference.build import EngineOptions
 from megatron.inference.request import Beam, Event, Request, Token
 from megatron.parallel.layout import Layout
-from tests.distributed import run_distributed
+from tests.distributed import run_sharing_memory
 from tests.inference.toy import drain, end_of, greedy, prompt_of, prompts, tokens_of, toy_engine
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -108,7 +108,7 @@ def test_a_hundred_prompts_in_every_layout(model: Any, sizes: dict[str, int]) ->
     asked = prompts(100, longest=70, vocab=VOCAB, seed=1)
     folder = Path(model.name_or_path)
     if sizes:
-        for events in run_distributed(2, _in_layout, folder, requests_for(asked), **sizes):
+        for events in run_sharing_memory(2, _in_layout, folder, requests_for(asked), **sizes):
             same_greedy(model, asked, events)
     else:
         same_greedy(model, asked, drain(toy_engine(folder, OPTIONS), requests_for(asked)))

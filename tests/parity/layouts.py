@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
@@ -64,9 +64,10 @@ class LayoutCase:
 
     @property
     def iterations(self) -> int:
+        """To the end of its training."""
         return ITERATIONS if self.kind == "gpt" else OTHER_ITERATIONS
 
-    def words(self) -> list[str]:
+    def words(self, iterations: int | None = None) -> list[str]:
         """The command line. Micro-batches: four fill a pipeline, two accumulate gradients."""
         data = grid_sizes(self.processes, **self.sizes)["data"]
         micro_batches = 4 if self.pipeline > 1 else 2
@@ -77,7 +78,7 @@ class LayoutCase:
             micro_batch = 2
         return [
             *_BASE,
-            *("--train-iters", str(self.iterations)),
+            *("--train-iters", str(iterations or self.iterations)),
             *("--tensor-model-parallel-size", str(self.tensor)),
             *("--context-parallel-size", str(self.context)),
             *("--pipeline-model-parallel-size", str(self.pipeline)),
@@ -230,17 +231,25 @@ def train_curves(layout: Layout, words: Sequence[str], kind: str = "gpt") -> Cur
 
 
 @cache
-def single_process(network: str, kind: str = "gpt") -> Curves:
+def single_process(network: str, kind: str = "gpt", iterations: int | None = None) -> Curves:
     """The same training on one process."""
-    return train_curves(Layout.single(), LayoutCase(1, network=network, kind=kind).words(), kind)
+    words = LayoutCase(1, network=network, kind=kind).words(iterations)
+    return train_curves(Layout.single(), words, kind)
 
 
-def compare(case: LayoutCase) -> Difference:
-    """Train in gloo processes as `case` says, and on one."""
-    expected = single_process(case.network, case.kind)
-    got: list[Curves] = run_distributed(
-        case.processes, train_curves, case.words(), case.kind, **case.sizes
-    )
+def compare(
+    case: LayoutCase,
+    run: Callable[..., list[Curves]] = run_distributed,
+    iterations: int | None = None,
+) -> Difference:
+    """Train in processes as `case` says, and on one.
+
+    Args:
+        run: how processes are started, and by what they talk.
+        iterations: for a shorter training than the case's own.
+    """
+    expected = single_process(case.network, case.kind, iterations)
+    got = run(case.processes, train_curves, case.words(iterations), case.kind, **case.sizes)
     return Difference(
         max(largest_difference(curves.losses, expected.losses) for curves in got),
         max(largest_difference(curves.norms, expected.norms) for curves in got),

@@ -7,7 +7,7 @@ from statistics import mean
 import pytest
 
 from megatron.parallel.layout import Layout
-from tests.distributed import run_distributed
+from tests.distributed import run_sharing_memory
 from tests.parity.layouts import (
     LOSS_TOLERANCE,
     LayoutCase,
@@ -56,7 +56,7 @@ def _without_dropout():
 def test_a_layout_repeats_itself_to_the_bit(case):
     words = [*_words(case, seed=1), "--train-iters", "6"]
     first, second = (
-        run_distributed(case.processes, train_curves, words, **case.sizes) for _ in range(2)
+        run_sharing_memory(case.processes, train_curves, words, **case.sizes) for _ in range(2)
     )
     assert first == second
     difference = largest_difference(first[0].losses, _without_dropout().losses)
@@ -85,7 +85,7 @@ def test_dropout_costs_as_much_as_on_one_process(case):
     expected = _single_process(DROPOUT)
     cost = expected - _single_process(0.0)
     assert cost > 0.1
-    results = run_distributed(case.processes, _last_losses, case, DROPOUT, **case.sizes)
+    results = run_sharing_memory(case.processes, _last_losses, case, DROPOUT, **case.sizes)
     losses = results[-1]
     assert all(other == losses for other in results)
     assert abs(mean(losses) - expected) < cost / 3

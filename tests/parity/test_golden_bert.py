@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.distributed import run_distributed
+from tests.distributed import run_distributed, run_sharing_memory
 from tests.parity.golden import continue_run
 
 LOSS, GRAD_NORM = 1e-4, 2e-3  # relative tolerances
@@ -33,19 +33,17 @@ def _compare(records, recording):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "flags"),
+    ("sizes", "flags", "run"),
     [
-        ({}, ""),
-        ({"tensor": 2}, TENSOR),
-        ({"tensor": 2}, f"{TENSOR} --sequence-parallel"),
-        ({"pipeline": 2}, PIPELINE),
+        ({}, "", run_distributed),
+        ({"tensor": 2}, TENSOR, run_distributed),
+        ({"tensor": 2}, f"{TENSOR} --sequence-parallel", run_sharing_memory),
+        ({"pipeline": 2}, PIPELINE, run_distributed),
     ],
     ids=["one process", "tensor 2", "tensor 2, sequences split", "pipeline 2"],
 )
-def test_it_goes_on_as_the_original(golden, tmp_path, sizes, flags):
+def test_it_goes_on_as_the_original(golden, tmp_path, sizes, flags, run):
     recording = json.loads((golden / RUN / "run.json").read_text())
     processes = 2 if sizes else 1
-    for records in run_distributed(
-        processes, continue_run, golden, RUN, tmp_path, flags.split(), **sizes
-    ):
+    for records in run(processes, continue_run, golden, RUN, tmp_path, flags.split(), **sizes):
         _compare(records, recording)

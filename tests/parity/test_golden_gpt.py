@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from tests.distributed import run_distributed
+from tests.distributed import run_distributed, run_sharing_memory
 from tests.parity.golden import continue_run
 
 LOSS, GRAD_NORM = 1e-4, 2e-3  # relative tolerances
@@ -54,7 +54,7 @@ TP2PP2 = """
 @pytest.mark.parametrize("run_name", ["gpt_fp32", "gpt_tp2pp2_fp32"])
 def test_four_processes_go_on_as_the_original(golden, tmp_path, run_name):
     recording = json.loads((golden / run_name / "run.json").read_text())
-    for records in run_distributed(
+    for records in run_sharing_memory(
         4, continue_run, golden, run_name, tmp_path, TP2PP2, tensor=2, pipeline=2
     ):
         _compare(records, recording)

@@ -10,7 +10,7 @@ import torch
 
 from megatron.models.position_bias import POSITION_TABLES
 from megatron.parallel.layout import Layout
-from tests.distributed import run_distributed
+from tests.distributed import run_sharing_memory
 from tests.training.toy import train_toy
 
 FLAGS = """
@@ -45,7 +45,7 @@ def test_all_copies_are_those_of_one_process(processes, sizes, flags, holders):
     words = [*flags.split(), "--pipeline-model-parallel-size", str(sizes["pipeline"])]
     words += ["--tensor-model-parallel-size", str(sizes.get("tensor", 1))]
     expected = _tables(Layout.single(), [])
-    by_rank = run_distributed(processes, _tables, words, **sizes)
+    by_rank = run_sharing_memory(processes, _tables, words, **sizes)
     for name, count in zip(POSITION_TABLES, holders, strict=True):
         held = {rank: tables[name] for rank, tables in enumerate(by_rank) if name in tables}
         assert len(held) == count

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.parallel.layout import Layout
-from tests.distributed import run_distributed
+from tests.distributed import run_sharing_memory
 from tests.parity import resharding
 from tests.training.toy import train_toy
 
@@ -34,7 +34,7 @@ def _run(layout, *flags, kind="gpt"):
     words = [*FLAGS, *more, *flags]
     for axis, size in sizes.items():
         words += [NAMES[axis], str(size)]
-    return run_distributed(processes, _train, words, kind, **sizes)[-1]
+    return run_sharing_memory(processes, _train, words, kind, **sizes)[-1]
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from megatron.errors import ConfigError
 from megatron.parallel.layout import Layout
 from megatron.training.checkpointing import save_run
 from tests.checkpoint.states import read_whole
-from tests.distributed import run_distributed
+from tests.distributed import run_distributed, run_sharing_memory
 from tests.training.toy import TOY, build_toy, train_toy
 
 FLAGS = """
@@ -27,13 +27,12 @@ LLAMA = (
 LLAMA += " --position-embedding-type rope"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2"
 
-# processes, axes, flags of the network, further flags.
+# Processes, axes, flags of the network, further flags. More layouts with fewer numbers of each are
+# in `layouts`.
 LAYOUTS = [
     (2, "", "", ""),
     (4, "", LLAMA, FULL),
-    (4, "tensor=2", "", "--sequence-parallel"),
     (4, "tensor=2", LLAMA, "--global-batch-size 8 --micro-batch-size 2"),
-    (4, "context=2", "", ""),
     (4, "pipeline=2", "", FULL),
     (4, "pipeline=2", "--swiglu", "--num-layers-per-virtual-pipeline-stage 1"),
     (8, "tensor=2 pipeline=2", "", "--sequence-parallel --pipeline-schedule gpipe"),
@@ -60,7 +59,7 @@ def test_losses_and_norms_equal_the_single_process(world, axes, network, more):
     flags = [*FLAGS, *network.split()]
     losses, validation, norms, weights = _train(Layout.single(), flags)
     split = [*flags, *more.split(), *_words(axes)]
-    for ours in run_distributed(world, _train, split, **_sizes(axes)):
+    for ours in run_sharing_memory(world, _train, split, **_sizes(axes)):
         assert ours[0] == pytest.approx(losses, rel=1e-5)
         assert ours[1] == pytest.approx(validation, rel=1e-5)
         assert ours[2] == pytest.approx(norms, rel=1e-4)
@@ -90,7 +89,7 @@ def _count_zeros(layout, flags):
 def test_zeros_count_once():
     """Positions beyond the sequence have no gradient: 8 rows of 32."""
     flags = [*FLAGS, "--max-position-embeddings", "24", "--tensor-model-parallel-size", "2"]
-    for zeros in run_distributed(4, _count_zeros, flags, tensor=2):
+    for zeros in run_sharing_memory(4, _count_zeros, flags, tensor=2):
         assert zeros == pytest.approx([256] * 6, abs=2)
 
 
@@ -131,10 +130,10 @@ def _tensors(folder):
 )
 def test_resuming_in_the_same_layout_is_bit_for_bit(tmp_path, world, axes, more):
     flags, sizes = [*FLAGS, *more, *_words(axes)], _sizes(axes)
-    whole = run_distributed(world, _final, flags, tmp_path / "whole", **sizes)
-    first = run_distributed(world, _train, [*flags, *_steps(tmp_path / "half")], **sizes)
+    whole = run_sharing_memory(world, _final, flags, tmp_path / "whole", **sizes)
+    first = run_sharing_memory(world, _train, [*flags, *_steps(tmp_path / "half")], **sizes)
     load = [*flags, "--load", str(tmp_path / "half")]
-    second = run_distributed(world, _final, load, tmp_path / "joined", **sizes)
+    second = run_sharing_memory(world, _final, load, tmp_path / "joined", **sizes)
     for a, b, joined in zip(first, second, whole, strict=True):
         assert len(a[0]) == 3
         assert a[0] + b == joined
@@ -152,7 +151,7 @@ def test_first_weights_and_their_names_are_those_of_one_process(tmp_path, precis
     flags = [*FLAGS, *precision, "--swiglu"]
     _build_and_save(Layout.single(), flags, tmp_path / "one")
     split = [*flags, "--tensor-model-parallel-size", "2"]
-    run_distributed(4, _build_and_save, split, tmp_path / "four", tensor=2)
+    run_sharing_memory(4, _build_and_save, split, tmp_path / "four", tensor=2)
     ours, theirs = _tensors(tmp_path / "four"), _tensors(tmp_path / "one")
     assert ours.keys() == theirs.keys()
     for name in ours:
@@ -169,7 +168,7 @@ PIPED = (4, "pipeline=2", [])
 def _run(layout, *flags):
     world, axes, more = layout
     words = [*FLAGS, *more, *_words(axes), *flags]
-    return run_distributed(world, _train, words, **_sizes(axes))[-1][0]
+    return run_sharing_memory(world, _train, words, **_sizes(axes))[-1][0]
 
 
 @pytest.mark.parametrize(
@@ -192,7 +191,7 @@ def test_a_checkpoint_with_masters_reshards_without_loss(tmp_path):
     assert kinds == {"exp_avg", "exp_avg_sq", "master"}
     for source, target, stage, world in (("a", "b", "1", 4), ("b", "c", "3", 2)):
         flags = [*FLAGS, "--bf16", "--zero-stage", stage, "--load", str(tmp_path / source)]
-        run_distributed(world, _build_and_save, flags, tmp_path / target)
+        run_sharing_memory(world, _build_and_save, flags, tmp_path / target)
         again = _tensors(tmp_path / target)
         assert again.keys() == saved.keys()
         assert all(torch.equal(again[name], saved[name]) for name in saved)

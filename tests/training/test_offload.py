@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.parallel.layout import Layout
-from tests.distributed import run_distributed
+from tests.distributed import run_sharing_memory
 from tests.training.toy import build_toy, train_toy
 
 FLAGS = "--hidden-dropout 0 --attention-dropout 0 --global-batch-size 8 --eval-iters 0".split()
@@ -17,11 +17,16 @@ def _train(layout, flags):
     return recorder.values("lm loss"), recorder.values("grad-norm"), state
 
 
+def _with_and_without(layout, flags):
+    return _train(layout, [*flags, OFFLOAD]), _train(layout, flags)
+
+
 @pytest.mark.parametrize("precision", ["--fp16 --initial-loss-scale 1024", "--bf16", ""])
 @pytest.mark.parametrize("stage", ["0", "1", "2", "3"])
 def test_losses_are_the_same_to_the_bit(stage, precision):
     flags = [*FLAGS, "--zero-stage", stage, *precision.split()]
-    assert run_distributed(2, _train, [*flags, OFFLOAD]) == run_distributed(2, _train, flags)
+    for offloaded, plain in run_sharing_memory(2, _with_and_without, flags):
+        assert offloaded == plain
 
 
 def test_weights_and_their_copies_share_no_memory():

@@ -1,0 +1,369 @@
+"""Collectives of processes that one process has forked, through memory that they share.
+
+A collective of small tensors costs gloo up to a hundred system calls and two milliseconds of
+processor time in each process, more than a toy model computes between two of them. Here it costs a
+copy and, where somebody sleeps, a bell. Tests whose question is what a layout computes run on this;
+those that ask how processes talk run on gloo.
+
+Every rank writes what it gives into memory of its own, and counts it; whoever waits for it reads it
+there. So what is given is read when a collective starts, and its results appear when it, or a later
+one of its group, is waited for. As with gloo all ranks get the same bits; they add up in the order
+of their numbers. One thread of a process may talk at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import mmap
+import os
+import select
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from multiprocessing.synchronize import Lock
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_GROUPS = 64  # process groups of a run
+_DEPTH = 128  # messages of a rank that are not read yet
+_HEAP = 64 << 20  # bytes for a rank's messages; only what is used becomes memory
+_SECONDS = 60.0  # before a rank that waits gives up
+_LINE = 64  # messages begin at multiples of it
+_ADD: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
+    dist.ReduceOp.SUM: Tensor.add_,
+    dist.ReduceOp.AVG: Tensor.add_,
+    dist.ReduceOp.MAX: lambda total, x: torch.maximum(total, x, out=total),
+    dist.ReduceOp.MIN: lambda total, x: torch.minimum(total, x, out=total),
+}
+
+
+class Memory:
+    """What the ranks of one run share. Made before they are forked.
+
+    Args:
+        ranks: of the run.
+        lock: of the processes to be.
+    """
+
+    def __init__(self, ranks: int, lock: Lock) -> None:
+        self.ranks, self.lock = ranks, lock
+        self.channels = _GROUPS * ranks * (ranks + 1)  # from a rank of a group to one, or to all
+        words = 1 + _GROUPS + ranks + self.channels * (1 + ranks + _DEPTH)
+        self._heaps = -(-8 * words // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.map = mmap.mmap(-1, self._heaps + ranks * _HEAP)
+        rest = memoryview(self.map)[: 8 * words].cast("q")
+        self.failed, rest = rest[:1], rest[1:]
+        self.names, rest = rest[:_GROUPS], rest[_GROUPS:]
+        self.asleep, rest = rest[:ranks], rest[ranks:]
+        self.posted, rest = rest[: self.channels], rest[self.channels :]
+        self.done, rest = rest[: self.channels * ranks], rest[self.channels * ranks :]
+        self.offsets = rest
+        self.bells = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(ranks)]
+
+    def close(self) -> None:
+        """Give the bells back; the memory goes with its last user."""
+        for bell in self.bells:
+            os.close(bell)
+
+    def number(self, name: str) -> int:
+        """Of a group; the same to all that ask by the same name."""
+        key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big") + 1
+        with self.lock:
+            for index, known in enumerate(self.names):
+                if known in (0, key):
+                    self.names[index] = key
+                    return index
+        raise RuntimeError(f"more than {_GROUPS} process groups")
+
+    def start_of(self, rank: int) -> int:
+        """Where a rank's messages stand."""
+        return self._heaps + rank * _HEAP
+
+    def view(self, offset: int, like: Tensor, count: int) -> Tensor:
+        """`count` values of the type of `like`, in place."""
+        return torch.frombuffer(self.map, dtype=like.dtype, count=count, offset=offset)
+
+
+class _Message(NamedTuple):
+    channel: int
+    number: int
+    readers: tuple[int, ...]
+    end: int
+
+
+class Rank:
+    """One process's side of the memory."""
+
+    def __init__(self, memory: Memory, rank: int) -> None:
+        self.memory, self.rank = memory, rank
+        self._waiting: dict[int, deque[Work]] = {}  # by what comes in order
+        self._written: deque[_Message] = deque()
+        self._next = memory.start_of(rank)
+        self._bell = select.poll()
+        self._bell.register(memory.bells[rank], select.POLLIN)
+
+    def post(self, channel: int, readers: tuple[int, ...], data: Tensor | None) -> None:
+        """Write a message and tell who is to read it."""
+        memory = self.memory
+        size = 0 if data is None else data.numel() * data.element_size()
+        offset = self._room(size)
+        if data is not None and size:
+            memory.view(offset, data, data.numel()).copy_(data.reshape(-1))
+        number = memory.posted[channel]
+        memory.offsets[channel * _DEPTH + number % _DEPTH] = offset
+        memory.posted[channel] = number + 1
+        self._next = -(-(offset + size) // _LINE) * _LINE
+        self._written.append(_Message(channel, number, readers, self._next))
+        for reader in readers:
+            if memory.asleep[reader]:
+                os.eventfd_write(memory.bells[reader], 1)
+
+    def _room(self, size: int) -> int:
+        start = self.memory.start_of(self.rank)
+        assert size <= _HEAP, "a message is larger than the memory"
+        while True:
+            while self._written and self._is_read(self._written[0]):
+                self._written.popleft()
+            if not self._written:
+                self._next = start
+            if len(self._written) < _DEPTH and self._next + size <= start + _HEAP:
+                return self._next
+            self.sleep(0.001)  # nobody rings when a message has been read: this is rare
+
+    def _is_read(self, message: _Message) -> bool:
+        done, first = self.memory.done, message.channel * self.memory.ranks
+        return all(done[first + reader] > message.number for reader in message.readers)
+
+    def start(self, work: Work) -> None:
+        """Put it where it comes in order."""
+        self._waiting.setdefault(work.order, deque()).append(work)
+
+    def advance(self, order: int) -> None:
+        """Complete what has arrived."""
+        works = self._waiting.get(order)
+        while works and works[0].is_ready():
+            works.popleft().complete()
+
+    def sleep(self, seconds: float = 0.1) -> None:
+        """Until a bell rings, or for `seconds`, lest one has rung a moment too early.
+
+        Complete meanwhile what can be: others may wait for the room that it takes.
+        """
+        for order in self._waiting:
+            self.advance(order)
+        self._bell.poll(1000 * seconds)
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.memory.bells[self.rank])
+        if self.memory.failed[0]:
+            raise RuntimeError("another rank has failed")
+
+    def wait(self, work: Work) -> None:
+        """Return once it is complete.
+
+        Raises:
+            RuntimeError: another rank has failed, or nothing has come for a minute.
+        """
+        end = 0.0
+        while not work.is_completed():
+            self.memory.asleep[self.rank] = 1
+            if not self._waiting[work.order][0].is_ready():
+                end = end or time.monotonic() + _SECONDS
+                if time.monotonic() > end:
+                    raise RuntimeError(f"rank {self.rank} has waited for {_SECONDS} s")
+                self.sleep()
+            self.memory.asleep[self.rank] = 0
+
+
+class Work(dist.Work):
+    """A collective under way, as `torch.distributed.Work`.
+
+    Args:
+        rank: who waits.
+        order: works of the same order complete one after another.
+        sources: channels that it reads, and which message of each.
+        finish: reads the messages, given their offsets.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        order: int,
+        sources: Sequence[tuple[int, int]],
+        finish: Callable[[list[int]], None],
+    ) -> None:
+        super().__init__()
+        self.order = order
+        self._rank, self._sources, self._finish = rank, sources, finish
+        self._complete = not sources
+        if sources:
+            rank.start(self)
+
+    def is_ready(self) -> bool:
+        """Everything that it reads is there, if not yet what comes before it."""
+        posted = self._rank.memory.posted
+        return all(posted[channel] > number for channel, number in self._sources)
+
+    def complete(self) -> None:
+        """Read it."""
+        memory = self._rank.memory
+        with torch.no_grad():
+            self._finish([memory.offsets[c * _DEPTH + n % _DEPTH] for c, n in self._sources])
+        for channel, number in self._sources:
+            memory.done[channel * memory.ranks + self._rank.rank] = number + 1
+        self._complete = True
+
+    def is_completed(self) -> bool:
+        if not self._complete:
+            self._rank.advance(self.order)
+        return self._complete
+
+    def wait(self, timeout: object = None) -> bool:
+        if not self.is_completed():
+            self._rank.wait(self)
+        return True
+
+
+class SharedMemoryGroup(dist.ProcessGroup):
+    """A process group over the memory: the operations of this project's layouts.
+
+    Args:
+        rank: this process's side.
+        number: of the group in the memory.
+        ranks: the global ranks of its members.
+        own: this one's place among them.
+    """
+
+    def __init__(self, rank: Rank, number: int, ranks: Sequence[int], own: int) -> None:
+        super().__init__(own, len(ranks))
+        self._rank, self._number, self._ranks, self._own = rank, number, tuple(ranks), own
+        self._read: dict[int, int] = defaultdict(int)  # messages, by channel
+        self._name = self._description = ""
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return "shared_memory"
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _set_group_desc(self, description: str) -> None:
+        self._description = description
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        return self._description
+
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> Work:
+        (x,) = tensors
+        self._post(None, x)
+        return self._reduced(x, x.numel(), 0, opts.reduceOp)
+
+    def reduce_scatter_single(self, output: Tensor, x: Tensor, opts: Any) -> Work:
+        self._post(None, x)
+        return self._reduced(output, output.numel(), output.numel() * self._own, opts.reduceOp)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def _reduced(self, output: Tensor, count: int, first: int, op: Any) -> Work:
+        add = next((add for known, add in _ADD.items() if op == known), None)
+        if add is None:
+            raise NotImplementedError(f"reduction {op}")
+
+        def finish(offsets: list[int]) -> None:
+            skipped = first * output.element_size()
+            parts = (self._rank.memory.view(o + skipped, output, count) for o in offsets)
+            output.copy_(next(parts).view_as(output))
+            for part in parts:
+                add(output, part.view_as(output))
+            if op == dist.ReduceOp.AVG:
+                output.div_(self.size())
+
+        return self._work(range(len(self._ranks)), None, finish if count else _nothing)
+
+    def all_gather_single(self, output: Tensor, x: Tensor, opts: Any = None) -> Work:
+        return self.allgather([list(output.view(self.size(), -1))], [x.reshape(-1)], opts)
+
+    _allgather_base = all_gather_single
+
+    def allgather(self, outputs: list[list[Tensor]], tensors: list[Tensor], opts: Any) -> Work:
+        self._post(None, tensors[0])
+        return self._work(range(len(self._ranks)), None, self._into(outputs[0]))
+
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> Work:
+        if opts.rootRank == self._own:
+            self._post(None, tensors[0])
+        return self._work([opts.rootRank], None, self._into(tensors))
+
+    def barrier(self, opts: Any = None) -> Work:
+        self._post(None, None)
+        return self._work(range(len(self._ranks)), None, _nothing)
+
+    def all_to_all_single(
+        self, output: Tensor, x: Tensor, to: list[int], given: list[int], opts: Any = None
+    ) -> Work:
+        size = self.size()
+        for place, part in enumerate(x.split(given) if given else x.chunk(size)):
+            self._post(place, part)
+        parts = list(output.split(to) if to else output.chunk(size))
+        return self._work(range(size), self._own, self._into(parts))
+
+    alltoall_base = all_to_all_single
+
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> Work:
+        self._post(to, tensors[0])
+        return self._work([], to, _nothing)
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Work:
+        return self._work([source], self._own, self._into(tensors))
+
+    def _channel(self, source: int, to: int | None) -> int:
+        """Of messages from one member to another, or to all of them."""
+        ranks = self._rank.memory.ranks
+        return (self._number * ranks + source) * (ranks + 1) + (ranks if to is None else to)
+
+    def _post(self, to: int | None, data: Tensor | None) -> None:
+        readers = self._ranks if to is None else (self._ranks[to],)
+        self._rank.post(self._channel(self._own, to), readers, data)
+
+    def _work(
+        self, sources: Sequence[int], to: int | None, finish: Callable[[list[int]], None]
+    ) -> Work:
+        channels = [self._channel(source, to) for source in sources]
+        numbered = [(channel, self._read[channel]) for channel in channels]
+        for channel in channels:
+            self._read[channel] += 1
+        order = channels[0] if len(channels) == 1 and to is not None else -1 - self._number
+        return Work(self._rank, order, numbered, finish)
+
+    def _into(self, outputs: list[Tensor]) -> Callable[[list[int]], None]:
+        def finish(offsets: list[int]) -> None:
+            for output, offset in zip(outputs, offsets, strict=True):
+                if output.numel():
+                    part = self._rank.memory.view(offset, output, output.numel())
+                    output.copy_(part.view_as(output))
+
+        return finish
+
+
+def _nothing(offsets: list[int]) -> None:
+    pass
+
+
+def register(memory: Memory, rank: int) -> str:
+    """Make it known to torch.distributed in this process; the backend's name."""
+    side = Rank(memory, rank)
+
+    def create(options: Any, _: object) -> SharedMemoryGroup:
+        ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+        number = memory.number(f"{options.group_id} {ranks}")
+        return SharedMemoryGroup(side, number, ranks, options.group_rank)
+
+    dist.Backend.register_backend("shared_memory", create, extended_api=True, devices=["cpu"])
+    return "shared_memory"
