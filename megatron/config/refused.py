@@ -75,11 +75,6 @@ REFUSED: tuple[KnownFlag, ...] = (
         switches=("--fp8-param-gather",),
     ),
     *_group(
-        "tensor-parallel messages travel beside backward's products by NCCL, not by Transformer "
-        "Engine's user buffers: drop the flag",
-        switches=("--tp-comm-overlap",),
-    ),
-    *_group(
         "Transformer Engine is not used: layers are our own, drop the flag",
         choices={"--transformer-impl": ("local", "transformer_engine")},
     ),
