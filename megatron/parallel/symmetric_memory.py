@@ -21,6 +21,9 @@ from megatron.parallel.exchange import Use
 from megatron.parallel.layout import Axis
 from megatron.parallel.ledger import SLOTS, Ledger
 
+# Freed with the process: PyTorch waits for the device before it unmaps memory, and the device may
+# wait for a neighbour that is gone.
+_MAPPED: list[Tensor] = []
 _BARRIER = SLOTS  # channels of flags: one a slot, and this
 
 
@@ -45,6 +48,7 @@ class SymmetricExchange:
         try:
             self._memory = symmetric.empty(shape, dtype=torch.uint8, device=device)
             self.handle = symmetric.rendezvous(self._memory, axis.group)
+            _MAPPED.append(self._memory)
             self._mapped = [
                 self.handle.get_buffer(rank, shape, torch.uint8) for rank in range(axis.size)
             ]
