@@ -89,3 +89,48 @@ def test_the_numbers_are_those_of_collectives(size, dtype):
             assert uses == 2 * 2 * (3 if split == "column" else 2)
             torch.testing.assert_close(cut, expected, rtol=None, atol=None)
             torch.testing.assert_close(cut, again, rtol=0, atol=0)
+
+
+class Full(GroupExchange):
+    """Takes no message."""
+
+    def fits(self, elements, dtype):
+        return False
+
+    def open(self, rows):
+        raise AssertionError("it does not fit")
+
+
+def other_cases(layout):
+    """Gradients where the input, the weight or nothing has one; a message that is too long."""
+    layout = replace(layout, sequence_parallel=True)
+    results = []
+    for exchange in (None, GroupExchange(layout.tensor), Full(layout.tensor)):
+        for split in ("column", "row"):
+            for input_has, weight_has in ((True, False), (False, True), (False, False)):
+                layer = Linear(16, 24, split=split, layout=layout, init=INIT, bias=False)
+                initialize(layer.named_parameters(), seed=3)
+                layer.weight.requires_grad_(weight_has)
+                if exchange is not None:
+                    attach_exchange(layer, exchange)
+                x = torch.cos(torch.arange(128.0) + layout.tensor.rank).view(8, 1, 16)
+                if split == "row":
+                    x = x.view(16, 1, 8)
+                x.requires_grad_(input_has)
+                out = layer(x)
+                if out.requires_grad:
+                    out.sin().sum().backward()
+                results.append((out.detach(), x.grad, layer.weight.grad))
+    return results
+
+
+def test_what_has_no_gradient_gets_none():
+    for results in run_distributed(2, other_cases, tensor=2):
+        plain, cut, full = results[:6], results[6:12], results[12:]
+        torch.testing.assert_close(cut, plain)
+        torch.testing.assert_close(full, plain, rtol=0, atol=0)
+        assert [[g is not None for g in case[1:]] for case in cut] == 2 * [
+            [True, False],
+            [False, True],
+            [False, False],
+        ]
