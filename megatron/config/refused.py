@@ -75,6 +75,18 @@ REFUSED: tuple[KnownFlag, ...] = (
         switches=("--fp8-param-gather",),
     ),
     *_group(
+        "--tp-comm-overlap has no parts that are chosen one by one: drop the flag",
+        switches=(
+            "--disable-tp-comm-overlap-ag",
+            "--disable-tp-comm-overlap-rs",
+            "--tp-comm-overlap-rs-dgrad",
+            "--disable-tp-comm-bulk-dgrad",
+            "--disable-tp-comm-bulk-wgrad",
+        ),
+        unset={"--tp-comm-overlap-cfg": str},
+        choices={"--tp-comm-bootstrap-backend": ("nccl", "mpi", "gloo")},
+    ),
+    *_group(
         "Transformer Engine is not used: layers are our own, drop the flag",
         choices={"--transformer-impl": ("local", "transformer_engine")},
     ),
