@@ -11,6 +11,7 @@ the ranks meet at a barrier.
 from __future__ import annotations
 
 import math
+from collections import deque
 
 import torch
 import torch.distributed._symmetric_memory as symmetric
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from megatron.errors import ConfigError
 from megatron.parallel.exchange import Use
+from megatron.parallel.journal import Transfer
 from megatron.parallel.layout import Axis
 from megatron.parallel.ledger import SLOTS, Ledger
 
@@ -25,6 +27,10 @@ from megatron.parallel.ledger import SLOTS, Ledger
 # wait for a neighbour that is gone.
 _MAPPED: list[Tensor] = []
 _BARRIER = SLOTS  # channels of flags: one a slot, and this
+# The most uses that the process runs ahead of its device. PyTorch launches a flag's kernel and does
+# not let go of Python's lock: a launch that waits for room in a full queue stops the watchdog too,
+# just when a neighbour does not come. A use is some ten kernels, a queue holds a thousand.
+_AHEAD = 16
 
 
 class SymmetricExchange:
@@ -34,14 +40,19 @@ class SymmetricExchange:
         axis: its ranks are on one machine.
         device: this rank's.
         message_bytes: of the largest message.
+        seconds: after which the device gives a neighbour up, if nobody has ended the run before.
 
     Raises:
         ConfigError: the GPUs cannot map each other's memory.
     """
 
-    def __init__(self, axis: Axis, device: torch.device, message_bytes: int) -> None:
+    def __init__(
+        self, axis: Axis, device: torch.device, message_bytes: int, *, seconds: float
+    ) -> None:
         assert axis.group is not None, "an axis without a process group cannot exchange"
         self.axis, self.device = axis, device
+        self.patience = {"timeout_ms": int(1000 * seconds)}
+        self._ends: deque[tuple[torch.Event, Transfer]] = deque()
         self.ledger = Ledger(SLOTS)
         self._slot_bytes = axis.size * message_bytes
         shape = (SLOTS, self._slot_bytes)
@@ -65,7 +76,18 @@ class SymmetricExchange:
 
     def open(self, rows: Tensor) -> Use:
         """See `Exchange`."""
+        while len(self._ends) >= _AHEAD:
+            end, transfer = self._ends.popleft()
+            self.axis.journal.begin_wait(transfer)
+            end.synchronize()
+            self.axis.journal.end_wait()
         return _SymmetricUse(self, rows)
+
+    def note_end(self, transfer: Transfer) -> None:
+        """The work queued so far includes a use, whose last message this is."""
+        end = torch.Event(self.device)
+        end.record(torch.accelerator.current_stream(self.device))
+        self._ends.append((end, transfer))
 
     def slot(self, use: int, rank: int, rows: Tensor) -> Tensor:
         """Where on `rank` a use's rows lie, those of each rank like `rows`: [t, rows, ...]."""
@@ -82,11 +104,12 @@ class _SymmetricUse:
         self._kept: list[Tensor] = []
         self._unsaid: list[int] = []
         self._missing = set(range(1, self._axis.size))
+        self._last: Transfer | None = None
 
     def send(self, step: int, rows: Tensor) -> None:
         exchange, rank = self._exchange, self._axis.rank
         if not exchange.ledger.may_send(self._number):
-            exchange.handle.barrier(channel=_BARRIER)
+            exchange.handle.barrier(channel=_BARRIER, **exchange.patience)
             exchange.ledger.met()
         exchange.ledger.sent(self._number)
         to = (rank + step) % self._axis.size
@@ -102,13 +125,16 @@ class _SymmetricUse:
         exchange = self._exchange
         with exchange.side:
             for to in self._unsaid:
-                exchange.handle.put_signal(to, channel=self._number % SLOTS)
+                channel = self._number % SLOTS
+                exchange.handle.put_signal(to, channel=channel, **exchange.patience)
         self._unsaid.clear()
 
     def receive(self, step: int) -> Tensor:
         assert not self._unsaid, "all ranks would wait"
         source = (self._axis.rank - step) % self._axis.size
-        self._axis.transfer("exchange", _Flag(self._exchange, self._number, source)).wait()
+        flag = _Flag(self._exchange, self._number, source)
+        self._last = self._axis.transfer("exchange", flag)
+        self._last.wait()
         self._missing.remove(step)
         if not self._missing:
             self._exchange.ledger.received(self._number)
@@ -120,11 +146,13 @@ class _SymmetricUse:
 
     def close(self) -> None:
         assert not self._missing, "messages were sent, and their answers never read"
+        assert self._last is not None
         exchange = self._exchange
         # What was sent may be overwritten from here on.
         torch.accelerator.current_stream(exchange.device).wait_stream(exchange.side)
         self._kept.clear()
         exchange.ledger.close(self._number)
+        exchange.note_end(self._last)
 
 
 class _Flag:
@@ -134,4 +162,5 @@ class _Flag:
         self._exchange, self._use, self._source = exchange, use, source
 
     def wait(self) -> None:
-        self._exchange.handle.wait_signal(self._source, channel=self._use % SLOTS)
+        exchange, channel = self._exchange, self._use % SLOTS
+        exchange.handle.wait_signal(self._source, channel=channel, **exchange.patience)

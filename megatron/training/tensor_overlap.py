@@ -10,6 +10,7 @@ from megatron.errors import ConfigError
 from megatron.parallel.exchange import Exchange, GroupExchange
 from megatron.parallel.layout import Layout
 from megatron.parallel.ledger import SLOTS
+from megatron.training.distributed import BACKSTOP
 
 
 def largest_message(config: RunConfig, layout: Layout) -> int:
@@ -46,5 +47,8 @@ def new_exchange(config: RunConfig, launch: Launch, layout: Layout, device: Devi
         )
     from megatron.parallel.symmetric_memory import SymmetricExchange  # imports much
 
-    message = largest_message(config, layout)
-    return SymmetricExchange(layout.tensor, device.torch_device, message)
+    # As for the communication library, whose wait has no name either.
+    seconds = 60 * config.parallel.distributed_timeout_minutes + BACKSTOP.total_seconds()
+    return SymmetricExchange(
+        layout.tensor, device.torch_device, largest_message(config, layout), seconds=seconds
+    )

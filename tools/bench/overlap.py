@@ -147,7 +147,9 @@ def cases(
     if device.is_gpu:
         from megatron.parallel.symmetric_memory import SymmetricExchange
 
-        exchange = SymmetricExchange(layout.tensor, device.torch_device, part * hidden * 2)
+        exchange = SymmetricExchange(
+            layout.tensor, device.torch_device, part * hidden * 2, seconds=60.0
+        )
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device.torch_device, dtype=dtype)
