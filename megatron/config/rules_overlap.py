@@ -25,11 +25,13 @@ def overlap(config: RunConfig, world_size: int) -> Iterator[str]:
 def _cannot(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Flags with which it does not go, and why."""
     parallel, numbers, training = config.parallel, config.precision, config.training
-    if numbers.fp8_format is not None:
+    if numbers.fp8_format is not None and numbers.fp8_recipe == "rowwise":
         yield (
-            f"--fp8-format {numbers.fp8_format}",
-            "8-bit products take all rows at once (their inputs travel in 8 bits already)",
+            "--fp8-recipe rowwise",
+            "the transpose of a part has other scales than that of the whole",
         )
+    if numbers.fp8_format is not None and not numbers.fp8_wgrad:
+        yield "--no-fp8-wgrad", "an input would travel twice, in 8 bits and in 16"
     if not parallel.async_tensor_model_parallel_allreduce:
         yield "--no-async-tensor-model-parallel-allreduce", "one asks for what the other forbids"
     if training.cuda_graph_impl != "none":

@@ -18,6 +18,7 @@ from megatron.parallel.exchange import Exchange
 from megatron.parallel.gradients import GradientBuffer, GradientSlot
 from megatron.parallel.layout import Layout
 from megatron.parallel.linear import WorkQueue, parallel_linear
+from megatron.parallel.overlapped_fp8 import overlapped_fp8_linear
 from megatron.parallel.overlapped_products import overlapped_linear
 from megatron.parallel.parameter import ZEROS, Init, new_parameter
 from megatron.parallel.products import PLAIN, Fp8Products, Plain, Products
@@ -106,6 +107,13 @@ class Linear(nn.Module):
         """[out] for the caller to add to the result; None where there is nothing to add."""
         return None if self.bias is None or self.adds_bias else self.bias.flatten()
 
+    @property
+    def can_be_cut(self) -> bool:
+        """Whether its products may be made part by part."""
+        if isinstance(self.products, Fp8Products):
+            return self.products.can_be_cut
+        return type(self.products) is Plain
+
     def take_slots(self, gradients: GradientBuffer) -> None:
         """See `attach_slots`."""
         self.slot = gradients.slot(self.weight)
@@ -136,15 +144,21 @@ class Linear(nn.Module):
     def _overlapped(self, x: Tensor, exchange: Exchange) -> Tensor:
         """`forward`, part by part."""
         is_row, bias = self.split == "row", self.bias if self.adds_bias else None
-        out = overlapped_linear(
-            x,
-            self.weight,
-            None if is_row else bias,
-            exchange,
-            scatters=is_row,
-            queue=self.weight_gradients,
-            slot=self.slot,
-        )
+        inside = None if is_row else bias
+        where: dict[str, Any] = {"queue": self.weight_gradients, "slot": self.slot}
+        if isinstance(self.products, Fp8Products):
+            out = overlapped_fp8_linear(
+                x,
+                self.weight,
+                inside,
+                self.products,
+                exchange,
+                scatters=is_row,
+                training=self.training,
+                **where,
+            )
+        else:
+            out = overlapped_linear(x, self.weight, inside, exchange, scatters=is_row, **where)
         return out + bias.flatten() if is_row and bias is not None else out
 
     def _product(self, x: Tensor, bias: Tensor | None, communication: Communication) -> Tensor:
@@ -212,9 +226,9 @@ def set_overlap(module: nn.Module, overlap: bool) -> None:
 
 
 def attach_exchange(model: nn.Module, exchange: Exchange) -> None:
-    """Let split layers multiply part by part, those that do so in the tensors' own format."""
+    """Let split layers multiply part by part, those whose products can be cut."""
     for module in model.modules():
-        if isinstance(module, Linear) and module.split and type(module.products) is Plain:
+        if isinstance(module, Linear) and module.split and module.can_be_cut:
             module.exchange = exchange
 
 

@@ -66,6 +66,7 @@ class ScatteredProduct:
         width: of the product.
         exchange: between the ranks.
         before_sending: called between the first product and the first message.
+        dtype: of the product; None: the rows'.
     """
 
     def __init__(
@@ -75,12 +76,13 @@ class ScatteredProduct:
         width: int,
         exchange: Exchange,
         before_sending: Callable[[], None] = lambda: None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self._axis = axis = exchange.axis
         parts = rows.unflatten(0, (axis.size, -1))
         self._use: Use | None = None
         for step in range(1, axis.size):
-            part = rows.new_empty(parts.shape[1], width)
+            part = rows.new_empty(parts.shape[1], width, dtype=dtype)
             multiply(parts[(axis.rank + step) % axis.size], part)
             if self._use is None:
                 before_sending()
@@ -88,7 +90,7 @@ class ScatteredProduct:
             else:
                 self._use.computing()
             self._use.send(step, part)
-        self._own = rows.new_empty(parts.shape[1], width)
+        self._own = rows.new_empty(parts.shape[1], width, dtype=dtype)
         multiply(parts[axis.rank], self._own)
         assert self._use is not None
         self._use.computing()
@@ -257,7 +259,7 @@ def _backward_of_row(
     ctx: Any, x: Tensor, weight: Tensor, grad: Tensor, needs_input: bool, needs_weight: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of input [t m, in] and weight, from this rank's part [m, out] of the output's."""
-    size, multiply = ctx.exchange.axis.size, _by(weight) if needs_input else _not_at_all
+    size, multiply = ctx.exchange.axis.size, _by(weight) if needs_input else not_at_all
     input_grad = grad.new_empty(size * grad.shape[0], weight.shape[1] if needs_input else 0)
     use = gathered_product(grad, multiply, input_grad, ctx.exchange)
     weight_grad = None
@@ -282,5 +284,5 @@ def _by(matrix: Tensor, bias: Tensor | None = None) -> Multiply:
     return multiply
 
 
-def _not_at_all(rows: Tensor, into: Tensor) -> None:
+def not_at_all(rows: Tensor, into: Tensor) -> None:
     """The `Multiply` of a gradient that nobody asks for."""

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from megatron.config.precision import PrecisionConfig
 from megatron.device import Device, gpu_count
+from megatron.models.kernels import PLAIN_KERNELS, choose_kernels
 from megatron.parallel.layers import Linear, attach_exchange
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import Init
@@ -36,13 +38,16 @@ def test_layers_have_the_numbers_of_collectives() -> None:
 
 def test_a_whole_run() -> None:
     words = "pretrain_gpt.py --config examples/gpt_tiny.yaml --attention-dropout 0 "
-    words += "--hidden-dropout 0 --tensor-model-parallel-size 2 --sequence-parallel --train-iters 6"
+    words += (
+        "--hidden-dropout 0 --tensor-model-parallel-size 2 --sequence-parallel --train-iters 6 "
+    )
+    words += "--deterministic-mode"
     losses = []
-    for more in ([], ["--tp-comm-overlap"]):
+    for more in ([], ["--tp-comm-overlap"], ["--tp-comm-overlap"]):
         output = run_pair([*words.split(), *more])
         losses.append([float(loss) for loss in re.findall(r"lm loss: (\S+)", output)])
     assert len(losses[0]) == 6
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert losses[1] == losses[2] == pytest.approx(losses[0], rel=1e-5)
 
 
 def passes(layer: Linear, layout: Layout, rounds: int) -> list[torch.Tensor]:
@@ -81,8 +86,13 @@ def _compare() -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device.torch_device)
     layout = Layout.create(device.type, rank, 2, tensor=2)
     layout = replace(layout, sequence_parallel=True)
-    exchange = SymmetricExchange(layout.tensor, device.torch_device, 4 * 64 * 2 * 512)
-    for dtype in (torch.float32, torch.bfloat16):
+    exchange = SymmetricExchange(layout.tensor, device.torch_device, 4 * 64 * 2 * 512, seconds=30.0)
+    in_8_bits = choose_kernels(PrecisionConfig(bf16=True, fp8_format="hybrid"), device.torch_device)
+    for dtype, kernels in (
+        (torch.float32, PLAIN_KERNELS),
+        (torch.bfloat16, PLAIN_KERNELS),
+        (torch.bfloat16, in_8_bits),
+    ):
         layers = []
         for split, sizes in (("column", (512, 768)), ("row", (512, 512))):
             for overlapped in (False, True):
@@ -93,6 +103,7 @@ def _compare() -> None:
                     layout=layout,
                     init=Init("normal", 0.1),
                     bias=False,
+                    products=kernels.new_products(),
                     device=device.torch_device,
                     dtype=dtype,
                 )
