@@ -30,7 +30,7 @@ _BARRIER = SLOTS  # channels of flags: one a slot, and this
 # The most uses that the process runs ahead of its device. PyTorch launches a flag's kernel and does
 # not let go of Python's lock: a launch that waits for room in a full queue stops the watchdog too,
 # just when a neighbour does not come. A use is some ten kernels, a queue holds a thousand.
-_AHEAD = 16
+_AHEAD = 24
 
 
 class SymmetricExchange:
