@@ -31,6 +31,7 @@ _BARRIER = SLOTS  # channels of flags: one a slot, and this
 # not let go of Python's lock: a launch that waits for room in a full queue stops the watchdog too,
 # just when a neighbour does not come. A use is some ten kernels, a queue holds a thousand.
 _AHEAD = 24
+_ALIGNED = 256  # bytes, as the allocator's memory: fast kernels ask for 16
 
 
 class SymmetricExchange:
@@ -54,7 +55,7 @@ class SymmetricExchange:
         self.patience = {"timeout_ms": int(1000 * seconds)}
         self._ends: deque[tuple[torch.Event, Transfer]] = deque()
         self.ledger = Ledger(SLOTS)
-        self._slot_bytes = axis.size * message_bytes
+        self._slot_bytes = -(-axis.size * message_bytes // _ALIGNED) * _ALIGNED
         shape = (SLOTS, self._slot_bytes)
         try:
             self._memory = symmetric.empty(shape, dtype=torch.uint8, device=device)
