@@ -123,6 +123,9 @@ def prepare(launch: Launch, *, deterministic: bool) -> None:
     # One hardware queue keeps kernels in launch order, so that communication launched before a
     # matrix product also starts before it.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    # Mapped memory (`parallel.symmetric_memory`) does without, and a failure of NVLink's multicast
+    # can put all GPUs of a machine out of service.
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         os.environ.setdefault("NCCL_ALGO", "Ring")

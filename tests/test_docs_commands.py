@@ -168,6 +168,9 @@ def _check_torchrun(words: list[str]) -> None:
     if words[0] == _TASKS:
         _check_task(words[1:], int(options.nproc_per_node) * int(nodes))
         return
+    if words[0].startswith("tools/"):
+        _check_python(words)
+        return
     _check_pretrain(words, int(options.nproc_per_node) * int(nodes))
 
 

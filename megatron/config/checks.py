@@ -18,6 +18,7 @@ from megatron.config import (
     rules_graphs,
     rules_legacy,
     rules_model,
+    rules_overlap,
     rules_ranges,
     rules_sharding,
     rules_training,
@@ -40,6 +41,7 @@ RULES: tuple[Rule, ...] = (
     rules_architecture.relative_positions,
     rules_model.layout,
     rules_context.context,
+    rules_overlap.overlap,
     rules_model.tensor_parallel,
     rules_model.pipeline,
     rules_model.heads,
@@ -112,6 +114,7 @@ def find_notices(config: RunConfig, start: RunConfig) -> list[str]:
     return [
         *lines,
         *rules_sharding.no_effect(config),
+        *rules_overlap.no_effect(config),
         *_no_effect(config, start),
         *rules_dependent.dependent(config, start),
         *_not_kept(config),

@@ -67,6 +67,12 @@ class ParallelConfig:
         names="--async-tensor-model-parallel-allreduce",
         off="--no-async-tensor-model-parallel-allreduce",
     )
+    tp_comm_overlap: bool = flag(
+        False,
+        "Cut the products of split layers into as many parts of rows as there are tensor-parallel "
+        "processes, so that what --sequence-parallel sends travels beside them: on GPUs through "
+        "memory that those of one machine map from each other.",
+    )
     distribute_saved_activations: bool = flag(
         False,
         "With --recompute-granularity full: tensor-parallel processes divide the kept inputs.",

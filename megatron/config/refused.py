@@ -70,9 +70,16 @@ REFUSED: tuple[KnownFlag, ...] = (
         many=True,
     ),
     *_group(
-        "tensor-parallel messages travel beside backward's products by NCCL, not by Transformer "
-        "Engine's user buffers: drop the flag",
-        switches=("--tp-comm-overlap",),
+        "--tp-comm-overlap has no parts that are chosen one by one: drop the flag",
+        switches=(
+            "--disable-tp-comm-overlap-ag",
+            "--disable-tp-comm-overlap-rs",
+            "--tp-comm-overlap-rs-dgrad",
+            "--disable-tp-comm-bulk-dgrad",
+            "--disable-tp-comm-bulk-wgrad",
+        ),
+        unset={"--tp-comm-overlap-cfg": str},
+        choices={"--tp-comm-bootstrap-backend": ("nccl", "mpi", "gloo")},
     ),
     *_group(
         "Transformer Engine is not used: layers are our own, drop the flag",

@@ -14,11 +14,14 @@ from megatron.kernels.library import KernelLibrary
 from megatron.parallel.amax_history import AmaxHistory, DelayedScaling
 from megatron.parallel.collectives import reduce_from, reduce_scatter_from
 from megatron.parallel.communication import Communication
+from megatron.parallel.exchange import Exchange
 from megatron.parallel.gradients import GradientBuffer, GradientSlot
 from megatron.parallel.layout import Layout
 from megatron.parallel.linear import WorkQueue, parallel_linear
+from megatron.parallel.overlapped_fp8 import overlapped_fp8_linear
+from megatron.parallel.overlapped_products import overlapped_linear
 from megatron.parallel.parameter import ZEROS, Init, new_parameter
-from megatron.parallel.products import PLAIN, Fp8Products, Products
+from megatron.parallel.products import PLAIN, Fp8Products, Plain, Products
 
 Split = Literal["column", "row"]
 
@@ -47,6 +50,8 @@ class Linear(nn.Module):
         weight_gradients: where backward leaves the weight's gradient for later; None: it is
             computed at once.
         slot: where the weight's gradient goes; None: to autograd.
+        exchange: what a split layer's products send each other's rows through, part by part; None:
+            collectives stand before and after them.
     """
 
     def __init__(
@@ -70,6 +75,7 @@ class Linear(nn.Module):
         self.overlap = True
         self.weight_gradients: WorkQueue | None = None
         self.slot: GradientSlot | None = None
+        self.exchange: Exchange | None = None
         self.products = products
         self.adds_bias = adds_bias
         axis = layout.tensor
@@ -101,6 +107,13 @@ class Linear(nn.Module):
         """[out] for the caller to add to the result; None where there is nothing to add."""
         return None if self.bias is None or self.adds_bias else self.bias.flatten()
 
+    @property
+    def can_be_cut(self) -> bool:
+        """Whether its products may be made part by part."""
+        if isinstance(self.products, Fp8Products):
+            return self.products.can_be_cut
+        return type(self.products) is Plain
+
     def take_slots(self, gradients: GradientBuffer) -> None:
         """See `attach_slots`."""
         self.slot = gradients.slot(self.weight)
@@ -108,6 +121,8 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, in] -> [s, b, out]; the split side is divided by t, the other side's s by t too
         with sequence parallelism."""
+        if self.exchange is not None and self._fits(x, self.exchange):
+            return self._overlapped(x, self.exchange)
         communication = Communication()
         if self.split == "column":
             communication = Communication(
@@ -118,6 +133,33 @@ class Linear(nn.Module):
             return self._product(x, bias, communication)
         out = sum_over_ranks(self._product(x, None, communication), self.layout)
         return out if bias is None else out + bias.flatten()
+
+    def _fits(self, x: Tensor, exchange: Exchange) -> bool:
+        """Whether what the ranks send each other, forward and backward, can be sent."""
+        if self.split == "column":
+            return exchange.fits(x.numel(), x.dtype)
+        elements = x.shape[:-1].numel() // exchange.axis.size * self.weight.shape[:-1].numel()
+        return exchange.fits(elements, x.dtype)
+
+    def _overlapped(self, x: Tensor, exchange: Exchange) -> Tensor:
+        """`forward`, part by part."""
+        is_row, bias = self.split == "row", self.bias if self.adds_bias else None
+        inside = None if is_row else bias
+        where: dict[str, Any] = {"queue": self.weight_gradients, "slot": self.slot}
+        if isinstance(self.products, Fp8Products):
+            out = overlapped_fp8_linear(
+                x,
+                self.weight,
+                inside,
+                self.products,
+                exchange,
+                scatters=is_row,
+                training=self.training,
+                **where,
+            )
+        else:
+            out = overlapped_linear(x, self.weight, inside, exchange, scatters=is_row, **where)
+        return out + bias.flatten() if is_row and bias is not None else out
 
     def _product(self, x: Tensor, bias: Tensor | None, communication: Communication) -> Tensor:
         return parallel_linear(
@@ -193,6 +235,13 @@ def set_overlap(module: nn.Module, overlap: bool) -> None:
     for part in module.modules():
         if hasattr(part, "overlap"):
             part.overlap = overlap  # type: ignore[assignment]
+
+
+def attach_exchange(model: nn.Module, exchange: Exchange) -> None:
+    """Let split layers multiply part by part, those whose products can be cut."""
+    for module in model.modules():
+        if isinstance(module, Linear) and module.split and module.can_be_cut:
+            module.exchange = exchange
 
 
 def set_products(module: nn.Module, products: Products) -> None:

@@ -64,21 +64,25 @@ def parallel_linear(
         [s, b, out].
     """
     bias = None if bias is None else bias.flatten()
-    if queue is not None or slot is not None:
-        # Outside of autograd: there hooks would run in every backward, gradient or not.
-        owner = _Owner(weight, queue, slot)
-        if torch.is_grad_enabled() and not x.requires_grad:
-            x = x.detach().requires_grad_()  # backward must come here
-        detached = weight.detach().flatten(0, -2)
-        return _Product.apply(x, detached, bias, communication, products, owner, training)
-    if communication.axis.size == 1 and products is PLAIN:
+    owner = None if queue is None and slot is None else Owner(weight, queue, slot)
+    if owner is None and communication.axis.size == 1 and products is PLAIN:
         return F.linear(x, weight.flatten(0, -2), bias)
-    matrix = weight.flatten(0, -2)
-    return _Product.apply(x, matrix, bias, communication, products, None, training)
+    x, matrix = arguments(x, weight, owner)
+    return _Product.apply(x, matrix, bias, communication, products, owner, training)
+
+
+def arguments(x: Tensor, weight: nn.Parameter, owner: Owner | None) -> tuple[Tensor, Tensor]:
+    """Input and weight [out, in] as an autograd function takes them."""
+    if owner is None:
+        return x, weight.flatten(0, -2)
+    # Outside of autograd: there hooks would run in every backward, gradient or not.
+    if torch.is_grad_enabled() and not x.requires_grad:
+        x = x.detach().requires_grad_()  # backward must come here
+    return x, weight.detach().flatten(0, -2)
 
 
 @dataclass(frozen=True)
-class _Owner:
+class Owner:
     """A weight that stands outside of autograd: where its gradient's product may wait, and where
     its result goes."""
 
@@ -90,28 +94,70 @@ class _Owner:
     def waits(self) -> bool:
         return self.queue is not None and self.queue.is_collecting
 
-    def accumulate(self, product: _WeightProduct) -> None:
+    def accumulate(self, product: WeightProduct) -> None:
         """Add to the gradient: in the slot, or as autograd does."""
         if self.slot is None:
-            value = product.alone(self.weight.flatten(0, -2))
+            value = _alone(product, self.weight.flatten(0, -2))
             torch.autograd.backward(self.weight, value.view_as(self.weight))
             return
         with self.slot.open() as (into, accumulate):
             product.compute(into, accumulate=accumulate)
 
-    def accumulate_later(self, product: _WeightProduct) -> None:
+    def accumulate_later(self, product: WeightProduct) -> None:
         """The same when the queue says so."""
         assert self.queue is not None
         self.queue.push(partial(self._accumulate_now, product))
 
     @torch.no_grad()
-    def _accumulate_now(self, product: _WeightProduct) -> None:
+    def _accumulate_now(self, product: WeightProduct) -> None:
         product.start()
         self.accumulate(product)
 
 
+class WeightProduct(Protocol):
+    """The weight's gradient, to be computed: grad^T x, for which a factor may have to be
+    gathered."""
+
+    def start(self) -> None:
+        """Begin to gather, where only a part was kept: then it is collective."""
+        ...
+
+    def compute(self, into: Tensor, *, accumulate: bool) -> None:
+        """Write or add to `into` [out, in]."""
+        ...
+
+
+def weight_gradient_of(
+    product: WeightProduct, weight: Tensor, owner: Owner | None
+) -> Tensor | None:
+    """Compute a weight's gradient, or leave it to who owns the weight.
+
+    Args:
+        product: started, unless the owner waits.
+        weight: [out, in].
+        owner: None: autograd.
+
+    Returns:
+        What autograd is to get, [out, in].
+    """
+    if owner is None:
+        return _alone(product, weight)
+    if owner.waits:
+        owner.accumulate_later(product)
+    else:
+        owner.accumulate(product)
+    return None
+
+
+def _alone(product: WeightProduct, weight: Tensor) -> Tensor:
+    """As a tensor of its own, like the weight."""
+    value = torch.empty_like(weight)
+    product.compute(value, accumulate=False)
+    return value
+
+
 class _WeightProduct:
-    """The weight's gradient, to be computed: grad^T x, for which x may have to be gathered."""
+    """`WeightProduct` of an input that may be this rank's part."""
 
     def __init__(
         self,
@@ -126,20 +172,14 @@ class _WeightProduct:
         self._gathering: Pending | None = None
 
     def start(self) -> None:
-        """Begin to gather the input, of which only a part was kept. Collective with a split one."""
+        """See `WeightProduct`."""
         if self._x is not None:
             self._gathering = self._communication.start_gather(self._x)
 
     def compute(self, into: Tensor, *, accumulate: bool) -> None:
-        """Write or add to `into` [out, in]."""
+        """See `WeightProduct`."""
         x = None if self._gathering is None else self._gathering.wait()
         self._products.weight_gradient(self._grad, self._kept, x, into, accumulate=accumulate)
-
-    def alone(self, weight: Tensor) -> Tensor:
-        """As a tensor of its own, like the weight."""
-        value = torch.empty_like(weight)
-        self.compute(value, accumulate=False)
-        return value
 
 
 class _Product(torch.autograd.Function):
@@ -151,7 +191,7 @@ class _Product(torch.autograd.Function):
         bias: Tensor | None,
         communication: Communication,
         products: Products,
-        owner: _Owner | None,
+        owner: Owner | None,
         training: bool,
     ) -> Tensor:
         out, kept = products.forward(x, weight, bias, communication, training=training)
@@ -174,13 +214,7 @@ class _Product(torch.autograd.Function):
         if needs_input:
             input_grad = products.input_gradient(prepared, tuple(kept))
             summing = communication.start_sum(input_grad.view(*grad.shape[:-1], -1))
-        weight_grad = None
-        if needs_weight and waits:
-            owner.accumulate_later(product)
-        elif needs_weight and owner is not None:
-            owner.accumulate(product)
-        elif needs_weight:
-            weight_grad = product.alone(weight)
+        weight_grad = weight_gradient_of(product, weight, owner) if needs_weight else None
         bias_grad = grad.flatten(0, -2).sum(0) if needs_bias else None
         input_grad = None if summing is None else summing.wait()
         return input_grad, weight_grad, bias_grad, None, None, None, None

@@ -26,6 +26,7 @@ from megatron.kernels.row_product import RowProduct
 from megatron.kernels.weight_gradient import weight_gradient
 from megatron.parallel.amax_history import LayerSlots, Slot
 from megatron.parallel.communication import ALONE, Communication
+from megatron.parallel.layout import Axis
 
 Kept = tuple[Tensor, ...]
 
@@ -261,9 +262,7 @@ class Fp8Products:
         training: bool = True,
     ) -> tuple[Tensor, Kept]:
         arriving = self._start_input(x, communication, records=training)
-        if self._weight is None:  # cast while the input travels
-            self._weight = self._cast_weight(weight)
-        by_out, by_in = self._weight
+        by_out, by_in = self.weight_factors(weight)  # cast while the input travels
         left, turned = arriving()
         kept: Kept = (by_in.values, by_in.inverse)
         if turned is not None:
@@ -354,6 +353,56 @@ class Fp8Products:
     def forget(self) -> None:
         self._weight = None
         self._casts.forget()
+
+    # The factors one by one, for products that are cut: see `overlapped_fp8`.
+
+    @property
+    def can_be_cut(self) -> bool:
+        """One scale serves all rows of a factor, and its transpose, wherever they are."""
+        return not self._form.by_row and self._form.weight_gradient
+
+    def weight_factors(self, weight: Tensor) -> tuple[Fp8, Fp8]:
+        """[out, in] and its transpose, cast once an update."""
+        if self._weight is None:
+            self._weight = self._cast_weight(weight)
+        return self._weight
+
+    def input_part(self, rows: Tensor, axis: Axis, *, training: bool) -> Fp8:
+        """This rank's rows [m, in], scaled as those of all ranks."""
+        everyone = Communication(axis, along_sequence=True)
+        return self._one(rows, self._form.values, self.slots.input, everyone, records=training)
+
+    def input_factors(self, rows: Tensor, *, training: bool) -> tuple[Fp8, Fp8]:
+        """All rows [m, in] and their transpose."""
+        return self._both(rows, self._form.values, self.slots.input, records=training)
+
+    def gradient_part(self, rows: Tensor, axis: Axis) -> Fp8:
+        """As `input_part`, of the output's gradient [m, out]."""
+        everyone = Communication(axis, along_sequence=True)
+        return self._one(rows, self._form.gradients, self.slots.gradient, everyone)
+
+    def gradient_factors(self, rows: Tensor) -> tuple[Fp8, Fp8]:
+        """As `input_factors`."""
+        return self._both(rows, self._form.gradients, self.slots.gradient)
+
+    def transpose(self, matrix: Fp8) -> Fp8:
+        """Of a factor that has one scale."""
+        return self._casts.transpose(matrix)
+
+    def multiply(
+        self,
+        left: Fp8,
+        right: Fp8,
+        into: Tensor,
+        *,
+        bias: Tensor | None = None,
+        fast: bool = False,
+        accumulate: bool = False,
+    ) -> None:
+        """See `Fp8Product`."""
+        self._multiply(
+            left, right, into.dtype, bias=bias, fast=fast, into=into, accumulate=accumulate
+        )
 
     def _one(
         self,

@@ -20,7 +20,7 @@ from megatron.training.failure import end_run
 from megatron.training.watchdog import Watchdog
 
 # What the communication library waits longer than we do: it aborts without saying for whom.
-_BACKSTOP = timedelta(minutes=1)
+BACKSTOP = timedelta(minutes=1)
 
 
 @contextmanager
@@ -56,7 +56,7 @@ def process_group(
         store=_of_this_attempt(store, launch),
         rank=launch.rank,
         world_size=launch.world_size,
-        timeout=timeout + _BACKSTOP,
+        timeout=timeout + BACKSTOP,
     )
     journal = Journal(device.marks())
     watchdog = Watchdog(

@@ -20,6 +20,7 @@ from megatron.parallel.buckets import BUCKET_BYTES
 from megatron.parallel.layout import Layout
 from megatron.parallel.pipeline.schedule import activation_bound, schedule_kind
 from megatron.parallel.replicas import shares_weights
+from megatron.training.tensor_overlap import exchange_bytes
 
 _GIB = 1024.0**3
 _MIB = 1024.0**2
@@ -33,12 +34,15 @@ class MemoryEstimate:
     gradients: int
     optimizer: int
     activations: int
+    messages: int = 0
+    """What other processes write into beside products."""
     host: int = 0
     """What offloading keeps in host memory."""
 
     @property
     def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer + self.activations
+        kept = self.parameters + self.gradients + self.optimizer
+        return kept + self.activations + self.messages
 
     @property
     def amount(self) -> str:
@@ -46,7 +50,8 @@ class MemoryEstimate:
         return _amount(self.total)
 
     def describe(self) -> str:
-        names = ("parameters", "gradients", "optimizer", "activations")
+        names = ["parameters", "gradients", "optimizer", "activations"]
+        names += ["messages"] if self.messages else []
         parts = ", ".join(f"{name} {_amount(getattr(self, name))}" for name in names)
         host = f", and {_amount(self.host)} of host memory" if self.host else ""
         return f"{self.amount} ({parts}){host}"
@@ -80,7 +85,7 @@ def estimate_memory(
     )
     if parts[-1].head:
         activations += _end_activations(config, layout, width, padded_vocab_size, ending)
-    return replace(kept, activations=activations)
+    return replace(kept, activations=activations, messages=exchange_bytes(config, layout))
 
 
 def _with_sequences(config: RunConfig, texts: int) -> RunConfig:

@@ -14,6 +14,7 @@ from megatron.optimizer.mixed import Optimizer
 from megatron.optimizer.norms import parameters_norm
 from megatron.optimizer.schedule import Schedules
 from megatron.parallel.amax_history import AmaxHistory
+from megatron.parallel.exchange import Exchange
 from megatron.parallel.layout import Layout
 from megatron.parallel.pipeline.p2p import PipelineChannel
 from megatron.parallel.replicas import Gradients
@@ -61,6 +62,7 @@ class Run:
     parts: list[nn.Module]
     ties: list[Tie]
     amax_history: AmaxHistory | None
+    exchange: Exchange | None
     gradients: Gradients
     torch_ddp: TorchDataParallel | None
     recorded: RecordedPasses | None

@@ -20,9 +20,16 @@ from megatron.models.position_bias import POSITION_TABLES
 from megatron.optimizer.mixed import Optimizer
 from megatron.optimizer.schedule import Schedules
 from megatron.parallel.amax_history import AmaxHistory, DelayedScaling
+from megatron.parallel.exchange import Exchange
 from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.initialization import initialize, initialize_part
-from megatron.parallel.layers import attach_history, attach_slots, forget_weights, fp8_weights
+from megatron.parallel.layers import (
+    attach_exchange,
+    attach_history,
+    attach_slots,
+    forget_weights,
+    fp8_weights,
+)
 from megatron.parallel.layout import Axis, Layout
 from megatron.parallel.parameter import spec_of
 from megatron.parallel.partial_gradients import sum_partial_gradients
@@ -50,6 +57,7 @@ from megatron.training.recipe import Batch, Recipe
 from megatron.training.recorded_passes import Losses, RecordedPasses
 from megatron.training.run import Progress, Run
 from megatron.training.save_interval import SaveClock
+from megatron.training.tensor_overlap import new_exchange
 from megatron.training.timers import Timers
 
 
@@ -88,6 +96,7 @@ def build_run(
         parts=parts,
         ties=ties,
         amax_history=_delayed_scaling(config, parts, layout, device),
+        exchange=_tensor_exchange(config, parts, launch, layout, device),
         gradients=gradients,
         torch_ddp=_torch_ddp(config, recipe, parts, layout),
         recorded=_recorded_passes(config, recipe, tokenizer, parts, gradients, layout, device),
@@ -239,6 +248,19 @@ def _delayed_scaling(
         return None
     scaling = DelayedScaling.from_config(config.precision)
     return attach_history(parts, scaling, layout, device.torch_device)
+
+
+def _tensor_exchange(
+    config: RunConfig, parts: list[torch.nn.Module], launch: Launch, layout: Layout, device: Device
+) -> Exchange | None:
+    """What split layers send their rows through beside their products; None: nothing. Collective
+    over tensor ranks."""
+    if not config.parallel.tp_comm_overlap or layout.tensor.size == 1:
+        return None
+    exchange = new_exchange(config, launch, layout, device)
+    for part in parts:
+        attach_exchange(part, exchange)
+    return exchange
 
 
 def _recorded_passes(

@@ -36,7 +36,7 @@ _LINGER = 2 * BEAT  # from a verdict until its author leaves: the others read it
 _PATIENCE = _SILENCE + 5 * BEAT
 _GRACE = 5.0  # from another's failure until a process that does not notice by itself is ended
 _PACKAGE = Path(__file__).parents[1]
-_PLUMBING = {"journal.py", "collectives.py", "layout.py"}
+_PLUMBING = {"journal.py", "collectives.py", "layout.py", "exchange.py", "symmetric_memory.py"}
 
 
 @dataclass(frozen=True)

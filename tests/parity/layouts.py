@@ -90,6 +90,7 @@ class LayoutCase:
 
 # Between them every size, schedule and sharding stands alone once and in company.
 _SP = "--sequence-parallel"
+_BESIDE = "--tp-comm-overlap"
 _OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
 _VIRTUAL = "--num-layers-per-virtual-pipeline-stage 1"
 LAYOUTS: tuple[LayoutCase, ...] = (
@@ -110,7 +111,7 @@ LAYOUTS: tuple[LayoutCase, ...] = (
     LayoutCase(2, tensor=2, flags=_SP),
     LayoutCase(2, tensor=2, flags=f"{_RECOMPUTE} --distribute-saved-activations"),
     LayoutCase(2, tensor=2, network="--qk-layernorm --disable-bias-linear --add-qkv-bias"),
-    LayoutCase(4, tensor=4, flags=_SP),
+    LayoutCase(4, tensor=4, flags=f"{_SP} {_BESIDE}"),
     LayoutCase(4, tensor=4, flags=_SP, network=_LLAMA),
     LayoutCase(4, tensor=2, flags=f"{_SP} --zero-stage 1 --overlap-grad-reduce"),
     LayoutCase(4, tensor=2, flags="--zero-stage 2"),
@@ -142,13 +143,13 @@ LAYOUTS: tuple[LayoutCase, ...] = (
     LayoutCase(4, context=2, flags="--zero-stage 1"),
     LayoutCase(4, context=2, flags="--zero-stage 2"),
     LayoutCase(4, context=4),
-    LayoutCase(4, tensor=2, context=2, flags=_SP),
+    LayoutCase(4, tensor=2, context=2, flags=f"{_SP} {_BESIDE} {_RECOMPUTE}"),
     LayoutCase(4, context=2, pipeline=2),
     LayoutCase(4, context=2, pipeline=2, flags=f"--cp-comm-type a2a {_VIRTUAL}"),
     LayoutCase(4, tensor=2, pipeline=2),
     LayoutCase(4, tensor=2, pipeline=2, flags=_SP),
     LayoutCase(4, tensor=2, pipeline=2, flags=f"{_SP} {_VIRTUAL}"),
-    LayoutCase(4, tensor=2, pipeline=2, flags=f"{_SP} --pipeline-schedule zero-bubble"),
+    LayoutCase(4, tensor=2, pipeline=2, flags=f"{_SP} {_BESIDE} --pipeline-schedule zero-bubble"),
     LayoutCase(8, tensor=2, pipeline=2, flags=f"{_SP} --zero-stage 1"),
     LayoutCase(8, tensor=2, pipeline=2, flags=f"{_SP} --zero-stage 1 {_OVERLAP} {_VIRTUAL}"),
     LayoutCase(8, tensor=2, context=2, flags=f"{_SP} --zero-stage 1"),
@@ -190,7 +191,7 @@ OTHER_LAYOUTS: tuple[LayoutCase, ...] = (
         kind="t5",
     ),
     LayoutCase(2, flags=f"--zero-stage 2 {_OVERLAP}", network=_GOOGLE_S_T5, kind="t5"),
-    LayoutCase(2, tensor=2, flags=_SP, network=_GOOGLE_S_T5, kind="t5"),
+    LayoutCase(2, tensor=2, flags=f"{_SP} {_BESIDE}", network=_GOOGLE_S_T5, kind="t5"),
     LayoutCase(
         4,
         pipeline=2,

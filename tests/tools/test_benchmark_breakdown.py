@@ -142,6 +142,8 @@ def test_host_marks_serve_where_the_device_has_none() -> None:
         ("transpose_kernel(unsigned char const*, unsigned char*)", "copies, casts and fills"),
         ("void at::native::CatArrayBatchedCopy<...>", "copies, casts and fills"),
         ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096>)", "communication"),
+        ("c10d::symmetric_memory::wait_signal_kernel(unsigned int**, int)", "communication"),
+        ("Memcpy PtoP (Device -> Device)", "communication"),
         ("void add_norm_forward_kernel<__nv_bfloat16>", "elementwise and normalization"),
         ("triton_poi_fused_mul_silu_3", "elementwise and normalization"),
         ("void at::native::index_elementwise_kernel<128, 4>", "elementwise and normalization"),

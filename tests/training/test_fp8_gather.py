@@ -126,7 +126,11 @@ def test_in_pairs():
 
 def test_split_layers():
     words = "--tensor-model-parallel-size 2 --sequence-parallel"
-    pairs = [(f"{words} {SHARED}", OVERLAP), (f"{words} {SHARED} {DELAYED}", "")]
+    pairs = [
+        (f"{words} {SHARED}", OVERLAP),
+        (f"{words} {SHARED} {DELAYED}", ""),
+        (f"{words} {SHARED} --tp-comm-overlap", OVERLAP),
+    ]
     _all_equal(4, pairs, tensor=2)
     words = f"{words} --num-attention-heads 4 --micro-batch-size 2 --decoder-seq-length 16 {SHARED}"
     _all_equal(4, [(words, OVERLAP)], "t5", tensor=2)

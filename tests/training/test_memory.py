@@ -179,6 +179,16 @@ def test_each_text_of_a_sample_is_a_sequence():
     assert four == largest_process(of_one, 104, 1, Ending(outputs=1))
 
 
+def test_what_neighbours_write_into_is_counted():
+    flags = ("--bf16", "--tensor-model-parallel-size", "2", "--sequence-parallel")
+    without = _estimate(*flags, world_size=2)
+    estimate = _estimate(*flags, "--tp-comm-overlap", world_size=2)
+    assert estimate.messages == 3 * 2 * 16 * 32  # slots, bytes, tokens, hidden size
+    assert estimate.total == without.total + estimate.messages
+    assert "messages" in estimate.describe()
+    assert "messages" not in without.describe()
+
+
 def test_units_are_readable():
     assert "MiB" in _estimate().describe()
 

@@ -33,7 +33,8 @@ _PATTERNS = tuple(
     for part, pattern in (
         (
             "communication",
-            r"nccl|nvshmem|symm_mem|multimem|(one|two)_shot_|all_?reduce|all_?gather|reduce_scatter",
+            r"nccl|nvshmem|symm_mem|multimem|(one|two)_shot_|all_?reduce|all_?gather|reduce_scatter"
+            r"|symmetric_memory|(put|wait)_signal|memcpy ptop",
         ),
         ("attention", r"flash|fmha|sdpa|compute_dot_do_o|convert_dq|attention"),
         (

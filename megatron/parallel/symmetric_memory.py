@@ -1,0 +1,167 @@
+"""An exchange through memory that the GPUs of one machine map from each other.
+
+Rows are written into the receiver's memory by copy engines, which leave the multiprocessors to
+the product that runs meanwhile; a flag beside them says that they are there. That is PyTorch's
+symmetric memory. NVLink's multicast is not used.
+
+Nothing asks whether the receiver has read what it got before: `Ledger` knows. Where it does not,
+the ranks meet at a barrier.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+import torch
+import torch.distributed._symmetric_memory as symmetric
+from torch import Tensor
+
+from megatron.errors import ConfigError
+from megatron.parallel.exchange import Use
+from megatron.parallel.journal import Transfer
+from megatron.parallel.layout import Axis
+from megatron.parallel.ledger import SLOTS, Ledger
+
+# Freed with the process: PyTorch waits for the device before it unmaps memory, and the device may
+# wait for a neighbour that is gone.
+_MAPPED: list[Tensor] = []
+_BARRIER = SLOTS  # channels of flags: one a slot, and this
+# The most uses that the process runs ahead of its device. PyTorch launches a flag's kernel and does
+# not let go of Python's lock: a launch that waits for room in a full queue stops the watchdog too,
+# just when a neighbour does not come. A use is some ten kernels, a queue holds a thousand.
+_AHEAD = 24
+_ALIGNED = 256  # bytes, as the allocator's memory: fast kernels ask for 16
+
+
+class SymmetricExchange:
+    """`Exchange` between GPUs. Construction is collective over the axis.
+
+    Args:
+        axis: its ranks are on one machine.
+        device: this rank's.
+        message_bytes: of the largest message.
+        seconds: after which the device gives a neighbour up, if nobody has ended the run before.
+
+    Raises:
+        ConfigError: the GPUs cannot map each other's memory.
+    """
+
+    def __init__(
+        self, axis: Axis, device: torch.device, message_bytes: int, *, seconds: float
+    ) -> None:
+        assert axis.group is not None, "an axis without a process group cannot exchange"
+        self.axis, self.device = axis, device
+        self.patience = {"timeout_ms": int(1000 * seconds)}
+        self._ends: deque[tuple[torch.Event, Transfer]] = deque()
+        self.ledger = Ledger(SLOTS)
+        self._slot_bytes = -(-axis.size * message_bytes // _ALIGNED) * _ALIGNED
+        shape = (SLOTS, self._slot_bytes)
+        try:
+            self._memory = symmetric.empty(shape, dtype=torch.uint8, device=device)
+            self.handle = symmetric.rendezvous(self._memory, axis.group)
+            _MAPPED.append(self._memory)
+            self._mapped = [
+                self.handle.get_buffer(rank, shape, torch.uint8) for rank in range(axis.size)
+            ]
+        except RuntimeError as error:
+            raise ConfigError(
+                f"--tp-comm-overlap: the GPUs of tensor-parallel ranks {list(axis.ranks)} cannot "
+                f"map each other's memory ({error}): drop the flag"
+            ) from error
+        self.side = torch.Stream(device, priority=-1)
+
+    def fits(self, elements: int, dtype: torch.dtype) -> bool:
+        """See `Exchange`."""
+        return elements * dtype.itemsize * self.axis.size <= self._slot_bytes
+
+    def open(self, rows: Tensor) -> Use:
+        """See `Exchange`."""
+        while len(self._ends) >= _AHEAD:
+            end, transfer = self._ends.popleft()
+            self.axis.journal.begin_wait(transfer)
+            end.synchronize()
+            self.axis.journal.end_wait()
+        return _SymmetricUse(self, rows)
+
+    def note_end(self, transfer: Transfer) -> None:
+        """The work queued so far includes a use, whose last message this is."""
+        end = torch.Event(self.device)
+        end.record(torch.accelerator.current_stream(self.device))
+        self._ends.append((end, transfer))
+
+    def slot(self, use: int, rank: int, rows: Tensor) -> Tensor:
+        """Where on `rank` a use's rows lie, those of each rank like `rows`: [t, rows, ...]."""
+        memory = self._mapped[rank][use % SLOTS, : self.axis.size * rows.nbytes]
+        return memory.view(rows.dtype).view(self.axis.size, *rows.shape)
+
+
+class _SymmetricUse:
+    def __init__(self, exchange: SymmetricExchange, rows: Tensor) -> None:
+        assert exchange.fits(math.prod(rows.shape), rows.dtype), "longer than any announced"
+        self._exchange, self._axis = exchange, exchange.axis
+        self._number = exchange.ledger.open()
+        self._mine = exchange.slot(self._number, self._axis.rank, rows)
+        self._kept: list[Tensor] = []
+        self._unsaid: list[int] = []
+        self._missing = set(range(1, self._axis.size))
+        self._last: Transfer | None = None
+
+    def send(self, step: int, rows: Tensor) -> None:
+        exchange, rank = self._exchange, self._axis.rank
+        if not exchange.ledger.may_send(self._number):
+            exchange.handle.barrier(channel=_BARRIER, **exchange.patience)
+            exchange.ledger.met()
+        exchange.ledger.sent(self._number)
+        to = (rank + step) % self._axis.size
+        exchange.side.wait_stream(torch.accelerator.current_stream(exchange.device))
+        with exchange.side:
+            exchange.slot(self._number, to, rows)[rank].copy_(rows)
+        self._kept.append(rows)
+        self._unsaid.append(to)
+
+    def computing(self) -> None:
+        """Flags are set by a kernel, which has to wait for the copy: launched before the product,
+        in the one hardware queue that we ask for, it would keep the product waiting too."""
+        exchange = self._exchange
+        with exchange.side:
+            for to in self._unsaid:
+                channel = self._number % SLOTS
+                exchange.handle.put_signal(to, channel=channel, **exchange.patience)
+        self._unsaid.clear()
+
+    def receive(self, step: int) -> Tensor:
+        assert not self._unsaid, "all ranks would wait"
+        source = (self._axis.rank - step) % self._axis.size
+        flag = _Flag(self._exchange, self._number, source)
+        self._last = self._axis.transfer("exchange", flag)
+        self._last.wait()
+        self._missing.remove(step)
+        if not self._missing:
+            self._exchange.ledger.received(self._number)
+        return self._mine[source]
+
+    def whole(self, own: Tensor) -> Tensor:
+        self._mine[self._axis.rank].copy_(own)
+        return self._mine.flatten(0, 1)
+
+    def close(self) -> None:
+        assert not self._missing, "messages were sent, and their answers never read"
+        assert self._last is not None
+        exchange = self._exchange
+        # What was sent may be overwritten from here on.
+        torch.accelerator.current_stream(exchange.device).wait_stream(exchange.side)
+        self._kept.clear()
+        exchange.ledger.close(self._number)
+        exchange.note_end(self._last)
+
+
+class _Flag:
+    """The `torch.distributed.Work` of a message: its flag, which later kernels wait for."""
+
+    def __init__(self, exchange: SymmetricExchange, use: int, source: int) -> None:
+        self._exchange, self._use, self._source = exchange, use, source
+
+    def wait(self) -> None:
+        exchange, channel = self._exchange, self._use % SLOTS
+        exchange.handle.wait_signal(self._source, channel=channel, **exchange.patience)

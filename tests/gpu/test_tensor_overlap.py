@@ -1,0 +1,125 @@
+"""Products beside which copy engines send rows between two GPUs: see
+`parallel.overlapped_products`."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from megatron.config.precision import PrecisionConfig
+from megatron.device import Device, gpu_count
+from megatron.models.kernels import PLAIN_KERNELS, choose_kernels
+from megatron.parallel.layers import Linear, attach_exchange
+from megatron.parallel.layout import Layout
+from megatron.parallel.parameter import Init
+from tests.repository import ROOT
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(gpu_count() < 2, reason="needs two GPUs"),
+]
+PAIR = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+def run_pair(words: Sequence[str]) -> str:
+    done = subprocess.run(
+        [*PAIR, *words], cwd=ROOT, capture_output=True, text=True, timeout=90, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_layers_have_the_numbers_of_collectives() -> None:
+    assert run_pair(["-m", "tests.gpu.test_tensor_overlap"]).count("as with collectives") == 2
+
+
+def test_a_whole_run() -> None:
+    words = "pretrain_gpt.py --config examples/gpt_tiny.yaml --attention-dropout 0 "
+    words += (
+        "--hidden-dropout 0 --tensor-model-parallel-size 2 --sequence-parallel --train-iters 6 "
+    )
+    words += "--deterministic-mode"
+    losses = []
+    for more in ([], ["--tp-comm-overlap"], ["--tp-comm-overlap"]):
+        output = run_pair([*words.split(), *more])
+        losses.append([float(loss) for loss in re.findall(r"lm loss: (\S+)", output)])
+    assert len(losses[0]) == 6
+    assert losses[1] == losses[2] == pytest.approx(losses[0], rel=1e-5)
+
+
+def passes(layer: Linear, layout: Layout, rounds: int) -> list[torch.Tensor]:
+    """Outputs and gradients of some passes, the ranks being ever more out of step."""
+    results = []
+    torch.manual_seed(1 + layout.tensor.rank)
+    for step in range(rounds):
+        rows, width = (64, 512) if layer.split == "column" else (128, 256)
+        x = torch.randn(rows, 2, width, device=layer.weight.device, dtype=layer.weight.dtype)
+        x.requires_grad_()
+        if layout.tensor.rank == step % 2:
+            torch.cuda._sleep(2_000_000)
+        out = layer(x)
+        if layout.tensor.rank == step // 2 % 2:
+            torch.cuda._sleep(2_000_000)
+        out.backward(torch.randn_like(out))
+        assert x.grad is not None
+        assert layer.weight.grad is not None
+        results += [out.detach(), x.grad, layer.weight.grad.clone()]
+        layer.weight.grad = None
+    return results
+
+
+def _compare() -> None:
+    """What `run_pair` starts."""
+    import os
+    from dataclasses import replace
+
+    import torch.distributed as dist
+
+    from megatron.parallel.symmetric_memory import SymmetricExchange
+
+    rank = int(os.environ["RANK"])
+    device = Device.pick(rank)
+    device.activate()
+    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device.torch_device)
+    layout = Layout.create(device.type, rank, 2, tensor=2)
+    layout = replace(layout, sequence_parallel=True)
+    exchange = SymmetricExchange(layout.tensor, device.torch_device, 4 * 64 * 2 * 512, seconds=30.0)
+    in_8_bits = choose_kernels(PrecisionConfig(bf16=True, fp8_format="hybrid"), device.torch_device)
+    for dtype, kernels in (
+        (torch.float32, PLAIN_KERNELS),
+        (torch.bfloat16, PLAIN_KERNELS),
+        (torch.bfloat16, in_8_bits),
+    ):
+        layers = []
+        for split, sizes in (("column", (512, 768)), ("row", (512, 512))):
+            for overlapped in (False, True):
+                torch.manual_seed(3 + rank)
+                layer = Linear(
+                    *sizes,
+                    split=split,
+                    layout=layout,
+                    init=Init("normal", 0.1),
+                    bias=False,
+                    products=kernels.new_products(),
+                    device=device.torch_device,
+                    dtype=dtype,
+                )
+                torch.nn.init.normal_(layer.weight, std=0.1)
+                if overlapped:
+                    attach_exchange(layer, exchange)
+                layers.append(layer)
+        for plain, cut in (layers[:2], layers[2:]):
+            expected = passes(plain, layout, 8)
+            got, again = passes(cut, layout, 8), passes(cut, layout, 8)
+            torch.testing.assert_close(got, expected)
+            torch.testing.assert_close(again, got, rtol=0, atol=0)
+    torch.cuda.synchronize()
+    print("as with collectives")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _compare()

@@ -1,0 +1,90 @@
+"""Products in 8 bits that are cut by rows: the bits of those that are not."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron.kernels.fp8 import ReferenceCasts
+from megatron.parallel.amax_history import DelayedScaling
+from megatron.parallel.exchange import GroupExchange
+from megatron.parallel.gradients import GradientBuffer
+from megatron.parallel.initialization import initialize
+from megatron.parallel.layers import Linear, attach_exchange, attach_history
+from megatron.parallel.layout import Layout
+from megatron.parallel.parameter import Init
+from megatron.parallel.products import Fp8Format, Fp8Products
+from megatron.parallel.weight_gradients import WeightGradientQueue, attach
+from tests.distributed import run_distributed
+
+HOW = ((False, False, False), (True, False, True), (True, True, False))
+CASES = [(split, *how) for split in ("column", "row") for how in HOW]
+
+
+def two_passes(layout, case, exchange):
+    """Outputs, input gradients and gradients of two updates of one micro-batch."""
+    split, slots, deferred, delayed = case
+    layer = Linear(
+        *(64, 96),
+        split=split,
+        layout=layout,
+        init=Init("normal", 0.1),
+        bias=split == "column",
+        products=Fp8Products(Fp8Format(), ReferenceCasts()),
+        dtype=torch.bfloat16,
+    )
+    initialize(layer.named_parameters(), seed=3)
+    cpu = torch.device("cpu")
+    history = attach_history([layer], DelayedScaling(), layout, cpu) if delayed else None
+    if exchange is not None:
+        attach_exchange(layer, exchange)
+        assert layer.exchange is exchange
+    buffer = GradientBuffer(layer.named_parameters(), Layout.single(), accumulate_in_fp32=True)
+    if slots:
+        layer.take_slots(buffer)
+    queue = WeightGradientQueue() if deferred else None
+    attach(layer, queue)
+    results = []
+    for step in range(2):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(64, 2, 64, generator=generator).bfloat16()
+        grad = torch.randn(64, 2, 96, generator=generator).bfloat16()
+        size, rank, dims = layout.tensor.size, layout.tensor.rank, (0, -1)
+        dims = dims if split == "column" else dims[::-1]
+        x = x.chunk(size, dims[0])[rank].contiguous().requires_grad_()
+        out = layer(x)
+        if queue is None:
+            out.backward(grad.chunk(size, dims[1])[rank])
+        else:
+            with queue.collecting(step):
+                out.backward(grad.chunk(size, dims[1])[rank])
+            queue.run(step)
+        results += [out.detach(), x.grad]
+        if history is not None:
+            history.update(step + 1)
+            layer.products.forget()
+            results += list(history.named_tensors().values())
+    return [t.clone() for t in results] + [buffer.gradient(p).clone() for p in layer.parameters()]
+
+
+def all_cases(layout):
+    layout = replace(layout, sequence_parallel=True)
+    exchange = GroupExchange(layout.tensor)
+    return [(two_passes(layout, case, exchange), two_passes(layout, case, None)) for case in CASES]
+
+
+def test_the_bits_are_those_of_collectives():
+    for results in run_distributed(2, all_cases, tensor=2):
+        for got, expected in results:
+            torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "form", [Fp8Format(by_row=True), Fp8Format(weight_gradient=False)], ids=str
+)
+def test_scales_of_rows_are_not_cut(form):
+    products = Fp8Products(form, ReferenceCasts())
+    layout = Layout.at(0, 2, tensor=2)
+    layer = Linear(32, 32, split="row", layout=layout, init=Init("normal", 0.1), products=products)
+    attach_exchange(layer, object())
+    assert layer.exchange is None

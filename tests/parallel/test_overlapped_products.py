@@ -1,0 +1,136 @@
+"""Products that are cut by rows to travel beside their parts: the numbers of those that are not."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron.parallel.exchange import GroupExchange
+from megatron.parallel.gradients import GradientBuffer
+from megatron.parallel.initialization import initialize
+from megatron.parallel.layers import Linear, attach_exchange
+from megatron.parallel.layout import Layout
+from megatron.parallel.parameter import Init
+from megatron.parallel.weight_gradients import WeightGradientQueue, attach
+from tests.distributed import run_distributed
+
+INIT = Init("normal", 0.3)
+TO = ("autograd", "slot", "queue", "slot and queue")
+CASES = [(split, bias, to) for split in ("column", "row") for bias in (False, True) for to in TO]
+
+
+class Counting(GroupExchange):
+    """Counts what is opened."""
+
+    def __init__(self, axis):
+        super().__init__(axis)
+        self.uses = 0
+
+    def open(self, rows):
+        self.uses += 1
+        return super().open(rows)
+
+
+def two_passes(layout, case, dtype, exchange):
+    """Outputs, input gradients and gradients of two micro-batches."""
+    split, bias, to = case
+    layer = Linear(16, 24, split=split, layout=layout, init=INIT, bias=bias, dtype=dtype)
+    initialize(layer.named_parameters(), seed=3)
+    with torch.no_grad():
+        if bias:
+            layer.bias.fill_(0.25)
+    if exchange is not None:
+        attach_exchange(layer, exchange)
+    buffer = GradientBuffer(layer.named_parameters(), Layout.single(), accumulate_in_fp32=True)
+    if "slot" in to:
+        layer.take_slots(buffer)
+    queue = WeightGradientQueue() if "queue" in to else None
+    attach(layer, queue)
+    results = []
+    for step in range(2):
+        x = torch.cos(torch.arange(512.0) * (step + 1)).view(16, 2, 16).to(dtype)
+        dim = 0 if split == "column" else -1
+        x = x.chunk(layout.tensor.size, dim)[layout.tensor.rank].contiguous().requires_grad_()
+        out = layer(x)
+        grad = torch.sin(torch.arange(16 * 2 * 24.0)).view(16, 2, 24).to(dtype)
+        dim = -1 if split == "column" else 0
+        grad = grad.chunk(layout.tensor.size, dim)[layout.tensor.rank]
+        if queue is None:
+            out.backward(grad)
+        else:
+            with queue.collecting(step):
+                out.backward(grad)
+        results += [out.detach(), x.grad]
+    for step in range(2):
+        if queue is not None:
+            queue.run(step)
+    return results + [buffer.gradient(p).clone() for p in layer.parameters()]
+
+
+def all_cases(layout, dtype):
+    layout = replace(layout, sequence_parallel=True)
+    results = []
+    for case in CASES:
+        exchange = Counting(layout.tensor)
+        cut = two_passes(layout, case, dtype, exchange)
+        again = two_passes(layout, case, dtype, exchange)
+        expected = two_passes(layout, case, dtype, None)
+        results.append((cut, again, expected, exchange.uses))
+    return results
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype"), [(2, torch.float32), (2, torch.bfloat16), (4, torch.float32)]
+)
+def test_the_numbers_are_those_of_collectives(size, dtype):
+    for results in run_distributed(size, all_cases, dtype, tensor=size):
+        for (split, *_), (cut, again, expected, uses) in zip(CASES, results, strict=True):
+            # A pass forward one use; backward of a column two, of its input and of its gradient.
+            assert uses == 2 * 2 * (3 if split == "column" else 2)
+            torch.testing.assert_close(cut, expected, rtol=None, atol=None)
+            torch.testing.assert_close(cut, again, rtol=0, atol=0)
+
+
+class Full(GroupExchange):
+    """Takes no message."""
+
+    def fits(self, elements, dtype):
+        return False
+
+    def open(self, rows):
+        raise AssertionError("it does not fit")
+
+
+def other_cases(layout):
+    """Gradients where the input, the weight or nothing has one; a message that is too long."""
+    layout = replace(layout, sequence_parallel=True)
+    results = []
+    for exchange in (None, GroupExchange(layout.tensor), Full(layout.tensor)):
+        for split in ("column", "row"):
+            for input_has, weight_has in ((True, False), (False, True), (False, False)):
+                layer = Linear(16, 24, split=split, layout=layout, init=INIT, bias=False)
+                initialize(layer.named_parameters(), seed=3)
+                layer.weight.requires_grad_(weight_has)
+                if exchange is not None:
+                    attach_exchange(layer, exchange)
+                x = torch.cos(torch.arange(128.0) + layout.tensor.rank).view(8, 1, 16)
+                if split == "row":
+                    x = x.view(16, 1, 8)
+                x.requires_grad_(input_has)
+                out = layer(x)
+                if out.requires_grad:
+                    out.sin().sum().backward()
+                results.append((out.detach(), x.grad, layer.weight.grad))
+    return results
+
+
+def test_what_has_no_gradient_gets_none():
+    for results in run_distributed(2, other_cases, tensor=2):
+        plain, cut, full = results[:6], results[6:12], results[12:]
+        torch.testing.assert_close(cut, plain)
+        torch.testing.assert_close(full, plain, rtol=0, atol=0)
+        assert [[g is not None for g in case[1:]] for case in cut] == 2 * [
+            [True, False],
+            [False, True],
+            [False, False],
+        ]

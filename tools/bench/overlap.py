@@ -1,0 +1,165 @@
+"""What `tools/benchmark_overlap.py` measures: forms of the products of split layers."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron import environment
+from megatron.device import Device
+from megatron.environment import read_launch
+from megatron.errors import ConfigError
+from megatron.parallel.collectives import all_gather, reduce_scatter
+from megatron.parallel.exchange import Exchange, GroupExchange
+from megatron.parallel.layout import Layout
+from megatron.parallel.overlapped_products import ScatteredProduct, gathered_product
+
+Form = Callable[[], Tensor]
+
+
+def gathered(
+    rows: Tensor, weight: Tensor, layout: Layout, exchange: Exchange
+) -> dict[str, tuple[Form, bool]]:
+    """Forms of the product of all ranks' rows [m, in] with [in, out], and whether they send."""
+    axis, whole = layout.tensor, all_gather(rows, layout.tensor)
+
+    def cut() -> Tensor:
+        out = rows.new_empty(whole.shape[0], weight.shape[1])
+        gathered_product(rows, lambda x, into: torch.mm(x, weight, out=into), out, exchange).close()
+        return out
+
+    def fused() -> Tensor:
+        name = axis.group.group_name if axis.group is not None else ""
+        results = torch.ops.symm_mem.fused_all_gather_matmul(
+            rows, [weight], 0, name, return_A=False
+        )
+        product: Tensor = results[1][0]
+        return product
+
+    return {
+        "product alone": (lambda: whole @ weight, False),
+        "collective": (lambda: all_gather(rows, axis) @ weight, True),
+        "PyTorch, fused": (fused, True),
+        "cut": (cut, True),
+    }
+
+
+def scattered(
+    rows: Tensor, weight: Tensor, layout: Layout, exchange: Exchange
+) -> dict[str, tuple[Form, bool]]:
+    """The same of the sum over ranks of the products of [t m, in], each its part of the rows."""
+    axis = layout.tensor
+
+    def multiply(x: Tensor, into: Tensor) -> None:
+        torch.mm(x, weight, out=into)
+
+    def fused() -> Tensor:
+        name = axis.group.group_name if axis.group is not None else ""
+        product: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(
+            rows, weight, "sum", 0, name
+        )
+        return product
+
+    return {
+        "product alone": (lambda: rows @ weight, False),
+        "collective": (lambda: reduce_scatter(rows @ weight, axis), True),
+        "PyTorch, fused": (fused, True),
+        "cut": (lambda: ScatteredProduct(rows, multiply, weight.shape[1], exchange).finish(), True),
+    }
+
+
+def measure(forms: dict[str, tuple[Form, bool]], device: Device, rounds: int) -> dict[str, str]:
+    """Microseconds of each form, and what its result is beside the collective's."""
+    if not device.is_gpu:
+        del forms["PyTorch, fused"]
+    expected = forms["collective"][0]()
+    notes = {}
+    for name, (form, sends) in forms.items():
+        result = form()
+        same = sends and torch.equal(result, expected)
+        notes[name] = ", same bits" if same and name != "collective" else ""
+        if sends:
+            torch.testing.assert_close(result, expected, rtol=0.05, atol=0.05)
+    times: dict[str, list[float]] = {name: [] for name in forms}
+    for _ in range(rounds):
+        for name, (form, _) in forms.items():
+            form()
+            dist.barrier()
+            start = device.mark()
+            for _ in range(20):
+                form()
+            end = device.mark()
+            device.synchronize()
+            times[name].append(device.seconds_between(start, end) / 20 * 1e6)
+    return {name: f"{statistics.median(times[name]):,.0f}{notes[name]}" for name in forms}
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure and print.
+
+    Raises:
+        ConfigError: one process, or sizes that do not divide.
+    """
+    launch = read_launch()
+    size = launch.world_size
+    if size < 2:
+        raise ConfigError("one process has nothing to send: start with torchrun")
+    for name in ("tokens", "hidden_size", "qkv_size", "ffn_hidden_size"):
+        value, flag = getattr(options, name), f"--{name.replace('_', '-')}"
+        if value % size:
+            raise ConfigError(f"{flag} {value} does not divide by {size} processes")
+    environment.prepare(launch, deterministic=False)
+    device = Device.pick(launch.local_rank)
+    device.activate()
+    backend = f"cpu:gloo,{device.type}:nccl" if device.is_gpu else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(minutes=5))
+    layout = Layout.create(device.type, launch.rank, size, tensor=size)
+    torch.manual_seed(1 + launch.rank)
+    rows = {
+        label: measure(forms, device, options.rounds)
+        for label, forms in cases(options, layout, device)
+    }
+    if launch.rank == 0:
+        names = list(next(iter(rows.values())))
+        print(f"{device.name}, {size} processes, torch {torch.__version__}")
+        print(f"| us | {' | '.join(names)} |\n| --- |{' --- |' * len(names)}")
+        for label, times in rows.items():
+            print(f"| {label} | {' | '.join(times[name] for name in names)} |")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def cases(
+    options: argparse.Namespace, layout: Layout, device: Device
+) -> Iterator[tuple[str, dict[str, tuple[Form, bool]]]]:
+    """The products of a layer whose messages stand in the way, one after another: what they are,
+    and their forms."""
+    size, hidden, ffn = layout.tensor.size, options.hidden_size, options.ffn_hidden_size
+    part = options.tokens // size
+    dtype = torch.bfloat16 if device.is_gpu else torch.float32
+    exchange: Exchange = GroupExchange(layout.tensor)
+    if device.is_gpu:
+        from megatron.parallel.symmetric_memory import SymmetricExchange
+
+        exchange = SymmetricExchange(
+            layout.tensor, device.torch_device, part * hidden * 2, seconds=60.0
+        )
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device.torch_device, dtype=dtype)
+
+    for name, out in (("query-key-value", options.qkv_size), ("MLP up", 2 * ffn)):
+        weight = (random(out // size, hidden) / hidden**0.5).t()
+        yield f"gather, {name}", gathered(random(part, hidden), weight, layout, exchange)
+    for name, width in (("attention's output", hidden), ("MLP down", ffn)):
+        weight = (random(hidden, width // size) / width**0.5).t()
+        whole = random(options.tokens, width // size)
+        yield f"{name}, scatter", scattered(whole, weight, layout, exchange)
+        grad, weight = random(part, hidden), random(hidden, width // size) / hidden**0.5
+        yield f"gather, input's gradient of {name}", gathered(grad, weight, layout, exchange)
