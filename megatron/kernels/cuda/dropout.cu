@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(SUM ? 256 * kResidency : 256, SUM ? 1 : kResid
     bias_dropout_add_backward_kernel(const X* __restrict__ grad, const uint64_t* __restrict__ seed,
                                      W* __restrict__ grad_x, float* __restrict__ partial,
                                      int64_t rows, int columns, unsigned drop, float scale) {
-  constexpr int V = kGroup, R = kRowsAtOnceBackward;
+  constexpr int V = kGroup, R = kRowsAtOnceBackward * 2 / sizeof(X);  // registers for so many
   const int mine = threadIdx.x * V, left = blockIdx.y * blockDim.x * V, column = left + mine;
   const uint64_t key = *seed;
   float sums[1][V] = {};
