@@ -80,9 +80,14 @@ def test_compiles_without_a_gpu(tmp_path, architecture, monkeypatch):
     if architecture != "sm_90a":
         return  # an older GPU may spill a little
     text = "\n".join(reports)
-    # LayerNorm's backward of 16384 columns spills 19 words, and is no slower for it.
-    for bytes_used in re.findall(r"(\d+) bytes (?:spill|stack frame)", text):
-        assert int(bytes_used) <= 128, text
+    # Four words at most: an array in local memory would be far more. LayerNorm's backward of more
+    # than 8192 columns (E = 32) keeps two sums for each of a thread's 32: too many for registers.
+    functions = re.split(r"Function properties for (\S+)", text)[1:]
+    assert functions, text
+    for name, report in zip(functions[::2], functions[1::2], strict=True):
+        most = 128 if "add_norm_backward_kernel" in name and "Li32ELb1" in name else 16
+        for bytes_used in re.findall(r"(\d+) bytes (?:spill|stack frame)", report):
+            assert int(bytes_used) <= most, (name, report)
 
 
 def _fake(folder, script):

@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <typename T>
-constexpr int kRowVectors = sizeof(T) == 2 ? 8 : 4;  // of 8 elements, that a thread holds of a row
+constexpr int kRowVectors = sizeof(T) == 2 ? 8 : 3;  // of 8 elements, that a thread holds of a row
 constexpr int kMostRowThreads = 1024;
 constexpr int kRowsOfWarps = 4;  // a block has where a warp has a whole row
 

@@ -18,7 +18,7 @@ template <typename T>
 __global__ void __launch_bounds__(kThreads, 4)
     amax_both_kernel(const T* __restrict__ x, int64_t rows, int64_t columns,
                      unsigned* __restrict__ of_rows, unsigned* __restrict__ of_columns) {
-  constexpr int N = vector_size<T>, R = 8;
+  constexpr int N = vector_size<T>, R = 16 / sizeof(T);
   __shared__ unsigned down_of[kStripTiers][kStripColumns];
   __shared__ unsigned across_of[kStripWarps][kStripTiers * kStripRows];
   wait_for_previous();
