@@ -16,14 +16,27 @@ if TYPE_CHECKING:  # it imports torch
 _OLDEST_FP8 = (8, 9)
 
 
-def device(config: RunConfig, device: Device) -> Iterator[str]:
-    """One line for each flag that the device has nothing for."""
+def device(config: RunConfig, device: Device, neighbours: int) -> Iterator[str]:
+    """One line for each flag that the device has nothing for.
+
+    Args:
+        config: of the run.
+        device: of one of its processes.
+        neighbours: processes of this one's machine, it among them.
+    """
     if device.is_gpu:
         fp8 = config.precision.fp8_format
         if fp8 is not None and device.capability < _OLDEST_FP8:
             yield (
                 f"--fp8-format {fp8}: {device.name} does not multiply in 8 bits (GPUs since Ada "
                 "and Hopper do): drop the flag"
+            )
+        tensor = config.parallel.tensor_model_parallel_size
+        if config.parallel.tp_comm_overlap and neighbours % tensor:
+            yield (
+                f"--tp-comm-overlap: --tensor-model-parallel-size {tensor} does not divide the "
+                f"{neighbours} process(es) of a machine, and only GPUs of one machine map each "
+                "other's memory: drop the flag"
             )
         return
     graphs = config.training.cuda_graph_impl

@@ -83,6 +83,8 @@ def _no_training(config: RunConfig, world_size: int) -> Iterator[str]:
         yield f"--fp8-format {fp8}: a trained model multiplies in the weights' 16 bits: drop it"
     if parallel.zero_stage == 3:
         yield "--zero-stage 3 shares the weights of a training run: drop it"
+    if parallel.tp_comm_overlap:
+        yield "--tp-comm-overlap cuts the products of training alone: drop it"
 
 
 def _one_copy(config: RunConfig, world_size: int) -> Iterator[str]:

@@ -79,13 +79,14 @@ def estimate_memory(
     held = activation_bound(
         kind, layout.pipeline.rank, layout.pipeline.size, len(parts), micro_batches
     )
+    messages = exchange_bytes(config, layout, ending.texts)
     config = _with_sequences(config, ending.texts)
     activations = sum(
         _part_activations(config, part, layout, width) * held // len(parts) for part in parts
     )
     if parts[-1].head:
         activations += _end_activations(config, layout, width, padded_vocab_size, ending)
-    return replace(kept, activations=activations, messages=exchange_bytes(config, layout))
+    return replace(kept, activations=activations, messages=messages)
 
 
 def _with_sequences(config: RunConfig, texts: int) -> RunConfig:

@@ -71,7 +71,7 @@ def processes(
     if config.training.deterministic_mode:
         _be_deterministic()
     device = Device.pick(launch.local_rank)
-    misfits = list(rules_device.device(config, device))
+    misfits = list(rules_device.device(config, device, launch.local_world_size))
     if misfits:
         raise ConfigError(misfits)
     device.activate()

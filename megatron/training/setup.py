@@ -96,7 +96,7 @@ def build_run(
         parts=parts,
         ties=ties,
         amax_history=_delayed_scaling(config, parts, layout, device),
-        exchange=_tensor_exchange(config, parts, launch, layout, device),
+        exchange=_tensor_exchange(config, recipe, parts, layout, device),
         gradients=gradients,
         torch_ddp=_torch_ddp(config, recipe, parts, layout),
         recorded=_recorded_passes(config, recipe, tokenizer, parts, gradients, layout, device),
@@ -251,13 +251,17 @@ def _delayed_scaling(
 
 
 def _tensor_exchange(
-    config: RunConfig, parts: list[torch.nn.Module], launch: Launch, layout: Layout, device: Device
+    config: RunConfig,
+    recipe: Recipe,
+    parts: list[torch.nn.Module],
+    layout: Layout,
+    device: Device,
 ) -> Exchange | None:
     """What split layers send their rows through beside their products; None: nothing. Collective
     over tensor ranks."""
     if not config.parallel.tp_comm_overlap or layout.tensor.size == 1:
         return None
-    exchange = new_exchange(config, launch, layout, device)
+    exchange = new_exchange(config, layout, device, recipe.ending.texts)
     for part in parts:
         attach_exchange(part, exchange)
     return exchange

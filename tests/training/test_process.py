@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron.config import rules_device
 from megatron.device import Device
@@ -53,10 +54,24 @@ def test_what_a_device_has_nothing_for_is_refused_before_the_processes_meet(monk
 def test_numbers_in_8_bits_need_a_gpu_that_has_them() -> None:
     def problems(capability):
         gpu = SimpleNamespace(is_gpu=True, capability=capability, name="A100")
-        return list(rules_device.device(parse("--bf16 --fp8-format hybrid").config, gpu))
+        return list(rules_device.device(parse("--bf16 --fp8-format hybrid").config, gpu, 1))
 
     assert problems((9, 0)) == problems((8, 9)) == []
     assert problems((8, 0))[0].startswith("--fp8-format hybrid: A100 does not multiply in 8 bits")
+
+
+def test_memory_of_several_machines_is_not_mapped(monkeypatch) -> None:
+    gpu = Device(torch.device("cuda", 0))
+    monkeypatch.setattr("megatron.training.process.Device.pick", lambda _: gpu)
+    words = "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap"
+    config = parse(words, world_size=6).config
+    launch = Launch(world_size=6, local_world_size=3)
+    with (
+        pytest.raises(ConfigError, match=r"does not divide the 3 process"),
+        processes(config, launch),
+    ):
+        pass
+    assert not list(rules_device.device(config, gpu, 4))
 
 
 def test_a_process_alone_asks_nobody() -> None:

@@ -1,12 +1,12 @@
 """The exchange that --tp-comm-overlap asks for: its size, and where there can be none."""
 
-import pytest
+from dataclasses import replace
+
 import torch
 
 from megatron.config.parser import parse_config
 from megatron.device import Device
-from megatron.environment import Launch
-from megatron.errors import ConfigError
+from megatron.parallel.exchange import GroupExchange
 from megatron.parallel.layout import Layout
 from megatron.training.tensor_overlap import exchange_bytes, largest_message, new_exchange
 from tests.training.toy import OF_KIND, TOY, build_toy
@@ -22,19 +22,27 @@ def config_of(*words, kind="gpt"):
 def test_the_largest_message_is_a_part_of_the_longer_half():
     layout = Layout.at(0, 2, tensor=2)
     config = config_of("--bf16")
-    assert largest_message(config, layout) == 2 * (16 // 2) * 1 * 32
-    assert exchange_bytes(config, layout) == 3 * 2 * largest_message(config, layout)
-    assert exchange_bytes(config, Layout.single()) == 0
+    assert largest_message(config, layout, 1) == 2 * (16 // 2) * 1 * 32
+    assert exchange_bytes(config, layout, 4) == 3 * 2 * largest_message(config, layout, 4)
+    assert exchange_bytes(config, Layout.single(), 1) == 0
     both = config_of(kind="t5")
     longer = max(both.data.seq_length, both.data.decoder_seq_length)
-    assert largest_message(both, layout) == 4 * (longer // 2) * 32
+    assert largest_message(both, layout, 1) == 4 * (longer // 2) * 32
 
 
-def test_gpus_of_several_machines_are_refused():
-    launch = Launch(world_size=6, local_world_size=3)
-    device = Device(torch.device("cuda", 0))
-    with pytest.raises(ConfigError, match="does not divide the 3 process"):
-        new_exchange(config_of(), launch, Layout.at(0, 6, tensor=2), device)
+def test_a_run_asks_for_room_for_all_texts_of_a_sample(monkeypatch):
+    """What does not fit would go by collectives, and nobody would be told."""
+    asked = []
+
+    def ask(axis, device, message_bytes, **_):
+        asked.append(message_bytes)
+        return GroupExchange(axis)
+
+    monkeypatch.setattr("megatron.parallel.symmetric_memory.SymmetricExchange", ask)
+    layout, config = Layout.at(0, 2, tensor=2), config_of("--bf16")
+    layout = replace(layout, tensor=replace(layout.tensor, group=object()))
+    new_exchange(config, layout, Device(torch.device("cuda", 0)), 4)
+    assert asked == [2 * (16 // 2) * 4 * 32]
 
 
 def test_one_process_has_none():
