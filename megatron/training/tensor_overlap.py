@@ -47,7 +47,7 @@ def new_exchange(config: RunConfig, launch: Launch, layout: Layout, device: Devi
         )
     from megatron.parallel.symmetric_memory import SymmetricExchange  # imports much
 
-    # As for the communication library, whose wait has no name either.
+    # As long as the communication library waits: it, too, ends without saying for whom.
     seconds = 60 * config.parallel.distributed_timeout_minutes + BACKSTOP.total_seconds()
     return SymmetricExchange(
         layout.tensor, device.torch_device, largest_message(config, layout), seconds=seconds
