@@ -284,7 +284,8 @@ class Ferry:
         """All bytes in order, each piece until the next is asked for.
 
         Args:
-            data: 1-D, uint8, on the device; nobody changes it meanwhile but what is queued there.
+            data: 1-D, uint8, on the device, as the work queued there so far leaves it; nobody
+                changes it before the last piece.
         """
         pieces, places = data.split(self._size), self._memory.split(self._size)
         self._stream.wait_stream(torch.cuda.default_stream(self._stream.device))

@@ -46,7 +46,7 @@ class Memory:
 
     Args:
         ranks: of the run.
-        lock: of the processes to be.
+        lock: one that processes forked later share.
     """
 
     def __init__(self, ranks: int, lock: Lock) -> None:
@@ -100,7 +100,7 @@ class Rank:
 
     def __init__(self, memory: Memory, rank: int) -> None:
         self.memory, self.rank = memory, rank
-        self._waiting: dict[int, deque[Work]] = {}  # by what comes in order
+        self._waiting: dict[int, deque[Work]] = {}  # by `Work.order`
         self._written: deque[_Message] = deque()
         self._next = memory.start_of(rank)
         self._bell = select.poll()

@@ -9,7 +9,6 @@ Llama-3-8B unless flags say otherwise. PyTorch's own fused operations run where 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,16 +18,12 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.command import run_command
+from megatron.config.arguments import ToolParser
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> ToolParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="benchmark_overlap.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = ToolParser("benchmark_overlap.py", __doc__)
     add = parser.add_argument
     add("--tokens", type=int, default=8192, help="Of a micro-batch (default: 8192).")
     add("--hidden-size", type=int, default=4096, help="Default: 4096.")
@@ -40,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
-    options = build_parser().parse_args(arguments)
+    options = build_parser().read(arguments)
 
     def work() -> None:
         from tools.bench.overlap import run  # loads torch

@@ -69,9 +69,9 @@ class ParallelConfig:
     )
     tp_comm_overlap: bool = flag(
         False,
-        "Cut the products of split layers into as many parts of rows as there are tensor-parallel "
-        "processes, so that what --sequence-parallel sends travels beside them: on GPUs through "
-        "memory that those of one machine map from each other.",
+        "With --sequence-parallel: what split layers send travels beside their products, which are "
+        "cut into as many parts of rows as there are tensor-parallel processes. On GPUs it goes "
+        "through memory that they map from each other, so they are on one machine.",
     )
     distribute_saved_activations: bool = flag(
         False,

@@ -81,9 +81,9 @@ class PrecisionConfig:
     )
     fp8_param_gather: bool = flag(
         False,
-        "Processes that share the update gather the weights of 8-bit layers in 8 bits, half the "
-        "bytes, and in 16 only for who reads them (a checkpoint, --log-params-norm). With "
-        "--use-distributed-optimizer or --zero-stage 1 or 2.",
+        "With --fp8-format, and --use-distributed-optimizer or --zero-stage 1 or 2: processes that "
+        "share the update gather the weights of 8-bit layers in 8 bits, half the bytes, and in 16 "
+        "bits only before something else reads them (a checkpoint, --log-params-norm).",
     )
     gradient_accumulation_fusion: bool = flag(
         True,

@@ -1,7 +1,7 @@
 """The account of memory that ranks write for each other: which part is free, without asking.
 
 The ranks are not in step, but each does the same calls in the same order. So whoever has sent rows
-for a use had closed, in its own queue, whatever comes before that in the program.
+for a use had closed, in its own queue, every use that the program closes before that.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ there are ranks:
 
 Backward of the one is the other, and what the weight's gradient needs of the others' rows travels
 during a product as well (Wang et al., "Overlap Communication with Dependent Computation via
-Decomposition", 2023). Every number is the same sum as without but for what a product of fewer rows
-may be computed by, another kernel.
+Decomposition", 2023). Every number is the same sum as without, but a product of fewer rows may be
+computed by another kernel of the library, with other last bits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def gathered_product(rows: Tensor, multiply: Multiply, out: Tensor, exchange: Ex
 
     Args:
         rows: [m, in], this rank's, contiguous.
-        multiply: see there.
+        multiply: writes the product of some rows.
         out: [t m, out], to be written.
         exchange: between the ranks.
 
@@ -62,7 +62,7 @@ class ScatteredProduct:
 
     Args:
         rows: [t m, in], of which rank r gets the r-th part.
-        multiply: see there.
+        multiply: writes the product of some rows.
         width: of the product.
         exchange: between the ranks.
         before_sending: called between the first product and the first message.

@@ -122,7 +122,8 @@ class _SymmetricUse:
 
     def computing(self) -> None:
         """Flags are set by a kernel, which has to wait for the copy: launched before the product,
-        in the one hardware queue that we ask for, it would keep the product waiting too."""
+        in the one hardware queue that we ask for (CUDA_DEVICE_MAX_CONNECTIONS=1), it would keep
+        the product waiting too."""
         exchange = self._exchange
         with exchange.side:
             for to in self._unsaid:

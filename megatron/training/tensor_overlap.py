@@ -51,7 +51,7 @@ def new_exchange(config: RunConfig, layout: Layout, device: Device, texts: int) 
         return GroupExchange(layout.tensor)
     from megatron.parallel.symmetric_memory import SymmetricExchange  # imports much
 
-    # As for the communication library, whose wait has no name either.
+    # As long as the communication library waits: it, too, ends without saying for whom.
     seconds = 60 * config.parallel.distributed_timeout_minutes + BACKSTOP.total_seconds()
     message = largest_message(config, layout, texts)
     return SymmetricExchange(layout.tensor, device.torch_device, message, seconds=seconds)

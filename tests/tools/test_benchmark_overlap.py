@@ -17,7 +17,14 @@ def test_every_product_has_its_row():
     assert all(float(cell.split(",")[0]) > 0 for line in lines[2:] for cell in line[2:-1])
 
 
-def test_sizes_that_do_not_divide_are_refused():
-    done = run_ranks(["tools/benchmark_overlap.py", "--tokens", "63"], os.environ, 2)
+def _refusal(*words: str, ranks: int = 2) -> str:
+    done = run_ranks(["tools/benchmark_overlap.py", *words], os.environ, ranks)
     assert done.returncode == ConfigError.exit_code
-    assert "--tokens 63 does not divide by 2 processes" in done.stdout
+    return done.stdout + done.stderr
+
+
+def test_what_cannot_be_measured_is_refused():
+    assert "--tokens 63 is not a multiple of 2, the processes" in _refusal("--tokens", "63")
+    assert "--rounds 0: must be at least 1" in _refusal("--rounds", "0")
+    told = _refusal("--token", "64", ranks=1)
+    assert told == "error: unknown flag --token: did you mean --tokens?\n"

@@ -104,7 +104,7 @@ def run(options: argparse.Namespace) -> None:
     """Measure and print.
 
     Raises:
-        ConfigError: one process, or sizes that do not divide.
+        ConfigError: one process, sizes that do not divide, or nothing to measure.
     """
     launch = read_launch()
     size = launch.world_size
@@ -112,8 +112,10 @@ def run(options: argparse.Namespace) -> None:
         raise ConfigError("one process has nothing to send: start with torchrun")
     for name in ("tokens", "hidden_size", "qkv_size", "ffn_hidden_size"):
         value, flag = getattr(options, name), f"--{name.replace('_', '-')}"
-        if value % size:
-            raise ConfigError(f"{flag} {value} does not divide by {size} processes")
+        if value < 1 or value % size:
+            raise ConfigError(f"{flag} {value} is not a multiple of {size}, the processes")
+    if options.rounds < 1:
+        raise ConfigError(f"--rounds {options.rounds}: must be at least 1")
     environment.prepare(launch, deterministic=False)
     device = Device.pick(launch.local_rank)
     device.activate()
