@@ -8,7 +8,9 @@ those that ask how processes talk run on gloo.
 Every rank writes what it gives into memory of its own, and counts it; whoever waits for it reads it
 there. So what is given is read when a collective starts, and its results appear when it, or a later
 one of its group, is waited for. As with gloo all ranks get the same bits; they add up in the order
-of their numbers. One thread of a process may talk at a time.
+of their numbers; and a message has gone when its receiver has asked for it, not before, so that two
+that both send first wait for each other. Whoever gives more or fewer bytes than another expects is
+told. One thread of a process may talk at a time.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ class Memory:
     def __init__(self, ranks: int, lock: Lock) -> None:
         self.ranks, self.lock = ranks, lock
         self.channels = _GROUPS * ranks * (ranks + 1)  # from a rank of a group to one, or to all
-        words = 1 + _GROUPS + ranks + self.channels * (1 + ranks + _DEPTH)
+        words = 1 + _GROUPS + ranks + self.channels * (2 + ranks + 2 * _DEPTH)
         self._heaps = -(-8 * words // mmap.PAGESIZE) * mmap.PAGESIZE
         self.map = mmap.mmap(-1, self._heaps + ranks * _HEAP)
         rest = memoryview(self.map)[: 8 * words].cast("q")
@@ -60,8 +62,9 @@ class Memory:
         self.names, rest = rest[:_GROUPS], rest[_GROUPS:]
         self.asleep, rest = rest[:ranks], rest[ranks:]
         self.posted, rest = rest[: self.channels], rest[self.channels :]
+        self.asked, rest = rest[: self.channels], rest[self.channels :]
         self.done, rest = rest[: self.channels * ranks], rest[self.channels * ranks :]
-        self.offsets = rest
+        self.offsets, self.sizes = rest[: self.channels * _DEPTH], rest[self.channels * _DEPTH :]
         self.bells = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(ranks)]
 
     def close(self) -> None:
@@ -115,12 +118,22 @@ class Rank:
             memory.view(offset, data, data.numel()).copy_(data.reshape(-1))
         number = memory.posted[channel]
         memory.offsets[channel * _DEPTH + number % _DEPTH] = offset
+        memory.sizes[channel * _DEPTH + number % _DEPTH] = size
         memory.posted[channel] = number + 1
         self._next = -(-(offset + size) // _LINE) * _LINE
         self._written.append(_Message(channel, number, readers, self._next))
         for reader in readers:
-            if memory.asleep[reader]:
-                os.eventfd_write(memory.bells[reader], 1)
+            self.ring(reader)
+
+    def ask(self, channel: int, number: int, sender: int) -> None:
+        """Tell that a message from one member to another will be read."""
+        self.memory.asked[channel] = number + 1
+        self.ring(sender)
+
+    def ring(self, other: int) -> None:
+        """Wake a rank that sleeps."""
+        if self.memory.asleep[other]:
+            os.eventfd_write(self.memory.bells[other], 1)
 
     def _room(self, size: int) -> int:
         start = self.memory.start_of(self.rank)
@@ -184,7 +197,7 @@ class Work(dist.Work):
     Args:
         rank: who waits.
         order: works of the same order complete one after another.
-        sources: channels that it reads, and which message of each.
+        sources: channels that it reads, which message of each, and how many bytes that has.
         finish: reads the messages, given their offsets.
     """
 
@@ -192,7 +205,7 @@ class Work(dist.Work):
         self,
         rank: Rank,
         order: int,
-        sources: Sequence[tuple[int, int]],
+        sources: Sequence[tuple[int, int, int]],
         finish: Callable[[list[int]], None],
     ) -> None:
         super().__init__()
@@ -205,14 +218,22 @@ class Work(dist.Work):
     def is_ready(self) -> bool:
         """Everything that it reads is there, if not yet what comes before it."""
         posted = self._rank.memory.posted
-        return all(posted[channel] > number for channel, number in self._sources)
+        return all(posted[channel] > number for channel, number, _ in self._sources)
 
     def complete(self) -> None:
-        """Read it."""
+        """Read it.
+
+        Raises:
+            RuntimeError: a message has more or fewer bytes than are read.
+        """
         memory = self._rank.memory
+        slots = [channel * _DEPTH + number % _DEPTH for channel, number, _ in self._sources]
+        for slot, (_, _, size) in zip(slots, self._sources, strict=True):
+            if memory.sizes[slot] != size:
+                raise RuntimeError(f"{size} bytes expected, {memory.sizes[slot]} given")
         with torch.no_grad():
-            self._finish([memory.offsets[c * _DEPTH + n % _DEPTH] for c, n in self._sources])
-        for channel, number in self._sources:
+            self._finish([memory.offsets[slot] for slot in slots])
+        for channel, number, _ in self._sources:
             memory.done[channel * memory.ranks + self._rank.rank] = number + 1
         self._complete = True
 
@@ -225,6 +246,19 @@ class Work(dist.Work):
         if not self.is_completed():
             self._rank.wait(self)
         return True
+
+
+class Sent(Work):
+    """A message on its way to one member."""
+
+    def is_ready(self) -> bool:
+        """Its receiver has asked for it."""
+        ((channel, number, _),) = self._sources
+        return self._rank.memory.asked[channel] > number
+
+    def complete(self) -> None:
+        """It has gone; where it stood is free when it has been read."""
+        self._complete = True
 
 
 class SharedMemoryGroup(dist.ProcessGroup):
@@ -263,21 +297,21 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def allreduce(self, tensors: list[Tensor], opts: Any) -> Work:
         (x,) = tensors
         self._post(None, x)
-        return self._reduced(x, x.numel(), 0, opts.reduceOp)
+        return self._reduced(x, x, 0, opts.reduceOp)
 
     def reduce_scatter_single(self, output: Tensor, x: Tensor, opts: Any) -> Work:
         self._post(None, x)
-        return self._reduced(output, output.numel(), output.numel() * self._own, opts.reduceOp)
+        return self._reduced(output, x, output.nbytes * self._own, opts.reduceOp)
 
     _reduce_scatter_base = reduce_scatter_single
 
-    def _reduced(self, output: Tensor, count: int, first: int, op: Any) -> Work:
+    def _reduced(self, output: Tensor, x: Tensor, skipped: int, op: Any) -> Work:
         add = next((add for known, add in _ADD.items() if op == known), None)
         if add is None:
             raise NotImplementedError(f"reduction {op}")
 
         def finish(offsets: list[int]) -> None:
-            skipped = first * output.element_size()
+            count = output.numel()
             parts = (self._rank.memory.view(o + skipped, output, count) for o in offsets)
             output.copy_(next(parts).view_as(output))
             for part in parts:
@@ -285,7 +319,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
             if op == dist.ReduceOp.AVG:
                 output.div_(self.size())
 
-        return self._work(range(len(self._ranks)), None, finish if count else _nothing)
+        sizes = [x.nbytes] * self.size()
+        return self._work(range(self.size()), None, finish if output.numel() else _nothing, sizes)
 
     def all_gather_single(self, output: Tensor, x: Tensor, opts: Any = None) -> Work:
         return self.allgather([list(output.view(self.size(), -1))], [x.reshape(-1)], opts)
@@ -294,16 +329,16 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def allgather(self, outputs: list[list[Tensor]], tensors: list[Tensor], opts: Any) -> Work:
         self._post(None, tensors[0])
-        return self._work(range(len(self._ranks)), None, self._into(outputs[0]))
+        return self._into(outputs[0], range(self.size()), None)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Work:
         if opts.rootRank == self._own:
             self._post(None, tensors[0])
-        return self._work([opts.rootRank], None, self._into(tensors))
+        return self._into(tensors, [opts.rootRank], None)
 
     def barrier(self, opts: Any = None) -> Work:
         self._post(None, None)
-        return self._work(range(len(self._ranks)), None, _nothing)
+        return self._work(range(self.size()), None, _nothing, [0] * self.size())
 
     def all_to_all_single(
         self, output: Tensor, x: Tensor, to: list[int], given: list[int], opts: Any = None
@@ -312,16 +347,18 @@ class SharedMemoryGroup(dist.ProcessGroup):
         for place, part in enumerate(x.split(given) if given else x.chunk(size)):
             self._post(place, part)
         parts = list(output.split(to) if to else output.chunk(size))
-        return self._work(range(size), self._own, self._into(parts))
+        return self._into(parts, range(size), self._own)
 
     alltoall_base = all_to_all_single
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> Work:
+        channel = self._channel(self._own, to)
+        number = self._rank.memory.posted[channel]
         self._post(to, tensors[0])
-        return self._work([], to, _nothing)
+        return Sent(self._rank, channel, [(channel, number, tensors[0].nbytes)], _nothing)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> Work:
-        return self._work([source], self._own, self._into(tensors))
+        return self._into(tensors, [source], self._own)
 
     def _channel(self, source: int, to: int | None) -> int:
         """Of messages from one member to another, or to all of them."""
@@ -333,23 +370,32 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._rank.post(self._channel(self._own, to), readers, data)
 
     def _work(
-        self, sources: Sequence[int], to: int | None, finish: Callable[[list[int]], None]
+        self,
+        sources: Sequence[int],
+        to: int | None,
+        finish: Callable[[list[int]], None],
+        sizes: Sequence[int],
     ) -> Work:
-        channels = [self._channel(source, to) for source in sources]
-        numbered = [(channel, self._read[channel]) for channel in channels]
-        for channel in channels:
+        numbered = []
+        for source, size in zip(sources, sizes, strict=True):
+            channel = self._channel(source, to)
+            numbered.append((channel, self._read[channel], size))
             self._read[channel] += 1
-        order = channels[0] if len(channels) == 1 and to is not None else -1 - self._number
+            if to is not None:
+                self._rank.ask(*numbered[-1][:2], self._ranks[source])
+        order = numbered[0][0] if len(numbered) == 1 and to is not None else -1 - self._number
         return Work(self._rank, order, numbered, finish)
 
-    def _into(self, outputs: list[Tensor]) -> Callable[[list[int]], None]:
+    def _into(self, outputs: list[Tensor], sources: Sequence[int], to: int | None) -> Work:
+        """Reads a message of each source into its output."""
+
         def finish(offsets: list[int]) -> None:
             for output, offset in zip(outputs, offsets, strict=True):
                 if output.numel():
                     part = self._rank.memory.view(offset, output, output.numel())
                     output.copy_(part.view_as(output))
 
-        return finish
+        return self._work(sources, to, finish, [output.nbytes for output in outputs])
 
 
 def _nothing(offsets: list[int]) -> None:

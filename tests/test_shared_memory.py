@@ -115,6 +115,28 @@ def test_who_waits_for_nobody_gives_up():
         run_sharing_memory(2, _forgotten, tensor=2)
 
 
+def _both_send_first(layout: Layout) -> None:
+    shared_memory._SECONDS = 0.2
+    other = 1 - layout.world.rank
+    dist.send(torch.ones(1), other)
+    dist.recv(torch.ones(1), other)
+
+
+def test_a_message_goes_when_it_is_asked_for():
+    """As over gloo and NCCL: else a pipeline could pass here and stand still there."""
+    with pytest.raises(RuntimeError, match=r"has waited for 0.2 s"):
+        run_sharing_memory(2, _both_send_first)
+
+
+def _of_two_sizes(layout: Layout) -> None:
+    dist.all_reduce(torch.ones(3 + layout.world.rank), group=layout.world.group)
+
+
+def test_what_does_not_match_is_told():
+    with pytest.raises(RuntimeError, match=r"12 bytes expected, 16 given"):
+        run_sharing_memory(2, _of_two_sizes)
+
+
 def _refused(layout: Layout) -> None:
     dist.all_reduce(torch.ones(1), op=dist.ReduceOp.PRODUCT, group=layout.world.group)
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from megatron.errors import StorageError
+from megatron.errors import NumericsError, StorageError
 from tests.parity.layouts import LAYOUTS, LOSS_TOLERANCE, NORM_TOLERANCE, Difference
 from tests.repository import ROOT
 from tools import compare_layouts
@@ -44,6 +44,16 @@ def test_the_command_compares_and_writes(tmp_path, monkeypatch, capsys):
     assert 0 < float(norm) <= NORM_TOLERANCE
     assert machine == compare_layouts.machine()
     assert f"wrote {out}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("difference", [Difference(2e-5, 0), Difference(0, float("inf"))])
+def test_a_layout_that_differs_is_no_page(tmp_path, monkeypatch, capsys, difference):
+    monkeypatch.setattr("tests.parity.layouts.compare", lambda case: difference)
+    out = tmp_path / "page.md"
+    out.write_text("as it was")
+    assert compare_layouts.main(["--out", str(out)]) == NumericsError.exit_code
+    assert "8 processes, tensor 4 x pipeline 2 --sequence-parallel: " in capsys.readouterr().err
+    assert out.read_text() == "as it was"
 
 
 def test_a_page_needs_a_place(capsys):

@@ -1,10 +1,10 @@
 """What a run tells and keeps: TensorBoard, Weights & Biases, JSON lines, timers, profiles."""
 
-import gc
 import json
 import re
 import sys
 import types
+from functools import partial
 
 import pytest
 
@@ -13,6 +13,7 @@ from megatron.errors import ConfigError
 from megatron.models.sizes import IN_WORDS, Ending
 from megatron.parallel.layout import Layout
 from megatron.training import panel
+from megatron.training.callbacks import garbage
 from megatron.training.loop import train
 from megatron.training.standard import standard_callbacks, start_panel
 from megatron.training.timers import Timers, format_timers
@@ -121,10 +122,16 @@ def test_sample_ids_are_the_same_for_any_number_of_processes(tmp_path):
     assert json.loads(one.splitlines()[1]) == {"iteration": 2, "ids": [4, 5, 6, 7]}
 
 
-@pytest.mark.parametrize("interval", ["2", "0"])
-def test_garbage_collection_is_given_back(interval):
+@pytest.mark.parametrize(("interval", "collected"), [("2", 1 + 3), ("0", 1)])
+def test_garbage_collection_is_given_back(monkeypatch, interval, collected):
+    calls = []
+    names = ("collect", "freeze", "disable", "unfreeze", "enable")
+    fake = types.SimpleNamespace(**{name: partial(calls.append, name) for name in names})
+    monkeypatch.setattr(garbage, "gc", fake)
     train_toy(Layout.single(), ["--manual-gc-interval", interval])
-    assert gc.isenabled()
+    assert calls[:3] == ["collect", "freeze", "disable"]
+    assert calls[3:-2] == ["collect"] * (collected - 1)
+    assert calls[-2:] == ["unfreeze", "enable"]
 
 
 def test_log_line_timers_and_memory(capsys):
