@@ -63,6 +63,8 @@ def test_numbers_in_8_bits_need_a_gpu_that_has_them() -> None:
 def test_memory_of_several_machines_is_not_mapped(monkeypatch) -> None:
     gpu = Device(torch.device("cuda", 0))
     monkeypatch.setattr("megatron.training.process.Device.pick", lambda _: gpu)
+    # It writes the launch into this process's environment, where later tests would find it.
+    monkeypatch.setattr("megatron.training.process.environment.prepare", lambda *_, **__: None)
     words = "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap"
     config = parse(words, world_size=6).config
     launch = Launch(world_size=6, local_world_size=3)
