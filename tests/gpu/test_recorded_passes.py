@@ -1,8 +1,6 @@
 """Passes that a GPU records and runs again (CUDA graphs) train bit for bit as they do without."""
 
 import re
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -13,7 +11,7 @@ from megatron.parallel.journal import Journal
 from megatron.parallel.layout import Axis, Layout
 from megatron.training.run import Run
 from megatron.training.step import Updates
-from tests.repository import ROOT
+from tests.gpu.processes import run_processes
 from tests.training.toy import Recorder, build_toy, fingerprint, train_toy
 
 DEVICE = Device.pick()
@@ -97,18 +95,10 @@ def test_collectives_of_split_layers_are_recorded(split_layout: Layout) -> None:
 @pytest.mark.skipif(gpu_count() < 2, reason="needs two GPUs")
 def test_processes_that_recorded_their_communication_leave() -> None:
     """NCCL ends no group while a recording has kernels of it."""
-    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     words = "pretrain_gpt.py --config examples/gpt_tiny.yaml --bf16 --attention-dropout 0 "
     words += "--hidden-dropout 0 --tensor-model-parallel-size 2 --sequence-parallel"
     lines = []
     for more in ([], GRAPHS):
-        done = subprocess.run(
-            [*program, *words.split(), *more],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=90,
-            check=True,
-        )
-        lines.append(re.findall(r"lm loss: (\S+)", done.stdout))
+        output = run_processes(2, [*words.split(), *more])
+        lines.append(re.findall(r"lm loss: (\S+)", output))
     assert lines[0] == lines[1] != []

@@ -2,9 +2,6 @@
 `parallel.overlapped_products`."""
 
 import re
-import subprocess
-import sys
-from collections.abc import Sequence
 
 import pytest
 import torch
@@ -15,25 +12,17 @@ from megatron.models.kernels import PLAIN_KERNELS, choose_kernels
 from megatron.parallel.layers import Linear, attach_exchange
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import Init
-from tests.repository import ROOT
+from tests.gpu.processes import run_processes
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(gpu_count() < 2, reason="needs two GPUs"),
 ]
-PAIR = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-
-
-def run_pair(words: Sequence[str]) -> str:
-    done = subprocess.run(
-        [*PAIR, *words], cwd=ROOT, capture_output=True, text=True, timeout=90, check=False
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
 
 
 def test_layers_have_the_numbers_of_collectives() -> None:
-    assert run_pair(["-m", "tests.gpu.test_tensor_overlap"]).count("as with collectives") == 2
+    output = run_processes(2, ["-m", "tests.gpu.test_tensor_overlap"])
+    assert output.count("as with collectives") == 2
 
 
 def test_a_whole_run() -> None:
@@ -44,7 +33,7 @@ def test_a_whole_run() -> None:
     words += "--deterministic-mode"
     losses = []
     for more in ([], ["--tp-comm-overlap"], ["--tp-comm-overlap"]):
-        output = run_pair([*words.split(), *more])
+        output = run_processes(2, [*words.split(), *more])
         losses.append([float(loss) for loss in re.findall(r"lm loss: (\S+)", output)])
     assert len(losses[0]) == 6
     assert losses[1] == losses[2] == pytest.approx(losses[0], rel=1e-5)
@@ -72,7 +61,7 @@ def passes(layer: Linear, layout: Layout, rounds: int) -> list[torch.Tensor]:
 
 
 def _compare() -> None:
-    """What `run_pair` starts."""
+    """What `run_processes` starts."""
     import os
     from dataclasses import replace
 
