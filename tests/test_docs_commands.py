@@ -220,6 +220,25 @@ def test_links_to_files_resolve(page: Path) -> None:
     assert not missing
 
 
+def _anchors(page: Path) -> set[str]:
+    """What may stand behind a # in a link to a page: one name a heading, as GitHub makes them."""
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in headings}
+
+
+@pytest.mark.parametrize("page", pages(), ids=name)
+def test_links_to_headings_resolve(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", page.read_text(encoding="utf-8"))
+    missing = [
+        f"{target}#{anchor}"
+        for target, anchor in links
+        if not re.match(r"\w+:", target)
+        and anchor not in _anchors(page.parent / target if target else page)
+    ]
+    assert not missing
+
+
 def test_file_tree_of_the_readme_names_what_exists() -> None:
     block = re.search(r"^```text\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
     assert block

@@ -271,7 +271,7 @@ def test_yaml_run_is_valid_and_trains_at_toy_size(config: Path, toy: Toy, tmp_pa
 
 def _prose() -> list[str]:
     """The project's own pages, six paragraphs a document, without tables and listings."""
-    pages = [page.read_text() for page in sorted((ROOT / "docs").glob("*.md"))]
+    pages = [page.read_text() for page in sorted((ROOT / "docs").rglob("*.md"))]
     paragraphs = [
         paragraph
         for page in pages

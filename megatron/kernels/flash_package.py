@@ -2,8 +2,8 @@
 is installed. Its kernels, for Hopper and later GPUs, are compiled when they are first needed: 15 s
 with the package's own start, so it is asked for (--use-flash-attn) and not taken by itself.
 
-They are faster than cuDNN's on tensors [b, s, n, d] in order (docs/benchmarks.md), and far slower
-on ours, [s, b, n, d] turned, unless b is 1, where the two are the same.
+They are faster than cuDNN's on tensors [b, s, n, d] in order (docs/benchmarks/kernels.md), and far
+slower on ours, [s, b, n, d] turned, unless b is 1, where the two are the same.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ A library chooses its kernel by the sizes, and with the kernel the order in whic
 are added up: a text then depends, in its last bits and sometimes in its words, on what else was in
 the batch. Of cuBLASLt's kernels of one family, however, all add up in the same order, whatever
 their tiles are; only the number of parts that k is cut into makes a difference (measured on an
-H200: docs/benchmarks.md). So each weight gets a family and a number of parts, and any number of
-rows the fastest kernel of these. That it is so is tried when a weight's shape is first met; where
-it is not, PyTorch multiplies, and one line says so.
+H200: docs/benchmarks/generation.md). So each weight gets a family and a number of parts, and any
+number of rows the fastest kernel of these. That it is so is tried when a weight's shape is first
+met; where it is not, PyTorch multiplies, and one line says so.
 """
 
 from __future__ import annotations
