@@ -18,7 +18,8 @@ from megatron.parallel.pipeline.simulate import Course, Times, time_table
 from megatron.training.memory import largest_process
 
 # Time of a floating-point operation, where one of a 16-bit matrix product takes 1: measured on an
-# H200 (docs/benchmarks.md, "How to measure": 670 TFLOP/s, attention 450, products in fp8 1,250).
+# H200 as docs/benchmarks.md, "What the numbers mean", says of ceilings (670 TFLOP/s, attention 450,
+# products in fp8 1,250).
 _OF_ATTENTION, _OF_FP8 = 1.5, 0.54
 _ROUNDS = 2  # micro-batches a stage that are simulated; more of them take the slowest stage's time
 _WORTH_SAYING = 0.03  # of the time
