@@ -29,8 +29,10 @@ _MAPPED: list[Tensor] = []
 _BARRIER = SLOTS  # channels of flags: one a slot, and this
 # The most uses that the process runs ahead of its device. PyTorch launches a flag's kernel and does
 # not let go of Python's lock: a launch that waits for room in a full queue stops the watchdog too,
-# just when a neighbour does not come. A use is some ten kernels, a queue holds a thousand.
-_AHEAD = 24
+# just when a neighbour does not come. A use is some ten kernels and a few events, a queue holds a
+# thousand: with 56 a neighbour that stood still was named in time, with 400 not. With 24 the device
+# ran dry whenever the host stood still for 40 ms (docs/benchmarks/parallel.md).
+_AHEAD = 56
 _ALIGNED = 256  # bytes, as the allocator's memory: fast kernels ask for 16
 
 
