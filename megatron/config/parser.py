@@ -123,18 +123,19 @@ def parse_config(
     start = with_values(start, _changes(asked, config))  # which nobody asked for
     line.problems += _other_kind(config.model.architecture, architecture, program)
     size = config.training.dry_run_world_size if config.training.dry_run else None
-    config = resolve(config, size or world_size)
+    world_size = size or world_size
+    config = resolve(config, world_size)
     others: tuple[Any, ...] = tuple(
         from_namespace(config_type, line.namespace) for config_type in extra
     )
     problems = [
         *line.problems,
-        *find_problems(config, size or world_size, line.spoilt, rules),
+        *find_problems(config, world_size, line.spoilt, rules),
         *check_extra(*others),
     ]
     if problems:
         raise ConfigError(problems)
-    notices = find_notices(with_values(config, unread), start)
+    notices = find_notices(with_values(config, unread), world_size, start)
     return ParsedRun(config, notices=(*line.notices, *notices), extra=others)
 
 
