@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -13,7 +13,7 @@ from megatron.config.tasks import TaskConfig
 from megatron.device import Device
 from megatron.environment import Launch
 from megatron.errors import EXIT_OK, StorageError
-from megatron.inference.arguments import SAVED_MODEL_RULES
+from megatron.inference.arguments import SAVED_MODEL_READS, SAVED_MODEL_RULES
 from megatron.inference.load import Loaded, check_architecture, open_existing, saved_config
 from megatron.inference.panel import model_rows
 from megatron.parallel.layout import Layout
@@ -31,6 +31,7 @@ from tasks.results import (
 from tasks.table import PROGRAM, flags_elsewhere
 
 _MICRO_BATCH = 8  # where none is asked for
+_READS = {"training.micro_batch_size", "data.seq_length", "logging.log_interval"}
 
 
 def parse_evaluation(
@@ -41,6 +42,7 @@ def parse_evaluation(
     options: type,
     check: Callable[[TaskConfig, Any], Iterable[str]],
     find_start: Callable[[Mapping[str, Any]], RunConfig] | None = None,
+    unread: Collection[str] = (),
 ) -> ParsedRun:
     """The command line over what the checkpoint says; everything checked.
 
@@ -48,6 +50,7 @@ def parse_evaluation(
         options: dataclass of the task's own flags.
         check: the task's flags to the mistakes in them.
         find_start: what the flags change; None: the run of the checkpoint under --load.
+        unread: what other evaluations depend on and this one does not, by "section.field".
 
     Raises:
         ConfigError: all mistakes.
@@ -60,6 +63,7 @@ def parse_evaluation(
         extra=(TaskConfig, options),
         find_start=find_start or _saved,
         rules=SAVED_MODEL_RULES,
+        reads=(SAVED_MODEL_READS | _READS) - {*unread},
         check_extra=check,
         elsewhere=flags_elsewhere(task),
     )

@@ -124,7 +124,7 @@ def parse(
         yield from find_missing("--valid-data", options.valid_data)
         yield from find_repeated("--valid-data", options.valid_data)
 
-    return parse_config(
+    parsed = parse_config(
         arguments,
         world_size=world_size,
         program=PROGRAM,
@@ -139,6 +139,11 @@ def parse(
         check_extra=check,
         elsewhere=flags_elsewhere(task),
     )
+    batches = parsed.config.evaluation.eval_iters
+    if batches and not parsed.extra[0].valid_data:
+        notice = f"--eval-iters {batches} changes nothing without --valid-data"
+        parsed = replace(parsed, notices=(*parsed.notices, notice))
+    return parsed
 
 
 def find_target(task: str) -> tuple[Target, Callable[[str], list[Example]]]:

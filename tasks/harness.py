@@ -64,6 +64,7 @@ def parse(
         options=HarnessConfig,
         check=check,
         find_start=find_start,
+        unread=["parallel.sequence_parallel"],
     )
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from megatron.config.arguments import flag_destinations
 from megatron.config.command_line import split
-from megatron.config.fields import nearest, suggestion
+from megatron.config.fields import fields_of, nearest, suggestion
 from megatron.config.old_flags import translate
 from megatron.config.tasks import (
     FinetuneConfig,
@@ -68,7 +68,8 @@ def flags_elsewhere(task: str) -> dict[str, str]:
         flag: f"{tasks}, and this is {task}"
         for kind, (config, tasks) in _OWN.items()
         if kind != TASKS[task].kind
-        for flag in flag_destinations((config,))
+        for field in fields_of(config)
+        for flag in (*field.names, *field.off_names)
     }
 
 

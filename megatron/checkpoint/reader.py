@@ -23,11 +23,12 @@ from megatron.checkpoint.manifest import (
     ManifestError,
     Piece,
     TensorInfo,
+    describe,
     keys_in_files,
     parse,
 )
 from megatron.checkpoint.retention import hold_for_reading
-from megatron.checkpoint.shard import THREADS, digest_of_range
+from megatron.checkpoint.shard import THREADS, Placement, digest_of_range, parse_header
 from megatron.errors import CheckpointError
 from megatron.parallel.layout import Layout
 
@@ -193,11 +194,14 @@ class NativeReader:
             _check_size(path / name, info.size)
 
     def verify(self, rank: int = 0, ranks: int = 1) -> None:
-        """Compare digests: this rank's share of all, so that `ranks` ranks cover the checkpoint.
+        """Compare digests, and what files hold with what the manifest says of them: this rank's
+        share of all, so that `ranks` ranks cover the checkpoint.
 
         Raises:
-            CheckpointError: names the file and the tensor whose bytes have changed.
+            CheckpointError: names the file and the tensor whose bytes have changed, or which is
+                not in it as the manifest says.
         """
+        described = _pieces_by_file(self.manifest)
         shares = [0] * ranks
         mine = []
         for span in sorted(self._ranges(), key=lambda span: -span.size):
@@ -205,9 +209,15 @@ class NativeReader:
             shares[lightest] += span.size + 1
             if lightest == rank:
                 mine.append(span)
+
+        def verify(span: _Span) -> None:
+            self._verify(span)
+            if span.start == 0:  # the header
+                self._check_places(span, described[span.file])
+
         with ThreadPoolExecutor(THREADS) as pool:
             try:
-                for _ in pool.map(self._verify, mine):
+                for _ in pool.map(verify, mine):
                     pass
             except CheckpointError:
                 pool.shutdown(cancel_futures=True)
@@ -220,6 +230,25 @@ class NativeReader:
             raise CheckpointError(f"{span.file}: cannot be read: {error.strerror}") from error
         if found != span.digest:
             raise CheckpointError(f"{span.file}: damaged: {span.what} does not match its digest")
+
+    def _check_places(self, header: _Span, described: list[tuple[str, Placement]]) -> None:
+        """Tensors are read by the file's own header, so it must say what the manifest says."""
+        file = header.file
+        try:
+            self._open(file)  # refuses whatever reading would refuse
+            with open(self.path / file, "rb") as stream:
+                held = parse_header(stream.read(header.size))
+        except (OSError, SafetensorError, ValueError) as error:
+            raise CheckpointError(f"{file}: {error}") from error
+        for key, place in described:
+            if held.get(key) != place:
+                found = _in_words(held[key]) if key in held else "nothing of this name"
+                raise CheckpointError(
+                    f"{file}: holds {found} where {MANIFEST} says {_in_words(place)}: {key}"
+                )
+        strangers = held.keys() - {key for key, _ in described}
+        if strangers:
+            raise CheckpointError(f"{file}: holds {min(strangers)}, which {MANIFEST} does not name")
 
     def _ranges(self) -> Iterator[_Span]:
         """All bytes that have a digest."""
@@ -263,19 +292,37 @@ class NativeReader:
 
     def _read_piece(self, key: str, piece: Piece, part: Box) -> torch.Tensor:
         try:
-            if piece.file not in self._files:  # its header is long: it is read once
-                self._files[piece.file] = safe_open(self.path / piece.file, framework="pt")
-            file = self._files[piece.file]
+            file = self._open(piece.file)
             if part == piece.box:
                 return file.get_tensor(key)
             return file.get_slice(key)[part.within(piece.box)]
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{self.path / piece.file}: {key}: {error}") from error
 
+    def _open(self, file: str) -> Any:
+        if file not in self._files:  # its header is long: it is read once
+            self._files[file] = safe_open(self.path / file, framework="pt")
+        return self._files[file]
+
     def _info(self, name: str) -> TensorInfo:
         if name not in self.manifest.tensors:
             raise CheckpointError(f"{self.path}: holds no tensor {name!r}")
         return self.manifest.tensors[name]
+
+
+def _pieces_by_file(manifest: Manifest) -> dict[str, list[tuple[str, Placement]]]:
+    """What every file should hold: keys in its header, each with its place."""
+    held: dict[str, list[tuple[str, Placement]]] = {file: [] for file in manifest.files}
+    for name, tensor in manifest.tensors.items():
+        keys = keys_in_files(name, [piece.file for piece in tensor.pieces])
+        for key, piece in zip(keys, tensor.pieces, strict=True):
+            place = Placement(tensor.dtype, piece.box.shape, piece.start, piece.size)
+            held[piece.file].append((key, place))
+    return held
+
+
+def _in_words(place: Placement) -> str:
+    return f"{describe(place.dtype, place.shape)} at byte {place.start}"
 
 
 def _load_manifest(path: Path) -> Manifest:

@@ -92,6 +92,35 @@ def plan_shard(
     return header, places
 
 
+def parse_header(data: bytes) -> dict[str, Placement]:
+    """Every tensor's place, from the header's bytes: `plan_shard` the other way round.
+
+    Raises:
+        ValueError: it is no header, or names a tensor twice.
+    """
+    try:
+        entries = json.loads(data[8:], object_pairs_hook=_without_doubles)
+        return {
+            name: Placement(
+                dtype=entry["dtype"],
+                shape=tuple(entry["shape"]),
+                start=len(data) + entry["data_offsets"][0],
+                size=entry["data_offsets"][1] - entry["data_offsets"][0],
+            )
+            for name, entry in entries.items()
+            if name != "__metadata__"
+        }
+    except (TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise ValueError(f"not a header of safetensors: {error}") from error
+
+
+def _without_doubles(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name stands twice in the header")
+    return found
+
+
 def write_shard(
     path: Path,
     tensors: Mapping[str, torch.Tensor],

@@ -97,10 +97,12 @@ def find_problems(
     return [line for line in problems if flags.isdisjoint(re.findall(r"--[\w-]+", line))]
 
 
-def find_notices(config: RunConfig, start: RunConfig) -> list[str]:
+def find_notices(config: RunConfig, world_size: int, start: RunConfig) -> list[str]:
     """One line for each setting that is taken but changes nothing, with the reason.
 
     Args:
+        config: resolved.
+        world_size: processes.
         start: the run that flags and YAML file change, with what a checkpoint changes in it: what
             it says already was not given.
     """
@@ -113,7 +115,7 @@ def find_notices(config: RunConfig, start: RunConfig) -> list[str]:
     ]
     return [
         *lines,
-        *rules_sharding.no_effect(config),
+        *rules_sharding.no_effect(config, world_size),
         *rules_overlap.no_effect(config),
         *_no_effect(config, start),
         *rules_dependent.dependent(config, start),

@@ -82,6 +82,7 @@ def parse_config(
     read_checkpoint: ReadCheckpoint | None = None,
     find_start: FindStart | None = None,
     rules: Sequence[Rule] = RULES,
+    reads: Collection[str] | None = None,
     check_extra: Callable[..., Iterable[str]] = lambda *extra: (),
     elsewhere: Mapping[str, str] | None = None,
 ) -> ParsedRun:
@@ -98,6 +99,8 @@ def parse_config(
         find_start: for programs that take up a trained model: what was given on the command line,
             by field name, to the run that YAML and flags change. None: the defaults.
         rules: what to check.
+        reads: for programs that do not train: what has an effect in them, or is refused by name,
+            by "section.field". The rest is taken, and said in one line. None: all of it.
         check_extra: an instance of each of `extra` to the mistakes in them.
         elsewhere: flags that the program has for other purposes, to whose they are.
 
@@ -113,22 +116,27 @@ def parse_config(
         start = line.ask(lambda: find_start(vars(line.namespace)))
     base = _read_yaml(getattr(line.namespace, "config", None), start, world_size, line)
     asked = with_values(base, _flag_values(line.namespace))
+    unread = _unread(asked, start, reads, line)
+    if read_checkpoint is None and find_start is not None:
+        asked = _takes_network(asked, line)
     config = _from_checkpoint(asked, read_checkpoint, line)
     start = with_values(start, _changes(asked, config))  # which nobody asked for
     line.problems += _other_kind(config.model.architecture, architecture, program)
     size = config.training.dry_run_world_size if config.training.dry_run else None
-    config = resolve(config, size or world_size)
+    world_size = size or world_size
+    config = resolve(config, world_size)
     others: tuple[Any, ...] = tuple(
         from_namespace(config_type, line.namespace) for config_type in extra
     )
     problems = [
         *line.problems,
-        *find_problems(config, size or world_size, line.spoilt, rules),
+        *find_problems(config, world_size, line.spoilt, rules),
         *check_extra(*others),
     ]
     if problems:
         raise ConfigError(problems)
-    return ParsedRun(config, notices=(*line.notices, *find_notices(config, start)), extra=others)
+    notices = find_notices(with_values(config, unread), world_size, start)
+    return ParsedRun(config, notices=(*line.notices, *notices), extra=others)
 
 
 def build_parser(program: str, extra: Sequence[type] = ()) -> argparse.ArgumentParser:
@@ -287,6 +295,29 @@ def _changes(before: RunConfig, after: RunConfig) -> dict[str, Any]:
     """What another run has in its place, by "section.field"."""
     old = flatten(before)
     return {path: value for path, value in flatten(after).items() if value != old[path]}
+
+
+def _unread(
+    asked: RunConfig, start: RunConfig, reads: Collection[str] | None, line: _CommandLine
+) -> dict[str, Any]:
+    """What the program does not read, as if nobody had asked for it; says which of it was given."""
+    if reads is None:
+        return {}
+    unread = {path: value for path, value in flatten(start).items() if path not in reads}
+    given = flatten(asked)
+    fields = [field_at(path) for path, value in unread.items() if given[path] != value]
+    if fields:
+        names = ", ".join(field.shown if field.is_switch else field.names[0] for field in fields)
+        line.notices.append(f"these flags change nothing here: {names}")
+    return unread
+
+
+def _takes_network(config: RunConfig, line: _CommandLine) -> RunConfig:
+    """Of programs that take up a trained model, which do what --use-checkpoint-args asks for."""
+    if not config.checkpoint.use_checkpoint_args or config.checkpoint.load is None:
+        return config
+    line.notices.append("--use-checkpoint-args: the network is the checkpoint's in any case")
+    return with_values(config, {"checkpoint.use_checkpoint_args": False})
 
 
 def _stretch(

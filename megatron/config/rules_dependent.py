@@ -166,6 +166,12 @@ _DEPENDENT: tuple[_Dependent, ...] = (
         "without --tensorboard-dir, --wandb-project or --metrics-jsonl",
     ),
     _Dependent(
+        "evaluation",
+        ("eval_interval",),
+        lambda c: c.evaluation.eval_iters,
+        "with --eval-iters 0",
+    ),
+    _Dependent(
         "logging",
         ("tensorboard_queue_size",),
         lambda c: c.logging.tensorboard_dir,

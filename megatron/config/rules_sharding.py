@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.config.resolve import data_parallel_size
 from megatron.config.run import RunConfig
 
 
@@ -46,9 +47,12 @@ def torch_ddp(config: RunConfig, world_size: int) -> Iterator[str]:
         )
 
 
-def no_effect(config: RunConfig) -> Iterator[str]:
-    """Notices: what is done anyway."""
+def no_effect(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Notices: what is done anyway, and what one process has nobody to do it with."""
     parallel = config.parallel
+    if data_parallel_size(config, world_size) * parallel.context_parallel_size == 1:
+        yield from _alone(config)
+        return
     if parallel.zero_stage == 3:
         for name, on in (
             ("--overlap-grad-reduce", parallel.overlap_grad_reduce),
@@ -58,3 +62,24 @@ def no_effect(config: RunConfig) -> Iterator[str]:
                 yield f"{name}: --zero-stage 3 always communicates while it computes"
     if parallel.ddp_impl == "torch" and parallel.overlap_grad_reduce:
         yield "--overlap-grad-reduce: --DDP-impl torch always reduces during backward"
+
+
+def _alone(config: RunConfig) -> Iterator[str]:
+    parallel = config.parallel
+    distributed = parallel.use_distributed_optimizer
+    stage = "--use-distributed-optimizer" if distributed else f"--zero-stage {parallel.zero_stage}"
+    # Files of Megatron-LM are others with its flag, for any number of processes.
+    is_kept = distributed and config.checkpoint.ckpt_format == "legacy"
+    given = [
+        name
+        for name, on in (
+            (stage, parallel.zero_stage and not is_kept),
+            ("--DDP-impl torch", parallel.ddp_impl == "torch"),
+            ("--overlap-grad-reduce", parallel.overlap_grad_reduce),
+            ("--overlap-param-gather", parallel.overlap_param_gather),
+            ("--fp8-param-gather", config.precision.fp8_param_gather),
+        )
+        if on
+    ]
+    if given:
+        yield f"{', '.join(given)}: one data-parallel process: there is nobody to share with"

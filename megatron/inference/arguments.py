@@ -15,6 +15,9 @@ from megatron.config import (
     rules_ranges,
 )
 from megatron.config.checks import Rule
+from megatron.config.data import TokenizerConfig
+from megatron.config.fields import fields_of
+from megatron.config.model import ModelConfig
 from megatron.inference.load import open_existing, saved_config
 
 
@@ -46,6 +49,7 @@ def parse_generation(
         extra=extra,
         find_start=_saved,
         rules=RULES,
+        reads=SAVED_MODEL_READS | {"training.seed"},
         check_extra=check_extra,
     )
 
@@ -116,3 +120,30 @@ SAVED_MODEL_RULES: tuple[Rule, ...] = (
     rules_model.precision,
 )
 RULES: tuple[Rule, ...] = (*SAVED_MODEL_RULES, _one_copy)
+
+# Of a network: what only its training, or a new one, depends on.
+_OF_TRAINING = (
+    *("attention_dropout", "hidden_dropout", "init_method_std", "init_method_xavier_uniform"),
+    *("perform_initialization", "make_vocab_size_divisible_by"),
+)
+_READ: dict[str, tuple[str, ...]] = {
+    "model": tuple(f.name for f in fields_of(ModelConfig) if f.name not in _OF_TRAINING),
+    "tokenizer": tuple(f.name for f in fields_of(TokenizerConfig)),
+    "precision": (
+        *("fp16", "bf16", "fp8_format", "fp32_residual_connection", "embedding_weights_in_fp32"),
+        *("apply_query_key_layer_scaling", "attention_softmax_in_fp32"),
+    ),
+    "parallel": (
+        *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
+        *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
+        *("pipeline_model_parallel_layout", "pipeline_model_parallel_split_rank"),
+        *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+        *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+        *("sequence_parallel", "tp_comm_overlap", "distributed_backend"),
+        *("distributed_timeout_minutes", "local_rank", "use_mpi"),
+    ),
+    "training": ("deterministic_mode", "dry_run"),
+    "checkpoint": ("load", "use_checkpoint_args"),
+}
+# What every program that runs a saved model depends on, or refuses by name.
+SAVED_MODEL_READS = frozenset(f"{section}.{name}" for section in _READ for name in _READ[section])

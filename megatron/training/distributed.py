@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 
@@ -13,9 +13,10 @@ import torch.distributed as dist
 from megatron.config.parallel import ParallelConfig
 from megatron.device import Device
 from megatron.environment import Launch, check_meeting_place
-from megatron.errors import HangError
+from megatron.errors import ConfigError, HangError
 from megatron.parallel.journal import Journal
 from megatron.parallel.layout import Layout
+from megatron.training.devices import refuse_together
 from megatron.training.failure import end_run
 from megatron.training.watchdog import Watchdog
 
@@ -25,7 +26,11 @@ BACKSTOP = timedelta(minutes=1)
 
 @contextmanager
 def process_group(
-    config: ParallelConfig, launch: Launch, device: Device, before_end: ExitStack
+    config: ParallelConfig,
+    launch: Launch,
+    device: Device,
+    before_end: ExitStack,
+    misfits: Sequence[str] = (),
 ) -> Iterator[Layout]:
     """The layout of this run, its process groups alive inside the block.
 
@@ -35,8 +40,10 @@ def process_group(
     Args:
         before_end: what it holds when the block ends is done before the groups end, and after the
             others have been told of an error.
+        misfits: what this process's device has nothing for: see `refuse_together`.
 
     Raises:
+        ConfigError: the device of a process lacks what the run needs.
         HangError: the processes did not come together.
         RunEndedError: a process failed. It has said why.
     """
@@ -46,14 +53,19 @@ def process_group(
         "pipeline": config.pipeline_model_parallel_size,
     }
     if launch.world_size == 1:
+        if misfits:
+            raise ConfigError(list(misfits))
         yield Layout.at(0, 1, **sizes)
         return
     backend = device.backend(config.distributed_backend)
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
     store = _meet(launch, timeout)
+    attempt = _of_this_attempt(store, launch)
+    with _coming_together(launch, timeout):
+        refuse_together(attempt, launch, device, misfits)
     dist.init_process_group(
         backend if backend == "gloo" else f"cpu:gloo,{device.type}:{backend}",
-        store=_of_this_attempt(store, launch),
+        store=attempt,
         rank=launch.rank,
         world_size=launch.world_size,
         timeout=timeout + BACKSTOP,
@@ -82,11 +94,18 @@ def process_group(
 def _meet(launch: Launch, timeout: timedelta) -> dist.TCPStore:
     """The launcher's store, once all processes are there."""
     check_meeting_place(launch.world_size)
-    try:
+    with _coming_together(launch, timeout):
         store, _, _ = next(
             dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timeout)
         )
         return store
+
+
+@contextmanager
+def _coming_together(launch: Launch, timeout: timedelta) -> Iterator[None]:
+    """Raises HangError where a process has not come, or the store does not answer."""
+    try:
+        yield
     except dist.DistError as error:
         raise HangError(
             f"the {launch.world_size} processes did not come together within "

@@ -72,12 +72,13 @@ def processes(
         _be_deterministic()
     device = Device.pick(launch.local_rank)
     misfits = list(rules_device.device(config, device, launch.local_world_size))
-    if misfits:
-        raise ConfigError(misfits)
-    device.activate()
-    kernels = find_library(device.torch_device)  # may compile for a minute: no group waits yet
+    kernels = None
+    if not misfits:
+        device.activate()
+        kernels = find_library(device.torch_device)  # may compile for a minute: no group waits yet
     before_end = before_end or ExitStack()
-    with process_group(config.parallel, launch, device, before_end) as layout:
+    with process_group(config.parallel, launch, device, before_end, misfits) as layout:
+        assert kernels is not None, "who has misfits has no groups"
         expect_same_kernels(kernels, layout.world)
         yield device, layout
 

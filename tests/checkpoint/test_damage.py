@@ -4,10 +4,14 @@ import random
 import shutil
 
 import pytest
+import torch
 
+from megatron.checkpoint import plan
 from megatron.checkpoint.find import Found
 from megatron.checkpoint.manifest import MANIFEST, ManifestError, _sign, parse
 from megatron.checkpoint.reader import open_checkpoint, open_found
+from megatron.checkpoint.shard import parse_header, plan_shard
+from megatron.checkpoint.summary import summarize
 from megatron.errors import CheckpointError
 from tests.checkpoint.states import assert_loads, make_state, save_state
 
@@ -132,3 +136,58 @@ def test_a_well_signed_manifest_must_still_make_sense(tmp_path, change, message)
 def test_what_is_not_json_is_refused(data):
     with pytest.raises(ManifestError):
         parse(data)
+
+
+FORGED = "model.layers.0.mlp.up.weight"
+LIKE_IT = "optimizer.layers.0.mlp.up.weight.exp_avg"  # as many bytes, in another file
+
+
+def _exchange(tensors):
+    """Each of two in the other's file, or in the other's place of the same one."""
+    for field in ("file", "start", "sha256"):
+        one, other = tensors[FORGED]["pieces"][0], tensors[LIKE_IT]["pieces"][0]
+        one[field], other[field] = other[field], one[field]
+
+
+def _turn(tensors):
+    tensors[FORGED]["shape"] = tensors[FORGED]["pieces"][0]["shape"] = [8, 32]
+
+
+@pytest.mark.parametrize("large", [1 << 30, 64], ids=["one file", "several files"])
+@pytest.mark.parametrize(
+    ("forge", "message"),
+    [
+        (_exchange, r"rank_00000(_\d)?.safetensors: holds .* where manifest.json says F32 .* at"),
+        (lambda t: t.update({"model.a": t.pop(FORGED)}), r"nothing of this name where .*: model.a"),
+        (lambda t: t[FORGED].update(dtype="I32"), r"holds F32 \[32, 8\] at .* says I32 \[32, 8\]"),
+        (_turn, r"holds F32 \[32, 8\] at byte \d+ where manifest.json says F32 \[8, 32\]"),
+        (lambda t: t.pop("empty"), "holds empty, which manifest.json does not name"),
+    ],
+)
+def test_a_forged_manifest_must_say_what_its_files_hold(
+    tmp_path, capsys, monkeypatch, forge, message, large
+):
+    monkeypatch.setattr(plan, "_LARGE", large)  # bytes from which a share has several files
+    save_state(tmp_path, 1)
+    path = save_state(tmp_path, 2, make_state(2))
+    body = _body(path)
+    forge(body["tensors"])
+    (path / MANIFEST).write_bytes(_sign(body))
+    with pytest.raises(CheckpointError, match=message):
+        open_found(Found("native", 2, path))
+    assert assert_loads(tmp_path, [1]) == 1  # before a tensor was read
+    lines, sound = summarize(tmp_path, verify=True, details=False)
+    assert not sound
+    assert "iter_0000002  native  cannot be used: rank_00000" in lines[1]
+
+
+def test_a_header_gives_each_tensor_one_place():
+    tensors = {"a": torch.ones(6), "b": torch.ones(2, 3).half(), "c": torch.ones(0, 4)}
+    header, places = plan_shard(tensors, metadata={"format": "pt"})
+    assert parse_header(header) == places
+    # Readers differ about which of the two counts.
+    with pytest.raises(ValueError, match="a name stands twice"):
+        parse_header(header.replace(b'"b":{', b'"a":{'))
+    for text in (b"", b"[]", b"[" * 100_000, b'{"a":7}', b'{"a":{"dtype":"F32","shape":[]}}'):
+        with pytest.raises(ValueError, match="header|Expecting"):
+            parse_header(bytes(8) + text)

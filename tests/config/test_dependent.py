@@ -27,6 +27,7 @@ def test_each_is_said_where_it_is_in_vain(entry) -> None:
     start = RunConfig()
     if entry.on(start):  # what is on by default is turned off
         turned = {"training.manual_gc": False, "optimizer.optimizer": "sgd"}
+        turned["evaluation.eval_iters"] = 0
         start = with_values(start, {**turned, "model.use_flash_attn": True})
     paths = [f"{entry.section}.{name}" for name in entry.fields]
     config = with_values(start, {path: _changed(path) for path in paths})
@@ -51,6 +52,7 @@ def test_each_is_said_where_it_is_in_vain(entry) -> None:
         "--profile --profile-step-start 2 --profile-dir x",
         "--dataloader-type cyclic --no-data-sharding",
         "--on-nonfinite skip --max-nonfinite-skips 3",
+        "--eval-iters 1 --eval-interval 5",
     ],
 )
 def test_what_has_an_effect_is_taken_in_silence(words: str) -> None:

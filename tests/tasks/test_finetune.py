@@ -350,6 +350,17 @@ def test_what_a_training_needs_is_asked_for(toy):
     assert [line.split(":")[0] for line in caught.value.problems] == lines
 
 
+def test_losses_on_no_data_are_said_to_be_none(toy):
+    words = _sst(toy, "--epochs", "1", "--eval-iters", "2", "--eval-interval", "4")
+    assert finetune_command.parse("SST-2", words, 1).notices == ()
+    at = words.index("--valid-data")
+    without = words[:at] + words[at + 2 :]
+    (line,) = finetune_command.parse("SST-2", without, 1).notices
+    assert line == "--eval-iters 2 changes nothing without --valid-data"
+    (line,) = finetune_command.parse("SST-2", [*words, "--eval-iters", "0"], 1).notices
+    assert line == "--eval-interval 4 changes nothing with --eval-iters 0"
+
+
 def test_less_than_a_batch_is_refused(toy):
     words = _sst(toy, "--epochs", "1", "--global-batch-size", "80")
     with pytest.raises(ConfigError, match="67 examples, fewer than a batch of 80"):

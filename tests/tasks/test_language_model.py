@@ -190,6 +190,14 @@ def test_a_flag_of_other_tasks_says_whose_it_is(toy, flag, whose):
     assert caught.value.problems == [f"{flag} belongs to {whose}, and this is LAMBADA: drop it"]
 
 
+def test_flags_of_megatron_without_a_field_belong_to_no_task(toy, tmp_path):
+    (tmp_path / "run.yaml").write_text("training: {micro_batch_size: 3}\n")
+    given = ["--config", str(tmp_path / "run.yaml"), "--lazy-mpu-init", "yes"]
+    parsed = language_model.parse("LAMBADA", _words(toy, "corpus.jsonl", *given), 1)
+    assert parsed.config.training.micro_batch_size == 3
+    assert [line.split()[0] for line in parsed.notices] == ["--lazy-mpu-init:"]
+
+
 @pytest.mark.parametrize(
     "flags",
     [["--cloze-eval", "--webtext-eval"], ["--task", "WIKITEXT103", "--cloze-eval"]],

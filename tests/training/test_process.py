@@ -1,5 +1,7 @@
 """What processes must have in common before they train together."""
 
+import os
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -11,9 +13,13 @@ from megatron.environment import Launch
 from megatron.errors import ConfigError
 from megatron.kernels.library import LibraryChoice
 from megatron.parallel.layout import Layout
+from megatron.training.devices import Found, problems_of
 from megatron.training.process import expect_same_kernels, processes
 from tests.config.command import parse
 from tests.distributed import run_distributed
+from tests.launch import start_ranks
+from tests.repository import ROOT
+from tests.training.toy import TOY
 
 FUSED = LibraryChoice(object(), "as if")  # type: ignore[arg-type]
 PLAIN = LibraryChoice(None, "no nvcc")
@@ -41,7 +47,7 @@ def test_fused_kernels_are_for_all_processes_or_none() -> None:
 
 def test_what_a_device_has_nothing_for_is_refused_before_the_processes_meet(monkeypatch) -> None:
     monkeypatch.setattr("megatron.training.process.Device.pick", lambda _: Device.cpu())
-    monkeypatch.setattr("megatron.training.process.process_group", None)
+    monkeypatch.setattr("megatron.training.distributed._meet", None)
     config = parse("--bf16 --use-flash-attn --cuda-graph-impl local").config
     with pytest.raises(ConfigError) as caught, processes(config, Launch()):
         pass
@@ -60,20 +66,73 @@ def test_numbers_in_8_bits_need_a_gpu_that_has_them() -> None:
     assert problems((8, 0))[0].startswith("--fp8-format hybrid: A100 does not multiply in 8 bits")
 
 
-def test_memory_of_several_machines_is_not_mapped(monkeypatch) -> None:
+def test_memory_of_several_machines_is_not_mapped() -> None:
     gpu = Device(torch.device("cuda", 0))
-    monkeypatch.setattr("megatron.training.process.Device.pick", lambda _: gpu)
-    # It writes the launch into this process's environment, where later tests would find it.
-    monkeypatch.setattr("megatron.training.process.environment.prepare", lambda *_, **__: None)
     words = "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap"
     config = parse(words, world_size=6).config
-    launch = Launch(world_size=6, local_world_size=3)
-    with (
-        pytest.raises(ConfigError, match=r"does not divide the 3 process"),
-        processes(config, launch),
-    ):
-        pass
+    (line,) = rules_device.device(config, gpu, 3)
+    assert "does not divide the 3 process" in line
     assert not list(rules_device.device(config, gpu, 4))
+
+
+NO_GPU = """
+import os, sys
+sys.path.insert(0, {root!r})
+import torch
+from megatron import device
+from megatron.training import process
+import pretrain_gpt
+
+def pick(local_rank=0):  # a GPU on the first process alone
+    return device.Device(torch.device("cuda", 0) if local_rank in {gpus} else torch.device("cpu"))
+
+device.Device.pick = staticmethod(pick)
+process.find_library = lambda _: None
+device.Device.activate = lambda _: None
+sys.exit(pretrain_gpt.main(pretrain_gpt.GPTRecipe()))
+"""
+
+
+@pytest.mark.parametrize(
+    ("gpus", "message"),
+    [
+        ((0,), r"error: rank 1 of 2 \(on .+\) found no GPU, and the others did: "),
+        ((), "error: --use-flash-attn needs a GPU, and this run is on cpu: drop it\n"),
+    ],
+)
+def test_all_processes_hear_what_one_of_them_lacks(tmp_path, gpus, message) -> None:
+    """And end at once with its code: nobody waits for the one that would have left."""
+    script = tmp_path / "script.py"
+    script.write_text(NO_GPU.format(root=str(ROOT), gpus=gpus))
+    streams = [tmp_path / f"{name}{rank}" for name in ("out", "err") for rank in (0, 1)]
+    flags = [*TOY, "--train-iters", "1", "--bf16", "--use-flash-attn"]
+    ranks = start_ranks([str(script), *flags], os.environ, streams[:2], streams[2:])
+    try:
+        for rank in ranks:
+            rank.join(60)
+        assert [rank.exitcode for rank in ranks] == [ConfigError.exit_code] * 2
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+    first, second = (path.read_text() for path in streams[2:])
+    assert re.match(message, first)
+    assert first.count("error:") == 1
+    assert second == ""
+
+
+def test_a_line_names_the_ranks_that_it_is_of() -> None:
+    def say(*found: tuple[str, str, list[str]]) -> list[str]:
+        return problems_of([Found(*each) for each in found])
+
+    assert say(("cpu", "a", []), ("cpu", "b", [])) == []
+    assert say(("cuda", "a", ["x", "y"]), ("cuda", "b", ["x", "z"]), ("cuda", "b", ["x"])) == [
+        "x",
+        "rank 0 of 3 (on a): y",
+        "rank 1 of 3 (on b): z",
+    ]
+    (line,) = say(("cuda", "a", []), *[("cpu", f"m{i // 2}", ["x"]) for i in range(12)])
+    assert line.startswith("ranks 1-12 of 13 (on m0, m1, m2, m3, ...) found no GPU")
 
 
 def test_a_process_alone_asks_nobody() -> None:

@@ -1,0 +1,35 @@
+"""Flags of what data-parallel processes share."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.config.command import parse
+
+ALONE = "one data-parallel process: there is nobody to share with"
+
+
+@pytest.mark.parametrize(
+    ("words", "flags"),
+    [
+        ("--zero-stage 3 --overlap-grad-reduce", "--zero-stage 3, --overlap-grad-reduce"),
+        (
+            "--use-distributed-optimizer --overlap-param-gather --bf16 --fp8-format hybrid "
+            "--fp8-param-gather",
+            "--use-distributed-optimizer, --overlap-param-gather, --fp8-param-gather",
+        ),
+        ("--DDP-impl torch", "--DDP-impl torch"),
+        (
+            "--use-distributed-optimizer --overlap-grad-reduce --save x --save-interval 1 "
+            "--ckpt-format legacy",  # whose files are others with the first
+            "--overlap-grad-reduce",
+        ),
+    ],
+)
+def test_one_data_parallel_process_shares_with_nobody(words: str, flags: str) -> None:
+    split = "--tensor-model-parallel-size 2"
+    assert parse(words).notices == parse(words, split, world_size=2).notices
+    assert parse(words).notices == (f"{flags}: {ALONE}",)
+    context = "--context-parallel-size 2"  # which share as data-parallel processes do
+    for size, more in ((2, ""), (2, context), (4, split)):
+        assert not any(ALONE in line for line in parse(words, more, world_size=size).notices)

@@ -1,0 +1,160 @@
+"""Flags of programs that run a trained model: what does nothing there is said, in one line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.config import ParsedRun
+from megatron.config.run import sections
+from megatron.config.samples import SamplesConfig
+from megatron.errors import ConfigError
+from megatron.inference.arguments import SAVED_MODEL_READS, parse_generation
+from tasks import harness, language_model
+from tasks import main as tasks
+from tests.tasks.toy import save_toy
+from tools import generate_samples_gpt
+
+TRAINING = """
+    --lr 1e-3 --train-iters 7 --split 98,1,1 --hidden-dropout 0.3 --global-batch-size 6
+    --use-distributed-optimizer --overlap-param-gather --fp8-param-gather --save x --save-interval 5
+    --no-load-optim --hysteresis 5 --use-cpu-initialization --no-manual-gc --eval-iters 3
+""".split()
+IN_VAIN = {word for word in TRAINING if word.startswith("--")}
+
+# Taken by layers or modules that training has too, and without an effect outside of it.
+HANDED_ON = {
+    *(f"model.{name}" for name in ("attention_dropout", "hidden_dropout")),
+    *(f"model.{name}" for name in ("init_method_std", "init_method_xavier_uniform")),
+    *(f"precision.cross_entropy_{name}" for name in ("fusion_impl", "loss_fusion")),
+    "precision.fp16_lm_cross_entropy",
+    *(f"parallel.{name}" for name in ("async_tensor_model_parallel_allreduce", "cp_comm_type")),
+    "parallel.distribute_saved_activations",
+    "parallel.zero_stage",  # of which 3 is refused
+    *(f"training.recompute_{name}" for name in ("activations", "granularity")),
+    "training.cuda_graph_impl",  # refused without a GPU, which records by itself
+    "data.decoder_seq_length",
+}
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint, and a passage to evaluate it on."""
+    folder = tmp_path_factory.mktemp("toy")
+    save_toy(str(folder / "model"))
+    (folder / "corpus.jsonl").write_text(json.dumps({"text": "1 2 3 4 5"}) + "\n")
+    return folder
+
+
+def _generation(toy: Path, *words: str) -> ParsedRun:
+    return parse_generation(
+        ["--load", str(toy / "model"), *words],
+        world_size=1,
+        program="generate_samples_gpt.py",
+        extra=(SamplesConfig,),
+        check_extra=lambda _: (),
+    )
+
+
+def _evaluation(toy: Path, *words: str) -> ParsedRun:
+    given = ["--load", str(toy / "model"), "--valid-data", str(toy / "corpus.jsonl"), *words]
+    return language_model.parse("LAMBADA", given, 1)
+
+
+def _vain(parsed: ParsedRun) -> set[str]:
+    """The flags in the one line that names those which change nothing."""
+    if not parsed.notices:
+        return set()
+    (line,) = parsed.notices
+    start, flags = line.split(": ")
+    assert start == "these flags change nothing here"
+    return set(flags.split(", "))
+
+
+@pytest.mark.parametrize("parse", [_generation, _evaluation])
+def test_flags_of_training_are_taken_and_said_in_one_line(toy: Path, parse) -> None:
+    assert _vain(parse(toy, *TRAINING)) == IN_VAIN
+    # What the checkpoint says too, and what has an effect.
+    assert not parse(toy, "--num-layers", "2", "--bf16", "--max-position-embeddings", "16").notices
+
+
+def test_each_program_has_its_own(toy: Path) -> None:
+    words = "--micro-batch-size 3 --seq-length 8 --log-interval 2 --seed 4".split()
+    assert _vain(_evaluation(toy, *words)) == {"--seed"}
+    of_evaluation = {"--micro-batch-size", "--seq-length", "--log-interval"}
+    assert _vain(_generation(toy, *words)) == of_evaluation
+
+
+def test_lm_evaluation_harness_splits_no_sequence(toy: Path, monkeypatch) -> None:
+    monkeypatch.setattr(harness.importlib.util, "find_spec", lambda _: True)
+    words = ["--load", str(toy / "model"), "--lm-eval-tasks", "x", "--sequence-parallel"]
+    size = ["--tensor-model-parallel-size", "2"]
+    assert _vain(harness.parse("LM_EVAL", [*words, *size], 2)) == {"--sequence-parallel"}
+
+
+@pytest.mark.parametrize("parse", [_generation, _evaluation])
+def test_a_file_of_a_training_is_taken_too(toy: Path, tmp_path: Path, parse) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("schedule: {lr: 0.1}\ntraining: {train_iters: 3, deterministic_mode: true}\n")
+    parsed = parse(toy, "--config", str(file))
+    assert _vain(parsed) == {"--lr", "--train-iters"}
+    assert parsed.config.training.deterministic_mode
+
+
+@pytest.mark.parametrize("parse", [_generation, _evaluation])
+def test_what_a_training_computes_otherwise_is_still_refused(toy: Path, parse) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(toy, "--fp8-format", "hybrid", "--zero-stage", "3", "--lr", "-1")
+    flags = [problem.split()[0] for problem in caught.value.problems]
+    assert sorted(flags) == ["--fp8-format", "--lr", "--zero-stage"]
+
+
+@pytest.mark.parametrize("parse", [_generation, _evaluation])
+def test_the_checkpoint_s_network_is_taken_in_any_case(toy: Path, parse) -> None:
+    parsed = parse(toy, "--use-checkpoint-args")
+    (line,) = parsed.notices
+    assert line == "--use-checkpoint-args: the network is the checkpoint's in any case"
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """What of a run's configuration has been read since, by others than the configuration."""
+    found: set[str] = set()
+
+    def watch(section: str, kind: type) -> None:
+        plain, fields = kind.__getattribute__, frozenset(kind.__dataclass_fields__)
+
+        def get(self: object, name: str) -> object:
+            if name in fields:
+                by = Path(sys._getframe(1).f_code.co_filename)
+                if by.parent.name != "config" and by.name not in ("dataclasses.py", "<string>"):
+                    found.add(f"{section}.{name}")
+            return plain(self, name)
+
+        monkeypatch.setattr(kind, "__getattribute__", get)
+
+    for section, kind in sections().items():
+        watch(section, kind)
+    # It writes the launch into this process's environment, where later tests would find it.
+    monkeypatch.setattr("megatron.training.process.environment.prepare", lambda *_, **__: None)
+    return found
+
+
+def test_what_a_program_reads_is_not_called_vain(toy: Path, read: set[str], capsys) -> None:
+    words = ["--load", str(toy / "model")]
+    asked = ["--num-samples", "1", "--out-seq-length", "2", "--genfile", str(toy / "samples")]
+    assert generate_samples_gpt.main([*words, *asked]) == 0
+    assert "model.num_layers" in read
+    assert "training.seed" in read
+    assert read - HANDED_ON - {"data.seq_length"} <= SAVED_MODEL_READS | {"training.seed"}
+    read.clear()
+    data = ["--valid-data", str(toy / "corpus.jsonl"), "--results", str(toy / "results.json")]
+    assert tasks.main(["--task", "LAMBADA", *words, *data]) == 0
+    assert "training.seed" not in read
+    own = {"training.micro_batch_size", "data.seq_length", "logging.log_interval"}
+    assert own <= read
+    assert read - HANDED_ON <= SAVED_MODEL_READS | own
+    assert HANDED_ON.isdisjoint(SAVED_MODEL_READS)
