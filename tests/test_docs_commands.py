@@ -239,6 +239,14 @@ def test_links_to_headings_resolve(page: Path) -> None:
     assert not missing
 
 
+def test_modules_that_the_page_of_kernels_names_exist() -> None:
+    """It says which of them replaces what of Apex and Transformer Engine."""
+    named = re.findall(r"`([\w/]+\.py)`", (ROOT / "docs/kernels.md").read_text(encoding="utf-8"))
+    assert len(named) > 20
+    folders = [ROOT, ROOT / "megatron", ROOT / "megatron/kernels"]
+    assert not [x for x in named if not any((folder / x).is_file() for folder in folders)]
+
+
 def test_file_tree_of_the_readme_names_what_exists() -> None:
     block = re.search(r"^```text\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
     assert block

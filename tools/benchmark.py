@@ -51,6 +51,12 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 _PROFILED = 4  # iterations, of which the inner ones are broken down
+# What a run is and shows by this tool's own flags.
+_OWN_FLAGS = {
+    *("--train-iters", "--train-samples", "--exit-interval", "--exit-duration-in-mins"),
+    *("--log-interval", "--metrics-jsonl", "--skip-train", "--dry-run"),
+    *("--profile", "--profile-step-start", "--profile-step-end", "--profile-dir"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +95,8 @@ def build_parser() -> ToolParser:
     parser = ToolParser("benchmark.py", __doc__)
     parser.usage = "%(prog)s --workload S|L|demo [options] [-- flags of pretrain_gpt.py]"
     add = parser.add_argument
-    add("--workload", choices=WORKLOADS, default="S", help="Model and batch (default: S).")
+    shown = "S: 1.7B, L: Llama-3-8B, demo: a toy for a CPU (default: S)."
+    add("--workload", choices=WORKLOADS, default="S", help=shown)
     add("--precision", choices=PRECISIONS, default="bf16", help="Default: bf16.")
     add("--gpus", type=int, default=1, help="Processes; more than one under torchrun (default: 1).")
     add("--layout", default="", metavar="FLAGS", help="Flags of pretrain_gpt.py in one word.")
@@ -121,10 +128,8 @@ def make_plan(options: argparse.Namespace, further: Sequence[str]) -> Plan:
             flag = name.replace("_", "-")
             raise ConfigError(f"--{flag} {getattr(options, name):g}: give more than 0")
     workload, output = WORKLOADS[options.workload], options.output.resolve()
-    try:
-        further = [*shlex.split(options.layout), *further]
-    except ValueError as error:
-        raise ConfigError(f"--layout {options.layout}: {error}") from None
+    further = _further_flags(options.layout, further)
+    _expect_gpus(options)
     flags = training_flags(workload, options.precision, options.gpus, output / "corpus", further)
     read_flags(flags, options.gpus)  # complain before the corpus is written
     prefix = corpus_prefix(output / "corpus", workload)
@@ -142,6 +147,33 @@ def make_plan(options: argparse.Namespace, further: Sequence[str]) -> Plan:
         iterations=options.iterations,
         timeout=options.timeout,
     )
+
+
+def _further_flags(layout: str, further: Sequence[str]) -> list[str]:
+    """What is given for pretrain_gpt.py, in one word and behind `--`."""
+    try:
+        words = [*shlex.split(layout), *further]
+    except ValueError as error:
+        raise ConfigError(f"--layout {layout}: {error}") from None
+    for name in (word.partition("=")[0] for word in words):
+        if name in _OWN_FLAGS:
+            raise ConfigError(
+                f"{name}: how long runs are and what they show is this tool's to say: use "
+                "--iterations, --warmup and --no-profile"
+            )
+    return words
+
+
+def _expect_gpus(options: argparse.Namespace) -> None:
+    """All but the toy would take hours on a CPU."""
+    from megatron.device import gpu_count
+
+    found = gpu_count()
+    if options.workload != "demo" and found < options.gpus:
+        raise ConfigError(
+            f"--workload {options.workload} --gpus {options.gpus}: this machine has {found} GPUs: "
+            "use no more, or --workload demo"
+        )
 
 
 def run_once(plan: Plan, subject: Subject, number: int, result: Result, *, profile: bool) -> None:
@@ -212,9 +244,9 @@ def benchmark(options: argparse.Namespace, further: Sequence[str]) -> None:
         ceilings = _for_run(_read_ceilings(path), plan)
         print(report.describe_ceilings(ceilings, _tokens_per_gpu(plan)))
         return
-    ceilings = _known_ceilings(plan, options, further)
     here = Subject(options.label or commit_of(ROOT), ROOT)
     with _other_checkout(options.compare) as other:
+        ceilings = _known_ceilings(plan, options, further)
         subjects = [here]
         if other is not None:
             same = other.name == here.name

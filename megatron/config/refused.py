@@ -60,8 +60,25 @@ REFUSED: tuple[KnownFlag, ...] = (
     ),
     *_group(
         "mixtures of experts are not built: drop the flag",
-        switches=("--expert-parallel",),
-        unset={"--num-experts": int},
+        switches=(
+            "--expert-parallel",
+            "--moe-grouped-gemm",
+            "--moe-permute-fusion",
+            "--moe-shared-expert-overlap",
+            "--overlap-moe-expert-parallel-comm",
+        ),
+        values={
+            "--expert-model-parallel-size": 1,
+            "--moe-router-topk": 2,
+            "--moe-aux-loss-coeff": 0.0,
+        },
+        unset={
+            "--num-experts": int,
+            "--expert-tensor-parallel-size": int,
+            "--moe-ffn-hidden-size": int,
+            "--moe-router-load-balancing-type": str,
+            "--moe-token-dispatcher-type": str,
+        },
     ),
     KnownFlag(
         "--model-spec",
@@ -72,6 +89,8 @@ REFUSED: tuple[KnownFlag, ...] = (
     *_group(
         "--tp-comm-overlap has no parts that are chosen one by one: drop the flag",
         switches=(
+            "--disable-tp-comm-split-ag",
+            "--disable-tp-comm-split-rs",
             "--disable-tp-comm-overlap-ag",
             "--disable-tp-comm-overlap-rs",
             "--tp-comm-overlap-rs-dgrad",
@@ -94,6 +113,123 @@ REFUSED: tuple[KnownFlag, ...] = (
             name, "--cuda-graph-impl local records whole passes: drop the flag", str, (), many=True
         )
         for name in ("--cuda-graph-scope", "--cuda-graph-modules")
+    ),
+    # Of later versions, for speed.
+    KnownFlag(
+        "--attention-backend",
+        "the fastest kernel that fits is taken: use --use-flash-attn for flash, "
+        "--no-masked-softmax-fusion for unfused, or drop the flag",
+        str,
+        "auto",
+        ("auto", "flash", "fused", "unfused", "local"),
+    ),
+    *_group(
+        "SwiGLU's two forms are one kernel, taken wherever sizes allow: drop the flag",
+        switches=("--no-bias-swiglu-fusion",),
+    ),
+    *_group(
+        "stages always compute while their messages travel: drop the flag",
+        switches=("--no-overlap-p2p-communication",),
+    ),
+    *_group(
+        "an interleaved schedule takes groups of as many micro-batches as there are stages: drop "
+        "the flag",
+        unset={
+            "--microbatch-group-size-per-virtual-pipeline-stage": int,
+            "--microbatch-group-size-per-vp-stage": int,
+        },
+    ),
+    *_group(
+        "weight gradients are deferred by --pipeline-schedule zero-bubble: use that, or drop the "
+        "flag",
+        switches=("--defer-embedding-wgrad-compute", "--delay-wgrad-compute"),
+        values={"--wgrad-deferral-limit": 0},
+    ),
+    *_group(
+        "no pipeline stage waits for another's reduction or gathering: drop the flag",
+        switches=(
+            "--delay-grad-reduce",
+            "--delay-param-gather",
+            "--align-grad-reduce",
+            "--align-param-gather",
+        ),
+    ),
+    *_group(
+        "the gathering begins when the whole update is made, and is hidden behind forward: use "
+        "--overlap-param-gather alone",
+        switches=("--overlap-param-gather-with-optimizer-step",),
+    ),
+    *_group(
+        "gradients travel in buckets of 64 MiB or more: drop the flag",
+        switches=("--ddp-pad-buckets-for-high-nccl-busbw",),
+        unset={
+            "--ddp-bucket-size": int,
+            "--ddp-num-buckets": int,
+            "--suggested-communication-unit-size": int,
+        },
+    ),
+    *_group(
+        "NCCL is tuned by its own environment variables: drop the flag",
+        switches=("--use-nccl-ub", "--use-sharp", "--disable-symmetric-registration"),
+        unset={"--nccl-communicator-config-path": str},
+    ),
+    KnownFlag(
+        "--high-priority-stream-groups",
+        "all groups' communication has the same priority: drop the flag",
+        str,
+        (),
+        many=True,
+    ),
+    *_group(
+        "weights, gradients and states are sharded by --zero-stage: use that",
+        switches=("--use-torch-fsdp2", "--use-megatron-fsdp", "--use-custom-fsdp"),
+        choices={
+            "--data-parallel-sharding-strategy": (
+                *("no_shard", "optim", "optim_grads", "optim_grads_params"),
+            )
+        },
+    ),
+    *_group(
+        "gradients of --bf16, the optimizer's weights and its moments are in fp32: drop the flag",
+        switches=("--use-precision-aware-optimizer", "--grad-reduce-in-bf16"),
+        choices={
+            "--main-grads-dtype": ("fp32", "bf16"),
+            "--main-params-dtype": ("fp32", "fp16"),
+            "--exp-avg-dtype": ("fp32", "bf16", "fp16", "fp8"),
+            "--exp-avg-sq-dtype": ("fp32", "bf16", "fp16", "fp8"),
+        },
+    ),
+    *_group(
+        "--fp8-format is for the linear layers of every block: drop the flag",
+        switches=("--first-last-layers-bf16",),
+        values={"--num-layers-at-start-in-bf16": 1, "--num-layers-at-end-in-bf16": 1},
+    ),
+    *_group(
+        "products are in 16 bits, or in 8 by --fp8-format and one of its recipes: drop the flag",
+        switches=("--fp4-param-gather", "--reuse-grad-buf-for-mxfp8-param-ag"),
+        unset={
+            "--fp4-format": str,
+            "--fp4-recipe": str,
+            "--fp8-quantizer-factory": str,
+            "--te-precision-config-file": str,
+        },
+    ),
+    *_group(
+        "--optimizer-cpu-offload has one way: drop the flag",
+        switches=(
+            "--overlap-cpu-optimizer-d2h-h2d",
+            "--use-torch-optimizer-for-cpu-offload",
+            "--no-pin-cpu-grads",
+            "--no-pin-cpu-params",
+        ),
+        values={"--optimizer-offload-fraction": 1.0},
+    ),
+    KnownFlag(
+        "--recompute-modules",
+        "--recompute-granularity selective recomputes the core of attention: drop the flag",
+        str,
+        (),
+        many=True,
     ),
     *_group(
         "embeddings of BERT are made for Retro, which is out of scope",
@@ -201,9 +337,25 @@ HONOURED: tuple[KnownFlag, ...] = (
         "each tensor-parallel process sends all that it holds to its neighbour: nothing is "
         "scattered",
     ),
-    KnownFlag(
-        "--overlap-p2p-communication",
+    *_group(
         "stages always compute while their messages travel",
+        switches=("--overlap-p2p-communication", "--overlap-p2p-communication-warmup-flush"),
+    ),
+    *_group(
+        "no pipeline stage waits for another's reduction or gathering: nothing is aligned",
+        switches=("--no-align-grad-reduce", "--no-align-param-gather"),
+    ),
+    KnownFlag(
+        "--ddp-average-in-collective",
+        "gradients are averaged as they are added up wherever the library can: NCCL",
+    ),
+    KnownFlag(
+        "--inference-rng-tracker",
+        "CUDA graphs take PyTorch's own generator as it is",
+    ),
+    KnownFlag(
+        "--use-pytorch-profiler",
+        "--profile is PyTorch's profiler",
     ),
     KnownFlag(
         "--use-ring-exchange-p2p",

@@ -100,15 +100,17 @@ def choose_attention(
         )
         return AttentionChoice("plain", "--no-masked-softmax-fusion", function)
     name, reason, fused = "fused", "scaled_dot_product_attention on CPU", cpu_attention
+    repeats = torch.are_deterministic_algorithms_enabled()
+    first = f"first of {'' if repeats else 'cuDNN, '}flash, efficient that fits"
     if model.use_flash_attn:
         assert Device(device).is_gpu, "a rule refuses a CPU"
         package = find_flash_package(device)
-        name, reason = "flash", "--use-flash-attn: first of cuDNN, flash, efficient that fits"
+        name, reason = "flash", f"--use-flash-attn: {first}"
         if package is not None:
             reason = f"--use-flash-attn: FlashAttention {package.release} where it fits"
         fused = partial(flash_attention, package=package)
     elif Device(device).is_gpu:
-        reason, fused = "first of cuDNN, flash, efficient that fits", gpu_attention
+        reason, fused = first, gpu_attention
     if model.softmax_scale is None:
         return AttentionChoice(name, reason, fused)
     return AttentionChoice(name, reason, partial(fused, scale=model.softmax_scale))

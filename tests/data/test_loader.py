@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import multiprocessing.resource_sharer
 import os
 import signal
 import subprocess
@@ -29,6 +31,18 @@ def test_batches_come_in_the_samplers_order(num_workers: int) -> None:
         assert batch["text"].tolist() == want
 
 
+def test_workers_send_batches_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To open what a worker shares, the training process would connect to it for every tensor."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a batch came through shared memory")
+
+    monkeypatch.setattr(multiprocessing.resource_sharer.DupFd, "detach", refuse)
+    batch = next(iter(build_loader(DATASET, CyclicSampler(40, 0, 2), num_workers=1, seed=1)))
+    assert batch["text"].tolist() == [DATASET[i]["text"].tolist() for i in batch["id"].tolist()]
+    batch["text"].add_(1)  # and may be written to
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_no_global_random_state_is_drawn(num_workers: int) -> None:
     torch.manual_seed(3)
@@ -39,17 +53,19 @@ def test_no_global_random_state_is_drawn(num_workers: int) -> None:
 
 
 def test_workers_outlive_the_jobs_signals_and_end_with_the_loader() -> None:
-    batches = iter(build_loader(DATASET, CyclicSampler(40, 0, 4), num_workers=2, seed=1))
+    others = set(multiprocessing.active_children())
+    batches = build_loader(DATASET, CyclicSampler(40, 0, 4), num_workers=2, seed=1)
     for _ in range(2):
         next(batches)  # one of each worker, which then has its handlers
-    workers = [worker.pid for worker in batches._workers]  # type: ignore[attr-defined]
+    processes = set(multiprocessing.active_children()) - others
+    assert len(processes) == 2
+    workers = [process.pid for process in processes]
     for pid in workers:
         os.kill(pid, signal.SIGINT)
     # Not from the parent: a launcher's SIGTERM to all processes of the job.
     for pid in workers:
         subprocess.run(["kill", "-TERM", str(pid)], check=True)
     assert len(list(islice(batches, 30))) == 30
-    processes = list(batches._workers)  # type: ignore[attr-defined]
     for process in processes:
         process.terminate()  # from the parent, as when the interpreter exits
     for process in processes:

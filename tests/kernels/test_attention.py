@@ -143,6 +143,22 @@ def test_choice_on_cpu():
     assert "--no-masked-softmax-fusion" in str(plain)
 
 
+def test_the_choice_tells_which_kernels_may_run(monkeypatch):
+    device = SimpleNamespace(is_gpu=True, capability=(9, 0))
+    monkeypatch.setattr(attention, "Device", lambda _: device)
+    for flash, deterministic, expected in (
+        (False, False, "fused (first of cuDNN, flash, efficient that fits)"),
+        (False, True, "fused (first of flash, efficient that fits)"),
+        (True, False, "flash (--use-flash-attn: first of cuDNN, flash, efficient that fits)"),
+        (True, True, "flash (--use-flash-attn: first of flash, efficient that fits)"),
+    ):
+        monkeypatch.setattr(
+            torch, "are_deterministic_algorithms_enabled", lambda d=deterministic: d
+        )
+        model = ModelConfig(use_flash_attn=flash)
+        assert str(choose_attention(model, PrecisionConfig(bf16=True), CPU)) == expected
+
+
 def test_one_list_of_the_heads_that_flash_kernels_take(monkeypatch):
     """PyTorch's, those of the package, which are smaller, and the flag's rule."""
     monkeypatch.setattr(attention, "Device", lambda _: SimpleNamespace(has_flash=True))

@@ -119,6 +119,8 @@ def test_peaks_of_memory_are_those_of_the_whole_run(tmp_path) -> None:
 def test_a_log_that_measures_nothing_is_refused() -> None:
     with pytest.raises(BenchmarkError, match="no log lines"):
         measure(LOG, warmup=6, last=9)
+    with pytest.raises(BenchmarkError, match="up to iteration 9: the run ended before"):
+        measure(LOG, warmup=2, last=9)
     with pytest.raises(BenchmarkError, match="not finite"):
         measure([*LOG, (100.0, _line(7, 1.0, "NAN"))], warmup=2, last=5)
 
@@ -155,13 +157,16 @@ def test_several_gpus_go_under_torchrun(tmp_path) -> None:
         (["--gpus", "3", "--layout", "--tensor-model-parallel-size 2"], "--tensor-model-parallel"),
         (["--layout", "--sequence-paralel"], "did you mean --sequence-parallel"),
         (["--compare", "no-such-commit"], "--compare no-such-commit: neither a commit"),
+        (["--", "--train-iters", "9"], "--train-iters: how long runs are"),
+        (["--layout", "--exit-interval=7"], "use --iterations, --warmup and --no-profile"),
+        (["--workload", "S", "--gpus", "64"], "use no more, or --workload demo"),
     ],
 )
 def test_mistakes_are_named_before_anything_runs(
     words, message, tmp_path, capsys, monkeypatch
 ) -> None:
-    monkeypatch.setattr(benchmark, "run_once", lambda *_, **__: pytest.fail("it was run"))
-    monkeypatch.setattr(benchmark, "_known_ceilings", lambda *_: {})
+    for step in ("run_once", "_known_ceilings"):
+        monkeypatch.setattr(benchmark, step, lambda *_, **__: pytest.fail("it was run"))
     assert benchmark.main(["--workload", "demo", "--output", str(tmp_path), *words]) != 0
     assert message in capsys.readouterr().err
 

@@ -204,6 +204,22 @@ def test_a_forward_pass_begun_early_changes_no_bit():
     assert ended(look_ahead=True) == ended(look_ahead=False)
 
 
+def test_modules_are_told_to_train_only_where_they_do_not(monkeypatch):
+    """To tell 400 of them takes a millisecond, in which no kernel is started."""
+    run = build_toy(Layout.single())
+    (part,), told = run.parts, []
+    real = part.train
+    monkeypatch.setattr(part, "train", lambda mode=True: told.append(mode) or real(mode))
+    updates = Updates(run)
+    updates.make(look_ahead=True)
+    updates.make(look_ahead=False)
+    assert not told
+    part.eval()
+    updates.make(look_ahead=False)
+    assert told == [False, True]
+    assert all(module.training for module in part.modules())
+
+
 def test_where_a_forward_pass_is_begun_early():
     def begun(*flags):
         run = build_toy(Layout.single(), flags)

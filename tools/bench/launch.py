@@ -169,10 +169,10 @@ def measure(lines: Sequence[tuple[float, str]], *, warmup: int, last: int) -> Me
     logged = read_log(lines)
     before = [line for line in logged if line.iteration <= warmup]
     timed = [line for line in logged if warmup < line.iteration <= last]
-    if not before or not timed:
+    if not before or not timed or timed[-1].iteration < last:
         raise BenchmarkError(
             f"no log lines both within the {warmup} iterations of warm-up and up to iteration "
-            f"{last}: leave --log-interval at 1, or give more --iterations"
+            f"{last}: the run ended before, or does not log each iteration"
         )
     if not all(math.isfinite(line.loss) for line in logged):
         raise BenchmarkError("a loss is not finite: such a run measures nothing")

@@ -1,0 +1,101 @@
+"""The host waits for the device once an update, at its end. A CPU waits for nobody, but shows which
+operations a GPU would make it wait for; `tests/gpu/test_waits.py` asks a GPU."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.parallel.layout import Layout
+from megatron.training.step import Updates
+from tests.training.toy import build_toy
+
+# Of these the host has to know the result, or its size, or sends what it holds itself.
+_WAITING = {
+    "_local_scalar_dense",  # item(), bool(), float(), an index or a length that is a tensor
+    "nonzero",
+    "masked_select",
+    "equal",
+    "_unique2",
+    "bincount",
+    "lift_fresh",  # torch.tensor([1.0]), tensor[0] = 1.0
+}
+
+
+class _Watch(TorchDispatchMode):
+    """Keeps the names of what would make the host wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        kwargs = kwargs or {}
+        by_mask = name.startswith("index") and any(
+            isinstance(x, Tensor) and x.dtype == torch.bool
+            for group in args[1:]
+            if isinstance(group, list | tuple)
+            for x in group
+        )
+        counts = name == "repeat_interleave" and kwargs.get("output_size") is None
+        if name in _WAITING or by_mask or counts:
+            self.names.append(name)
+        return func(*args, **kwargs)
+
+
+def _waits(run, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Of the second of three updates, by name. `tolist` is what reads without an operation."""
+    run.train_batches = iter([next(run.train_batches) for _ in range(12)])  # the host's own work
+    updates = Updates(run)
+    updates.make(look_ahead=True)  # the first one allocates
+    read = []
+    real = Tensor.tolist
+    with monkeypatch.context() as patch, _Watch() as watch:
+        patch.setattr(Tensor, "tolist", lambda self: read.append("tolist") or real(self))
+        updates.make(look_ahead=True)
+    return Counter([*watch.names, *read])
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [
+        ("gpt", "--bf16"),
+        ("gpt", "--fp16 --initial-loss-scale 256"),
+        ("gpt", "--bf16 --swiglu --normalization RMSNorm --position-embedding-type rope"),
+        ("gpt", "--bf16 --cross-entropy-fusion-impl linear --eod-mask-loss"),
+        ("gpt", "--bf16 --reset-attention-mask --reset-position-ids"),
+        ("gpt", "--bf16 --recompute-activations --log-num-zeros-in-grad"),
+        ("gpt", "--no-masked-softmax-fusion --optimizer sgd --embedding-weights-in-fp32"),
+        *(
+            ("gpt", f"--bf16 --fp8-format hybrid --fp8-recipe {recipe}")
+            for recipe in ("tensorwise", "rowwise", "delayed")
+        ),
+        ("bert", "--bf16"),
+        ("t5", "--bf16"),
+        ("t5", "--bf16 --position-embedding-type relative --geglu"),
+    ],
+)
+def test_an_update_waits_for_the_device_once(kind: str, flags: str, monkeypatch) -> None:
+    run = build_toy(Layout.single(), flags.split(), kind)
+    # The ids of four micro-batches, which stay with the host, and what came of the update.
+    assert _waits(run, monkeypatch) == {"tolist": 4 + 1}
+
+
+def test_a_wait_is_seen(monkeypatch) -> None:
+    run = build_toy(Layout.single())
+    real = run.gradients.reduce
+
+    def reduce() -> None:
+        total = torch.ones(3)
+        if total.sum() > 0:
+            total[0] = float(total[total > 1].sum())
+        real()
+
+    monkeypatch.setattr(run.gradients, "reduce", reduce)
+    seen = _waits(run, monkeypatch)
+    assert seen == {"tolist": 5, "_local_scalar_dense": 2, "index": 1, "lift_fresh": 1}
