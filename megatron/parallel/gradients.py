@@ -38,8 +38,8 @@ from torch import Tensor, nn
 
 from megatron.parallel.buckets import ALIGNMENT_BYTES, BUCKET_BYTES, Span, plan_buckets
 from megatron.parallel.flat import Flat
+from megatron.parallel.fp8_products import Fp8Products
 from megatron.parallel.layout import Layout
-from megatron.parallel.products import Fp8Products
 from megatron.parallel.reducer import PendingBucket, Reducer
 from megatron.parallel.weights import WeightBuffer
 

@@ -21,6 +21,7 @@ from megatron.optimizer.mixed import Optimizer
 from megatron.optimizer.schedule import Schedules
 from megatron.parallel.amax_history import AmaxHistory, DelayedScaling
 from megatron.parallel.exchange import Exchange
+from megatron.parallel.fp8_products import Fp8Products
 from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.initialization import initialize, initialize_part
 from megatron.parallel.layers import (
@@ -36,7 +37,6 @@ from megatron.parallel.partial_gradients import sum_partial_gradients
 from megatron.parallel.pipeline.p2p import PipelineChannel
 from megatron.parallel.pipeline.schedule import schedule_kind
 from megatron.parallel.pipeline.waves import parameter_waves
-from megatron.parallel.products import Fp8Products
 from megatron.parallel.replicas import Gradients, shares_weights
 from megatron.parallel.tied import WORDS, Tie, tie_tables, tie_words, tied_names, unite_copies
 from megatron.parallel.torch_ddp import TorchDataParallel
