@@ -34,6 +34,7 @@ def _in_16_bits(*arguments, gather_in_8_bits, **options):
 
 def _train(layout, words, kind="gpt", optimizer=Optimizer):
     """What was logged, the digest of what a checkpoint holds, and bytes gathered by format."""
+    # In this process only.
     gradient_sharing.GradientBuffer = partial(GradientBuffer, bucket_bytes=2**13)
     setup.Optimizer = optimizer
     gathered: Counter[torch.dtype] = Counter()
