@@ -27,7 +27,7 @@ from megatron.models.gpt import GPTModel
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.checkpointing import model_state
-from megatron.training.settings import check_network
+from megatron.training.loaded_settings import check_network
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.reader import open_checkpoint
-from megatron.optimizer.mixed import Optimizer
+from megatron.optimizer.optimizer import Optimizer
 from megatron.parallel import weights
 from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.layers import fp8_weights

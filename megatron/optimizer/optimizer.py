@@ -208,10 +208,6 @@ class Optimizer:
         """The loss to call backward on."""
         return loss if self.loss_scale == 1.0 else loss * self.loss_scale
 
-    def zero_grad(self) -> None:
-        """Forget all gradients."""
-        self.gradients.zero()
-
     @property
     def scale_may_change(self) -> bool:
         """Whether the next iteration has a loss scale that only `end_step` of this one tells."""
