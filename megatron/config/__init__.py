@@ -1,7 +1,7 @@
 """What was asked for: frozen dataclasses, and the flags, help and YAML made from them.
 
     flag, fields     what a dataclass's field says of its flag
-    run              `RunConfig`: a dataclass a concern, each in a file of that name
+    run              `RunConfig`, of a dataclass a concern: `model`, `training`, `parallel` ...
     parser           command line and YAML to one `RunConfig`
     resolve          what follows from what was given
     checks           the table of rules, which are functions in the files `rules_*`
