@@ -25,6 +25,7 @@ from megatron.config.stages import ModelPart
 from megatron.data.build import build_bert_datasets
 from megatron.device import Device
 from megatron.models.bert import BertModel
+from megatron.models.construct import build_model
 from megatron.models.head import masked_mean
 from megatron.models.sizes import IN_WORDS
 from megatron.parallel.layout import Layout
@@ -51,7 +52,7 @@ class BertRecipe:
         padded_vocab_size: int,
         part: ModelPart,
     ) -> BertModel:
-        return BertModel.from_config(config, layout, device, padded_vocab_size, part)
+        return build_model(BertModel, config, layout, device, padded_vocab_size, part)
 
     def describe_kernels(self, part: BertModel) -> str:
         choice = part.attention_choice

@@ -19,6 +19,7 @@ if __name__ == "__main__":
 from torch import Tensor
 
 from megatron.config import RunConfig
+from megatron.config.run import known
 from megatron.config.stages import ModelPart
 from megatron.data.build import build_gpt_datasets
 from megatron.data.document_ends import DocumentEnds
@@ -26,6 +27,7 @@ from megatron.data.masks import context_part, make_batch
 from megatron.data.sample import SEGMENT_ENDS
 from megatron.device import Device
 from megatron.kernels.segments import Segments
+from megatron.models.construct import build_model
 from megatron.models.gpt import GPTModel
 from megatron.models.sizes import IN_WORDS
 from megatron.parallel.layout import Layout
@@ -52,7 +54,7 @@ class GPTRecipe:
         padded_vocab_size: int,
         part: ModelPart,
     ) -> GPTModel:
-        return GPTModel.from_config(config, layout, device, padded_vocab_size, part)
+        return build_model(GPTModel, config, layout, device, padded_vocab_size, part)
 
     def describe_kernels(self, part: GPTModel) -> str:
         return f"{part.attention_choice.name} attention ({part.attention_choice.reason})"
@@ -60,11 +62,10 @@ class GPTRecipe:
     def build_datasets(
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
     ) -> Splits:
-        assert config.data.seq_length is not None
         splits = build_gpt_datasets(
             config.data,
             seed=config.training.seed,
-            seq_length=config.data.seq_length,
+            seq_length=known(config.data.seq_length),
             samples=samples,
             vocab_size=tokenizer.vocab_size,
             is_builder=layout.world.rank == 0,

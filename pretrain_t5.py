@@ -23,6 +23,7 @@ from megatron.config.run import known
 from megatron.config.stages import ModelPart
 from megatron.data.build import build_t5_datasets
 from megatron.device import Device
+from megatron.models.construct import build_model
 from megatron.models.head import masked_mean
 from megatron.models.sizes import IN_WORDS
 from megatron.models.t5 import T5Model
@@ -50,7 +51,7 @@ class T5Recipe:
         padded_vocab_size: int,
         part: ModelPart,
     ) -> T5Model:
-        return T5Model.from_config(config, layout, device, padded_vocab_size, part)
+        return build_model(T5Model, config, layout, device, padded_vocab_size, part)
 
     def describe_kernels(self, part: T5Model) -> str:
         choice = part.attention_choice

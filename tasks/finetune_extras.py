@@ -21,10 +21,10 @@ from megatron.training.callbacks.base import Callback, Leave
 from megatron.training.callbacks.terminal import say
 from megatron.training.checkpointing import save_weights, take_weights
 from megatron.training.data import batches_from
+from megatron.training.loaded_settings import check_network
 from megatron.training.passes import Passes
 from megatron.training.pretrain import Extras
 from megatron.training.run import Run
-from megatron.training.settings import check_network
 from megatron.training.step import StepOutcome
 from tasks.classify_files import Example
 from tasks.classify_samples import FilledUp, TextSamples

@@ -1,4 +1,4 @@
-"""The commands that the documentation shows: found in its bash blocks, and checked one by one."""
+"""What the documentation shows: the commands in its bash blocks, one by one, and other blocks."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ def pages() -> list[Path]:
     )
 
 
-def bash_blocks(page: Path) -> list[tuple[int, str]]:
-    """(first line number, text) of every block marked ```bash."""
+def blocks_of(page: Path, language: str) -> list[tuple[int, str]]:
+    """(first line number, text) of every block that is marked with the language."""
     text = page.read_text(encoding="utf-8")
-    found = re.finditer(r"^```bash\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    found = re.finditer(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     return [(text[: match.start(1)].count("\n") + 1, match.group(1)) for match in found]
 
 
 def commands(page: Path) -> list[Command]:
     """All commands of a page's bash blocks, without here-documents, comments and redirections."""
     result = []
-    for first, raw in bash_blocks(page):
+    for first, raw in blocks_of(page, "bash"):
         block = _HERE_DOCUMENT.sub(_as_empty_lines, raw)
         offset = 0
         for text in re.split(r"(?<!\\)\n", block):

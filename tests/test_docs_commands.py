@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import ConfigError
-from tests.documented import Command, all_commands, bash_blocks, pages
+from tests.documented import Command, all_commands, blocks_of, pages
 from tests.repository import ROOT, name, tracked_files
 
 # Runs a script up to the end of its argument parsing, whatever its parser.
@@ -33,6 +33,8 @@ _SAMPLES = "tools/generate_samples_gpt.py"
 _TASKS = "tasks/main.py"
 # Commands of the system, of which there is nothing to check here.
 _SYSTEM = {"mkdir", "source", "cd", "python3", "docker", "openssl"}
+# Python there is a client's, of a server that is not here.
+_CLIENTS = {ROOT / "docs" / "generation.md"}
 
 
 def _environment() -> dict[str, str]:
@@ -212,6 +214,19 @@ def test_shell_blocks_are_marked_bash(page: Path) -> None:
     assert set(languages) <= {"bash", "text", "json", "yaml", "python"}
 
 
+@pytest.mark.parametrize(
+    "page",
+    [page for page in pages() if blocks_of(page, "python") and page not in _CLIENTS],
+    ids=name,
+)
+def test_python_blocks_run(page: Path, monkeypatch) -> None:
+    """All of a page's, one after the other, as who reads it would type them."""
+    monkeypatch.chdir(ROOT)
+    found: dict[str, object] = {}
+    for line, text in blocks_of(page, "python"):
+        exec(compile("\n" * (line - 1) + text, str(page), "exec"), found)
+
+
 @pytest.mark.parametrize("page", pages(), ids=name)
 def test_links_to_files_resolve(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
@@ -269,6 +284,26 @@ def _in_a_room(file: Path) -> bool:
     return parts[0] == "megatron" and len(parts) > 2
 
 
+def test_the_tour_names_what_stands_where_it_says() -> None:
+    """The classes of its table, and the functions and classes of its picture of an update."""
+    page = ROOT / "docs" / "tour.md"
+    text, places = page.read_text(encoding="utf-8"), []
+    for names, files in re.findall(r"^\| (`\w.*?) \| (\[.*?) \|", text, re.MULTILINE):
+        links = [page.parent / target for target in re.findall(r"\]\((.*?)\)", files)]
+        places += [(one, links) for one in re.findall(r"`(\w+)`", names)]
+    ((_, picture),) = blocks_of(page, "text")
+    for called, file in re.findall(r"^ *(\S+) .*?([\w/]+\.py)", picture, re.MULTILINE):
+        links = [folder / file for folder in (ROOT, ROOT / "megatron") if (folder / file).exists()]
+        places += [(part, links) for part in called.split(".") if part != "loop"]
+    assert len(places) > 15
+    missing = [
+        one
+        for one, links in places
+        if not any(re.search(rf"(class|def) {one}\b", link.read_text()) for link in links)
+    ]
+    assert not missing
+
+
 _FEWER = (
     ("--train-iters 300", "--train-iters 4"),
     ("--eval-interval 100 --eval-iters 10", "--eval-interval 2 --eval-iters 1"),
@@ -279,7 +314,7 @@ _FEWER = (
 
 @pytest.mark.slow
 def test_the_quickstart_runs_from_end_to_end(tmp_path: Path) -> None:
-    blocks = [text for _, text in bash_blocks(ROOT / "docs" / "quickstart.md")]
+    blocks = [text for _, text in blocks_of(ROOT / "docs" / "quickstart.md", "bash")]
     assert "pip install" in blocks[0]
     assert blocks[-2].startswith("tensorboard")  # a server: it would not end
     script = "".join(blocks[1:-2] + blocks[-1:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -114,4 +115,24 @@ def test_imports_go_one_way(room: str) -> None:
             parts = module.split(".")
             if parts[0] == "megatron" and len(parts) > 1 and parts[1] in rooms - allowed:
                 found.append(f"{name(file)}:{line} imports {module}")
+    assert not found
+
+
+def test_rooms_say_what_they_hold() -> None:
+    """The docstring of a room lists modules, each behind four spaces: they are there."""
+    found = []
+    for file in python_files("megatron"):
+        if file.name != "__init__.py":
+            continue
+        text = ast.get_docstring(tree(file), clean=False)
+        if text is None:
+            found.append(f"{name(file)}: no docstring")
+            continue
+        for names in re.findall(r"^    ((?:\w+, )*\w+)  ", text, re.MULTILINE):
+            found += [
+                f"{name(file)}: {module}"
+                for module in names.split(", ")
+                if not (file.parent / f"{module}.py").is_file()
+                and not (file.parent / module).is_dir()
+            ]
     assert not found

@@ -1,4 +1,17 @@
-"""What was asked for: frozen dataclasses, and the flags, help and YAML made from them."""
+"""What was asked for: frozen dataclasses, and the flags, help and YAML made from them.
+
+    flag, fields     what a dataclass's field says of its flag
+    run              `RunConfig`, of a dataclass a concern: `model`, `training`, `parallel` ...
+    parser           command line and YAML to one `RunConfig`
+    resolve          what follows from what was given
+    checks           the table of rules, which are functions in the files `rules_*`
+    stages           which layers each pipeline stage holds
+    old_flags        what Megatron-LM's flags of other years mean here
+    refused          its flags that have no field, and why
+    compatibility    the table of all flags in docs/compatibility.md
+
+A new flag is a new field: see docs/tour.md.
+"""
 
 from __future__ import annotations
 

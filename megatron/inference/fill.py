@@ -5,7 +5,7 @@ To a BERT it stands for one token, to a T5 for a run of words of any length.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from megatron.device import Device
 from megatron.errors import CheckpointError, UserError
 from megatron.inference.load import open_existing, saved_config
 from megatron.models.bert import BertModel, BertResult
+from megatron.models.construct import build_model
 from megatron.models.t5 import T5Model
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer, build_tokenizer
@@ -87,12 +88,13 @@ def load_filler(folder: str, device: Device) -> Filler:
     """
     reader = open_existing(folder)
     config = saved_config(reader, folder)
-    classes: dict[str, type[BertModel] | type[T5Model]] = {"bert": BertModel, "t5": T5Model}
+    classes: dict[str, Callable[..., BertModel | T5Model]]
+    classes = {"bert": BertModel, "t5": T5Model}
     kind = config.model.architecture
     if kind not in classes:
         raise CheckpointError(f"--load {folder}: holds a {kind}, where a bert or t5 is needed")
     rows = reader.meta["padded_vocab_size"]
-    model = classes[kind].from_config(config, Layout.single(), device, rows)
+    model = build_model(classes[kind], config, Layout.single(), device, rows)
     restore(reader, model_state([model]), prefixes=("model.",), cast=True)
     return Filler(model.eval(), build_tokenizer(config.tokenizer), config)
 

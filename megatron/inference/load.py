@@ -22,11 +22,12 @@ from megatron.config.yaml_file import from_dict
 from megatron.device import Device
 from megatron.errors import CheckpointError, ConfigError
 from megatron.kernels.row_product import GRANULE
+from megatron.models.construct import build_model
 from megatron.models.gpt import GPTModel
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.checkpointing import model_state
-from megatron.training.settings import check_network
+from megatron.training.loaded_settings import check_network
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def load_gpt(
     reader = PaddedReader(reader, rows=rows, entries=tokenizer.vocab_size)
     plan = plan_parts(known(config.model.num_layers), config.parallel)
     (part,) = parts_of_stage(plan, layout.pipeline.rank, layout.pipeline.size)
-    model = GPTModel.from_config(config, layout, device, rows, part)
+    model = build_model(GPTModel, config, layout, device, rows, part)
     # Under a pipeline no rank has a place for every parameter.
     whole = () if layout.pipeline.size > 1 else ("model.",)
     restore(reader, model_state([model]), prefixes=whole, cast=True)

@@ -85,13 +85,9 @@ def commands_from_bytes(data: bytes) -> list[Command]:
     return [command_from_json(value) for value in json.loads(data)]
 
 
-def request_to_json(request: Request) -> JsonObject:
-    """`{"id": ..., "prompt": [...], "sampling": {...}}`."""
-    return asdict(request)
-
-
 def request_from_json(value: Mapping[str, Any]) -> Request:
-    """The opposite. Fields of `sampling` that are left out have their defaults.
+    """From `{"id": ..., "prompt": [...], "sampling": {...}}`; fields of `sampling` that are left
+    out have their defaults.
 
     Raises:
         RequestError: a field is missing, unknown, or of the wrong type or range.

@@ -15,7 +15,7 @@ _WORKSPACE_BYTES = 32 * 1024 * 1024  # what NVIDIA recommends for Hopper
 
 
 class Fp8Product(Protocol):
-    """What `parallel.products` calls."""
+    """What `parallel.fp8_products` calls."""
 
     def __call__(
         self,

@@ -4,7 +4,7 @@ An operation's module declares the C functions that it calls as `Kernel` constan
 `KernelLibrary` as an argument. Whether there is one is decided once, when a model is built:
 
     choice = find_library(device)
-    norm = choose_norm(..., choice.library)  # None: the plain PyTorch form
+    norm = choose_add_norm(choice.library)  # None: the plain PyTorch form
     print(choice)
 """
 

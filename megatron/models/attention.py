@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from megatron.config.model import ModelConfig
 from megatron.kernels.attention import AttentionChoice
 from megatron.kernels.rope import Rotation, choose_split_rotate, rotate
 from megatron.kernels.segments import Mask
 from megatron.models.cache import KeyValueCache
+from megatron.models.core import AttentionCore
 from megatron.models.initial import weight_init
 from megatron.models.kernels import PLAIN_KERNELS, Kernels
 from megatron.models.norm import Stream, new_head_norm
@@ -18,8 +18,7 @@ from megatron.models.residual import residual_linear
 from megatron.models.sizes import sizes_of
 from megatron.parallel.collectives import gather_to
 from megatron.parallel.layers import Linear
-from megatron.parallel.layout import Axis, Layout
-from megatron.parallel.random import split_region
+from megatron.parallel.layout import Layout
 
 
 class SelfAttention(nn.Module):
@@ -57,11 +56,7 @@ class SelfAttention(nn.Module):
         self.axis = layout.tensor
         self.groups = sizes.kv_heads
         self.heads_per_group = sizes.heads // sizes.kv_heads
-        self.dropout = model.attention_dropout
         self.layer_number = layer_number
-        self.attend = attention.function
-        self.causal = causal
-        self.recompute_core = recompute_core
         self.split_rotate = choose_split_rotate(model, kernels.library, kernels.amaxes)
         self.qkv = Linear(
             sizes.hidden,
@@ -73,6 +68,15 @@ class SelfAttention(nn.Module):
             products=kernels.new_products(),
             device=device,
             dtype=dtype,
+        )
+        self.core = AttentionCore(
+            model,
+            layout,
+            layer_number,
+            attention,
+            causal=causal,
+            recompute=recompute_core,
+            site="attention",
         )
         self.output = residual_linear(
             model, layout, kernels, inputs=sizes.query, device=device, dtype=dtype
@@ -101,10 +105,8 @@ class SelfAttention(nn.Module):
                 query, key = rotate(query, rotation), rotate(key, rotation)
         if cache is not None:
             context = cache.attend(query, key, value, self.layer_number)
-        elif self.recompute_core and torch.is_grad_enabled():
-            context = checkpoint(self._core, query, key, value, mask, use_reentrant=False)
         else:
-            context = self._core(query, key, value, mask)
+            context = self.core(query, key, value, mask)
         return self.output(context)
 
     @property
@@ -127,17 +129,3 @@ class SelfAttention(nn.Module):
         if rotation is None:
             return query, key, value
         return rotate(query, rotation), rotate(key, rotation), value
-
-    def _core(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None) -> Tensor:
-        dropout = self.dropout if self.training else 0.0
-        drawn = self.axis if dropout > 0 else Axis()
-        with split_region(drawn, query.device, self.layer_number, "attention"):
-            return self.attend(
-                query,
-                key,
-                value,
-                mask=mask,
-                causal=self.causal,
-                dropout=dropout,
-                layer_number=self.layer_number,
-            )

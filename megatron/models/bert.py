@@ -12,14 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.config import RunConfig
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.stages import ModelPart, whole_model
-from megatron.device import Device
 from megatron.kernels.attention import choose_attention, flash_misfit
 from megatron.kernels.segments import Mask, Segments
-from megatron.models.construct import build_model
 from megatron.models.embedding import Embedding, RotaryTable, new_embedding
 from megatron.models.head import Output, TokenLoss
 from megatron.models.initial import weight_init
@@ -135,18 +132,6 @@ class BertModel(nn.Module):
             self.output = Output(model, layout, token_loss, self.embedding, has_bias=True, **words)
             if has_pooler:
                 self.binary_head = whole_linear(model, layout, outputs=2, **allocation)
-
-    @classmethod
-    def from_config(
-        cls,
-        config: RunConfig,
-        layout: Layout,
-        device: Device,
-        padded_vocab_size: int,
-        part: ModelPart | None = None,
-    ) -> BertModel:
-        """See `build_model`."""
-        return build_model(cls, config, layout, device, padded_vocab_size, part)
 
     def _may_go_in_one(
         self, model: ModelConfig, layout: Layout, device: torch.device, dtype: torch.dtype

@@ -6,17 +6,16 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from megatron.config.model import ModelConfig
 from megatron.kernels.attention import AttentionChoice
+from megatron.models.core import AttentionCore
 from megatron.models.initial import weight_init
 from megatron.models.kernels import PLAIN_KERNELS, Kernels
 from megatron.models.residual import residual_linear
 from megatron.models.sizes import sizes_of
 from megatron.parallel.layers import Linear
-from megatron.parallel.layout import Axis, Layout
-from megatron.parallel.random import split_region
+from megatron.parallel.layout import Layout
 
 
 class Memory(NamedTuple):
@@ -59,11 +58,6 @@ class CrossAttention(nn.Module):
         super().__init__()
         sizes = sizes_of(model)
         self.head_size = sizes.head_size
-        self.axis = layout.tensor
-        self.dropout = model.attention_dropout
-        self.layer_number = layer_number
-        self.attend = attention.function
-        self.recompute_core = recompute_core
         self.query = Linear(
             sizes.hidden,
             sizes.query,
@@ -86,6 +80,15 @@ class CrossAttention(nn.Module):
             device=device,
             dtype=dtype,
         )
+        self.core = AttentionCore(
+            model,
+            layout,
+            layer_number,
+            attention,
+            causal=False,
+            recompute=recompute_core,
+            site="cross attention",
+        )
         self.output = residual_linear(
             model, layout, kernels, inputs=sizes.query, device=device, dtype=dtype
         )
@@ -97,27 +100,9 @@ class CrossAttention(nn.Module):
         states = memory.states.to(x.dtype)  # an fp32 residual stream carries them in fp32
         both = self.key_value(states).unflatten(2, (-1, 2, self.head_size))  # [e, b, n/t, 2, d]
         key, value = both.unbind(3)
-        if self.recompute_core and torch.is_grad_enabled():
-            context = checkpoint(self._core, query, key, value, memory.mask, use_reentrant=False)
-        else:
-            context = self._core(query, key, value, memory.mask)
-        return self.output(context)
+        return self.output(self.core(query, key, value, memory.mask))
 
     @property
     def bias_to_add(self) -> Tensor | None:
         """[h]; see `Linear`."""
         return self.output.bias_to_add
-
-    def _core(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-        dropout = self.dropout if self.training else 0.0
-        drawn = self.axis if dropout > 0 else Axis()
-        with split_region(drawn, query.device, self.layer_number, "cross attention"):
-            return self.attend(
-                query,
-                key,
-                value,
-                mask=mask,
-                causal=False,
-                dropout=dropout,
-                layer_number=self.layer_number,
-            )

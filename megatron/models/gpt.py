@@ -10,15 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.config import RunConfig
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.stages import ModelPart, whole_model
-from megatron.device import Device
 from megatron.kernels.attention import choose_attention
 from megatron.kernels.segments import Mask
 from megatron.models.cache import KeyValueCache
-from megatron.models.construct import build_model
 from megatron.models.context import over_context
 from megatron.models.embedding import Embedding, RotaryTable, new_embedding
 from megatron.models.head import Output, TokenLoss
@@ -96,18 +93,6 @@ class GPTModel(nn.Module):
             self.final_norm = new_norm(model, layout, kernels, **allocation)
             token_loss = TokenLoss.from_config(precision, device)
             self.output = Output(model, layout, token_loss, self.embedding, **words)
-
-    @classmethod
-    def from_config(
-        cls,
-        config: RunConfig,
-        layout: Layout,
-        device: Device,
-        padded_vocab_size: int,
-        part: ModelPart | None = None,
-    ) -> GPTModel:
-        """See `build_model`."""
-        return build_model(cls, config, layout, device, padded_vocab_size, part)
 
     def forward(
         self,

@@ -12,7 +12,8 @@ from megatron.kernels.amax import Amaxes
 from megatron.kernels.fp8 import E4M3, E5M2, choose_fp8_casts
 from megatron.kernels.fp8_product import choose_fp8_product
 from megatron.kernels.library import KernelLibrary, find_library
-from megatron.parallel.products import Fp8Format, Fp8Products, Plain, Products
+from megatron.parallel.fp8_products import Fp8Format, Fp8Products
+from megatron.parallel.products import Plain, Products
 
 
 @dataclass(frozen=True)

@@ -17,15 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.config import RunConfig
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.stages import ModelPart, whole_model
-from megatron.device import Device
 from megatron.kernels.attention import choose_attention
 from megatron.kernels.rope import Rotation
 from megatron.models.bert import padding_mask
-from megatron.models.construct import build_model
 from megatron.models.cross_attention import Memory
 from megatron.models.embedding import Embedding, RotaryTable, new_embedding
 from megatron.models.head import Output, TokenLoss
@@ -176,18 +173,6 @@ class T5Model(nn.Module):
                 has_bias=model.add_output_bias,
                 **words,
             )
-
-    @classmethod
-    def from_config(
-        cls,
-        config: RunConfig,
-        layout: Layout,
-        device: Device,
-        padded_vocab_size: int,
-        part: ModelPart | None = None,
-    ) -> T5Model:
-        """See `build_model`."""
-        return build_model(cls, config, layout, device, padded_vocab_size, part)
 
     def forward(
         self,

@@ -1,0 +1,15 @@
+"""Where tensors live, and what processes send each other.
+
+    layout               the grid of processes, as one of them sees it
+    collectives          communication with its backward
+    layers, linear       layers whose weights are split; `products` multiply for them
+    parameter            which part of a whole tensor a parameter is; `initialization` fills it
+    gradients, reducer   gradients in flat buffers, averaged; `weights` gathers each one's update
+    sharded              ZeRO stage 3 instead of these
+    tied                 parameters that several pipeline stages hold
+    pipeline             schedules as data, and what carries them out
+    context              attention over sequences that are split
+    journal              what a process is waiting for, for those who ask why it hangs
+
+Layers run on one process with `layout.Layout.single()`.
+"""

@@ -96,7 +96,7 @@ def mean_of(x: Tensor, axis: Axis) -> Any:
     """The operation that averages `x` over the axis.
 
     NCCL divides as it adds. gloo cannot: there `x` is divided now, by a pass of its own (3.4 ms for
-    the gradients of workload S on a GPU), and the operation is a sum.
+    the gradients of a GPT of 1.7B on a GPU), and the operation is a sum.
     """
     if axis.size > 1:
         if dist.get_backend(_group(axis)) == "nccl":

@@ -20,8 +20,8 @@ from megatron.kernels.fp8 import Fp8, inverses_of
 from megatron.parallel.buckets import ALIGNMENT_BYTES
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.flat import Flat
+from megatron.parallel.fp8_products import ArrivingWeight, Fp8Products
 from megatron.parallel.layout import Axis
-from megatron.parallel.products import ArrivingWeight, Fp8Products
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,8 @@ from torch import Tensor, nn
 
 from megatron.parallel.buckets import ALIGNMENT_BYTES, BUCKET_BYTES, Span, plan_buckets
 from megatron.parallel.flat import Flat
+from megatron.parallel.fp8_products import Fp8Products
 from megatron.parallel.layout import Layout
-from megatron.parallel.products import Fp8Products
 from megatron.parallel.reducer import PendingBucket, Reducer
 from megatron.parallel.weights import WeightBuffer
 
@@ -342,7 +342,7 @@ class GradientBuffer:
             return
         if self._unslotted is None:
             self._unslotted = self._runs_without_slot()
-        if self._unslotted:  # one kernel: one for each took 2 ms in workload S
+        if self._unslotted:  # one kernel: one for each took 2 ms, of a GPT of 1.7B
             torch._foreach_zero_(self._unslotted)
         self._stale = set(self._uses)
 

@@ -15,13 +15,14 @@ from megatron.parallel.amax_history import AmaxHistory, DelayedScaling
 from megatron.parallel.collectives import reduce_from, reduce_scatter_from
 from megatron.parallel.communication import Communication
 from megatron.parallel.exchange import Exchange
+from megatron.parallel.fp8_products import Fp8Products
 from megatron.parallel.gradients import GradientBuffer, GradientSlot
 from megatron.parallel.layout import Layout
 from megatron.parallel.linear import WorkQueue, parallel_linear
 from megatron.parallel.overlapped_fp8 import overlapped_fp8_linear
 from megatron.parallel.overlapped_products import overlapped_linear
 from megatron.parallel.parameter import ZEROS, Init, new_parameter
-from megatron.parallel.products import PLAIN, Fp8Products, Plain, Products
+from megatron.parallel.products import PLAIN, Plain, Products
 
 Split = Literal["column", "row"]
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from megatron.kernels.fp8 import Fp8
 from megatron.parallel.exchange import Exchange
+from megatron.parallel.fp8_products import Fp8Products
 from megatron.parallel.gradients import GradientSlot
 from megatron.parallel.linear import Owner, WorkQueue, arguments, weight_gradient_of
 from megatron.parallel.overlapped_products import (
@@ -22,7 +23,6 @@ from megatron.parallel.overlapped_products import (
     gathered_product,
     not_at_all,
 )
-from megatron.parallel.products import Fp8Products
 
 
 def overlapped_fp8_linear(

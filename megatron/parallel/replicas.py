@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from megatron.config.parallel import ParallelConfig
 from megatron.parallel.buckets import Span
+from megatron.parallel.fp8_products import Fp8Products
 from megatron.parallel.layout import Layout
-from megatron.parallel.products import Fp8Products
 
 
 class SharedWeights(Protocol):

@@ -29,9 +29,9 @@ from torch.distributed.tensor import DTensor
 
 from megatron.parallel.buckets import Span
 from megatron.parallel.collectives import all_gather_single, reduce_scatter_single
+from megatron.parallel.fp8_products import Fp8Products
 from megatron.parallel.layout import Axis, Layout
 from megatron.parallel.parameter import spec_of
-from megatron.parallel.products import Fp8Products
 
 
 class ShardedModel:

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from megatron.parallel.collectives import Pending, start_all_gather
 from megatron.parallel.flat import Flat
+from megatron.parallel.fp8_products import Fp8Products
 from megatron.parallel.fp8_weights import Fp8Weights
 from megatron.parallel.layout import Axis
-from megatron.parallel.products import Fp8Products
 
 
 class WeightBuffer:

@@ -1,0 +1,13 @@
+"""One training run, from its configuration to its last checkpoint. In the order of a run:
+
+    process        one process: it starts, meets the others, ends; `watchdog`, `hang`, `failure`
+    pretrain       the run as a whole: build, show the panel, train, evaluate
+    setup          builds `run.Run`, which everything below is given
+    loop           updates, and callbacks around them
+    step           one update: gradients added up and averaged, weights changed, losses read
+    passes         its micro-batches through the model, in the order of a pipeline schedule
+    callbacks      what else a run does: logs, saves, profiles; `standard` has their order
+    checkpointing  what of a run is saved, and how it comes back
+
+`recipe` says what a `pretrain_*.py` supplies.
+"""

@@ -86,31 +86,20 @@ class BatchPlan:
 
     def iterations_for(self, train_samples: int) -> int:
         """Whole updates in a run of `train_samples`; a last partial one is left out."""
-        iterations, consumed = self._through_rampup(max_samples=train_samples)
+        iterations, consumed = self._through_rampup(train_samples)
         if self._is_ramping(consumed):
             return iterations  # the run ends inside the ramp-up
         return iterations + (train_samples - consumed) // self.global_batch
 
-    def samples_after(self, iterations: int) -> int:
-        """Samples that the first `iterations` updates of a run consume."""
-        done, consumed = self._through_rampup(max_iterations=iterations)
-        return consumed + (iterations - done) * self.global_batch
-
     def _is_ramping(self, consumed_samples: int) -> bool:
         return self.rampup is not None and consumed_samples <= self.rampup.samples
 
-    def _through_rampup(
-        self, *, max_samples: int | None = None, max_iterations: int | None = None
-    ) -> tuple[int, int]:
-        """(updates, samples) of the ramp-up, or of as much of it as fits the limits."""
+    def _through_rampup(self, max_samples: int) -> tuple[int, int]:
+        """(updates, samples) of the ramp-up, or of as much of it as fits the limit."""
         iterations = consumed = 0
         while self._is_ramping(consumed):
             batch = self.global_batch_at(consumed)
-            count = self._updates_of(batch, consumed)
-            if max_samples is not None:
-                count = min(count, (max_samples - consumed) // batch)
-            if max_iterations is not None:
-                count = min(count, max_iterations - iterations)
+            count = min(self._updates_of(batch, consumed), (max_samples - consumed) // batch)
             if count <= 0:
                 break
             iterations, consumed = iterations + count, consumed + count * batch

@@ -29,8 +29,13 @@ from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import part_shape, spec_of
 from megatron.parallel.replicas import Gradients
 from megatron.training.callbacks.terminal import say
+from megatron.training.loaded_settings import (
+    changed_corpus,
+    changed_settings,
+    check_network,
+    check_states,
+)
 from megatron.training.run import Run
-from megatron.training.settings import changed_corpus, changed_settings, check_network, check_states
 
 _PADDING = ModelConfig().make_vocab_size_divisible_by
 _MOST_RANKS = 64  # that split a vocabulary

@@ -12,7 +12,7 @@ from megatron.training.step import StepOutcome, Updates, any_rank
 def train(run: Run, callbacks: Sequence[Callback]) -> Leave | None:
     """Train until done, or until somebody asks to leave; None when done.
 
-    Callbacks run in the order given (`standard.standard_callbacks` says why in that order).
+    Callbacks run in the order given (`callbacks.standard` says why in that order).
     """
     for callback in callbacks:
         callback.on_start(run)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 
 from megatron.config import RunConfig
+from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig
 from megatron.config.run import known
+from megatron.config.training import TrainingConfig
 from megatron.device import Device
 from megatron.kernels.library import find_library
 from megatron.models.arithmetic import count_parameters, flops_per_token
@@ -16,6 +19,9 @@ from megatron.models.sizes import IN_WORDS, Ending
 from megatron.parallel.layout import Layout
 from megatron.training.memory import largest_process
 from megatron.training.pipeline_balance import pipeline_rows
+
+if TYPE_CHECKING:
+    from megatron.training.run import Run
 
 Row = tuple[str, str]
 
@@ -27,6 +33,80 @@ def format_panel(title: str, rows: Iterable[Row]) -> str:
     body = [f"  {name.ljust(width)}  {value}" for name, value in rows]
     rule = "-" * min(100, max(len(line) for line in [title, *body]))
     return "\n".join([rule, title, rule, *body, rule])
+
+
+def start_panel(run: Run, seconds: float) -> str:
+    """Every decision and its reason, before the first iteration."""
+    config = run.config
+    rows: list[Row] = [
+        *device_rows(config, run.device, run.recipe.describe_kernels(run.parts[0])),
+        *_recording_rows(config.training),
+        *size_rows(
+            config,
+            run.layout.world.size,
+            run.padded_vocab_size,
+            ending=run.recipe.ending,
+        ),
+        ("data", _describe_data(run)),
+        ("tokenizer", f"{config.tokenizer.tokenizer_type}, {run.tokenizer.vocab_size:,} entries"),
+        ("checkpoints", _describe_checkpoints(run)),
+        ("set up in", f"{seconds:.1f} s"),
+    ]
+    return format_panel(f"{run.recipe.program}: {run.train_iterations:,} iterations", rows)
+
+
+def _recording_rows(training: TrainingConfig) -> list[Row]:
+    if training.cuda_graph_impl == "none":
+        return []
+    first = training.cuda_graph_warmup_steps + 1
+    return [("passes", f"recorded in iteration {first} and run again (--cuda-graph-impl)")]
+
+
+def _describe_data(run: Run) -> str:
+    data = run.config.data
+    has_corpus = any((data.data_path, data.train_data_path, data.valid_data_path))
+    source = "indexed files" if has_corpus else "the task's files"
+    source = "generated tokens (--mock-data)" if data.mock_data else source
+    of_task = not has_corpus and not data.mock_data  # which evaluates on files of its own
+    sizes = ", ".join(
+        f"{name} {0 if split is None else len(split):,}"
+        for name, split in zip(("training", "validation", "test"), run.datasets, strict=True)
+        if split or not of_task
+    )
+    texts = run.recipe.ending.texts
+    of_each = f"{texts} x " * (texts > 1) + describe_lengths(data)
+    return f"{source}; samples of {of_each} tokens{sizes and ': '}{sizes}"
+
+
+def _describe_checkpoints(run: Run) -> str:
+    options = run.config.checkpoint
+    loaded = (
+        f"continuing {options.load} at iteration {run.progress.iteration}"
+        if run.progress.iteration
+        else f"weights from {options.load}"
+        if options.finetune
+        else f"weights from {run.pretrained}"
+        if run.pretrained is not None
+        else "starting fresh"
+    )
+    return f"{loaded}; {_describe_saving(options, has_epochs=bool(run.save_at))}"
+
+
+def _describe_saving(options: CheckpointConfig, *, has_epochs: bool) -> str:
+    if not options.save:
+        return "not saving (--save is not given)"
+    every = [
+        f"{number:g} {unit}"
+        for number, unit in (
+            (options.save_interval, "iterations"),
+            (options.save_interval_in_mins, "minutes"),
+        )
+        if number is not None
+    ]
+    every += ["epoch"] * has_epochs
+    how = " in the background" if options.async_save else ""
+    kept = f", keeping the newest {options.keep_latest}" if options.keep_latest else ""
+    return f"saving to {options.save} every {' or '.join(every)}{how}{kept}, and at the end"
 
 
 _ATTENTION = {

@@ -19,16 +19,16 @@ from megatron.environment import Launch
 from megatron.errors import EXIT_OK, EXIT_SAVED_ON_SIGNAL
 from megatron.tokenizer import padded_vocabulary
 from megatron.training.callbacks.base import Callback
+from megatron.training.callbacks.standard import standard_callbacks
 from megatron.training.callbacks.terminal import say
 from megatron.training.checkpointing import network_of
 from megatron.training.evaluation import final_evaluation
 from megatron.training.loop import train
-from megatron.training.panel import format_panel, size_rows
+from megatron.training.panel import format_panel, size_rows, start_panel
 from megatron.training.process import processes, run_process, show_notices
 from megatron.training.recipe import Recipe
 from megatron.training.run import Run
 from megatron.training.setup import build_run
-from megatron.training.standard import standard_callbacks, start_panel
 from megatron.training.writers import Writer, open_writers
 
 

@@ -21,7 +21,7 @@ SampleCounts = tuple[int, int, int]  # training, validation, test
 
 
 class Recipe(Protocol):
-    """One kind of pretraining. `run_pretraining` does everything else."""
+    """One kind of pretraining. `training.pretrain.main` does everything else."""
 
     program: str
     """Name for messages and `--help`, for example `pretrain_gpt.py`."""

@@ -10,8 +10,8 @@ from torch import nn
 from megatron.config import RunConfig
 from megatron.device import Device
 from megatron.environment import Launch
-from megatron.optimizer.mixed import Optimizer
 from megatron.optimizer.norms import parameters_norm
+from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.schedule import Schedules
 from megatron.parallel.amax_history import AmaxHistory
 from megatron.parallel.exchange import Exchange

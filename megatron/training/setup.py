@@ -16,8 +16,7 @@ from megatron.data.fingerprint import corpus_fingerprint
 from megatron.device import Device, parameter_dtype
 from megatron.environment import Launch
 from megatron.errors import ConfigError
-from megatron.models.position_bias import POSITION_TABLES
-from megatron.optimizer.mixed import Optimizer
+from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.schedule import Schedules
 from megatron.parallel.amax_history import AmaxHistory, DelayedScaling
 from megatron.parallel.exchange import Exchange
@@ -26,19 +25,14 @@ from megatron.parallel.initialization import initialize, initialize_part
 from megatron.parallel.layers import (
     attach_exchange,
     attach_history,
-    attach_slots,
     forget_weights,
-    fp8_weights,
 )
-from megatron.parallel.layout import Axis, Layout
+from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import spec_of
-from megatron.parallel.partial_gradients import sum_partial_gradients
 from megatron.parallel.pipeline.p2p import PipelineChannel
 from megatron.parallel.pipeline.schedule import schedule_kind
-from megatron.parallel.pipeline.waves import parameter_waves
-from megatron.parallel.products import Fp8Products
-from megatron.parallel.replicas import Gradients, shares_weights
-from megatron.parallel.tied import WORDS, Tie, tie_tables, tie_words, tied_names, unite_copies
+from megatron.parallel.replicas import Gradients
+from megatron.parallel.tied import unite_copies
 from megatron.parallel.torch_ddp import TorchDataParallel
 from megatron.parallel.weight_gradients import WeightGradientQueue, attach
 from megatron.tokenizer import Tokenizer, build_tokenizer
@@ -52,6 +46,7 @@ from megatron.training.checkpointing import (
 )
 from megatron.training.data import batches_from, samples_needed
 from megatron.training.exit import ExitRequest
+from megatron.training.gradient_sharing import gathered_in_8_bits, share_gradients, uses_torch_ddp
 from megatron.training.operation_clock import OperationClock
 from megatron.training.recipe import Batch, Recipe
 from megatron.training.recorded_passes import Losses, RecordedPasses
@@ -79,7 +74,7 @@ def build_run(
     )
     reader = _open_checkpoint(config, layout, rows=vocabulary, entries=tokenizer.vocab_size)
     parts = _build_parts(config, recipe, layout, device, vocabulary)
-    gradients, ties = _share(config, recipe, parts, layout, device)
+    gradients, ties = share_gradients(config, recipe, parts, layout, device)
     named_parameters = [pair for part in parts for pair in part.named_parameters()]
     _initialize(named_parameters, gradients, config, loading=reader is not None)
     batches = BatchPlan.from_config(config.training, layout.data.size)
@@ -153,71 +148,6 @@ def _build_parts(
     return parts
 
 
-def _share(
-    config: RunConfig,
-    recipe: Recipe,
-    parts: list[torch.nn.Module],
-    layout: Layout,
-    device: Device,
-) -> tuple[Gradients, list[Tie]]:
-    """The parts' gradients as their replicas share them; what is tied to other stages'.
-
-    Stage 3 puts shards in the place of the parts' parameters.
-    """
-    numbers = config.precision
-    in_fp32 = numbers.accumulate_allreduce_grads_in_fp32
-    dtype = parameter_dtype(fp16=numbers.fp16, bf16=numbers.bf16)
-    add_up = partial(sum_partial_gradients, axis=layout.tensor)
-    is_torch = _uses_torch_ddp(config, layout)
-    has_output = recipe.ending.guesses_tokens
-    words = has_output and not config.model.untie_embeddings_and_output_weights
-    tables = POSITION_TABLES if config.model.position_embedding_type == "relative" else ()
-    gradients: Gradients
-    if shares_weights(config.parallel, layout):
-        from megatron.parallel.sharded import ShardedModel  # imports much
-
-        gradients = ShardedModel(
-            parts,
-            layout,
-            device=device.torch_device,
-            compute_dtype=dtype,
-            reduce_dtype=torch.float32 if in_fp32 else dtype,
-            before_update=add_up,
-        )
-        named_parameters = [pair for part in parts for pair in part.named_parameters()]
-    else:
-        named_parameters = [pair for part in parts for pair in part.named_parameters()]
-        names = tied_names(layout, words=words, tables=tables)
-        late = {id(parameter) for name, parameter in named_parameters if name in names}
-        scored = [p for n, p in named_parameters if n == WORDS and layout.pipeline.is_last]
-        waves = parameter_waves(parts, schedule_kind(config.parallel, len(parts)))
-        in_8_bits = _gathered_in_8_bits(config, parts)
-        gradients = GradientBuffer(
-            named_parameters,
-            # Alone: PyTorch's averages the gradients in place.
-            replace(layout, replica=Axis()) if is_torch else layout,
-            accumulate_in_fp32=in_fp32,
-            zero_stage=config.parallel.zero_stage or 0,
-            overlap=config.parallel.overlap_grad_reduce,
-            late=lambda parameter: id(parameter) in late,
-            early=lambda parameter: any(parameter is p for p in scored if id(p) in late),
-            waves_of=lambda parameter: waves[id(parameter)],
-            apart=lambda parameter: parameter in in_8_bits,
-            before_send=add_up,
-        )
-        if numbers.gradient_accumulation_fusion and not is_torch:  # which waits for autograd
-            for part in parts:
-                attach_slots(part, gradients)
-    ties = tie_words(named_parameters, layout, is_tied=words) + tie_tables(
-        named_parameters,
-        tables,
-        layout,
-        device=device.torch_device,
-        gradient_dtype=torch.float32 if in_fp32 or gradients.shares_weights else dtype,
-    )
-    return gradients, ties
-
-
 def _optimizer(
     config: RunConfig, parts: list[torch.nn.Module], gradients: Gradients, layout: Layout
 ) -> Optimizer:
@@ -229,15 +159,8 @@ def _optimizer(
         layout,
         count_zeros=config.logging.log_num_zeros_in_grad,
         overlap_gather_in=parts if config.parallel.overlap_param_gather else None,
-        gather_in_8_bits=_gathered_in_8_bits(config, parts),
+        gather_in_8_bits=gathered_in_8_bits(config, parts),
     )
-
-
-def _gathered_in_8_bits(
-    config: RunConfig, parts: list[torch.nn.Module]
-) -> dict[torch.nn.Parameter, Fp8Products]:
-    """Weights that processes which share the update send each other in 8 bits."""
-    return fp8_weights(parts) if config.precision.fp8_param_gather else {}
 
 
 def _delayed_scaling(
@@ -300,13 +223,9 @@ def _torch_ddp(
     config: RunConfig, recipe: Recipe, parts: list[torch.nn.Module], layout: Layout
 ) -> TorchDataParallel | None:
     """PyTorch's data parallelism, where --DDP-impl asks for it."""
-    if not _uses_torch_ddp(config, layout):
+    if not uses_torch_ddp(config, layout):
         return None
     return TorchDataParallel(parts[0], recipe.forward, layout.replica)
-
-
-def _uses_torch_ddp(config: RunConfig, layout: Layout) -> bool:
-    return config.parallel.ddp_impl == "torch" and layout.replica.size > 1
 
 
 def _train_iterations(config: RunConfig, batches: BatchPlan) -> int:

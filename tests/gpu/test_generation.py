@@ -13,6 +13,7 @@ from megatron.device import Device
 from megatron.inference.build import EngineOptions, build_engine
 from megatron.inference.engine import BatchEngine
 from megatron.inference.request import Event, Finished, Request, Sampling
+from megatron.models.construct import build_model
 from megatron.models.gpt import GPTModel
 from megatron.parallel.initialization import initialize
 from megatron.parallel.layout import Layout
@@ -41,7 +42,7 @@ ASKED = [
 @cache
 def model() -> GPTModel:
     config = parse_config(FLAGS, world_size=1).config
-    made = GPTModel.from_config(config, Layout.single(), DEVICE, VOCAB)
+    made = build_model(GPTModel, config, Layout.single(), DEVICE, VOCAB)
     initialize(made.named_parameters(), seed=1)
     return made
 

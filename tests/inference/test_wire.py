@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -28,7 +28,6 @@ from megatron.inference.wire import (
     event_from_json,
     event_to_json,
     request_from_json,
-    request_to_json,
 )
 
 FULL = Sampling(
@@ -57,7 +56,7 @@ def test_every_field_survives() -> None:
         getattr(FULL, name) != getattr(Sampling(max_new_tokens=1), name)
         for name in Sampling.__dataclass_fields__
     ), "give every field of FULL a value of its own"
-    assert request_from_json(json.loads(json.dumps(request_to_json(REQUEST)))) == REQUEST
+    assert request_from_json(json.loads(json.dumps(asdict(REQUEST)))) == REQUEST
 
 
 def test_commands_survive() -> None:
@@ -95,7 +94,7 @@ def test_events_survive(event: Event) -> None:
     ],
 )
 def test_what_is_wrong_is_named(field: str, value: Any, said: str) -> None:
-    form = request_to_json(REQUEST)
+    form = asdict(REQUEST)
     form["sampling"][field] = value
     with pytest.raises(RequestError, match=said):
         request_from_json(form)

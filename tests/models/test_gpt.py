@@ -333,7 +333,7 @@ def test_recomputation_runs_the_forward_twice(plan):
 
     for block in model.layers.values():
         block.register_forward_pre_hook(lambda *_: calls.update(layers=calls["layers"] + 1))
-        block.attention.attend = count("cores", block.attention.attend)
+        block.attention.core.attend = count("cores", block.attention.core.attend)
     loss_and_gradients(model)
     again = {"full": 3 if plan.method == "uniform" else min(3, plan.num_layers)}
     layers = 3 + again.get(plan.granularity, 0)  # selective: none

@@ -145,13 +145,13 @@ def _masks(layout, sequence):
         seen[len(seen)] = out != 0
         return out * x
 
-    attend = model.layers["0"].attention.attend
+    attend = model.layers["0"].attention.core.attend
 
     def attend_recorded(query, *args, dropout, **options):
         seen["attention"] = original(torch.ones(64), dropout) != 0
         return attend(query, *args, dropout=dropout, **options)
 
-    model.layers["0"].attention.attend = attend_recorded
+    model.layers["0"].attention.core.attend = attend_recorded
     torch.nn.functional.dropout = record
     torch.manual_seed(5)
     model(batch()[0])

@@ -8,7 +8,7 @@ from torch import nn
 
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.precision import PrecisionConfig
-from megatron.optimizer.mixed import Optimizer
+from megatron.optimizer.optimizer import Optimizer
 from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.layout import Layout
 
@@ -36,7 +36,7 @@ def _train(device, precision, dtype, rule):
     results, waits = [], 0
     for seed in range(5):
         generator = torch.Generator().manual_seed(seed)
-        optimizer.zero_grad()
+        optimizer.gradients.zero()
         for _, parameter in named:
             value = torch.randn(parameter.shape, generator=generator).to(dtype)
             gradients.gradient(parameter).copy_(value * optimizer.loss_scale)

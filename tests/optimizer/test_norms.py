@@ -9,8 +9,8 @@ from torch import nn
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.kernels.tensor_sums import ROW, sum_of_squares
-from megatron.optimizer.mixed import Optimizer
 from megatron.optimizer.norms import parameters_norm
+from megatron.optimizer.optimizer import Optimizer
 from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import ZEROS, new_parameter

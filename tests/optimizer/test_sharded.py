@@ -8,7 +8,7 @@ from torch import nn
 
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.precision import PrecisionConfig
-from megatron.optimizer.mixed import Optimizer
+from megatron.optimizer.optimizer import Optimizer
 from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import ZEROS, new_parameter
@@ -51,7 +51,7 @@ def _bytes_a_parameter(layout, stage, kind):
     model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)).to(dtype)
     gradients, optimizer = _build(list(model.named_parameters()), layout, stage, precision)
     for _ in range(2):
-        optimizer.zero_grad()
+        optimizer.gradients.zero()
         with gradients.micro_batch(is_last=True):
             model(torch.ones(1, 256, dtype=dtype)).float().mean().backward()
         gradients.reduce()

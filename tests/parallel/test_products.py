@@ -11,11 +11,12 @@ from megatron.models.recompute import RecomputePlan
 from megatron.parallel import collectives, communication
 from megatron.parallel.amax_history import DelayedScaling
 from megatron.parallel.communication import ALONE
+from megatron.parallel.fp8_products import Fp8Format, Fp8Products
 from megatron.parallel.initialization import initialize
 from megatron.parallel.layers import Linear, attach_history, forget_weights, set_overlap
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import Init
-from megatron.parallel.products import IN_FP32, Fp8Format, Fp8Products, Plain
+from megatron.parallel.products import IN_FP32, Plain
 from tests.distributed import run_distributed
 from tests.models.small import LLAMA, gpt, loss_and_gradients
 

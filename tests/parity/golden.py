@@ -11,10 +11,10 @@ from megatron.config.parser import parse_config
 from megatron.device import Device
 from megatron.environment import Launch
 from megatron.parallel.layout import Layout
+from megatron.training.callbacks.standard import standard_callbacks
 from megatron.training.evaluation import final_evaluation
 from megatron.training.loop import train
 from megatron.training.setup import build_run
-from megatron.training.standard import standard_callbacks
 from pretrain_bert import BertRecipe
 from pretrain_gpt import GPTRecipe
 from tests.training.toy import Recorder

@@ -14,9 +14,10 @@ from megatron.device import Device
 from megatron.environment import Launch
 from megatron.errors import CheckpointError, ConfigError
 from megatron.parallel.layout import Layout
+from megatron.training.callbacks.standard import standard_callbacks
 from megatron.training.loop import train
+from megatron.training.panel import start_panel
 from megatron.training.setup import build_run
-from megatron.training.standard import standard_callbacks, start_panel
 from tasks import confusion, finetune_command
 from tasks.classify_files import read_glue, read_race
 from tasks.main import main

@@ -21,9 +21,9 @@ def test_rampup_table(consumed, batch, micro_batches):
 
 def test_rampup_run_length():
     # Updates start at 0 16 32 48 (16 each), 64 88 (24 each), 112: then 32 each.
-    assert GROWING.samples_after(4) == 64
-    assert GROWING.samples_after(6) == 112
-    assert GROWING.samples_after(8) == 176
+    assert GROWING.iterations_for(64) == 4
+    assert GROWING.iterations_for(111) == 5
+    assert GROWING.iterations_for(112) == 6
     assert GROWING.iterations_for(176) == 8
     assert GROWING.iterations_for(175) == 7
     assert GROWING.iterations_for(63) == 3  # ends inside the ramp-up
@@ -45,7 +45,7 @@ def test_rampup_equals_megatrons_loop(global_batch, ramp):
         assert plan.global_batch_at(consumed) == batch
         consumed, iterations = consumed + batch, iterations + 1
     assert plan.iterations_for(consumed) == iterations
-    assert plan.samples_after(iterations) == consumed
+    assert plan.iterations_for(consumed - 1) == iterations - 1
 
 
 def test_fixed_batch():
@@ -53,7 +53,7 @@ def test_fixed_batch():
     assert plan.global_batch_at(10**9) == 16
     assert plan.micro_batches_at(0) == 2
     assert plan.iterations_for(47) == 2
-    assert plan.samples_after(3) == 48
+    assert plan.iterations_for(48) == 3
 
 
 def test_from_config_fills_the_global_batch():
@@ -88,5 +88,5 @@ def test_numbers_that_do_not_fit(training, message):
 def test_a_ramp_up_of_very_many_updates_is_counted_at_once():
     plan = BatchPlan(1, 12, Rampup(4, 4, 10**12))
     # 4 up to and with the update that reaches half of the samples, then 8.
-    assert plan.samples_after(10**11) == 4 * 10**11
+    assert plan.iterations_for(4 * 10**11) == 10**11
     assert plan.iterations_for(10**12 + 12) == 10**12 // 8 + 10**12 // 16 + 1

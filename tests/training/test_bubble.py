@@ -11,9 +11,9 @@ from megatron.parallel.layout import Layout
 from megatron.parallel.pipeline.schedule import make_schedule
 from megatron.parallel.pipeline.simulate import Times, simulate, time_table
 from megatron.training.callbacks.bubble import bubble_line
+from megatron.training.callbacks.standard import standard_callbacks
 from megatron.training.loop import train
 from megatron.training.operation_clock import Bubble, compare_with_prediction
-from megatron.training.standard import standard_callbacks
 from pretrain_gpt import GPTRecipe
 from tests.distributed import run_distributed
 from tests.training.toy import TOY, Recorder, build_toy

@@ -14,8 +14,9 @@ from megatron.models.sizes import IN_WORDS, Ending
 from megatron.parallel.layout import Layout
 from megatron.training import panel
 from megatron.training.callbacks import garbage
+from megatron.training.callbacks.standard import standard_callbacks
 from megatron.training.loop import train
-from megatron.training.standard import standard_callbacks, start_panel
+from megatron.training.panel import start_panel
 from megatron.training.timers import Timers, format_timers
 from megatron.training.writers import open_writers
 from tests.distributed import run_distributed

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from megatron.checkpoint.reader import open_checkpoint
-from megatron.optimizer.mixed import Optimizer
+from megatron.optimizer.optimizer import Optimizer
 from megatron.parallel import weights
 from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.layers import fp8_weights
-from megatron.training import setup
+from megatron.training import gradient_sharing, setup
 from megatron.training.step import Updates
 from tests.checkpoint.states import read_whole
 from tests.distributed import run_distributed
@@ -34,7 +34,8 @@ def _in_16_bits(*arguments, gather_in_8_bits, **options):
 
 def _train(layout, words, kind="gpt", optimizer=Optimizer):
     """What was logged, the digest of what a checkpoint holds, and bytes gathered by format."""
-    setup.GradientBuffer = partial(GradientBuffer, bucket_bytes=2**13)  # in this process only
+    # In this process only.
+    gradient_sharing.GradientBuffer = partial(GradientBuffer, bucket_bytes=2**13)
     setup.Optimizer = optimizer
     gathered: Counter[torch.dtype] = Counter()
     start = weights.start_all_gather

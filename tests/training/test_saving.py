@@ -11,9 +11,9 @@ from megatron.errors import StorageError
 from megatron.parallel.layout import Layout
 from megatron.training import save_interval
 from megatron.training.callbacks.base import Callback
+from megatron.training.callbacks.standard import standard_callbacks
 from megatron.training.loop import train
 from megatron.training.save_interval import SaveClock, advice, best_interval
-from megatron.training.standard import standard_callbacks
 from tests.distributed import run_distributed
 from tests.training.toy import build_toy, train_toy
 

@@ -12,7 +12,7 @@ from megatron.errors import ConfigError
 from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.layout import Layout
 from megatron.parallel.reducer import Reducer
-from megatron.training import setup
+from megatron.training import gradient_sharing
 from megatron.training.checkpointing import save_run
 from tests.checkpoint.states import read_whole
 from tests.distributed import run_distributed
@@ -26,7 +26,8 @@ UNCLIPPED = ["--clip-grad", "0", "--eval-interval", "100", "--eval-iters", "0"]
 
 
 def _small_buckets():
-    setup.GradientBuffer = partial(GradientBuffer, bucket_bytes=2**13)  # in this process only
+    """In this process only."""
+    gradient_sharing.GradientBuffer = partial(GradientBuffer, bucket_bytes=2**13)
 
 
 def _train(layout, arguments):
@@ -121,7 +122,7 @@ def test_stage_2_in_a_pipeline_keeps_shards_only(flags):
 
 def _most_whole_buckets(layout, words):
     """How many buckets of stage 2 are whole at once at most, and how many there are."""
-    setup.GradientBuffer = partial(GradientBuffer, bucket_bytes=2**10)
+    gradient_sharing.GradientBuffer = partial(GradientBuffer, bucket_bytes=2**10)
     most, whole = 0, Reducer.whole
 
     def watched(reducer, bucket):

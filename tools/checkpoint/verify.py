@@ -24,6 +24,7 @@ from megatron.config.run import RunConfig, known
 from megatron.device import Device
 from megatron.errors import CheckpointError
 from megatron.models.bert import BertModel
+from megatron.models.construct import build_model
 from megatron.models.gpt import GPTModel
 from megatron.models.t5 import T5Model
 from megatron.parallel.layout import Layout
@@ -101,8 +102,8 @@ def our_outputs(reader: Reader, config: RunConfig, inputs: Inputs) -> dict[str, 
     what `_bert_outputs` has."""
     config = replace(config, precision=replace(config.precision, fp16=False, bf16=False))
     rows = reader.global_shape("model.embedding.word.weight")[0]
-    build = _NETWORKS[config.model.architecture].from_config
-    model = build(config, Layout.single(), Device.cpu(), rows).eval()
+    network = _NETWORKS[config.model.architecture]
+    model = build_model(network, config, Layout.single(), Device.cpu(), rows).eval()
     held = set(reader.names())
     state = {name: entry for name, entry in model_state([model]).items() if name in held}
     restore(reader, state, prefixes=("model.",), cast=True)

@@ -13,6 +13,7 @@ from megatron.device import Device
 from megatron.inference.build import EngineOptions, build_engine
 from megatron.inference.engine import BatchEngine
 from megatron.inference.request import Request, Sampling, Token
+from megatron.models.construct import build_model
 from megatron.models.gpt import GPTModel
 from megatron.models.sizes import sizes_of
 from megatron.parallel.layout import Layout
@@ -59,7 +60,7 @@ class Subject:
         self._config, self._device, self._bandwidth = config, device, bandwidth
         rows = padded_vocabulary(config)
         self._vocab = rows
-        model = GPTModel.from_config(config, Layout.single(), device, rows)
+        model = build_model(GPTModel, config, Layout.single(), device, rows)
         with torch.no_grad():
             for parameter in model.parameters():
                 # Matrices small, so that nothing overflows; vectors are weights of norms.

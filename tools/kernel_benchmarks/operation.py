@@ -32,7 +32,6 @@ class Operation:
         ours: the fused kernel.
         eager: PyTorch's operations one by one; also what torch.compile gets. None: left out.
         libraries: {name: form} of the best library kernels for it.
-        in_place: whether forms change their inputs (then there is no backward).
         forward_products: floating point operations of 16-bit matrix products, where they and not
             bytes may be the floor.
         backward_products: the same for backward.
@@ -48,7 +47,6 @@ class Operation:
     ours: Form
     eager: Form | None
     libraries: dict[str, Form] = field(default_factory=dict)
-    in_place: bool = False
     forward_products: int = 0
     backward_products: int = 0
     missing: Callable[[], str] = str

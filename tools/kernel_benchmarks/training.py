@@ -156,7 +156,6 @@ def adam(library: KernelLibrary, device: torch.device, size: int) -> Operation:
         libraries={
             "torch._fused_adamw_ + copies": bind(lambda tensors: partial(adam_reference, tensors))
         },
-        in_place=True,
     )
 
 
@@ -232,7 +231,6 @@ def embedding_gradient(
         ours=ours,
         eager=eager,
         libraries={"embedding_dense_backward + add": dense},
-        in_place=True,
     )
 
 
@@ -258,7 +256,6 @@ def product_into_fp32(device: torch.device, tokens: int, inner: int, outer: int)
         draw=draw,
         ours=ours,
         eager=lambda grad, x, into: into.add_(grad.t() @ x),
-        in_place=True,
         forward_products=2 * tokens * inner * outer,
     )
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.precision import PrecisionConfig
-from megatron.optimizer.mixed import Optimizer
+from megatron.optimizer.optimizer import Optimizer
 from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.layout import Layout
 from tests.distributed import run_distributed
@@ -50,7 +50,7 @@ def _draw(seed, size=1.0):
 
 def _set_gradients(optimizer, named, values):
     """As backward of a scaled loss would leave them."""
-    optimizer.zero_grad()
+    optimizer.gradients.zero()
     for name, parameter in named.items():
         optimizer.gradients.gradient(parameter).copy_(values[name] * optimizer.loss_scale)
 
@@ -290,7 +290,7 @@ def _data_parallel_run(layout, steps):
     mine = range(layout.data.rank, 4, layout.data.size)
     norms = []
     for step in range(steps):
-        optimizer.zero_grad()
+        optimizer.gradients.zero()
         for sample in mine:
             x = torch.randn(3, 6, generator=torch.Generator().manual_seed(step * 4 + sample))
             loss = (model(x) - x.sum(1, keepdim=True)).square().mean()

@@ -1,4 +1,4 @@
-"""What a run's configuration and its checkpoint's say of each other: refused, or told."""
+"""A run against the checkpoint that it loads: what does not go together, and what has changed."""
 
 from __future__ import annotations
 

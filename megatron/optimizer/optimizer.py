@@ -30,8 +30,8 @@ from megatron.optimizer.norms import is_counted_here, sum_over_model
 from megatron.optimizer.offload import OffloadedUpdate, on_host
 from megatron.optimizer.rules import Step, Update, UpdateRule, UpdateTensors, rule_of
 from megatron.parallel.collectives import all_reduce
+from megatron.parallel.fp8_products import Fp8Products
 from megatron.parallel.layout import Layout
-from megatron.parallel.products import Fp8Products
 from megatron.parallel.replicas import Gradients
 
 CLIP_EPS = 1e-6  # added to the norm before dividing by it, as in Megatron
@@ -207,10 +207,6 @@ class Optimizer:
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss to call backward on."""
         return loss if self.loss_scale == 1.0 else loss * self.loss_scale
-
-    def zero_grad(self) -> None:
-        """Forget all gradients."""
-        self.gradients.zero()
 
     @property
     def scale_may_change(self) -> bool:

@@ -1,0 +1,130 @@
+"""Who averages a run's gradients, by its flags; and what pipeline stages add up besides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import nn
+
+from megatron.config import RunConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.device import Device, parameter_dtype
+from megatron.models.position_bias import POSITION_TABLES
+from megatron.parallel.fp8_products import Fp8Products
+from megatron.parallel.gradients import GradientBuffer
+from megatron.parallel.layers import attach_slots, fp8_weights
+from megatron.parallel.layout import Axis, Layout
+from megatron.parallel.partial_gradients import sum_partial_gradients
+from megatron.parallel.pipeline.schedule import schedule_kind
+from megatron.parallel.pipeline.waves import parameter_waves
+from megatron.parallel.replicas import Gradients, shares_weights
+from megatron.parallel.tied import WORDS, Tie, tie_tables, tie_words, tied_names
+from megatron.training.recipe import Recipe
+
+
+def share_gradients(
+    config: RunConfig, recipe: Recipe, parts: list[nn.Module], layout: Layout, device: Device
+) -> tuple[Gradients, list[Tie]]:
+    """The gradients of a model's parts, as the processes that hold the same weights share them;
+    and the parameters that other stages hold too. Collective over the pipeline.
+
+    Stage 3 of ZeRO puts shards in the place of the parts' parameters.
+    """
+    words = recipe.ending.guesses_tokens and not config.model.untie_embeddings_and_output_weights
+    tables = POSITION_TABLES if config.model.position_embedding_type == "relative" else ()
+    gradients: Gradients
+    if shares_weights(config.parallel, layout):
+        gradients = _sharded_model(config, parts, layout, device)
+    else:
+        gradients = _buffer(config, parts, layout, tied_names(layout, words=words, tables=tables))
+    named_parameters = _named_parameters(parts)  # as they are now
+    in_fp32 = _keeps_fp32(config.precision) or gradients.shares_weights
+    ties = tie_words(named_parameters, layout, is_tied=words) + tie_tables(
+        named_parameters,
+        tables,
+        layout,
+        device=device.torch_device,
+        gradient_dtype=torch.float32 if in_fp32 else _computes_in(config.precision),
+    )
+    return gradients, ties
+
+
+def uses_torch_ddp(config: RunConfig, layout: Layout) -> bool:
+    """Whether PyTorch's data parallelism averages the gradients, and not their buffer."""
+    return config.parallel.ddp_impl == "torch" and layout.replica.size > 1
+
+
+def gathered_in_8_bits(
+    config: RunConfig, parts: list[nn.Module]
+) -> dict[nn.Parameter, Fp8Products]:
+    """Weights that processes which share the update send each other in 8 bits."""
+    return fp8_weights(parts) if config.precision.fp8_param_gather else {}
+
+
+def _sharded_model(
+    config: RunConfig, parts: list[nn.Module], layout: Layout, device: Device
+) -> Gradients:
+    from megatron.parallel.sharded import ShardedModel  # imports much
+
+    dtype = _computes_in(config.precision)
+    return ShardedModel(
+        parts,
+        layout,
+        device=device.torch_device,
+        compute_dtype=dtype,
+        reduce_dtype=torch.float32 if _keeps_fp32(config.precision) else dtype,
+        before_update=_sum_over_tensor_ranks(layout),
+    )
+
+
+def _buffer(
+    config: RunConfig, parts: list[nn.Module], layout: Layout, tied: Collection[str]
+) -> GradientBuffer:
+    """Where whole parameters' gradients live.
+
+    Args:
+        tied: names of parameters that other stages hold too.
+    """
+    is_torch = uses_torch_ddp(config, layout)
+    named_parameters = _named_parameters(parts)
+    late = {id(p) for name, p in named_parameters if name in tied}
+    scored = {id(p) for name, p in named_parameters if name == WORDS and layout.pipeline.is_last}
+    waves = parameter_waves(parts, schedule_kind(config.parallel, len(parts)))
+    in_8_bits = gathered_in_8_bits(config, parts)
+    gradients = GradientBuffer(
+        named_parameters,
+        # Alone: PyTorch's averages the gradients in place.
+        replace(layout, replica=Axis()) if is_torch else layout,
+        accumulate_in_fp32=_keeps_fp32(config.precision),
+        zero_stage=config.parallel.zero_stage or 0,
+        overlap=config.parallel.overlap_grad_reduce,
+        late=lambda parameter: id(parameter) in late,
+        early=lambda parameter: id(parameter) in late & scored,
+        waves_of=lambda parameter: waves[id(parameter)],
+        apart=lambda parameter: parameter in in_8_bits,
+        before_send=_sum_over_tensor_ranks(layout),
+    )
+    if config.precision.gradient_accumulation_fusion and not is_torch:  # which waits for autograd
+        for part in parts:
+            attach_slots(part, gradients)
+    return gradients
+
+
+def _named_parameters(parts: list[nn.Module]) -> list[tuple[str, nn.Parameter]]:
+    return [pair for part in parts for pair in part.named_parameters()]
+
+
+def _sum_over_tensor_ranks(layout: Layout) -> Callable[[list[nn.Parameter]], None]:
+    return partial(sum_partial_gradients, axis=layout.tensor)
+
+
+def _keeps_fp32(numbers: PrecisionConfig) -> bool:
+    """Whether gradients add up in fp32, whatever format forward computes in."""
+    return numbers.accumulate_allreduce_grads_in_fp32
+
+
+def _computes_in(numbers: PrecisionConfig) -> torch.dtype:
+    return parameter_dtype(fp16=numbers.fp16, bf16=numbers.bf16)
