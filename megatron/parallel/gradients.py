@@ -28,6 +28,7 @@ it is left but shards.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -249,7 +250,9 @@ class GradientBuffer:
         elif id(parameter) in self._late:
             parameter.main_grad = bucket.kept  # type: ignore[attr-defined]
         if not is_in_place or self._reducer.overlap:
-            collect = partial(self._collect, bucket, slot, is_in_place)
+            # The parameter holds its hook where the garbage collector does not look, and the buffer
+            # the parameter: with a way back neither would ever be freed.
+            collect = partial(_collect, weakref.ref(self), is_in_place)
             parameter.register_post_accumulate_grad_hook(collect)
 
     def owned(self, parameter: nn.Parameter) -> Span:
@@ -409,13 +412,20 @@ class GradientBuffer:
         self._reducer.reduce()
 
     @torch.no_grad()
-    def _collect(
-        self, bucket: PendingBucket, slot: slice, is_in_place: bool, parameter: nn.Parameter
-    ) -> None:
+    def collect(self, is_in_place: bool, parameter: nn.Parameter) -> None:
         """Take over a finished gradient. Autograd adds up all uses of a parameter before that."""
+        bucket, slot = self._places[id(parameter)]
         assert id(parameter) not in self._uses, "a parameter with slots is outside of autograd"
         if not is_in_place:
             assert parameter.grad is not None
             self._reducer.whole(bucket)[slot].view_as(parameter).add_(parameter.grad)
             parameter.grad = None
         self._reducer.finish(bucket, parameter)
+
+
+def _collect(
+    buffer: weakref.ref[GradientBuffer], is_in_place: bool, parameter: nn.Parameter
+) -> None:
+    alive = buffer()
+    if alive is not None:
+        alive.collect(is_in_place, parameter)

@@ -6,6 +6,7 @@ Gradients stay where a `GradientBuffer` of one replica keeps them: PyTorch avera
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -43,8 +44,10 @@ class TorchDataParallel:
         self._under_way: list[Pending] = []
         with axis.joining("start of DistributedDataParallel"):
             self._replica = DistributedDataParallel(_Forward(model, forward), **options)
-        # A function without annotations: PyTorch compares them, and ours are texts.
-        self._replica.register_comm_hook(None, lambda _, bucket: self._average(bucket))
+        # A function without annotations: PyTorch compares them, and ours are texts. It is held
+        # where the garbage collector does not look: with a way back we would never be freed.
+        average: Any = weakref.WeakMethod(self._average)
+        self._replica.register_comm_hook(None, lambda _, bucket: average()(bucket))
 
     def __call__(self, *args: Any, is_last: bool) -> Any:
         """One micro-batch; the backward of an update's last one averages the sums of all."""

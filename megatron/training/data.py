@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from megatron.config import RunConfig
 from megatron.data.loader import build_loader
@@ -39,14 +39,25 @@ def batches_from(run: Run, dataset: SampleDataset, *, consumed: int) -> Iterator
     sampler: SingleSampler | CyclicSampler = SingleSampler(**place)
     if run.config.data.dataloader_type == "cyclic":
         sampler = CyclicSampler(**place, data_sharding=run.config.data.data_sharding)
+    return _load(run.config, dataset, sampler, pin_memory=run.device.is_gpu)
+
+
+def _load(
+    config: RunConfig,
+    dataset: SampleDataset,
+    sampler: Iterable[list[int]],
+    *,
+    pin_memory: bool,
+) -> Iterator[Batch]:
+    """Does not hold the run, which holds this: a run that is done with is freed at once."""
     yield from build_loader(
         dataset,
         sampler,
-        num_workers=run.config.data.num_workers,
-        seed=run.config.training.seed,
-        pin_memory=run.device.is_gpu,
+        num_workers=config.data.num_workers,
+        seed=config.training.seed,
+        pin_memory=pin_memory,
     )
     raise DataError(
         f"the dataset of {len(dataset)} samples has ended: it was built for --train-iters "
-        f"{run.config.training.train_iters}, --train-samples {run.config.training.train_samples}"
+        f"{config.training.train_iters}, --train-samples {config.training.train_samples}"
     )

@@ -1,0 +1,63 @@
+"""Memory of a run that is done with is free at once, whatever holds what of it in hooks."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Sequence
+
+import pytest
+
+from megatron.parallel.layout import Layout
+from tests.distributed import run_distributed
+from tests.training.toy import train_toy
+
+LEFT = tuple[list[str], list[str]]  # before and after a garbage collection
+
+
+def _left(layout: Layout, flags: str) -> LEFT:
+    """What of a run is still there when nobody has it any more."""
+    _, run = train_toy(layout, ["--train-iters", "2", *flags.split()])
+    parts = {
+        "run": run,
+        "model": run.parts[0],
+        "optimizer": run.optimizer,
+        "gradients": run.gradients,
+        "parameter": next(run.parameters()),
+        "batches": run.train_batches,
+    }
+    alive = {name: weakref.ref(part) for name, part in parts.items()}
+    gc.collect()
+    gc.disable()
+    try:
+        del run, parts
+        at_once = [name for name, part in alive.items() if part() is not None]
+    finally:
+        gc.enable()
+    gc.collect()
+    return at_once, [name for name, part in alive.items() if part() is not None]
+
+
+@pytest.mark.parametrize("flags", ["", "--bf16 --no-gradient-accumulation-fusion"])
+def test_one_process_frees_all(flags: str) -> None:
+    assert _left(Layout.single(), flags) == ([], [])
+
+
+def _each(layout: Layout, several: Sequence[str]) -> list[LEFT]:
+    return [_left(layout, flags) for flags in several]
+
+
+def test_processes_that_share_free_all() -> None:
+    several = [
+        "--bf16 --overlap-grad-reduce",
+        "--zero-stage 1 --overlap-param-gather",
+        "--zero-stage 2 --bf16",
+        "--zero-stage 1 --bf16 --fp8-format hybrid --fp8-param-gather",
+        "--DDP-impl torch",
+        "--zero-stage 3",
+    ]
+    *ours, (at_once, later) = run_distributed(2, _each, several)[0]
+    assert ours == [([], [])] * len(ours)
+    # PyTorch's `fully_shard` goes round in a circle, for the garbage collector to find.
+    assert {*at_once} <= {"model", "parameter"}
+    assert later == []
