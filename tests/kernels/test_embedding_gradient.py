@@ -40,7 +40,7 @@ def test_kernel_equals_float64(kernels, dtype, hidden):
     check(choose_embedding_gradient(library, hidden), device, dtype, hidden)
 
 
-@pytest.mark.parametrize("rows", [3000, 1023, 2])  # sorted by two digits, by one, and many of an entry
+@pytest.mark.parametrize("rows", [3000, 1023, 2])  # two digits, one, many rows of each
 def test_rows_of_an_entry_are_added_in_their_order(kernels, rows):
     library, device = kernels
     torch.seed()
