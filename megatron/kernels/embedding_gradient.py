@@ -12,7 +12,7 @@ from megatron.kernels.library import DTYPE_CODES, Kernel, KernelLibrary
 
 EMBEDDING_GRADIENT = Kernel("embedding_gradient", "pppppiiii")
 WIDTH = 8  # the kernel needs a hidden size that divides by this
-CHUNK = 32  # rows of an entry that are summed beforehand; embedding_gradient.cu has the same
+CHUNK = 32  # sorted rows that are summed side by side; embedding_gradient.cu has the same
 
 # (entries [n], those outside of the table count for nothing; grad [n, h]; into [rows, h])
 EmbeddingGradient = Callable[[Tensor, Tensor, Tensor], None]
@@ -41,7 +41,7 @@ def _embedding_gradient(
         return
     count, (rows, hidden) = len(entries), into.shape
     pairs = entries.new_empty(2, count)
-    partial = into.new_empty(count // CHUNK, hidden)
+    parts = into.new_empty(-(-count // CHUNK), 2, hidden)
     inputs = (entries.contiguous(), grad.contiguous())
     sizes = (count, hidden, rows, DTYPE_CODES[grad.dtype])
-    library.launch(EMBEDDING_GRADIENT, *inputs, into, pairs, partial, *sizes)
+    library.launch(EMBEDDING_GRADIENT, *inputs, into, pairs, parts, *sizes)

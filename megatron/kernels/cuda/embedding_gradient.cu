@@ -1,7 +1,7 @@
 // Gradient of an embedding table, added into its fp32 gradient: rows of one entry are brought together
 // by a stable sort, and added up in that order, whoever runs first. The sort is by digits of an entry,
-// a kernel for each. A frequent entry has thousands of rows, so whole chunks of them are added up
-// beforehand, side by side.
+// a kernel for each. A frequent entry has thousands of rows, so chunks of what is sorted are added up
+// side by side, and then what of them belongs to one entry.
 #include "common.cuh"
 
 namespace {
@@ -9,8 +9,8 @@ namespace {
 constexpr int kBits = 10;  // of a digit
 constexpr int kSorters = 1 << kBits;
 constexpr int kThreads = 128;
-constexpr int kChunk = 32;  // rows of one entry; embedding_gradient.py has the same
-constexpr int kRowsInFlight = 4, kChunksInFlight = 4;
+constexpr int kChunk = 32;  // sorted places; embedding_gradient.py has the same
+constexpr int kRowsInFlight = 4, kPartsInFlight = 4;
 
 struct alignas(8) Pair {
   int entry, row;  // of the gradient
@@ -88,77 +88,97 @@ __device__ __forceinline__ void add_rows(float (&sums)[N], F row) {
   }
 }
 
-// Sums of those chunks of `sorted` that are of one entry, for the columns of blockIdx.y.
-template <typename T>
-__global__ void __launch_bounds__(kThreads)
-    chunks_kernel(const Pair* __restrict__ sorted, const T* __restrict__ gradient,
-                  float* __restrict__ partial, int64_t hidden, int table_rows) {
-  constexpr int N = vector_size<T>;
-  const int64_t column = (static_cast<int64_t>(blockIdx.y) * kThreads + threadIdx.x) * N;
-  allow_next();
-  wait_for_previous();
-  const Pair* chunk = sorted + blockIdx.x * kChunk;
-  const int entry = chunk[0].entry;
-  if (entry == table_rows || chunk[kChunk - 1].entry != entry || column >= hidden) return;
-  float sums[N] = {};
-  for (int i = 0; i < kChunk; i += 8) {
-    add_rows<T, 8>(sums, [&](int k) { return gradient + chunk[i + k].row * hidden + column; });
-  }
-  for (int j = 0; j < N; j += 4) {
-    store(partial + blockIdx.x * hidden + column + j,
-          Vector<float, 4>{sums[j], sums[j + 1], sums[j + 2], sums[j + 3]});
-  }
-}
-
-// Place blockIdx.x of `sorted`: if the rows of an entry begin there, this block adds them to the
-// table, for the columns of blockIdx.y.
-template <typename T>
-__global__ void __launch_bounds__(kThreads)
-    rows_kernel(const Pair* __restrict__ sorted, const T* __restrict__ gradient,
-                const float* __restrict__ partial, float* __restrict__ into, int count,
-                int64_t hidden, int table_rows) {
-  constexpr int N = vector_size<T>;
-  const int64_t column = (static_cast<int64_t>(blockIdx.y) * kThreads + threadIdx.x) * N;
-  const int begin = blockIdx.x;
-  wait_for_previous();
-  const int entry = sorted[begin].entry;
-  if (entry == table_rows || column >= hidden) return;
-  if (begin > 0 && sorted[begin - 1].entry == entry) return;
-  float* target = into + entry * hidden + column;
-  Vector<float, N> total = load<float, N>(target);
-  float sums[N] = {};
-  const auto is_mine = [&](int place) { return place < count && sorted[place].entry == entry; };
-  const auto is_whole = [&](int chunk) { return is_mine(chunk * kChunk + kChunk - 1); };
-  const auto add_one_by_one = [&](int place, int end) {
-    for (; place < end && is_mine(place); place += kRowsInFlight) {
-      add_rows<T, kRowsInFlight>(sums, [&](int k) {
-        const bool adds = place + k < end && is_mine(place + k);
-        return adds ? gradient + sorted[place + k].row * hidden + column : nullptr;
-      });
-    }
-  };
-  const int first = divide_up(begin, kChunk);
-  int chunk = first;
-  add_one_by_one(begin, first * kChunk);
-  for (; is_whole(chunk); chunk += kChunksInFlight) {
-    add_rows<float, kChunksInFlight>(sums, [&](int k) {
-      return is_whole(chunk + k) ? partial + (chunk + k) * hidden + column : nullptr;
-    });
-  }
-  while (chunk > first && !is_whole(chunk - 1)) chunk--;
-  add_one_by_one(chunk * kChunk, count);
+template <int N>
+__device__ __forceinline__ void add_to(float* target, Vector<float, N> total,
+                                       const float (&sums)[N]) {
 #pragma unroll
   for (int j = 0; j < N; j++) total.at[j] += sums[j];
   store(target, total);
 }
 
+// Place blockIdx.x of `sorted`: if rows of an entry begin there, or a chunk does, this block adds up
+// those that lie in the chunk, for the columns of blockIdx.y. The table gets the sum, or, where the
+// entry has rows in other chunks too, parts [chunk][whether its rows begin in the chunk].
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    rows_kernel(const Pair* __restrict__ sorted, const T* __restrict__ gradient,
+                float* __restrict__ parts, float* __restrict__ into, int count, int64_t hidden,
+                int table_rows) {
+  constexpr int N = vector_size<T>;
+  const int64_t column = (static_cast<int64_t>(blockIdx.y) * kThreads + threadIdx.x) * N;
+  const int begin = blockIdx.x, chunk = begin / kChunk;
+  const int end = min((chunk + 1) * kChunk, count);
+  allow_next();
+  wait_for_previous();
+  Pair pairs[kRowsInFlight];
+  const auto fetch = [&](int first) {
+#pragma unroll
+    for (int k = 0; k < kRowsInFlight; k++) pairs[k] = sorted[min(first + k, end - 1)];
+  };
+  fetch(begin);
+  const int entry = pairs[0].entry;
+  const bool begins = begin == 0 || sorted[begin - 1].entry != entry;
+  if (entry == table_rows || column >= hidden || (!begins && begin % kChunk != 0)) return;
+  float* target = into + entry * hidden + column;
+  const auto old = load<float, N>(target);
+  float sums[N] = {};
+  bool goes_on = true;
+  for (int first = begin; goes_on && first < end; first += kRowsInFlight) {
+    if (first > begin) fetch(first);
+    add_rows<T, kRowsInFlight>(sums, [&](int k) {
+      const bool inside = first + k < end;
+      goes_on = goes_on && (!inside || pairs[k].entry == entry);
+      return inside && goes_on ? gradient + pairs[k].row * hidden + column : nullptr;
+    });
+  }
+  goes_on = goes_on && end < count && sorted[end].entry == entry;
+  if (begins && !goes_on) {
+    add_to<N>(target, old, sums);
+  } else {
+    add_to<N>(parts + (2 * int64_t{chunk} + begins) * hidden + column, Vector<float, N>{}, sums);
+  }
+}
+
+// Chunk blockIdx.x: if its last entry begins in it and goes on in the next one, this block adds the
+// entry's parts to the table, for the columns of blockIdx.y.
+__global__ void __launch_bounds__(kThreads)
+    parts_kernel(const Pair* __restrict__ sorted, const float* __restrict__ parts,
+                 float* __restrict__ into, int count, int64_t hidden, int table_rows) {
+  constexpr int N = 4;
+  const int64_t column = (static_cast<int64_t>(blockIdx.y) * kThreads + threadIdx.x) * N;
+  const int begin = blockIdx.x * kChunk, end = begin + kChunk;
+  wait_for_previous();
+  const int entry = sorted[end - 1].entry;
+  if (entry == table_rows || sorted[end].entry != entry || column >= hidden) return;
+  if (begin > 0 && sorted[begin - 1].entry == entry) return;
+  float* target = into + entry * hidden + column;
+  const auto old = load<float, N>(target);
+  const float* from = parts + 2 * int64_t{blockIdx.x} * hidden + column;
+  const auto first = load<float, N>(from + hidden);
+  float sums[N] = {first.at[0], first.at[1], first.at[2], first.at[3]};
+  bool goes_on = true;
+  for (int chunk = 1; goes_on; chunk += kPartsInFlight) {
+    int entries[kPartsInFlight];
+#pragma unroll
+    for (int k = 0; k < kPartsInFlight; k++) {
+      const int place = begin + (chunk + k) * kChunk;
+      entries[k] = place < count ? sorted[place].entry : table_rows;
+    }
+    add_rows<float, kPartsInFlight>(sums, [&](int k) {
+      goes_on = goes_on && entries[k] == entry;
+      return goes_on ? from + 2 * (chunk + k) * hidden : nullptr;
+    });
+  }
+  add_to<N>(target, old, sums);
+}
+
 }  // namespace
 
 // into [table_rows, hidden] += the rows of gradient [count, hidden] by entry; entries [count] outside
-// of the table are left out. pairs [2, count] and partial fp32 [count / kChunk, hidden] to work in.
-// hidden is a multiple of 8; count and table_rows are below 2^30.
+// of the table are left out. pairs [2, count] and parts fp32 [chunks, 2, hidden] to work in. hidden is
+// a multiple of 8; count and table_rows are below 2^30.
 extern "C" int embedding_gradient(const int64_t* entries, const void* gradient, float* into,
-                                  void* pairs, float* partial, int64_t count, int64_t hidden,
+                                  void* pairs, float* parts, int64_t count, int64_t hidden,
                                   int64_t table_rows, int64_t dtype, cudaStream_t stream) {
   if (count == 0 || table_rows == 0) return cudaSuccess;
   if ((count | table_rows) >> 30) return cudaErrorInvalidValue;
@@ -171,17 +191,14 @@ extern "C" int embedding_gradient(const int64_t* entries, const void* gradient, 
     sorted = next;
     std::swap(next, other);
   }
-  return with_type(dtype, [&](auto type) {
+  const cudaError_t error = with_type(dtype, [&](auto type) {
     using T = decltype(type);
-    const auto* from = static_cast<const T*>(gradient);
-    const int64_t across = divide_up(hidden, kThreads * vector_size<T>);
-    if (count >= kChunk) {
-      const cudaError_t error =
-          launch_next(chunks_kernel<T>, dim3(count / kChunk, across), dim3(kThreads), 0, stream,
-                      sorted, from, partial, hidden, table_rows);
-      if (error != cudaSuccess) return error;
-    }
-    return launch_next(rows_kernel<T>, dim3(count, across), dim3(kThreads), 0, stream, sorted, from,
-                       partial, into, count, hidden, table_rows);
+    const dim3 grid(count, divide_up(hidden, kThreads * vector_size<T>));
+    return launch_next(rows_kernel<T>, grid, dim3(kThreads), 0, stream, sorted,
+                       static_cast<const T*>(gradient), parts, into, count, hidden, table_rows);
   });
+  const int64_t boundaries = (count - 1) / kChunk;
+  if (error != cudaSuccess || boundaries == 0) return error;
+  return launch_next(parts_kernel, dim3(boundaries, divide_up(hidden, kThreads * 4)),
+                     dim3(kThreads), 0, stream, sorted, parts, into, count, hidden, table_rows);
 }
