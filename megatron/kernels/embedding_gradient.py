@@ -10,8 +10,9 @@ from torch import Tensor
 
 from megatron.kernels.library import DTYPE_CODES, Kernel, KernelLibrary
 
-EMBEDDING_GRADIENT = Kernel("embedding_gradient", "ppppiiii")
+EMBEDDING_GRADIENT = Kernel("embedding_gradient", "pppppiiii")
 WIDTH = 8  # the kernel needs a hidden size that divides by this
+CHUNK = 32  # sorted rows that are summed side by side; embedding_gradient.cu has the same
 
 # (entries [n], those outside of the table count for nothing; grad [n, h]; into [rows, h])
 EmbeddingGradient = Callable[[Tensor, Tensor, Tensor], None]
@@ -38,6 +39,9 @@ def _embedding_gradient(
     if into.dtype != torch.float32:
         embedding_gradient_reference(entries, grad, into)
         return
-    sorted_entries, order = entries.sort(stable=True)
-    sizes = (len(entries), grad.shape[1], into.shape[0], DTYPE_CODES[grad.dtype])
-    library.launch(EMBEDDING_GRADIENT, sorted_entries, order, grad.contiguous(), into, *sizes)
+    count, (rows, hidden) = len(entries), into.shape
+    pairs = entries.new_empty(2, count)
+    parts = into.new_empty(-(-count // CHUNK), 2, hidden)
+    inputs = (entries.contiguous(), grad.contiguous())
+    sizes = (count, hidden, rows, DTYPE_CODES[grad.dtype])
+    library.launch(EMBEDDING_GRADIENT, *inputs, into, pairs, parts, *sizes)

@@ -68,9 +68,20 @@ T __shfl_down_sync(unsigned, T value, unsigned by, int = 32) {
   const unsigned from = emulator::lane() + by;
   return emulator::exchange(value, from < 32 ? from : emulator::lane());
 }
+template <typename T>
+T __shfl_up_sync(unsigned, T value, unsigned by, int = 32) {
+  const unsigned lane = emulator::lane();
+  return emulator::exchange(value, lane < by ? lane : lane - by);
+}
 inline unsigned __reduce_max_sync(unsigned, unsigned value) {
   for (int mask = 16; mask > 0; mask >>= 1) value = max(value, __shfl_xor_sync(~0u, value, mask));
   return value;
+}
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline unsigned __match_any_sync(unsigned, int value) {
+  unsigned same = 0;
+  for (unsigned lane = 0; lane < 32; lane++) same |= (__shfl_sync(~0u, value, lane) == value) << lane;
+  return same;
 }
 inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
 inline float __logf(float x) { return logf(x); }
@@ -113,6 +124,11 @@ template <typename T>
 T* dynamic_shared() { return static_cast<T*>(emulator::shared_memory()); }
 
 // Blocks and threads take turns: nothing else runs between the read and the write.
+inline int atomicAdd(int* at, int value) {
+  const int old = *at;
+  *at += value;
+  return old;
+}
 inline unsigned atomicMax(unsigned* at, unsigned value) {
   const unsigned old = *at;
   *at = max(old, value);

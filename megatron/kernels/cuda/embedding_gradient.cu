@@ -1,61 +1,204 @@
-// Gradient of an embedding table, added into its fp32 gradient: rows of one entry lie together
-// after a stable sort, and are added up in that order, whoever runs first.
+// Gradient of an embedding table, added into its fp32 gradient: rows of one entry are brought together
+// by a stable sort, and added up in that order, whoever runs first. The sort is by digits of an entry,
+// a kernel for each. A frequent entry has thousands of rows, so chunks of what is sorted are added up
+// side by side, and then what of them belongs to one entry.
 #include "common.cuh"
 
 namespace {
 
+constexpr int kBits = 10;  // of a digit
+constexpr int kSorters = 1 << kBits;
 constexpr int kThreads = 128;
+constexpr int kChunk = 32;  // sorted places; embedding_gradient.py has the same
+constexpr int kRowsInFlight = 4, kPartsInFlight = 4;
 
-// Sorted place blockIdx.x: if a run of equal entries begins there, this block adds it up, for the
-// columns of blockIdx.y.
+struct alignas(8) Pair {
+  int entry, row;  // of the gradient
+};
+
+// The sum of `count` over the threads before this one.
+__device__ __forceinline__ int sum_before(int count) {
+  __shared__ int of_warps[kSorters / 32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int sum = count;
+#pragma unroll
+  for (int by = 1; by < 32; by *= 2) {
+    const int before = __shfl_up_sync(0xffffffffu, sum, by);
+    if (lane >= by) sum += before;
+  }
+  if (lane == 31) of_warps[warp] = sum;
+  __syncthreads();
+  for (int i = 0; i < warp; i++) sum += of_warps[i];
+  return sum - count;
+}
+
+// One digit of a stable sort, from bit `shift` on: of `entries` where they are given, whose rows are
+// their places, else of `from`. Every block counts all digits by itself, so that none waits for
+// another, and moves one pair a thread. Entries outside of the table come last, as entry table_rows.
+__global__ void __launch_bounds__(kSorters)
+    sort_kernel(const int64_t* __restrict__ entries, const Pair* __restrict__ from,
+                Pair* __restrict__ to, int count, int table_rows, int shift) {
+  constexpr int kBins = kSorters;
+  __shared__ int earlier[kBins], others[kBins];  // how often a digit is before this block's, and not
+  const int thread = threadIdx.x, lane = thread % 32, first = blockIdx.x * kSorters;
+  const auto pair_at = [&](int i) {
+    if (!entries) return from[i];
+    const int64_t entry = entries[i];
+    return Pair{entry < 0 || entry >= table_rows ? table_rows : static_cast<int>(entry), i};
+  };
+  const auto digit_of = [&](const Pair& pair) { return pair.entry >> shift & (kBins - 1); };
+  allow_next();
+  earlier[thread] = others[thread] = 0;
+  wait_for_previous();
+  __syncthreads();
+#pragma unroll 8
+  for (int i = thread; i < count; i += kSorters) {
+    atomicAdd((i < first ? earlier : others) + digit_of(pair_at(i)), 1);
+  }
+  const bool moves = first + thread < count;
+  const Pair mine = moves ? pair_at(first + thread) : Pair{};
+  const int digit = moves ? digit_of(mine) : kBins;
+  const unsigned same = __match_any_sync(0xffffffffu, digit);
+  const int rank = __popc(same & ((1u << lane) - 1));
+  __syncthreads();
+  const int total = earlier[thread] + others[thread];
+  earlier[thread] += sum_before(total);
+  for (int warp = 0; warp < kSorters / 32; warp++) {  // in their order
+    __syncthreads();
+    if (thread / 32 != warp) continue;
+    if (moves) to[earlier[digit] + rank] = mine;
+    __syncwarp();
+    if (moves && rank == 0) earlier[digit] += __popc(same);
+  }
+}
+
+// Adds N columns of M rows, in their order. row(k): where such a row has them, or null.
+template <typename T, int M, int N, typename F>
+__device__ __forceinline__ void add_rows(float (&sums)[N], F row) {
+  Vector<T, N> rows[M] = {};
+#pragma unroll
+  for (int k = 0; k < M; k++) {
+    if (const T* from = row(k)) rows[k] = load<T, N>(from);
+  }
+#pragma unroll
+  for (int k = 0; k < M; k++) {
+    const auto values = to_floats(rows[k]);
+#pragma unroll
+    for (int j = 0; j < N; j++) sums[j] += values.at[j];
+  }
+}
+
+template <int N>
+__device__ __forceinline__ void add_to(float* target, Vector<float, N> total,
+                                       const float (&sums)[N]) {
+#pragma unroll
+  for (int j = 0; j < N; j++) total.at[j] += sums[j];
+  store(target, total);
+}
+
+// Place blockIdx.x of `sorted`: if rows of an entry begin there, or a chunk does, this block adds up
+// those that lie in the chunk, for the columns of blockIdx.y. The table gets the sum, or, where the
+// entry has rows in other chunks too, parts [chunk][whether its rows begin in the chunk].
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
-    rows_kernel(const int64_t* __restrict__ entries, const int64_t* __restrict__ order,
-                const T* __restrict__ gradient, float* __restrict__ into, int64_t count,
-                int64_t hidden, int64_t table_rows) {
-  constexpr int N = vector_size<T>, kInFlight = 4;
-  const int64_t entry = entries[blockIdx.x];
-  if (entry < 0 || entry >= table_rows) return;
-  if (blockIdx.x > 0 && entries[blockIdx.x - 1] == entry) return;
+    rows_kernel(const Pair* __restrict__ sorted, const T* __restrict__ gradient,
+                float* __restrict__ parts, float* __restrict__ into, int count, int64_t hidden,
+                int table_rows) {
+  constexpr int N = vector_size<T>;
   const int64_t column = (static_cast<int64_t>(blockIdx.y) * kThreads + threadIdx.x) * N;
-  if (column >= hidden) return;
-  int64_t end = blockIdx.x + 1;
-  while (end < count && entries[end] == entry) ++end;
-  float sums[N] = {};
-  for (int64_t i = blockIdx.x; i < end; i += kInFlight) {
-    Vector<T, N> rows[kInFlight] = {};
+  const int begin = blockIdx.x, chunk = begin / kChunk;
+  const int end = min((chunk + 1) * kChunk, count);
+  allow_next();
+  wait_for_previous();
+  Pair pairs[kRowsInFlight];
+  const auto fetch = [&](int first) {
 #pragma unroll
-    for (int k = 0; k < kInFlight; ++k) {
-      if (i + k < end) rows[k] = load<T, N>(gradient + order[i + k] * hidden + column);
-    }
-#pragma unroll
-    for (int k = 0; k < kInFlight; ++k)
-#pragma unroll
-      for (int j = 0; j < N; ++j) sums[j] += to_float(rows[k].at[j]);
-  }
+    for (int k = 0; k < kRowsInFlight; k++) pairs[k] = sorted[min(first + k, end - 1)];
+  };
+  fetch(begin);
+  const int entry = pairs[0].entry;
+  const bool begins = begin == 0 || sorted[begin - 1].entry != entry;
+  if (entry == table_rows || column >= hidden || (!begins && begin % kChunk != 0)) return;
   float* target = into + entry * hidden + column;
-#pragma unroll
-  for (int j = 0; j < N; j += 4) {
-    Vector<float, 4> old = load<float, 4>(target + j);
-#pragma unroll
-    for (int k = 0; k < 4; ++k) old.at[k] += sums[j + k];
-    store(target + j, old);
+  const auto old = load<float, N>(target);
+  float sums[N] = {};
+  bool goes_on = true;
+  for (int first = begin; goes_on && first < end; first += kRowsInFlight) {
+    if (first > begin) fetch(first);
+    add_rows<T, kRowsInFlight>(sums, [&](int k) {
+      const bool inside = first + k < end;
+      goes_on = goes_on && (!inside || pairs[k].entry == entry);
+      return inside && goes_on ? gradient + pairs[k].row * hidden + column : nullptr;
+    });
   }
+  goes_on = goes_on && end < count && sorted[end].entry == entry;
+  if (begins && !goes_on) {
+    add_to<N>(target, old, sums);
+  } else {
+    add_to<N>(parts + (2 * int64_t{chunk} + begins) * hidden + column, Vector<float, N>{}, sums);
+  }
+}
+
+// Chunk blockIdx.x: if its last entry begins in it and goes on in the next one, this block adds the
+// entry's parts to the table, for the columns of blockIdx.y.
+__global__ void __launch_bounds__(kThreads)
+    parts_kernel(const Pair* __restrict__ sorted, const float* __restrict__ parts,
+                 float* __restrict__ into, int count, int64_t hidden, int table_rows) {
+  constexpr int N = 4;
+  const int64_t column = (static_cast<int64_t>(blockIdx.y) * kThreads + threadIdx.x) * N;
+  const int begin = blockIdx.x * kChunk, end = begin + kChunk;
+  wait_for_previous();
+  const int entry = sorted[end - 1].entry;
+  if (entry == table_rows || sorted[end].entry != entry || column >= hidden) return;
+  if (begin > 0 && sorted[begin - 1].entry == entry) return;
+  float* target = into + entry * hidden + column;
+  const auto old = load<float, N>(target);
+  const float* from = parts + 2 * int64_t{blockIdx.x} * hidden + column;
+  const auto first = load<float, N>(from + hidden);
+  float sums[N] = {first.at[0], first.at[1], first.at[2], first.at[3]};
+  bool goes_on = true;
+  for (int chunk = 1; goes_on; chunk += kPartsInFlight) {
+    int entries[kPartsInFlight];
+#pragma unroll
+    for (int k = 0; k < kPartsInFlight; k++) {
+      const int place = begin + (chunk + k) * kChunk;
+      entries[k] = place < count ? sorted[place].entry : table_rows;
+    }
+    add_rows<float, kPartsInFlight>(sums, [&](int k) {
+      goes_on = goes_on && entries[k] == entry;
+      return goes_on ? from + 2 * (chunk + k) * hidden : nullptr;
+    });
+  }
+  add_to<N>(target, old, sums);
 }
 
 }  // namespace
 
-// into [table_rows, hidden] += the rows of gradient [count, hidden] by entry. entries: sorted;
-// those outside of the table are left out. order: which row of the gradient each of them is.
-// hidden is a multiple of 8.
-extern "C" int embedding_gradient(const int64_t* entries, const int64_t* order,
-                                  const void* gradient, float* into, int64_t count, int64_t hidden,
+// into [table_rows, hidden] += the rows of gradient [count, hidden] by entry; entries [count] outside
+// of the table are left out. pairs [2, count] and parts fp32 [chunks, 2, hidden] to work in. hidden is
+// a multiple of 8; count and table_rows are below 2^30.
+extern "C" int embedding_gradient(const int64_t* entries, const void* gradient, float* into,
+                                  void* pairs, float* parts, int64_t count, int64_t hidden,
                                   int64_t table_rows, int64_t dtype, cudaStream_t stream) {
-  if (count == 0) return cudaSuccess;
-  return with_type(dtype, [&](auto type) {
+  if (count == 0 || table_rows == 0) return cudaSuccess;
+  if ((count | table_rows) >> 30) return cudaErrorInvalidValue;
+  Pair *sorted = nullptr, *next = static_cast<Pair*>(pairs), *other = next + count;
+  for (int shift = 0; table_rows >> shift; shift += kBits) {
+    const cudaError_t error =
+        launch_next(sort_kernel, dim3(divide_up(count, kSorters)), dim3(kSorters), 0, stream,
+                    sorted ? nullptr : entries, sorted, next, count, table_rows, shift);
+    if (error != cudaSuccess) return error;
+    sorted = next;
+    std::swap(next, other);
+  }
+  const cudaError_t error = with_type(dtype, [&](auto type) {
     using T = decltype(type);
     const dim3 grid(count, divide_up(hidden, kThreads * vector_size<T>));
-    return launch(rows_kernel<T>, grid, kThreads, 0, stream, entries, order,
-                  static_cast<const T*>(gradient), into, count, hidden, table_rows);
+    return launch_next(rows_kernel<T>, grid, dim3(kThreads), 0, stream, sorted,
+                       static_cast<const T*>(gradient), parts, into, count, hidden, table_rows);
   });
+  const int64_t boundaries = (count - 1) / kChunk;
+  if (error != cudaSuccess || boundaries == 0) return error;
+  return launch_next(parts_kernel, dim3(boundaries, divide_up(hidden, kThreads * 4)),
+                     dim3(kThreads), 0, stream, sorted, parts, into, count, hidden, table_rows);
 }
