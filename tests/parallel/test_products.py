@@ -1,5 +1,6 @@
 """Products in 8 bits against products in fp64, and what layers make of them."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -91,6 +92,43 @@ def test_a_weight_is_cast_again_only_when_it_has_changed():
     assert torch.equal(layer(x), before)
     forget_weights(layer)
     assert not layer(x).any()
+
+
+class _Noting:
+    """Casts that note the shape of what they are given."""
+
+    def __init__(self):
+        self.shapes = []
+
+    def __getattr__(self, name):
+        real = getattr(ReferenceCasts(), name)
+
+        def noted(*args, **named):
+            if name.startswith("cast"):
+                self.shapes.append(tuple(args[0].shape))
+            return real(*args, **named)
+
+        return noted
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_a_matrix_is_cast_once_for_all_its_products(form):
+    """In two micro-batches: the weight once in all, an input and a gradient once in each."""
+    casts = _Noting()
+    layer = Linear(
+        *(48, 80),
+        split=None,
+        layout=Layout.single(),
+        init=Init("normal", 1.0),
+        bias=False,
+        products=Fp8Products(form, casts),
+        dtype=torch.bfloat16,
+    )
+    torch.nn.init.normal_(layer.weight)
+    for _ in range(2):
+        x = torch.randn(32, 1, 48, dtype=torch.bfloat16, requires_grad=True)
+        layer(x).sum().backward()
+    assert Counter(casts.shapes) == {(80, 48): 1, (32, 48): 2, (32, 80): 2}
 
 
 def _fp8_gpt(layout, sequence=False, recompute=None, precision=None):

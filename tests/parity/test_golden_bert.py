@@ -15,7 +15,7 @@ TENSOR = "--tensor-model-parallel-size 2"
 PIPELINE = "--pipeline-model-parallel-size 2"
 
 
-def _compare(records, recording):
+def compare_bert(records, recording):
     """Iterations 21 to 40 and both evaluations at the end, line by line."""
     ours = {r["iteration"]: r for r in records if "lm loss" in r}
     assert sorted(ours) == list(range(21, 41))
@@ -46,4 +46,4 @@ def test_it_goes_on_as_the_original(golden, tmp_path, sizes, flags, run):
     recording = json.loads((golden / RUN / "run.json").read_text())
     processes = 2 if sizes else 1
     for records in run(processes, continue_run, golden, RUN, tmp_path, flags.split(), **sizes):
-        _compare(records, recording)
+        compare_bert(records, recording)

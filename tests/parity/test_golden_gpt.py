@@ -11,7 +11,7 @@ from tests.parity.golden import continue_run
 LOSS, GRAD_NORM = 1e-4, 2e-3  # relative tolerances
 
 
-def _compare(records, recording):
+def compare_gpt(records, recording):
     """Iterations 21 to 40 and both evaluations at the end, line by line."""
     ours = {r["iteration"]: r for r in records if "lm loss" in r}
     assert sorted(ours) == list(range(21, 41))
@@ -43,7 +43,7 @@ def one_process(golden, tmp_path_factory):
 def test_one_process_goes_on_as_the_original(golden, one_process, run_name):
     recording = json.loads((golden / run_name / "run.json").read_text())
     records, _ = one_process(run_name)
-    _compare(records, recording)
+    compare_gpt(records, recording)
 
 
 TP2PP2 = """
@@ -58,7 +58,7 @@ def test_four_processes_go_on_as_the_original(golden, tmp_path, run_name, run):
     """The one that was recorded in four processes talks by gloo, the other through memory."""
     recording = json.loads((golden / run_name / "run.json").read_text())
     for records in run(4, continue_run, golden, run_name, tmp_path, TP2PP2, tensor=2, pipeline=2):
-        _compare(records, recording)
+        compare_gpt(records, recording)
 
 
 def test_index_cache_is_the_original_byte_for_byte(golden, one_process):

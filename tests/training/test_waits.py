@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.parallel.layout import Layout
 from megatron.training.step import Updates
+from tests.distributed import run_distributed
 from tests.training.toy import build_toy
 
 # Of these the host has to know the result, or its size, or sends what it holds itself.
@@ -84,6 +85,57 @@ def test_an_update_waits_for_the_device_once(kind: str, flags: str, monkeypatch)
     run = build_toy(Layout.single(), flags.split(), kind)
     # The ids of four micro-batches, which stay with the host, and what came of the update.
     assert _waits(run, monkeypatch) == {"tolist": 4 + 1}
+
+
+# Sizes of the layout, and flags of runs in it.
+_LAYOUTS: tuple[tuple[dict[str, int], tuple[str, ...]], ...] = (
+    (
+        {},
+        (
+            "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+            "--zero-stage 2 --fp8-format hybrid --fp8-param-gather",
+        ),
+    ),
+    (
+        {"tensor": 2},
+        (
+            "--sequence-parallel",
+            "--sequence-parallel --fp8-format hybrid",
+            "--fp8-format e4m3 --fp8-recipe delayed",
+        ),
+    ),
+    (
+        {"pipeline": 2},
+        (
+            "--num-layers 4 --num-layers-per-virtual-pipeline-stage 1",
+            "--pipeline-schedule zero-bubble --fp8-format hybrid",
+        ),
+    ),
+    ({"context": 2}, ("--attention-dropout 0",)),
+)
+
+
+def _waits_in_layouts(world: Layout) -> list[tuple[str, Counter[str], int]]:
+    """In each: its flags, what an update waits for, and how many micro-batches' ids it reads."""
+    found = []
+    for sizes, runs in _LAYOUTS:
+        layout = Layout.create("cpu", world.world.rank, 2, **sizes)
+        split = [f"--{name}-model-parallel-size 2" for name in sizes if name != "context"]
+        split += ["--context-parallel-size 2"] * ("context" in sizes)
+        for flags in runs:
+            words = " ".join(["--bf16", *split, flags])
+            run = build_toy(layout, words.split())
+            with pytest.MonkeyPatch.context() as patch:
+                waits = _waits(run, patch)
+            found.append((words, waits, run.batches.micro_batches_at(0)))
+    return found
+
+
+def test_so_does_one_of_two_processes() -> None:
+    for results in run_distributed(2, _waits_in_layouts):
+        assert len(results) == 8
+        for words, waits, micro_batches in results:
+            assert waits == {"tolist": micro_batches + 1}, words
 
 
 def test_a_wait_is_seen(monkeypatch) -> None:

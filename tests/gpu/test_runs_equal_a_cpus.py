@@ -1,0 +1,56 @@
+"""Runs in fp32 on a GPU, with fused kernels, are those of a CPU, and go on as Megatron-LM's did."""
+
+import json
+
+import pytest
+
+from megatron.device import Device
+from megatron.kernels.library import find_library
+from megatron.parallel.layout import Layout
+from tests.parity.golden import continue_run
+from tests.parity.test_golden_bert import compare_bert
+from tests.parity.test_golden_gpt import compare_gpt
+from tests.training.toy import CPU, train_toy
+
+DEVICE = Device.pick()
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not DEVICE.is_gpu, reason="needs a GPU"),
+]
+# Without dropout, whose masks are each device's own.
+_STILL = "--hidden-size 64 --train-iters 20 --lr 1e-3 --min-lr 1e-4 --attention-dropout 0 "
+_STILL += "--hidden-dropout 0 --eval-interval 10"
+_LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+_LLAMA += "--group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights"
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [
+        ("gpt", ""),
+        ("gpt", _LLAMA),
+        ("gpt", "--squared-relu --cross-entropy-fusion-impl linear --reset-attention-mask"),
+        ("gpt", "--no-bias-gelu-fusion --apply-layernorm-1p --no-masked-softmax-fusion"),
+        ("bert", ""),
+        ("t5", ""),
+        ("t5", "--position-embedding-type relative --geglu"),
+    ],
+)
+def test_a_run_gives_the_losses_of_a_cpu(kind, flags):
+    assert find_library(DEVICE.torch_device).library is not None
+    words = [*_STILL.split(), *flags.split()]
+    ours, theirs = (train_toy(Layout.single(), words, kind, on)[0] for on in (DEVICE, CPU))
+    names = {name for record in theirs.records for name in record if "loss" in name}
+    assert {"lm loss", "lm loss validation"} <= names
+    for name in sorted(names - {"loss-scale"}):
+        assert ours.values(name) == pytest.approx(theirs.values(name), rel=1e-4), name
+    assert ours.values("grad-norm") == pytest.approx(theirs.values("grad-norm"), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "compare"), [("gpt_fp32", compare_gpt), ("bert_fp32", compare_bert)]
+)
+def test_a_recorded_run_goes_on_as_the_original(name, compare, golden, tmp_path, monkeypatch):
+    monkeypatch.chdir(golden)  # where `continue_run` goes
+    recording = json.loads((golden / name / "run.json").read_text())
+    compare(continue_run(Layout.single(), golden, name, tmp_path, device=DEVICE), recording)
