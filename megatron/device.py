@@ -462,10 +462,3 @@ def cuda_release() -> str:
 def gpu_count() -> int:
     """GPUs that this process sees."""
     return torch.cuda.device_count()
-
-
-def parameter_dtype(*, fp16: bool, bf16: bool) -> torch.dtype:
-    """Format of weights and activations."""
-    if fp16:
-        return torch.float16
-    return torch.bfloat16 if bf16 else torch.float32

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.config.flag import flag
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +107,22 @@ class PrecisionConfig:
         "at a time, computed again in backward.",
         choices=("native", "te", "linear"),
     )
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """Of weights, and of what layers compute in."""
+        import torch  # which flags alone do without
+
+        if self.fp16:
+            return torch.float16
+        return torch.bfloat16 if self.bf16 else torch.float32
+
+    @property
+    def stream_dtype(self) -> torch.dtype:
+        """Of hidden states between layers, as pipeline stages send them."""
+        import torch
+
+        return torch.float32 if self.fp32_residual_connection else self.weight_dtype
 
     def without_fp8(self) -> PrecisionConfig:
         """The same, multiplying in the weights' own format."""

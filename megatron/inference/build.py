@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.config import RunConfig
-from megatron.device import Device, parameter_dtype
+from megatron.device import Device
 from megatron.errors import ConfigError
 from megatron.inference.cache import CacheMemory
 from megatron.inference.engine import BatchEngine
@@ -118,8 +118,7 @@ def build_engine(
     if copy is None:
         _check_layout(layout)
     copy = copy or layout.world
-    precision = config.precision
-    dtype = parameter_dtype(fp16=precision.fp16, bf16=precision.bf16)
+    dtype = config.precision.weight_dtype
     sizes = sizes_of(config.model)
     row_product = choose_row_product(device.torch_device)
     set_products(model, PLAIN if row_product is None else RowByRow(row_product))
@@ -137,7 +136,7 @@ def build_engine(
         graphs=graphs,
         vocab_size=vocab_size,
         hidden=sizes.hidden,
-        stream_dtype=torch.float32 if precision.fp32_residual_connection else dtype,
+        stream_dtype=config.precision.stream_dtype,
         device=device,
     )
     settings = SchedulerSettings(

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron.config.run import known
-from megatron.device import Device, parameter_dtype
+from megatron.device import Device
 from megatron.inference.load import Loaded
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Axis
@@ -255,13 +255,11 @@ def _connect(loaded: Loaded, device: torch.device) -> PipelineChannel | None:
     """The way to the neighbouring stages; None without a pipeline. Collective."""
     if loaded.layout.pipeline.size == 1:
         return None
-    precision = loaded.config.precision
-    dtype = parameter_dtype(fp16=precision.fp16, bf16=precision.bf16)
     return PipelineChannel.create(
         loaded.layout,
         ring=False,
         device=device,
-        dtype=torch.float32 if precision.fp32_residual_connection else dtype,
+        dtype=loaded.config.precision.stream_dtype,
         shape=(),
     )
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from megatron.config import RunConfig
 from megatron.config.stages import ModelPart
-from megatron.device import Device, parameter_dtype
+from megatron.device import Device
 from megatron.models.recompute import RecomputePlan
 from megatron.parallel.layers import set_overlap
 from megatron.parallel.layout import Layout
@@ -36,7 +36,6 @@ def build_model(
     """
     parallel, numbers = config.parallel, config.precision
     is_shared = shares_weights(parallel, layout)
-    dtype = parameter_dtype(fp16=numbers.fp16, bf16=numbers.bf16)
     model = network(
         config.model,
         numbers,
@@ -49,7 +48,7 @@ def build_model(
         cp_comm_type=parallel.cp_comm_type,
         device=device.torch_device,
         parameter_device=torch.device("meta") if is_shared else None,
-        dtype=torch.float32 if is_shared else dtype,
+        dtype=torch.float32 if is_shared else numbers.weight_dtype,
     )
     set_overlap(model, parallel.async_tensor_model_parallel_allreduce)
     return model

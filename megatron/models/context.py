@@ -9,7 +9,6 @@ from torch import Tensor
 
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
-from megatron.device import parameter_dtype
 from megatron.errors import ConfigError
 from megatron.kernels.attention import AttentionChoice, AttentionFunction, flash_misfit
 from megatron.kernels.segments import Mask
@@ -61,7 +60,7 @@ def _ring_block(
     model: ModelConfig, precision: PrecisionConfig, device: torch.device
 ) -> BlockAttention:
     head_size = sizes_of(model).head_size
-    dtype = parameter_dtype(fp16=precision.fp16, bf16=precision.bf16)
+    dtype = precision.weight_dtype
     if model.use_flash_attn:
         misfit = flash_misfit(head_size, dtype, device)
         if misfit:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.config.model import ModelConfig
+from megatron.config.run import known
 
 
 @dataclass(frozen=True)
@@ -61,17 +62,12 @@ IN_WORDS = Ending()
 def sizes_of(model: ModelConfig) -> Sizes:
     """Read the sizes from resolved flags."""
     return Sizes(
-        layers=_known(model.num_layers),
-        hidden=_known(model.hidden_size),
-        ffn=_known(model.ffn_hidden_size),
-        heads=_known(model.num_attention_heads),
+        layers=known(model.num_layers),
+        hidden=known(model.hidden_size),
+        ffn=known(model.ffn_hidden_size),
+        heads=known(model.num_attention_heads),
         kv_heads=model.kv_heads,
-        head_size=_known(model.kv_channels),
-        positions=_known(model.max_position_embeddings),
+        head_size=known(model.kv_channels),
+        positions=known(model.max_position_embeddings),
         up_parts=2 if model.is_gated else 1,
     )
-
-
-def _known(size: int | None) -> int:
-    assert size is not None, "configuration must be resolved before a model is built"
-    return size

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from megatron.config import RunConfig
+from megatron.config.run import known
 from megatron.data.loader import build_loader
 from megatron.data.sample import SampleDataset
 from megatron.data.samplers import CyclicSampler, SingleSampler
@@ -15,8 +16,7 @@ from megatron.training.run import Run
 
 def samples_needed(config: RunConfig, train_iterations: int) -> SampleCounts:
     """Training, validation and test samples of the whole run, as Megatron counts them."""
-    batch, evaluation = config.training.global_batch_size, config.evaluation
-    assert batch is not None
+    batch, evaluation = known(config.training.global_batch_size), config.evaluation
     train = config.training.train_samples or train_iterations * batch
     evaluations = train_iterations // evaluation.eval_interval + 1
     one_evaluation = evaluation.eval_iters * batch

@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron.config import RunConfig
 from megatron.config.precision import PrecisionConfig
-from megatron.device import Device, parameter_dtype
+from megatron.device import Device
 from megatron.models.position_bias import POSITION_TABLES
 from megatron.parallel.fp8_products import Fp8Products
 from megatron.parallel.gradients import GradientBuffer
@@ -41,13 +41,13 @@ def share_gradients(
     else:
         gradients = _buffer(config, parts, layout, tied_names(layout, words=words, tables=tables))
     named_parameters = _named_parameters(parts)  # as they are now
-    in_fp32 = _keeps_fp32(config.precision) or gradients.shares_weights
+    dtype = torch.float32 if gradients.shares_weights else _gradient_dtype(config.precision)
     ties = tie_words(named_parameters, layout, is_tied=words) + tie_tables(
         named_parameters,
         tables,
         layout,
         device=device.torch_device,
-        gradient_dtype=torch.float32 if in_fp32 else _computes_in(config.precision),
+        gradient_dtype=dtype,
     )
     return gradients, ties
 
@@ -69,13 +69,12 @@ def _sharded_model(
 ) -> Gradients:
     from megatron.parallel.sharded import ShardedModel  # imports much
 
-    dtype = _computes_in(config.precision)
     return ShardedModel(
         parts,
         layout,
         device=device.torch_device,
-        compute_dtype=dtype,
-        reduce_dtype=torch.float32 if _keeps_fp32(config.precision) else dtype,
+        compute_dtype=config.precision.weight_dtype,
+        reduce_dtype=_gradient_dtype(config.precision),
         before_update=_sum_over_tensor_ranks(layout),
     )
 
@@ -98,7 +97,7 @@ def _buffer(
         named_parameters,
         # Alone: PyTorch's averages the gradients in place.
         replace(layout, replica=Axis()) if is_torch else layout,
-        accumulate_in_fp32=_keeps_fp32(config.precision),
+        accumulate_in_fp32=config.precision.accumulate_allreduce_grads_in_fp32,
         zero_stage=config.parallel.zero_stage or 0,
         overlap=config.parallel.overlap_grad_reduce,
         late=lambda parameter: id(parameter) in late,
@@ -121,10 +120,6 @@ def _sum_over_tensor_ranks(layout: Layout) -> Callable[[list[nn.Parameter]], Non
     return partial(sum_partial_gradients, axis=layout.tensor)
 
 
-def _keeps_fp32(numbers: PrecisionConfig) -> bool:
-    """Whether gradients add up in fp32, whatever format forward computes in."""
-    return numbers.accumulate_allreduce_grads_in_fp32
-
-
-def _computes_in(numbers: PrecisionConfig) -> torch.dtype:
-    return parameter_dtype(fp16=numbers.fp16, bf16=numbers.bf16)
+def _gradient_dtype(numbers: PrecisionConfig) -> torch.dtype:
+    in_fp32 = numbers.accumulate_allreduce_grads_in_fp32
+    return torch.float32 if in_fp32 else numbers.weight_dtype

@@ -13,7 +13,7 @@ from megatron.config import RunConfig
 from megatron.config.run import known
 from megatron.config.stages import parts_of_stage, plan_model
 from megatron.data.fingerprint import corpus_fingerprint
-from megatron.device import Device, parameter_dtype
+from megatron.device import Device
 from megatron.environment import Launch
 from megatron.errors import ConfigError
 from megatron.optimizer.optimizer import Optimizer
@@ -232,8 +232,7 @@ def _train_iterations(config: RunConfig, batches: BatchPlan) -> int:
     training = config.training
     if training.train_samples is not None:
         return batches.iterations_for(training.train_samples)
-    assert training.train_iters is not None
-    return training.train_iters
+    return known(training.train_iters)
 
 
 def _timers(config: RunConfig, device: Device, layout: Layout) -> Timers:
@@ -259,13 +258,11 @@ def _connect(
     sequence = config.data.sample_tokens // layout.context.size
     if config.parallel.sequence_parallel:
         sequence //= layout.tensor.size
-    precision = config.precision
-    dtype = parameter_dtype(fp16=precision.fp16, bf16=precision.bf16)
     return PipelineChannel.create(
         layout,
         ring=chunks > 1,
         device=device.torch_device,
-        dtype=torch.float32 if precision.fp32_residual_connection else dtype,
+        dtype=config.precision.stream_dtype,
         shape=(
             sequence,
             known(config.training.micro_batch_size) * texts,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megatron.config import RunConfig
-from megatron.device import Device, parameter_dtype
+from megatron.device import Device
 from megatron.errors import ConfigError
 from megatron.models.sizes import sizes_of
 from megatron.tokenizer import padded_vocabulary
@@ -51,7 +51,7 @@ class Rival:
             bos_token_id=None,
             eos_token_id=None,
         )
-        dtype = parameter_dtype(fp16=config.precision.fp16, bf16=config.precision.bf16)
+        dtype = config.precision.weight_dtype
         with torch.device(device.torch_device):
             self._model = transformers.LlamaForCausalLM(shape).to(dtype).eval()
         self._processors = transformers.LogitsProcessorList
