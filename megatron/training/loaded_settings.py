@@ -120,17 +120,21 @@ def _difference(path: str, here: Any, saved: Any) -> str:
 def changed_settings(config: RunConfig, reader: Reader) -> Iterator[str]:
     """What else is not as the run was trained so far, a line each for the log.
 
-    Of Megatron-LM's checkpoints, whose flags are not all ours, what the order of samples hangs on.
+    Of Megatron-LM's checkpoints, whose flags are not all ours, what the order of samples hangs on,
+    and of those that were converted from them; of a model of Hugging Face, which no run has
+    trained, nothing.
     """
-    here = flatten(config)
-    if reader.format == "native":
+    here, meta = flatten(config), reader.meta
+    if not meta.get("iteration") and not meta.get("consumed_train_samples"):
+        return
+    if reader.format == "native" and "legacy_args" not in meta:
         old = from_dict(reader.meta["config"], str(reader.path))
         old = dataclasses.replace(
             old, checkpoint=config.checkpoint, logging=config.logging, profiling=config.profiling
         )
         saved = flatten(old)
     else:
-        args = reader.meta.get("legacy_args") or {}
+        args = meta.get("legacy_args") or {}
         named = {path: args.get(path.partition(".")[2]) for path in (*_ORDER, *_LENGTHS)}
         known = {path: value for path, value in named.items() if value is not None}
         saved = {k: tuple(v) if isinstance(v, list) else v for k, v in known.items()}

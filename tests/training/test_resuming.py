@@ -35,6 +35,10 @@ def _refusal(*words: str) -> str:
     return str(caught.value)
 
 
+def _changes(lines: list[str]) -> list[str]:
+    return [line for line in lines if "changed since" in line]
+
+
 def _iteration(layout: Layout, *words: str) -> int:
     return build_toy(layout, words).progress.iteration
 
@@ -122,6 +126,31 @@ def test_another_order_of_samples_is_warned_of(saved, tmp_path, capsys):
     assert {seed, longer} <= set(of_legacy)
     assert build_toy(Layout.single(), ["--load", str(legacy)])
     assert "changed since" not in capsys.readouterr().out
+    # What a conversion made of it stands for the same run, as far as its arguments tell.
+    back = tmp_path / "back"
+    words = f"--model-type GPT --loader megatron --saver native --load-dir {legacy}"
+    assert util.main([*words.split(), "--save-dir", str(back), "--keep-optimizer"]) == 0
+    assert build_toy(Layout.single(), ["--load", str(back), *flags])
+    of_back = capsys.readouterr().out.splitlines()
+    assert _changes(of_back) == _changes(of_legacy) == [seed, longer]
+    assert build_toy(Layout.single(), ["--load", str(back)])
+    assert "changed since" not in capsys.readouterr().out
+
+
+def test_of_weights_that_no_run_has_trained_nothing_is_said_to_have_changed(
+    saved, tmp_path, capsys
+):
+    folders, source = {}, f"native --load-dir {saved}"
+    for saver, root in (("hf", "hf"), ("native", "ours"), ("megatron", "theirs")):
+        folders[saver] = tmp_path / root
+        words = f"--model-type GPT --loader {source} --saver {saver} --save-dir {folders[saver]}"
+        assert util.main(words.split()) == 0
+        source = f"hf --load-dir {folders['hf']}"
+    capsys.readouterr()
+    for folder in folders.values():
+        words = ["--load", str(folder), "--no-load-optim", "--seed", "8", "--seq-length", "8"]
+        assert build_toy(Layout.single(), words)
+        assert "changed since" not in capsys.readouterr().out
 
 
 def test_a_save_folder_of_another_run_is_warned_of(saved, tmp_path, capsys):

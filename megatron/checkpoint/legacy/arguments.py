@@ -26,6 +26,8 @@ _MODEL_FIELDS = (
     "make_vocab_size_divisible_by",
     "onnx_safe",
     "bias_gelu_fusion",
+    "attention_dropout",
+    "hidden_dropout",
 )
 
 
