@@ -54,5 +54,8 @@ def family_for(model: ModelConfig, vocab: int, wanted: str | None) -> Family:
         found = misfits(family, model, vocab)
         if not found:
             return family
-        problems.append("; ".join(found))
-    raise CheckpointError("no family can express this network:\n  " + "\n  ".join(problems))
+        is_kind = not any(line.startswith("architecture ") for line in found)
+        if is_kind or wanted:
+            problems.append("; ".join(found))
+    which = f"a {wanted} model cannot" if wanted else "no family can"
+    raise CheckpointError(f"{which} express this network:\n  " + "\n  ".join(problems))

@@ -80,9 +80,15 @@ def misfits(family: Family, model: ModelConfig, vocab: int) -> list[str]:
     """What the family's config.json cannot say about a network, a line each."""
     written = Settings(family.write(model, vocab), "config.json")
     said = family.read(written).model
+    differing = differing_fields(model, said)
+    values = {name: (getattr(model, name), getattr(said, name)) for name in differing}
+    # What the flag alone does not tell, as it follows from others, these others do.
+    values = {name: pair for name, pair in values.items() if pair[0] != pair[1]}
+    if not values:
+        values = {name: (_meaning(model, name), _meaning(said, name)) for name in differing}
     return [
-        f"{name} is {getattr(model, name)}, a {family.name} model has {getattr(said, name)}"
-        for name in differing_fields(model, said)
+        f"{name} is {ours}, a {family.name} model has {theirs}"
+        for name, (ours, theirs) in values.items()
     ]
 
 

@@ -15,6 +15,7 @@ GENERATION_CONFIG = "generation_config.json"
 COMPANION_FOLDER = "huggingface"  # in a folder of checkpoints: where an import puts them
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+ADAPTER = "adapter_model.safetensors"  # of LoRA and the like
 TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_MODEL = "tokenizer.model"
 VOCAB, MERGES = "vocab.json", "merges.txt"
@@ -91,6 +92,11 @@ def find_shards(folder: Path) -> dict[str, Path]:
         raise CheckpointError(
             f"{folder}: {pickled[0]} is a pickle, which can run code when it is read; only "
             "safetensors is read: save the model again with save_pretrained"
+        )
+    if (folder / ADAPTER).exists():
+        raise CheckpointError(
+            f"{folder}: {ADAPTER} changes another model's weights: merge both first "
+            "(merge_and_unload of peft), and save the result with save_pretrained"
         )
     raise CheckpointError(f"{folder}: neither {SINGLE} nor {INDEX}")
 

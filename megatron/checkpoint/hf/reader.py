@@ -49,6 +49,7 @@ class HFReader:
         config_path = inside(path, CONFIG)
         values = read_json(config_path)
         self.family: Family = family_named(values.get("model_type"), config_path)
+        self._architectures = values.get("architectures")
         described = self.family.read(Settings(values, config_path))
         model = described.model
         self.vocab, self.notices = described.vocab, described.notices
@@ -134,8 +135,19 @@ class HFReader:
             if name not in copies and not self.family.is_derived(name):
                 problems.append(f"{name} has no place in a {self.family.name} model")
         if problems:
+            problems = [*self._other_class(), *problems]
             more = f" and {len(problems) - _SHOWN} more" * (len(problems) > _SHOWN)
             raise CheckpointError(f"{self.path}: {'; '.join(problems[:_SHOWN])}{more}")
+
+    def _other_class(self) -> list[str]:
+        """What config.json says, where it is of a class that our networks are not."""
+        named = self._architectures
+        if not isinstance(named, list) or named in ([], [self.architecture]):
+            return []
+        return [
+            f"config.json names the class {named[0]!s:.80}, which is not read; of this network "
+            f"{self.architecture} is"
+        ]
 
     def _has_own_head(self, model: ModelConfig) -> bool:
         """Whether files hold an output weight that config.json does not tell of."""
