@@ -42,10 +42,21 @@ def open_any(path: Path, *, verify: bool = True) -> Reader:
     Raises:
         CheckpointError: there is none, or it is damaged, or of a kind that is not read.
     """
-    reader = open_root(path, verify=verify)
+    reader = None if path.is_file() else open_root(path, verify=verify)
     if reader is None:
-        raise CheckpointError(f"{path}: there is no checkpoint")
+        raise CheckpointError(f"{path}: {nothing_at(path)}")
     return reader
+
+
+def nothing_at(path: Path) -> str:
+    """Why there is no checkpoint at a path, and where one may be."""
+    if not path.exists():
+        return "there is no such folder"
+    if path.is_file():
+        return "a file: give the folder of checkpoints"
+    below = checkpoints_below(path)
+    more = f", but in {below[0]} in it: give {path / below[0]}" if below else ""
+    return f"there is no checkpoint in this folder{more}"
 
 
 def checkpoints_below(root: Path) -> list[str]:

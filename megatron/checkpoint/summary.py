@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from megatron.checkpoint.any_format import nothing_at
 from megatron.checkpoint.durable import TEMPORARY
 from megatron.checkpoint.find import (
     REPLACED,
@@ -33,6 +34,8 @@ def summarize(root: Path, *, verify: bool, details: bool) -> tuple[list[str], bo
     """
     if is_model_folder(root):
         return _summarize_hf(root, details=details), True
+    if root.is_file():
+        raise CheckpointError(f"{root}: {nothing_at(root)}")
     single = checkpoint_at(root)
     if single is not None:
         return _summarize_all([single], verify=verify, details=details)
@@ -40,7 +43,7 @@ def summarize(root: Path, *, verify: bool, details: bool) -> tuple[list[str], bo
     named, complaint = read_tracker(root)
     checkpoints = list_checkpoints(root, quiet=True)
     if not checkpoints:
-        raise CheckpointError(f"{root}: there is no checkpoint")
+        raise CheckpointError(f"{root}: {nothing_at(root)}")
     incomplete = [f"{problem}: incomplete, never loaded" for problem in scan(root)[1]]
     incomplete += [
         f"{path.name}: a save that has not finished, never loaded"

@@ -151,7 +151,7 @@ def test_the_vocabulary_is_padded_to_the_model_s_own_rows(entries, rows, multipl
             9,
             "--target-tensor-parallel-size 0: at least 1",
         ),
-        (["--loader", "native"], 4, "there is no checkpoint in it"),
+        (["--loader", "native"], 4, "there is no checkpoint in this folder"),
         (["--loader", "hf"], 4, "neither model.safetensors nor"),
         (["--loader", "native", "--verify"], 9, "--verify compares ours with Hugging Face"),
         (["--loader", "hf", "--saver", "hf", "--verify"], 9, "--verify compares ours with"),
@@ -188,7 +188,7 @@ def test_another_loader_is_named(imported: Path, tmp_path, capsys):
     assert convert("hf", "native", imported, tmp_path / "out") == 4
     assert "is another kind: use --loader native" in capsys.readouterr().err
     assert convert("native", "native", tmp_path / "original", tmp_path / "out") == 4
-    assert "it is a folder of Hugging Face: use --loader hf" in capsys.readouterr().err
+    assert ": a folder of Hugging Face: use --loader hf" in capsys.readouterr().err
 
 
 def test_megatron_s_flags_say_that_they_change_nothing(tmp_path: Path, capsys) -> None:

@@ -6,13 +6,21 @@ What is given wrong, or only half, is said in terms of their flags, and nothing 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
 from tests.checkpoint.hf.models import CASES, tensors_of, write_folder
 from tests.tools.test_checkpoint_util import convert
-from tools.checkpoint import util
+from tools.checkpoint import inspect, util
+
+
+@pytest.fixture
+def gpt(golden: Path) -> Path:
+    """Megatron-LM's own checkpoint: 5,000 entries in 5,120 rows, 4 layers, 4 heads."""
+    return golden / "gpt_tp2pp2_fp32" / "ckpt"
 
 
 def test_a_model_of_another_class_says_so(tmp_path, capsys):
@@ -41,3 +49,18 @@ def test_families_of_another_kind_are_not_listed(golden, tmp_path, capsys):
     text = capsys.readouterr().err
     assert "apply_residual_connection_post_layernorm is False, a bert model has True" in text
     assert "llama" not in text
+
+
+@pytest.mark.parametrize("tool", ["inspect", "diff", "util"])
+def test_where_there_is_none_it_says_where_one_is(golden, gpt, tool, tmp_path, capsys):
+    def refusal(path: Path) -> str:
+        if tool == "util":
+            assert convert("megatron", "native", path, tmp_path / "o") == 4
+        else:
+            words = ["diff", str(path), str(gpt)] if tool == "diff" else [str(path)]
+            assert inspect.main(words) == 4
+        return capsys.readouterr().err
+
+    assert f"give {gpt}" in refusal(gpt.parent)
+    assert "there is no such folder" in refusal(golden / "nowhere")
+    assert "a file: give the folder" in refusal(golden / "data" / "speeches.jsonl")

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from megatron.checkpoint import convert
+from megatron.checkpoint.any_format import nothing_at
 from megatron.checkpoint.convert import WEIGHTS
 from megatron.checkpoint.durable import replace_file, storage_errors
 from megatron.checkpoint.find import scan
@@ -116,13 +117,13 @@ def load_megatron(options: argparse.Namespace) -> Source:
 
 
 def _load_own(options: argparse.Namespace, expected: str) -> Source:
-    reader = open_checkpoint(options.load_dir)
+    folder = options.load_dir
+    reader = None if folder.is_file() else open_checkpoint(folder)
     if reader is None:
-        hint = ": it is a folder of Hugging Face: use --loader hf"
-        raise CheckpointError(
-            f"--load-dir {options.load_dir}: there is no checkpoint in it"
-            + (hint if (Path(options.load_dir) / files.CONFIG).is_file() else "")
-        )
+        why = nothing_at(folder)
+        if (folder / files.CONFIG).is_file():
+            why = "a folder of Hugging Face: use --loader hf"
+        raise CheckpointError(f"--load-dir {folder}: {why}")
     loader = {"native": "native", "legacy": "megatron"}[reader.format]
     if reader.format != expected:
         raise CheckpointError(
