@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.config.model import ModelConfig
+from megatron.config.rules_model import divisors
 from megatron.config.run import RunConfig
 from megatron.config.stages import megatron_misfit, plan_model
 from megatron.errors import ConfigError
@@ -29,6 +30,9 @@ def legacy_files(config: RunConfig, world_size: int) -> Iterator[str]:
             f"{name}: Megatron-LM 23.08, which --ckpt-format legacy writes for, computes no such "
             "network: use --ckpt-format native"
         )
+    misfit = tensor_misfit(model, config.parallel.tensor_model_parallel_size)
+    if misfit and model.group_query_attention:  # no run splits heads, in whatever format
+        yield f"--ckpt-format legacy: Megatron-LM 23.08 {misfit}, or use --ckpt-format native"
     if config.optimizer.optimizer == "sgd" and config.parallel.use_distributed_optimizer:
         yield (
             "--ckpt-format legacy with --use-distributed-optimizer: Megatron-LM's file holds "
@@ -54,6 +58,21 @@ def not_computed(model: ModelConfig) -> Iterator[str]:
     ):
         if on:
             yield name
+
+
+def tensor_misfit(model: ModelConfig, ranks: int) -> str:
+    """Why Megatron-LM 23.08 cannot split attention among so many tensor-parallel ranks, and what it
+    can; empty where it can. Ours repeats keys and values on ranks beyond their groups."""
+    for flag, count in (
+        ("--num-attention-heads", model.num_attention_heads),
+        ("--num-query-groups", model.kv_heads if model.group_query_attention else None),
+    ):
+        if count and ranks > 0 and count % ranks:
+            return (
+                f"gives every tensor-parallel rank whole heads, and {flag} {count} is not "
+                f"divisible by {ranks} ranks: use {divisors(count)}"
+            )
+    return ""
 
 
 def _misfit(config: RunConfig) -> str:

@@ -220,8 +220,8 @@ def test_hugging_face_to_megatron_and_back(tmp_path: Path, capsys) -> None:
     [
         ("qwen3", [], "attention.key_norm.weight has no place in a model of Megatron-LM 23.08"),
         ("qwen2", [], "--add-qkv-bias: Megatron-LM 23.08 has biases in all linear layers or in"),
-        ("llama", ["--target-tensor-parallel-size", "4"], "[70, 32] does not split among 4"),
-        ("llama", ["--target-pipeline-parallel-size", "4"], "does not divide over"),
+        ("gpt2", ["--target-tensor-parallel-size", "4"], "[71, 32] does not split among 4"),
+        ("llama", ["--target-pipeline-parallel-size", "4"], "does not split so"),
     ],
 )
 def test_what_megatron_has_no_place_for(name, words, message, tmp_path: Path, capsys) -> None:

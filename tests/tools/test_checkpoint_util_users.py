@@ -12,6 +12,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from megatron.checkpoint.reader import open_checkpoint
+from megatron.config.parser import parse_config
+from megatron.errors import ConfigError
 from tests.checkpoint.hf.models import CASES, tensors_of, write_folder
 from tests.tools.test_checkpoint_util import convert
 from tools.checkpoint import inspect, util
@@ -21,6 +24,138 @@ from tools.checkpoint import inspect, util
 def gpt(golden: Path) -> Path:
     """Megatron-LM's own checkpoint: 5,000 entries in 5,120 rows, 4 layers, 4 heads."""
     return golden / "gpt_tp2pp2_fp32" / "ckpt"
+
+
+def _files(golden: Path) -> list[str]:
+    data = golden / "data"
+    vocab, merges = data / "gpt2-tiny-vocab.json", data / "gpt2-tiny-merges.txt"
+    return ["--vocab-file", str(vocab), "--merge-file", str(merges)]
+
+
+def _rows(root: Path) -> int:
+    reader = open_checkpoint(root)
+    assert reader is not None
+    return reader.global_shape("model.embedding.word.weight")[0]
+
+
+@pytest.mark.parametrize("saver", ["native", "megatron", "hf"])
+@pytest.mark.parametrize("size", [-5, 0, 5121])
+def test_a_vocabulary_of_no_rows_or_of_more_than_there_are(gpt, saver, size, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert (
+        convert("megatron", saver, gpt, out, f"--true-vocab-size={size}") == ConfigError.exit_code
+    )
+    text = capsys.readouterr().err
+    assert f"--true-vocab-size {size}" in text
+    assert ("at least 1" if size < 1 else "give at most that many") in text
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--target-tensor-parallel-size", "3"],
+            "--target-tensor-parallel-size: Megatron-LM 23.08 gives every tensor-parallel rank "
+            "whole heads, and --num-attention-heads 4 is not divisible by 3 ranks: use 1, 2 or 4",
+        ),
+        (
+            ["--target-pipeline-parallel-size", "3"],
+            "--target-pipeline-parallel-size 3: --num-layers 4 does not split so",
+        ),
+        (
+            [
+                *("--target-pipeline-parallel-size", "2"),
+                *("--target-num-layers-per-virtual-pipeline-stage", "3"),
+            ],
+            "--target-pipeline-parallel-size 2 --target-num-layers-per-virtual-pipeline-stage 3: ",
+        ),
+        (["--hf-files", "nowhere"], "--hf-files nowhere: there is no such folder"),
+    ],
+    ids=["heads", "layers", "virtual", "hf-files"],
+)
+def test_a_target_that_does_not_fit_is_named_by_its_flag(gpt, words, message, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert convert("megatron", "megatron", gpt, out, *words) == ConfigError.exit_code
+    text = capsys.readouterr().err
+    assert message in text
+    # Flags of a training, which this program does not have.
+    assert "--pipeline-model-parallel" not in text
+    assert not out.exists()
+
+
+def test_query_groups_are_not_cut_for_megatron(tmp_path, capsys):
+    """Megatron-LM 23.08 wants a multiple of the tensor-parallel size; ours repeats groups."""
+    case = CASES["llama"]  # 4 heads, 2 groups
+    folder, out = write_folder(tmp_path / "a", case.config, tensors_of(case)), tmp_path / "b"
+    words = ["--true-vocab-size", "70", "--target-tensor-parallel-size", "4"]
+    assert convert("hf", "megatron", folder, out, *words) == ConfigError.exit_code
+    assert "--num-query-groups 2 is not divisible by 4 ranks: use 1 or 2" in capsys.readouterr().err
+    assert convert("hf", "megatron", folder, out, *words[:3], "2") == 0
+    flags = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --group-query-attention "
+    flags += "--num-query-groups 2 --tensor-model-parallel-size 4 --mock-data --seq-length 8 "
+    flags += "--micro-batch-size 1 --train-iters 1 --lr 1 --max-position-embeddings 8 "
+    flags += "--tokenizer-type NullTokenizer --vocab-size 9"
+    assert parse_config(flags.split(), world_size=4)
+    with pytest.raises(ConfigError, match="--ckpt-format legacy: .*--num-query-groups 2"):
+        parse_config([*flags.split(), "--ckpt-format", "legacy"], world_size=4)
+
+
+def test_rows_that_do_not_split_tell_how_they_are_padded(tmp_path, capsys):
+    case = CASES["gpt2"]  # 71 rows
+    folder, out = write_folder(tmp_path / "a", case.config, tensors_of(case)), tmp_path / "b"
+    words = ["--target-tensor-parallel-size", "2"]
+    assert convert("hf", "megatron", folder, out, *words) != 0
+    assert "or --true-vocab-size" in capsys.readouterr().err
+    assert convert("hf", "megatron", folder, out, *words, "--true-vocab-size", "71") == 0
+    assert _rows(out) == 256
+
+
+def test_vocabulary_files_need_no_tokenizer_type(gpt, golden, tmp_path):
+    """Megatron's tool has no --tokenizer-type: the kind follows from the model."""
+    out = tmp_path / "gpt2"
+    assert convert("megatron", "hf", gpt, out, *_files(golden)) == 0
+    config = json.loads((out / "config.json").read_text())
+    assert config["vocab_size"] == 5000  # and no row of padding
+    end = json.loads((out / "vocab.json").read_text())["<|endoftext|>"]
+    assert config["eos_token_id"] == end  # not GPT-2's own 50256
+    assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == end
+
+
+def test_half_a_tokenizer_is_not_exported(gpt, golden, tmp_path, capsys):
+    for saver in ("hf", "native"):
+        out = tmp_path / saver
+        words = _files(golden)[:2]
+        assert convert("megatron", saver, gpt, out, *words) == ConfigError.exit_code
+        assert "give --merge-file" in capsys.readouterr().err
+        assert not out.exists()
+
+
+def test_the_vocabulary_of_a_bert_is_taken_as_word_pieces(golden, tmp_path):
+    words = ["--model-type", "BERT", "--loader", "megatron", "--saver", "native"]
+    words += ["--load-dir", str(golden / "bert_fp32" / "ckpt"), "--save-dir", str(tmp_path / "o")]
+    vocab = golden / "data" / "bert-5000-vocab.txt"
+    assert util.main([*words, "--vocab-file", str(vocab)]) == 0
+    reader = open_checkpoint(tmp_path / "o")
+    assert reader is not None
+    tokenizer = reader.meta["config"]["tokenizer"]
+    assert tokenizer["tokenizer_type"] == "BertWordPieceLowerCase"
+    assert Path(tokenizer["vocab_file"]).read_bytes() == vocab.read_bytes()
+
+
+def test_without_a_tokenizer_no_end_of_text_is_made_up(gpt, tmp_path):
+    """Where config.json says nothing, `transformers` takes id 2 for the end of a Llama's text."""
+    assert convert("megatron", "hf", gpt, tmp_path / "o") == 0
+    config = json.loads((tmp_path / "o" / "config.json").read_text())
+    assert config["eos_token_id"] is None
+    assert config["bos_token_id"] is None
+
+
+def test_dropouts_come_along_from_megatron(gpt, tmp_path):
+    """The golden run had none; Megatron's default is 0.1."""
+    assert convert("megatron", "hf", gpt, tmp_path / "o") == 0
+    config = json.loads((tmp_path / "o" / "config.json").read_text())
+    assert [config[f"{place}_pdrop"] for place in ("attn", "embd", "resid")] == [0.0, 0.0, 0.0]
 
 
 def test_a_model_of_another_class_says_so(tmp_path, capsys):
@@ -64,3 +199,14 @@ def test_where_there_is_none_it_says_where_one_is(golden, gpt, tool, tmp_path, c
     assert f"give {gpt}" in refusal(gpt.parent)
     assert "there is no such folder" in refusal(golden / "nowhere")
     assert "a file: give the folder" in refusal(golden / "data" / "speeches.jsonl")
+
+
+def test_flags_for_another_format_say_that_they_change_nothing(tmp_path, capsys):
+    case = CASES["llama"]
+    folder = write_folder(tmp_path / "a", case.config, tensors_of(case))
+    words = ["--model-family", "qwen2", "--max-shard-size", "1GB", "--hf-files", str(folder)]
+    assert convert("hf", "native", folder, tmp_path / "b", *words) == 0
+    text = capsys.readouterr().out
+    for flag in words[::2]:
+        assert f"{flag} " in text
+    assert text.count("changes nothing") == 3

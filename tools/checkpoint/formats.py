@@ -34,17 +34,17 @@ from megatron.checkpoint.reader import Reader, open_checkpoint
 from megatron.checkpoint.vocabulary import PaddedReader
 from megatron.config.arguments import from_namespace
 from megatron.config.data import TokenizerConfig
-from megatron.config.parallel import ParallelConfig
 from megatron.config.resolve import resolve
 from megatron.config.run import RunConfig
-from megatron.config.stages import plan_model
 from megatron.config.yaml_file import from_dict
 from megatron.errors import CheckpointError, ConfigError, UserError
 from megatron.tokenizer import build_tokenizer, files_of
 from megatron.tokenizer.vocabulary import padded_vocab_size
+from tools.checkpoint.target import target
 
 _EMBEDDING = f"{WEIGHTS}embedding.word.weight"
 _POSITIONS = f"{WEIGHTS}embedding.position.weight"
+_WORDPIECES = ("BertWordPieceLowerCase", "BertWordPieceCase")
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,21 @@ def check_target(options: argparse.Namespace) -> None:
         raise ConfigError(
             f"--save-dir {options.save_dir}: holds {held[0]} already, which would be replaced, or "
             "no longer be the one that is loaded: give another folder"
+        )
+
+
+def check_companions(options: argparse.Namespace) -> None:
+    """See that --hf-files names a folder with files that belong to a model.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    folder = options.hf_files
+    if folder is not None and not any((folder / name).is_file() for name in files.COMPANIONS):
+        what = "holds no file of a model" if folder.is_dir() else "there is no such folder"
+        raise ConfigError(
+            f"--hf-files {folder}: {what}: give one with {files.CONFIG}, {files.TOKENIZER_JSON} or "
+            "the like"
         )
 
 
@@ -200,14 +215,15 @@ def save_native(source: Source, options: argparse.Namespace) -> Path:
 
 def save_megatron(source: Source, options: argparse.Namespace) -> Path:
     """Files that Megatron-LM 23.08 loads, split as the flags ask, else as they were."""
-    config = replace(source.config, parallel=_target(source, options))
+    old = source.reader.meta.get("legacy_args") or vars(source.config.parallel)
+    config = replace(source.config, parallel=target(old, source.config.model, options))
     given = from_namespace(TokenizerConfig, options)
     if given == TokenizerConfig():
         entries = _entries_if_there(config.tokenizer)
     elif given.tokenizer_type is None and given.vocab_file and not given.merge_file:
         entries = _count_entries(given.vocab_file)  # as Megatron's tool does
     else:
-        given = replace(given, tokenizer_type=given.tokenizer_type or _kind_of(vars(given)))
+        given = _given_tokenizer(source, options)
         config, entries = replace(config, tokenizer=given), _entries(given)
     entries = options.true_vocab_size or entries
     rows = source.rows if entries is None else megatron_rows(entries, config)
@@ -231,33 +247,6 @@ def _count_entries(path: str) -> int:
         return len(data.splitlines())
 
 
-def _target(source: Source, options: argparse.Namespace) -> ParallelConfig:
-    """How the files are to be split.
-
-    Raises:
-        ConfigError: the layers do not fit the stages.
-    """
-    old = source.reader.meta.get("legacy_args") or vars(source.config.parallel)
-    sizes = {
-        "tensor_model_parallel_size": options.target_tensor_parallel_size,
-        "pipeline_model_parallel_size": options.target_pipeline_parallel_size,
-    }
-    split = options.target_pipeline_parallel_split_rank
-    if split is not None and source.config.model.architecture != "t5":
-        raise ConfigError(f"--target-pipeline-parallel-split-rank {split} is for a T5: drop it")
-    if split is None and options.target_pipeline_parallel_size is None:
-        split = old.get("pipeline_model_parallel_split_rank")
-    parallel = ParallelConfig(
-        **{name: size or old.get(name) or 1 for name, size in sizes.items()},
-        pipeline_model_parallel_split_rank=split,
-        num_layers_per_virtual_pipeline_stage=(
-            options.target_num_layers_per_virtual_pipeline_stage
-        ),
-    )
-    plan_model(source.config.model, parallel)
-    return parallel
-
-
 def padding_multiple(entries: int, rows: int) -> int:
     """The smallest --make-vocab-size-divisible-by that pads `entries` to `rows`, so that training
     goes on with the very rows that the model has: all of them take part in its softmax."""
@@ -278,7 +267,7 @@ def _adopt_files(source: Source, options: argparse.Namespace) -> TokenizerConfig
     """Copy what belongs to the model into the folder of checkpoints; the tokenizer, from there."""
     folder = Path(options.save_dir).absolute() / files.COMPANION_FOLDER
     found = dict(files.companions(source.companions)) if source.companions else {}
-    given, own = from_namespace(TokenizerConfig, options), source.config.tokenizer
+    given, own = _given_tokenizer(source, options), source.config.tokenizer
     if given == TokenizerConfig() and not source.companions:
         return own
     paths = {}
@@ -297,7 +286,6 @@ def _adopt_files(source: Source, options: argparse.Namespace) -> TokenizerConfig
         return _tokenizer_in(folder, given, source.config.model.architecture)
     return replace(
         given,
-        tokenizer_type=given.tokenizer_type or _kind_of(paths),
         tokenizer_model=paths.get("tokenizer_model"),
         vocab_file=paths.get("vocab_file"),
         merge_file=paths.get("merge_file"),
@@ -326,11 +314,31 @@ def _read(path: str, field: str) -> bytes:
         ) from error
 
 
-def _kind_of(paths: Mapping[str, str]) -> str:
-    model = paths.get("tokenizer_model")
-    if model is None:
+def _given_tokenizer(source: Source, options: argparse.Namespace) -> TokenizerConfig:
+    """The tokenizer of the flags, with its type where they name files; empty where there is none.
+
+    Raises:
+        ConfigError: it cannot be built from the files that are given.
+    """
+    given = from_namespace(TokenizerConfig, options)
+    if given.tokenizer_type is None and (
+        given.tokenizer_model or given.vocab_file or given.merge_file
+    ):
+        given = replace(given, tokenizer_type=_kind_of(given, source))
+    _entries(given)
+    return given
+
+
+def _kind_of(given: TokenizerConfig, source: Source) -> str:
+    """By its files; of word pieces by the run that the checkpoint comes from, else the default."""
+    model = given.tokenizer_model
+    if model is not None:
+        return "HuggingFaceTokenizer" if model.endswith(".json") else "Llama2Tokenizer"
+    if source.config.model.architecture == "gpt":
         return "GPT2BPETokenizer"
-    return "HuggingFaceTokenizer" if model.endswith(".json") else "Llama2Tokenizer"
+    args = source.reader.meta.get("legacy_args") or {}
+    kinds = (source.config.tokenizer.tokenizer_type, args.get("tokenizer_type"))
+    return next((str(kind) for kind in kinds if kind in _WORDPIECES), _WORDPIECES[0])
 
 
 def _tokenizer_in(folder: Path, given: TokenizerConfig, architecture: str) -> TokenizerConfig:
@@ -360,7 +368,8 @@ def save_hf(source: Source, options: argparse.Namespace) -> Path:
     if files.CONFIG in companions:
         assert source.companions is not None
         template = read_json(source.companions / files.CONFIG)
-    vocab = _true_vocabulary(source, options, template)
+    given = _given_tokenizer(source, options)
+    vocab = _true_vocabulary(source, options, given, template)
     wanted = options.model_family or source.family
     if wanted is None and template is not None:
         wanted = template.get("model_type")
@@ -371,8 +380,8 @@ def save_hf(source: Source, options: argparse.Namespace) -> Path:
         vocab,
         bare_names=source.bare_names,
     )
-    companions |= _tokenizer_files(source, options)
-    written = export.config(template)
+    companions |= _tokenizer_files(source, given)
+    written = export.config(template or _token_ids(source, given))
     if written != template:
         companions[files.CONFIG] = files.json_bytes(written)
     if files.GENERATION_CONFIG not in companions:
@@ -383,20 +392,20 @@ def save_hf(source: Source, options: argparse.Namespace) -> Path:
     return Path(options.save_dir)
 
 
-def _tokenizer_files(source: Source, options: argparse.Namespace) -> dict[str, bytes]:
+def _tokenizer_files(source: Source, given: TokenizerConfig) -> dict[str, bytes]:
     """Those of the flags or of the checkpoint's configuration, under the names of Hugging Face.
 
     A checkpoint may come from a stranger: of what it names only files that its tokenizer is built
     from are passed on.
     """
-    config = from_namespace(TokenizerConfig, options)
+    config = given
     fields: tuple[str, ...] = ("tokenizer_model", "vocab_file", "merge_file")
-    if config == TokenizerConfig():
+    if given == TokenizerConfig():
         config = source.config.tokenizer
         fields = () if _entries_if_there(config) is None else files_of(config)
     is_json = (config.tokenizer_model or "").endswith(".json")
     pieces = files.SPIECE if source.config.model.architecture == "t5" else files.TOKENIZER_MODEL
-    is_wordpiece = (config.tokenizer_type or "").startswith("BertWordPiece")
+    is_wordpiece = config.tokenizer_type in _WORDPIECES
     names = {
         "tokenizer_model": files.TOKENIZER_JSON if is_json else pieces,
         "vocab_file": files.WORDPIECES if is_wordpiece else files.VOCAB,
@@ -410,13 +419,31 @@ def _tokenizer_files(source: Source, options: argparse.Namespace) -> dict[str, b
     return found
 
 
+def _token_ids(source: Source, given: TokenizerConfig) -> dict[str, int | None]:
+    """Where a GPT's texts begin and end, by its tokenizer. A config.json that leaves that out means
+    its family's own ids, which are other words of another vocabulary."""
+    if source.config.model.architecture != "gpt":
+        return {}
+    config = source.config.tokenizer if given == TokenizerConfig() else given
+    try:
+        tokenizer = build_tokenizer(config) if config.tokenizer_type else None
+    except UserError:  # its files are not here any more
+        tokenizer = None
+    keys = {"bos_token_id": "bos", "eos_token_id": "eod"}
+    found = {key: tokenizer.special_ids(name) if tokenizer else () for key, name in keys.items()}
+    return {key: next(iter(ids), None) for key, ids in found.items()}
+
+
 def _generation_config(config: Mapping[str, object]) -> dict[str, object]:
     keys = ("bos_token_id", "eos_token_id", "pad_token_id")
     return {key: config[key] for key in keys if config.get(key) is not None}
 
 
 def _true_vocabulary(
-    source: Source, options: argparse.Namespace, template: Mapping[str, object] | None
+    source: Source,
+    options: argparse.Namespace,
+    given: TokenizerConfig,
+    template: Mapping[str, object] | None,
 ) -> int:
     """Rows to write: as told, as the original had, as the tokenizer has, or all."""
     if options.true_vocab_size is not None:
@@ -424,9 +451,8 @@ def _true_vocabulary(
     original = template.get("vocab_size") if template else None
     if isinstance(original, int) and original <= source.rows:
         return original
-    config = from_namespace(TokenizerConfig, options)
-    config = source.config.tokenizer if config == TokenizerConfig() else config
-    entries = _entries_if_there(config)
+    own = source.config.tokenizer
+    entries = _entries_if_there(own) if given == TokenizerConfig() else _entries(given)
     return entries if entries is not None and entries <= source.rows else source.rows
 
 

@@ -36,6 +36,7 @@ MODELS = ("GPT", "BERT", "T5")
 LOADERS = ("native", "megatron", "hf", "llama2_hf")
 SAVERS = ("native", "megatron", "hf")
 _HF = ("hf", "llama2_hf")
+_SHARD = "5GB"
 _TARGETS = (
     "target_tensor_parallel_size",
     "target_pipeline_parallel_size",
@@ -84,7 +85,9 @@ def build_parser() -> ToolParser:
     )
     export = parser.add_argument_group("To Hugging Face")
     export.add_argument(
-        "--max-shard-size", default="5GB", help="Largest file, for example 500MB. Default: 5GB."
+        "--max-shard-size",
+        default=_SHARD,
+        help=f"Largest file, for example 500MB. Default: {_SHARD}.",
     )
     export.add_argument(
         "--model-family",
@@ -124,6 +127,14 @@ def notices(options: argparse.Namespace) -> Iterator[str]:
                 f"--{name.replace('_', '-')} {value}: changes nothing: what is written loads in any"
                 " layout"
             )
+    if options.saver != "hf":
+        for_hf = "changes nothing: it is for --saver hf"
+        if options.model_family is not None:
+            yield f"--model-family {options.model_family}: {for_hf}"
+        if options.max_shard_size != _SHARD:
+            yield f"--max-shard-size {options.max_shard_size}: {for_hf}"
+    if options.hf_files is not None and options.loader in _HF:
+        yield f"--hf-files {options.hf_files}: changes nothing: --load-dir has its own"
     if options.megatron_path is not None:
         yield f"--megatron-path {options.megatron_path}: not needed: no code of it is imported"
     if options.max_queue_size is not None:
@@ -144,11 +155,12 @@ def run(options: argparse.Namespace) -> Iterator[str]:
         raise ConfigError("--verify compares ours with Hugging Face: one side must be each")
     if options.keep_optimizer and (options.loader in _HF or options.saver in _HF):
         raise ConfigError("--keep-optimizer: folders of Hugging Face hold weights alone: drop it")
-    for name in _TARGETS:
+    for name in (*_TARGETS, "true_vocab_size"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: at least 1")
     formats.check_target(options)
+    formats.check_companions(options)
     yield from notices(options)
     source = formats.LOADERS[options.loader](options)
     kind = source.config.model.architecture
@@ -156,6 +168,11 @@ def run(options: argparse.Namespace) -> Iterator[str]:
         raise ConfigError(
             f"--model-type {options.model_type}: {source.reader.path} holds a {kind.upper()}: give "
             f"--model-type {kind.upper()}"
+        )
+    if options.true_vocab_size is not None and options.true_vocab_size > source.rows:
+        raise ConfigError(
+            f"--true-vocab-size {options.true_vocab_size}: {source.reader.path} has {source.rows} "
+            "rows, and none is made up: give at most that many"
         )
     yield from source.notices
     if options.saver == "megatron":

@@ -21,6 +21,7 @@ from megatron.errors import CheckpointError
 
 VERSION = 3.0  # `checkpoint_version` of what is written
 _WORDS = "embedding.word.weight"
+_VOCABULARY = (_WORDS, "output.weight", "output.bias")
 _TIED = "(tied)"
 _TIED_PATH = ("word_embeddings_for_head", "weight")
 _ENCODER_LAYER = re.compile(r"encoder\.layers\.\d+\.attention_norm\.weight")  # one of each
@@ -222,10 +223,13 @@ def _box(name: str, shape: tuple[int, ...], arrangement: Arrangement, rank: int,
         return Box((0,) * len(shape), shape)
     size, left = divmod(shape[dim], ranks)
     if left:
+        or_else = ""
+        if name in _VOCABULARY:
+            or_else = ", or --true-vocab-size (or the tokenizer's files): rows are padded then"
         raise CheckpointError(
             f"{name} {list(shape)} does not split among {ranks} tensor-parallel ranks: give "
             "--target-tensor-parallel-size (of a run: --tensor-model-parallel-size) a number that "
-            f"divides {shape[dim]}"
+            f"divides {shape[dim]}{or_else}"
         )
     offset, part = [0] * len(shape), list(shape)
     offset[dim], part[dim] = rank * size, size

@@ -113,13 +113,21 @@ def test_types_stay_and_another_network_is_written_anew(tmp_path):
 
 
 def test_its_pieces_go_out_under_the_name_that_transformers_looks_for(tmp_path):
+    import sentencepiece as library
+
     save("1.1", tmp_path / "a")
+    library.SentencePieceTrainer.train(
+        sentence_iterator=iter(["to be or not to be", "that is the question"] * 20),
+        model_prefix=str(tmp_path / "my"),
+        vocab_size=24,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
     pieces = tmp_path / "my.model"
-    pieces.write_bytes(b"sentencepiece")
     flags = ["--tokenizer-type", "GPTSentencePieceTokenizer", "--tokenizer-model", str(pieces)]
     assert convert("hf", "native", tmp_path / "a", tmp_path / "b") == 0
     assert convert("native", "hf", tmp_path / "b", tmp_path / "c", *flags) == 0
-    assert (tmp_path / "c" / "spiece.model").read_bytes() == b"sentencepiece"
+    assert (tmp_path / "c" / "spiece.model").read_bytes() == pieces.read_bytes()
     assert not (tmp_path / "c" / "tokenizer.model").exists()
 
 
