@@ -15,8 +15,10 @@ from safetensors.torch import save_file
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.config.parser import parse_config
 from megatron.errors import ConfigError
+from megatron.parallel.layout import Layout
 from tests.checkpoint.hf.models import CASES, tensors_of, write_folder
 from tests.tools.test_checkpoint_util import convert
+from tests.training.toy import train_toy
 from tools.checkpoint import inspect, util
 
 
@@ -141,6 +143,21 @@ def test_the_vocabulary_of_a_bert_is_taken_as_word_pieces(golden, tmp_path):
     tokenizer = reader.meta["config"]["tokenizer"]
     assert tokenizer["tokenizer_type"] == "BertWordPieceLowerCase"
     assert Path(tokenizer["vocab_file"]).read_bytes() == vocab.read_bytes()
+
+
+def test_the_sentinels_of_a_t5_s_vocabulary_stay(golden, tmp_path):
+    """--vocab-extra-ids is a flag of the training, not of Megatron's tool."""
+    vocab, root = str(golden / "data" / "bert-5000-vocab.txt"), tmp_path / "run"
+    words = ["--vocab-extra-ids", "10", "--vocab-file", vocab, "--save", str(root)]
+    words += ["--tokenizer-type", "BertWordPieceLowerCase", "--save-interval", "1"]
+    words += ["--ckpt-format", "legacy", "--train-iters", "1"]
+    train_toy(Layout.single(), words, "t5")
+    flags = f"--model-type T5 --loader megatron --saver native --load-dir {root}"
+    out = tmp_path / "o"
+    assert util.main([*flags.split(), "--save-dir", str(out), "--vocab-file", vocab]) == 0
+    reader = open_checkpoint(out)
+    assert reader is not None
+    assert reader.meta["config"]["tokenizer"]["vocab_extra_ids"] == 10
 
 
 def test_without_a_tokenizer_no_end_of_text_is_made_up(gpt, tmp_path):

@@ -324,7 +324,9 @@ def _given_tokenizer(source: Source, options: argparse.Namespace) -> TokenizerCo
     if given.tokenizer_type is None and (
         given.tokenizer_model or given.vocab_file or given.merge_file
     ):
-        given = replace(given, tokenizer_type=_kind_of(given, source))
+        own = source.reader.meta.get("legacy_args") or vars(source.config.tokenizer)
+        extra = given.vocab_extra_ids or own.get("vocab_extra_ids") or 0  # a T5's sentinels
+        given = replace(given, tokenizer_type=_kind_of(given, source), vocab_extra_ids=extra)
     _entries(given)
     return given
 
