@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(row_threads<E>, residency<X, E>)
       const auto left = to_floats(x[k]), right = to_floats(d[k]);
 #pragma unroll
       for (int i = 0; i < V; i++) x[k].at[i] = from_float<X>(left.at[i] + right.at[i]);
-      store_away(sum + start + column, x[k]);
+      store(sum + start + column, x[k]);
     }
     const auto values = to_floats(x[k]);
 #pragma unroll
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(row_threads<E>, residency<X, E>)
       const float value = (values.at[i] - centre) * scale * w.at[i];
       out.at[i] = from_float<W>(LAYER ? value + b.at[i] : value);
     }
-    store_away(normal + start + column, out);
+    store(normal + start + column, out);
     if (amax) largest = max(largest, magnitude_of(out));
   }
   if (!amax) return;
