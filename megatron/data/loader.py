@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -18,6 +19,7 @@ from megatron.data.document_ends import join_ends
 from megatron.data.sample import SEGMENT_ENDS, Sample, SampleDataset
 
 _PREFETCH = 4  # micro-batches a worker holds ready
+_LOOK_EVERY = 1.0  # seconds between a worker's looks at whether its parent lives
 
 
 def build_loader(
@@ -98,15 +100,21 @@ def _leave_signals_to_parent(worker: int) -> None:
     """Let a worker outlive the signals that tell the whole job to stop.
 
     The training process saves a checkpoint first and needs its data until then. Only a SIGTERM
-    that the training process itself sends, when it closes the loader, ends the worker.
+    that the training process itself sends, when it closes the loader, or its end ends the worker.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Blocked here and, by inheritance, in the thread that waits for it.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    threading.Thread(target=_end_when_parent_asks, args=(os.getppid(),), daemon=True).start()
+    parent = multiprocessing.parent_process()
+    assert parent is not None and parent.pid is not None, "a worker has a parent"
+    threading.Thread(target=_end_with_parent, args=(parent.pid,), daemon=True).start()
 
 
-def _end_when_parent_asks(parent: int) -> None:
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
-        pass
+def _end_with_parent(parent: int) -> None:
+    """A parent that was killed asks nothing, and reads nothing: a worker that has half a batch in
+    the pipe, which all workers keep open, would wait at its own end for ever."""
+    while os.getppid() == parent:
+        received = signal.sigtimedwait({signal.SIGTERM}, _LOOK_EVERY)
+        if received is not None and received.si_pid == parent:
+            break
     os._exit(0)

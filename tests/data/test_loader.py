@@ -7,7 +7,10 @@ import multiprocessing.resource_sharer
 import os
 import signal
 import subprocess
+import sys
+import time
 from itertools import islice
+from pathlib import Path
 
 import pytest
 import torch
@@ -71,3 +74,41 @@ def test_workers_outlive_the_jobs_signals_and_end_with_the_loader() -> None:
     for process in processes:
         process.join(10)
         assert process.exitcode == 0
+
+
+_KILLED_WITH_WORKERS = """
+import multiprocessing, os, signal
+from megatron.data.loader import build_loader
+from megatron.data.mock import MockDataset
+
+# A batch is more than a pipe holds.
+dataset = MockDataset(40, seq_length=30_000, vocab_size=100, seed=1, split=0)
+batches = build_loader(dataset, [[i] for i in range(40)], num_workers=2, seed=1)
+next(batches), next(batches)
+print(*(process.pid for process in multiprocessing.active_children()), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_workers_end_when_the_training_process_is_killed(tmp_path: Path) -> None:
+    output = tmp_path / "workers.txt"
+    with output.open("w") as stream:  # of which, unlike of a pipe, no worker puts off the end
+        killed = subprocess.Popen([sys.executable, "-c", _KILLED_WITH_WORKERS], stdout=stream)
+    assert killed.wait(60) == -signal.SIGKILL
+    workers = output.read_text().split()
+    assert len(workers) == 2
+    deadline = time.monotonic() + 15
+    while alive := [pid for pid in workers if _is_running(int(pid))]:
+        if time.monotonic() > deadline:
+            for pid in alive:
+                os.kill(int(pid), signal.SIGKILL)
+            pytest.fail(f"{len(alive)} of 2 workers wait for somebody to read their batches")
+        time.sleep(0.1)
+
+
+def _is_running(pid: int) -> bool:
+    """Whether there is such a process, and it has not ended: nobody may have asked how it did."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
