@@ -135,7 +135,8 @@ def parse_config(
     ]
     if problems:
         raise ConfigError(problems)
-    notices = find_notices(with_values(config, unread), world_size, start)
+    config = with_values(config, unread)  # so that nothing depends on it: a device's rules neither
+    notices = find_notices(config, world_size, start)
     return ParsedRun(config, notices=(*line.notices, *notices), extra=others)
 
 

@@ -81,6 +81,14 @@ def test_flags_of_training_are_taken_and_said_in_one_line(toy: Path, parse) -> N
     assert not parse(toy, "--num-layers", "2", "--bf16", "--max-position-embeddings", "16").notices
 
 
+@pytest.mark.parametrize("parse", [_generation, _evaluation])
+def test_what_is_said_to_change_nothing_changes_nothing(toy: Path, parse) -> None:
+    """Not even on a CPU, which refuses to train so."""
+    words = ["--cuda-graph-impl", "local", "--global-batch-size", "4", "--zero-stage", "1"]
+    assert _vain(parse(toy, *words)) == {*words[::2]}
+    assert parse(toy, *words).config == parse(toy).config
+
+
 def test_each_program_has_its_own(toy: Path) -> None:
     words = "--micro-batch-size 3 --seq-length 8 --log-interval 2 --seed 4".split()
     assert _vain(_evaluation(toy, *words)) == {"--seed"}
