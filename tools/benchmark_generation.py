@@ -49,6 +49,11 @@ def run(options: argparse.Namespace) -> None:
     from tools.generation_benchmark.report import Result, line, table
 
     device = Device.pick()
+    if device.type == "cpu" and options.model != "demo":
+        raise ConfigError(
+            f"--model {options.model}: billions of weights take hours on a CPU, and no GPU is "
+            "here: --model demo runs without one"
+        )
     device.activate()
     config = read_flags(
         training_flags(WORKLOADS[options.model], options.precision, 1, Path("none"), ()), 1
