@@ -25,7 +25,7 @@ def run_command(work: Callable[[], int | None]) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        if not _lost_its_reader():
+        if not lost_its_reader():
             raise
         return 128 + signal.SIGPIPE
     except UserError as error:
@@ -37,7 +37,7 @@ def run_command(work: Callable[[], int | None]) -> int:
         signal.signal(signal.SIGTERM, previous)
 
 
-def _lost_its_reader() -> bool:
+def lost_its_reader() -> bool:
     """Whether stdout's reader has gone (`| head`). What is left to be said is forgotten then, or
     Python would fail to say it once more when it ends."""
     poll = select.poll()

@@ -52,6 +52,12 @@ class ShortageError(UserError):
     exit_code = 10
 
 
+class OutputClosedError(UserError):
+    """Nobody reads the log any more."""
+
+    exit_code = 141  # as of a program that SIGPIPE ends
+
+
 class ConfigError(UserError):
     """One or more configuration mistakes, all of them reported at once."""
 

@@ -172,7 +172,7 @@ def _expect_gpus(options: argparse.Namespace) -> None:
     if options.workload != "demo" and found < options.gpus:
         raise ConfigError(
             f"--workload {options.workload} --gpus {options.gpus}: this machine has {found} GPUs: "
-            "use no more, or --workload demo"
+            + ("use no more, or --workload demo" if found else "--workload demo runs without one")
         )
 
 

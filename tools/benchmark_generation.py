@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Time text generation: decoding and prompts, against `transformers` and the memory's speed.
 
-    python tools/benchmark_generation.py --model L              # 8B Llama shape, one GPU
-    python tools/benchmark_generation.py --model demo --batch 1 4 --new 8   # a toy, on a CPU
+    python tools/benchmark_generation.py --model L   # 8B Llama shape, one GPU
+    python tools/benchmark_generation.py --model demo --prompt 16 --new 8 --batch 1 4  # for a CPU
 
 Weights are random: the shape alone matters. A decoding step cannot be faster than its floor: every
 weight but the word embeddings, and every key and value of the batch, read once at the speed of a
@@ -49,6 +49,11 @@ def run(options: argparse.Namespace) -> None:
     from tools.generation_benchmark.report import Result, line, table
 
     device = Device.pick()
+    if device.type == "cpu" and options.model != "demo":
+        raise ConfigError(
+            f"--model {options.model}: billions of weights take hours on a CPU, and no GPU is "
+            "here: --model demo runs without one"
+        )
     device.activate()
     config = read_flags(
         training_flags(WORKLOADS[options.model], options.precision, 1, Path("none"), ()), 1

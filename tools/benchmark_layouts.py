@@ -33,9 +33,9 @@ def build_parser() -> ToolParser:
     """The command line."""
     parser = ToolParser("benchmark_layouts.py", __doc__)
     add = parser.add_argument
-    add("--model", required=True, choices=sorted(models()), help="What to train.")
+    add("--model", choices=sorted(models()), help="What to train.")
     add("--layouts", nargs="+", metavar="NAME", help="Only these. Unset: all that fit.")
-    add("--list", action="store_true", help="Print the model's layouts and their flags, and end.")
+    add("--list", action="store_true", help="Print the layouts of --model, or of all, and end.")
     add("--processes", type=int, help="At most so many. Unset: the GPUs present.")
     add("--train-iters", type=int, default=12, help="Iterations of a run (default: 12).")
     add("--timeout", type=float, default=300.0, help="Seconds for one run (default: 300).")
@@ -82,6 +82,14 @@ def choose(options: argparse.Namespace) -> list[BenchmarkLayout]:
     return [layout for layout in layouts if layout.name in (options.layouts or names)]
 
 
+def list_layouts(options: argparse.Namespace) -> None:
+    """Print what can be run: a line each layout, with its processes and flags."""
+    for model in [options.model] if options.model else sorted(models()):
+        print(f"--model {model}")
+        for layout in models()[model].layouts:
+            print(f"  {layout.name} ({layout.processes} processes): {layout.flags}")
+
+
 def run(options: argparse.Namespace) -> list[Row]:
     """Run them one after another; a row each, written as soon as it is there."""
     from megatron.device import gpu_count
@@ -120,9 +128,10 @@ def main(words: Sequence[str]) -> int:
 
     def work() -> int:
         if options.list:
-            for layout in choose(options):
-                print(f"{layout.name} ({layout.processes}): {layout.flags}")
+            list_layouts(options)
             return 0
+        if options.model is None:
+            raise ConfigError(f"--model is required: give one of {', '.join(sorted(models()))}")
         return int(any(row.failed for row in run(options)))
 
     return run_command(work)

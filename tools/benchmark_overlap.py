@@ -4,7 +4,9 @@ cut to travel beside their parts (docs/tensor-parallelism.md).
     torchrun --nproc-per-node 2 tools/benchmark_overlap.py
 
 Prints a Markdown table in microseconds, medians of rounds in turn. The shapes are those of
-Llama-3-8B unless flags say otherwise. PyTorch's own fused operations run where there are GPUs.
+Llama-3-8B unless flags say otherwise; a CPU needs minutes for those, so try it there with
+--tokens 64 --hidden-size 32 --qkv-size 48 --ffn-hidden-size 64 --rounds 1. PyTorch's own fused
+operations run where there are GPUs.
 """
 
 from __future__ import annotations

@@ -85,7 +85,8 @@ def _write_corpus(corpus: Path, text: str | None, limit: int) -> int:
                 if size >= limit:
                     return documents
     if not documents:
-        raise DataError(f"--text {text}: no text files there")
+        there = os.path.exists(text) if text else True
+        raise DataError(f"--text {text}: {'no text in it' if there else 'no such file or folder'}")
     return documents
 
 

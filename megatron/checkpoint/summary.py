@@ -101,7 +101,11 @@ def _headline(found: Found, reader: Reader, verified: bool) -> str:
 
 def _details(reader: Reader) -> Iterator[str]:
     for key, value in sorted(reader.meta.items()):
-        yield f"{key}: {json.dumps(value, sort_keys=True)}"
+        if key == "config" and isinstance(value, dict):  # a line a section: they are long
+            for section, fields in sorted(value.items()):
+                yield f"{key}.{section}: {json.dumps(fields, sort_keys=True)}"
+        else:
+            yield f"{key}: {json.dumps(value, sort_keys=True)}"
     for name in reader.names():
         dtype = str(reader.dtype(name)).removeprefix("torch.")
         yield f"{name}  {dtype} {list(reader.global_shape(name))}"

@@ -145,7 +145,8 @@ def build_parser(program: str, extra: Sequence[type] = ()) -> argparse.ArgumentP
     parser = argparse.ArgumentParser(
         prog=program,
         usage=f"{program} [--config run.yaml] [flags]",
-        description="Flags win over the YAML file, the YAML file over defaults.",
+        description="Flags win over the YAML file, the YAML file over defaults."
+        + " What only this program has stands last." * bool(extra),
         epilog="A switch --x that is off by default also takes --no-x, to overrule the YAML file. "
         "Flags of Megatron-LM that are not listed here are translated or answered by name; "
         "docs/compatibility.md has all of them.",

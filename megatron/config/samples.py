@@ -30,7 +30,11 @@ class SamplesConfig:
     genfile: str | None = flag(
         None, "JSON lines for texts without a prompt, as --sample-output-file. Unset: printed."
     )
-    out_seq_length: int = flag(1024, "Tokens of an answer, at most.", unit="tokens")
+    out_seq_length: int = flag(
+        1024,
+        "Tokens of an answer, at most; prompt and answer together also end at the model's window.",
+        unit="tokens",
+    )
     greedy: bool = flag(False, "Always the most likely token.")
     temperature: float = flag(1.0, "Divides scores before a token is drawn; 0: greedy.")
     top_k: int = flag(

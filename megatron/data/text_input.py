@@ -78,16 +78,28 @@ def find_inputs(patterns: Sequence[str]) -> list[str]:
         else:
             matches = sorted(glob.glob(pattern, recursive=True))
         if not matches:
-            raise DataError(f"--input {pattern}: no such file, and no file of a known ending below")
+            raise DataError(f"--input {pattern}: {_nothing_at(pattern)}")
         found += matches
     for path in found:
         if not _suffix(path):
-            known = ", ".join((*_JSON_SUFFIXES, *_PARQUET_SUFFIXES, *_TEXT_SUFFIXES))
             raise DataError(
-                f"--input {path}: unknown ending; expected {known}, or one of the first with .gz "
-                "or .zst; rename the file"
+                f"--input {path}: unknown ending; expected {_known_endings()}; rename the file"
             )
     return list(dict.fromkeys(found))
+
+
+def _nothing_at(pattern: str) -> str:
+    if os.path.isdir(pattern):
+        return f"this folder holds no file of a known ending ({_known_endings()})"
+    if glob.has_magic(pattern):
+        return "no such file, and none that fits the pattern"
+    return "no such file or folder"
+
+
+def _known_endings() -> str:
+    plain = ", ".join(_JSON_SUFFIXES)
+    others = ", ".join((*_PARQUET_SUFFIXES, *_TEXT_SUFFIXES))
+    return f"{plain}, each also with .gz or .zst; {others}"
 
 
 def read_blocks(

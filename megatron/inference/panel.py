@@ -25,4 +25,5 @@ def model_rows(loaded: Loaded, device: Device) -> list[Row]:
 
 def engine_rows(loaded: Loaded, engine: BatchEngine, device: Device) -> list[Row]:
     """The same, and what text generation chose there."""
-    return [*model_rows(loaded, device), *engine.choices]
+    window = f"{engine.limits.max_length:,} tokens, for a prompt and its answer together"
+    return [*model_rows(loaded, device), ("window", window), *engine.choices]

@@ -153,7 +153,8 @@ def _train_and_evaluate(run: Run, started: float, extras: Extras, writers: Seque
     if run.layout.world.rank == 0:
         say(start_panel(run, time.monotonic() - started))
         if run.finished and not run.config.training.skip_train:
-            say(f"the checkpoint is at iteration {run.progress.iteration}: nothing left to train")
+            done, asked = run.progress.iteration, run.train_iterations
+            say(f"the checkpoint is at iteration {done} of {asked}: nothing left to train")
     callbacks, listeners = standard_callbacks(run, writers)
     callbacks += extras.callbacks(run)
     leave = None if run.config.training.skip_train else train(run, callbacks)

@@ -10,6 +10,8 @@ import torch
 
 from megatron.checkpoint import compare, summary
 from megatron.checkpoint.entries import Entry
+from megatron.checkpoint.store import save
+from megatron.parallel.layout import Layout
 from tests.checkpoint.hf.models import CASES, tensors_of, write_folder
 from tests.checkpoint.states import make_state, save_state
 
@@ -106,6 +108,14 @@ def test_one_checkpoint_and_hugging_face_s_folders(tmp_path, inspect):
     assert code == 0
     assert "LlamaForCausalLM  15 tensors  fits config.json, content not verified" in text
     assert "model.final_norm.weight  float32 [32]" in text
+
+
+def test_the_configuration_is_a_line_a_section(tmp_path, inspect):
+    config = {"data": {"seed": 1}, "model": {"num_layers": 2, "hidden_size": 8}}
+    save(tmp_path, 1, make_state(1), {"iteration": 1, "config": config}, Layout.single())
+    lines = inspect("--details", tmp_path)[1].splitlines()
+    assert '  config.data: {"seed": 1}' in lines
+    assert '  config.model: {"hidden_size": 8, "num_layers": 2}' in lines
 
 
 def test_differences_are_named_and_measured(tmp_path, inspect, monkeypatch):

@@ -159,7 +159,6 @@ def test_several_gpus_go_under_torchrun(tmp_path) -> None:
         (["--compare", "no-such-commit"], "--compare no-such-commit: neither a commit"),
         (["--", "--train-iters", "9"], "--train-iters: how long runs are"),
         (["--layout", "--exit-interval=7"], "use --iterations, --warmup and --no-profile"),
-        (["--workload", "S", "--gpus", "64"], "use no more, or --workload demo"),
     ],
 )
 def test_mistakes_are_named_before_anything_runs(
@@ -169,6 +168,17 @@ def test_mistakes_are_named_before_anything_runs(
         monkeypatch.setattr(benchmark, step, lambda *_, **__: pytest.fail("it was run"))
     assert benchmark.main(["--workload", "demo", "--output", str(tmp_path), *words]) != 0
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("present", "remedy"),
+    [(0, "0 GPUs: --workload demo runs without one"), (1, "use no more, or --workload demo")],
+)
+def test_too_few_gpus_are_named(present, remedy, tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("megatron.device.gpu_count", lambda: present)
+    words = ["--workload", "S", "--gpus", "64", "--output", str(tmp_path)]
+    assert benchmark.main(words) == 9
+    assert remedy in capsys.readouterr().err
 
 
 CEILINGS = {

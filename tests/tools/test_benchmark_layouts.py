@@ -128,5 +128,14 @@ def test_mistakes_are_one_line(capsys):
 def test_a_list_needs_no_gpu(capsys):
     assert main(["--model", "7b", "--list"]) == 0
     names = capsys.readouterr().out.splitlines()
-    assert len(names) == len(choose(build_parser().read(["--model", "7b"])))
-    assert any(line.startswith("tensor 8 (8): ") for line in names)
+    assert len(names) == 1 + len(choose(build_parser().read(["--model", "7b"])))
+    assert any(line.startswith("  tensor 8 (8 processes): ") for line in names)
+    assert main(["--list"]) == 0
+    said = capsys.readouterr().out
+    assert all(f"--model {model}\n" in said for model in models())
+    assert "\n".join(names) in said
+
+
+def test_a_run_needs_a_model(capsys):
+    assert main(["--processes", "1"]) == 9
+    assert "--model is required: give one of" in capsys.readouterr().err

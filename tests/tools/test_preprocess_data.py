@@ -203,8 +203,8 @@ def test_files_globs_and_directories_in_order(run, tmp_path):
     ("name", "message"),
     [
         ("nowhere.jsonl", "nowhere.jsonl: no such file"),
-        ("*.bz2", "no such file"),
-        ("empty", "no file of a known ending"),
+        ("*.bz2", "none that fits the pattern"),
+        ("empty", r"holds no file of a known ending \(.jsonl, .*.txt\)"),
         ("readme.md", "unknown ending; expected .jsonl"),
         ("cut.jsonl.gz", "cut.jsonl.gz.*unreadable or cut"),
         ("cut.jsonl.zst", "cut.jsonl.zst.*unreadable or cut"),

@@ -5,21 +5,34 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from megatron.command import lost_its_reader
+from megatron.errors import OutputClosedError
 from megatron.training.callbacks.base import Callback, Leave
 from megatron.training.run import Run
 from megatron.training.step import StepOutcome
 
 
 def say(text: str) -> None:
-    """Print a line at once, above the progress bar if one is drawn."""
-    if sys.stderr.isatty():
-        from tqdm import tqdm
+    """Print a line at once, above the progress bar if one is drawn.
 
-        tqdm.write(text)
+    Raises:
+        OutputClosedError: what read standard output has gone.
+    """
+    try:
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+
+            tqdm.write(text)
+        else:
+            sys.stdout.write(text + "\n")  # one write: lines of several ranks do not mix
         sys.stdout.flush()
-    else:
-        sys.stdout.write(text + "\n")  # one write: lines of several ranks do not mix
-        sys.stdout.flush()
+    except BrokenPipeError as error:
+        if not lost_its_reader():
+            raise
+        raise OutputClosedError(
+            "the program that read this run's log has ended, as `| head` does after its last "
+            "line: the run ends too. To keep it running, write the log to a file (> log.txt)"
+        ) from error
 
 
 class ProgressBar(Callback):

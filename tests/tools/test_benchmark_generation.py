@@ -1,0 +1,28 @@
+"""The benchmark of text generation: a toy, and what it refuses before it makes a model."""
+
+import pytest
+
+from megatron.device import Device
+from tools import benchmark_generation
+
+
+@pytest.fixture(autouse=True)
+def _cpu(monkeypatch) -> None:
+    monkeypatch.setattr(Device, "pick", Device.cpu)
+
+
+def test_large_models_are_refused_on_a_cpu(capsys) -> None:
+    assert benchmark_generation.main(["--model", "L"]) == 9
+    assert "--model demo runs without one" in capsys.readouterr().err
+
+
+def test_the_toy_that_the_help_shows_runs(capsys) -> None:
+    words = benchmark_generation.__doc__.split("--model demo", 1)[1].split("#", 1)[0].split()
+    assert benchmark_generation.main(["--model", "demo", *words]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert [row.split("|")[1].strip() for row in rows[2:]] == ["1", "4"]
+
+
+def test_a_window_that_is_too_short_is_named(capsys) -> None:
+    assert benchmark_generation.main(["--model", "demo", "--new", "8"]) == 9
+    assert "do not fit in the 64 positions of --model demo" in capsys.readouterr().err
