@@ -101,8 +101,11 @@ def _leave_signals_to_parent(worker: int) -> None:
 
     The training process saves a checkpoint first and needs its data until then. Only a SIGTERM
     that the training process itself sends, when it closes the loader, or its end ends the worker.
+    Where the system does not say who sent a signal (macOS), every SIGTERM ends it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if not hasattr(signal, "sigtimedwait"):
+        return
     # Blocked here and, by inheritance, in the thread that waits for it.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     parent = multiprocessing.parent_process()

@@ -76,6 +76,19 @@ def test_workers_outlive_the_jobs_signals_and_end_with_the_loader() -> None:
         assert process.exitcode == 0
 
 
+def test_workers_start_and_end_on_a_system_that_does_not_say_who_sent_a_signal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(signal, "sigtimedwait")  # of the workers too, which are forked
+    others = set(multiprocessing.active_children())
+    batches = build_loader(DATASET, CyclicSampler(40, 0, 4), num_workers=1, seed=1)
+    next(batches)
+    (worker,) = set(multiprocessing.active_children()) - others
+    worker.terminate()
+    worker.join(10)
+    assert worker.exitcode == 0
+
+
 _KILLED_WITH_WORKERS = """
 import multiprocessing, os, signal
 from megatron.data.loader import build_loader
