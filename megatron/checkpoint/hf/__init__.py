@@ -3,7 +3,7 @@
     reader.HFReader(folder)                 a folder behind the interface of our own checkpoints
     writer.write_folder(folder, ...)        a checkpoint as such a folder
 
-A family (`families.FAMILIES`) says how config.json becomes network flags and back, and how each of
+A family (`families.families`) says how config.json becomes network flags and back, and how each of
 our parameters is made of the folder's tensors: a list of `rules.Rule`. Neither direction holds
 more than the tensors that are being written.
 """
