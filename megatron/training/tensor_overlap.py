@@ -20,7 +20,7 @@ def largest_message(config: RunConfig, layout: Layout, texts: int) -> int:
         layout: of this process.
         texts: sequences of a sample.
     """
-    width = 2 if config.precision.fp16 or config.precision.bf16 else 4
+    width = config.precision.weight_dtype.itemsize
     data = config.data
     sequence = max(known(data.seq_length), data.decoder_seq_length or 0)
     rows = sequence // layout.context.size // layout.tensor.size
