@@ -10,7 +10,7 @@ constexpr int kBits = 10;  // of a digit
 constexpr int kSorters = 1 << kBits;
 constexpr int kThreads = 128;
 constexpr int kChunk = 32;  // sorted places; embedding_gradient.py has the same
-constexpr int kRowsInFlight = 4, kPartsInFlight = 4;
+constexpr int kRowsInFlight = 2, kPartsInFlight = 8;
 
 struct alignas(8) Pair {
   int entry, row;  // of the gradient
