@@ -82,7 +82,8 @@ class BertRecipe:
         layout: Layout,
     ) -> Tensor | Mapping[str, Tensor]:
         padding = batch["padding_mask"].bool()
-        result = part(batch["text"], padding, batch["types"], batch["labels"], hidden)
+        words = (batch["text"], padding, batch["types"], batch["labels"])
+        result = part(*words, hidden, loss_mask=batch["loss_mask"])
         if isinstance(result, Tensor):
             return result
         losses = {"lm loss": masked_mean(result.tokens, batch["loss_mask"])}

@@ -96,7 +96,14 @@ class GPTRecipe:
         mine = context_part(whole, layout.context)
         ends = batch.get(SEGMENT_ENDS)  # a rule refuses them where the context is split
         documents = None if ends is None else Segments.of(ends, mine.tokens)
-        result = part(mine.tokens, mine.position_ids, mine.labels, documents, hidden)
+        result = part(
+            mine.tokens,
+            mine.position_ids,
+            mine.labels,
+            documents,
+            hidden,
+            loss_mask=mine.loss_mask,
+        )
         if not part.part.head:
             return result
         counted = whole.loss_mask.sum().clamp(min=1)  # nothing counts: loss 0, not nan

@@ -81,7 +81,8 @@ class T5Recipe:
         layout: Layout,
     ) -> Tensor | Mapping[str, Tensor]:
         padding = batch["enc_mask"].bool()
-        result = part(batch["text_enc"], batch["text_dec"], padding, batch["labels"], hidden)
+        words = (batch["text_enc"], batch["text_dec"], padding, batch["labels"])
+        result = part(*words, hidden, loss_mask=batch["loss_mask"])
         if not part.part.head:
             return result
         return {"lm loss": masked_mean(result, batch["loss_mask"])}

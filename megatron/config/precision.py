@@ -103,8 +103,8 @@ class PrecisionConfig:
     cross_entropy_fusion_impl: str = flag(
         "native",
         "native, te: one kernel over the 16-bit logits each way, the gradient written over them "
-        "(Transformer Engine is not needed); linear: the output product too, a chunk of logits "
-        "at a time, computed again in backward.",
+        "(Transformer Engine is not needed); linear: the output product and its gradients too, a "
+        "chunk of logits at a time.",
         choices=("native", "te", "linear"),
     )
 

@@ -153,6 +153,7 @@ class BertModel(nn.Module):
         token_types: Tensor | None = None,
         labels: Tensor | None = None,
         hidden: Tensor | None = None,
+        loss_mask: Tensor | None = None,
     ) -> Tensor | BertResult:
         """One pass through the layers held here.
 
@@ -162,6 +163,7 @@ class BertModel(nn.Module):
             token_types: [b, s], the segment of each token; None: all are of the first.
             labels: [b, s], the token that belongs in each place.
             hidden: [s, b, h], from the part before; None where this part begins the model.
+            loss_mask: [b, s], by what each loss will count, see `Output`.
 
         Returns:
             What the heads say at the end of the model; elsewhere, and without heads, hidden states
@@ -188,7 +190,7 @@ class BertModel(nn.Module):
         order = None
         if self.pooler is not None and self.binary_head is not None:
             order = self.binary_head(self.pooler(x)[None])[0]
-        return BertResult(self.output(self.head(x), labels), order)
+        return BertResult(self.output(self.head(x), labels, loss_mask), order)
 
 
 def _joined(x: Tensor) -> Tensor:

@@ -102,6 +102,7 @@ class GPTModel(nn.Module):
         mask: Mask | None = None,
         hidden: Tensor | None = None,
         cache: KeyValueCache | None = None,
+        loss_mask: Tensor | None = None,
     ) -> Tensor:
         """One pass through the layers held here.
 
@@ -115,6 +116,7 @@ class GPTModel(nn.Module):
             hidden: [s, b, h], from the part before; None where this part begins the model.
             cache: of earlier tokens, with the places of these; b is 1 then. None: the tokens are
                 whole sequences.
+            loss_mask: [b, s], by what each loss will count, see `Output`.
 
         Returns:
             Where the model goes on in another part: hidden states [s, b, h]. At its end, with
@@ -138,5 +140,5 @@ class GPTModel(nn.Module):
         _, x = self.final_norm(stream)  # [s, b, h]
         if cache is not None:
             x = x[cache.outputs]
-        scores: Tensor = self.output(x, labels)
+        scores: Tensor = self.output(x, labels, loss_mask)
         return scores

@@ -56,7 +56,7 @@ class TokenLoss:
 
     Attributes:
         form: of the cross entropy.
-        is_chunked: never hold all logits.
+        is_chunked: never hold all logits: `linear_cross_entropy`.
     """
 
     form: CrossEntropy
@@ -79,15 +79,20 @@ class TokenLoss:
         labels: Tensor,
         layout: Layout,
         *,
+        loss_mask: Tensor | None = None,
         bias: Tensor | None = None,
         overlap: bool = True,
         slot: GradientSlot | None = None,
     ) -> Tensor:
-        """[s, b, h] or [s/t, b, h], as `vocabulary_logits`; labels [s, b] -> fp32 [s, b]."""
+        """[s, b, h] or [s/t, b, h], as `vocabulary_logits`; labels [s, b] -> fp32 [s, b].
+
+        The mask [s, b] changes no loss: see `linear_cross_entropy`.
+        """
         if self.is_chunked:
             communication = Communication(layout.tensor, layout.sequence_parallel, overlap)
+            options: dict[str, Any] = {"bias": bias, "form": self.form, "slot": slot}
             return linear_cross_entropy(
-                x, weight, labels, communication, bias=bias, form=self.form, slot=slot
+                x, weight, labels, communication, loss_mask=loss_mask, **options
             )
         logits = vocabulary_logits(x, weight, layout, bias=bias, overlap=overlap, slot=slot)
         return vocabulary_cross_entropy(
@@ -156,12 +161,15 @@ class Output(nn.Module):
         """See `parallel.layers.attach_slots`."""
         self.slot = gradients.slot(self._matrix())
 
-    def forward(self, x: Tensor, labels: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, labels: Tensor | None, loss_mask: Tensor | None = None) -> Tensor:
         """Scores, or with labels the loss.
 
         Args:
             x: normalized hidden states [s, b, h]; [s/t, b, h] with sequence parallelism.
             labels: [b, s].
+            loss_mask: [b, s], by what each token's loss will count; None: by 1. With
+                --cross-entropy-fusion-impl linear only sum(losses * loss_mask), times anything, can
+                be differentiated: gradients of another function become nan.
 
         Returns:
             With labels the loss of each token, fp32 [b, s]; else logits [b, s, v/t].
@@ -171,6 +179,8 @@ class Output(nn.Module):
             options["products"] = self.products
             logits = vocabulary_logits(x, self._matrix(), self.layout, **options)
             return logits.transpose(0, 1)
+        if loss_mask is not None:
+            options["loss_mask"] = loss_mask.t()
         return self.token_loss(x, self._matrix(), labels.t(), self.layout, **options).t()
 
     def _matrix(self) -> nn.Parameter:

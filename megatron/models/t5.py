@@ -181,6 +181,7 @@ class T5Model(nn.Module):
         padding: Tensor,
         labels: Tensor | None = None,
         hidden: Tensor | None = None,
+        loss_mask: Tensor | None = None,
     ) -> Tensor:
         """One pass through the layers held here.
 
@@ -192,6 +193,7 @@ class T5Model(nn.Module):
             padding: bool [b, e], True where there is a token of the encoder's and not only padding.
             labels: [b, d], the token that follows each of the decoder's.
             hidden: [e + d, b, h], from the part before; None where this part begins the model.
+            loss_mask: [b, d], by what each loss will count, see `Output`.
 
         Returns:
             Where the model goes on in another part: both halves' hidden states [e + d, b, h]. At
@@ -202,7 +204,7 @@ class T5Model(nn.Module):
             return torch.cat((states.to(x.dtype), x))
         if self.output_scale is not None:
             x = x * self.output_scale
-        scores: Tensor = self.output(x, labels)
+        scores: Tensor = self.output(x, labels, loss_mask)
         return scores
 
     def states(

@@ -8,7 +8,7 @@ they came in, and their gradient may take their place; or they are never all the
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,8 +23,10 @@ from megatron.parallel.communication import Communication
 from megatron.parallel.gradients import GradientSlot
 from megatron.parallel.layout import Axis
 
-# Logits that `linear_cross_entropy` holds at a time: rows enough for a product at full speed.
-CHUNK_LOGITS = 2**27
+# Logits that `linear_cross_entropy` holds at a time. Each chunk reads and writes the weight's whole
+# gradient: with fewer rows that takes longer than the products.
+CHUNK_LOGITS = 2**29
+_ROWS_OF_A_TILE = 128  # of a product
 
 
 def vocabulary_cross_entropy(
@@ -104,6 +106,7 @@ def linear_cross_entropy(
     labels: Tensor,
     communication: Communication,
     *,
+    loss_mask: Tensor | None = None,
     bias: Tensor | None = None,
     form: CrossEntropy = REFERENCE,
     slot: GradientSlot | None = None,
@@ -111,14 +114,17 @@ def linear_cross_entropy(
 ) -> Tensor:
     """The cross entropy of x W^T + bias, of which only a few rows exist at a time.
 
-    Forward keeps three numbers a token. Backward computes each chunk of logits again (a third more
-    work in the output product), turns it into its gradient, and adds the weight's gradient in fp32.
+    While a chunk of logits is there, forward makes of it all that backward needs, so that no
+    product is computed twice: the gradients of sum(losses * loss_mask). Backward multiplies them by
+    that sum's own gradient, one number. Only this sum, times anything, may be differentiated; of
+    another function of the losses all gradients become nan.
 
     Args:
         x: [s, b, h]; with sequence parallelism this rank's part [s/t, b, h].
         weight: [v/t, h], this rank's part of the vocabulary.
         labels: [s, b], ids in the whole vocabulary.
         communication: of the product.
+        loss_mask: [s, b], by what each token's loss counts; None: by 1.
         bias: [v/t].
         form: kernel or plain PyTorch.
         slot: where the weight's gradient goes; None: autograd gets it, in the weight's format.
@@ -127,8 +133,10 @@ def linear_cross_entropy(
     Returns:
         [s, b] in fp32, equal on every rank.
     """
+    mask = torch.ones_like(labels, dtype=torch.float32) if loss_mask is None else loss_mask
     read = weight if slot is None else weight.detach()
-    return _LinearCrossEntropy.apply(x, read, bias, labels, communication, form, slot, chunk_logits)
+    options = (communication, form, slot, chunk_logits, torch.is_grad_enabled())
+    return _LinearCrossEntropy.apply(x, read, bias, labels, mask, *options)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -139,57 +147,90 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
+        mask: Tensor,
         communication: Communication,
         form: CrossEntropy,
         slot: GradientSlot | None,
         chunk_logits: int,
+        with_gradients: bool,
     ) -> Tensor:
-        whole = communication.start_gather(x).wait().flatten(0, -2)
-        local = _local_labels(labels, communication.axis, weight.shape[0])
-        ctx.height = max(1, chunk_logits // weight.shape[0])
-        numbers = whole.new_empty(3, whole.shape[0], dtype=torch.float32)
-        for rows in _parts(whole, ctx.height):
-            part = form.statistics(F.linear(whole[rows], weight, bias), local[rows])
-            numbers[:, rows] = torch.stack(part)
-        statistics = Statistics(*numbers)
-        maxima, sums, loss = _join(statistics, local, weight.shape[0], communication.axis)
-        ctx.save_for_backward(x, weight, bias, local, maxima, sums)
-        ctx.communication, ctx.form, ctx.slot = communication, form, slot
-        return loss.view(labels.shape)
+        gathered = communication.start_gather(x).wait()  # [s, b, h]
+        whole = gathered.flatten(0, -2)  # [n, h]
+        axis, size = communication.axis, weight.shape[0]
+        local, mask = _local_labels(labels, axis, size), mask.reshape(-1).float()  # [n]
+        losses = torch.empty_like(mask)
+        gradients = _HeadGradients.like(gathered, weight, bias) if with_gradients else None
+        for rows in _chunks(whole.shape[0], size, chunk_logits):
+            logits = F.linear(whole[rows], weight, bias)  # [rows, v/t]
+            part = form.statistics(logits, local[rows])
+            maxima, sums, losses[rows] = _join(part, local[rows], size, axis)
+            if gradients is not None:  # takes the logits' place
+                upstream = _UNIT * mask[rows]
+                form.gradient(logits, local[rows], maxima, sums, upstream, logits)
+                gradients.add(rows, logits, whole[rows], weight)
+        if gradients is not None:
+            ctx.save_for_backward(gradients.input, gradients.weight, gradients.bias, mask)
+            ctx.communication, ctx.slot, ctx.dtype = communication, slot, weight.dtype
+        return losses.view(labels.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, local, maxima, sums = ctx.saved_tensors
-        upstream = grad.reshape(-1)
-        gathered = ctx.communication.start_gather(x).wait()
-        whole = gathered.flatten(0, -2)
-        input_grad = torch.empty_like(whole)
-        bias_grad = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
-        with _weight_sum(weight, ctx.slot) as (into, accumulate):
-            for rows in _parts(whole, ctx.height):
-                logits = F.linear(whole[rows], weight, bias)
-                numbers = (local[rows], maxima[rows], sums[rows], upstream[rows])
-                ctx.form.gradient(logits, *numbers, logits)
-                torch.mm(logits, weight, out=input_grad[rows])
-                if bias_grad is not None:
-                    bias_grad += logits.sum(0, dtype=torch.float32)
-                weight_gradient(logits, whole[rows], into, accumulate=accumulate or rows.start > 0)
-        summing = ctx.communication.start_sum(input_grad.view_as(gathered))
-        weight_grad = into.to(weight.dtype) if ctx.slot is None else None
-        if bias_grad is not None:
-            bias_grad = bias_grad.to(bias.dtype)
-        return summing.wait(), weight_grad, bias_grad, None, None, None, None, None
+        input_sum, weight_sum, bias_sum, mask = ctx.saved_tensors
+        factor = _factor(grad.reshape(-1), mask) / _UNIT
+        summing = ctx.communication.start_sum(input_sum * factor)
+        weight_grad = bias_grad = None
+        if ctx.slot is None:
+            weight_grad = (weight_sum * factor).to(ctx.dtype)
+        else:
+            with ctx.slot.open() as (into, accumulate):
+                if accumulate:
+                    into.addcmul_(weight_sum, factor)
+                else:
+                    torch.mul(weight_sum, factor, out=into)
+        if bias_sum is not None:
+            bias_grad = (bias_sum * factor).to(ctx.dtype)
+        return summing.wait(), weight_grad, bias_grad, *[None] * 7
 
 
-def _parts(rows: Tensor, height: int) -> Iterator[slice]:
-    return (slice(i, i + height) for i in range(0, rows.shape[0], height))
+# What gradients are multiplied by until backward, or the small ones of 16 bits would be lost
+# (fp16's smallest is 6e-8, less than many a probability). A power of two changes no digit.
+_UNIT = 1024.0
 
 
-@contextmanager
-def _weight_sum(weight: Tensor, slot: GradientSlot | None) -> Iterator[tuple[Tensor, bool]]:
-    """Where the weight's gradient is added up in fp32, and whether something is there already."""
-    if slot is None:
-        yield torch.empty_like(weight, dtype=torch.float32), False
-        return
-    with slot.open() as (into, accumulate):
-        yield into, accumulate
+@dataclass
+class _HeadGradients:
+    """Of the sum of losses: those of the input [s, b, h], the weight [v/t, h] in fp32 and the bias
+    [v/t] in fp32."""
+
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+    @classmethod
+    def like(cls, x: Tensor, weight: Tensor, bias: Tensor | None) -> _HeadGradients:
+        of_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+        of_weight = torch.empty_like(weight, dtype=torch.float32)
+        return cls(x.new_empty(x.shape), of_weight, of_bias)
+
+    def add(self, rows: slice, of_logits: Tensor, x: Tensor, weight: Tensor) -> None:
+        """What some rows of the logits' gradient [rows, v/t] give, of the input x [rows, h]."""
+        torch.mm(of_logits, weight, out=self.input.flatten(0, -2)[rows])
+        weight_gradient(of_logits, x, self.weight, accumulate=rows.start > 0)
+        if self.bias is not None:
+            self.bias += of_logits.sum(0, dtype=torch.float32)
+
+
+def _factor(grad: Tensor, mask: Tensor) -> Tensor:
+    """The number that `grad` [n] is `mask` times; nan where it is not, without asking the host."""
+    factor = (grad * mask).sum() / mask.square().sum().clamp(min=torch.finfo(mask.dtype).tiny)
+    is_multiple = (grad - factor * mask).abs().max() <= 1e-3 * grad.abs().max()
+    return torch.where(is_multiple, factor, torch.nan)
+
+
+def _chunks(rows: int, size: int, limit: int) -> Iterator[slice]:
+    """Equal parts of the rows, with at most about `limit` elements each where a row has `size`."""
+    count = max(1, min(rows, -(-rows * size // limit)))
+    height = -(-rows // count)
+    if height > _ROWS_OF_A_TILE:
+        height += -height % _ROWS_OF_A_TILE
+    return (slice(i, min(i + height, rows)) for i in range(0, rows, height))

@@ -146,8 +146,11 @@ def run_linear(layout, sequence_parallel=False, chunk_logits=2**27, dtype=torch.
     x.requires_grad_()
     part = weight.chunk(axis.size)[axis.rank].clone().requires_grad_()
     communication = Communication(axis, sequence_parallel)
-    loss = linear_cross_entropy(x, part, labels, communication, chunk_logits=chunk_logits)
-    (loss * weights).sum().backward()
+    options = {"loss_mask": weights, "chunk_logits": chunk_logits}
+    loss = linear_cross_entropy(x, part, labels, communication, **options)
+    (3 * (loss * weights).sum() / 3).backward()
+    with torch.no_grad():
+        assert torch.equal(linear_cross_entropy(x, part, labels, communication, **options), loss)
     return loss.detach(), x.grad, part.grad
 
 
@@ -177,3 +180,34 @@ def test_chunked_sums_a_16_bit_weights_gradient_in_fp32():
     for ours, theirs in zip(found, linear_expected(), strict=True):
         error = (ours.double() - theirs).norm() / theirs.norm()
         assert error < 2e-2
+
+
+def test_chunked_keeps_small_probabilities_in_fp16():
+    x, weight, labels, _ = (t[:1] if t.dim() < 3 else t for t in linear_problem(torch.float16))
+    x, labels = x[:1, :1], labels[:1, :1]
+    weight = torch.zeros(2**16, H, dtype=torch.float16)  # each probability is 2^-16
+    x.requires_grad_()
+    weight.requires_grad_()
+    loss = linear_cross_entropy(x, weight, labels, Communication())
+    (2.0**10 * loss.sum()).backward()  # as a loss scale does
+    others = torch.arange(2**16) != labels.item()
+    expected_grad = 2.0**-6 * x.detach()[0].float()
+    torch.testing.assert_close(weight.grad[others].float(), expected_grad.expand(2**16 - 1, H))
+
+
+@pytest.mark.parametrize("mask", [None, torch.tensor([[1.0, 0.0, 1.0]] * 6), torch.zeros(6, B)])
+def test_chunked_differentiates_one_sum_alone(mask):
+    x, weight, labels, other = linear_problem(torch.float32)
+    weight.requires_grad_()
+    counted = torch.ones(6, B) if mask is None else mask
+
+    def gradient(weights):
+        loss = linear_cross_entropy(x, weight, labels, Communication(), loss_mask=mask)
+        return torch.autograd.grad((loss * weights).sum(), weight)[0]
+
+    logits = (x @ weight.t()).flatten(0, 1)
+    losses = F.cross_entropy(logits, labels.flatten(), reduction="none").view(6, B)
+    (whole,) = torch.autograd.grad((losses * 0.5 * counted).sum(), weight)
+    torch.testing.assert_close(gradient(0.5 * counted), whole, rtol=1e-5, atol=1e-6)
+    assert gradient(other).isnan().all()
+    assert gradient(0 * counted).abs().max() == 0

@@ -21,7 +21,7 @@ WARM_UP = 3
 
 @dataclass(frozen=True)
 class Operation:
-    """One row (forward) or two (and backward) of the table.
+    """One row (forward, or both) or two (and backward) of the table.
 
     Args:
         name: of the operation.
@@ -35,6 +35,8 @@ class Operation:
         forward_products: floating point operations of 16-bit matrix products, where they and not
             bytes may be the floor.
         backward_products: the same for backward.
+        in_one: forward and backward are one row, as some form does work of the one in the other;
+            what is differentiated is the sum of what it returns, one tensor.
         missing: what this machine lacks for it; empty where it can be timed. Asked before `draw`
             and any form.
     """
@@ -49,6 +51,7 @@ class Operation:
     libraries: dict[str, Form] = field(default_factory=dict)
     forward_products: int = 0
     backward_products: int = 0
+    in_one: bool = False
     missing: Callable[[], str] = str
 
 
@@ -125,16 +128,34 @@ def measure(
             forms["compile"] = torch.compile(operation.eager, dynamic=False)
     forms |= operation.libraries
     sets = _input_sets(operation)
-    forward, backward = {}, {}
-    for name, form in forms.items():
-        forward[name] = watch.median([_caller(form, inputs) for inputs in sets])
-        if operation.backward_bytes:
-            backward[name] = watch.median([_backward_of(form, inputs) for inputs in sets])
-    floor = ceilings.floor(operation.forward_bytes, operation.forward_products)
-    yield Timed(operation, "forward", floor, forward)
-    if backward:
-        floor = ceilings.floor(operation.backward_bytes, operation.backward_products)
-        yield Timed(operation, "backward", floor, backward)
+    for pass_ in _passes(operation):
+        seconds = {
+            name: watch.median([pass_.call(form, inputs) for inputs in sets])
+            for name, form in forms.items()
+        }
+        floor = ceilings.floor(pass_.moved, pass_.computed)
+        yield Timed(operation, pass_.name, floor, seconds)
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """What is timed as one: its name, least bytes and operations, and how a form is called."""
+
+    name: str
+    moved: int
+    computed: int
+    call: Callable[[Form, Inputs], Callable[[], object]]
+
+
+def _passes(operation: Operation) -> list[_Pass]:
+    forward = _Pass("forward", operation.forward_bytes, operation.forward_products, _caller)
+    if not operation.backward_bytes:
+        return [forward]
+    moved, computed = operation.backward_bytes, operation.backward_products
+    if operation.in_one:
+        moved, computed = moved + forward.moved, computed + forward.computed
+        return [_Pass("forward and backward", moved, computed, _caller_of_both)]
+    return [forward, _Pass("backward", moved, computed, _backward_of)]
 
 
 def _input_sets(operation: Operation) -> list[Inputs]:
@@ -151,6 +172,17 @@ def _caller(form: Form, inputs: Inputs) -> Callable[[], object]:
     def call() -> object:
         with torch.no_grad():
             return form(*inputs)
+
+    return call
+
+
+def _caller_of_both(form: Form, inputs: Inputs) -> Callable[[], object]:
+    leaves = [x for x in inputs if x is not None and x.requires_grad]
+
+    def call() -> object:
+        out = form(*inputs)
+        assert isinstance(out, Tensor), "in_one: a form returns one tensor"
+        return torch.autograd.grad(out.sum(), leaves)
 
     return call
 

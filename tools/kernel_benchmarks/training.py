@@ -77,8 +77,7 @@ def _cross_entropy(form: CrossEntropy, logits: Tensor, labels: Tensor) -> Tensor
 def chunked_cross_entropy(
     library: KernelLibrary | None, device: torch.device, tokens: int, hidden: int, size: int
 ) -> Operation:
-    """The output head with its loss, a few rows at a time: a third more products, which the floor
-    leaves out, for logits that are never whole."""
+    """The output head with its loss, a few rows at a time: forward makes gradients too."""
 
     def draw() -> Inputs:
         return [
@@ -94,7 +93,8 @@ def chunked_cross_entropy(
         return linear_cross_entropy(x, weight, labels, Communication(), form=form)
 
     def whole(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        return _cross_entropy(form, F.linear(x, weight), labels)
+        logits = F.linear(x, weight)
+        return vocabulary_cross_entropy(logits, labels, Axis(), form=form, reuse_logits=True)
 
     form = choose_cross_entropy(library, in_16_bits=False)
     parts, product = 2 * (tokens * hidden + size * hidden), 2 * tokens * hidden * size
@@ -109,6 +109,7 @@ def chunked_cross_entropy(
         libraries={"product, then our kernel": whole},
         forward_products=product,
         backward_products=2 * product,
+        in_one=True,
     )
 
 
