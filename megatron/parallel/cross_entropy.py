@@ -168,6 +168,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 upstream = _UNIT * mask[rows]
                 form.gradient(logits, local[rows], maxima, sums, upstream, logits)
                 gradients.add(rows, logits, whole[rows], weight)
+            del logits  # before the next chunk takes memory
         if gradients is not None:
             ctx.save_for_backward(gradients.input, gradients.weight, gradients.bias, mask)
             ctx.communication, ctx.slot, ctx.dtype = communication, slot, weight.dtype

@@ -17,6 +17,7 @@ from megatron.config.stages import ModelPart, parts_of_stage, plan_model
 from megatron.models.arithmetic import count_part_matrices, count_part_parameters
 from megatron.models.sizes import IN_WORDS, Ending, sizes_of
 from megatron.parallel.buckets import BUCKET_BYTES
+from megatron.parallel.cross_entropy import CHUNK_LOGITS
 from megatron.parallel.layout import Layout
 from megatron.parallel.pipeline.schedule import activation_bound, schedule_kind
 from megatron.parallel.replicas import shares_weights
@@ -211,16 +212,21 @@ def _tokens(config: RunConfig, layout: Layout, sequence: int | None = None) -> i
 def _end_activations(
     config: RunConfig, layout: Layout, width: int, padded_vocab_size: int, ending: Ending
 ) -> int:
-    """The logits, in their own format and as fp32 softmax, and BERT's layer before them."""
+    """The logits, whose gradient takes their place, and BERT's layer before them."""
     if not ending.guesses_tokens:
         return 0  # some vectors of a sequence, where a layer keeps that many of each token
+    hidden = known(config.model.hidden_size)
     tokens = _tokens(config, layout, config.data.decoder_seq_length)
-    logits = (width + 4) * tokens * padded_vocab_size // layout.tensor.size
+    size = padded_vocab_size // layout.tensor.size
+    if config.precision.cross_entropy_fusion_impl == "linear":  # and gradients, until backward
+        bytes_ = width * min(tokens * size, CHUNK_LOGITS) + hidden * (4 * size + width * tokens)
+    else:
+        bytes_ = width * tokens * size
     if config.model.architecture != "bert":
-        return logits
+        return bytes_
     outside = layout.tensor.size if config.parallel.sequence_parallel else 1
     # Output of the dense layer, of its activation, of the normalization.
-    return logits + 3 * width * tokens * known(config.model.hidden_size) // outside
+    return bytes_ + 3 * width * tokens * hidden // outside
 
 
 def _part_activations(config: RunConfig, part: ModelPart, layout: Layout, width: int) -> int:
