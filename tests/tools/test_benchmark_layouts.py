@@ -11,7 +11,7 @@ import pytest
 from megatron.config.parser import parse_config
 from megatron.errors import ConfigError
 from tools.benchmark_layouts import build_parser, choose, data_flags, main
-from tools.layouts.measure import RunFailedError, error_line, launch, measure
+from tools.layouts.measure import RunFailedError, error_line, launch, measure, read_measurement
 from tools.layouts.models import BenchmarkLayout, models
 from tools.layouts.table import Measurement, Row, as_markdown, loss_difference
 
@@ -98,6 +98,16 @@ def test_error_line_prefers_our_own():
         "[rank 3] error: --load x: no"
     )
     assert error_line("nothing to see\n", 139) == "exit code 139"
+
+
+def test_utilization_is_that_of_the_median_iteration():
+    config = parse_config(TOY, world_size=1).config
+    records = [
+        {"lm loss": 4.0, "grad-norm": 1.0, "iteration-time": seconds}
+        for seconds in (9.0, 2.0, 2.0, 4.0)
+    ]
+    found = read_measurement(config, 1, "MFU: 2.0% |\nMFU: 10.0% |\nMFU: 5.0% |", records)
+    assert (found.milliseconds, found.mfu) == (2000.0, 10.0)
 
 
 def test_table_compares_with_the_first_row_of_the_same_batch():

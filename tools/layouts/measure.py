@@ -146,14 +146,15 @@ def read_measurement(
     settled = len(steps) // 3
     seconds = median(record["iteration-time"] for record in steps[settled:])
     tokens = known(config.training.global_batch_size) * known(config.data.seq_length)
-    utilization = re.findall(r"MFU: ([\d.]+)%", log)
+    utilization = re.findall(r"MFU: ([\d.]+)%", log)  # of each iteration
+    pace = steps[-1]["iteration-time"] / seconds
     memory = [float(text) for text in re.findall(r"max allocated: ([\d.]+)", log)]
     return Measurement(
         losses=tuple(record["lm loss"] for record in steps),
         norms=tuple(record["grad-norm"] for record in steps),
         milliseconds=1000.0 * seconds,
         tokens_per_second=tokens / seconds / processes,
-        mfu=float(utilization[-1]) if utilization else None,
+        mfu=pace * float(utilization[-1]) if utilization else None,
         peak_gib=max(memory) / _MIB_A_GIB if memory else None,
         predicted_gib=_predicted(config, processes),
         bubble=_mean_of(records, "pipeline-bubble", settled),

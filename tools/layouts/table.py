@@ -20,7 +20,7 @@ class Measurement:
         norms: of the gradient, likewise.
         milliseconds: of an iteration, the median without the first third.
         tokens_per_second: of one GPU.
-        mfu: in percent, from the last log line; None where the device's peak is not known.
+        mfu: in percent, of such an iteration; None where the device's peak is not known.
         peak_gib: the most memory allocated by any rank; None where no rank told.
         predicted_gib: the same by the arithmetic of `--dry-run`.
         bubble: fraction of time in which pipeline stages wait; None where it was not measured.
