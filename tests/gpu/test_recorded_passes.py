@@ -56,6 +56,7 @@ def test_training_has_the_same_bits(kind: str, precision: str) -> None:
         "--bf16 --swiglu --normalization RMSNorm --use-rotary-position-embeddings "
         "--disable-bias-linear --untie-embeddings-and-output-weights",
         "--bf16 --train-samples 40 --rampup-batch-size 2 2 16",
+        "--bf16 --cross-entropy-fusion-impl linear --eod-mask-loss",
     ],
 )
 def test_so_does_every_kind_of_training(words: str) -> None:
