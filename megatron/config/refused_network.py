@@ -114,6 +114,7 @@ _PARTS = (
         --rope-type=rope --rotary-interleaved --no-rope-freq:str --mrope-section:int...
         --yarn-original-max-position-embeddings:int --yarn-beta-fast:float --yarn-beta-slow:float
         --yarn-correction-range-round-to-int --no-yarn-correction-range-round-to-int
+        --enable-gpt-oss
         """,
     ),
     *family(
@@ -179,6 +180,8 @@ _TASKS = (
         --dino-local-crops-number=10 --dino-head-hidden-size=2048 --dino-bottleneck-size=256
         --dino-freeze-last-layer=1.0 --dino-norm-last-layer --dino-warmup-teacher-temp=0.04
         --dino-teacher-temp=0.07 --dino-warmup-teacher-temp-epochs=30
+        --freeze-LM --freeze-ViT --disable-vision-class-token --dataloader-seq-length:int
+        --decoder-tp-comm-overlap --use-packed-sequence
         """,
     ),
     *family(
@@ -218,6 +221,18 @@ _TASKS = (
         --logits-load-decode-threads=4 --logits-load-prefetch-factor=3
         --logits-load-msc-prefetch-depth=2 --logits-load-kd-loss-alpha=1.0
         --logits-load-ignore-errors
+        """,
+    ),
+    *family(
+        "NVIDIA's Model Optimizer (quantization and distillation of a trained model) is not used: "
+        "drop the flag",
+        """
+        --modelopt-enabled --export-model-type=GPTModel --export-legacy-megatron
+        --export-te-mcore-model --export-force-local-attention --export-kv-cache-quant=none
+        --export-real-quant-cfg=None --export-quant-cfg:str --export-kd-teacher-load:str
+        --export-kd-teacher-model-config:str --export-kd-teacher-ckpt-format:str
+        --export-kd-cfg:str --export-qk-l2-norm --export-moe-apply-probs-on-input
+        --export-offline-model --finetune-hf-dataset:str --finetune-data-split=train
         """,
     ),
     *family(

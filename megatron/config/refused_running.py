@@ -13,7 +13,7 @@ _CHECKPOINTS = (
         --ckpt-convert-format:str --ckpt-convert-save:str
         --ckpt-convert-update-legacy-dist-opt-format
         --no-strict-fsdp-dtensor-load --disable-strict-fsdp-dtensor-load
-        --no-stream-ckpt-dequant --disable-stream-ckpt-dequant
+        --no-stream-ckpt-dequant --disable-stream-ckpt-dequant --load-model-opt-format
         """,
     ),
     *family(

@@ -138,7 +138,8 @@ _SHARING = (
         --megatron-fsdp-grad-comm-dtype=auto --megatron-fsdp-enable-fine-grained-param-gather
         --megatron-fsdp-max-pool-double-buffer --fsdp-manual-registration --fsdp-double-buffer
         --fsdp-db-use-persist-buf-on-alloc-fail --create-all-gather-group
-        --no-gradient-reduce-div-fusion --keep-fp8-transpose-cache --init-model-with-meta-device
+        --no-gradient-reduce-div-fusion --keep-fp8-transpose-cache
+        --keep-fp8-transpose-cache-when-using-custom-fsdp --init-model-with-meta-device
         """,
     ),
     *family(
