@@ -157,7 +157,7 @@ _WATCHING = (
 
 _GENERATION = (
     *family(
-        "training generates nothing; tools/run_text_generation_server.py has --max-batch-size",
+        "use --max-batch-size of tools/run_text_generation_server.py; training generates nothing",
         """
         --inference-max-requests=8 --inference-max-batch-size:int
         --inference-dynamic-batching-max-requests:int
@@ -165,11 +165,11 @@ _GENERATION = (
         """,
     ),
     *family(
-        "training generates nothing; tools/run_text_generation_server.py has --out-seq-length",
+        "use --out-seq-length of tools/run_text_generation_server.py; training generates nothing",
         "--inference-max-seq-length=2560",
     ),
     *family(
-        "training generates nothing; tools/run_text_generation_server.py has --cache-tokens",
+        "use --cache-tokens of tools/run_text_generation_server.py; training generates nothing",
         """
         --inference-dynamic-batching-buffer-size-gb=40.0
         --inference-dynamic-batching-paused-buffer-size-gb:float
@@ -178,8 +178,8 @@ _GENERATION = (
         """,
     ),
     *family(
-        "training generates nothing, and tools/run_text_generation_server.py has flags of its own "
-        "(--help): drop the flag",
+        "tools/run_text_generation_server.py has flags of its own (--help), and training generates "
+        "nothing: drop the flag",
         """
         --inference-dynamic-batching-max-tokens:int
         --inference-dynamic-batching-max-tokens-override:int
