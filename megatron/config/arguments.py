@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from megatron.config.command_line import split
@@ -119,7 +119,7 @@ def _add_flag(add: Callable[..., Any], field: Field) -> None:
     options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS}
     help_text = _help(field)
     if field.is_switch:
-        shown = field.names + ((field.info.off,) if field.info.off else ())
+        shown = field.names + field.info.off
         hidden = tuple(name for name in field.off_names if name not in shown)
         add(*shown, action=_Switch, off=field.off_names, help=help_text, **options)
         if hidden:
@@ -183,13 +183,18 @@ def default_text(field: Field) -> str:
     return f"{field.default:g}" if isinstance(field.default, float) else str(field.default)
 
 
-def add_known_flags(parser: argparse.ArgumentParser, config_types: Iterable[type]) -> None:
+def add_known_flags(
+    parser: argparse.ArgumentParser, config_types: Iterable[type], given: Collection[str]
+) -> None:
     """Megatron's flags without a field, kept out of the help, under their own names.
 
-    A flag that one program has a field for (in `config_types`) is only known to the others.
+    A flag that one program has a field for (in `config_types`) is only known to the others. Only
+    those that are `given` on the command line are added: there are hundreds, and most runs have
+    none.
     """
     taken = {name for each in config_types for field in fields_of(each) for name in field.names}
-    for flag in (flag for flag in (*REFUSED, *HONOURED) if flag.name not in taken):
+    wanted = set(given) - taken
+    for flag in (flag for flag in (*REFUSED, *HONOURED) if flag.name in wanted):
         options: dict[str, Any] = {
             "dest": flag.name,
             "default": argparse.SUPPRESS,

@@ -6,18 +6,40 @@ from dataclasses import dataclass
 
 from megatron.config.flag import flag
 
+_OF_CORE = ("torch", "torch_dist", "torch_dcp", "zarr", "fsdp_dtensor")
+
+
+def _written_format(text: str) -> str:
+    """A value of --ckpt-format.
+
+    Raises:
+        ValueError: it is one of Megatron Core's formats.
+    """
+    if text in _OF_CORE:
+        raise ValueError(
+            "a format of Megatron Core, which is not written: drop the flag (native checkpoints "
+            "load in any layout), or use legacy for Megatron-LM 23.08"
+        )
+    return text
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """Checkpoints."""
 
     save: str | None = flag(None, "Folder to write checkpoints to. Unset: none are written.")
-    save_interval: int | None = flag(None, "Iterations between checkpoints.", unit="iterations")
+    save_interval: int | None = flag(
+        None,
+        "Iterations between checkpoints.",
+        unit="iterations",
+        names=("--save-interval", "--persistent-save-interval"),
+    )
     ckpt_format: str = flag(
         "native",
         "How checkpoints are written: native, or legacy for files that Megatron-LM 23.08 loads. "
         "Both are read.",
         choices=("native", "legacy"),
+        convert=_written_format,
     )
     save_interval_in_mins: float | None = flag(
         None, "Time between checkpoints; with --save-interval, whichever is due.", unit="minutes"

@@ -8,7 +8,7 @@ from itertools import groupby
 from megatron.config.arguments import default_text
 from megatron.config.fields import Field, fields_of
 from megatron.config.old_flags import GONE_FLAGS, OLD_FLAGS
-from megatron.config.refused import HONOURED, REFUSED
+from megatron.config.refused import HONOURED, REFUSED, KnownFlag
 from megatron.config.run import sections
 
 BEGIN = "<!-- flags: written by `python -m megatron.config`, do not edit -->"
@@ -39,8 +39,7 @@ def _supported() -> Iterator[str]:
 
 
 def _spellings(field: Field) -> str:
-    off = (field.info.off,) if field.info.off else ()
-    return ", ".join(f"`{name}`" for name in (*field.names, *off))
+    return ", ".join(f"`{name}`" for name in (*field.names, *field.info.off))
 
 
 def _status(field: Field) -> str:
@@ -58,15 +57,18 @@ def _meaning(field: Field) -> str:
 
 def _known() -> Iterator[str]:
     yield "### Honoured in meaning: there is nothing to do\n"
-    rows = [(f"`{flag.name}`", flag.reason) for flag in HONOURED]
-    yield from _table(("Flag", "Why"), rows)
+    yield from _table(("Flags", "Why"), _families(HONOURED))
     yield "### Refused by name\n"
     yield "A value equal to Megatron's default asks for nothing and passes.\n"
-    rows = [
+    yield from _table(("Flags", "Answer"), _families(REFUSED))
+
+
+def _families(flags: Sequence[KnownFlag]) -> list[tuple[str, str]]:
+    """Neighbours with one reason in a row."""
+    return [
         (", ".join(f"`{flag.name}`" for flag in group), reason)
-        for reason, group in groupby(REFUSED, key=lambda flag: flag.reason)
+        for reason, group in groupby(flags, key=lambda flag: flag.reason)
     ]
-    yield from _table(("Flags", "Answer"), rows)
 
 
 def _old() -> Iterator[str]:

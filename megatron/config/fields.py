@@ -54,7 +54,7 @@ class Field:
     def off_names(self) -> tuple[str, ...]:
         """Spellings that turn a switch off: Megatron's own, or `--no-` and the name."""
         if self.info.off:
-            return (self.info.off,)
+            return self.info.off
         if self.is_switch and not self.name.startswith("no_"):
             return ("--no-" + self.names[0].removeprefix("--"),)
         return ()
@@ -97,21 +97,30 @@ def _field(entry: dataclasses.Field[Any], hint: Any) -> Field:
     return Field(entry.name, kind, optional, many, entry.default, info)
 
 
-def nearest(word: str, known: Iterable[str]) -> str | None:
+def nearest(word: str, known: Iterable[str], others: Iterable[str] = ()) -> str | None:
     """The known word that a misspelt or shortened one stands for; None where none is near.
 
     Parts of a long flag, as in `--tensor-parallel`, say more than a similar sound.
+
+    Args:
+        word: as written.
+        known: what it may stand for.
+        others: what it may stand for too, where no known word is as near.
     """
     import difflib  # only mistakes need it
 
-    known = list(known)
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.8)
+    groups = [list(known), list(others)]
     parts = word.lstrip("-").split("-")
-    longer = [flag for flag in known if set(parts) <= set(flag.lstrip("-").split("-"))]
-    if not near and len(parts) > 1 and longer:
-        return min(longer, key=len)
-    near = near or difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return near[0] if near else None
+    for words in groups:
+        if near := difflib.get_close_matches(word, words, n=1, cutoff=0.8):
+            return near[0]
+        longer = [flag for flag in words if set(parts) <= set(flag.lstrip("-").split("-"))]
+        if longer:
+            return min(longer, key=len)
+    for words in groups:
+        if near := difflib.get_close_matches(word, words, n=1, cutoff=0.6):
+            return near[0]
+    return None
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:

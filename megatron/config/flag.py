@@ -15,7 +15,7 @@ class FlagInfo:
         help: one sentence; names the off value where there is one.
         unit: what the number counts, for example "tokens" or "minutes".
         names: flag spellings, first the preferred one. Empty: `--` and the field's name.
-        off: the spelling that turns a field with default True off, for example `--no-x`.
+        off: spellings that turn a field with default True off, for example `--no-x`.
         choices: the accepted values.
         many: takes any number of values (the field is a tuple).
         convert: text to value where the annotation's own type would not do.
@@ -27,7 +27,7 @@ class FlagInfo:
     help: str
     unit: str | None = None
     names: tuple[str, ...] = ()
-    off: str | None = None
+    off: tuple[str, ...] = ()
     choices: tuple[Any, ...] | None = None
     many: bool = False
     convert: Callable[[str], Any] | None = None
@@ -41,7 +41,7 @@ def flag(
     *,
     unit: str | None = None,
     names: str | Sequence[str] = (),
-    off: str | None = None,
+    off: str | Sequence[str] = (),
     choices: Sequence[Any] | None = None,
     many: bool = False,
     convert: Callable[[str], Any] | None = None,
@@ -51,14 +51,18 @@ def flag(
     info = FlagInfo(
         help=help,
         unit=unit,
-        names=(names,) if isinstance(names, str) else tuple(names),
-        off=off,
+        names=_words(names),
+        off=_words(off),
         choices=None if choices is None else tuple(choices),
         many=many,
         convert=convert,
         notice=notice,
     )
     return dataclasses.field(default=default, metadata={"flag": info})
+
+
+def _words(given: str | Sequence[str]) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given)
 
 
 def setting(default: Any, help: str, *, choices: Sequence[Any]) -> Any:

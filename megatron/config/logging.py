@@ -39,14 +39,21 @@ class LoggingConfig:
         True, "Learning rate to TensorBoard.", off="--no-log-learnig-rate-to-tensorboard"
     )
     log_loss_scale_to_tensorboard: bool = flag(
-        True, "Loss scale to TensorBoard.", off="--no-log-loss-scale-to-tensorboard"
+        True,
+        "Loss scale to TensorBoard.",
+        off=("--no-log-loss-scale-to-tensorboard", "--disable-log-loss-scale-to-tensorboard"),
     )
     log_validation_ppl_to_tensorboard: bool = flag(False, "Validation perplexity to TensorBoard.")
     log_memory_to_tensorboard: bool = flag(False, "Memory to TensorBoard.")
     log_world_size_to_tensorboard: bool = flag(False, "World size to TensorBoard.")
     wandb_project: str | None = flag(None, "Weights & Biases project. Unset: none.")
     wandb_entity: str | None = flag(None, "Weights & Biases entity.")
-    wandb_name: str | None = flag(None, "Weights & Biases run name.")
+    wandb_name: str | None = flag(
+        None, "Weights & Biases run name.", names=("--wandb-name", "--wandb-exp-name")
+    )
+    wandb_save_dir: str | None = flag(
+        None, "Folder that Weights & Biases keeps its files in. Unset: here."
+    )
     wandb_id: str | None = flag(None, "Weights & Biases run id, to go on with a run.")
     metrics_jsonl: str | None = flag(
         None, "File to append one JSON object an iteration to (full float precision)."

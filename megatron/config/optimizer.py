@@ -57,10 +57,10 @@ class ScheduleConfig:
     override_opt_param_scheduler: bool = flag(
         False,
         "On resuming, take the schedule from the flags.",
-        names="--override-opt_param-scheduler",
+        names=("--override-opt_param-scheduler", "--override-opt-param-scheduler"),
     )
     use_checkpoint_opt_param_scheduler: bool = flag(
         False,
         "On resuming, take the schedule from the checkpoint.",
-        names="--use-checkpoint-opt_param-scheduler",
+        names=("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler"),
     )

@@ -24,11 +24,11 @@ from megatron.config.arguments import (
 )
 from megatron.config.checks import RULES, Rule, find_notices, find_problems
 from megatron.config.command_line import Given, join, split
-from megatron.config.fields import nearest
 from megatron.config.model import ROTARY_SPEED, WITHOUT_TABLE
 from megatron.config.refused import HONOURED, REFUSED
 from megatron.config.resolve import forget_derived, longest_sequence, resolve
 from megatron.config.run import RunConfig, field_at, flatten, sections, with_values
+from megatron.config.unknown import explain
 from megatron.errors import ConfigError, UserError
 
 __all__ = ["ParsedRun", "add_flags", "asks_for_mpi", "from_namespace", "parse_config"]
@@ -140,8 +140,16 @@ def parse_config(
     return ParsedRun(config, notices=(*line.notices, *notices), extra=others)
 
 
-def build_parser(program: str, extra: Sequence[type] = ()) -> argparse.ArgumentParser:
-    """The whole parser, one help group a section. It raises on the first mistake, never exits."""
+def build_parser(
+    program: str, extra: Sequence[type] = (), given: Collection[str] = ()
+) -> argparse.ArgumentParser:
+    """The whole parser, one help group a section. It raises on the first mistake, never exits.
+
+    Args:
+        program: name for `--help`.
+        extra: dataclasses of further flags.
+        given: names on the command line, as far as they are of flags without a field.
+    """
     parser = argparse.ArgumentParser(
         prog=program,
         usage=f"{program} [--config run.yaml] [flags]",
@@ -157,7 +165,7 @@ def build_parser(program: str, extra: Sequence[type] = ()) -> argparse.ArgumentP
     parser.add_argument("--config", metavar="FILE", help="YAML file with the same settings.")
     for section in (*sections().values(), *extra):
         add_flags(parser, section)
-    add_known_flags(parser, extra)
+    add_known_flags(parser, extra, given)
     return parser
 
 
@@ -184,13 +192,13 @@ def asks_for_mpi(argv: Sequence[str] | None = None) -> bool:
 def _read_command_line(
     argv: Sequence[str], program: str, extra: Sequence[type], elsewhere: Mapping[str, str]
 ) -> _CommandLine:
-    parser = build_parser(program, extra)
     destinations = flag_destinations((*sections().values(), *extra))
     own = {**flag_destinations(extra), **elsewhere}
     translation = old_flags.translate(split(argv), own)
     line = _CommandLine(argparse.Namespace(), translation.notices, translation.problems, set())
     given = _drop_unknown(translation.flags, destinations, elsewhere, line)
     _find_contradictions(given, destinations, line)
+    parser = build_parser(program, extra, {flag.name for flag in given})
     while True:
         try:
             line.namespace, rest = parser.parse_known_args(join(given))
@@ -200,9 +208,24 @@ def _read_command_line(
             line.problems.append(_usage_problem(error, names, given))
             line.spoilt.update(destinations[name] for name in names)
             given = [flag for flag in given if flag.name not in names]
-    line.problems += [f"{word!r} belongs to no flag: drop it" for word in rest]
+    line.problems += _surplus(rest, given, parser)
     _apply_known(line)
     return line
+
+
+def _surplus(
+    words: Sequence[str], given: Sequence[Given], parser: argparse.ArgumentParser
+) -> list[str]:
+    """A mistake for each word that is left over, with the flag that it follows."""
+    actions = parser._option_string_actions
+    single = {name for name, action in actions.items() if action.nargs is None}
+    owners = {word: flag.name for flag in given if flag.name in single for word in flag.values[1:]}
+    return [
+        f"{word!r} belongs to no flag"
+        + (f" ({owners[word]} takes one value)" if word in owners else "")
+        + ": drop it"
+        for word in words
+    ]
 
 
 def _drop_unknown(
@@ -212,15 +235,13 @@ def _drop_unknown(
     line: _CommandLine,
 ) -> list[Given]:
     """Flags that we know. What a misspelt one probably meant is not reported as missing too."""
-    words = [*known, *(flag.name for flag in old_flags.OLD_FLAGS)]
     for flag in flags:
         if flag.name in elsewhere:
             line.problems.append(f"{flag.name} belongs to {elsewhere[flag.name]}: drop it")
         elif flag.name and flag.name not in known:
-            meant = nearest(flag.name, words)
-            hint = f": did you mean {meant}?" if meant else ": --help lists all flags"
-            line.problems.append(f"unknown flag {flag.name}{hint}")
-            line.spoilt.add(known.get(meant or "", ""))
+            problem, meant = explain(flag.name, known)
+            line.problems.append(problem)
+            line.spoilt.add(known.get(meant, ""))
     return [flag for flag in flags if not flag.name or flag.name in known]
 
 

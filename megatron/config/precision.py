@@ -80,7 +80,7 @@ class PrecisionConfig:
     fp8_wgrad: bool = flag(
         True,
         "Products for weight gradients in 8 bits too, else in 16.",
-        off="--no-fp8-wgrad",
+        off=("--no-fp8-wgrad", "--disable-fp8-wgrad"),
     )
     fp8_param_gather: bool = flag(
         False,

@@ -223,6 +223,7 @@ def logging(config: RunConfig, world_size: int) -> Iterator[str]:
         ("--wandb-entity", logging.wandb_entity),
         ("--wandb-name", logging.wandb_name),
         ("--wandb-id", logging.wandb_id),
+        ("--wandb-save-dir", logging.wandb_save_dir),
     ):
         if value is not None and logging.wandb_project is None:
             yield f"{name} {value} needs --wandb-project"

@@ -55,6 +55,7 @@ class WandbWriter:
             entity=config.logging.wandb_entity,
             name=config.logging.wandb_name,
             id=config.logging.wandb_id,
+            dir=config.logging.wandb_save_dir,
             resume="allow" if config.logging.wandb_id else None,
             config=flatten(config),
         )

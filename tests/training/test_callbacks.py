@@ -78,8 +78,9 @@ def test_weights_and_biases_gets_config_and_scalars(monkeypatch):
 
     fake.init = lambda **options: started.update(options) or FakeRun()
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    _train_with_writers("--wandb-project", "toys", "--wandb-id", "abc")
+    _train_with_writers("--wandb-project", "toys", "--wandb-id", "abc", "--wandb-save-dir", "w")
     assert (started["project"], started["id"], started["resume"]) == ("toys", "abc", "allow")
+    assert started["dir"] == "w"
     assert started["config"]["model.num_layers"] == 2
     assert [entry[0] for entry in logged[:-1] if entry[1] is not None] == [1, 2, 3, 4, 5, 6]
     assert logged[-1] == "finished"

@@ -1,0 +1,281 @@
+"""Every flag of Megatron Core, 0.17.1 to 0.19.2, and those that went before: all are known.
+
+`megatron_core_flags.json` has what its parsers say of each spelling that 23.08 does not have.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.config.fields import Field, fields_of
+from megatron.config.known_flag import KnownFlag, family
+from megatron.config.old_flags import GONE_FLAGS, OLD_FLAGS
+from megatron.config.refused import HONOURED, REFUSED
+from megatron.config.run import sections
+from megatron.config.server import ServerConfig
+from megatron.config.unknown import OTHER_NAMES
+from tests.config.command import parse, problems
+from tests.repository import ROOT
+
+_FILE = Path(__file__).with_name("megatron_core_flags.json")
+_FLAGS: dict[str, dict[str, Any]] = {
+    flag["flag"]: flag for flags in json.loads(_FILE.read_text()).values() for flag in flags
+}
+_FIELDS: dict[str, Field] = {
+    name: field
+    for config_type in (*sections().values(), ServerConfig)
+    for field in fields_of(config_type)
+    for name in (*field.names, *field.off_names)
+}
+_KNOWN = {flag.name: flag for flag in (*REFUSED, *HONOURED)}
+_OLD = {flag.name for flag in (*OLD_FLAGS, *GONE_FLAGS)}
+
+# What differs on purpose, and why.
+_DEVIATIONS = {
+    "many": {"--cp-comm-type": "all layers have the same"},
+    "type": {
+        "--distributed-timeout-minutes": "fractions count",
+        "--rotary-base": "not always whole",
+    },
+    "default": {
+        "--rerun-mode": "disabled is what a run here does",
+        "--rope-type": "unset means rope there, too",
+        "--pipeline-model-parallel-comm-backend": "unset means nccl there, too",
+        "--data-parallel-sharding-strategy": "what it was before 0.17",
+        "--moe-layer-freq": "as it is written",
+        "--moe-router-load-balancing-type": "refused in any case",
+        "--moe-token-dispatcher-type": "refused in any case",
+        "--fp4-recipe": "refused in any case",
+        "--inference-grouped-gemm-backend": "refused in any case",
+        "--one-logger-project": "refused in any case",
+        "--fim-eod-token": "refused in any case",
+    },
+}
+
+
+def _differences(name: str, row: dict[str, Any]) -> dict[str, Any]:
+    """What of a flag is read differently from Megatron's parser: (here, there) by what it is."""
+    there = {"type": row.get("type"), "many": row.get("many", False)}
+    here: dict[str, Any]
+    if name in _KNOWN:
+        known = _KNOWN[name]
+        here = {"type": known.kind and known.kind.__name__, "many": known.many}
+        default = row.get("default")
+        there["default"] = default if not known.many else () if default is None else (default,)
+        here["default"] = known.default
+    elif name in _FIELDS:
+        field = _FIELDS[name]
+        here = {"type": None if field.is_switch else field.kind.__name__, "many": field.many}
+    else:
+        return {} if name in _OLD else {"known": (False, True)}
+    return {
+        what: (here[what], there[what])
+        for what in here
+        if here[what] != there[what] and name not in _DEVIATIONS[what]
+    }
+
+
+def test_every_flag_of_core_is_known_with_what_it_takes() -> None:
+    assert len(_FLAGS) == 643 + 37 + 24
+    found = {name: _differences(name, row) for name, row in _FLAGS.items()}
+    assert {name: what for name, what in found.items() if what} == {}
+
+
+def _given(flag: KnownFlag, value: Any) -> list[str]:
+    if flag.kind is None:
+        return [flag.name]
+    values = value if isinstance(value, tuple) else (value,)
+    return [flag.name, *map(str, values)]
+
+
+def _other_value(flag: KnownFlag) -> Any:
+    """One that asks for something."""
+    if flag.choices:
+        return next(choice for choice in flag.choices if choice != flag.default)
+    if flag.kind is bool:
+        return True
+    return {int: 98765, float: 0.98765, str: "other"}.get(flag.kind or str)
+
+
+def _asking(flags: tuple[KnownFlag, ...]) -> list[KnownFlag]:
+    """Those that ask for something when they are given: not `--no-x` of what is off anyway."""
+    return [flag for flag in flags if flag.default is not True]
+
+
+def test_all_refused_flags_at_once_are_answered_by_name_in_one_message() -> None:
+    flags = _asking(REFUSED)
+    lines = problems(*(word for flag in flags for word in _given(flag, _other_value(flag))))
+    assert len(lines) == len(flags) > 600
+    for flag, line in zip(flags, lines, strict=True):
+        assert line.startswith(f"{' '.join(_given(flag, _other_value(flag)))}: {flag.reason}")
+
+
+def test_all_honoured_flags_at_once_get_a_note_each() -> None:
+    words = [word for flag in HONOURED for word in _given(flag, _other_value(flag))]
+    notices = parse(*words).notices
+    assert len(notices) == len(HONOURED)
+    for flag, line in zip(HONOURED, notices, strict=True):
+        assert line.startswith(flag.name)
+        assert line.endswith(f": {flag.reason}")
+
+
+def test_known_flags_at_their_defaults_ask_for_nothing() -> None:
+    flags = [flag for flag in _KNOWN.values() if flag.default not in (None, ())]
+    assert len(flags) > 200
+    assert parse(*(word for flag in flags for word in _given(flag, flag.default))).notices == ()
+
+
+def test_what_a_remedy_names_is_there() -> None:
+    reasons = {flag.reason for flag in _KNOWN.values()} | set(OTHER_NAMES.values())
+    named = {name for reason in reasons for name in re.findall(r"--[\w-]+", reason)}
+    of_others = {"--help", "--config", "--max-restarts"}
+    assert named - set(_FIELDS) - of_others == set()
+    files = {name for reason in reasons for name in re.findall(r"[a-z_]+/[\w./]+\.\w+", reason)}
+    assert files
+    assert [name for name in files if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "path", "value"),
+    [
+        ("--persistent-save-interval 7 --save c", "checkpoint.save_interval", 7),
+        ("--wandb-exp-name n --wandb-project p", "logging.wandb_name", "n"),
+        ("--wandb-save-dir d --wandb-project p", "logging.wandb_save_dir", "d"),
+        ("--override-opt-param-scheduler --load c", "schedule.override_opt_param_scheduler", True),
+        (
+            "--use-checkpoint-opt-param-scheduler --load c",
+            "schedule.use_checkpoint_opt_param_scheduler",
+            True,
+        ),
+        ("--disable-fp8-wgrad --bf16 --fp8-format hybrid", "precision.fp8_wgrad", False),
+        (
+            "--disable-log-loss-scale-to-tensorboard --tensorboard-dir t",
+            "logging.log_loss_scale_to_tensorboard",
+            False,
+        ),
+    ],
+)
+def test_a_later_name_of_what_is_here_is_taken(words: str, path: str, value: Any) -> None:
+    section, name = path.split(".")
+    assert getattr(getattr(parse(words).config, section), name) == value
+
+
+@pytest.mark.parametrize("value", ["torch", "torch_dist", "torch_dcp", "zarr", "fsdp_dtensor"])
+def test_a_format_of_cores_checkpoints_is_refused_with_the_remedy(value: str) -> None:
+    (line,) = problems(f"--ckpt-format {value}")
+    assert line.startswith(f"--ckpt-format {value}: a format of Megatron Core")
+    assert "drop the flag" in line
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("--context-parallel", "--context-parallel-size"),  # not --hybrid-context-parallel
+        ("--tensor-parallel", "--tensor-model-parallel-size"),
+        ("--num_layers", "--num-layers"),
+        ("--heads", "--num-attention-heads"),
+        ("--micro-batchsize", "--micro-batch-size"),
+        ("--wandb-nam", "--wandb-name"),
+        ("--flash-attn", "--use-flash-attn"),
+    ],
+)
+def test_a_misspelt_flag_is_one_of_ours_rather_than_one_that_is_refused(
+    given: str, meant: str
+) -> None:
+    (line,) = problems(f"{given} 2")
+    assert line == f"unknown flag {given}: did you mean {meant}?"
+
+
+def test_a_misspelt_flag_that_is_refused_anyway_says_so_at_once() -> None:
+    (line,) = problems("--moe-routr-topk 2")
+    assert line == (
+        "unknown flag --moe-routr-topk: did you mean --moe-router-topk? "
+        "(mixtures of experts are not built: drop the flag)"
+    )
+
+
+def test_names_of_other_programs_are_translated() -> None:
+    assert set(OTHER_NAMES).isdisjoint({*_FIELDS, *_KNOWN, *_OLD})
+    assert problems("--learning-rate 1e-3", without=["--lr"]) == [
+        "unknown flag --learning-rate: use --lr"  # and --lr is not called missing
+    ]
+    lines = problems(*(f"{name} 3" for name in OTHER_NAMES))
+    assert lines == [f"unknown flag {name}: {said}" for name, said in OTHER_NAMES.items()]
+
+
+def test_a_family_is_read_as_its_entries_say() -> None:
+    table = "--a --[no-]b --c:int --d=0.5 --e=x|y --f:str=1 --g:int... --h=2... --i=-1"
+    read = [
+        (flag.name, flag.kind, flag.default, flag.choices, flag.many)
+        for flag in family("why", table)
+    ]
+    assert read == [
+        ("--a", None, None, None, False),
+        ("--b", None, None, None, False),
+        ("--no-b", None, True, None, False),
+        ("--c", int, None, None, False),
+        ("--d", float, 0.5, None, False),
+        ("--e", str, "x", ("x", "y"), False),
+        ("--f", str, "1", None, False),
+        ("--g", int, (), None, True),
+        ("--h", int, (2,), None, True),
+        ("--i", int, -1, None, False),
+    ]
+
+
+# Of Megatron Core's later versions, for speed, as scripts have them; and a word of the answer.
+_LATER_REFUSED = {
+    "--attention-backend flash": "use --use-flash-attn",
+    "--attention-backend unfused": "--no-masked-softmax-fusion for unfused",
+    "--no-bias-swiglu-fusion": "drop the flag",
+    "--no-overlap-p2p-communication": "drop the flag",
+    "--microbatch-group-size-per-virtual-pipeline-stage 4": "drop the flag",
+    "--defer-embedding-wgrad-compute": "--pipeline-schedule zero-bubble",
+    "--wgrad-deferral-limit 22": "--pipeline-schedule zero-bubble",
+    "--delay-grad-reduce": "drop the flag",
+    "--align-param-gather": "drop the flag",
+    "--overlap-param-gather-with-optimizer-step": "--overlap-param-gather alone",
+    "--ddp-bucket-size 40000000": "64 MiB",
+    "--ddp-num-buckets 4": "64 MiB",
+    "--disable-tp-comm-split-ag": "--tp-comm-overlap",
+    "--use-nccl-ub": "environment variables",
+    "--high-priority-stream-groups dp tp": "priority",
+    "--use-torch-fsdp2": "--zero-stage",
+    "--data-parallel-sharding-strategy optim_grads_params": "--zero-stage",
+    "--use-precision-aware-optimizer": "fp32",
+    "--exp-avg-dtype bf16": "fp32",
+    "--grad-reduce-in-bf16": "fp32",
+    "--first-last-layers-bf16": "every block",
+    "--num-layers-at-end-in-bf16 2": "every block",
+    "--fp4-format e2m1": "--fp8-format",
+    "--optimizer-offload-fraction 0.5": "--optimizer-cpu-offload",
+    "--recompute-modules core_attn mlp": "--recompute-granularity selective",
+    "--expert-model-parallel-size 8": "mixtures of experts",
+    "--moe-router-load-balancing-type aux_loss": "mixtures of experts",
+}
+_LATER_HONOURED = (
+    "--overlap-p2p-communication-warmup-flush",
+    "--no-align-grad-reduce",
+    "--no-align-param-gather",
+    "--ddp-average-in-collective",
+    "--inference-rng-tracker",
+    "--use-pytorch-profiler",
+)
+
+
+@pytest.mark.parametrize("words", _LATER_REFUSED)
+def test_a_later_flag_for_speed_is_refused_with_the_remedy(words: str) -> None:
+    (line,) = problems(words)
+    assert line.startswith(f"{words}: ")
+    assert _LATER_REFUSED[words] in line
+
+
+@pytest.mark.parametrize("word", _LATER_HONOURED)
+def test_a_later_flag_for_what_is_always_so_is_taken(word: str) -> None:
+    (line,) = parse(word).notices
+    assert line.startswith(f"{word}: ")
