@@ -63,7 +63,7 @@ def parse_evaluation(
         extra=(TaskConfig, options),
         find_start=find_start or _saved,
         rules=SAVED_MODEL_RULES,
-        reads=(SAVED_MODEL_READS | _READS) - {*unread},
+        reads=lambda given: (SAVED_MODEL_READS | _READS) - {*unread},
         check_extra=check,
         elsewhere=flags_elsewhere(task),
     )

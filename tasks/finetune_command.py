@@ -19,8 +19,11 @@ from megatron.config import (
     rules_training,
 )
 from megatron.config.checks import RULES, Rule, find_problems
+from megatron.config.fields import fields_of
+from megatron.config.logging import ProfilingConfig
 from megatron.config.model import ModelConfig
-from megatron.config.run import known
+from megatron.config.optimizer import OptimizerConfig, ScheduleConfig
+from megatron.config.run import flatten, known
 from megatron.config.tasks import FinetuneConfig, TaskConfig
 from megatron.environment import Launch
 from megatron.errors import CheckpointError, ConfigError
@@ -51,6 +54,34 @@ _OF_PRETRAINING: tuple[Rule, ...] = (
     rules_model.required,
     rules_training.save_interval,  # unset: an epoch
 )
+# Without an effect where nothing is trained.
+_OF_TRAINING: dict[str, tuple[str, ...]] = {
+    "model": (
+        *("attention_dropout", "hidden_dropout"),
+        *("init_method_std", "init_method_xavier_uniform"),
+    ),
+    "precision": (
+        *("loss_scale", "initial_loss_scale", "min_loss_scale"),
+        *("loss_scale_window", "hysteresis"),
+    ),
+    "optimizer": tuple(
+        field.name
+        for field in fields_of(OptimizerConfig)
+        if field.name not in ("optimizer", "optimizer_cpu_offload")  # whose states take memory
+    ),
+    "schedule": tuple(field.name for field in fields_of(ScheduleConfig)),
+    "training": (
+        *("recompute_activations", "recompute_granularity"),
+        *("recompute_method", "recompute_num_layers", "exit_interval", "exit_duration_in_mins"),
+        *("on_nonfinite", "max_nonfinite_skips", "check_for_nan_in_loss_and_grad"),
+    ),
+    "parallel": ("overlap_grad_reduce", "overlap_param_gather"),
+    "checkpoint": (
+        *("save_interval", "save_interval_in_mins", "ckpt_format", "async_save", "keep_latest"),
+        *("mean_hours_between_failures", "no_save_optim", "no_save_rng"),
+    ),
+    "profiling": tuple(field.name for field in fields_of(ProfilingConfig)),
+}
 _MICRO_BATCH = 8  # of an evaluation, where none is asked for
 RACE = Target("RACE", tuple("ABCD"), texts=4)
 
@@ -85,7 +116,8 @@ def prepare(
     """
     options, own = parsed.extra
     target, read = find_target(task)
-    train = [example for path in own.train_data or () for example in read(path)]
+    paths = own.train_data or () if own.epochs else ()
+    train = [example for path in paths for example in read(path)]
     valid = {path: read(path) for path in options.valid_data or ()}
     config, used = with_length(parsed.config, own, len(train), world_size)
     recipe = FinetuneRecipe(
@@ -136,14 +168,29 @@ def parse(
             _required,
             _own_order,
         ],
+        reads=_reads,
         check_extra=check,
         elsewhere=flags_elsewhere(task),
     )
+    options, own = parsed.extra
+    if own.epochs and parsed.config.training.skip_train:
+        raise ConfigError(f"--skip-train and --epochs {own.epochs}: to evaluate only, --epochs 0")
     batches = parsed.config.evaluation.eval_iters
-    if batches and not parsed.extra[0].valid_data:
-        notice = f"--eval-iters {batches} changes nothing without --valid-data"
-        parsed = replace(parsed, notices=(*parsed.notices, notice))
-    return parsed
+    notices = list(parsed.notices)
+    if batches and not options.valid_data:
+        notices.append(f"--eval-iters {batches} changes nothing without --valid-data")
+    if not own.epochs:
+        vain = {"--train-data": own.train_data, "--keep-last": own.keep_last}
+        notices += [f"{flag} changes nothing with --epochs 0" for flag in vain if vain[flag]]
+    return replace(parsed, notices=tuple(notices))
+
+
+def _reads(given: Mapping[str, Any]) -> set[str] | None:
+    """All flags, or with --epochs 0 those that an evaluation depends on too."""
+    if given.get("epochs") != 0:
+        return None
+    vain = {f"{section}.{name}" for section, names in _OF_TRAINING.items() for name in names}
+    return set(flatten(RunConfig())) - vain
 
 
 def find_target(task: str) -> tuple[Target, Callable[[str], list[Example]]]:

@@ -1,7 +1,7 @@
 """Checkpoints that never lie: safetensors and JSON, written whole or not at all, verified on load.
 
     store.save(root, iteration, entries, meta, layout)      write one, collectively
-    find.find_checkpoint(root)                              is there anything to load?
+    find.list_checkpoints(root)                             what is there to load, in which order
     reader.open_checkpoint(root)                            the newest one that verifies
     restore.restore(reader, entries)                        fill tensors, after checking all of them
     lock.SaveLock(root)                                     one job per folder

@@ -56,20 +56,9 @@ def tracker_text(folder: str) -> bytes:
     return (str(int(match.group(1))) if match else folder).encode()
 
 
-def find_checkpoint(root: Path) -> Found | None:
-    """The checkpoint to try first: the tracker's, else the newest complete one.
-
-    None where the folder is missing or never held a checkpoint.
-
-    Raises:
-        CheckpointError: there are traces of checkpoints, but none is complete.
-    """
-    candidates = list_checkpoints(root)
-    return candidates[0] if candidates else None
-
-
 def list_checkpoints(root: Path, *, quiet: bool = False) -> list[Found]:
-    """All complete checkpoints, in the order to try them.
+    """All complete checkpoints, in the order to try them; none where the folder is missing, or
+    never held one.
 
     First the tracker's; then older ones, newest first; last those newer than the tracker says,
     newest first: they were never reported as saved, or someone has moved the tracker back.

@@ -35,6 +35,7 @@ __all__ = ["ParsedRun", "add_flags", "asks_for_mpi", "from_namespace", "parse_co
 
 ReadCheckpoint = Callable[[str], Mapping[str, Any]]
 FindStart = Callable[[Mapping[str, Any]], RunConfig]
+FindReads = Callable[[Mapping[str, Any]], Collection[str] | None]
 Result = TypeVar("Result")
 
 
@@ -82,7 +83,7 @@ def parse_config(
     read_checkpoint: ReadCheckpoint | None = None,
     find_start: FindStart | None = None,
     rules: Sequence[Rule] = RULES,
-    reads: Collection[str] | None = None,
+    reads: FindReads = lambda given: None,
     check_extra: Callable[..., Iterable[str]] = lambda *extra: (),
     elsewhere: Mapping[str, str] | None = None,
 ) -> ParsedRun:
@@ -99,8 +100,9 @@ def parse_config(
         find_start: for programs that take up a trained model: what was given on the command line,
             by field name, to the run that YAML and flags change. None: the defaults.
         rules: what to check.
-        reads: for programs that do not train: what has an effect in them, or is refused by name,
-            by "section.field". The rest is taken, and said in one line. None: all of it.
+        reads: for programs that do not train: what was given on the command line, by field name,
+            to what has an effect in them, or is refused by name, by "section.field". The rest is
+            taken, and said in one line. None: all of it.
         check_extra: an instance of each of `extra` to the mistakes in them.
         elsewhere: flags that the program has for other purposes, to whose they are.
 
@@ -116,7 +118,7 @@ def parse_config(
         start = line.ask(lambda: find_start(vars(line.namespace)))
     base = _read_yaml(getattr(line.namespace, "config", None), start, world_size, line)
     asked = with_values(base, _flag_values(line.namespace))
-    unread = _unread(asked, start, reads, line)
+    unread = _unread(asked, start, reads(vars(line.namespace)), line)
     if read_checkpoint is None and find_start is not None:
         asked = _takes_network(asked, line)
     config = _from_checkpoint(asked, read_checkpoint, line)
@@ -135,7 +137,8 @@ def parse_config(
     ]
     if problems:
         raise ConfigError(problems)
-    config = with_values(config, unread)  # so that nothing depends on it: a device's rules neither
+    # So that nothing depends on it: a device's rules neither.
+    config = resolve(with_values(config, unread), world_size)
     notices = find_notices(config, world_size, start)
     return ParsedRun(config, notices=(*line.notices, *notices), extra=others)
 

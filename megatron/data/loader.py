@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -17,9 +19,12 @@ from torch.utils.data import DataLoader
 
 from megatron.data.document_ends import join_ends
 from megatron.data.sample import SEGMENT_ENDS, Sample, SampleDataset
+from megatron.errors import UserError
 
 _PREFETCH = 4  # micro-batches a worker holds ready
 _LOOK_EVERY = 1.0  # seconds between a worker's looks at whether its parent lives
+_LOST = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is )?([^.]+)")
+_broken: list[object] = []  # loaders that lost a worker: see `build_loader`
 
 
 def build_loader(
@@ -51,8 +56,37 @@ def build_loader(
         prefetch_factor=_PREFETCH if num_workers else None,
         pin_memory=pin_memory,
     )
-    for batch in loader:
-        yield batch.tensors
+    others = set(multiprocessing.active_children())
+    batches = iter(loader)
+    workers = set(multiprocessing.active_children()) - others
+    try:
+        for batch in batches:
+            yield batch.tensors
+    finally:
+        # PyTorch closes a loader that nobody holds, and waits then for the thread that pins. One
+        # that has read half of a batch, whose worker was killed, waits for the rest for ever.
+        if any(worker.exitcode for worker in workers):
+            _broken.append(batches)
+
+
+@contextmanager
+def lost_workers() -> Iterator[None]:
+    """Where a worker is killed, say so. PyTorch tells it wherever the main thread is just then.
+
+    Raises:
+        UserError: instead of PyTorch's RuntimeError.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        lost = _LOST.search(str(error))
+        if lost is None:
+            raise
+        raise UserError(
+            f"a process that loads data (pid {lost[1]}) has gone: {lost[2]}. Most often memory was "
+            "short (the system's log says so): use fewer --num-workers, or 0 to load in the "
+            "training process itself"
+        ) from error
 
 
 class _ByValue:

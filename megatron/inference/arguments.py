@@ -49,7 +49,7 @@ def parse_generation(
         extra=extra,
         find_start=_saved,
         rules=RULES,
-        reads=SAVED_MODEL_READS | {"training.seed"},
+        reads=lambda given: SAVED_MODEL_READS | {"training.seed"},
         check_extra=check_extra,
     )
 

@@ -30,6 +30,7 @@ from megatron.parallel.parameter import part_shape, spec_of
 from megatron.parallel.replicas import Gradients
 from megatron.training.callbacks.terminal import say
 from megatron.training.loaded_settings import (
+    beyond_window,
     changed_corpus,
     changed_settings,
     check_network,
@@ -352,6 +353,8 @@ def restore_run(run: Run, reader: Reader) -> None:
         )
         for line in reader.meta.get("notices", ()):
             say(f"  {line}")
+        for line in beyond_window(run.config, reader):
+            say(line)
 
 
 def _lacking_heads(run: Run, reader: Reader, state: State) -> tuple[str, ...]:

@@ -146,6 +146,20 @@ def changed_settings(config: RunConfig, reader: Reader) -> Iterator[str]:
         yield from _changed(path, change, is_moved=path in _PATHS and _moved(value, here[path]))
 
 
+def beyond_window(config: RunConfig, reader: Reader) -> Iterator[str]:
+    """A line where a model that came from Hugging Face trains on more tokens than each attended to:
+    windows are not computed here."""
+    window = (reader.meta.get("huggingface") or {}).get("window")
+    length = config.data.seq_length
+    if isinstance(window, int) and length is not None and length > window:
+        yield (
+            f"WARNING: --seq-length {length}: the model's attention had a window of {window} "
+            "tokens (its sliding_window), here every token attends to all before it: what is "
+            f"further away its weights have yet to learn. Up to --seq-length {window} both are the "
+            "same"
+        )
+
+
 def changed_corpus(corpus: str | None, reader: Reader) -> Iterator[str]:
     """A line where the checkpoint was trained on other data, whatever its name. None: unknown."""
     saved = reader.meta.get("corpus")

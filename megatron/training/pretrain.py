@@ -14,6 +14,7 @@ from megatron.checkpoint.lock import SaveLock
 from megatron.config import RunConfig
 from megatron.config.parser import parse_config
 from megatron.config.yaml_file import dump
+from megatron.data.loader import lost_workers
 from megatron.device import shortage_errors
 from megatron.environment import Launch
 from megatron.errors import EXIT_OK, EXIT_SAVED_ON_SIGNAL
@@ -98,6 +99,7 @@ def pretrain(
     with (
         processes(config, launch, at_end) as (device, layout),
         shortage_errors(),
+        lost_workers(),
         ExitStack() as stack,
     ):
         if config.checkpoint.save is not None and layout.world.rank == 0:

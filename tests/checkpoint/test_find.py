@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from megatron.checkpoint.find import TRACKER, checkpoint_at, find_checkpoint, list_checkpoints
+from megatron.checkpoint.find import TRACKER, checkpoint_at, list_checkpoints
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.errors import CheckpointError
 from tests.checkpoint.states import assert_loads, save_state
@@ -55,18 +55,18 @@ def test_order_is_tracker_older_newer(tmp_path):
 
 
 def test_nothing_is_found_in_a_folder_that_never_held_a_checkpoint(tmp_path):
-    assert find_checkpoint(tmp_path / "missing") is None
-    assert find_checkpoint(tmp_path) is None
+    assert list_checkpoints(tmp_path / "missing") == []
+    assert list_checkpoints(tmp_path) == []
     (tmp_path / "iter_0000001.tmp-0123").mkdir()  # a first save that was killed
     (tmp_path / "notes.txt").write_text("iter_0000002")
-    assert find_checkpoint(tmp_path) is None
+    assert list_checkpoints(tmp_path) == []
     assert open_checkpoint(tmp_path) is None
 
 
 def test_only_incomplete_ones_are_an_error(tmp_path):
     (tmp_path / "iter_0000001").mkdir()
     with pytest.raises(CheckpointError, match=r"iter_0000001 has no manifest\.json"):
-        find_checkpoint(tmp_path)
+        list_checkpoints(tmp_path)
 
 
 def test_a_tracker_without_its_checkpoint_is_an_error(tmp_path):
@@ -78,7 +78,7 @@ def test_a_tracker_without_its_checkpoint_is_an_error(tmp_path):
 def test_a_damaged_tracker_without_checkpoints_is_an_error(tmp_path):
     (tmp_path / TRACKER).write_bytes(b"")
     with pytest.raises(CheckpointError, match="is damaged"):
-        find_checkpoint(tmp_path)
+        list_checkpoints(tmp_path)
 
 
 def test_torch_distributed_checkpoints_are_named(tmp_path):
@@ -86,7 +86,7 @@ def test_torch_distributed_checkpoints_are_named(tmp_path):
     folder.mkdir()
     (folder / ".metadata").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"torch\.distributed\.checkpoint"):
-        find_checkpoint(tmp_path)
+        list_checkpoints(tmp_path)
 
 
 def test_a_replaced_checkpoint_counts_where_its_successor_is_missing(tmp_path, capsys):
@@ -113,4 +113,4 @@ def test_a_folder_with_two_checkpoints_is_neither(tmp_path, capsys):
         checkpoint_at(folder)
     shutil.rmtree(tmp_path / "iter_0000001")
     with pytest.raises(CheckpointError, match="no complete checkpoint: .*holds both"):
-        find_checkpoint(tmp_path)
+        list_checkpoints(tmp_path)

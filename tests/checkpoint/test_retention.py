@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from megatron.checkpoint.find import TRACKER, Found, find_checkpoint
+from megatron.checkpoint.find import TRACKER, Found, list_checkpoints
 from megatron.checkpoint.reader import open_checkpoint, open_found
 from megatron.checkpoint.retention import hold_for_reading, prune
 from megatron.checkpoint.store import agree, share_of, write_checkpoint
@@ -89,7 +89,7 @@ def test_a_deletion_that_fails_costs_nothing(tmp_path, monkeypatch, capsys, step
     if step == "rename":
         assert "an old checkpoint stays: Input/output error" in capsys.readouterr().err
         assert _iterations(tmp_path) == [1, 2]
-    assert find_checkpoint(tmp_path).iteration == 2
+    assert list_checkpoints(tmp_path)[0].iteration == 2
     _save(tmp_path, 3, 1)
     assert {path.name for path in tmp_path.iterdir()} == {"iter_0000003", TRACKER}
 

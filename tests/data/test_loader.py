@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.resource_sharer
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,10 +13,11 @@ import time
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from megatron.data.loader import build_loader
+from megatron.data.loader import build_loader, lost_workers
 from megatron.data.mock import MockDataset
 from megatron.data.samplers import CyclicSampler, SingleSampler
 
@@ -117,6 +119,66 @@ def test_workers_end_when_the_training_process_is_killed(tmp_path: Path) -> None
                 os.kill(int(pid), signal.SIGKILL)
             pytest.fail(f"{len(alive)} of 2 workers wait for somebody to read their batches")
         time.sleep(0.1)
+
+
+_WORKER_KILLED = """
+import os, signal, threading
+from multiprocessing.connection import Connection
+import torch
+from megatron.data.loader import build_loader, lost_workers
+from megatron.data.mock import MockDataset
+from megatron.errors import UserError
+
+# The thread that pins, as it is with a GPU.
+torch.accelerator.is_available = lambda: True
+torch.accelerator.current_accelerator = lambda *_: torch.device("cpu")
+torch.accelerator.current_device_index = lambda: 0
+torch.accelerator.set_device_index = lambda _: None
+torch.Tensor.pin_memory = lambda self, *_: self
+
+def send_half(connection, data):
+    if len(data) > 1000:
+        os.write(connection.fileno(), data[: len(data) // 2])
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.write(connection.fileno(), data)
+
+class Killed(MockDataset):
+    def __getitem__(self, index):
+        if index == 9:
+            Connection._send = send_half  # in this worker
+        return super().__getitem__(index)
+
+for pin_memory in (False, True):
+    dataset = Killed(40, seq_length=30_000, vocab_size=100, seed=1, split=0)
+    sampler = [[i] for i in range(40)]
+    batches = build_loader(dataset, sampler, num_workers=2, seed=1, pin_memory=pin_memory)
+    try:
+        with lost_workers():
+            print(next(batches)["id"].tolist(), "pin_memory" in str(threading.enumerate()))
+            for batch in batches:
+                pass
+    except UserError as error:
+        print(error)
+    del batches
+    print("ended", flush=True)
+"""
+
+
+def test_a_worker_that_is_killed_in_the_middle_of_a_batch_ends_the_loading() -> None:
+    words = [sys.executable, "-c", _WORKER_KILLED]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+    said = re.compile(r"a process that loads data \(pid \d+\) has gone: (killed|exited)")
+    first, second = np.array_split(done.stdout.splitlines(), 2)
+    for lines, is_pinned in ((first, False), (second, True)):
+        assert lines[0] == f"[0] {is_pinned}"
+        assert said.match(lines[1])
+        assert lines[2:] == ["ended"]
+
+
+def test_other_errors_than_a_worker_s_end_are_left_alone() -> None:
+    with pytest.raises(RuntimeError, match="^Caught") as caught, lost_workers():
+        raise RuntimeError("Caught RuntimeError in DataLoader worker process 0.")
+    assert caught.type is RuntimeError
 
 
 def _is_running(pid: int) -> bool:

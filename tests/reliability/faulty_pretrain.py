@@ -1,8 +1,8 @@
 """`pretrain_gpt.py` with a fault: FAULT=kind:rank:iteration says whose, and when (from 1).
 
 Only before the first restart. Kinds: stop (SIGSTOP), kill (SIGKILL), sleep (in its forward), load
-(a sample that never comes), skip (leaves the reduction of gradients out), mistake (a UserError),
-bug (another exception), none.
+(a sample that never comes), lose (a sample that ends the worker that loads it), skip (leaves the
+reduction of gradients out), mistake (a UserError), bug (another exception), none.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class Fault:
 
 
 class StuckDataset:
-    """A dataset whose sample `index` never comes."""
+    """A dataset whose sample `index` never comes, or ends the process that loads it."""
 
-    def __init__(self, dataset: Any, index: int) -> None:
-        self._dataset, self._index = dataset, index
+    def __init__(self, dataset: Any, index: int, *, lose: bool) -> None:
+        self._dataset, self._index, self._lose = dataset, index, lose
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -65,6 +65,8 @@ class StuckDataset:
     def __getitem__(self, index: int) -> Any:
         if index >= self._index:
             Path(os.environ["FAULT_LOG"]).write_text(str(time.time()))
+            if self._lose:
+                os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(3600)
         return self._dataset[index]
 
@@ -77,9 +79,9 @@ class FaultyRecipe(GPTRecipe):
 
     def build_datasets(self, *arguments: Any) -> Any:
         train, *others = super().build_datasets(*arguments)
-        if self._fault.kind == "load":
-            batch = known(arguments[0].training.global_batch_size)
-            train = StuckDataset(train, batch * (self._fault.iteration - 1))
+        if self._fault.kind in {"load", "lose"}:
+            index = known(arguments[0].training.global_batch_size) * (self._fault.iteration - 1)
+            train = StuckDataset(train, index, lose=self._fault.kind == "lose")
         return (train, *others)
 
     def forward(self, part: Any, *arguments: Any) -> Tensor | Mapping[str, Tensor]:

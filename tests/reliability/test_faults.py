@@ -48,13 +48,15 @@ def test_a_hang_is_explained_and_ends(
 @pytest.mark.parametrize(
     ("kind", "code", "said"),
     [
+        ("lose", 1, "[rank 1] error: a process that loads data (pid "),
         ("mistake", 6, "[rank 1] error: --data-path corpus: sample 17 is damaged"),
         ("bug", 1, "[rank 1] error: this is a bug"),
         ("kill", 1, "rank 1 went away without a word, in iteration 2"),
     ],
 )
 def test_an_error_is_told_once(kind: str, code: int, said: str, tmp_path: Path) -> None:
-    outcomes = run_ranks(4, f"{kind}:1:2", tmp_path, *_TENSOR)
+    flags = ("--num-workers", "1") if kind == "lose" else _TENSOR
+    outcomes = run_ranks(4, f"{kind}:1:2", tmp_path, *flags)
     codes = [outcome and outcome.code for outcome in outcomes]
     assert codes == [code, -9 if kind == "kill" else code, code, code]
     errors = _errors(outcomes)

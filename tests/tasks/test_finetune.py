@@ -362,6 +362,33 @@ def test_losses_on_no_data_are_said_to_be_none(toy):
     assert line == "--eval-interval 4 changes nothing with --eval-iters 0"
 
 
+def test_an_evaluation_takes_a_training_s_flags_and_says_so(toy, tmp_path):
+    """In one line; all of them change nothing, and what has an effect is not among them."""
+    words = _sst(toy, "--epochs", "1", "--save", str(tmp_path))
+    finetune(Layout.single(), "SST-2", words)
+    data, model = words[words.index("--valid-data") :][:2], ["--load", str(tmp_path)]
+    plain = [*model, *data, "--epochs", "0", "--micro-batch-size", "5"]
+    training = """--lr 1e-2 --lr-warmup-fraction 0.1 --min-lr 1e-5 --hidden-dropout 0.3
+        --clip-grad 2 --weight-decay 0.1 --recompute-activations --save-interval 5
+        --initial-loss-scale 4 --exit-interval 3 --profile --overlap-grad-reduce""".split()
+    parsed = finetune_command.parse("SST-2", [*plain, *training], 1)
+    (line,) = parsed.notices
+    start, flags = line.split(": ")
+    assert start == "these flags change nothing here"
+    assert set(flags.split(", ")) == {word for word in training if word.startswith("--")}
+    assert parsed.config == finetune_command.parse("SST-2", plain, 1).config
+    of_the_task = ["--train-data", str(toy[0] / "dev.sts"), "--keep-last"]  # not of this task
+    parsed = finetune_command.parse("SST-2", [*plain, *of_the_task], 1)
+    assert parsed.notices == tuple(
+        f"{flag} changes nothing with --epochs 0" for flag in ("--train-data", "--keep-last")
+    )
+    _, one = finetune(Layout.single(), "SST-2", plain)
+    _, other = finetune(Layout.single(), "SST-2", [*plain, *training, *of_the_task])
+    assert one == other
+    with pytest.raises(ConfigError, match="--skip-train and --epochs 1: to evaluate only, --epoch"):
+        finetune_command.parse("SST-2", [*words, "--skip-train"], 1)
+
+
 def test_less_than_a_batch_is_refused(toy):
     words = _sst(toy, "--epochs", "1", "--global-batch-size", "80")
     with pytest.raises(ConfigError, match="67 examples, fewer than a batch of 80"):

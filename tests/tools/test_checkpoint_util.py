@@ -31,7 +31,7 @@ from tests.checkpoint.legacy import megatron_files
 from tests.checkpoint.legacy.megatron_files import whole_model
 from tests.checkpoint.states import read_whole
 from tools import generate_samples_gpt
-from tools.checkpoint import formats, util, verify
+from tools.checkpoint import formats, util
 
 
 def convert(loader: str, saver: str, source: Path, target: Path, *more: str) -> int:
@@ -254,13 +254,6 @@ def test_the_vocabulary_is_padded_by_megatron_s_rule(tmp_path: Path) -> None:
         assert torch.equal(table[:kept], original[:kept])
         assert table.shape[0] == 256  # 128 x 2
         torch.testing.assert_close(table[kept:], original[:66].mean(0).expand(256 - kept, -1))
-
-
-def test_verify_says_plainly_that_it_did_not_check(tmp_path: Path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(verify, "find_spec", lambda _: None)
-    folder = write_folder(tmp_path / "a", CASES["llama"].config, tensors_of(CASES["llama"]))
-    assert convert("hf", "native", folder, tmp_path / "b", "--verify") == 0
-    assert "NOT CHECKED: transformers is not installed" in capsys.readouterr().out
 
 
 def test_the_command_line_offers_what_the_tables_have() -> None:

@@ -199,7 +199,7 @@ def save_native(source: Source, options: argparse.Namespace) -> Path:
     model = replace(source.config.model, make_vocab_size_divisible_by=multiple)
     extra: dict[str, object] = {}
     if source.family:
-        extra["huggingface"] = {"family": source.family, "bare_names": source.bare_names}
+        extra["huggingface"] = source.reader.meta["huggingface"]
     if "legacy_args" in source.reader.meta:  # for the way back
         extra["legacy_args"] = source.reader.meta["legacy_args"]
     if from_namespace(TokenizerConfig, options) == TokenizerConfig():

@@ -26,7 +26,10 @@ if __name__ == "__main__":
 
 import argparse
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
+from megatron.checkpoint.durable import storage_errors, sync_folder, unique_suffix
+from megatron.checkpoint.find import warn
 from megatron.command import run_command
 from megatron.config.arguments import ToolParser, add_flags
 from megatron.config.data import TokenizerConfig
@@ -182,7 +185,22 @@ def run(options: argparse.Namespace) -> Iterator[str]:
     path = formats.SAVERS[options.saver](source, options)
     yield f"{source.reader.path} -> {path}"
     if options.verify:
-        yield _verify(source, options)
+        with _unverified_set_aside(path):
+            yield _verify(source, options)
+
+
+@contextmanager
+def _unverified_set_aside(path: Path) -> Iterator[None]:
+    """Where the check fails or does not come to its end, nothing is left that a program loads."""
+    try:
+        yield
+    except BaseException:
+        aside = path.with_name(path.name + unique_suffix(".unverified-"))
+        with storage_errors(path):
+            path.rename(aside)
+            sync_folder(path.parent)
+        warn(f"{path} is {aside} now, for it was not verified: delete it, or find out why")
+        raise
 
 
 def _verify(source: object, options: argparse.Namespace) -> str:

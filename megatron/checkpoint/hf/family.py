@@ -18,11 +18,13 @@ class Described:
         model: the network by our flags.
         vocab: rows of the word embedding.
         notices: lines for the user about what is different here.
+        window: tokens that a token attends to, itself included; None: all before it.
     """
 
     model: ModelConfig
     vocab: int
     notices: tuple[str, ...] = ()
+    window: int | None = None
 
 
 class Family(Protocol):

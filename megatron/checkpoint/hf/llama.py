@@ -57,7 +57,8 @@ class LlamaLike:
             settings.size("hidden_size"),
         )
         kv_heads = settings.size("num_key_value_heads", heads if self.old_files else None)
-        positions, notices = self._positions(settings)
+        positions = settings.size("max_position_embeddings")
+        window = self._window(settings, positions)
         settings.must_be("model_type", self.name)
         settings.must_be("hidden_act", "silu")
         if not self.qkv_bias:
@@ -73,7 +74,7 @@ class LlamaLike:
             kv_channels=settings.size("head_dim", self.head_size or hidden // heads, MOST_HEADS),
             group_query_attention=kv_heads != heads,
             num_query_groups=kv_heads if kv_heads != heads else 1,
-            max_position_embeddings=positions,
+            max_position_embeddings=window or positions,
             position_embedding_type="rope",
             **_read_rotation(settings),
             normalization="RMSNorm",
@@ -90,13 +91,16 @@ class LlamaLike:
             raise settings.error("num_key_value_heads", f"does not divide {heads} heads")
         vocab = settings.size("vocab_size")
         settings.refuse_the_rest()
-        return Described(model, vocab, notices)
+        notice = (
+            f"sliding_window {window}: sequences up to {window} tokens only (of {positions}), "
+            f"where full attention is the same: --max-position-embeddings {window}"
+        )
+        return Described(model, vocab, (notice,) if window else (), window)
 
-    def _positions(self, settings: Settings) -> tuple[int, tuple[str, ...]]:
-        """Longest sequence, within any window of attention; and what to tell about it."""
-        positions = settings.size("max_position_embeddings")
+    def _window(self, settings: Settings, positions: int) -> int | None:
+        """To how many tokens attention is limited; None where that is no limit."""
         if not self.window:
-            return positions, ()
+            return None
         layers = settings.words("layer_types")
         used = settings.switch("use_sliding_window", True) or "sliding_attention" in layers
         window = settings.size("sliding_window", positions)
@@ -104,13 +108,7 @@ class LlamaLike:
         other = set(layers) - {"full_attention", "sliding_attention"}
         if other:
             raise settings.error("layer_types", f"{', '.join(sorted(other))} is not known here")
-        if not used or window >= positions:
-            return positions, ()
-        notice = (
-            f"sliding_window {window}: sequences up to {window} tokens only (of "
-            f"{positions}), where full attention is the same: --max-position-embeddings {window}"
-        )
-        return window, (notice,)
+        return window if used and window < positions else None
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
         """See `Family`. The older spelling of keys, which all versions of `transformers` read."""

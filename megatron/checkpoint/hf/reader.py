@@ -71,6 +71,11 @@ class HFReader:
             "padded_vocab_size": described.vocab,
             "config": to_dict(RunConfig(model=model)),
             "notices": list(self.notices),
+            "huggingface": {
+                "family": self.family.name,
+                "bare_names": self.bare_names,
+                "window": described.window,
+            },
         }
 
     def names(self) -> list[str]:

@@ -13,6 +13,7 @@ from megatron.errors import CheckpointError
 from megatron.training.pretrain import main
 from pretrain_gpt import GPTRecipe
 from tests.checkpoint.hf.models import CASES, tensors_of, write_folder
+from tests.tools.test_checkpoint_util import convert
 
 LLAMA = CASES["llama"]
 
@@ -118,6 +119,7 @@ def test_a_window_limits_the_context(
     reader = HFReader(folder_with(tmp_path, "mistral", sliding_window=window))
     assert reader.meta["config"]["model"]["max_position_embeddings"] == positions
     assert bool(reader.notices) == told
+    assert reader.meta["huggingface"]["window"] == (window if told else None)
 
 
 TRAINING = """
@@ -130,7 +132,22 @@ TRAINING = """
 def test_a_training_says_that_there_is_a_window(tmp_path: Path, capsys) -> None:
     folder = folder_with(tmp_path, "mistral", sliding_window=8)
     assert main(GPTRecipe(), [*TRAINING, "--load", str(folder)]) == 0
-    assert "sliding_window 8: sequences up to 8 tokens only (of 24)" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "sliding_window 8: sequences up to 8 tokens only (of 24)" in out
+    assert "WARNING: --seq-length" not in out
+
+
+@pytest.mark.parametrize("length", [8, 9])
+def test_a_training_beyond_the_window_is_told_so(length: int, tmp_path: Path, capsys) -> None:
+    """By the imported checkpoint, and by one that was converted from that."""
+    folder = folder_with(tmp_path, "mistral", sliding_window=8)
+    ways = (("hf", folder, "first"), ("native", tmp_path / "first", "second"))
+    for loader, source, target in ways:
+        assert convert(loader, "native", source, tmp_path / target) == 0
+        words = [*TRAINING, "--load", str(tmp_path / target), "--seq-length", str(length)]
+        assert main(GPTRecipe(), words) == 0
+        told = f"WARNING: --seq-length {length}: the model's attention had a window of 8 tokens"
+        assert (told in capsys.readouterr().out) == (length == 9)
 
 
 def _refusal(folder: Path) -> str:

@@ -5,7 +5,7 @@ import shutil
 
 import torch
 
-from megatron.checkpoint.find import Found, find_checkpoint
+from megatron.checkpoint.find import Found, list_checkpoints
 from megatron.checkpoint.legacy.arguments import legacy_config
 from megatron.checkpoint.reader import open_checkpoint, open_found
 from megatron.errors import CheckpointError
@@ -154,7 +154,7 @@ def test_the_bert_run_is_read_as_pytorch_reads_it(golden):
 
 def test_a_damaged_file_is_refused_or_reads_the_same(golden, tmp_path):
     """Zip headers hold bytes that nothing reads; wherever it matters, a flip is refused."""
-    found = find_checkpoint(golden / "gpt_fp32" / "ckpt")
+    (found,) = list_checkpoints(golden / "gpt_fp32" / "ckpt")
     shutil.copytree(found.path, tmp_path / "iter_0000020", copy_function=shutil.copyfile)
     (tmp_path / "iter_0000020").chmod(0o700)
     (tmp_path / "iter_0000020" / "mp_rank_00").chmod(0o700)

@@ -67,15 +67,20 @@ _DAMAGES: tuple[Callable[[bytearray, random.Random], None], ...] = (
 )
 
 
-def damaged_files(folder: Path, count: int) -> Trials:
-    """Row 10: refused before a tensor changes; then the older checkpoint is loaded, whole."""
+def two_checkpoints(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """Of two ranks: the folder of the newer one, of iteration 2, and what the older one holds."""
     for iteration in (1, 2):
         run_distributed(_RANKS, _save, folder, iteration)
     newest = folder / "iter_0000002"
+    assert len(list(newest.iterdir())) == _RANKS + 1
+    return newest, {name: entry.tensor for name, entry in flatten(_whole(1))}
+
+
+def damaged_files(folder: Path, count: int) -> Trials:
+    """Row 10: refused before a tensor changes; then the older checkpoint is loaded, whole."""
+    newest, older = two_checkpoints(folder)
     files = sorted(newest.iterdir())
-    assert len(files) == _RANKS + 1
     trials, rng = Trials(), random.Random(10)
-    older = {name: entry.tensor for name, entry in flatten(_whole(1))}
     while trials.tried < count:
         file, damage = rng.choice(files), rng.choice(_DAMAGES)
         whole = file.read_bytes()
@@ -85,7 +90,7 @@ def damaged_files(folder: Path, count: int) -> Trials:
             continue
         file.write_bytes(data)
         with trials.trial(f"{damage.__name__} {file.name}, trial {trials.tried}"):
-            _refused_and_replaced(newest, file.name, older)
+            refused_and_replaced(newest, file.name, older)
         trials.note(f"of {file.name}")
         file.write_bytes(whole)
     reader = open_checkpoint(folder)
@@ -94,7 +99,8 @@ def damaged_files(folder: Path, count: int) -> Trials:
     return trials
 
 
-def _refused_and_replaced(newest: Path, file: str, older: dict[str, torch.Tensor]) -> None:
+def refused_and_replaced(newest: Path, file: str, older: dict[str, torch.Tensor]) -> None:
+    """That a checkpoint with a wrong `file` is refused by its name, and the older one is loaded."""
     try:
         open_found(Found("native", 2, newest))
     except CheckpointError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.reliability.scoreboard.damage import damaged_files, torn_trackers
 from tests.reliability.scoreboard.disks import failing_disk, full_disk, shared_folders
+from tests.reliability.scoreboard.forgery import forged_tables
 from tests.reliability.scoreboard.kills import (
     killed_at_every_call,
     killed_in_a_background_save,
@@ -188,5 +189,14 @@ ROWS: tuple[Row, ...] = (
         guarded_server,
         full=3,
         quick=0,  # tests/inference/server/test_guard.py tries it
+    ),
+    Row(
+        36,
+        "manifests, and headers of files, that say other names, types, shapes or places than the "
+        "other does, with digests that fit: refused by name before a tensor changes, the older "
+        "checkpoint loads",
+        forged_tables,
+        full=400,
+        quick=20,
     ),
 )

@@ -1,0 +1,128 @@
+"""Row 36: manifests and headers that were changed by hand, with digests that fit."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.manifest import MANIFEST, _sign
+from megatron.checkpoint.reader import open_checkpoint
+from megatron.checkpoint.shard import digest_of
+from tests.reliability.scoreboard.damage import refused_and_replaced, two_checkpoints
+from tests.reliability.scoreboard.score import Trials
+
+# Types of the same width.
+_LIKE = {"F32": "I32", "F16": "I16", "BF16": "F16", "I64": "F64", "U8": "I8", "BOOL": "U8"}
+
+Table = dict[str, Any]  # by tensor, of a manifest or of a header
+Forge = Callable[[Table, random.Random], None]
+
+
+def _rename(table: Table, rng: random.Random) -> None:
+    name = rng.choice(sorted(table))
+    table[name[:-1] + "x"] = table.pop(name)
+
+
+def _exchange_names(table: Table, rng: random.Random) -> None:
+    one, other = rng.sample(sorted(table), 2)
+    table[one], table[other] = table[other], table[one]
+
+
+def _retype(table: Table, rng: random.Random) -> None:
+    entry = table[rng.choice(sorted(table))]
+    entry["dtype"] = _LIKE[entry["dtype"]]
+
+
+def _drop(table: Table, rng: random.Random) -> None:
+    del table[rng.choice(sorted(table))]
+
+
+def _double(table: Table, rng: random.Random) -> None:
+    name = rng.choice(sorted(table))
+    table[name + "x"] = table[name]
+
+
+def _reshape(table: Table, rng: random.Random) -> None:
+    entry = table[rng.choice(sorted(table))]
+    entry["shape"] = [*entry["shape"], 1]
+    for piece in entry.get("pieces", ()):
+        piece["shape"], piece["offset"] = [*piece["shape"], 1], [*piece["offset"], 0]
+
+
+def _exchange_places(table: Table, rng: random.Random) -> None:
+    """Two tensors of a manifest with as many bytes: where they lie, file and digest with it."""
+    by_size: dict[int, list[Any]] = {}
+    for name in sorted(table):
+        for piece in table[name]["pieces"]:
+            by_size.setdefault(piece["bytes"], []).append(piece)
+    one, other = rng.sample(rng.choice([some for some in by_size.values() if len(some) > 1]), 2)
+    for field in ("file", "start", "sha256"):
+        one[field], other[field] = other[field], one[field]
+
+
+def _move(table: Table, rng: random.Random) -> None:
+    """A tensor of a header begins and ends where another one does."""
+    one, other = rng.sample(sorted(table), 2)
+    spans = "data_offsets"
+    table[one][spans], table[other][spans] = table[other][spans], table[one][spans]
+
+
+_IN_BOTH: tuple[Forge, ...] = (_rename, _exchange_names, _retype, _drop, _double, _reshape)
+
+
+def forged_tables(folder: Path, count: int) -> Trials:
+    """Row 36: refused before a tensor changes, although each digest is right."""
+    newest, older = two_checkpoints(folder)
+    shards = sorted(newest.glob("*.safetensors"))
+    trials, rng = Trials(), random.Random(36)
+    manifest = newest / MANIFEST
+    whole = manifest.read_bytes()
+    while trials.tried < count:
+        body = json.loads(whole)
+        del body["sha256"]
+        file = rng.choice([manifest, *shards])
+        before = file.read_bytes()
+        if file == manifest:
+            forge = rng.choice((*_IN_BOTH, _exchange_places))
+            forge(body["tensors"], rng)
+        else:
+            forge = rng.choice((*_IN_BOTH, _move))
+            header, rest = _forged_header(before, forge, rng)
+            file.write_bytes(header + rest)
+            _describe_header(body, file.name, header)
+        manifest.write_bytes(_sign(body))
+        if manifest.read_bytes() == whole:  # two that are alike have changed names
+            continue
+        with trials.trial(f"{forge.__name__} in {file.name}, trial {trials.tried}"):
+            refused_and_replaced(newest, file.name, older)
+        trials.note("of the manifest" if file == manifest else "of a header")
+        file.write_bytes(before)
+        manifest.write_bytes(whole)
+    reader = open_checkpoint(folder)
+    assert reader is not None
+    assert reader.iteration == 2  # as it was
+    return trials
+
+
+def _forged_header(data: bytes, forge: Forge, rng: random.Random) -> tuple[bytes, bytes]:
+    """A shard's header, forged, and what stands behind it."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    table = json.loads(data[8:end])
+    forge(table, rng)
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, data[end:]
+
+
+def _describe_header(body: dict[str, Any], file: str, header: bytes) -> None:
+    """Let the manifest say what its file's header is, and what that has moved."""
+    info = body["files"][file]
+    moved = len(header) - info["header_bytes"]
+    info["bytes"] += moved
+    info |= {"header_bytes": len(header), "header_sha256": digest_of(header)}
+    for tensor in body["tensors"].values():
+        for piece in tensor["pieces"]:
+            piece["start"] += moved * (piece["file"] == file)

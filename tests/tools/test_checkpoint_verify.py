@@ -1,0 +1,61 @@
+"""tools/checkpoint/util.py --verify: what becomes of what was written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.checkpoint.hf.reader import HFReader
+from megatron.checkpoint.reader import open_checkpoint
+from megatron.errors import CheckpointError
+from tests.checkpoint.hf.models import CASES, tensors_of, write_folder
+from tests.tools.test_checkpoint_util import assert_same, convert, tensors_in
+from tools.checkpoint import verify
+
+
+def test_verify_says_plainly_that_it_did_not_check(tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(verify, "find_spec", lambda _: None)
+    folder = write_folder(tmp_path / "a", CASES["llama"].config, tensors_of(CASES["llama"]))
+    assert convert("hf", "native", folder, tmp_path / "b", "--verify") == 0
+    assert "NOT CHECKED: transformers is not installed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("not enough memory")], ids=["other", "ends"])
+def test_what_was_not_verified_loses_its_name(error, tmp_path: Path, capsys, monkeypatch) -> None:
+    def other_model(reader: HFReader, inputs: verify.Inputs) -> dict[str, torch.Tensor]:
+        if error is not None:
+            raise error
+        return {"logits": torch.ones(*inputs.tokens.shape, reader.vocab)}
+
+    monkeypatch.setattr(verify, "find_spec", lambda _: True)
+    monkeypatch.setattr(verify, "their_outputs", other_model)
+    folder = write_folder(tmp_path / "a", CASES["llama"].config, tensors_of(CASES["llama"]))
+    native, exported = tmp_path / "native", tmp_path / "exported"
+
+    def convert_and_fail(*words: str | Path) -> Path:
+        """The only folder that is there for it, under another name."""
+        if error is None:
+            assert convert(*words, "--verify") == 4
+        else:
+            with pytest.raises(RuntimeError, match="not enough memory"):
+                convert(*words, "--verify")
+        name = {"native": "iter_0000000", "megatron": "release", "hf": ""}[words[1]]
+        written = words[-1] / name
+        (aside,) = written.parent.glob(f"{written.name}*")
+        shown = capsys.readouterr().err
+        assert f"WARNING: {written} is {aside} now, for it was not verified" in shown
+        assert error is not None or "error: --verify: logits differ by at most" in shown
+        assert aside.name.startswith(f"{written.name}.unverified-")
+        return aside
+
+    convert_and_fail("hf", "native", folder, native)
+    with pytest.raises(CheckpointError, match="names .iter_0000000., which is not there"):
+        open_checkpoint(native)
+    assert convert("hf", "native", folder, native) == 0  # the same once more
+    assert open_checkpoint(native).iteration == 0
+    aside = convert_and_fail("native", "hf", native, exported)
+    assert_same(tensors_in(aside), tensors_of(CASES["llama"]))
+    assert convert("native", "hf", native, exported) == 0
+    convert_and_fail("hf", "megatron", folder, tmp_path / "megatron")
