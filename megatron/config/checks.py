@@ -55,6 +55,7 @@ RULES: tuple[Rule, ...] = (
     rules_training.length,
     rules_training.learning_rate,
     rules_training.warm_up,
+    rules_training.wsd_decay,
     rules_training.weight_decay,
     rules_training.recomputation,
     rules_graphs.graphs,

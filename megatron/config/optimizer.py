@@ -39,7 +39,18 @@ class ScheduleConfig:
     lr_decay_style: str = flag(
         "linear",
         "Shape of the decay.",
-        choices=("constant", "linear", "cosine", "inverse-square-root"),
+        choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
+    )
+    lr_wsd_decay_style: str = flag(
+        "exponential",
+        "With --lr-decay-style WSD (warm-up, stable, decay): shape of the decay at the end.",
+        choices=("exponential", "linear", "cosine", "minus_sqrt"),
+    )
+    lr_wsd_decay_iters: int | None = flag(
+        None, "With --lr-decay-style WSD: length of the decay at the end.", unit="iterations"
+    )
+    lr_wsd_decay_samples: int | None = flag(
+        None, "With --lr-decay-style WSD: length of the decay at the end.", unit="samples"
     )
     lr_decay_iters: int | None = flag(
         None, "Length of the decay. Unset: the whole run.", unit="iterations"

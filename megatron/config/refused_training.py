@@ -226,10 +226,6 @@ _UPDATES = (
         "--apply-wd-to-qk-layernorm --no-weight-decay-cond-type:str",
     ),
     *family(
-        "the learning rate has one decay, of --lr-decay-style: use that, or drop the flag",
-        "--lr-wsd-decay-style=exponential --lr-wsd-decay-iters:int --lr-wsd-decay-samples:int",
-    ),
-    *family(
         "all weights are trained, with one learning rate: use --lr and --min-lr, or drop the flag",
         """
         --decoupled-lr:float --decoupled-min-lr:float --freeze-all-layers

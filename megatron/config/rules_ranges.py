@@ -50,6 +50,8 @@ _AT_LEAST: Mapping[str, int] = {
     "schedule.lr_warmup_samples": 0,
     "schedule.lr_decay_iters": 1,
     "schedule.lr_decay_samples": 1,
+    "schedule.lr_wsd_decay_iters": 1,
+    "schedule.lr_wsd_decay_samples": 1,
     "parallel.tensor_model_parallel_size": 1,
     "parallel.pipeline_model_parallel_size": 1,
     "parallel.context_parallel_size": 1,

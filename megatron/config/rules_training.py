@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.config.optimizer import ScheduleConfig
 from megatron.config.resolve import data_parallel_size
 from megatron.config.run import RunConfig
 
@@ -61,10 +62,12 @@ def length(config: RunConfig, world_size: int) -> Iterator[str]:
         yield "--train-iters 0: must be at least 1; use --skip-train to evaluate only"
     by_samples = {
         "--lr-decay-samples": schedule.lr_decay_samples,
+        "--lr-wsd-decay-samples": schedule.lr_wsd_decay_samples,
         "--lr-warmup-samples": schedule.lr_warmup_samples or None,
     }
     by_iters = {
         "--lr-decay-iters": schedule.lr_decay_iters,
+        "--lr-wsd-decay-iters": schedule.lr_wsd_decay_iters,
         "--lr-warmup-iters": schedule.lr_warmup_iters or None,
     }
     for name, value in by_samples.items():
@@ -92,6 +95,29 @@ def learning_rate(config: RunConfig, world_size: int) -> Iterator[str]:
         yield (
             "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each "
             "other: keep one"
+        )
+
+
+def wsd_decay(config: RunConfig, world_size: int) -> Iterator[str]:
+    schedule = config.schedule
+    lengths = {
+        "--lr-wsd-decay-iters": schedule.lr_wsd_decay_iters,
+        "--lr-wsd-decay-samples": schedule.lr_wsd_decay_samples,
+    }
+    given: dict[str, int | str] = {k: v for k, v in lengths.items() if v is not None}
+    if schedule.lr_decay_style == "WSD":
+        if not given and not config.training.skip_train:
+            yield (
+                "--lr-decay-style WSD needs the length of the decay at the end: give "
+                "--lr-wsd-decay-iters or --lr-wsd-decay-samples"
+            )
+        return
+    shape, unset = schedule.lr_wsd_decay_style, ScheduleConfig.lr_wsd_decay_style
+    named: dict[str, int | str] = {"--lr-wsd-decay-style": shape} if shape != unset else {}
+    for name, value in (named | given).items():
+        yield (
+            f"{name} {value} has no meaning with --lr-decay-style {schedule.lr_decay_style}: "
+            "drop it, or use --lr-decay-style WSD"
         )
 
 

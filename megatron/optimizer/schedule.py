@@ -6,6 +6,7 @@ the warm-up's first learning rate. All lengths are in samples, so they hold for 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import cos, pi, sqrt
 from typing import Any
@@ -25,7 +26,10 @@ class LearningRateSchedule:
         initial: learning rate at the start of the warm-up.
         warmup: its length in samples; a fraction of the decay need not be whole.
         decay: samples, warm-up included, after which the minimum is reached.
-        style: constant, linear, cosine or inverse-square-root.
+        style: constant, linear, cosine, inverse-square-root or WSD (warm-up, stable, decay; Hu et
+            al., "MiniCPM", 2024), which stays at the peak until `anneal` samples are left.
+        anneal: of WSD, the decay at the end, in samples; None with other styles.
+        anneal_style: its shape: exponential, linear, cosine or minus_sqrt.
     """
 
     peak: float
@@ -34,6 +38,8 @@ class LearningRateSchedule:
     warmup: float
     decay: float
     style: str
+    anneal: float | None = None
+    anneal_style: str | None = None
 
     def at(self, samples: float) -> float:
         """The learning rate of the update that follows `samples` consumed ones."""
@@ -45,9 +51,22 @@ class LearningRateSchedule:
             return self.minimum
         if self.style == "inverse-square-root":
             return max(self.minimum, self.peak * sqrt(max(self.warmup, 1) / max(samples, 1)))
-        done = (samples - self.warmup) / (self.decay - self.warmup)
-        height = 1.0 - done if self.style == "linear" else 0.5 * (cos(pi * done) + 1.0)
-        return self.minimum + height * (self.peak - self.minimum)
+        begin, shape = self.warmup, self.style
+        if self.style == "WSD":
+            assert self.anneal is not None, "given by flags, or by the checkpoint"
+            assert self.anneal_style is not None, "given by flags, or by the checkpoint"
+            begin, shape = self.decay - self.anneal, self.anneal_style
+        done = max(0.0, (samples - begin) / (self.decay - begin))
+        return self.minimum + _SHAPES[shape](done) * (self.peak - self.minimum)
+
+
+# Height above the minimum as a share of the peak's, where so much of the decay is done (0 to 1).
+_SHAPES: dict[str, Callable[[float], float]] = {
+    "linear": lambda done: 1.0 - done,
+    "cosine": lambda done: 0.5 * (cos(pi * done) + 1.0),
+    "exponential": lambda done: 2.0 * 0.5**done - 1.0,
+    "minus_sqrt": lambda done: 1.0 - sqrt(done),
+}
 
 
 @dataclass(frozen=True)
@@ -90,7 +109,8 @@ class Schedules:
         never followed and need neither learning rate nor length.
 
         Raises:
-            ConfigError: no learning rate, or a warm-up as long as the decay.
+            ConfigError: no learning rate, a warm-up as long as the decay, or one that overlaps the
+                decay at the end.
         """
         if schedule.lr is None and not training.skip_train:
             raise ConfigError("there is no learning rate: give --lr")
@@ -108,6 +128,8 @@ class Schedules:
                 "--lr-warmup-samples or --lr-warmup-fraction, or lengthen --lr-decay-iters, "
                 "--lr-decay-samples or the run"
             )
+        is_wsd = schedule.lr_decay_style == "WSD" and not training.skip_train
+        anneal = _anneal(schedule, warmup, decay, global_batch) if is_wsd else None
         start, end = _decay_ends(optimizer)
         return cls(
             LearningRateSchedule(
@@ -117,15 +139,21 @@ class Schedules:
                 warmup=warmup,
                 decay=decay,
                 style=schedule.lr_decay_style,
+                anneal=anneal,
+                anneal_style=None if anneal is None else schedule.lr_wsd_decay_style,
             ),
             WeightDecaySchedule(start, end, run, optimizer.weight_decay_incr_style),
         )
 
     def to_dict(self, samples: int) -> dict[str, Any]:
-        """The schedules and where they stand, under Megatron's `opt_param_scheduler` names."""
-        return {"num_steps": samples} | {
+        """The schedules and where they stand, under Megatron's `opt_param_scheduler` names.
+
+        Those of WSD's decay, which Megatron does not save, only where there is one.
+        """
+        values = {
             key: getattr(getattr(self, part), field) for key, (part, field, _) in _FIELDS.items()
         }
+        return {"num_steps": samples} | {k: v for k, v in values.items() if v is not None}
 
     def resumed(
         self, saved: dict[str, Any], *, override: bool = False, use_checkpoint: bool = False
@@ -138,7 +166,8 @@ class Schedules:
             use_checkpoint: take the saved ones.
 
         Raises:
-            CheckpointError: neither was chosen and the two differ.
+            CheckpointError: neither was chosen and the two differ; or the saved one is a WSD whose
+                decay at the end neither the checkpoint nor the flags give.
         """
         saved = {_OLD_NAMES.get(key, key): value for key, value in saved.items()}
         if "num_steps" not in saved:
@@ -150,6 +179,11 @@ class Schedules:
         if override:
             return self, samples
         other = self._with_saved(saved)
+        if other.learning_rate.style == "WSD" and other.learning_rate.anneal is None:
+            raise CheckpointError(
+                "the checkpoint's schedule is a WSD, whose decay at the end it does not record: "
+                "give --lr-decay-style WSD with --lr-wsd-decay-iters or --lr-wsd-decay-samples"
+            )
         if not use_checkpoint:
             _check_equal(self, other)
         return other, samples
@@ -183,6 +217,12 @@ _FIELDS = {
         f"the decay's length (--lr-decay-iters or --lr-decay-samples, else {_RUN}), in samples,",
     ),
     "lr_decay_style": ("learning_rate", "style", "--lr-decay-style"),
+    "wsd_decay_steps": (
+        "learning_rate",
+        "anneal",
+        "the decay at the end (--lr-wsd-decay-iters or --lr-wsd-decay-samples), in samples,",
+    ),
+    "lr_wsd_decay_style": ("learning_rate", "anneal_style", "--lr-wsd-decay-style"),
     "start_wd": ("weight_decay", "start", "--start-weight-decay, or else --weight-decay,"),
     "end_wd": ("weight_decay", "end", "--end-weight-decay, or else --weight-decay,"),
     "wd_incr_steps": (
@@ -209,9 +249,10 @@ def _check_equal(ours: Schedules, saved: Schedules) -> None:
     if ours.weight_decay.style == "constant":  # its length means nothing
         ours_dict["wd_incr_steps"] = saved_dict["wd_incr_steps"]
     differences = [
-        f"{flags} is {ours_dict[key]} here and {saved_dict[key]} in the checkpoint"
+        f"{flags} is {ours_dict.get(key, 'unset')} here and {saved_dict.get(key, 'unset')} in the "
+        "checkpoint"
         for key, (_, _, flags) in _FIELDS.items()
-        if ours_dict[key] != saved_dict[key]
+        if ours_dict.get(key) != saved_dict.get(key)
     ]
     if differences:
         raise CheckpointError(
@@ -228,6 +269,23 @@ def _samples(iterations: int | None, samples: int | None, global_batch: int) -> 
         return iterations * global_batch
     assert samples is not None, "the checks let a run without length through"
     return samples
+
+
+def _anneal(schedule: ScheduleConfig, warmup: float, decay: int, global_batch: int) -> int:
+    """Length of WSD's decay at the end, in samples.
+
+    Raises:
+        ConfigError: it begins within the warm-up.
+    """
+    anneal = _samples(schedule.lr_wsd_decay_iters, schedule.lr_wsd_decay_samples, global_batch)
+    if warmup + anneal > decay:
+        raise ConfigError(
+            f"the warm-up of {warmup:g} samples and the decay at the end of {anneal} are longer "
+            f"than the whole schedule of {decay} samples (global batch {global_batch}): shorten "
+            "--lr-wsd-decay-iters, --lr-wsd-decay-samples or the warm-up, or lengthen "
+            "--lr-decay-iters, --lr-decay-samples or the run"
+        )
+    return anneal
 
 
 def _decay_ends(optimizer: OptimizerConfig) -> tuple[float, float]:

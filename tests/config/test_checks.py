@@ -118,6 +118,22 @@ _LINES = [
     ("--norm-epsilon 0", "--norm-epsilon 0.0: must be above 0"),
     ("--hidden-dropout 1", "--hidden-dropout 1.0: must be at least 0 and below 1"),
     ("--seed 4294967296", "--seed 4294967296: must be at most 4294967295"),
+    (
+        "--lr-decay-style WSD",
+        "--lr-decay-style WSD needs the length of the decay at the end: give --lr-wsd-decay-iters "
+        "or --lr-wsd-decay-samples",
+    ),
+    (
+        "--lr-wsd-decay-iters 5",
+        "--lr-wsd-decay-iters 5 has no meaning with --lr-decay-style linear: drop it, or use "
+        "--lr-decay-style WSD",
+    ),
+    (
+        "--lr-decay-style cosine --lr-wsd-decay-style linear",
+        "--lr-wsd-decay-style linear has no meaning with --lr-decay-style cosine: drop it, or use "
+        "--lr-decay-style WSD",
+    ),
+    ("--lr-decay-style WSD --lr-wsd-decay-iters 0", "--lr-wsd-decay-iters 0: must be at least 1"),
     # precision
     ("--fp16 --bf16", "--fp16 and --bf16 exclude each other: keep one"),
     ("--use-flash-attn", "--use-flash-attn computes in 16 bits: add --bf16 or --fp16"),

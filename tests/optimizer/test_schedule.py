@@ -46,6 +46,44 @@ def test_learning_rate(style, samples, expected):
     assert schedule.at(samples) == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("style", "half", "near"),
+    [
+        ("linear", 0.5, 0.01),
+        ("cosine", 0.5, 0.5 * (cos(0.99 * pi) + 1)),
+        ("exponential", 2 * sqrt(0.5) - 1, 2 * 0.5**0.99 - 1),
+        ("minus_sqrt", 1 - sqrt(0.5), 1 - sqrt(0.99)),
+    ],
+)
+def test_wsd_warms_up_stays_and_decays(style, half, near):
+    rate = LearningRateSchedule(1.0, 0.2, 0.0, 200, 1000, "WSD", anneal=100, anneal_style=style)
+    heights = [(rate.at(samples) - 0.2) / 0.8 for samples in (200, 201, 900, 950, 999, 1000, 2000)]
+    assert rate.at(100) == 0.5
+    assert heights == pytest.approx([1, 1, 1, half, near, 0, 0])
+
+
+def test_wsd_is_saved_and_gone_on_with():
+    flags = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 20, "lr_wsd_decay_style": "minus_sqrt"}
+    ours = _schedules(flags)
+    assert (ours.learning_rate.anneal, ours.learning_rate.anneal_style) == (200, "minus_sqrt")
+    saved = json.loads(json.dumps(ours.to_dict(360)))
+    assert ours.resumed(saved) == (ours, 360)
+    assert _schedules().resumed(saved, use_checkpoint=True) == (ours, 360)
+    with pytest.raises(CheckpointError, match="the decay at the end .* is 300 here and 200 in the"):
+        _schedules(flags | {"lr_wsd_decay_iters": 30}).resumed(saved)
+    other = _schedules().to_dict(360)
+    assert not {"wsd_decay_steps", "lr_wsd_decay_style"} & set(other)
+    taken, _ = ours.resumed(other, use_checkpoint=True)
+    assert taken.learning_rate.at(500) == _schedules().learning_rate.at(500)
+    for key in ("wsd_decay_steps", "lr_wsd_decay_style"):  # Megatron saves neither
+        del saved[key]
+    assert ours.resumed(saved) == (ours, 360)
+    with pytest.raises(
+        CheckpointError, match="give --lr-decay-style WSD with --lr-wsd-decay-iters"
+    ):
+        _schedules().resumed(saved, use_checkpoint=True)
+
+
 def test_without_warmup_the_first_update_has_the_peak():
     for style in ("linear", "cosine", "constant", "inverse-square-root"):
         assert LearningRateSchedule(1.0, 0.0, 0.0, 0, 100, style).at(0) == 1.0
@@ -170,6 +208,10 @@ def test_names_before_2022_are_read():
         ({"lr_warmup_iters": 9}, "warm-up of 90 samples leaves nothing"),
         ({"lr_warmup_fraction": 1.0}, "--lr-warmup-fraction"),
         ({"lr_warmup_iters": 5, "lr_decay_iters": 4}, "decay of 40 samples"),
+        (
+            {"lr_warmup_iters": 5, "lr_decay_style": "WSD", "lr_wsd_decay_iters": 5},
+            "decay at the end of 50 are longer than the whole schedule of 90 samples",
+        ),
     ],
 )
 def test_values_that_fit_no_schedule(schedule, message):
