@@ -15,9 +15,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +29,8 @@ FLAGS = ("-O3", "-std=c++17", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC")
 NVCC_LIMIT = 600  # seconds for one nvcc process; usual are 10 to 30
 LOCK_LIMIT = 900  # seconds to wait for another process that builds
 LOCK_PATIENCE = 20.0  # of these, until it is said
+LEFT_AFTER = 3600.0  # seconds without a change, and a scratch folder is one of a killed build
+_SCRATCH = "compiling-"
 _LINK_FLAGS = ("-shared", "-cudart", "static", "-Xlinker", "--exclude-libs,ALL")
 
 Say = Callable[[str], None]
@@ -85,7 +87,21 @@ def find_compiler() -> Compiler:
 
 
 def _output(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    return _run_process(command, timeout=60, check=True).stdout
+
+
+def _run_process(
+    command: Sequence[str], *, timeout: float, check: bool
+) -> subprocess.CompletedProcess[str]:
+    """What it prints may be in any encoding: that of a locale, or of a line of source."""
+    return subprocess.run(
+        command,
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        timeout=timeout,
+        check=check,
+    )
 
 
 def _number(architecture: str) -> int:
@@ -145,11 +161,11 @@ def build(architecture: str, folder: Path, say: Say, say_waiting: Say) -> Path:
                 return target
             failed = target.with_suffix(".failed")
             if failed.exists() and failed.stat().st_mtime >= started:
-                raise BuildError(failed.read_text())  # another process just tried
+                raise BuildError(failed.read_text(encoding="utf-8"))  # another process just tried
             try:
                 _make(compiler, architecture, target, say)
             except BuildError as error:
-                failed.write_text(str(error))
+                failed.write_text(str(error), encoding="utf-8")
                 raise
             failed.unlink(missing_ok=True)
     except OSError as error:
@@ -166,12 +182,21 @@ def _make(compiler: Compiler, architecture: str, target: Path, say: Say) -> None
         f"{compiler.version}, once; less than a minute"
     )
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+    _remove_left_over(target.parent)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=_SCRATCH) as scratch:
         made = compile_sources(compiler, architecture, Path(scratch))
         with made.open("rb+") as file:
             os.fsync(file.fileno())
         made.replace(target)  # nobody ever sees half a library, whatever ends the machine
     say(f"fused kernels: compiled in {time.monotonic() - started:.0f} s, kept as {target}")
+
+
+def _remove_left_over(folder: Path) -> None:
+    """Scratch folders of builds that were killed; not of one that runs, perhaps for another GPU."""
+    for scratch in folder.glob(f"{_SCRATCH}*"):
+        with suppress(FileNotFoundError):  # another process removes them too
+            if time.time() - scratch.stat().st_mtime > LEFT_AFTER:
+                shutil.rmtree(scratch, ignore_errors=True)
 
 
 def compile_sources(compiler: Compiler, architecture: str, scratch: Path, *more_flags: str) -> Path:
@@ -195,10 +220,9 @@ def compile_sources(compiler: Compiler, architecture: str, scratch: Path, *more_
 
 
 def _run(command: list[str]) -> None:
+    """nvcc, whose last word is the file that it makes."""
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=NVCC_LIMIT, check=False
-        )
+        done = _run_process(command, timeout=NVCC_LIMIT, check=False)
     except subprocess.TimeoutExpired:
         raise BuildError(f"nvcc took more than {NVCC_LIMIT} s for {command[-3]}") from None
     except OSError as error:
@@ -207,6 +231,8 @@ def _run(command: list[str]) -> None:
         lines = [line for line in done.stderr.splitlines() if "error" in line.lower()]
         reason = next(iter([*lines, *done.stderr.splitlines()]), f"exit code {done.returncode}")
         raise BuildError(f"nvcc failed: {reason.strip()}")
+    if not Path(command[-1]).is_file():
+        raise BuildError(f"nvcc ended without an error and made no {command[-1]}")
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -175,6 +176,60 @@ def test_a_failing_nvcc_is_quoted(tmp_path, monkeypatch):
     with pytest.raises(BuildError, match="expected a semicolon"):
         building.build("sm_90a", tmp_path / "cache", print, print)
     assert find_built("sm_90a", tmp_path / "cache") is None
+
+
+def test_an_nvcc_that_speaks_in_another_encoding_is_quoted(tmp_path, monkeypatch):
+    """gcc's messages are those of the locale, and quote sources."""
+    script = """
+import sys
+out = sys.stdout.buffer
+if "--version" in sys.argv: out.write(b"\\xa9 NVIDIA, release 99.1"); raise SystemExit
+if "--list-gpu-arch" in sys.argv: print("compute_90"); raise SystemExit
+sys.stderr.buffer.write(b"x.cu(3): error: \\xab;\\xbb is missing")
+raise SystemExit(1)
+"""
+    monkeypatch.setenv("CUDA_HOME", str(_fake(tmp_path / "toolkit", script)))
+    with pytest.raises(BuildError, match="error: \ufffd;\ufffd is missing"):
+        building.build("sm_90a", tmp_path / "cache", print, print)
+    (failed,) = (tmp_path / "cache").glob("*.failed")  # what a process that waited will say
+    assert "\ufffd" in failed.read_text(encoding="utf-8")
+
+
+def test_an_nvcc_that_makes_nothing_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_HOME", str(_fake(tmp_path / "toolkit", VERSIONS)))
+    with pytest.raises(BuildError, match="nvcc ended without an error and made no .*activation.o"):
+        building.build("sm_90a", tmp_path / "cache", print, print)
+
+
+def test_what_a_killed_build_left_goes_with_the_next(tmp_path, monkeypatch):
+    started, stop, cache = tmp_path / "started", tmp_path / "stop", tmp_path / "cache"
+    waiting = f"""
+import os, time
+open({str(started)!r}, "a").close()
+end = time.monotonic() + 60
+while not os.path.exists({str(stop)!r}) and time.monotonic() < end: time.sleep(0.05)
+"""
+    monkeypatch.setenv("CUDA_HOME", str(_fake(tmp_path / "slow", VERSIONS + waiting)))
+    builder = multiprocessing.get_context("fork").Process(
+        target=building.build, args=("sm_90a", cache, print, print)
+    )
+    builder.start()
+    try:
+        while not started.exists():
+            assert builder.is_alive()
+            time.sleep(0.05)
+    finally:
+        builder.kill()
+        builder.join()
+        stop.touch()  # what it started goes on without it
+    (left,) = cache.glob("compiling-*")
+    writing = 'open(sys.argv[sys.argv.index("-o") + 1], "w").close()'
+    monkeypatch.setenv("CUDA_HOME", str(_fake(tmp_path / "quick", VERSIONS + writing)))
+    os.utime(left, (0, time.time() - building.LEFT_AFTER - 60))
+    (cache / "compiling-now").mkdir()  # for another GPU, perhaps
+    building.build("sm_90a", cache, print, pytest.fail)  # nobody is waited for
+    assert not left.exists()
+    assert (cache / "compiling-now").exists()
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path, counting_nvcc):
