@@ -23,6 +23,11 @@ def fresh() -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+def seed_afresh() -> None:
+    """The same for PyTorch's own generators."""
+    torch.manual_seed(fresh().initial_seed())
+
+
 def run(function: Function, inputs: Inputs, grads: Inputs) -> list[Tensor]:
     """Outputs, and the gradients of the floating point inputs; `grads` are those of outputs, None
     for one that nothing uses."""

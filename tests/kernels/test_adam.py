@@ -5,12 +5,13 @@ import torch
 
 from megatron.kernels.adam import AdamNumbers, AdamTensors, choose_adam
 from megatron.kernels.tensor_table import CHUNK
+from tests.kernels.compare import seed_afresh
 
 SIZES = [1, 3, 2048, CHUNK + 5]
 
 
 def problem(gradient_dtype, copy_dtype, device):
-    torch.seed()
+    seed_afresh()
     weights = [torch.randn(size, device=device) for size in SIZES]
     copies = [
         None if copy_dtype is None else torch.zeros_like(w, dtype=copy_dtype) for w in weights

@@ -8,12 +8,13 @@ from megatron.kernels.embedding_gradient import (
     choose_embedding_gradient,
     embedding_gradient_reference,
 )
+from tests.kernels.compare import seed_afresh
 
 ROWS = 11
 
 
 def check(form, device, dtype, hidden, count=230):
-    torch.seed()
+    seed_afresh()
     entries = torch.randint(-2, ROWS + 3, (count,), device=device)  # some belong to other ranks
     entries[::2] = 4  # a frequent one
     grad = torch.randn(count, hidden, device=device).to(dtype)
@@ -44,7 +45,7 @@ def test_kernel_equals_float64(kernels, dtype, hidden):
 @pytest.mark.parametrize("rows", [3000, 1023, 2])  # two digits, one, many rows of each
 def test_rows_of_an_entry_are_added_in_their_order(kernels, rows):
     library, device = kernels
-    torch.seed()
+    seed_afresh()
     entries = torch.randint(-1, rows + 1, (2500,))
     grad, into = torch.randn(2500, 8), torch.randn(rows, 8)
     found = into.clone().to(device)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron.kernels.fp8 import E4M3, E5M2, Fp8, ReferenceCasts, choose_fp8_casts, inverses_of
+from tests.kernels.compare import seed_afresh
 
 REFERENCE = ReferenceCasts()
 SHAPES = [(16, 16), (144, 272)]  # less than a tile; two and a bit of them, cut at the edges
@@ -13,7 +14,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 def matrix(shape, dtype, device="cpu"):
-    torch.seed()
+    seed_afresh()
     x = torch.randn(shape) * torch.logspace(-3, 1, shape[1])
     x[3] = 0
     return x.to(dtype).to(device)

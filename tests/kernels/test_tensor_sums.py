@@ -7,13 +7,14 @@ import torch
 
 from megatron.kernels.tensor_sums import choose_tensor_sums
 from megatron.kernels.tensor_table import CHUNK
+from tests.kernels.compare import seed_afresh
 
 CPU = torch.device("cpu")
 
 
 def tensors(device):
     """Sizes around what a block takes, starts that 16-byte accesses cannot use, two formats."""
-    torch.seed()
+    seed_afresh()
     storage = torch.randn(CHUNK * 2 + 100)
     storage[::7] = 0
     views = [storage[1 : CHUNK + 8], storage[CHUNK + 8 :], storage[4:5], storage[:0]]

@@ -7,6 +7,7 @@ import torch
 
 from megatron.device import Device
 from megatron.kernels.weight_gradient import weight_gradient
+from tests.kernels.compare import seed_afresh
 
 GPU = pytest.param("gpu", marks=pytest.mark.gpu)
 
@@ -18,7 +19,7 @@ def test_equals_float64(where, dtype, into_dtype):
     device = Device.pick() if where == "gpu" else Device.cpu()
     if where == "gpu" and not device.is_gpu:
         pytest.skip("needs a GPU")
-    torch.seed()
+    seed_afresh()
     grad = torch.randn(40, 3, 24, device=device.torch_device).to(dtype)
     x = torch.randn(40, 3, 16, device=device.torch_device).to(dtype)
     product = grad.flatten(0, 1).double().t() @ x.flatten(0, 1).double()
@@ -30,8 +31,10 @@ def test_equals_float64(where, dtype, into_dtype):
         tolerance = 1e-3  # tf32 where it is allowed
     scale = product.abs().max().item()
     torch.testing.assert_close(into.double(), product, rtol=0, atol=tolerance * scale)
-    before = into.double()
+    before, again = into.double(), into.clone()
     weight_gradient(grad, x, into, accumulate=True)
+    weight_gradient(grad, x, again, accumulate=True)
+    assert torch.equal(into, again)
     torch.testing.assert_close(into.double(), before + product, rtol=0, atol=2 * tolerance * scale)
 
 
