@@ -38,7 +38,7 @@ def _run(only: str, *, compiled: bool) -> None:
 
     from megatron.device import Device
     from megatron.kernels.library import find_library
-    from tools.kernel_benchmarks.operation import Ceilings, Stopwatch, measure, table
+    from tools.kernel_benchmarks.operation import HEADER, Ceilings, Stopwatch, measure, table_row
 
     device = Device.pick()
     choice = find_library(device.torch_device)
@@ -58,17 +58,16 @@ def _run(only: str, *, compiled: bool) -> None:
     ceilings = Ceilings(watch.copy_bandwidth(), watch.product_rate())
     print(
         f"{device.name}, torch {torch.__version__}, copy {ceilings.bandwidth / 1e12:.2f} TB/s, "
-        f"product {ceilings.products / 1e12:.0f} TFLOP/s; times in us"
+        f"product {ceilings.products / 1e12:.0f} TFLOP/s; times in us\n"
     )
-    rows = []
+    print(HEADER, flush=True)
     for operation in operations:
         missing = operation.missing()
         if missing:
             print(f"left out {operation.name} {operation.shape}: {missing}", file=sys.stderr)
             continue
-        rows += measure(operation, watch, ceilings, compiled=compiled)
-        print(f"timed {operation.name} {operation.shape}", file=sys.stderr, flush=True)
-    print(table(rows))
+        for row in measure(operation, watch, ceilings, compiled=compiled):
+            print(table_row(row), flush=True)  # a later one may fail, or the time be up
 
 
 if __name__ == "__main__":

@@ -195,23 +195,22 @@ def _backward_of(form: Form, inputs: Inputs) -> Callable[[], object]:
     return lambda: torch.autograd.grad(outputs, leaves, grads, retain_graph=True)
 
 
-def table(rows: Sequence[Timed]) -> str:
-    """Markdown; times in microseconds, each library's name with its time."""
-    lines = [
-        "| operation | shape | pass | floor | ours | of floor | eager | compile | library |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for row in rows:
-        ours = row.seconds["ours"]
-        times = [_micro(row.seconds.get(name)) for name in ("eager", "compile")]
-        names = sorted(row.operation.libraries, key=lambda name: row.seconds[name])
-        library = "; ".join(f"{_micro(row.seconds[name])} ({name})" for name in names) or "-"
-        lines.append(
-            f"| {row.operation.name} | {row.operation.shape} | {row.direction} "
-            f"| {_micro(row.floor)} | {_micro(ours)} | {row.floor / ours:.0%} "
-            f"| {' | '.join(times)} | {library} |"
-        )
-    return "\n".join(lines)
+HEADER = """\
+| operation | shape | pass | floor | ours | of floor | eager | compile | library |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
+
+
+def table_row(row: Timed) -> str:
+    """Markdown under `HEADER`; times in microseconds, each library's name with its time."""
+    ours = row.seconds["ours"]
+    times = [_micro(row.seconds.get(name)) for name in ("eager", "compile")]
+    names = sorted(row.operation.libraries, key=lambda name: row.seconds[name])
+    library = "; ".join(f"{_micro(row.seconds[name])} ({name})" for name in names) or "-"
+    return (
+        f"| {row.operation.name} | {row.operation.shape} | {row.direction} "
+        f"| {_micro(row.floor)} | {_micro(ours)} | {row.floor / ours:.0%} "
+        f"| {' | '.join(times)} | {library} |"
+    )
 
 
 def _micro(seconds: float | None) -> str:

@@ -171,8 +171,8 @@ class _Prepared:
         key = inputs[0].data_ptr()
         if key not in self._bound:
             self._bound[key] = self._prepare(*inputs)
-        self._bound[key]()
-        return inputs[0]
+        out = self._bound[key]()
+        return out if isinstance(out, Tensor) else inputs[0]
 
 
 def tensor_sums(library: KernelLibrary, device: torch.device, size: int) -> Operation:
