@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 _PROFILED = 4  # iterations, of which the inner ones are broken down
+_QUICK = {"warmup": 5, "iterations": 15, "repeat": 1, "ceiling_seconds": 0.5}  # unless given
 # What a run is and shows by this tool's own flags.
 _OWN_FLAGS = {
     *("--train-iters", "--train-samples", "--exit-interval", "--exit-duration-in-mins"),
@@ -103,7 +104,11 @@ def build_parser() -> ToolParser:
     add("--iterations", type=int, default=30, help="Timed iterations of a run (default: 30).")
     add("--warmup", type=int, default=10, help="Iterations before them (default: 10).")
     add("--repeat", type=int, default=3, help="Runs (default: 3).")
-    add("--quick", action="store_true", help="5 + 15 iterations, one run, 0.5 s a ceiling.")
+    add(
+        "--quick",
+        action="store_true",
+        help="By default 5 + 15 iterations, one run, 0.5 s a ceiling.",
+    )
     add("--no-profile", action="store_true", help="Do not look where a step's time goes.")
     add("--compare", metavar="COMMIT", help="Also measure this commit, or checkout in a folder.")
     add("--ceilings", action="store_true", help="Only measure what the machine can do.")
@@ -127,6 +132,8 @@ def make_plan(options: argparse.Namespace, further: Sequence[str]) -> Plan:
         if not getattr(options, name) > 0:  # nan neither
             flag = name.replace("_", "-")
             raise ConfigError(f"--{flag} {getattr(options, name):g}: give more than 0")
+    if options.ceilings and options.compare is not None:
+        raise ConfigError("--ceilings runs no checkout, so --compare has no meaning: drop one")
     workload, output = WORKLOADS[options.workload], options.output.resolve()
     further = _further_flags(options.layout, further)
     _expect_gpus(options)
@@ -372,8 +379,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         own[at : at + 2] = [f"--layout={own[at + 1]}"]
     options = build_parser().read(own)
     if options.quick:
-        options.warmup, options.iterations, options.repeat = 5, 15, 1
-        options.ceiling_seconds = min(options.ceiling_seconds, 0.5)
+        parser = build_parser()
+        parser.set_defaults(**_QUICK)
+        options = parser.read(own)  # what is given beside it counts
     return run_command(lambda: benchmark(options, words[cut + 1 :]))
 
 

@@ -159,6 +159,7 @@ def test_several_gpus_go_under_torchrun(tmp_path) -> None:
         (["--compare", "no-such-commit"], "--compare no-such-commit: neither a commit"),
         (["--", "--train-iters", "9"], "--train-iters: how long runs are"),
         (["--layout", "--exit-interval=7"], "use --iterations, --warmup and --no-profile"),
+        (["--ceilings", "--compare", "HEAD"], "so --compare has no meaning: drop one"),
     ],
 )
 def test_mistakes_are_named_before_anything_runs(
@@ -231,6 +232,24 @@ def test_ceilings_are_measured_again_for_other_shapes_and_rooflines_follow_the_b
     kept.write_text("{")
     step("--seq-length 32")
     assert len(measured) == 4
+
+
+def test_what_is_given_beside_quick_counts(monkeypatch) -> None:
+    seen = []
+    monkeypatch.setattr(benchmark, "benchmark", lambda options, _: seen.append(options))
+    for words in (["--quick"], ["--quick", "--repeat", "3", "--iterations", "30"]):
+        assert benchmark.main(words) == 0
+    short, mixed = ([x.warmup, x.iterations, x.repeat, x.ceiling_seconds] for x in seen)
+    assert short == [5, 15, 1, 0.5]
+    assert mixed == [5, 30, 3, 0.5]
+
+
+def test_a_share_of_the_roofline_is_of_the_precision_that_ran() -> None:
+    ceilings = {"roofline_step_16bit": 0.09, "roofline_step_fp8": 0.06}
+    for precision, expected in (("bf16", 0.09), ("fp8", 0.06), ("fp32", None)):
+        flags = training_flags(WORKLOADS["demo"], precision, 1, Path("x"), [])
+        facts = report.Facts.of(read_flags(flags, 1), precision, 1, ceilings)
+        assert facts.roofline == expected
 
 
 def _run(median):

@@ -121,6 +121,22 @@ def test_flash_attention_4_is_timed_on_samples_in_order(causal, monkeypatch):
     assert all(seen)
 
 
+def test_attention_with_a_bias_and_softmax_alone_are_timed(monkeypatch):
+    monkeypatch.setattr(operation, "ROTATED_BYTES", 2)
+    monkeypatch.setattr(attention, "BF16", torch.float32)
+    monkeypatch.setattr(attention, "gpu_attention", cpu_attention)
+    biased = attention.biased(CPU, (8, 2, 4, 16))
+    assert len(biased.draw()) == 4
+    _check_forms(biased, biased.eager)
+    for causal in (True, False):
+        softmax = attention.softmax(CPU, (2, 3, 8, 8), causal=causal)
+        out = softmax.ours(*softmax.draw())
+        torch.testing.assert_close(out.sum(-1), torch.ones(2, 3, 8))
+        upper = out[0, 0].triu(1)
+        assert (upper == 0).all() == causal
+        _check_forms(softmax, softmax.ours)
+
+
 def test_row_products_are_timed_beside_pytorch(monkeypatch):
     monkeypatch.setattr(operation, "ROTATED_BYTES", 2)
     _check_forms(generation.row_product(F.linear, CPU, 3, 16, 8), F.linear)

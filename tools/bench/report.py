@@ -38,7 +38,7 @@ class Facts:
         tokens: of a step, for each GPU.
         flops: model FLOPs of a token.
         ceilings: as `tools.bench.ceilings.Ceilings`, with the roofline's seconds of a step.
-        roofline: seconds of a step; None where it is not known.
+        roofline: seconds of a step at this precision; None where it is not known.
     """
 
     tokens: float
@@ -55,7 +55,8 @@ class Facts:
         from megatron.tokenizer import padded_vocabulary
 
         assert config.data.seq_length is not None
-        products = "16bit" if config.precision.fp8_format is None else "fp8"
+        numbers = config.precision
+        key = "roofline_step_16bit" if numbers.fp8_format is None else "roofline_step_fp8"
         vocabulary = padded_vocabulary(config)
         return cls(
             tokens=tokens_of_step(config) / gpus,
@@ -63,7 +64,7 @@ class Facts:
             precision=precision,
             gpus=gpus,
             ceilings=ceilings,
-            roofline=ceilings[f"roofline_step_{products}"],
+            roofline=ceilings[key] if numbers.bf16 or numbers.fp16 else None,  # none for fp32
         )
 
     def derived(self, seconds: float) -> dict[str, float | None]:

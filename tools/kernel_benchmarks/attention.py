@@ -1,10 +1,12 @@
 """Attention of a layer, at training sizes: no kernel of ours, but a choice among PyTorch's.
 
-"Ours" is what a model runs (`gpu_attention`), libraries are what it might run instead.
+"Ours" is what a model runs (`gpu_attention`, or PyTorch's softmax where scores are held), libraries
+are what it might run instead.
 FlashAttention 4 is a row of its own, of tensors [b, s, n, d] in order: where it is installed."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import cache, partial
 
@@ -13,10 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron.kernels.attention import gpu_attention
+from megatron.kernels.attention import attention_reference, gpu_attention
 from megatron.kernels.flash_package import FlashPackage, find_flash_package
 from megatron.kernels.library import KernelLibrary
 from megatron.kernels.segments import Mask, Segments
+from megatron.kernels.softmax import masked_softmax
 from tools.kernel_benchmarks.operation import Form, Inputs, Operation
 
 BF16 = torch.bfloat16
@@ -30,10 +33,12 @@ def operations(library: KernelLibrary, device: torch.device) -> list[Operation]:
         causal(device, 4096, 4),
         causal(device, 8192, 1),
         padded(device),
+        biased(device, (512, 64, 12, 64)),
         *packed,
         flash_package(device, (4096, 4, 16, 128), 16, causal=True),
         flash_package(device, (8192, 1, 32, 128), 8, causal=True),
         flash_package(device, (512, 64, 16, 64), 16, causal=False),
+        *(softmax(device, (4, 16, 2048, 2048), causal=causal) for causal in (False, True)),
     ]
 
 
@@ -88,6 +93,44 @@ def padded(device: torch.device) -> Operation:
     )
 
 
+def biased(device: torch.device, sizes: tuple[int, int, int, int]) -> Operation:
+    """Of a T5's encoder: scores have a bias of each pair of positions, which learns."""
+    s, b, n, _ = sizes
+
+    def ours(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+        return gpu_attention(query, key, value, mask=bias, causal=False, dropout=0.0)
+
+    def eager(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+        return attention_reference(query, key, value, mask=bias, causal=False, dropout=0.0)
+
+    plain = _attention(
+        "attention with a bias that learns, T5", device, sizes, pairs=b * s * s, ours=ours
+    )
+    return replace(
+        plain,
+        draw=lambda: [*plain.draw(), torch.randn(1, n, s, s, device=device, dtype=BF16)],
+        eager=eager,
+    )
+
+
+def softmax(device: torch.device, sizes: tuple[int, int, int, int], *, causal: bool) -> Operation:
+    """Of scores [b, n, s, s] alone, as --no-masked-softmax-fusion has it: no kernel of ours."""
+    b, _, s, _ = sizes
+    mask = None if causal else torch.rand(b, 1, s, s, device=device) < 0.9  # True: may attend
+    form = partial(masked_softmax, mask=mask, causal=causal, factor=0.5, dtype=BF16)
+    size = 2 * math.prod(sizes)
+    read = 0 if mask is None else mask.numel()
+    return Operation(
+        name=f"scaled {'causal' if causal else 'masked'} softmax",
+        shape=f"{list(sizes)} bf16",
+        forward_bytes=2 * size + read,
+        backward_bytes=3 * size + read,
+        draw=lambda: [torch.randn(sizes, device=device, dtype=BF16)],
+        ours=form,
+        eager=form,
+    )
+
+
 def packed_documents(device: torch.device, b: int, document: int) -> Operation:
     """Documents of one length in samples of 4096 (--reset-attention-mask)."""
     s = 4096
@@ -113,7 +156,7 @@ def _attention(
     *,
     pairs: float,
     ours: Form,
-    libraries: dict[str, Form],
+    libraries: dict[str, Form] | None = None,
     groups: int | None = None,
     in_order: bool = False,
 ) -> Operation:
@@ -138,7 +181,7 @@ def _attention(
         draw=draw,
         ours=ours,
         eager=None,  # would hold every score
-        libraries=libraries,
+        libraries=libraries or {},
         forward_products=products,
         backward_products=int(products * BACKWARD_PRODUCTS),
     )
