@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
@@ -11,16 +12,22 @@ from tests.repository import ROOT
 FOLDER = ROOT / "docs" / "benchmarks"
 FIRST = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
 KERNELS = (FOLDER / "kernels.md").read_text(encoding="utf-8")
+_CODE = re.compile(r"`[^`]*`")
 _NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?%?")
 
 
 def tables(text: str) -> list[list[list[str]]]:
     """Every table of a page: its rows, the first of them the header, as cells."""
     found = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
-    return [
-        [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines()]
-        for table in found
+    return [[cells(line) for line in table.splitlines()] for table in found]
+
+
+def cells(line: str) -> list[str]:
+    """What stands between the bars of a line, but for those in code and behind a backslash."""
+    bars = [
+        bar.start() for bar in re.finditer(r"(?<!\\)\|", _CODE.sub(lambda x: "-" * len(x[0]), line))
     ]
+    return [line[a + 1 : b].strip() for a, b in itertools.pairwise(bars)]
 
 
 def table(text: str, *names: str) -> list[dict[str, str]]:
@@ -42,6 +49,13 @@ def number(text: str) -> float:
     found = _NUMBER.match(text)
     assert found, text
     return float(found[0].rstrip("%").replace(",", ""))
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda x: x.name)
+def test_rows_have_as_many_cells_as_their_header(page) -> None:
+    for rows in tables(page.read_text(encoding="utf-8")):
+        for row in rows:
+            assert len(row) == len(rows[0]), row
 
 
 def test_shares_of_the_floor_follow_from_the_times() -> None:
