@@ -1,0 +1,49 @@
+"""A process of test_waits.py's runs in several: python -m torch.distributed.run --module this."""
+
+import sys
+
+import pytest
+import torch
+
+from megatron.config.parser import parse_config
+from megatron.environment import read_launch
+from megatron.training.process import processes
+from megatron.training.run import Run
+from megatron.training.step import Updates
+from tests.training.toy import TOY, build_toy
+
+WIDE = "--hidden-size 64 --kv-channels 16 --bf16".split()  # a head that flash kernels take
+
+
+def expect_no_wait(run: Run) -> None:
+    """An update, in which the host may wait for nothing but the event that ends it."""
+    updates = Updates(run)
+    for _ in range(3):  # these may compile, choose, allocate, record
+        updates.make(look_ahead=True)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the host waited for the whole device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "synchronize", refuse)
+        torch.cuda.set_sync_debug_mode("error")  # does not mind that event
+        try:
+            outcome = updates.make(look_ahead=True)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert outcome.applied
+    assert updates.make(look_ahead=False).applied
+
+
+def main(flags: list[str]) -> None:
+    """Build the toy in the layout of the flags, and look at one of its updates."""
+    launch = read_launch()
+    words = [*TOY, *WIDE, *flags, "--train-iters", "6"]
+    config = parse_config(words, world_size=launch.world_size, architecture="gpt").config
+    with processes(config, launch) as (device, layout):
+        expect_no_wait(build_toy(layout, [*WIDE, *flags], device=device))
+    print(f"rank {launch.rank} of {launch.world_size}: no wait", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
