@@ -128,8 +128,21 @@ class PlainPaged:
         self.name = f"plain PyTorch ({reason})"
 
     def singles(self, query: Tensor, keys: Tensor, values: Tensor, singles: Singles) -> Tensor:
-        """See `single_attention_reference`."""
-        return single_attention_reference(query, keys, values, singles)
+        """See `PagedAttention`: collects keys and values, as many as the longest sequence has.
+
+        The heads of a group take the place of positions that share keys, so that none are repeated.
+        """
+        size, groups = singles.block_size, keys.shape[1]
+        blocks = singles.tables[:, : -(-singles.longest // size)].long()
+        within = torch.arange(size, device=query.device)
+        slots = (blocks.unsqueeze(2) * size + within).flatten(1)[:, : singles.longest]  # [u, l]
+        key, value = (x[slots].transpose(1, 2) for x in (keys, values))  # [u, g, l, d]
+        seen = torch.arange(slots.shape[1], device=query.device) < singles.lengths.unsqueeze(1)
+        mask = seen[:, None, None]  # [u, 1, 1, l]
+        out = F.scaled_dot_product_attention(
+            query.unflatten(1, (groups, -1)), key, value, attn_mask=mask
+        )
+        return out.flatten(1, 2)
 
     def append(
         self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor
@@ -178,26 +191,6 @@ class FusedPaged:
         self._library.launch(
             APPEND_TO_CACHE, *(key, value, keys, values, slots), *(len(slots), width)
         )
-
-
-def single_attention_reference(
-    query: Tensor, keys: Tensor, values: Tensor, singles: Singles
-) -> Tensor:
-    """See `PagedAttention.singles`: collects keys and values, as many as the longest sequence has.
-
-    The heads of a group take the place of positions that share keys, so that none are repeated.
-    """
-    size, groups = singles.block_size, keys.shape[1]
-    blocks = singles.tables[:, : -(-singles.longest // size)].long()
-    within = torch.arange(size, device=query.device)
-    slots = (blocks.unsqueeze(2) * size + within).flatten(1)[:, : singles.longest]  # [u, l]
-    key, value = (x[slots].transpose(1, 2) for x in (keys, values))  # [u, g, l, d]
-    seen = torch.arange(slots.shape[1], device=query.device) < singles.lengths.unsqueeze(1)
-    mask = seen[:, None, None]  # [u, 1, 1, l]
-    out = F.scaled_dot_product_attention(
-        query.unflatten(1, (groups, -1)), key, value, attn_mask=mask
-    )
-    return out.flatten(1, 2)
 
 
 def chunk_attention(
