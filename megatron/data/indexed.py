@@ -74,17 +74,17 @@ class IndexedDataset:
 
     Args:
         prefix: path without `.bin` and `.idx`.
-        validate: compare everything that the format repeats, in one pass over the .idx.
 
     Raises:
-        DataError: a file is missing, of another format, truncated or inconsistent.
+        DataError: a file is missing, of another format, truncated or inconsistent: all that the
+            format repeats is compared, in one pass over the .idx.
     """
 
-    def __init__(self, prefix: str | os.PathLike[str], *, validate: bool = True) -> None:
+    def __init__(self, prefix: str | os.PathLike[str]) -> None:
         self.prefix = os.fspath(prefix)
-        self._open(validate)
+        self._open(validate=True)
 
-    def _open(self, validate: bool) -> None:
+    def _open(self, *, validate: bool) -> None:
         _require_files(self.prefix)
         index = _read_index(idx_path(self.prefix))
         if validate:

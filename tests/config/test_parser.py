@@ -145,7 +145,7 @@ def test_help_needs_no_torch() -> None:
 
 def test_flags_of_one_section_for_a_tool() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    add_flags(parser, TokenizerConfig, only=("tokenizer_type", "vocab_file"))
+    add_flags(parser, TokenizerConfig)
     given = parser.parse_args(["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", "v.json"])
     assert from_namespace(TokenizerConfig, given) == TokenizerConfig(
         tokenizer_type="GPT2BPETokenizer", vocab_file="v.json"
