@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.durable import storage_errors
 from megatron.checkpoint.exchange import Exchange
 from megatron.checkpoint.vocabulary import PaddedReader
 from megatron.config.run import known
 from megatron.config.tasks import TaskConfig
+from megatron.durable import storage_errors
 from megatron.inference.load import open_existing
 from megatron.parallel.collectives import all_reduce
 from megatron.training.callbacks.base import Callback, Leave

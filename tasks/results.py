@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from megatron.checkpoint.durable import replace_file, storage_errors, writing_to
+from megatron.durable import replace_file, storage_errors, writing_to
 
 Number = int | float
 Numbers = dict[str, Number]

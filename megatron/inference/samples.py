@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from megatron.checkpoint.durable import storage_errors
+from megatron.durable import storage_errors
 from megatron.errors import DataError, StorageError
 from megatron.inference.request import (
     Event,

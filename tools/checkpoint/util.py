@@ -28,11 +28,11 @@ import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from megatron.checkpoint.durable import storage_errors, sync_folder, unique_suffix
 from megatron.checkpoint.find import warn
 from megatron.command import run_command
 from megatron.config.arguments import ToolParser, add_flags
 from megatron.config.data import TokenizerConfig
+from megatron.durable import storage_errors, sync_folder, unique_suffix
 from megatron.errors import CheckpointError, ConfigError
 
 MODELS = ("GPT", "BERT", "T5")

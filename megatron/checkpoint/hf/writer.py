@@ -12,14 +12,6 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.deferred import DeferredTensor
-from megatron.checkpoint.durable import (
-    TEMPORARY,
-    remove_tree,
-    storage_errors,
-    sync_folder,
-    unique_suffix,
-    write_file,
-)
 from megatron.checkpoint.hf.family import Family, differing_fields
 from megatron.checkpoint.hf.files import CONFIG, INDEX, SINGLE, json_bytes
 from megatron.checkpoint.hf.rules import Rule, present
@@ -27,6 +19,14 @@ from megatron.checkpoint.hf.settings import Settings, harmless
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.shard import plan_shard, write_shard
 from megatron.config.model import ModelConfig
+from megatron.durable import (
+    TEMPORARY,
+    remove_tree,
+    storage_errors,
+    sync_folder,
+    unique_suffix,
+    write_file,
+)
 from megatron.errors import CheckpointError, StorageError
 
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
