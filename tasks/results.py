@@ -48,11 +48,11 @@ def megatron_line(task: str, headline: Mapping[str, str], numbers: Mapping[str, 
     return f" validation results on {task} | " + " | ".join(parts) + " |"
 
 
-def results_path(asked: str | None, checkpoint: str, task: str, iteration: int) -> Path:
-    """Where the results go: the file asked for, or beside the checkpoint."""
+def results_path(asked: str | None, folder: str, task: str, iteration: int) -> Path:
+    """Where the results go: the file asked for, or one in the folder of checkpoints."""
     if asked is not None:
         return Path(asked)
-    return Path(checkpoint) / "evaluation" / f"{task.lower()}-iter_{iteration:07d}.json"
+    return Path(folder) / "evaluation" / f"{task.lower()}-iter_{iteration:07d}.json"
 
 
 def check_results(asked: str | None) -> None:
