@@ -21,7 +21,7 @@ from megatron.inference.request import (
     Sampling,
     Token,
 )
-from megatron.inference.server.text import Detokenizer
+from megatron.inference.text import Detokenizer
 from megatron.inference.wire import Add, Command, Shutdown
 from megatron.tokenizer import Tokenizer
 
