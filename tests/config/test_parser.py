@@ -224,7 +224,7 @@ def test_a_checkpoint_says_what_it_overrules_of_flags_and_of_the_file(tmp_path) 
         [
             f"--swiglu {taken} --no-swiglu from old",
             f"--disable-bias-linear {of_file} --add-bias-linear from old",
-            f"--rotary-base 20000.0 {of_file} --rotary-base 500000.0 from old",
+            f"--rotary-base 20000 {of_file} --rotary-base 500000 from old",
             "--use-checkpoint-args: from the checkpoint: --normalization RMSNorm",
         ]
     )
