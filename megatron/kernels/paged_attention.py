@@ -23,8 +23,8 @@ from torch import Tensor
 from megatron.device import Device
 from megatron.kernels.attention import (
     AttentionFunction,
-    cpu_attention,
     flash_misfit,
+    fused_attention,
     gpu_attention,
 )
 from megatron.kernels.library import DTYPE_CODES, VECTOR_BYTES, Kernel, KernelLibrary
@@ -213,7 +213,7 @@ def chunk_attention(
         key, value = keys[chunks.slots], values[chunks.slots]  # [l, g, d]
     if not flash_misfit(query.shape[-1], query.dtype, query.device):
         return _flash_chunks(query, key, value, chunks)
-    attend = gpu_attention if Device(query.device).is_gpu else cpu_attention
+    attend = gpu_attention if Device(query.device).is_gpu else fused_attention
     lengths = [start + size for start, size in zip(chunks.starts, chunks.sizes, strict=True)]
     each = zip(query.split(chunks.sizes), key.split(lengths), value.split(lengths), strict=True)
     return torch.cat([_one_chunk(*tensors, attend) for tensors in each])
