@@ -43,6 +43,13 @@ def read_whole(reader: Reader, name: str) -> torch.Tensor:
     return reader.read(name, global_shape=shape, offset=(0,) * len(shape), shape=shape)
 
 
+def read_all(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of the checkpoint that loads from `folder`."""
+    reader = open_checkpoint(folder)
+    assert reader is not None
+    return {name: read_whole(reader, name) for name in reader.names()}
+
+
 def assert_holds(reader: Reader | None, state: State) -> None:
     """The checkpoint holds exactly this state, bit for bit."""
     assert reader is not None
@@ -61,3 +68,9 @@ def assert_loads(root: Path, iterations: Iterable[int]) -> int:
     assert reader.meta["iteration"] == reader.iteration
     assert_holds(reader, make_state(reader.iteration))
     return reader.iteration
+
+
+def same_files(one: Path, other: Path) -> bool:
+    """Whether all files of `one` are in `other`, bit for bit."""
+    names = [path.name for path in one.iterdir()]
+    return all((one / name).read_bytes() == (other / name).read_bytes() for name in names)

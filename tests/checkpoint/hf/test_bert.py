@@ -28,6 +28,7 @@ from megatron.parallel.layout import Layout
 from megatron.training.checkpointing import model_state, network_of
 from megatron.training.pretrain import main
 from pretrain_bert import BertRecipe
+from tests.checkpoint.states import same_files
 from tests.distributed import run_distributed
 from tools.checkpoint import util
 
@@ -100,12 +101,6 @@ def test_what_files_lack_is_not_compared(kind, changes, found, tmp_path, capsys)
     assert all(line.startswith(f"--verify: {found} differ by at most") for line in lines)
     assert "pooled" not in lines[0]
     assert same_files(tmp_path / "a", tmp_path / "c")
-
-
-def same_files(one: Path, other: Path) -> bool:
-    """Whether all files of `one` are in `other`, bit for bit."""
-    names = [path.name for path in one.iterdir()]
-    return all((one / name).read_bytes() == (other / name).read_bytes() for name in names)
 
 
 def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
