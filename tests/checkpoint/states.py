@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.checkpoint.entries import Entry, State
+from megatron.checkpoint.entries import Box, Entry, State
 from megatron.checkpoint.reader import Reader, open_checkpoint
 from megatron.checkpoint.store import save
 from megatron.parallel.layout import Layout
@@ -40,7 +40,7 @@ def save_state(root: Path, iteration: int, state: State | None = None) -> Path:
 
 def read_whole(reader: Reader, name: str) -> torch.Tensor:
     shape = reader.global_shape(name)
-    return reader.read(name, global_shape=shape, offset=(0,) * len(shape), shape=shape)
+    return reader.read(name, Box.whole(shape), global_shape=shape)
 
 
 def read_all(folder: Path) -> dict[str, torch.Tensor]:

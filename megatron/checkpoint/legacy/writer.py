@@ -234,12 +234,7 @@ class LegacyWriter:
         return DeferredTensor(tuple(shape.shape), self.reader.dtype(name), read)
 
     def _read(self, slot: Slot, name: str) -> torch.Tensor:
-        part = self.reader.read(
-            name,
-            global_shape=self.reader.global_shape(name),
-            offset=slot.box.offset,
-            shape=slot.box.shape,
-        )
+        part = self.reader.read(name, slot.box, global_shape=self.reader.global_shape(name))
         return self._arrangement.flatten(slot.name, part)
 
 
