@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from megatron import __version__
@@ -13,8 +13,8 @@ from megatron.config.tasks import TaskConfig
 from megatron.device import Device
 from megatron.environment import Launch
 from megatron.errors import EXIT_OK, StorageError
-from megatron.inference.arguments import SAVED_MODEL_READS, SAVED_MODEL_RULES
-from megatron.inference.load import Loaded, check_architecture, open_existing, saved_config
+from megatron.inference.arguments import SAVED_MODEL_READS, SAVED_MODEL_RULES, saved_run
+from megatron.inference.load import Loaded
 from megatron.inference.panel import model_rows
 from megatron.parallel.layout import Layout
 from megatron.training.callbacks.terminal import say
@@ -54,28 +54,19 @@ def parse_evaluation(
 
     Raises:
         ConfigError: all mistakes.
-        CheckpointError: --load names no checkpoint.
+        CheckpointError: --load names no checkpoint of a GPT.
     """
     return parse_config(
         arguments,
         world_size=world_size,
         program=PROGRAM,
         extra=(TaskConfig, options),
-        find_start=find_start or _saved,
+        find_start=find_start or partial(saved_run, micro_batch=_MICRO_BATCH),
         rules=SAVED_MODEL_RULES,
         reads=lambda given: (SAVED_MODEL_READS | _READS) - {*unread},
         check_extra=check,
         elsewhere=flags_elsewhere(task),
     )
-
-
-def _saved(given: Mapping[str, Any]) -> RunConfig:
-    folder = given.get("load")
-    if folder is None:
-        return RunConfig()
-    config = saved_config(open_existing(folder, verify=False), folder)
-    check_architecture(config, "gpt", f"--load {folder}")
-    return replace(config, training=replace(config.training, micro_batch_size=_MICRO_BATCH))
 
 
 def run_evaluation(

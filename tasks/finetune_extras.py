@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.durable import storage_errors
 from megatron.checkpoint.exchange import Exchange
 from megatron.checkpoint.vocabulary import PaddedReader
 from megatron.config.run import known
 from megatron.config.tasks import TaskConfig
+from megatron.durable import storage_errors
 from megatron.inference.load import open_existing
 from megatron.parallel.collectives import all_reduce
 from megatron.training.callbacks.base import Callback, Leave
@@ -30,7 +30,7 @@ from tasks.classify_files import Example
 from tasks.classify_samples import FilledUp, TextSamples
 from tasks.finetune import FinetuneRecipe
 from tasks.progress import Progress
-from tasks.results import Numbers, format_number, write_results
+from tasks.results import Numbers, format_number, results_path, write_results
 from tasks.target import Guesses
 
 BEST = "best"  # a folder in --save
@@ -187,13 +187,10 @@ class Finetuning(Extras):
 
     def _results_path(self, run: Run, iteration: int) -> Path | None:
         """The file asked for, or one in the folder of checkpoints; None: there is neither."""
-        if self._options.results is not None:
-            return Path(self._options.results)
-        folder = run.config.checkpoint.save
-        if folder is None:
+        asked, folder = self._options.results, run.config.checkpoint.save
+        if asked is None and folder is None:
             return None
-        name = f"{self._recipe.target.task.lower()}-iter_{iteration:07d}.json"
-        return Path(folder) / "evaluation" / name
+        return results_path(asked, folder or "", self._recipe.target.task, iteration)
 
 
 class _AtEpochsEnd(Callback):

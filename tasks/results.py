@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from megatron.checkpoint.durable import replace_file, storage_errors, writing_to
+from megatron.durable import replace_file, storage_errors, writing_to
 
 Number = int | float
 Numbers = dict[str, Number]
@@ -48,11 +48,11 @@ def megatron_line(task: str, headline: Mapping[str, str], numbers: Mapping[str, 
     return f" validation results on {task} | " + " | ".join(parts) + " |"
 
 
-def results_path(asked: str | None, checkpoint: str, task: str, iteration: int) -> Path:
-    """Where the results go: the file asked for, or beside the checkpoint."""
+def results_path(asked: str | None, folder: str, task: str, iteration: int) -> Path:
+    """Where the results go: the file asked for, or one in the folder of checkpoints."""
     if asked is not None:
         return Path(asked)
-    return Path(checkpoint) / "evaluation" / f"{task.lower()}-iter_{iteration:07d}.json"
+    return Path(folder) / "evaluation" / f"{task.lower()}-iter_{iteration:07d}.json"
 
 
 def check_results(asked: str | None) -> None:

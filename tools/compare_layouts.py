@@ -20,9 +20,9 @@ if __package__ in (None, ""):
     # Started as a file: the package beside this folder may not be installed.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.checkpoint.durable import writing_to
 from megatron.command import run_command
 from megatron.config.arguments import ToolParser
+from megatron.durable import writing_to
 from megatron.errors import NumericsError
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.durable import writing_to
 from megatron.command import run_command
 from megatron.config.arguments import ToolParser
+from megatron.durable import writing_to
 from megatron.errors import ConfigError
 from megatron.parallel.pipeline.check import check, check_all
 from megatron.parallel.pipeline.schedule import SCHEDULE_KINDS, OperationKind, make_schedule

@@ -12,7 +12,6 @@ same input gives the same files.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections import Counter
@@ -26,6 +25,7 @@ if __package__ in (None, ""):
 
 from megatron.command import run_command
 from megatron.config.arguments import ToolParser
+from megatron.durable import replace_file
 from megatron.errors import ConfigError, DataError, StorageError
 
 _END = "<|endoftext|>"
@@ -256,9 +256,7 @@ def _write(files: Files, folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, data in files.items():
-            temporary = folder / f"{name}.tmp-{os.getpid()}"
-            temporary.write_bytes(data)
-            os.replace(temporary, folder / name)
+            replace_file(folder / name, data)
     except OSError as error:
         raise StorageError(
             f"--output-dir {folder}: cannot write ({error.strerror}); choose another folder"

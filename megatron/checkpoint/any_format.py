@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron.checkpoint.durable import TEMPORARY
 from megatron.checkpoint.exchange import Exchange
 from megatron.checkpoint.find import TRACKER, checkpoint_at
 from megatron.checkpoint.hf.files import is_model_folder
 from megatron.checkpoint.reader import Reader, open_checkpoint
+from megatron.durable import TEMPORARY
 from megatron.errors import CheckpointError
 from megatron.parallel.layout import Layout
 

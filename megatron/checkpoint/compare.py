@@ -104,9 +104,7 @@ def compare_values(one: Reader, other: Reader, name: str, shape: tuple[int, ...]
 
 
 def _read(reader: Reader, name: str, box: Box) -> Tensor:
-    return reader.read(
-        name, global_shape=reader.global_shape(name), offset=box.offset, shape=box.shape
-    )
+    return reader.read(name, box, global_shape=reader.global_shape(name))
 
 
 def _differences(one: Tensor, other: Tensor) -> tuple[int, float]:

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron.checkpoint.deferred import DeferredTensor
-from megatron.checkpoint.entries import Entry, Json, State
+from megatron.checkpoint.entries import Box, Entry, Json, State
 from megatron.checkpoint.lock import SaveLock
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.store import save
@@ -26,7 +26,7 @@ def state_of(reader: Reader, *, keep_optimizer: bool = False) -> State:
 
 def _deferred(reader: Reader, name: str) -> DeferredTensor:
     shape = reader.global_shape(name)
-    read = partial(reader.read, name, global_shape=shape, offset=(0,) * len(shape), shape=shape)
+    read = partial(reader.read, name, Box.whole(shape), global_shape=shape)
     return DeferredTensor(shape, reader.dtype(name), read)
 
 

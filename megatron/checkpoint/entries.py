@@ -23,6 +23,11 @@ class Box:
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Box:
+        """The box of every index of a tensor."""
+        return cls((0,) * len(shape), shape)
+
     @property
     def volume(self) -> int:
         """Number of elements; 1 for a scalar."""

@@ -17,8 +17,8 @@ import socket
 from pathlib import Path
 from types import TracebackType
 
-from megatron.checkpoint.durable import storage_errors
 from megatron.checkpoint.entries import Json
+from megatron.durable import storage_errors
 from megatron.errors import CheckpointError
 
 LOCK = "save.lock"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -58,16 +58,9 @@ class Reader(Protocol):
     def dtype(self, name: str) -> torch.dtype:
         """A tensor's number type. CheckpointError where there is none of this name."""
 
-    def read(
-        self,
-        name: str,
-        *,
-        global_shape: Sequence[int],
-        offset: Sequence[int],
-        shape: Sequence[int],
-    ) -> torch.Tensor:
-        """The part of a tensor at `offset` with `shape`, on the CPU, and not for writing to: it
-        may be the pages of the file, which come from the disk when they are first used.
+    def read(self, name: str, wanted: Box, *, global_shape: tuple[int, ...]) -> torch.Tensor:
+        """The wanted part of a tensor, on the CPU, and not for writing to: it may be the pages of
+        the file, which come from the disk when they are first used.
 
         Raises:
             CheckpointError: no such tensor, or the whole one has another shape than
@@ -267,17 +260,9 @@ class NativeReader:
     def dtype(self, name: str) -> torch.dtype:
         return dtypes.BY_NAME[self._info(name).dtype]
 
-    def read(
-        self,
-        name: str,
-        *,
-        global_shape: Sequence[int],
-        offset: Sequence[int],
-        shape: Sequence[int],
-    ) -> torch.Tensor:
+    def read(self, name: str, wanted: Box, *, global_shape: tuple[int, ...]) -> torch.Tensor:
         info = self._info(name)
-        wanted = Box(tuple(offset), tuple(shape))
-        check_request(self.path, name, info.global_shape, tuple(global_shape), wanted)
+        check_request(self.path, name, info.global_shape, global_shape, wanted)
         keys = keys_in_files(name, [piece.file for piece in info.pieces])
         for key, piece in zip(keys, info.pieces, strict=True):
             if piece.box.intersect(wanted) == wanted:

@@ -50,12 +50,7 @@ def restore(
     ferries = Ferries(PIECE)
     with ThreadPoolExecutor(THREADS) as pool:
         for name, entry in flatten(entries):
-            values = reader.read(
-                name,
-                global_shape=entry.global_shape,
-                offset=entry.offset,
-                shape=tuple(entry.tensor.shape),
-            )
+            values = reader.read(name, entry.box, global_shape=entry.global_shape)
             copying.append(pool.submit(_copy, entry.tensor, values, ferries))
             if len(copying) > THREADS:  # so that not all values wait in memory
                 copying.popleft().result()

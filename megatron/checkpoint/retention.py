@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron.checkpoint.durable import TEMPORARY, remove_tree, sync_folder, unique_suffix
 from megatron.checkpoint.find import COMPLETE, Found, iteration_folder, scan
 from megatron.checkpoint.legacy.mark import is_marked
 from megatron.checkpoint.manifest import MANIFEST
+from megatron.durable import TEMPORARY, remove_tree, sync_folder, unique_suffix
 from megatron.errors import CheckpointError
 
 _LOCKED = {"native": MANIFEST, "legacy": COMPLETE}  # which file, by format

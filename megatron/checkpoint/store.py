@@ -19,15 +19,6 @@ from pathlib import Path
 
 import torch
 
-from megatron.checkpoint.durable import (
-    TEMPORARY,
-    remove_tree,
-    replace_file,
-    storage_errors,
-    sync_folder,
-    unique_suffix,
-    write_file,
-)
 from megatron.checkpoint.entries import Json, State
 from megatron.checkpoint.exchange import Exchange
 from megatron.checkpoint.find import (
@@ -49,6 +40,15 @@ from megatron.checkpoint.manifest import (
 from megatron.checkpoint.plan import Part, Plan, describe, files_of, keys_of, make_plan, share_of
 from megatron.checkpoint.retention import prune
 from megatron.checkpoint.shard import THREADS, digest_of, plan_shard, write_shard
+from megatron.durable import (
+    TEMPORARY,
+    remove_tree,
+    replace_file,
+    storage_errors,
+    sync_folder,
+    unique_suffix,
+    write_file,
+)
 from megatron.errors import CheckpointError, StorageError
 from megatron.parallel.layout import AXES, Layout
 

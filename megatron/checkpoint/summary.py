@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron.checkpoint.any_format import nothing_at
-from megatron.checkpoint.durable import TEMPORARY
 from megatron.checkpoint.find import (
     REPLACED,
     Found,
@@ -18,6 +17,7 @@ from megatron.checkpoint.find import (
 )
 from megatron.checkpoint.hf.files import is_model_folder
 from megatron.checkpoint.reader import NativeReader, Reader, open_found
+from megatron.durable import TEMPORARY
 from megatron.errors import CheckpointError
 
 

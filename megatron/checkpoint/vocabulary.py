@@ -6,10 +6,9 @@ its files have other numbers of rows than ours, and than each other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
+from megatron.checkpoint.entries import Box
 from megatron.checkpoint.reader import Reader
 from megatron.errors import CheckpointError
 
@@ -58,29 +57,20 @@ class PaddedReader:
         shape = self._reader.global_shape(name)
         return (self._rows, *shape[1:]) if is_vocabulary_table(name) else shape
 
-    def read(
-        self,
-        name: str,
-        *,
-        global_shape: Sequence[int],
-        offset: Sequence[int],
-        shape: Sequence[int],
-    ) -> torch.Tensor:
-        """The part of a tensor at `offset` with `shape`, on the CPU."""
+    def read(self, name: str, wanted: Box, *, global_shape: tuple[int, ...]) -> torch.Tensor:
+        """The wanted part of a tensor, on the CPU."""
         held = self._reader.global_shape(name)
         if not is_vocabulary_table(name) or held[0] == global_shape[0]:
-            return self._reader.read(name, global_shape=global_shape, offset=offset, shape=shape)
-        part = torch.zeros(tuple(shape), dtype=self._reader.dtype(name))
-        count = min(shape[0], max(0, held[0] - offset[0]))
-        if count < shape[0] and (name.startswith("model.") or name.endswith(".master")):
+            return self._reader.read(name, wanted, global_shape=global_shape)
+        (first, *offset), (rows, *shape) = wanted.offset, wanted.shape
+        part = torch.zeros(wanted.shape, dtype=self._reader.dtype(name))
+        count = min(rows, max(0, held[0] - first))
+        if count < rows and (name.startswith("model.") or name.endswith(".master")):
             mean = self._mean_row(name)
-            part[:] = mean[
-                tuple(slice(o, o + n) for o, n in zip(offset[1:], shape[1:], strict=True))
-            ]
+            part[:] = mean[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
         if count:
-            part[:count] = self._reader.read(
-                name, global_shape=held, offset=offset, shape=(count, *shape[1:])
-            )
+            known = Box(wanted.offset, (count, *shape))
+            part[:count] = self._reader.read(name, known, global_shape=held)
         return part
 
     def _mean_row(self, name: str) -> torch.Tensor:
@@ -90,8 +80,8 @@ class PaddedReader:
         total = torch.zeros(held[1:], dtype=torch.float64)
         for start in range(0, self._entries, _ROWS):
             shape = (min(_ROWS, self._entries - start), *held[1:])
-            offset = (start, *(0 for _ in held[1:]))
-            rows = self._reader.read(name, global_shape=held, offset=offset, shape=shape)
+            piece = Box((start, *(0 for _ in held[1:])), shape)
+            rows = self._reader.read(name, piece, global_shape=held)
             total += rows.sum(0, dtype=torch.float64)
         return (total / self._entries).float()
 

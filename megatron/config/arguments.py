@@ -87,17 +87,15 @@ class _Switch(argparse.Action):
         setattr(namespace, self.dest, option_string not in self.off)
 
 
-def add_flags(
-    parser: argparse.ArgumentParser, config_type: type, *, only: Sequence[str] | None = None
-) -> None:
-    """Add a help group with the flags of a dataclass (or `only` some of its fields).
+def add_flags(parser: argparse.ArgumentParser, config_type: type) -> None:
+    """Add a help group with the flags of a dataclass.
 
     Flags that are not given leave no trace in the namespace; `from_namespace` fills defaults in.
     """
     title = (config_type.__doc__ or config_type.__name__).splitlines()[0].rstrip(".")
     group = parser.add_argument_group(title)
     for field in fields_of(config_type):
-        if field.names and (only is None or field.name in only):
+        if field.names:
             _add_flag(group.add_argument, field)
 
 

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron.config.flag import flag
 
-TOKENIZER_TYPES = (
-    "BertWordPieceLowerCase",
-    "BertWordPieceCase",
-    "GPT2BPETokenizer",
-    "SentencePieceTokenizer",
-    "GPTSentencePieceTokenizer",
-    "Llama2Tokenizer",
-    "HuggingFaceTokenizer",
-    "PretrainedFromHF",
-    "TikTokenizer",
-    "NullTokenizer",
-)
+# Kinds of tokenizers, with the fields that say what each is made of: its files, or its size.
+TOKENIZER_NEEDS: Mapping[str, tuple[str, ...]] = {
+    "BertWordPieceLowerCase": ("vocab_file",),
+    "BertWordPieceCase": ("vocab_file",),
+    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "SentencePieceTokenizer": ("tokenizer_model",),
+    "GPTSentencePieceTokenizer": ("tokenizer_model",),
+    "Llama2Tokenizer": ("tokenizer_model",),
+    "HuggingFaceTokenizer": ("tokenizer_model",),
+    "PretrainedFromHF": ("tokenizer_model",),
+    "TikTokenizer": ("tokenizer_model",),
+    "NullTokenizer": ("vocab_size",),
+}
+TOKENIZER_TYPES = tuple(TOKENIZER_NEEDS)
 
 # Those to which --vocab-extra-ids appends sentinels, and those whose files may have their own.
 APPENDS_SENTINELS = (

@@ -70,7 +70,13 @@ class Field:
             return self.names[0] if value else self.off_names[0]
         unset = '""' if self.kind is str else "none"
         words = value if isinstance(value, tuple | list) else (unset if value is None else value,)
-        return " ".join([self.names[0] if self.names else self.name, *map(str, words)])
+        return " ".join([self.names[0] if self.names else self.name, *map(_word, words)])
+
+
+def _word(value: Any) -> str:
+    """10000 and not 10000.0, as far as that is the same number."""
+    is_short = isinstance(value, float) and float(f"{value:g}") == value
+    return f"{value:g}" if is_short else str(value)
 
 
 @functools.cache

@@ -31,8 +31,6 @@ from megatron.config.run import RunConfig, field_at, flatten, sections, with_val
 from megatron.config.unknown import explain
 from megatron.errors import ConfigError, UserError
 
-__all__ = ["ParsedRun", "add_flags", "asks_for_mpi", "from_namespace", "parse_config"]
-
 ReadCheckpoint = Callable[[str], Mapping[str, Any]]
 FindStart = Callable[[Mapping[str, Any]], RunConfig]
 FindReads = Callable[[Mapping[str, Any]], Collection[str] | None]

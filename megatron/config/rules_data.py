@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-from megatron.config.data import APPENDS_SENTINELS, MAY_HAVE_SENTINELS
+from megatron.config.data import (
+    APPENDS_SENTINELS,
+    MAY_HAVE_SENTINELS,
+    TOKENIZER_NEEDS,
+    TokenizerConfig,
+)
 from megatron.config.fields import text_to
 from megatron.config.run import RunConfig
 
-# Tokenizer type to the fields that name its files.
-_NEEDS: Mapping[str, tuple[str, ...]] = {
-    "BertWordPieceLowerCase": ("vocab_file",),
-    "BertWordPieceCase": ("vocab_file",),
-    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
-    "SentencePieceTokenizer": ("tokenizer_model",),
-    "GPTSentencePieceTokenizer": ("tokenizer_model",),
-    "Llama2Tokenizer": ("tokenizer_model",),
-    "HuggingFaceTokenizer": ("tokenizer_model",),
-    "PretrainedFromHF": ("tokenizer_model",),
-    "TikTokenizer": ("tokenizer_model",),
-    "NullTokenizer": ("vocab_size",),
-}
 _SPLITS = 3
 
 
 def tokenizer_files(tokenizer_type: str | None) -> tuple[str, ...]:
     """The fields that a kind of tokenizer reads: its files, or its size."""
     also = ("vocab_size",) if tokenizer_type == "TikTokenizer" else ()
-    return (*_NEEDS.get(tokenizer_type or "", ()), *also)
+    return (*TOKENIZER_NEEDS.get(tokenizer_type or "", ()), *also)
 
 
 def _paths(config: RunConfig) -> dict[str, tuple[str, ...]]:
@@ -105,16 +97,25 @@ def masking(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def tokenizer(config: RunConfig, world_size: int) -> Iterator[str]:
-    chosen = config.tokenizer.tokenizer_type
-    if chosen is None:
+    if config.tokenizer.tokenizer_type is None:
         yield (
             "--tokenizer-type is required: for example HuggingFaceTokenizer with "
             "--tokenizer-model tokenizer.json, or NullTokenizer with --vocab-size"
         )
         return
-    for field in _NEEDS[chosen]:
-        if getattr(config.tokenizer, field) is None:
-            yield f"--tokenizer-type {chosen} needs --{field.replace('_', '-')}: give it"
+    yield from tokenizer_misfits(config.tokenizer)
+
+
+def tokenizer_misfits(tokenizer: TokenizerConfig) -> Iterator[str]:
+    """What keeps a tokenizer of a known kind from being built: what is missing, or too much."""
+    kind, count = tokenizer.tokenizer_type or "", tokenizer.vocab_extra_ids
+    for field in TOKENIZER_NEEDS[kind]:
+        if getattr(tokenizer, field) in (None, ""):
+            yield f"--tokenizer-type {kind} needs --{field.replace('_', '-')}: give it"
+    if count > 0 and kind not in APPENDS_SENTINELS:
+        yield (
+            f"--vocab-extra-ids {count}: --tokenizer-type {kind} takes no further entries: drop it"
+        )
 
 
 def sentinels(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -122,10 +123,6 @@ def sentinels(config: RunConfig, world_size: int) -> Iterator[str]:
     kind, count = config.tokenizer.tokenizer_type, config.tokenizer.vocab_extra_ids
     if kind is None:
         return
-    if count > 0 and kind not in APPENDS_SENTINELS:
-        yield (
-            f"--vocab-extra-ids {count}: --tokenizer-type {kind} takes no further entries: drop it"
-        )
     if config.model.architecture != "t5" or config.data.mock_data or count > 0:
         return
     if kind in APPENDS_SENTINELS and kind not in MAY_HAVE_SENTINELS:

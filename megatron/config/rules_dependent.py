@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.config.data import APPENDS_SENTINELS
-from megatron.config.fields import Field, fields_of
 from megatron.config.rules_data import tokenizer_files
-from megatron.config.run import RunConfig, flatten, sections
+from megatron.config.run import RunConfig, field_at, flatten
 
 
 @dataclass(frozen=True)
@@ -199,11 +198,6 @@ def dependent(config: RunConfig, start: RunConfig) -> Iterator[str]:
         start: the run that the flags change: what it says already was not given.
     """
     values, before = flatten(config), flatten(start)
-    known = {
-        f"{name}.{field.name}": field
-        for name, section in sections().items()
-        for field in fields_of(section)
-    }
     files = tokenizer_files(config.tokenizer.tokenizer_type)
     unread = _Dependent(
         "tokenizer",
@@ -216,13 +210,4 @@ def dependent(config: RunConfig, start: RunConfig) -> Iterator[str]:
             continue
         for path in (f"{entry.section}.{name}" for name in sorted(entry.fields)):
             if values[path] != before[path] and values[path] is not None:
-                yield f"{_as_given(known[path], values[path])} changes nothing {entry.why}"
-
-
-def _as_given(field: Field, value: Any) -> str:
-    """The flag with its value, as one would type it."""
-    if field.is_switch:
-        return field.shown
-    words = value if field.many else (value,)
-    shown = (f"{word:g}" if isinstance(word, float) else str(word) for word in words)
-    return " ".join([field.names[0], *shown])
+                yield f"{field_at(path).spell(values[path])} changes nothing {entry.why}"

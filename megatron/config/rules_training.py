@@ -38,7 +38,9 @@ def batch_size_ramp(config: RunConfig, world_size: int) -> Iterator[str]:
     if training.train_iters is not None and training.train_samples is None:
         yield f"{shown} counts samples: give the length as --train-samples, not --train-iters"
     total, micro = training.global_batch_size, training.micro_batch_size
-    if total and total > 0 and (total < start or (total - start) % increment):
+    if total and 0 < total < start:
+        yield f"{shown} begins above --global-batch-size {total}: begin with at most that"
+    elif total and total > 0 and (total - start) % increment:
         yield (
             f"{shown} does not reach --global-batch-size {total} in steps of {increment}: "
             f"{total} - {start} must be a multiple of {increment}"

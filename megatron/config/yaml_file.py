@@ -44,18 +44,6 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def load(path: Path) -> RunConfig:
-    """The configuration in a file, defaults for what it leaves out, neither resolved nor checked.
-
-    Raises:
-        ConfigError: unreadable, not YAML, or with keys or values that do not fit.
-    """
-    content = read(path)
-    if content.problems:
-        raise ConfigError(content.problems)
-    return with_values(RunConfig(), content.values)
-
-
 def read(path: Path) -> Content:
     """Every value and every mistake of a file.
 
@@ -74,7 +62,7 @@ def read(path: Path) -> Content:
 
 
 def dump(config: RunConfig) -> str:
-    """Every value of a run; `load` gives the identical run back."""
+    """Every value of a run, as text that `read` takes."""
     return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
 
 

@@ -12,17 +12,16 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-import os
-import uuid
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.durable import renamed_when_done
 from megatron.errors import DataError
 
 Arrays = tuple[NDArray[Any], ...]
@@ -151,17 +150,3 @@ def _save(
             np.save(file, array, allow_pickle=False)
     with renamed_when_done(folder / f"{stem}.dsc") as file:
         file.write(description.encode())
-
-
-@contextlib.contextmanager
-def renamed_when_done(path: Path) -> Iterator[IO[bytes]]:
-    """A new file that gets its name when the body succeeds, and goes when it fails."""
-    temporary = path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex}")
-    try:
-        with open(temporary, "xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

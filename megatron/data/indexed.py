@@ -25,6 +25,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from megatron.durable import sync_folder
 from megatron.errors import DataError, StorageError
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -74,17 +75,17 @@ class IndexedDataset:
 
     Args:
         prefix: path without `.bin` and `.idx`.
-        validate: compare everything that the format repeats, in one pass over the .idx.
 
     Raises:
-        DataError: a file is missing, of another format, truncated or inconsistent.
+        DataError: a file is missing, of another format, truncated or inconsistent: all that the
+            format repeats is compared, in one pass over the .idx.
     """
 
-    def __init__(self, prefix: str | os.PathLike[str], *, validate: bool = True) -> None:
+    def __init__(self, prefix: str | os.PathLike[str]) -> None:
         self.prefix = os.fspath(prefix)
-        self._open(validate)
+        self._open(validate=True)
 
-    def _open(self, validate: bool) -> None:
+    def _open(self, *, validate: bool) -> None:
         _require_files(self.prefix)
         index = _read_index(idx_path(self.prefix))
         if validate:
@@ -417,7 +418,7 @@ class IndexedDatasetBuilder:
                 idx_path(self.prefix).unlink(missing_ok=True)
                 os.replace(self._tokens.name, bin_path(self.prefix))
                 os.replace(self._index.name, idx_path(self.prefix))
-                _sync_folder(bin_path(self.prefix).parent)
+                sync_folder(bin_path(self.prefix).parent)
         finally:
             self.abort()
 
@@ -475,15 +476,6 @@ def _chunks(file: BinaryIO, dtype: np.dtype[Any]) -> Iterator[NDArray[Any]]:
     file.seek(0)
     while data := file.read(_CHUNK * dtype.itemsize):
         yield np.frombuffer(data, dtype)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make renames in `folder` durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.cache import renamed_when_done
 from megatron.data.indexed import idx_path
 from megatron.data.sentence_map import SentenceMapPlan
+from megatron.durable import renamed_when_done
 
 Rows = NDArray[Any]
 

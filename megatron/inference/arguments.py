@@ -18,7 +18,7 @@ from megatron.config.checks import Rule
 from megatron.config.data import TokenizerConfig
 from megatron.config.fields import fields_of
 from megatron.config.model import ModelConfig
-from megatron.inference.load import open_existing, saved_config
+from megatron.inference.load import check_architecture, open_existing, saved_config
 
 
 def parse_generation(
@@ -40,26 +40,32 @@ def parse_generation(
 
     Raises:
         ConfigError: all mistakes.
-        CheckpointError: --load names no checkpoint.
+        CheckpointError: --load names no checkpoint of a GPT.
     """
     return parse_config(
         arguments,
         world_size=world_size,
         program=program,
         extra=extra,
-        find_start=_saved,
+        find_start=saved_run,
         rules=RULES,
         reads=lambda given: SAVED_MODEL_READS | {"training.seed"},
         check_extra=check_extra,
     )
 
 
-def _saved(given: Mapping[str, Any]) -> RunConfig:
+def saved_run(given: Mapping[str, Any], *, micro_batch: int = 1) -> RunConfig:
+    """The run of the GPT under --load, see `parse_config`'s find_start; without one the defaults.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it is of another network.
+    """
     folder = given.get("load")
     if folder is None:
         return RunConfig()
     config = saved_config(open_existing(folder, verify=False), folder)
-    return replace(config, training=replace(config.training, micro_batch_size=1))
+    check_architecture(config, "gpt", f"--load {folder}")
+    return replace(config, training=replace(config.training, micro_batch_size=micro_batch))
 
 
 def _loads(config: RunConfig, world_size: int) -> Iterator[str]:

@@ -112,11 +112,13 @@ def build_engine(
             each is an engine of its own. None: there is one copy, of all ranks.
 
     Raises:
-        ConfigError: the layout has other ranks, or no sequence fits in memory.
+        ConfigError: no sequence fits in memory.
     """
     options = options or EngineOptions()
     if copy is None:
-        _check_layout(layout)
+        ranks = layout.tensor.size * layout.pipeline.size
+        assert ranks == layout.world.size, "arguments.RULES: one copy of the model"
+        assert not layout.sequence_parallel, "a step's tokens do not divide over tensor ranks"
     copy = copy or layout.world
     dtype = config.precision.weight_dtype
     sizes = sizes_of(config.model)
@@ -236,17 +238,6 @@ def queues_on(device: Device) -> bool:
 def records_on(device: Device) -> bool:
     """Whether kernels can be recorded there."""
     return device.is_gpu
-
-
-def _check_layout(layout: Layout) -> None:
-    if layout.data.size > 1 or layout.context.size > 1:
-        ranks = layout.tensor.size * layout.pipeline.size
-        raise ConfigError(
-            f"{layout.world.size} processes were launched for --tensor-model-parallel-size "
-            f"{layout.tensor.size} x --pipeline-model-parallel-size {layout.pipeline.size}: "
-            f"text generation runs one copy of the model, so launch {ranks}"
-        )
-    assert not layout.sequence_parallel, "a step's tokens do not divide over tensor ranks"
 
 
 def _blocks(

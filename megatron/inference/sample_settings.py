@@ -9,8 +9,8 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron.checkpoint.durable import replace_file, storage_errors
 from megatron.config.samples import SamplesConfig
+from megatron.durable import replace_file, storage_errors
 from megatron.errors import StorageError
 from megatron.inference.load import Loaded
 

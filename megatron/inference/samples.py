@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from megatron.checkpoint.durable import storage_errors
+from megatron.durable import storage_errors
 from megatron.errors import DataError, StorageError
 from megatron.inference.request import (
     Event,
@@ -21,7 +21,7 @@ from megatron.inference.request import (
     Sampling,
     Token,
 )
-from megatron.inference.server.text import Detokenizer
+from megatron.inference.text import Detokenizer
 from megatron.inference.wire import Add, Command, Shutdown
 from megatron.tokenizer import Tokenizer
 

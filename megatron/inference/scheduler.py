@@ -81,7 +81,7 @@ class Sequence:
 
 
 class Row(NamedTuple):
-    """What a step does for one sequence: computes tokens `start` to `start + count`.
+    """What a step does for one sequence: computes tokens `start` to `start + size`.
 
     Attributes:
         tokens: these.

@@ -1,12 +1,11 @@
 """Non-linearities of the MLP, with the bias of the projection before them.
 
-Each is the formula, PyTorch's form, and (through `fused_activation`) one CUDA kernel that adds the
-bias, applies the non-linearity, and in backward computes both again from its input.
+Each is PyTorch's operations, and some also (through `fused_activation`) one CUDA kernel that adds
+the bias, applies the non-linearity, and in backward computes both again from its input.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, Protocol
@@ -52,23 +51,13 @@ def choose_activation(
     return partial(fused_activation, library, plain, amaxes=amaxes)
 
 
-def gelu_reference(x: Tensor) -> Tensor:
-    """x times the normal distribution function at x (exact form)."""
-    return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
-
-
 def gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The exact form by PyTorch."""
+    """x times the normal distribution function at x (exact form)."""
     return F.gelu(_add(x, bias))
 
 
-def gelu_tanh_reference(x: Tensor) -> Tensor:
-    """GeLU by OpenAI's tanh approximation."""
-    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-
-
 def gelu_tanh(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The tanh approximation by PyTorch."""
+    """OpenAI's approximation: x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))."""
     return F.gelu(_add(x, bias), approximate="tanh")
 
 
@@ -82,20 +71,14 @@ def relu(x: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.relu(_add(x, bias))
 
 
-def swiglu_reference(x: Tensor) -> Tensor:
-    """[..., 2 f], gate then up -> gate * sigmoid(gate) * up, [..., f]."""
-    gate, up = x.chunk(2, dim=-1)
-    return gate * torch.sigmoid(gate) * up
-
-
 def swiglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The same with PyTorch's fused SiLU."""
+    """[..., 2 f], gate then up -> gate * sigmoid(gate) * up (Shazeer, 2020), [..., f]."""
     gate, up = _add(x, bias).chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 def geglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """[..., 2 f], gate then up -> GeLU(gate) * up, the tanh form (Shazeer, 2020) [..., f]."""
+    """[..., 2 f], gate then up -> GeLU(gate) * up, the tanh form (Shazeer, 2020), [..., f]."""
     gate, up = _add(x, bias).chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
 

@@ -82,9 +82,6 @@ class AttentionChoice:
     reason: str
     function: AttentionFunction
 
-    def __str__(self) -> str:
-        return f"{self.name} ({self.reason})"
-
 
 def choose_attention(
     model: ModelConfig, precision: PrecisionConfig, device: torch.device
@@ -99,7 +96,7 @@ def choose_attention(
             scale=model.softmax_scale,
         )
         return AttentionChoice("plain", "--no-masked-softmax-fusion", function)
-    name, reason, fused = "fused", "scaled_dot_product_attention on CPU", cpu_attention
+    name, reason, fused = "fused", "scaled_dot_product_attention on CPU", fused_attention
     repeats = torch.are_deterministic_algorithms_enabled()
     first = f"first of {'' if repeats else 'cuDNN, '}flash, efficient that fits"
     if model.use_flash_attn:
@@ -158,7 +155,7 @@ def _scaled_product(query: Tensor, key: Tensor, factor: float) -> Tensor:
     return product.unflatten(0, heads)
 
 
-def cpu_attention(
+def fused_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -204,7 +201,7 @@ def gpu_attention(
     if isinstance(mask, Segments) and _flash_takes(query):
         return _segment_attention(query, key, value, mask, dropout, scale)
     with sdpa_kernel(_BIAS_KERNELS if _has_bias(mask) else _GPU_KERNELS, set_priority=True):
-        return cpu_attention(
+        return fused_attention(
             query, key, value, mask=mask, causal=causal, dropout=dropout, scale=scale
         )
 
@@ -229,7 +226,7 @@ def flash_attention(
         return _segment_attention(query, key, value, mask, dropout, scale)
     kernels = [SDPBackend.EFFICIENT_ATTENTION] if _has_bias(mask) else _FLASH_KERNELS
     with sdpa_kernel(kernels, set_priority=True):
-        return cpu_attention(
+        return fused_attention(
             query, key, value, mask=mask, causal=causal, dropout=dropout, scale=scale
         )
 

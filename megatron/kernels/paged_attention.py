@@ -23,8 +23,8 @@ from torch import Tensor
 from megatron.device import Device
 from megatron.kernels.attention import (
     AttentionFunction,
-    cpu_attention,
     flash_misfit,
+    fused_attention,
     gpu_attention,
 )
 from megatron.kernels.library import DTYPE_CODES, VECTOR_BYTES, Kernel, KernelLibrary
@@ -128,8 +128,21 @@ class PlainPaged:
         self.name = f"plain PyTorch ({reason})"
 
     def singles(self, query: Tensor, keys: Tensor, values: Tensor, singles: Singles) -> Tensor:
-        """See `single_attention_reference`."""
-        return single_attention_reference(query, keys, values, singles)
+        """See `PagedAttention`: collects keys and values, as many as the longest sequence has.
+
+        The heads of a group take the place of positions that share keys, so that none are repeated.
+        """
+        size, groups = singles.block_size, keys.shape[1]
+        blocks = singles.tables[:, : -(-singles.longest // size)].long()
+        within = torch.arange(size, device=query.device)
+        slots = (blocks.unsqueeze(2) * size + within).flatten(1)[:, : singles.longest]  # [u, l]
+        key, value = (x[slots].transpose(1, 2) for x in (keys, values))  # [u, g, l, d]
+        seen = torch.arange(slots.shape[1], device=query.device) < singles.lengths.unsqueeze(1)
+        mask = seen[:, None, None]  # [u, 1, 1, l]
+        out = F.scaled_dot_product_attention(
+            query.unflatten(1, (groups, -1)), key, value, attn_mask=mask
+        )
+        return out.flatten(1, 2)
 
     def append(
         self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor
@@ -180,26 +193,6 @@ class FusedPaged:
         )
 
 
-def single_attention_reference(
-    query: Tensor, keys: Tensor, values: Tensor, singles: Singles
-) -> Tensor:
-    """See `PagedAttention.singles`: collects keys and values, as many as the longest sequence has.
-
-    The heads of a group take the place of positions that share keys, so that none are repeated.
-    """
-    size, groups = singles.block_size, keys.shape[1]
-    blocks = singles.tables[:, : -(-singles.longest // size)].long()
-    within = torch.arange(size, device=query.device)
-    slots = (blocks.unsqueeze(2) * size + within).flatten(1)[:, : singles.longest]  # [u, l]
-    key, value = (x[slots].transpose(1, 2) for x in (keys, values))  # [u, g, l, d]
-    seen = torch.arange(slots.shape[1], device=query.device) < singles.lengths.unsqueeze(1)
-    mask = seen[:, None, None]  # [u, 1, 1, l]
-    out = F.scaled_dot_product_attention(
-        query.unflatten(1, (groups, -1)), key, value, attn_mask=mask
-    )
-    return out.flatten(1, 2)
-
-
 def chunk_attention(
     query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, chunks: Chunks
 ) -> Tensor:
@@ -220,7 +213,7 @@ def chunk_attention(
         key, value = keys[chunks.slots], values[chunks.slots]  # [l, g, d]
     if not flash_misfit(query.shape[-1], query.dtype, query.device):
         return _flash_chunks(query, key, value, chunks)
-    attend = gpu_attention if Device(query.device).is_gpu else cpu_attention
+    attend = gpu_attention if Device(query.device).is_gpu else fused_attention
     lengths = [start + size for start, size in zip(chunks.starts, chunks.sizes, strict=True)]
     each = zip(query.split(chunks.sizes), key.split(lengths), value.split(lengths), strict=True)
     return torch.cat([_one_chunk(*tensors, attend) for tensors in each])

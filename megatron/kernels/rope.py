@@ -20,6 +20,8 @@ from megatron.kernels.library import DTYPE_CODES, VECTOR_BYTES, Kernel, KernelLi
 
 SPLIT_ROTATE = Kernel("split_rotate", "pppvvvp" + "i" * 17)
 LARGEST_PAIRS = 256  # pairs of vectors in a head; rope.cu has the same
+_FIRST_CONTEXT = 8192  # tokens of the context that a Llama 3.1 was trained in first
+_SLOWED_TURNS, _KEPT_TURNS = 1.0, 4.0  # in it, up to which and from which on: `scale_frequencies`
 
 Rotation = tuple[Tensor, Tensor]  # cosines and sines, fp32 [s, 1, 1, r]
 
@@ -53,14 +55,7 @@ def rotation_table(
     return torch.stack((angle.cos(), angle.sin())).float()
 
 
-def scale_frequencies(
-    frequency: Tensor,
-    factor: float,
-    *,
-    context: int = 8192,
-    fewest_turns: float = 1.0,
-    most_turns: float = 4.0,
-) -> Tensor:
+def scale_frequencies(frequency: Tensor, factor: float) -> Tensor:
     """Frequencies [r/2] for a longer context, as Llama 3.1 has them (Grattafiori et al., 2024).
 
     What turns often within the first context tells near positions apart and stays as it is. What
@@ -70,12 +65,9 @@ def scale_frequencies(
     Args:
         frequency: radians a token.
         factor: above 0.
-        context: tokens of the context that was trained first.
-        fewest_turns: in that context, up to which a frequency is slowed down.
-        most_turns: from which it stays.
     """
-    turns = context * frequency / (2 * math.pi)
-    kept = ((turns - fewest_turns) / (most_turns - fewest_turns)).clamp(0, 1)
+    turns = _FIRST_CONTEXT * frequency / (2 * math.pi)
+    kept = ((turns - _SLOWED_TURNS) / (_KEPT_TURNS - _SLOWED_TURNS)).clamp(0, 1)
     return frequency * (kept + (1 - kept) / factor)
 
 

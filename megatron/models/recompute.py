@@ -45,14 +45,11 @@ class RecomputePlan:
     def from_config(
         cls, training: TrainingConfig, *, split_inputs: bool = False
     ) -> RecomputePlan | None:
-        """The plan that the flags ask for; None: keep everything."""
-        granularity = training.recompute_granularity
-        if granularity is None and training.recompute_activations:
-            granularity = "selective"
-        if granularity is None:
+        """The plan that resolved flags ask for; None: keep everything."""
+        if training.recompute_granularity is None:
             return None
-        method = training.recompute_method or "uniform"
-        return cls(granularity, method, training.recompute_num_layers or 1, split_inputs)
+        method, count = training.recompute_method or "uniform", training.recompute_num_layers or 1
+        return cls(training.recompute_granularity, method, count, split_inputs)
 
 
 def layer_groups(plan: RecomputePlan | None, layers: range) -> list[LayerGroup]:

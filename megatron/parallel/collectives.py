@@ -57,7 +57,9 @@ class Pending:
         return self.result
 
 
-def start_all_reduce(x: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> Pending:
+def start_all_reduce(
+    x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> Pending:
     """All-reduce `x` in place."""
     if axis.size == 1:
         return Pending(x)
@@ -78,7 +80,10 @@ def start_all_gather(x: Tensor, axis: Axis, into: Tensor | None = None) -> Pendi
 
 
 def start_reduce_scatter(
-    x: Tensor, axis: Axis, into: Tensor | None = None, op: Any = dist.ReduceOp.SUM
+    x: Tensor,
+    axis: Axis,
+    into: Tensor | None = None,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> Pending:
     """Sum over the axis, each rank its part of dimension 0: [t s, ...] -> [s, ...].
 
@@ -92,7 +97,7 @@ def start_reduce_scatter(
     return Pending(result, axis.transfer("reduce-scatter", work))
 
 
-def mean_of(x: Tensor, axis: Axis) -> Any:
+def mean_of(x: Tensor, axis: Axis) -> dist.ReduceOp.RedOpType:
     """The operation that averages `x` over the axis.
 
     NCCL divides as it adds. gloo cannot: there `x` is divided now, by a pass of its own (3.4 ms for
@@ -105,7 +110,7 @@ def mean_of(x: Tensor, axis: Axis) -> Any:
     return dist.ReduceOp.SUM
 
 
-def all_reduce(x: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> Tensor:
+def all_reduce(x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """All-reduce `x` in place, without autograd; returns it."""
     return start_all_reduce(x, axis, op).wait()
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from megatron.errors import ConfigError
 from megatron.parallel.journal import Journal, Transfer
 
 if TYPE_CHECKING:
@@ -99,11 +98,7 @@ class Layout:
     def at(
         cls, rank: int, world_size: int, *, tensor: int = 1, context: int = 1, pipeline: int = 1
     ) -> Layout:
-        """The grid as process `rank` of `world_size` sees it, without communication.
-
-        Raises:
-            ConfigError: the sizes do not divide the world.
-        """
+        """The grid as process `rank` of `world_size` sees it, without communication."""
         sizes = grid_sizes(world_size, tensor=tensor, context=context, pipeline=pipeline)
         strides = _strides(sizes)
         axes: dict[str, Any] = {}
@@ -203,18 +198,9 @@ def _replica(data: Axis, context: Axis) -> Axis:
 
 
 def grid_sizes(world_size: int, *, tensor: int, context: int, pipeline: int) -> dict[str, int]:
-    """Size of every axis; data takes what the others leave.
-
-    Raises:
-        ConfigError: the product of the given sizes does not divide `world_size`.
-    """
+    """Size of every axis; data takes what the others leave."""
     model = tensor * context * pipeline
-    if world_size % model:
-        raise ConfigError(
-            f"--tensor-model-parallel-size {tensor} x --context-parallel-size {context} x "
-            f"--pipeline-model-parallel-size {pipeline} = {model} does not divide the "
-            f"{world_size} launched process(es): launch a multiple of {model}"
-        )
+    assert world_size % model == 0, "rules_model.layout: the sizes divide the world"
     return {
         "pipeline": pipeline,
         "data": world_size // model,

@@ -10,13 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron.parallel.buckets import Bucket
-from megatron.parallel.collectives import mean_of, start_all_reduce, start_reduce_scatter
+from megatron.parallel.collectives import (
+    Pending,
+    mean_of,
+    start_all_reduce,
+    start_reduce_scatter,
+)
 from megatron.parallel.layout import Axis
 
 
@@ -46,7 +50,7 @@ class _Sent:
     """A reduction under way; `whole` and `received` live at least as long."""
 
     bucket: PendingBucket
-    work: Any
+    work: Pending
     whole: Tensor
     received: Tensor
 

@@ -47,7 +47,7 @@ class WeightBuffer:
         self._axis = axis
         self._is_overlapped = overlap_in is not None
         self._buckets: list[Tensor] = []
-        self._works: dict[int, Any] = {}
+        self._works: dict[int, Pending] = {}
         self._casts: list[Fp8Weights] = []
         self._beneath: list[Tensor] = []  # of what is gathered in 8 bits the 16-bit buckets
         self._is_behind = False  # these hold others' weights of an update before

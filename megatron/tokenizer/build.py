@@ -2,63 +2,33 @@
 
 from __future__ import annotations
 
-from megatron.config.data import APPENDS_SENTINELS, TOKENIZER_TYPES, TokenizerConfig
+from megatron.config.data import TOKENIZER_NEEDS, TokenizerConfig
+from megatron.config.rules_data import tokenizer_misfits
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.vocabulary import padded_vocab_size
 
-_VOCAB_FILE = ("vocab_file",)
-_BOTH_FILES = ("vocab_file", "merge_file")
-_MODEL = ("tokenizer_model",)
-# The file flags each kind needs.
-_NEEDS: dict[str, tuple[str, ...]] = {
-    "BertWordPieceLowerCase": _VOCAB_FILE,
-    "BertWordPieceCase": _VOCAB_FILE,
-    "GPT2BPETokenizer": _BOTH_FILES,
-    "SentencePieceTokenizer": _MODEL,
-    "GPTSentencePieceTokenizer": _MODEL,
-    "Llama2Tokenizer": _MODEL,
-    "HuggingFaceTokenizer": _MODEL,
-    "PretrainedFromHF": _MODEL,
-    "TikTokenizer": _MODEL,
-    "NullTokenizer": (),
-}
-_WHAT = {
-    "vocab_file": "a vocabulary file",
-    "merge_file": "a BPE merges file",
-    "tokenizer_model": "a model file",
-}
-
 
 def files_of(config: TokenizerConfig) -> tuple[str, ...]:
     """The fields of the files that the named kind reads; none where no kind is named."""
-    return _NEEDS.get(config.tokenizer_type or "", ())
+    needs = TOKENIZER_NEEDS.get(config.tokenizer_type or "", ())
+    return tuple(field for field in needs if field != "vocab_size")
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """The tokenizer that `--tokenizer-type` names, from its files.
 
     Raises:
-        ConfigError: the type is missing or unknown, or a flag it needs is missing.
+        ConfigError: the type is missing or unknown, or its flags are not those it needs.
         DataError: a file is missing or damaged.
     """
     kind = config.tokenizer_type
-    if kind not in _NEEDS:
-        raise ConfigError(f"--tokenizer-type {kind}: choose one of {', '.join(TOKENIZER_TYPES)}")
-    missing = [field for field in _NEEDS[kind] if not getattr(config, field)]
-    if missing:
-        raise ConfigError(
-            [
-                f"--tokenizer-type {kind} needs {_WHAT[field]}: give --{field.replace('_', '-')}"
-                for field in missing
-            ]
-        )
-    if config.vocab_extra_ids and kind not in APPENDS_SENTINELS:
-        raise ConfigError(
-            f"--vocab-extra-ids {config.vocab_extra_ids}: --tokenizer-type {kind} takes no further "
-            "entries: drop it"
-        )
+    if kind is None or kind not in TOKENIZER_NEEDS:
+        raise ConfigError(f"--tokenizer-type {kind}: choose one of {', '.join(TOKENIZER_NEEDS)}")
+    misfits = list(tokenizer_misfits(config))
+    if misfits:
+        raise ConfigError(misfits)
     return _construct(kind, config)
 
 

@@ -22,15 +22,6 @@ def read_bytes(flag: str, path: str | os.PathLike[str]) -> bytes:
         raise DataError(f"{flag} {path}: {error.strerror}; give a readable file") from error
 
 
-def read_text(flag: str, path: str | os.PathLike[str]) -> str:
-    """UTF-8 content of the file that `flag` names.
-
-    Raises:
-        DataError: it cannot be read or is not UTF-8.
-    """
-    return decode(flag, path, read_bytes(flag, path))
-
-
 def decode(flag: str, path: str | os.PathLike[str], data: bytes) -> str:
     """`data`, read from `path`, as text.
 

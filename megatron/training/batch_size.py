@@ -5,8 +5,8 @@ from __future__ import annotations
 import bisect
 from dataclasses import dataclass
 
+from megatron.config.run import known
 from megatron.config.training import TrainingConfig
-from megatron.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,8 @@ class BatchPlan:
         micro_batch: samples of one forward pass of one process.
         global_batch: samples of one update over all processes, after any ramp-up.
         rampup: how it starts smaller; None where it does not.
-        data_parallel: processes that take different samples.
-
-    Raises:
-        ConfigError: some batch of the plan does not divide into micro-batches, or the ramp-up
-            does not end at `global_batch`.
+        data_parallel: processes that take different samples. Every batch divides into micro-batches
+            of all of them.
     """
 
     micro_batch: int
@@ -39,29 +36,15 @@ class BatchPlan:
     data_parallel: int = 1
 
     def __post_init__(self) -> None:
-        problems = _problems(self)
-        if problems:
-            raise ConfigError(problems)
+        assert self.global_batch % self.samples_per_pass == 0, self
 
     @classmethod
     def from_config(cls, training: TrainingConfig, data_parallel: int) -> BatchPlan:
-        """What the flags ask for.
-
-        Raises:
-            ConfigError: as the class, or --micro-batch-size is missing, or --rampup-batch-size is
-                not three numbers.
-        """
-        micro_batch, ramp = training.micro_batch_size, training.rampup_batch_size
-        if micro_batch is None:
-            raise ConfigError("--micro-batch-size is not given: give the samples of one pass")
-        if ramp is not None and len(ramp) != 3:
-            raise ConfigError(
-                f"--rampup-batch-size {' '.join(map(str, ramp))}: needs three numbers, the first "
-                "global batch, its increment and the samples of the ramp-up"
-            )
+        """What the flags ask for; rules have found them to fit together."""
+        ramp = training.rampup_batch_size
         return cls(
-            micro_batch,
-            training.global_batch_size or micro_batch * data_parallel,
+            known(training.micro_batch_size),
+            known(training.global_batch_size),
             Rampup(*ramp) if ramp is not None else None,
             data_parallel,
         )
@@ -116,48 +99,3 @@ class BatchPlan:
         return 1 + bisect.bisect_left(
             updates, True, key=lambda n: self.global_batch_at(consumed + n * batch) != batch
         )
-
-
-def _problems(plan: BatchPlan) -> list[str]:
-    """Everything that keeps the numbers from being a plan."""
-    unit = plan.samples_per_pass
-    arithmetic = f"--micro-batch-size {plan.micro_batch} x {plan.data_parallel} data-parallel"
-    if plan.micro_batch < 1 or plan.global_batch < 1:
-        return [
-            f"--micro-batch-size {plan.micro_batch} and --global-batch-size {plan.global_batch}: "
-            "both must be at least 1"
-        ]
-    if plan.global_batch % unit:
-        return [
-            f"--global-batch-size {plan.global_batch} is not a multiple of {arithmetic} = {unit}: "
-            f"use {_near_multiples(plan.global_batch, unit)}"
-        ]
-    if plan.rampup is None:
-        return []
-    problem = _rampup_problem(plan.rampup, plan.global_batch, unit, arithmetic)
-    return [problem] if problem else []
-
-
-def _rampup_problem(ramp: Rampup, global_batch: int, unit: int, arithmetic: str) -> str | None:
-    """What keeps the ramp from reaching `global_batch` in whole passes of `unit` samples."""
-    flag = f"--rampup-batch-size {ramp.start} {ramp.increment} {ramp.samples}"
-    if min(ramp.start, ramp.increment, ramp.samples) < 1:
-        return f"{flag}: batch, increment and samples must be at least 1"
-    if ramp.start > global_batch or (global_batch - ramp.start) % ramp.increment:
-        return (
-            f"{flag}: steps of {ramp.increment} from {ramp.start} never reach --global-batch-size "
-            f"{global_batch}: choose an increment that divides the difference"
-        )
-    is_growing = ramp.start < global_batch
-    if ramp.start % unit or (is_growing and ramp.increment % unit):
-        return (
-            f"{flag}: start and increment must be multiples of {arithmetic} = {unit}, or some "
-            "update would not divide into micro-batches"
-        )
-    return None
-
-
-def _near_multiples(value: int, unit: int) -> str:
-    """The multiples of `unit` around `value`."""
-    below = value // unit * unit
-    return f"{below} or {below + unit}" if below else f"{unit}"

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from megatron.checkpoint.durable import writing_to
 from megatron.checkpoint.find import scan
 from megatron.checkpoint.lock import SaveLock
 from megatron.config import RunConfig
@@ -16,6 +15,7 @@ from megatron.config.parser import parse_config
 from megatron.config.yaml_file import dump
 from megatron.data.loader import lost_workers
 from megatron.device import shortage_errors
+from megatron.durable import writing_to
 from megatron.environment import Launch
 from megatron.errors import EXIT_OK, EXIT_SAVED_ON_SIGNAL
 from megatron.tokenizer import padded_vocabulary

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron.checkpoint.durable import writing_to
 from megatron.config import RunConfig
 from megatron.config.run import flatten
+from megatron.durable import writing_to
 from megatron.errors import ConfigError
 
 

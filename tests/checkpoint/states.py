@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.checkpoint.entries import Entry, State
+from megatron.checkpoint.entries import Box, Entry, State
 from megatron.checkpoint.reader import Reader, open_checkpoint
 from megatron.checkpoint.store import save
 from megatron.parallel.layout import Layout
@@ -40,7 +40,14 @@ def save_state(root: Path, iteration: int, state: State | None = None) -> Path:
 
 def read_whole(reader: Reader, name: str) -> torch.Tensor:
     shape = reader.global_shape(name)
-    return reader.read(name, global_shape=shape, offset=(0,) * len(shape), shape=shape)
+    return reader.read(name, Box.whole(shape), global_shape=shape)
+
+
+def read_all(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of the checkpoint that loads from `folder`."""
+    reader = open_checkpoint(folder)
+    assert reader is not None
+    return {name: read_whole(reader, name) for name in reader.names()}
 
 
 def assert_holds(reader: Reader | None, state: State) -> None:
@@ -61,3 +68,9 @@ def assert_loads(root: Path, iterations: Iterable[int]) -> int:
     assert reader.meta["iteration"] == reader.iteration
     assert_holds(reader, make_state(reader.iteration))
     return reader.iteration
+
+
+def same_files(one: Path, other: Path) -> bool:
+    """Whether all files of `one` are in `other`, bit for bit."""
+    names = [path.name for path in one.iterdir()]
+    return all((one / name).read_bytes() == (other / name).read_bytes() for name in names)

@@ -63,7 +63,7 @@ def test_boxes_of_a_range_are_its_elements_in_order(shape):
     whole = torch.arange(math.prod(shape)).reshape(shape)
     for start, end in itertools.combinations_with_replacement(range(whole.numel() + 1), 2):
         boxes = boxes_of_range(shape, start, end)
-        parts = [whole[box.within(Box((0,) * len(shape), shape))] for box in boxes]
+        parts = [whole[box.within(Box.whole(shape))] for box in boxes]
         assert [value for part in parts for value in part.flatten().tolist()] == list(
             range(start, end)
         )

@@ -3,7 +3,7 @@
 import torch
 from safetensors.torch import load_file
 
-from megatron.checkpoint.entries import Entry, boxes_of_range
+from megatron.checkpoint.entries import Box, Entry, boxes_of_range
 from megatron.checkpoint.reader import NativeReader, open_checkpoint
 from megatron.checkpoint.restore import find_problems, restore
 from megatron.checkpoint.store import save
@@ -43,7 +43,7 @@ def test_ranges_of_four_processes_are_read_by_any_number(tmp_path):
     assert max(count for count, _ in saved) == 4
     reader = open_checkpoint(tmp_path)
     assert torch.equal(read_whole(reader, "moment"), WHOLE)
-    part = reader.read("moment", global_shape=(5, 4, 3), offset=(1, 1, 1), shape=(3, 2, 2))
+    part = reader.read("moment", Box((1, 1, 1), (3, 2, 2)), global_shape=(5, 4, 3))
     assert torch.equal(part, WHOLE[1:4, 1:3, 1:])
     for size in (1, 2, 3):
         held = torch.tensor(run_distributed(size, _load, tmp_path))

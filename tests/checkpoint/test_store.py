@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron.checkpoint import store
-from megatron.checkpoint.entries import Entry
+from megatron.checkpoint.entries import Box, Entry
 from megatron.checkpoint.find import TRACKER
 from megatron.checkpoint.plan import make_plan
 from megatron.checkpoint.reader import NativeReader, open_checkpoint
@@ -37,7 +37,7 @@ def test_every_box_of_a_tensor_can_be_read(tmp_path):
     state = make_state(1)
     save_state(tmp_path, 1, state)
     reader, name = open_checkpoint(tmp_path), "model.layers.0.mlp.up.weight"
-    part = reader.read(name, global_shape=(32, 8), offset=(5, 2), shape=(9, 3))
+    part = reader.read(name, Box((5, 2), (9, 3)), global_shape=(32, 8))
     assert torch.equal(part, state[name].tensor[5:14, 2:5])
 
 
@@ -45,9 +45,9 @@ def test_another_global_shape_is_refused_with_both_shapes(tmp_path):
     save_state(tmp_path, 1)
     reader = open_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match=r"\[8\], this run needs \[16\]"):
-        reader.read("model.norm.weight", global_shape=(16,), offset=(0,), shape=(8,))
+        reader.read("model.norm.weight", Box.whole((8,)), global_shape=(16,))
     with pytest.raises(CheckpointError, match="no tensor 'model.gone'"):
-        reader.read("model.gone", global_shape=(1,), offset=(0,), shape=(1,))
+        reader.read("model.gone", Box.whole((1,)), global_shape=(1,))
 
 
 def test_files_are_plain_safetensors_and_digests_are_sha256(tmp_path):

@@ -315,6 +315,11 @@ def test_a_mistake_and_its_line(words: str, line: str) -> None:
         ),
         ("8 8 0", "--rampup-batch-size 8 8 0: start, increment and samples must be at least 1"),
         (
+            "72 8 100",
+            "--rampup-batch-size 72 8 100 begins above --global-batch-size 64: begin with at most "
+            "that",
+        ),
+        (
             "8 24 100",
             "--rampup-batch-size 8 24 100 does not reach --global-batch-size 64 in steps of 24: "
             "64 - 8 must be a multiple of 24",

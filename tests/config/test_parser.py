@@ -145,7 +145,7 @@ def test_help_needs_no_torch() -> None:
 
 def test_flags_of_one_section_for_a_tool() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    add_flags(parser, TokenizerConfig, only=("tokenizer_type", "vocab_file"))
+    add_flags(parser, TokenizerConfig)
     given = parser.parse_args(["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", "v.json"])
     assert from_namespace(TokenizerConfig, given) == TokenizerConfig(
         tokenizer_type="GPT2BPETokenizer", vocab_file="v.json"
@@ -224,7 +224,7 @@ def test_a_checkpoint_says_what_it_overrules_of_flags_and_of_the_file(tmp_path) 
         [
             f"--swiglu {taken} --no-swiglu from old",
             f"--disable-bias-linear {of_file} --add-bias-linear from old",
-            f"--rotary-base 20000.0 {of_file} --rotary-base 500000.0 from old",
+            f"--rotary-base 20000 {of_file} --rotary-base 500000 from old",
             "--use-checkpoint-args: from the checkpoint: --normalization RMSNorm",
         ]
     )

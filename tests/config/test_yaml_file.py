@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config.run import RunConfig, flatten, with_values
-from megatron.config.yaml_file import dump, load
+from megatron.config.yaml_file import dump, read
 from megatron.errors import ConfigError
 from tests.config.command import BASE, parse, problems
 
@@ -16,6 +16,13 @@ def _write(folder: Path, text: str) -> str:
     path = folder / "run.yaml"
     path.write_text(text, encoding="utf-8")
     return str(path)
+
+
+def load(path: Path) -> RunConfig:
+    content = read(path)
+    if content.problems:
+        raise ConfigError(content.problems)
+    return with_values(RunConfig(), content.values)
 
 
 def test_a_resolved_run_comes_back_identical(tmp_path: Path) -> None:

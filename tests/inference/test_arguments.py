@@ -11,11 +11,14 @@ import pytest
 from megatron.config import ParsedRun
 from megatron.config.run import sections
 from megatron.config.samples import SamplesConfig
-from megatron.errors import ConfigError
+from megatron.errors import CheckpointError, ConfigError
 from megatron.inference.arguments import SAVED_MODEL_READS, parse_generation
+from megatron.parallel.layout import Layout
+from megatron.training.checkpointing import save_run
 from tasks import harness, language_model
 from tasks import main as tasks
 from tests.tasks.toy import save_toy
+from tests.training.toy import build_toy
 from tools import generate_samples_gpt
 
 TRAINING = """
@@ -166,3 +169,10 @@ def test_what_a_program_reads_is_not_called_vain(toy: Path, read: set[str], caps
     assert own <= read
     assert read - HANDED_ON <= SAVED_MODEL_READS | own
     assert HANDED_ON.isdisjoint(SAVED_MODEL_READS)
+
+
+def test_another_kind_of_network_is_refused(tmp_path: Path) -> None:
+    flags = ["--save", str(tmp_path / "model"), "--save-interval", "1"]
+    save_run(build_toy(Layout.single(), flags, "bert"))
+    with pytest.raises(CheckpointError, match="holds a bert, where a gpt is needed"):
+        _generation(tmp_path)

@@ -10,13 +10,13 @@ import torch
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.kernels import attention, flash_package
-from megatron.kernels.attention import attention_reference, choose_attention, cpu_attention
+from megatron.kernels.attention import attention_reference, choose_attention, fused_attention
 from megatron.kernels.flash_package import FlashPackage, find_flash_package
 from tests.config.command import parse, problems
 
 S, B, N, D = 9, 2, 4, 8
 CPU = torch.device("cpu")
-FORMS = {"plain": attention_reference, "fused": cpu_attention}
+FORMS = {"plain": attention_reference, "fused": fused_attention}
 
 
 def heads(groups, dtype=torch.float32):
@@ -127,7 +127,7 @@ def test_softmax_in_16_bits_keeps_rounded_weights_for_backward():
 
 def test_choice_on_cpu():
     fused = choose_attention(ModelConfig(), PrecisionConfig(), CPU)
-    assert fused.function is cpu_attention
+    assert fused.function is fused_attention
     assert "CPU" in str(fused)
     plain = choose_attention(ModelConfig(masked_softmax_fusion=False), PrecisionConfig(), CPU)
     assert plain.function.func is attention_reference
@@ -156,7 +156,8 @@ def test_the_choice_tells_which_kernels_may_run(monkeypatch):
             torch, "are_deterministic_algorithms_enabled", lambda d=deterministic: d
         )
         model = ModelConfig(use_flash_attn=flash)
-        assert str(choose_attention(model, PrecisionConfig(bf16=True), CPU)) == expected
+        choice = choose_attention(model, PrecisionConfig(bf16=True), CPU)
+        assert f"{choice.name} ({choice.reason})" == expected
 
 
 def test_one_list_of_the_heads_that_flash_kernels_take(monkeypatch):
@@ -198,7 +199,7 @@ def test_flash_means_kernels_that_hold_no_scores(monkeypatch):
     options = {"causal": True, "dropout": 0.0, "layer_number": 1}
     for mask in (None, documents()):
         out = attention.flash_attention(*heads(N), mask=mask, **options)
-        assert torch.equal(out, cpu_attention(*heads(N), mask=mask, **options))
+        assert torch.equal(out, fused_attention(*heads(N), mask=mask, **options))
     assert allowed == [["CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION"]] * 2
 
 
@@ -208,7 +209,7 @@ def test_the_flash_package_is_called_where_it_fits_and_nowhere_else():
     def flash_attn_func(query, key, value, *, causal, softmax_scale, deterministic):
         calls.append((causal, softmax_scale, deterministic))
         turned = [x.transpose(0, 1) for x in (query, key, value)]
-        out = cpu_attention(*turned, mask=None, causal=causal, dropout=0.0, scale=softmax_scale)
+        out = fused_attention(*turned, mask=None, causal=causal, dropout=0.0, scale=softmax_scale)
         return out.unflatten(2, query.shape[2:]).transpose(0, 1), None
 
     package = FlashPackage(flash_attn_func, "4.0")
@@ -223,7 +224,7 @@ def test_the_flash_package_is_called_where_it_fits_and_nowhere_else():
     ):
         options = {"mask": mask, "causal": causal, "dropout": 0.0, "scale": scale}
         out = attention.flash_attention(*inputs, package=package, **options)
-        expected = cpu_attention(*inputs, **options)
+        expected = fused_attention(*inputs, **options)
         torch.testing.assert_close(out, expected, rtol=0, atol=2e-2)
     assert calls == [(True, None, False), (False, 0.3, False)]
     assert not package.takes(one[0], None, dropout=0.1)

@@ -8,8 +8,8 @@ import torch
 from megatron.device import Device
 from megatron.kernels.attention import (
     attention_reference,
-    cpu_attention,
     flash_attention,
+    fused_attention,
     gpu_attention,
 )
 from megatron.kernels.segments import Segments
@@ -30,7 +30,7 @@ def test_a_mask_of_documents() -> None:
     assert torch.equal(mask[1, 0].cpu(), torch.ones(4, 4).tril().bool())
 
 
-@pytest.mark.parametrize("form", [attention_reference, cpu_attention])
+@pytest.mark.parametrize("form", [attention_reference, fused_attention])
 def test_forms_that_take_a_mask_take_documents(form) -> None:
     segments = segments_of([0, 5, 8, 16], 8)
     heads = torch.randn(3, 8, 2, 3, 16, generator=fresh()).to(DEVICE.torch_device)

@@ -10,7 +10,7 @@ from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.layout import Layout
 from tests.distributed import run_distributed
 from tests.models.small import LLAMA, VOCAB, gpt
-from tests.models.test_gpt_layouts import take_part
+from tests.parallel.test_layers import take_part
 
 S = 16
 BASE = {"max_position_embeddings": S, "init_method_std": 0.3}  # large: attention must matter

@@ -15,6 +15,7 @@ from megatron.parallel.parameter import spec_of
 from megatron.parallel.partial_gradients import sum_partial_gradients
 from tests.distributed import run_distributed
 from tests.models.small import LLAMA, VOCAB, batch, config, gpt, loss_and_gradients
+from tests.parallel.test_layers import take_part
 
 NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
 NETWORKS = {
@@ -28,12 +29,6 @@ NETWORKS = {
     # Dropout's way through a block, with nothing dropped.
     "dropout": {**NO_DROPOUT, "hidden_dropout": 1e-9},
 }
-
-
-def take_part(full, parameter):
-    spec = spec_of(parameter)
-    box = zip(spec.offset, parameter.shape, strict=True)
-    return full[tuple(slice(start, start + size) for start, size in box)]
 
 
 @pytest.mark.parametrize("network", NETWORKS)

@@ -30,7 +30,7 @@ def test_groups(plan, expected):
     ("flags", "plan"),
     [
         ({}, None),
-        ({"recompute_activations": True}, RecomputePlan("selective")),
+        ({"recompute_granularity": "selective"}, RecomputePlan("selective")),
         ({"recompute_granularity": "full"}, RecomputePlan("full", "uniform", 1)),
         (
             {

@@ -1,10 +1,9 @@
-"""The grid of ranks: Megatron's order, groups, and sizes that do not fit."""
+"""The grid of ranks: Megatron's order and groups."""
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.errors import ConfigError
 from megatron.parallel.layout import Layout
 from tests.distributed import run_distributed
 
@@ -19,11 +18,6 @@ def test_rank_order_is_tensor_context_data_pipeline():
     assert layout.pipeline.ranks == (5, 13)
     assert layout.replica.ranks == (9, 11, 13, 15)
     assert layout.replica.rank == 2
-
-
-def test_sizes_must_divide_the_world():
-    with pytest.raises(ConfigError, match=r"--tensor-model-parallel-size 3.*multiple of 3"):
-        Layout.at(0, 4, tensor=3)
 
 
 def _sum_over_axes(layout):

@@ -3,12 +3,11 @@
 import pytest
 import torch
 
-from megatron.checkpoint.reader import open_checkpoint
 from megatron.config.parser import parse_config
 from megatron.errors import ConfigError
 from megatron.parallel.layout import Layout
 from megatron.training.checkpointing import save_run
-from tests.checkpoint.states import read_whole
+from tests.checkpoint.states import read_all
 from tests.distributed import run_distributed, run_sharing_memory
 from tests.training.toy import TOY, build_toy, train_toy
 
@@ -118,11 +117,6 @@ def _final(layout, flags, folder):
     return recorder.values("lm loss")
 
 
-def _tensors(folder):
-    reader = open_checkpoint(folder)
-    return {name: read_whole(reader, name) for name in reader.names()}
-
-
 @pytest.mark.parametrize(
     ("world", "axes", "more"),
     [(2, "", ["--bf16"]), (4, "tensor=2", ["--sequence-parallel", "--swiglu"])],
@@ -137,7 +131,7 @@ def test_resuming_in_the_same_layout_is_bit_for_bit(tmp_path, world, axes, more)
     for a, b, joined in zip(first, second, whole, strict=True):
         assert len(a[0]) == 3
         assert a[0] + b == joined
-    ours, theirs = _tensors(tmp_path / "joined"), _tensors(tmp_path / "whole")
+    ours, theirs = read_all(tmp_path / "joined"), read_all(tmp_path / "whole")
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
@@ -152,7 +146,7 @@ def test_first_weights_and_their_names_are_those_of_one_process(tmp_path, precis
     _build_and_save(Layout.single(), flags, tmp_path / "one")
     split = [*flags, "--tensor-model-parallel-size", "2"]
     run_sharing_memory(4, _build_and_save, split, tmp_path / "four", tensor=2)
-    ours, theirs = _tensors(tmp_path / "four"), _tensors(tmp_path / "one")
+    ours, theirs = read_all(tmp_path / "four"), read_all(tmp_path / "one")
     assert ours.keys() == theirs.keys()
     for name in ours:
         assert ours[name].dtype == theirs[name].dtype
@@ -186,13 +180,13 @@ def test_losses_go_on_in_another_layout(tmp_path, before, after):
 def test_a_checkpoint_with_masters_reshards_without_loss(tmp_path):
     """bf16: stage 3 saves, stage 1 loads and saves, stage 3 again: not one bit changes."""
     run_distributed(2, _train, [*FLAGS, "--bf16", *_steps(tmp_path / "a")])
-    saved = _tensors(tmp_path / "a")
+    saved = read_all(tmp_path / "a")
     kinds = {name.rpartition(".")[2] for name in saved if name.startswith("optimizer.")}
     assert kinds == {"exp_avg", "exp_avg_sq", "master"}
     for source, target, stage, world in (("a", "b", "1", 4), ("b", "c", "3", 2)):
         flags = [*FLAGS, "--bf16", "--zero-stage", stage, "--load", str(tmp_path / source)]
         run_sharing_memory(world, _build_and_save, flags, tmp_path / target)
-        again = _tensors(tmp_path / target)
+        again = read_all(tmp_path / target)
         assert again.keys() == saved.keys()
         assert all(torch.equal(again[name], saved[name]) for name in saved)
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.checkpoint.entries import Box
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.device import Device
 from megatron.environment import Launch
@@ -442,8 +443,6 @@ def test_pretrained_weights_are_taken_and_only_the_head_is_new(toy):
             new.add(name)
             continue
         shape = tuple(parameter.shape)
-        saved = reader.read(
-            f"model.{name}", global_shape=shape, offset=[0] * len(shape), shape=shape
-        )
+        saved = reader.read(f"model.{name}", Box.whole(shape), global_shape=shape)
         assert torch.equal(parameter.detach(), saved), name
     assert new == {"classification_head.weight", "classification_head.bias"}

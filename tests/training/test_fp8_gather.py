@@ -8,14 +8,13 @@ from functools import partial
 import pytest
 import torch
 
-from megatron.checkpoint.reader import open_checkpoint
 from megatron.optimizer.optimizer import Optimizer
 from megatron.parallel import weights
 from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.layers import fp8_weights
 from megatron.training import gradient_sharing, setup
 from megatron.training.step import Updates
-from tests.checkpoint.states import read_whole
+from tests.checkpoint.states import read_all
 from tests.distributed import run_distributed
 from tests.training.toy import build_toy, fingerprint, train_toy
 
@@ -194,11 +193,6 @@ def test_weights_that_have_not_arrived_are_cast_where_they_will():
         assert inside == [True] * 8 * 2
 
 
-def _tensors(folder):
-    reader = open_checkpoint(folder)
-    return {name: read_whole(reader, name) for name in reader.names()}
-
-
 @pytest.mark.parametrize("recipe", ["", DELAYED], ids=["tensorwise", "delayed"])
 def test_checkpoints_hold_whole_weights_and_runs_go_on_from_them(tmp_path, recipe):
     words = f"{SHARED} {recipe} {OVERLAP}"
@@ -207,7 +201,7 @@ def test_checkpoints_hold_whole_weights_and_runs_go_on_from_them(tmp_path, recip
     whole = run_distributed(2, _train, f"{words} {OURS}", "gpt", _in_16_bits)
     for folder, optimizer in zip(folders, (_in_16_bits, Optimizer), strict=True):
         run_distributed(2, _train, f"{words} {OURS} {saves} --save {folder}", "gpt", optimizer)
-    theirs, ours = (_tensors(folder) for folder in folders)
+    theirs, ours = (read_all(folder) for folder in folders)
     assert theirs.keys() == ours.keys()
     for name, tensor in theirs.items():
         assert torch.equal(ours[name], tensor), name

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,9 +93,33 @@ def run_process(
     Raises:
         BenchmarkError: it took too long or failed; the message has its last lines.
     """
+    lines, code = run_to_end(command, timeout=timeout, folder=root)
+    log.write_text("".join(f"{when:9.3f} {line}\n" for when, line in lines), encoding="utf-8")
+    if code != 0:
+        what = f"did not end in {timeout:.0f} s" if code is None else f"ended with exit code {code}"
+        last = "\n".join(f"    {line}" for _, line in lines[-_SHOWN_LINES:])
+        raise BenchmarkError(f"the run {what}; its last lines (all of them in {log}):\n{last}")
+    return lines
+
+
+def run_to_end(
+    command: Sequence[str], *, timeout: float, folder: Path | None = None, **environment: str
+) -> tuple[list[tuple[float, str]], int | None]:
+    """Run, whatever comes of it; nothing that it has started stays behind.
+
+    Args:
+        command: the words.
+        timeout: seconds after which the run is ended.
+        folder: to run in; None: this process's.
+        environment: variables, where they are not set.
+
+    Returns:
+        Every line of output with the seconds after the launch at which it came; and the exit code,
+        None where the run had to be ended.
+    """
     lines: list[tuple[float, str]] = []
     start = time.perf_counter()
-    with _process(command, root) as process:
+    with _process(command, folder, environment) as process:
         assert process.stdout is not None
         reader = threading.Thread(target=_collect, args=(process.stdout, start, lines))
         reader.start()
@@ -105,26 +129,23 @@ def run_process(
             code = None
             _end(process)
         reader.join(_GRACE_SECONDS)
-    log.write_text("".join(f"{when:9.3f} {line}\n" for when, line in lines), encoding="utf-8")
-    if code != 0:
-        what = f"did not end in {timeout:.0f} s" if code is None else f"ended with exit code {code}"
-        last = "\n".join(f"    {line}" for _, line in lines[-_SHOWN_LINES:])
-        raise BenchmarkError(f"the run {what}; its last lines (all of them in {log}):\n{last}")
-    return lines
+    return lines, code
 
 
 @contextmanager
-def _process(command: Sequence[str], root: Path) -> Iterator[subprocess.Popen[str]]:
+def _process(
+    command: Sequence[str], folder: Path | None, environment: Mapping[str, str]
+) -> Iterator[subprocess.Popen[str]]:
     """A process whose whole group is gone at the end of the block."""
     process = subprocess.Popen(
         command,
-        cwd=root,
+        cwd=folder,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        env={**environment, **os.environ, "PYTHONUNBUFFERED": "1"},
         start_new_session=True,
     )
     try:

@@ -18,7 +18,6 @@ import torch
 from megatron.checkpoint import convert
 from megatron.checkpoint.any_format import nothing_at
 from megatron.checkpoint.convert import WEIGHTS
-from megatron.checkpoint.durable import replace_file, storage_errors
 from megatron.checkpoint.find import scan
 from megatron.checkpoint.hf import files
 from megatron.checkpoint.hf.families import family_for
@@ -37,6 +36,7 @@ from megatron.config.data import TokenizerConfig
 from megatron.config.resolve import resolve
 from megatron.config.run import RunConfig
 from megatron.config.yaml_file import from_dict
+from megatron.durable import replace_file, storage_errors
 from megatron.errors import CheckpointError, ConfigError, UserError
 from megatron.tokenizer import build_tokenizer, files_of
 from megatron.tokenizer.vocabulary import padded_vocab_size

@@ -28,11 +28,10 @@ import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from megatron.checkpoint.durable import storage_errors, sync_folder, unique_suffix
-from megatron.checkpoint.find import warn
 from megatron.command import run_command
 from megatron.config.arguments import ToolParser, add_flags
 from megatron.config.data import TokenizerConfig
+from megatron.durable import storage_errors, sync_folder, unique_suffix
 from megatron.errors import CheckpointError, ConfigError
 
 MODELS = ("GPT", "BERT", "T5")
@@ -199,6 +198,8 @@ def _unverified_set_aside(path: Path) -> Iterator[None]:
         with storage_errors(path):
             path.rename(aside)
             sync_folder(path.parent)
+        from megatron.checkpoint.find import warn  # imports torch
+
         warn(f"{path} is {aside} now, for it was not verified: delete it, or find out why")
         raise
 

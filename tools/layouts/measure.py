@@ -1,16 +1,11 @@
-"""One run of `pretrain_gpt.py` under torchrun, and what it tells about itself."""
+"""One run of `pretrain_gpt.py`, and what it tells about itself."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean, median
@@ -22,13 +17,13 @@ from megatron.config.run import known
 from megatron.errors import UserError
 from megatron.tokenizer import padded_vocabulary
 from megatron.training.memory import largest_process
+from tools.bench.launch import entry_command, run_to_end
 from tools.layouts.models import BenchmarkLayout
 from tools.layouts.table import Measurement, Row
 
 _ROOT = Path(__file__).resolve().parents[2]
 _GIB = 1024.0**3
 _MIB_A_GIB = 1024.0
-_PATIENCE = 45  # seconds that torchrun gets to end its workers
 
 
 class RunFailedError(UserError):
@@ -83,46 +78,16 @@ def launch(
         RunFailedError: it ended with an error, or not in time.
     """
     with tempfile.TemporaryDirectory() as folder:
-        metrics, printed = Path(folder) / "metrics.jsonl", Path(folder) / "log"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(processes), str(_ROOT / "pretrain_gpt.py")]
-        command += [*words, "--metrics-jsonl", str(metrics)]
-        with printed.open("w", encoding="utf-8") as output:
-            process = subprocess.Popen(
-                command,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=_environment(),
-                start_new_session=True,
-            )
-            code = _wait(process, timeout)
-        log = printed.read_text(encoding="utf-8", errors="replace")
+        metrics = Path(folder) / "metrics.jsonl"
+        command = entry_command(_ROOT, processes, [*words, "--metrics-jsonl", str(metrics)])
+        lines, code = run_to_end(command, timeout=timeout, OMP_NUM_THREADS="1")
+        log = "\n".join(line for _, line in lines)
         if code is None:
             raise RunFailedError(f"ended after {timeout:.3g} s, the time it had")
         if code:
             raise RunFailedError(error_line(log, code))
-        lines = metrics.read_text(encoding="utf-8").splitlines()
-        return log, [json.loads(line) for line in lines]
-
-
-def _environment() -> dict[str, str]:
-    """Ours, with this checkout first and one thread a process where nobody chose."""
-    path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
-    return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path}
-
-
-def _wait(process: subprocess.Popen[bytes], timeout: float) -> int | None:
-    """The exit code; None where the process had to be ended. Nothing of it stays behind."""
-    try:
-        return process.wait(timeout)
-    except subprocess.TimeoutExpired:
-        process.terminate()  # torchrun ends its workers, which are not of its process group
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(_PATIENCE)
-        return None
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        records = metrics.read_text(encoding="utf-8").splitlines()
+        return log, [json.loads(record) for record in records]
 
 
 def error_line(log: str, code: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -87,19 +86,11 @@ class HFReader:
     def dtype(self, name: str) -> torch.dtype:
         return dtypes.BY_NAME[self._held[self._name(self._rule(name).theirs[0])].dtype]
 
-    def read(
-        self,
-        name: str,
-        *,
-        global_shape: Sequence[int],
-        offset: Sequence[int],
-        shape: Sequence[int],
-    ) -> torch.Tensor:
+    def read(self, name: str, wanted: Box, *, global_shape: Shape) -> torch.Tensor:
         rule = self._rule(name)
-        part = Box(tuple(offset), tuple(shape))
-        check_request(self.path, name, rule.shape, tuple(global_shape), part)
+        check_request(self.path, name, rule.shape, global_shape, wanted)
         whole = rule.form.join([self._held[self._name(one)].load() for one in rule.theirs])
-        return whole[part.within(Box((0,) * len(rule.shape), rule.shape))].contiguous()
+        return whole[wanted.within(Box.whole(rule.shape))].contiguous()
 
     @property
     def architecture(self) -> str:

@@ -12,14 +12,7 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.deferred import DeferredTensor
-from megatron.checkpoint.durable import (
-    TEMPORARY,
-    remove_tree,
-    storage_errors,
-    sync_folder,
-    unique_suffix,
-    write_file,
-)
+from megatron.checkpoint.entries import Box
 from megatron.checkpoint.hf.family import Family, differing_fields
 from megatron.checkpoint.hf.files import CONFIG, INDEX, SINGLE, json_bytes
 from megatron.checkpoint.hf.rules import Rule, present
@@ -27,6 +20,14 @@ from megatron.checkpoint.hf.settings import Settings, harmless
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.shard import plan_shard, write_shard
 from megatron.config.model import ModelConfig
+from megatron.durable import (
+    TEMPORARY,
+    remove_tree,
+    storage_errors,
+    sync_folder,
+    unique_suffix,
+    write_file,
+)
 from megatron.errors import CheckpointError, StorageError
 
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -80,8 +81,7 @@ class Export:
         return present(rules, [rule for rule in rules if rule.name in names])
 
     def _read(self, rule: Rule, index: int) -> torch.Tensor:
-        zeros = (0,) * len(rule.shape)
-        whole = self.reader.read(rule.name, global_shape=rule.shape, offset=zeros, shape=rule.shape)
+        whole = self.reader.read(rule.name, Box.whole(rule.shape), global_shape=rule.shape)
         return rule.form.split(whole)[index]
 
     def config(self, template: Mapping[str, Any] | None) -> dict[str, Any]:

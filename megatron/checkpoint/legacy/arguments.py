@@ -14,8 +14,9 @@ from megatron.checkpoint.legacy.inert import Namespace, Opaque
 from megatron.config.data import TOKENIZER_TYPES
 from megatron.config.model import NETWORK_FIELDS
 from megatron.config.optimizer import OptimizerConfig
-from megatron.config.run import RunConfig, flatten, known
+from megatron.config.run import RunConfig, known
 from megatron.config.stages import chunks_of, plan_model
+from megatron.config.yaml_file import to_dict
 from megatron.errors import CheckpointError
 
 _MAX_LIST = 10_000
@@ -140,7 +141,7 @@ def megatron_arguments(
         rows: of the word embedding.
         data_parallel: processes that hold the same weights.
     """
-    values = {path.partition(".")[2]: _listed(value) for path, value in flatten(config).items()}
+    values = {name: value for part in to_dict(config).values() for name, value in part.items()}
     model, parallel = config.model, config.parallel
     chunks = chunks_of(known(model.num_layers), parallel)
     stages = parallel.pipeline_model_parallel_size
@@ -193,7 +194,3 @@ def _evaluated(config: RunConfig, iteration: int) -> int:
         return 0
     times = iteration // evaluation.eval_interval
     return times * evaluation.eval_iters * (config.training.global_batch_size or 0)
-
-
-def _listed(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value

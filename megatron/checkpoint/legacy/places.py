@@ -220,7 +220,7 @@ def _box(name: str, shape: tuple[int, ...], arrangement: Arrangement, rank: int,
     """The part of a parameter that a tensor-parallel rank holds."""
     dim = arrangement.split_dim(name)
     if dim is None:
-        return Box((0,) * len(shape), shape)
+        return Box.whole(shape)
     size, left = divmod(shape[dim], ranks)
     if left:
         or_else = ""

@@ -296,16 +296,8 @@ class LegacyReader:
     def dtype(self, name: str) -> torch.dtype:
         return self._known(name)[0].ref.storage.dtype
 
-    def read(
-        self,
-        name: str,
-        *,
-        global_shape: Sequence[int],
-        offset: Sequence[int],
-        shape: Sequence[int],
-    ) -> torch.Tensor:
-        wanted = Box(tuple(offset), tuple(shape))
-        check_request(self.path, name, self.global_shape(name), tuple(global_shape), wanted)
+    def read(self, name: str, wanted: Box, *, global_shape: tuple[int, ...]) -> torch.Tensor:
+        check_request(self.path, name, self.global_shape(name), global_shape, wanted)
         result = torch.empty(wanted.shape, dtype=self.dtype(name))
         for piece in self._known(name):
             common = piece.box.intersect(wanted)

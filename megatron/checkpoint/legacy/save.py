@@ -14,7 +14,6 @@ from pathlib import Path
 from torch import Tensor
 
 from megatron.checkpoint import store
-from megatron.checkpoint.durable import remove_tree, storage_errors, write_file
 from megatron.checkpoint.entries import Json
 from megatron.checkpoint.exchange import Exchange
 from megatron.checkpoint.find import COMPLETE, RELEASE, iteration_folder
@@ -25,6 +24,7 @@ from megatron.checkpoint.plan import Plan
 from megatron.checkpoint.reader import NativeReader, Reader
 from megatron.checkpoint.vocabulary import PaddedReader
 from megatron.config.run import RunConfig
+from megatron.durable import remove_tree, storage_errors, write_file
 from megatron.parallel.layout import Layout
 
 _STAGING = "native"

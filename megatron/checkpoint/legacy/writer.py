@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.deferred import DeferredTensor
-from megatron.checkpoint.durable import storage_errors, sync_folder
 from megatron.checkpoint.legacy import flat_states
 from megatron.checkpoint.legacy.arguments import megatron_arguments
 from megatron.checkpoint.legacy.names import Arrangement
@@ -24,6 +23,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.rules_legacy import not_computed
 from megatron.config.run import RunConfig
 from megatron.config.stages import plan_model
+from megatron.durable import storage_errors, sync_folder
 from megatron.errors import CheckpointError
 
 _WEIGHTS, _STATES = "model.", "optimizer."
@@ -234,12 +234,7 @@ class LegacyWriter:
         return DeferredTensor(tuple(shape.shape), self.reader.dtype(name), read)
 
     def _read(self, slot: Slot, name: str) -> torch.Tensor:
-        part = self.reader.read(
-            name,
-            global_shape=self.reader.global_shape(name),
-            offset=slot.box.offset,
-            shape=slot.box.shape,
-        )
+        part = self.reader.read(name, slot.box, global_shape=self.reader.global_shape(name))
         return self._arrangement.flatten(slot.name, part)
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 from megatron.inference.request import Event, Finished, Prompt, Token, TopLogprobs
 from megatron.inference.server.engine_client import Stream
 from megatron.inference.server.errors import ApiError
-from megatron.inference.server.text import Detokenizer, StopStrings
+from megatron.inference.text import Detokenizer, StopStrings
 from megatron.tokenizer import Tokenizer
 
 

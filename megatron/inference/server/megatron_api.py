@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron.inference.request import LARGEST_SEED, Beam, Sampling
+from megatron.inference.request import Beam, Sampling
 from megatron.inference.server.answer import Answer, spell_prompt
 from megatron.inference.server.errors import ApiError
 from megatron.inference.server.megatron_contract import read_contract
@@ -88,7 +88,7 @@ class MegatronApi:
             top_p=values["top_p"],
             top_p_decay=values["top_p_decay"],
             top_p_bound=values["top_p_bound"],
-            seed=seed_of(values["random_seed"], number),
+            seed=self._service.seed_of(values["random_seed"], number),
             stop_tokens=tuple(sorted(ends)),
             stop_sequences=(pair,) if double_eol and pair else (),
             banned_pairs=self._banned(values),
@@ -150,13 +150,6 @@ def _with_defaults(
         "top_p": top_p,
         "stop_tokens": {body["stop_token"]} if "stop_token" in body else service.ends,
     }
-
-
-def seed_of(seed: int | None, number: int) -> int | None:
-    """The seed of a request's sequence number so and so: equal prompts get different answers."""
-    if seed is None or seed < 0:
-        return None
-    return (seed + number) & LARGEST_SEED
 
 
 def _single_token(tokenizer: Tokenizer, text: str) -> frozenset[int]:

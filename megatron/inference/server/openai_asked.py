@@ -9,7 +9,6 @@ from megatron.inference.request import Sampling
 from megatron.inference.server.chat import ChatTemplate
 from megatron.inference.server.errors import ApiError
 from megatron.inference.server.limits import MAX_PROMPTS, MAX_STOP_LENGTH, MAX_STOPS
-from megatron.inference.server.megatron_api import seed_of
 from megatron.inference.server.service import Asked, Service
 
 _NEW_TOKENS = 16  # OpenAI's default for completions
@@ -139,7 +138,7 @@ def make_asked(
         "prompt_logprobs": echo and logprobs is not None,
     }
     return [
-        Asked(prompt, Sampling(**common, seed=seed_of(values["seed"], copy)), stops)
+        Asked(prompt, Sampling(**common, seed=service.seed_of(values["seed"], copy)), stops)
         for prompt in prompts
         for copy in range(values["n"])
     ]

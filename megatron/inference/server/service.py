@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron.inference.request import Sampling
+from megatron.inference.request import LARGEST_SEED, Sampling
 from megatron.inference.server.answer import Answer
 from megatron.inference.server.engine_client import EngineClient
 from megatron.inference.server.errors import ApiError
@@ -90,6 +90,12 @@ class Service:
                 f"Too many tokens.  {total} is greater than {self.settings.limits.tokens}",
                 always=False,
             )
+
+    @staticmethod
+    def seed_of(seed: int | None, number: int) -> int | None:
+        """The seed of a request's sequence number so and so: equal prompts get different answers.
+        None, or less than 0: none was given."""
+        return None if seed is None or seed < 0 else (seed + number) & LARGEST_SEED
 
     @contextlib.contextmanager
     def answers(self, asked: Sequence[Asked], silent: frozenset[int]) -> Iterator[list[Answer]]:

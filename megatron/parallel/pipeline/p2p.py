@@ -9,9 +9,8 @@ each other for ever.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,7 @@ from megatron.parallel.pipeline.schedule import SENDS, Operation
 class _Edge:
     """One direction between this process and a neighbour: global rank `peer`."""
 
-    group: Any
+    group: dist.ProcessGroup
     peer: int
     journal: Journal
     pending: deque[tuple[Transfer, Tensor]] = field(default_factory=deque)  # oldest first
@@ -161,14 +160,14 @@ def connect(layout: Layout, *, ring: bool, device: torch.device) -> dict[EdgeKey
     return edges
 
 
-def _groups(layout: Layout, ring: bool) -> dict[str, Any]:
+def _groups(layout: Layout, ring: bool) -> dict[str, dist.ProcessGroup]:
     """Process groups of this pipeline for one kind of message, by which edges use them.
 
     Neighbouring edges are in different groups: in each a stage has one neighbour at most, and with
     it one direction. Every process makes the groups of every pipeline, in one order.
     """
     pipelines = layout.world.size // layout.pipeline.size
-    mine: dict[str, Any] = {}
+    mine: dict[str, dist.ProcessGroup] = {}
     for first in range(pipelines):  # the pipeline axis is the slowest
         ranks = list(range(first, layout.world.size, pipelines))
         for name in ("even", "odd", "wrap") if ring else ("even", "odd"):
@@ -178,7 +177,7 @@ def _groups(layout: Layout, ring: bool) -> dict[str, Any]:
     return mine
 
 
-def _start(transfer: Any, tensor: Tensor, edge: _Edge) -> Transfer:
+def _start(transfer: Callable[..., dist.Work | None], tensor: Tensor, edge: _Edge) -> Transfer:
     work = transfer(tensor, edge.peer, group=edge.group)
     assert work is not None, "the group of an edge holds both its ends"
     kind = "send" if transfer is dist.isend else "receive"

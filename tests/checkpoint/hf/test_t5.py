@@ -29,6 +29,7 @@ from megatron.parallel.layout import Layout
 from megatron.training.checkpointing import model_state
 from megatron.training.pretrain import main
 from pretrain_t5 import T5Recipe
+from tests.checkpoint.states import same_files
 from tests.distributed import run_distributed
 from tests.tokenizer.t5 import SIZE, WORDS, t5_tokenizer, write_t5_tokenizer
 from tools import fill_in, preprocess_data
@@ -76,12 +77,6 @@ def save(form: str, folder: Path, *, own_head: bool = False, **changes):
 def convert(loader: str, saver: str, load: Path, out: Path, *words: str) -> int:
     ends = ["--model-type", "T5", "--load-dir", str(load), "--save-dir", str(out)]
     return util.main([*ends, "--loader", loader, "--saver", saver, *words])
-
-
-def same_files(one: Path, other: Path) -> bool:
-    """Whether all files of `one` are in `other`, bit for bit."""
-    names = [path.name for path in one.iterdir()]
-    return all((one / name).read_bytes() == (other / name).read_bytes() for name in names)
 
 
 @pytest.mark.parametrize("own_head", [False, True])

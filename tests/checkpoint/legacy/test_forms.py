@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megatron.checkpoint.entries import Box
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.errors import CheckpointError
 from tests.checkpoint.legacy.megatron_files import Form, whole_model, write
@@ -54,9 +55,8 @@ def test_any_box_is_joined_from_tensor_parts(tmp_path):
     model = whole_model(swiglu=True)
     write(tmp_path, Form(tensor=4, swiglu=True), model)
     name = "layers.1.mlp.up.weight"
-    part = open_checkpoint(tmp_path).read(
-        f"model.{name}", global_shape=(2, 12, 8), offset=(0, 2, 3), shape=(2, 6, 4)
-    )
+    wanted = Box((0, 2, 3), (2, 6, 4))
+    part = open_checkpoint(tmp_path).read(f"model.{name}", wanted, global_shape=(2, 12, 8))
     assert torch.equal(part, model[name][:, 2:8, 3:7])
 
 

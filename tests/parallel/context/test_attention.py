@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.kernels.attention import cpu_attention
+from megatron.kernels.attention import fused_attention
 from megatron.parallel.context.block import choose_block
 from megatron.parallel.context.ring import ring_attention, ring_plan
 from megatron.parallel.context.split import join_sequence, local_positions, split_sequence
@@ -22,7 +22,7 @@ BLOCK = choose_block(8, torch.float32, torch.device("cpu"))
 def attend(comm_type, axis, causal, inputs):
     if comm_type == "p2p":
         return ring_attention(*inputs, axis=axis, block=BLOCK, causal=causal)
-    inside = partial(cpu_attention, mask=None, causal=causal, dropout=0.0)
+    inside = partial(fused_attention, mask=None, causal=causal, dropout=0.0)
     return ulysses_attention(*inputs, axis=axis, attend=inside)
 
 

@@ -1,4 +1,4 @@
-"""File operations that are on the disk when they return."""
+"""Files that are on the disk, or not there: never half of one, whatever ends process or machine."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 from megatron.errors import StorageError
 
@@ -58,16 +59,27 @@ def write_file(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def replace_file(path: Path, data: bytes) -> None:
-    """Replace a file's content: readers, and a machine that loses power, see old or new."""
+@contextmanager
+def renamed_when_done(path: Path) -> Iterator[IO[bytes]]:
+    """A new file that gets its name when the body succeeds, and goes when it fails. The folder is
+    not flushed."""
     temporary = path.with_name(path.name + unique_suffix(TEMPORARY))
     try:
-        write_file(temporary, data)
+        with open(temporary, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         with suppress(OSError):
             temporary.unlink()
         raise
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Replace a file's content: readers, and a machine that loses power, see old or new."""
+    with renamed_when_done(path) as file:
+        file.write(data)
     sync_folder(path.parent)
 
 

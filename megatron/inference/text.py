@@ -21,7 +21,7 @@ class Detokenizer:
         prompt: the ids before the first one added; their text is not returned.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._ids = list(prompt[-_CONTEXT:])
         self._context = 0  # ids from here are decoded, to see what a new one adds
@@ -66,12 +66,10 @@ class StopStrings:
 
     Args:
         stops: none of them empty.
-        keep: the stop string itself is shown too.
     """
 
-    def __init__(self, stops: Sequence[str], *, keep: bool = False) -> None:
+    def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
-        self._keep = keep
         self._held = ""
 
     def add(self, text: str) -> Shown:
@@ -80,8 +78,7 @@ class StopStrings:
         met = [(self._held.find(stop), stop) for stop in self._stops if stop in self._held]
         if met:
             start, stop = min(met)
-            end = start + len(stop) if self._keep else start
-            return Shown(self._held[:end], stop)
+            return Shown(self._held[:start], stop)
         free = len(self._held) - self._possible_start()
         shown, self._held = self._held[:free], self._held[free:]
         return Shown(shown)
