@@ -14,7 +14,6 @@ import hashlib
 import math
 import os
 import uuid
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.errors import DataError
+from megatron.errors import DataError, warn
 
 Arrays = tuple[NDArray[Any], ...]
 
@@ -91,11 +90,10 @@ class IndexCache:
             _save(folder, stem, description, specs, arrays)
         except OSError as error:
             if self.warns:
-                warnings.warn(
+                warn(
                     f"index cache {folder}: cannot write ({error.strerror}); the index is kept in "
                     "memory and built again at every start. Set --data-cache-path to a folder "
-                    "that can be written to",
-                    stacklevel=2,
+                    "that can be written to"
                 )
             return arrays
         # Mapped pages are shared by all processes of a node; what was built is not.
