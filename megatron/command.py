@@ -19,6 +19,7 @@ def run_command(work: Callable[[], int | None]) -> int:
     Ctrl-C; 141 where nobody reads stdout any more. SIGTERM unwinds like Ctrl-C, so that temporary
     files go, and exits with 143. Call it from the main thread.
     """
+    open_missing_streams()
     previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         code = work() or EXIT_OK
@@ -37,6 +38,18 @@ def run_command(work: Callable[[], int | None]) -> int:
         signal.signal(signal.SIGTERM, previous)
 
 
+def open_missing_streams() -> None:
+    """Give a process that was started with closed streams (`>&-`, some daemons) the null device in
+    their place: Python has None there, and the next file that is opened would get their numbers,
+    and with them what libraries print."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - for good
+
+
 def lost_its_reader() -> bool:
     """Whether stdout's reader has gone (`| head`). What is left to be said is forgotten then, or
     Python would fail to say it once more when it ends."""
@@ -46,6 +59,20 @@ def lost_its_reader() -> bool:
         return False
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return True
+
+
+def drop_unwritten() -> None:
+    """Forget what stdout holds but could not write (a full disk). It would be written, or fail,
+    again with the next line, and when Python ends."""
+    stdout = sys.stdout.fileno()
+    kept, null = os.dup(stdout), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(null, stdout)
+        sys.stdout.flush()
+    finally:
+        os.dup2(kept, stdout)
+        os.close(kept)
+        os.close(null)
 
 
 def leave(code: int) -> NoReturn:

@@ -6,8 +6,15 @@ traceback and leave with its exit code. `assert` and other exceptions are our ow
 
 from __future__ import annotations
 
+import sys
+
 EXIT_OK = 0
 EXIT_SAVED_ON_SIGNAL = 3
+
+
+def warn(text: str) -> None:
+    """Print what a user should know and may mend, where work goes on."""
+    print(f"WARNING: {text}", file=sys.stderr, flush=True)
 
 
 class UserError(Exception):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.data.documents import load_line
 from megatron.errors import DataError
 from megatron.training.callbacks.terminal import say
 from tasks.files import read_text
@@ -168,7 +168,7 @@ def read_race(folder: str) -> list[Example]:
 
 def _questions(line: str, where: str) -> Iterator[Example]:
     try:
-        article = json.loads(line)
+        article = load_line(line.encode())
         text = _tidy(article["article"])
         parts = zip(article["questions"], article["options"], article["answers"], strict=True)
         for question, options, answer in parts:

@@ -79,7 +79,7 @@ def run_evaluation(
     """
     show_notices(parsed.notices, launch)
     if launch.rank == 0:
-        check_results(parsed.extra[0].results)
+        check_results(parsed.extra[0].results, parsed.extra[0].valid_data)
     with processes(parsed.config, launch) as (device, layout):
         evaluate(device, layout)
     return EXIT_OK

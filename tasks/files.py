@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from megatron.data.documents import load_line
 from megatron.data.text_input import find_inputs, read_blocks
 from megatron.errors import DataError
 
@@ -60,9 +60,9 @@ def read_documents(paths: Sequence[str], key: str = "text") -> Iterator[str]:
 
 def _text_of(line: bytes, key: str, where: str) -> str:
     try:
-        document = json.loads(line)
+        document = load_line(line)
     except ValueError as error:
-        raise DataError(f"{where}: not JSON ({error}): give one object a line") from None
+        raise DataError(f"{where}: not JSON: {error}: give one object a line") from None
     text = document.get(key) if isinstance(document, dict) else None
     if not isinstance(text, str):
         raise DataError(f'{where}: no text under "{key}": each line should be {{"{key}": "..."}}')

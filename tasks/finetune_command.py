@@ -101,7 +101,8 @@ def run(task: str, arguments: list[str], launch: Launch) -> int:
     if training.dry_run:
         return dry_run(config, recipe, launch)
     if launch.rank == 0:
-        check_results(parsed.extra[0].results)
+        options, own = parsed.extra
+        check_results(options.results, (*(own.train_data or ()), *(options.valid_data or ())))
     return pretrain(config, recipe, launch, started, extras)
 
 

@@ -12,6 +12,7 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from megatron.durable import replace_file, storage_errors, writing_to
+from megatron.errors import ConfigError
 
 Number = int | float
 Numbers = dict[str, Number]
@@ -55,15 +56,18 @@ def results_path(asked: str | None, folder: str, task: str, iteration: int) -> P
     return Path(folder) / "evaluation" / f"{task.lower()}-iter_{iteration:07d}.json"
 
 
-def check_results(asked: str | None) -> None:
+def check_results(asked: str | None, data: Sequence[str] | None) -> None:
     """Before any work: a file may be written where --results says.
 
     Raises:
+        ConfigError: it is one of the `data` that are read.
         StorageError: it may not.
     """
     if asked is None:
         return
     path = Path(asked)
+    if any(path.exists() and path.samefile(file) for file in data or ()):
+        raise ConfigError(f"--results {asked}: this is a file of the data: give another name")
     with writing_to("--results", path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=path.parent):  # as the new file that takes the old one's place

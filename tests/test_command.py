@@ -1,7 +1,10 @@
 """How commands end where nobody listens."""
 
+import os
 import subprocess
 import sys
+
+import pytest
 
 from tests.repository import ROOT
 
@@ -42,6 +45,47 @@ sys.exit(run_process([], lambda launch: say("iteration 1")))
     assert process.returncode == 141
     assert said.startswith(b"error: the program that read this run's log has ended")
     assert b"Traceback" not in said
+
+
+def test_streams_that_were_closed_at_the_start_are_the_null_device() -> None:
+    """Also for libraries: the next file that is opened does not get their numbers."""
+    script = """
+import os, sys, tempfile
+from megatron.command import run_command
+def work():
+    print("out"); print("err", file=sys.stderr); sys.stderr.isatty()
+    with tempfile.TemporaryFile() as file:
+        os.write(1, b"x"); os.write(2, b"x")
+        return 7 if file.fileno() > 2 and os.fstat(file.fileno()).st_size == 0 else 1
+sys.exit(run_command(work))
+"""
+    command = ["sh", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-', sys.executable, script]
+    assert subprocess.run(command, cwd=ROOT, check=False).returncode == 7
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has this device")
+def test_a_run_goes_on_where_the_disk_of_its_log_is_full() -> None:
+    script = """
+import sys
+from megatron.training.callbacks.terminal import say
+from megatron.training.process import run_process
+def work(launch):
+    say("iteration 1")
+    say("iteration 2")
+    return 0
+sys.exit(run_process([], work))
+"""
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", script], cwd=ROOT, stdout=full, stderr=subprocess.PIPE,
+            text=True, check=False,
+        )  # fmt: skip
+        subprocess.run(
+            [sys.executable, "-c", script], cwd=ROOT, stdout=full, stderr=full, check=True
+        )
+    assert done.returncode == 0  # 120 were lines left over that cannot be written at the end
+    said = [f"(log: No space left on device) iteration {number}" for number in (1, 2)]
+    assert done.stderr.splitlines() == said
 
 
 def test_other_broken_pipes_are_errors() -> None:

@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 if __package__ in (None, ""):
     # Started as a file: the package beside this folder may not be installed.
@@ -20,6 +21,9 @@ if __package__ in (None, ""):
 from megatron.command import run_command
 from megatron.config.arguments import ToolParser
 from megatron.errors import DataError
+
+if TYPE_CHECKING:
+    from megatron.data.indexed import IndexedDataset
 
 
 def build_parser() -> ToolParser:
@@ -68,6 +72,28 @@ def find_prefixes(folder: str, output_prefix: str) -> list[str]:
     return sorted(stems)
 
 
+def _expect_no_member(options: argparse.Namespace, members: Sequence[IndexedDataset]) -> None:
+    """Raises DataError where the output would replace a dataset of the folder that an earlier run
+    did not make of these members."""
+    import numpy as np
+
+    from megatron.data.indexed import IndexedDataset
+
+    folder, name = os.path.split(options.output_prefix)
+    if f"{name}.idx" not in os.listdir(options.input) or not os.path.samefile(
+        folder or ".", options.input
+    ):
+        return
+    lengths = [data.sequence_lengths for data in members]
+    if not np.array_equal(
+        IndexedDataset(options.output_prefix).sequence_lengths, np.concatenate(lengths)
+    ):
+        raise DataError(
+            f"--output-prefix {options.output_prefix} is a dataset of --input {options.input}, and "
+            "not the others joined: give another name, or remove it to have it made anew"
+        )
+
+
 def run(options: argparse.Namespace) -> None:
     """Join the datasets.
 
@@ -78,7 +104,9 @@ def run(options: argparse.Namespace) -> None:
 
     prefixes = find_prefixes(options.input, options.output_prefix)
     # Opening checks each; a damaged one shows before anything is written.
-    dtypes = {prefix: IndexedDataset(prefix).dtype for prefix in prefixes}
+    datasets = [IndexedDataset(prefix) for prefix in prefixes]
+    dtypes = {data.prefix: data.dtype for data in datasets}
+    _expect_no_member(options, datasets)
     for prefix, dtype in dtypes.items():
         if dtype != dtypes[prefixes[0]]:
             raise DataError(

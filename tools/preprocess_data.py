@@ -31,7 +31,7 @@ from megatron.command import leave, run_command
 from megatron.config.arguments import ToolParser, add_flags, from_namespace
 from megatron.config.data import TokenizerConfig
 from megatron.environment import use_one_math_thread
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, warn
 from megatron.tokenizer import build_tokenizer
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from megatron.data.text_input import Block
 
 # Of Megatron-LM's own tool today; older scripts' flags are all known.
+_MOST_WORKERS = 1024
 _WORKERS = "leave it and --workers out: one process a core"
 _GONE = {
     "--find-optimal-num-workers": _WORKERS,
@@ -160,6 +161,10 @@ def _check(options: argparse.Namespace) -> None:
         )
     if options.workers is not None and options.workers < 1:
         problems.append(f"--workers {options.workers}: give at least 1, or leave the flag out")
+    if options.workers is not None and options.workers > _MOST_WORKERS:
+        problems.append(
+            f"--workers {options.workers}: at most {_MOST_WORKERS}; more than cores gain nothing"
+        )
     if options.partitions < 1:
         problems.append(f"--partitions {options.partitions}: give at least 1")
     if options.log_interval < 1:
@@ -300,6 +305,8 @@ def _summarize(
         f"({counts.text_bytes / seconds / 1e6:.1f} MB/s, "
         f"{counts.documents / seconds:,.0f} documents/s)"
     )
+    if not counts.documents:
+        warn(f"--input {' '.join(options.input)}: no document in it; the output is empty")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

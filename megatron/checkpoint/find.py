@@ -13,12 +13,11 @@ A folder follows Megatron: `latest_checkpointed_iteration.txt` names an iteratio
 from __future__ import annotations
 
 import re
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.checkpoint.manifest import MANIFEST
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, warn
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -176,8 +175,3 @@ def _classify(path: Path) -> tuple[str | None, str]:
             "convert it with the program that wrote it"
         )
     return None, f"has no {MANIFEST}, nor mp_rank folders of Megatron-LM"
-
-
-def warn(text: str) -> None:
-    """Print a warning for the user."""
-    print(f"WARNING: {text}", file=sys.stderr, flush=True)

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from megatron.checkpoint import dtypes
 from megatron.checkpoint.entries import Box, Json, check_request
 from megatron.checkpoint.exchange import Exchange
-from megatron.checkpoint.find import Found, checkpoint_at, list_checkpoints, warn
+from megatron.checkpoint.find import Found, checkpoint_at, list_checkpoints
 from megatron.checkpoint.manifest import (
     MANIFEST,
     MAX_BYTES,
@@ -29,7 +29,7 @@ from megatron.checkpoint.manifest import (
 )
 from megatron.checkpoint.retention import hold_for_reading
 from megatron.checkpoint.shard import THREADS, Placement, digest_of_range, parse_header
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, warn
 from megatron.parallel.layout import Layout
 
 

@@ -159,8 +159,8 @@ def prepare(root: Path, folder: str, need: int, *, replaces_legacy: bool = False
         free = disk.f_bavail * disk.f_frsize
         if free < need + _SPARE:
             raise StorageError(
-                f"{root}: the checkpoint needs {need + _SPARE:,} bytes and {free:,} are free: make "
-                "room, or give another folder to --save"
+                f"{root}: the checkpoint needs {need:,} bytes, with {_SPARE:,} to spare, and "
+                f"{free:,} are free: make room, or give another folder to --save"
             )
         temporary = final.with_name(final.name + unique_suffix(TEMPORARY))
         temporary.mkdir()

@@ -61,6 +61,7 @@ RULES: tuple[Rule, ...] = (
     rules_graphs.graphs,
     rules_training.nonfinite,
     rules_training.save_interval,
+    rules_training.checkpoint_names,
     rules_training.saving,
     rules_legacy.legacy_files,
     rules_training.dry_run,

@@ -53,6 +53,8 @@ def blends(config: RunConfig, world_size: int) -> Iterator[str]:
     for name, words in _paths(config).items():
         if not words:
             yield f"{name}: give a prefix, or WEIGHT PREFIX WEIGHT PREFIX ..."
+        elif not all(word.strip() for word in words):
+            yield f"{name}: an empty word, perhaps of a variable that is not set: give a prefix"
         elif len(words) > 1 and len(words) % 2:
             yield (
                 f"{name} has {len(words)} words: give one prefix, or pairs WEIGHT PREFIX "

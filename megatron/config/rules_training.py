@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 from megatron.config.optimizer import ScheduleConfig
@@ -203,6 +204,16 @@ def save_interval(config: RunConfig, world_size: int) -> Iterator[str]:
             f"--save {checkpoint.save} needs --save-interval: give iterations between checkpoints, "
             "or minutes as --save-interval-in-mins"
         )
+
+
+def checkpoint_names(config: RunConfig, world_size: int) -> Iterator[str]:
+    """safetensors opens no path of other bytes: what was saved could not be loaded."""
+    for name, folder in (("--save", config.checkpoint.save), ("--load", config.checkpoint.load)):
+        path = folder and os.path.abspath(folder)
+        try:
+            (path or "").encode()
+        except UnicodeEncodeError:
+            yield f"{name} {folder!a}: the path {path!a} is not UTF-8: rename the folder"
 
 
 def saving(config: RunConfig, world_size: int) -> Iterator[str]:

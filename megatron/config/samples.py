@@ -80,6 +80,10 @@ def problems_of(samples: SamplesConfig) -> list[str]:
             and (samples.prompt is not None or samples.sample_input_file is not None),
             "--genfile is of texts without a prompt: drop it, or --prompt or --sample-input-file",
         ),
+        (
+            any("\ud800" <= letter <= "\udfff" for letter in samples.prompt or ""),
+            "--prompt: not UTF-8: convert the text, for example with iconv",
+        ),
         (samples.prompt == "", "--prompt is empty: give some text, or --num-samples alone"),
         (samples.num_samples < 0, f"--num-samples {samples.num_samples}: give 0 or more"),
         (samples.out_seq_length < 1, f"--out-seq-length {samples.out_seq_length}: give 1 or more"),

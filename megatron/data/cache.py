@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.durable import renamed_when_done
-from megatron.errors import DataError
+from megatron.errors import DataError, warn
 
 Arrays = tuple[NDArray[Any], ...]
 
@@ -90,11 +89,10 @@ class IndexCache:
             _save(folder, stem, description, specs, arrays)
         except OSError as error:
             if self.warns:
-                warnings.warn(
+                warn(
                     f"index cache {folder}: cannot write ({error.strerror}); the index is kept in "
                     "memory and built again at every start. Set --data-cache-path to a folder "
-                    "that can be written to",
-                    stacklevel=2,
+                    "that can be written to"
                 )
             return arrays
         # Mapped pages are shared by all processes of a node; what was built is not.

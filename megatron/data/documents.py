@@ -47,7 +47,7 @@ def parse_lines(data: bytes, keys: Sequence[str]) -> Documents:
     for number, line in enumerate(lines):
         if line and not line.isspace():
             try:
-                record = _load(line)
+                record = load_line(line)
                 values.append([_value(record, key) for key in keys])
                 places.append((number, offset))
             except ValueError as error:
@@ -56,7 +56,7 @@ def parse_lines(data: bytes, keys: Sequence[str]) -> Documents:
     return Documents(values, places, len(lines), bad)
 
 
-def _load(line: bytes) -> Any:
+def load_line(line: bytes) -> Any:
     """The JSON of one line.
 
     Raises:

@@ -485,6 +485,6 @@ def _storage_errors(prefix: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise StorageError(
-            f"dataset {prefix}: cannot write {error.filename or ''}: {error.strerror}"
+            f"dataset {prefix}: cannot write {error.filename or 'it'}: {error.strerror}"
             "; free space or choose another output folder"
         ) from error

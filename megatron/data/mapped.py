@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 from megatron.data.indexed import IndexedDataset
 from megatron.data.members import Member
 from megatron.data.sentence_cache import describe_sentence_map, load_or_build_sentence_map
@@ -16,7 +14,7 @@ from megatron.data.sentence_map import (
     usable_documents,
 )
 from megatron.data.sentence_source import MappedSentences
-from megatron.errors import DataError
+from megatron.errors import DataError, warn
 
 
 def count_documents(data: IndexedDataset) -> int:
@@ -72,11 +70,10 @@ def _report_long(name: str, member: Member, *, warns: bool) -> None:
     documents = member.data.document_indices[start : end + 1]
     lost = int(overlong_documents(documents, member.data.sequence_lengths).sum())
     if warns and lost:
-        warnings.warn(
+        warn(
             f"{member.data.prefix}: {lost} of the {end - start} {name} documents are left out, "
             f"because they hold a sentence of more than {LONGEST_SENTENCE} tokens: split sentences "
-            "more finely when preprocessing to keep them",
-            stacklevel=3,
+            "more finely when preprocessing to keep them"
         )
 
 

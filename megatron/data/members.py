@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -12,7 +11,7 @@ from megatron.data.blend import blend, samples_of_each
 from megatron.data.indexed import IndexedDataset, bin_path
 from megatron.data.sample import DescribedDataset, SampleDataset
 from megatron.data.splits import SPLIT_NAMES, split_bounds
-from megatron.errors import ConfigError, DataError
+from megatron.errors import ConfigError, DataError, warn
 
 
 class Member(NamedTuple):
@@ -151,10 +150,9 @@ def _build_split(
         return None
     if len(kept) < len(members) and warns:
         left_out = [m.data.prefix for m in members if m not in kept]
-        warnings.warn(
+        warn(
             f"--split {data.split!r} leaves no {name} document in {', '.join(left_out)}: the "
-            f"{name} blend goes without",
-            stacklevel=2,
+            f"{name} blend goes without"
         )
     if len(members) == 1:
         return build_member(name, kept[0], num_samples)

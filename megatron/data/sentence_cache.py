@@ -11,7 +11,6 @@ that Megatron wrote have no such text: they are used if they can be the map that
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 from megatron.data.indexed import idx_path
 from megatron.data.sentence_map import SentenceMapPlan
 from megatron.durable import renamed_when_done
+from megatron.errors import warn
 
 Rows = NDArray[Any]
 
@@ -84,11 +84,10 @@ def load_or_build_sentence_map(
         _save(path, rows, description)
     except OSError as error:
         if warns:
-            warnings.warn(
+            warn(
                 f"sentence map {path}: cannot write ({error.strerror}); it is kept in memory and "
                 "built again at every start. Set --data-cache-path to a folder that can be "
-                "written to",
-                stacklevel=2,
+                "written to"
             )
         return rows
     # Mapped pages are shared by all processes of a node; what was built is not.

@@ -81,6 +81,8 @@ def find_inputs(patterns: Sequence[str]) -> list[str]:
             raise DataError(f"--input {pattern}: {_nothing_at(pattern)}")
         found += matches
     for path in found:
+        if not os.path.exists(path):
+            raise DataError(f"--input {path}: a link to what is not there")
         if not _suffix(path):
             raise DataError(
                 f"--input {path}: unknown ending; expected {_known_endings()}; rename the file"

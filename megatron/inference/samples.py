@@ -3,6 +3,7 @@ earlier run was stopped."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
+from megatron.data.documents import load_line
 from megatron.durable import storage_errors
 from megatron.errors import DataError, StorageError
 from megatron.inference.request import (
@@ -152,6 +154,9 @@ def text_of(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int]) 
     return "".join([*(detokenizer.add(token) for token in tokens), detokenizer.rest()])
 
 
+_BEGINNING = b'{"prompt": '  # of every line: the first field of a Sample
+
+
 class SampleFile:
     """JSON lines, in the order of the indices.
 
@@ -169,12 +174,14 @@ class SampleFile:
         self.path = path
         with storage_errors(path):
             self._file = path.open("a+b")
-            self._file.seek(0)
-            lines = self._file.readlines()
-            if lines and not lines[-1].endswith(b"\n"):
-                self._file.truncate(sum(map(len, lines[:-1])))
-                lines.pop()
-        samples = [_sample_of(path, number, line) for number, line in enumerate(lines, 1)]
+            # A device would be read for ever.
+            lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+            torn = lines.pop() if lines and not lines[-1].endswith(b"\n") else b""
+            samples = [_sample_of(path, number, line) for number, line in enumerate(lines, 1)]
+            if torn[: len(_BEGINNING)] != _BEGINNING[: len(torn)]:
+                raise _no_sample(path, len(lines) + 1)
+            if torn:  # only now: a file of something else stays as it is
+                self._file.truncate(sum(map(len, lines)))
         self._prompts = [sample["prompt"] for sample in samples]
         self.failed = sum("error" in sample for sample in samples)
         self.done = len(lines)
@@ -224,7 +231,17 @@ class SampleFile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._file.close()
+        if error is not None:
+            # Of a full disk, what was not written fails once more.
+            with contextlib.suppress(OSError):
+                self._file.close()
+            return
+        with storage_errors(self.path):
+            self._file.close()
+
+
+def _no_sample(path: Path, number: int) -> StorageError:
+    return StorageError(f"{path}: line {number} is no sample: name another file for the samples")
 
 
 def _sample_of(path: Path, number: int, line: bytes) -> dict[str, Any]:
@@ -233,7 +250,7 @@ def _sample_of(path: Path, number: int, line: bytes) -> dict[str, Any]:
     except ValueError:
         fields = None
     if not isinstance(fields, dict) or "prompt" not in fields:
-        raise StorageError(f"{path}: line {number} is no sample: name another file for the samples")
+        raise _no_sample(path, number)
     return fields
 
 
@@ -255,7 +272,7 @@ def read_prompts(path: Path) -> list[str]:
 
 def _prompt_in(path: Path, number: int, line: str) -> str:
     try:
-        fields = json.loads(line)
+        fields = load_line(line.encode())
         prompt = fields.get("prompt", fields.get("text"))
     except (ValueError, AttributeError):
         prompt = None

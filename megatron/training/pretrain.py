@@ -17,7 +17,7 @@ from megatron.data.loader import lost_workers
 from megatron.device import shortage_errors
 from megatron.durable import writing_to
 from megatron.environment import Launch
-from megatron.errors import EXIT_OK, EXIT_SAVED_ON_SIGNAL
+from megatron.errors import EXIT_OK, EXIT_SAVED_ON_SIGNAL, StorageError
 from megatron.tokenizer import padded_vocabulary
 from megatron.training.callbacks.base import Callback
 from megatron.training.callbacks.standard import standard_callbacks
@@ -107,13 +107,21 @@ def pretrain(
         # Before the model is built: a path that cannot be written is said at once.
         writers = open_writers(config, is_log_rank=layout.world.is_last)
         for writer in writers:
-            stack.callback(writer.close)
+            stack.callback(_close, writer)
         run = build_run(config, recipe, launch, device, layout)
         if run.recorded is not None:
             at_end.callback(run.recorded.release)
         _warn_of_later(run)
         extras.begin(run)
         return _train_and_evaluate(run, started, extras, writers)
+
+
+def _close(writer: Writer) -> None:
+    """What is trained is trained: a disk without room for its last numbers is no error."""
+    try:
+        writer.close()
+    except StorageError as error:
+        say(f"WARNING: {error}")
 
 
 def _warn_of_later(run: Run) -> None:

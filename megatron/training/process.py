@@ -11,6 +11,7 @@ from typing import TextIO
 import torch
 
 from megatron import environment
+from megatron.command import open_missing_streams
 from megatron.config import RunConfig, rules_device
 from megatron.config.parser import asks_for_mpi
 from megatron.device import Device
@@ -31,6 +32,7 @@ def run_process(arguments: Sequence[str], work: Callable[[Launch], int]) -> int:
 
     `work`'s own, or that of the error, whose message is printed once for all processes.
     """
+    open_missing_streams()
     launch = Launch()
     try:
         launch = read_launch(use_mpi=asks_for_mpi(arguments))

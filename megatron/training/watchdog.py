@@ -244,11 +244,13 @@ class Watchdog:
 
     def _leave(self, code: int, text: str | None = None) -> None:
         """End the process, whatever its main thread waits for."""
-        if text is not None:
-            sys.stderr.write(text + "\n")
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        try:
+            if text is not None:
+                sys.stderr.write(text + "\n")
+            sys.stderr.flush()
+            sys.stdout.flush()
+        finally:  # also where the disk of the log is full
+            os._exit(code)
 
 
 def source_of(frame: FrameType | None) -> str:

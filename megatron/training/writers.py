@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,7 +16,10 @@ from megatron.errors import ConfigError
 
 
 class Writer(Protocol):
-    """Takes the scalars of one iteration."""
+    """Takes the scalars of one iteration.
+
+    `write` and `close` raise StorageError where the disk does not take them; a later `write` may.
+    """
 
     def write(self, scalars: Mapping[str, float], iteration: int, samples: int) -> None: ...
 
@@ -27,16 +32,20 @@ class TensorBoardWriter:
     def __init__(self, folder: str, queue_size: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        self._folder = folder
         with writing_to("--tensorboard-dir", folder):
             self._writer = SummaryWriter(log_dir=folder, max_queue=queue_size)
 
     def write(self, scalars: Mapping[str, float], iteration: int, samples: int) -> None:
-        for tag, value in scalars.items():
-            self._writer.add_scalar(tag, value, iteration)
-            self._writer.add_scalar(f"{tag} vs samples", value, samples)
+        # Its thread ends at a first failure, and later calls raise that one again.
+        with writing_to("--tensorboard-dir", self._folder):
+            for tag, value in scalars.items():
+                self._writer.add_scalar(tag, value, iteration)
+                self._writer.add_scalar(f"{tag} vs samples", value, samples)
 
     def close(self) -> None:
-        self._writer.close()
+        with writing_to("--tensorboard-dir", self._folder):
+            self._writer.close()
 
 
 class WandbWriter:
@@ -74,13 +83,17 @@ class JsonLinesWriter:
         self._path = path
         with writing_to("--metrics-jsonl", path):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            self._file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115 - held for the run
+            # Without a buffer: no part of a line that failed is written with a later one.
+            self._file = Path(path).open("ab", buffering=0)  # noqa: SIM115 - held for the run
 
     def write(self, scalars: Mapping[str, float], iteration: int, samples: int) -> None:
         record = {"iteration": iteration, "consumed samples": samples, **scalars}
+        line = json.dumps(record).encode() + b"\n"
         with writing_to("--metrics-jsonl", self._path):
-            self._file.write(json.dumps(record) + "\n")
-            self._file.flush()
+            written = self._file.write(line)
+            if written < len(line):  # as much as there was room for
+                os.ftruncate(self._file.fileno(), os.fstat(self._file.fileno()).st_size - written)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
         self._file.close()

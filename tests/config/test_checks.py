@@ -241,6 +241,10 @@ _LINES = [
         "--save-interval-in-mins",
     ),
     (
+        "--save /runs/\udce9 --save-interval 5",
+        r"--save '/runs/\udce9': the path '/runs/\udce9' is not UTF-8: rename the folder",
+    ),
+    (
         "--save here --save-interval-in-mins 0",
         "--save-interval-in-mins 0.0: must be above 0",
     ),

@@ -67,12 +67,14 @@ def test_a_blend(tmp_path: Path) -> None:
     assert [train[i]["id"] for i in range(50)] == [*range(50)]
 
 
-def test_a_blend_member_without_documents_is_left_out(tmp_path: Path) -> None:
+def test_a_blend_member_without_documents_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     a = str(write_corpus(tmp_path / "a"))
     b = str(write_corpus(tmp_path / "b", documents=2, longest=90))
     config = DataConfig(data_path=("3", a, "1", b), split="90,10")
-    with pytest.warns(UserWarning, match=f"no valid document in {b}"):
-        _, valid, test = build(config)
+    _, valid, test = build(config)
+    assert f"no valid document in {b}" in capsys.readouterr().err
     assert valid is not None
     assert len(valid) == 21  # all of the samples, not three quarters
     assert test is None

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megatron.errors import DataError, StorageError
 from megatron.inference.request import Finished, Limits
-from megatron.inference.samples import Sample, SampleInbox
+from megatron.inference.samples import Sample, SampleFile, SampleInbox, read_prompts
 from megatron.inference.wire import Add
 from tests.checkpoint.hf.models import CASES, POSITIONS, VOCAB, tensors_of, write_folder
 from tests.inference.toy import expected_greedy, greedy
@@ -126,6 +128,21 @@ def test_the_choices_are_said_and_not_among_the_samples(
     assert rows["layout"]
 
 
+@pytest.mark.parametrize("content", ["a\nb", "b", '{"text": 1}'])
+def test_a_last_line_of_something_else_is_left_alone_too(tmp_path: Path, content: str) -> None:
+    target = tmp_path / "prompts.txt"
+    target.write_text(content)
+    with pytest.raises(StorageError, match="is no sample"):
+        SampleFile(target)
+    assert target.read_text() == content
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has this device")
+def test_a_device_is_not_read() -> None:
+    with pytest.raises(StorageError, match="/dev/full"), SampleFile(Path("/dev/full")) as samples:
+        samples.put(0, Sample("a", "b", 1, finished=True))
+
+
 def test_a_file_of_something_else_is_left_alone(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -140,6 +157,13 @@ def test_a_file_of_something_else_is_left_alone(
         assert run(model, "--sample-input-file", source) == 8
         assert said in capsys.readouterr().err
         assert target.read_text() == content
+
+
+def test_half_a_surrogate_pair_is_no_prompt(tmp_path: Path) -> None:
+    source = tmp_path / "prompts.jsonl"
+    source.write_text('{"prompt": "w1"}\n{"prompt": "\\ud800"}\n')
+    with pytest.raises(DataError, match="line 2 is no object with"):
+        read_prompts(source)
 
 
 def test_a_prompt_without_an_answer_does_not_stop_the_others(

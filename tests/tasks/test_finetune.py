@@ -4,6 +4,7 @@ import itertools
 import json
 import random
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -181,6 +182,11 @@ def test_results_that_cannot_be_written_are_refused_before_the_work(toy, tmp_pat
         said = capsys.readouterr()
         assert said.err.startswith(f"error: --results {place} cannot be written (")
         assert "iteration" not in said.out.replace("successfully saved checkpoint at iteration", "")
+    data = Path(words[words.index("--valid-data") + 1])
+    before = data.read_bytes()
+    assert main(["--task", task, *words, "--results", str(data)]) == 9
+    assert f"--results {data}: this is a file of the data" in capsys.readouterr().err
+    assert data.read_bytes() == before
 
 
 def test_throughput_counts_all_texts_of_a_sample(toy, capsys, monkeypatch):

@@ -245,7 +245,8 @@ def test_mistakes_are_found_at_the_door(flags, message):
     ("content", "message"),
     [
         ('{"text": "1 2"}\n{"text": 3}\n', r'line 2: no text under "text"'),
-        ('{"text": "1 2"}\n\n{', "line 3: not JSON"),
+        ('{"text": "1 2"}\n\n{', "line 3: not JSON: broken JSON"),
+        ('{"text": "1 \\ud800"}\n', "line 1: not JSON: broken JSON .half a surrogate pair"),
         ('{"text": ""}\n', "passage 1 has no word to guess"),
         ('{"text": "5"}\n', "passage 1 has no context"),
         ("", "holds no passage"),

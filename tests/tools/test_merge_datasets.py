@@ -63,6 +63,15 @@ def test_mistakes_are_named(tmp_path, capsys, make, message):
     assert not list(tmp_path.glob("out*"))
 
 
+def test_a_dataset_of_the_folder_is_not_replaced(tmp_path, capsys):
+    write(tmp_path / "a", [[1]])
+    write(tmp_path / "b", [[2, 3]])
+    before = (tmp_path / "a.bin").read_bytes()
+    assert merge(tmp_path, tmp_path / "a") == 6
+    assert f"--output-prefix {tmp_path}/a is a dataset of --input" in capsys.readouterr().err
+    assert (tmp_path / "a.bin").read_bytes() == before
+
+
 def test_missing_folder(tmp_path, capsys):
     assert merge(tmp_path / "nowhere", tmp_path / "out") == 6
     assert "nowhere: not a folder" in capsys.readouterr().err

@@ -204,6 +204,7 @@ def test_files_globs_and_directories_in_order(run, tmp_path):
     [
         ("nowhere.jsonl", "nowhere.jsonl: no such file"),
         ("*.bz2", "none that fits the pattern"),
+        ("link.jso*", "link.jsonl: a link to what is not there"),
         ("empty", r"holds no file of a known ending \(.jsonl, .*.txt\)"),
         ("readme.md", "unknown ending; expected .jsonl"),
         ("cut.jsonl.gz", "cut.jsonl.gz.*unreadable or cut"),
@@ -218,6 +219,7 @@ def test_unreadable_input_is_named(run, tmp_path, name, message, workers):
     lines = b'{"text": "%b"}\n' % noise.encode()
     (tmp_path / "empty").mkdir()
     (tmp_path / "readme.md").write_text("x")
+    (tmp_path / "link.jsonl").symlink_to("nowhere")
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(lines)[:-2000])
     (tmp_path / "cut.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(lines)[:-2000])
     (tmp_path / "false.jsonl.zst").write_bytes(lines)
@@ -259,6 +261,7 @@ def test_sentences_without_nltks_data(run, tmp_path, monkeypatch):
     [
         (["--dataset-impl", "lazy"], "--dataset-impl lazy: this old format cannot be trained on"),
         (["--workers", "0"], "--workers 0: give at least 1"),
+        (["--workers", "5000"], "--workers 5000: at most 1024"),
         (["--partitions", "0"], "--partitions 0: give at least 1"),
         (["--log-interval", "0"], "--log-interval 0: give at least 1"),
         (["--keep-newlines"], "add --split-sentences"),
@@ -271,6 +274,13 @@ def test_bad_flags_are_named(run, tmp_path, flags, message):
     assert code == 9
     assert message in err
     assert names(tmp_path) == []
+
+
+def test_input_without_a_document_is_said(run, tmp_path):
+    path = write_lines(tmp_path / "in.jsonl", [])
+    code, _, err = run("--input", path)
+    assert code == 0
+    assert err == f"WARNING: --input {path}: no document in it; the output is empty\n"
 
 
 def test_flags_of_old_scripts(run, tmp_path):

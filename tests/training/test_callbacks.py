@@ -1,15 +1,18 @@
 """What a run tells and keeps: TensorBoard, Weights & Biases, JSON lines, timers, profiles."""
 
 import json
+import os
 import re
+import resource
 import sys
 import types
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
 
 from megatron.device import Device
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, StorageError
 from megatron.models.sizes import IN_WORDS, Ending
 from megatron.parallel.layout import Layout
 from megatron.training import panel
@@ -18,7 +21,7 @@ from megatron.training.callbacks.standard import standard_callbacks
 from megatron.training.loop import train
 from megatron.training.panel import start_panel
 from megatron.training.timers import Timers, format_timers
-from megatron.training.writers import open_writers
+from megatron.training.writers import JsonLinesWriter, open_writers
 from tests.distributed import run_distributed
 from tests.training.toy import build_toy, train_toy
 
@@ -63,6 +66,30 @@ def test_json_lines_hold_full_precision(tmp_path):
     _train_with_writers("--metrics-jsonl", str(path))
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [r["lm loss"] for r in lines if "lm loss" in r] == recorder.values("lm loss")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has this device")
+def test_a_full_disk_costs_numbers_not_the_run(capfd):
+    run = _train_with_writers("--metrics-jsonl", "/dev/full")
+    assert run.progress.iteration == run.train_iterations
+    warnings = [line for line in capfd.readouterr().out.splitlines() if "WARNING" in line]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("WARNING: --metrics-jsonl /dev/full cannot be written (")
+
+
+def test_a_disk_with_room_for_half_a_line_gets_none_of_it(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    writer = JsonLinesWriter(str(path))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for iteration, room in enumerate((1000, 80, 1000)):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+        try:
+            with nullcontext() if room == 1000 else pytest.raises(StorageError, match="metrics-js"):
+                writer.write({"lm loss": 1.0}, iteration, 8)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    writer.close()
+    assert [json.loads(line)["iteration"] for line in path.read_text().splitlines()] == [0, 2]
 
 
 def test_weights_and_biases_gets_config_and_scalars(monkeypatch):

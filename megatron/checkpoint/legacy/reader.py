@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.entries import Box, Json, check_request
-from megatron.checkpoint.find import RELEASE, warn
+from megatron.checkpoint.find import RELEASE
 from megatron.checkpoint.legacy.arguments import (
     consumed_samples,
     legacy_config,
@@ -45,7 +45,7 @@ from megatron.checkpoint.legacy.rank_files import (
     states_beside,
 )
 from megatron.checkpoint.retention import hold_for_reading
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, warn
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from megatron.inference.engine import BatchEngine
 from megatron.inference.load import Loaded, load_gpt
 from megatron.inference.panel import engine_rows
 from megatron.inference.server.chat import ChatTemplate, find_template, special_tokens
-from megatron.inference.server.inbox import SocketInbox
 from megatron.inference.server.launch import find_token, front, take_address, url_of
 from megatron.inference.server.limits import Limits
 from megatron.inference.server.settings import Defaults, FrontSettings
@@ -31,6 +30,7 @@ from megatron.training.panel import Row, format_panel
 from megatron.training.process import processes, run_process, show_notices
 
 PROGRAM = "run_text_generation_server.py"
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -63,12 +63,18 @@ def _serve(arguments: Sequence[str], launch: Launch) -> int:
         )
         engine = engine_of(loaded, device, options)
         if listener is None:
-            with _deaf():
+            with _kept_handlers():
+                # Rank 0 hears them, and ends the others; one that left first would strand them.
+                for number in _SIGNALS:
+                    signal.signal(number, signal.SIG_IGN)
                 serve(engine, None, layout.world, device=device.torch_device)
             return EXIT_OK
         settings = _settings(server, loaded, engine, token, template)
         say(_panel(settings, url_of(listener), engine_rows(loaded, engine, device)))
-        with front(listener, settings, lambda: engine.stats) as inbox, _ends_by_signal(inbox):
+        with _kept_handlers(), front(listener, settings, lambda: engine.stats) as inbox:
+            # Also while the front ends: a second Ctrl-C does not leave it behind.
+            for number in _SIGNALS:
+                signal.signal(number, lambda *_: inbox.shut_down())
             serve(engine, inbox, layout.world, device=device.torch_device)
     return EXIT_OK
 
@@ -83,26 +89,14 @@ def _find_template(server: ServerConfig, config: RunConfig) -> str | None:
 
 
 @contextmanager
-def _ends_by_signal(inbox: SocketInbox) -> Iterator[None]:
-    """Ctrl-C and SIGTERM end the server on all ranks, between two steps."""
-    signals = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, lambda *_: inbox.shut_down()) for number in signals]
+def _kept_handlers() -> Iterator[None]:
+    """What the block does with Ctrl-C and SIGTERM is undone behind it. On rank 0 they end the
+    server on all ranks, between two steps."""
+    before = [signal.getsignal(number) for number in _SIGNALS]
     try:
         yield
     finally:
-        for number, handler in zip(signals, before, strict=True):
-            signal.signal(number, handler)
-
-
-@contextmanager
-def _deaf() -> Iterator[None]:
-    """Rank 0 hears the signals, and ends the others; one that left first would strand them."""
-    signals = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, signal.SIG_IGN) for number in signals]
-    try:
-        yield
-    finally:
-        for number, handler in zip(signals, before, strict=True):
+        for number, handler in zip(_SIGNALS, before, strict=True):
             signal.signal(number, handler)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
+from megatron.errors import StorageError
 from megatron.training.callbacks.base import Callback, Leave
+from megatron.training.callbacks.terminal import say
 from megatron.training.log_line import perplexity
 from megatron.training.run import Run
 from megatron.training.step import StepOutcome
@@ -17,6 +19,7 @@ class Scalars(Callback):
 
     def __init__(self, writers: Sequence[Writer]) -> None:
         self._writers = writers
+        self._failed: set[Writer] = set()
         self._start = 0.0
         self._resets = self._timed = 0
 
@@ -60,12 +63,12 @@ class Scalars(Callback):
 
     def _write(self, run: Run, scalars: Mapping[str, float]) -> None:
         for writer in self._writers:
-            writer.write(scalars, run.progress.iteration, run.progress.consumed_samples)
-
-    def close(self) -> None:
-        """After the last evaluation."""
-        for writer in self._writers:
-            writer.close()
+            try:
+                writer.write(scalars, run.progress.iteration, run.progress.consumed_samples)
+            except StorageError as error:
+                if writer not in self._failed:
+                    self._failed.add(writer)
+                    say(f"WARNING: {error}. Training goes on; numbers are missing there from here")
 
 
 def step_scalars(

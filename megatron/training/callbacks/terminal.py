@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import Any
 
-from megatron.command import lost_its_reader
+from megatron.command import drop_unwritten, lost_its_reader
 from megatron.errors import OutputClosedError
 from megatron.training.callbacks.base import Callback, Leave
 from megatron.training.run import Run
@@ -14,6 +15,9 @@ from megatron.training.step import StepOutcome
 
 def say(text: str) -> None:
     """Print a line at once, above the progress bar if one is drawn.
+
+    Where standard output cannot be written (its disk is full), the line goes to the error stream,
+    or nowhere: a run does not end for its log.
 
     Raises:
         OutputClosedError: what read standard output has gone.
@@ -33,6 +37,10 @@ def say(text: str) -> None:
             "the program that read this run's log has ended, as `| head` does after its last "
             "line: the run ends too. To keep it running, write the log to a file (> log.txt)"
         ) from error
+    except OSError as error:
+        drop_unwritten()
+        with contextlib.suppress(OSError):
+            print(f"(log: {error.strerror}) {text}", file=sys.stderr, flush=True)
 
 
 class ProgressBar(Callback):

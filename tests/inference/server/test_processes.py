@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,9 @@ def alone(checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     words = [str(ROOT / "examples" / "run_text_generation_server_demo.sh")]
     with server_process(words, folder, CHECKPOINT=checkpoint) as (process, url):
         yield url
-        os.kill(process.pid, signal.SIGTERM)
+        for _ in range(2):  # the second while its front ends
+            os.kill(process.pid, signal.SIGTERM)
+            time.sleep(0.02)
         assert process.wait(timeout=30) == 0
     assert "Traceback" not in _log(folder)
 
