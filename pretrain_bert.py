@@ -72,6 +72,9 @@ class BertRecipe:
             barrier=layout.wait_for_all,
         )
 
+    def loss_mask(self, batch: Batch, config: RunConfig, tokenizer: Tokenizer) -> Tensor:
+        return batch["loss_mask"]
+
     def forward(
         self,
         part: BertModel,

@@ -23,7 +23,7 @@ from megatron.config.run import known
 from megatron.config.stages import ModelPart
 from megatron.data.build import build_gpt_datasets
 from megatron.data.document_ends import DocumentEnds
-from megatron.data.masks import context_part, make_batch
+from megatron.data.masks import context_part, make_batch, make_loss_mask
 from megatron.data.sample import SEGMENT_ENDS
 from megatron.device import Device
 from megatron.kernels.segments import Segments
@@ -77,6 +77,10 @@ class GPTRecipe:
             None if split is None else DocumentEnds(split, tokenizer.eod) for split in splits
         )
         return train, valid, test
+
+    def loss_mask(self, batch: Batch, config: RunConfig, tokenizer: Tokenizer) -> Tensor:
+        inputs = batch["text"][:, :-1]
+        return make_loss_mask(inputs, eod=tokenizer.eod, eod_mask_loss=config.data.eod_mask_loss)
 
     def forward(
         self,

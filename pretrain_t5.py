@@ -71,6 +71,9 @@ class T5Recipe:
             barrier=layout.wait_for_all,
         )
 
+    def loss_mask(self, batch: Batch, config: RunConfig, tokenizer: Tokenizer) -> Tensor:
+        return batch["loss_mask"]
+
     def forward(
         self,
         part: T5Model,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -87,6 +88,9 @@ class FinetuneRecipe:
         if self._valid:
             valid = Repeated(TextSamples(self._valid, tokenizer, length), samples[1])
         return train, valid, None
+
+    def loss_mask(self, batch: Batch, config: RunConfig, tokenizer: Tokenizer) -> Tensor:
+        return torch.ones_like(batch["label"])
 
     def forward(
         self,

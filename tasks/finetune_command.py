@@ -52,6 +52,7 @@ _OF_PRETRAINING: tuple[Rule, ...] = (
     rules_data.split,
     rules_data.tokenizer,
     rules_model.required,
+    rules_training.per_token_loss,
     rules_training.save_interval,  # unset: an epoch
 )
 # Without an effect where nothing is trained.
@@ -73,7 +74,8 @@ _OF_TRAINING: dict[str, tuple[str, ...]] = {
     "training": (
         *("recompute_activations", "recompute_granularity"),
         *("recompute_method", "recompute_num_layers", "exit_interval", "exit_duration_in_mins"),
-        *("on_nonfinite", "max_nonfinite_skips", "check_for_nan_in_loss_and_grad"),
+        *("calculate_per_token_loss", "on_nonfinite"),
+        *("max_nonfinite_skips", "check_for_nan_in_loss_and_grad"),
     ),
     "parallel": ("overlap_grad_reduce", "overlap_param_gather"),
     "checkpoint": (
@@ -180,6 +182,8 @@ def parse(
     notices = list(parsed.notices)
     if batches and not options.valid_data:
         notices.append(f"--eval-iters {batches} changes nothing without --valid-data")
+    if parsed.config.training.calculate_per_token_loss:
+        notices.append("--calculate-per-token-loss changes nothing: every sample counts")
     if not own.epochs:
         vain = {"--train-data": own.train_data, "--keep-last": own.keep_last}
         notices += [f"{flag} changes nothing with --epochs 0" for flag in vain if vain[flag]]

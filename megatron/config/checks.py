@@ -59,6 +59,7 @@ RULES: tuple[Rule, ...] = (
     rules_training.weight_decay,
     rules_training.recomputation,
     rules_graphs.graphs,
+    rules_training.per_token_loss,
     rules_training.nonfinite,
     rules_training.save_interval,
     rules_training.checkpoint_names,

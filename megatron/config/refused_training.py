@@ -233,10 +233,6 @@ _UPDATES = (
         """,
     ),
     *family(
-        "each micro-batch's mean over its own tokens weighs the same: drop the flag",
-        "--calculate-per-token-loss",
-    ),
-    *family(
         "the batch changes during a run by --rampup-batch-size alone: use that, or drop the flag",
         """
         --step-batch-size-schedule:str --phase-transition-iterations:str

@@ -27,6 +27,12 @@ class _Dependent:
 
 _DEPENDENT: tuple[_Dependent, ...] = (
     _Dependent(
+        "training",
+        ("calculate_per_token_loss",),
+        lambda c: c.model.architecture != "gpt" or c.data.eod_mask_loss,
+        "without --eod-mask-loss: every token counts",
+    ),
+    _Dependent(
         "model",
         ("num_query_groups",),
         lambda c: c.model.group_query_attention,

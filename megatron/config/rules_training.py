@@ -187,6 +187,16 @@ def recomputation(config: RunConfig, world_size: int) -> Iterator[str]:
         yield f"--recompute-num-layers {count} is above --num-layers {layers}: use 1 to {layers}"
 
 
+def per_token_loss(config: RunConfig, world_size: int) -> Iterator[str]:
+    model = config.model
+    has_order = model.architecture == "bert" and model.bert_binary_head
+    if config.training.calculate_per_token_loss and has_order:
+        yield (
+            "--calculate-per-token-loss: a BERT's loss of the order of its segments is of samples, "
+            "not of tokens: leave it out by --bert-no-binary-head, or drop the flag"
+        )
+
+
 def nonfinite(config: RunConfig, world_size: int) -> Iterator[str]:
     training = config.training
     if training.on_nonfinite == "skip" and not training.check_for_nan_in_loss_and_grad:

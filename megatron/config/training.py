@@ -22,6 +22,11 @@ class TrainingConfig:
     rampup_batch_size: tuple[int, ...] | None = flag(
         None, "Grow the global batch: START INCREMENT SAMPLES.", many=True
     )
+    calculate_per_token_loss: bool = flag(
+        False,
+        "Average losses and gradients over all tokens of an update that count. Off: over those of "
+        "each micro-batch, and these means over micro-batches.",
+    )
     train_iters: int | None = flag(None, "Length of the run.", unit="iterations")
     train_samples: int | None = flag(None, "Length of the run.", unit="samples")
     skip_train: bool = flag(False, "Only evaluate.")

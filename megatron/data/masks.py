@@ -49,9 +49,7 @@ def make_batch(
     """
     tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
     is_end = tokens == eod
-    loss_mask = torch.ones_like(tokens, dtype=torch.float32)
-    if eod_mask_loss:
-        loss_mask.masked_fill_(is_end, 0.0)
+    loss_mask = make_loss_mask(tokens, eod=eod, eod_mask_loss=eod_mask_loss)
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     # Whether each token is the first after an end, `[b, s]`.
     is_start = torch.nn.functional.pad(is_end[:, :-1], (1, 0))
@@ -59,6 +57,16 @@ def make_batch(
         start = torch.where(is_start, positions, 0).cummax(dim=1).values
         positions = positions - start
     return Batch(tokens, labels, loss_mask, positions)
+
+
+def make_loss_mask(tokens: Tensor, *, eod: int, eod_mask_loss: bool) -> Tensor:
+    """1 where the token after one of `tokens` `[b, s]` counts, else 0: `[b, s]` float32.
+
+    See `make_batch`.
+    """
+    if eod_mask_loss:
+        return (tokens != eod).float()
+    return torch.ones_like(tokens, dtype=torch.float32)
 
 
 def context_part(batch: Batch, axis: Axis) -> Batch:

@@ -218,23 +218,30 @@ class Optimizer:
         return self.end_step(self.begin_step(lr, weight_decay).tolist())
 
     @torch.no_grad()
-    def begin_step(self, lr: float, weight_decay: float) -> Tensor:
+    def begin_step(
+        self, lr: float, weight_decay: float, *, divisor: Tensor | None = None
+    ) -> Tensor:
         """Unscale, clip and apply the gradients, or leave all as it is where they are not finite.
 
         Collective over the world: all ranks agree. The gradients are used up. Does not wait for
         the device, but for what offloading copies.
+
+        Args:
+            divisor: scalar fp64 on the device, the same on all ranks: by what the gradients are
+                too large besides the loss scale; None: by nothing.
 
         Returns:
             What `end_step` needs, on the device: [3], fp64.
         """
         if self._shared_weights is not None:
             self._shared_weights.settle()  # of modules that no forward has used since
-        norm, zeros, nonfinite = self._measure()
+        scale = self.loss_scale if divisor is None else self.loss_scale * divisor
+        norm, zeros, nonfinite = self._measure(scale)
         device = torch.device("cpu") if self._offload else self._device
         step = Step(
             lr=lr,
             count=torch.full((), self._steps + 1, dtype=torch.float32, device=device),
-            gradient_scale=(self.loss_scale * self._clip_divisor(norm)).float().to(device),
+            gradient_scale=(scale * self._clip_divisor(norm)).float().to(device),
             found_nonfinite=nonfinite.float().to(device),
         )
         for is_decayed, update in self._updates:
@@ -243,8 +250,8 @@ class Optimizer:
             self._shared_weights.gather()
         return torch.stack([norm, zeros, nonfinite])
 
-    def _measure(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Norm without loss scale, number of zeros, and 1 if anything is not finite: fp64 scalars.
+    def _measure(self, scale: float | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Norm without the scale, number of zeros, and 1 if anything is not finite: fp64 scalars.
 
         One inf or nan makes the sum of squares inf or nan, so a finite norm proves that every
         gradient is finite.
@@ -255,7 +262,7 @@ class Optimizer:
             self._layout,
             over_replicas=self.gradients.is_sharded,
         )
-        norm = totals[0].sqrt() / self.loss_scale
+        norm = totals[0].sqrt() / scale
         nonfinite = 1.0 - norm.isfinite().double()
         all_reduce(nonfinite, self._layout.world, dist.ReduceOp.MAX)
         return norm, totals[-1], nonfinite

@@ -22,24 +22,28 @@ class EvaluationListener(Protocol):
 
 
 def evaluate(run: Run, dataset: SampleDataset, *, skip: int) -> dict[str, float] | None:
-    """Mean losses over `--eval-iters` global batches, starting after `skip` samples.
+    """Mean losses over `--eval-iters` global batches, starting after `skip` samples; with
+    --calculate-per-token-loss over all their tokens that count.
 
     Returns None when a rank was asked to leave meanwhile. Collective.
     """
     count = run.batches.global_batch // run.batches.samples_per_pass
     batches = batches_from(run, dataset, consumed=skip)
     totals: dict[str, float] = {}
+    weights = 0.0
     for part in run.parts:
         part.eval()
     for _ in range(run.config.evaluation.eval_iters):
         passes = Passes(run, batches, count)
         passes.forward()
-        losses, (exit_wanted,) = reduce_losses(passes.losses, [run.exit.by_signal], run)
+        flags = [run.exit.by_signal]
+        losses, weight, (exit_wanted,) = reduce_losses(passes.losses, flags, run, passes.weights)
         if exit_wanted:
             return None
+        weights += weight
         for name, value in losses.items():
-            totals[name] = totals.get(name, 0.0) + value
-    return {name: total / run.config.evaluation.eval_iters for name, total in totals.items()}
+            totals[name] = totals.get(name, 0.0) + weight * value
+    return {name: total / (weights or 1.0) for name, total in totals.items()}
 
 
 def evaluate_and_report(

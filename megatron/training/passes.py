@@ -69,6 +69,9 @@ class Passes:
     Attributes:
         losses: by log name, one value a micro-batch; empty where the model does not end here.
         sample_ids: one list a micro-batch.
+        counted: with --calculate-per-token-loss the labels that count in each micro-batch, scalars
+            fp64 on the device, wherever the model ends; else empty.
+        labels: of a micro-batch, whether they count or not; 0 until they are counted.
     """
 
     def __init__(
@@ -83,6 +86,8 @@ class Passes:
     ) -> None:
         self.losses: dict[str, list[Tensor]] = {}
         self.sample_ids: list[list[int]] = []
+        self.counted: list[Tensor] = []
+        self.labels = 0
         self._run = run
         self._batches = batches
         self._count = count
@@ -154,12 +159,21 @@ class Passes:
                 result = run.torch_ddp(*inputs, is_last=micro_batch == self._count - 1)
         if isinstance(result, Tensor):
             return result
-        return self._record(result)
+        return self._record(result, micro_batch)
 
-    def _record(self, terms: Mapping[str, Tensor]) -> Tensor:
+    def _record(self, terms: Mapping[str, Tensor], micro_batch: int) -> Tensor:
         for name, value in terms.items():
             self.losses.setdefault(name, []).append(value.detach())
-        return self._scale(torch.stack(list(terms.values())).sum() / self._count)
+        loss = torch.stack(list(terms.values())).sum()
+        if self.counted:
+            loss = loss * (self.counted[micro_batch] / self.labels).float()
+        return self._scale(loss / self._count)
+
+    @property
+    def weights(self) -> Tensor | None:
+        """The share of each micro-batch's labels that counts, [micro-batches] fp32: by this its
+        loss was multiplied; None where all losses weigh the same."""
+        return (torch.stack(self.counted) / self.labels).float() if self.counted else None
 
     def _seed(self, chunk: int, micro_batch: int) -> None:
         """Dropout masks follow the sample, the part and its tokens, not the order of the passes."""
@@ -185,7 +199,16 @@ class Passes:
             number = len(self.sample_ids)
             self.sample_ids.append(batch["id"].tolist())
             self._loaded[number] = self._to_device(batch)
+            self._count_labels(self._loaded[number])
         return self._loaded.pop(micro_batch) if is_last_use else self._loaded[micro_batch]
+
+    def _count_labels(self, batch: Batch) -> None:
+        """On every process: all of them divide their gradients by the number."""
+        run = self._run
+        if run.config.training.calculate_per_token_loss:
+            mask = run.recipe.loss_mask(batch, run.config, run.tokenizer)
+            self.labels = mask.numel()
+            self.counted.append(mask.sum(dtype=torch.float64))
 
     def _to_device(self, batch: Batch) -> Batch:
         """Ids stay where they are."""

@@ -60,6 +60,12 @@ class Recipe(Protocol):
         """Which kernels the model runs on and why, for the start-up panel."""
         ...
 
+    def loss_mask(self, batch: Batch, config: RunConfig, tokenizer: Tokenizer) -> Tensor:
+        """Of a micro-batch of whole sequences 1 for each label whose loss counts, else 0: of one
+        shape in all of a run, `[b, s]` where labels are tokens. Asked for by
+        --calculate-per-token-loss."""
+        ...
+
     def forward(
         self,
         part: Any,
@@ -77,6 +83,7 @@ class Recipe(Protocol):
 
         Returns:
             Hidden states for the next part; of the last one scalar losses by log name, whose sum
-            is differentiated. The mean over context ranks is the loss of the micro-batch.
+            is differentiated. The mean over context ranks is the loss of the micro-batch: a mean
+            over the labels that count; 0 where none does.
         """
         ...

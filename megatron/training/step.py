@@ -16,13 +16,16 @@ from megatron.parallel.layers import forget_weights
 from megatron.training.passes import Passes
 from megatron.training.run import Run
 
+_NOTHING = 1e-30  # share of labels where none counts: all gradients are 0, and are to stay so
+
 
 @dataclass(frozen=True)
 class StepOutcome:
     """What one update did; the same on every rank except for `batches`.
 
     Attributes:
-        losses: mean over the global batch, by log name.
+        losses: mean over the global batch, by log name: of the micro-batches' means, or with
+            --calculate-per-token-loss over all tokens that count.
         applied: the parameters changed.
         found_nonfinite: loss or gradients were not finite.
         overflow: they were not because the dynamic fp16 loss scale is too high: no error.
@@ -86,6 +89,10 @@ class Updates:
         journal.enter("reduction of the gradients")
         with run.timers.measure("all-grads-sync"):
             reduce_gradients(run)
+        share = None
+        if run.config.training.calculate_per_token_loss:
+            journal.enter("count of the tokens")
+            share = counted_share(passes, run)
         if run.amax_history is not None:
             # First: weights may be cast for the next update before they are gathered; and forward
             # needs the scales before it needs the weights.
@@ -96,6 +103,7 @@ class Updates:
             ended = run.optimizer.begin_step(
                 lr=run.schedules.learning_rate.at(progress.scheduled_samples),
                 weight_decay=run.schedules.weight_decay.at(progress.scheduled_samples),
+                divisor=share,
             )
         for part in run.parts:
             forget_weights(part)
@@ -166,7 +174,8 @@ class _Reading:
     def __init__(self, run: Run, ended: Tensor, passes: Passes) -> None:
         self._run = run
         flags = (run.exit.wanted, run.save_clock.is_due)
-        parts = [ended, pack_losses(passes.losses, flags, run), _finite(passes, ended)]
+        packed = pack_losses(passes.losses, flags, run, passes.weights)
+        parts = [ended, packed, _finite(passes, ended)]
         self._sizes = [part.numel() for part in parts]
         self._reading = run.device.read(torch.cat([part.double() for part in parts]))
 
@@ -175,7 +184,7 @@ class _Reading:
         has a checkpoint due; and whether each micro-batch of this rank had a finite loss."""
         numbers = iter(self._reading.wait())
         ended, packed, finite = (list(islice(numbers, size)) for size in self._sizes)
-        losses, flags = unpack_losses(packed, self._run)
+        losses, _, flags = unpack_losses(packed, self._run)
         return self._run.optimizer.end_step(ended), losses, flags, [x > 0 for x in finite]
 
 
@@ -185,6 +194,19 @@ def reduce_gradients(run: Run) -> None:
     for tie in run.ties:
         tie.add_up()
     run.gradients.reduce()
+
+
+def counted_share(passes: Passes, run: Run) -> Tensor:
+    """How much of the global batch's labels counts: a scalar fp64 on the device. Collective over
+    the data axis.
+
+    Each micro-batch's loss is multiplied by the share of its own labels, which is known when it is
+    differentiated; that of all is known once all are loaded, and divides the gradients' average.
+    What is added are whole numbers, so that all processes get the same bits.
+    """
+    counted = all_reduce(torch.stack(passes.counted).sum(), run.layout.data)
+    labels = passes.labels * len(passes.counted) * run.layout.data.size
+    return (counted / labels).clamp(min=_NOTHING)
 
 
 def _finite(passes: Passes, like: Tensor) -> Tensor:
@@ -197,36 +219,57 @@ def _finite(passes: Passes, like: Tensor) -> Tensor:
 
 def any_rank(flag: bool, run: Run) -> bool:
     """Whether any rank says yes. Collective."""
-    return reduce_losses({}, [flag], run)[1][0]
+    return reduce_losses({}, [flag], run)[2][0]
 
 
 def reduce_losses(
-    losses: Mapping[str, list[Tensor]], flags: Sequence[bool], run: Run
-) -> tuple[dict[str, float], list[bool]]:
-    """Mean of each loss over the global batch, and for each flag whether any rank has set it.
-    Collective; waits for the device."""
-    return unpack_losses(pack_losses(losses, flags, run).tolist(), run)
+    losses: Mapping[str, list[Tensor]],
+    flags: Sequence[bool],
+    run: Run,
+    weights: Tensor | None = None,
+) -> tuple[dict[str, float], float, list[bool]]:
+    """Mean of each loss over the global batch, the batch's weight, and for each flag whether any
+    rank has set it. Collective; waits for the device.
+
+    Args:
+        weights: of the micro-batches, see `Passes.weights`.
+    """
+    return unpack_losses(pack_losses(losses, flags, run, weights).tolist(), run)
 
 
-def pack_losses(losses: Mapping[str, list[Tensor]], flags: Sequence[bool], run: Run) -> Tensor:
-    """The same on the device: the losses, and for each flag the number of ranks that set it.
+def pack_losses(
+    losses: Mapping[str, list[Tensor]],
+    flags: Sequence[bool],
+    run: Run,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """The same on the device: the losses, with --calculate-per-token-loss times their weights and
+    followed by these, and for each flag the number of ranks that set it.
 
     One all-reduce over the world: the ranks that hold the end of the model know the losses, and
     one tensor rank speaks for all. Each data and context rank gives its mean over micro-batches.
     """
     layout, names = run.layout, run.recipe.loss_names(run.config)
-    packed = torch.zeros(len(names) + len(flags), device=run.device.torch_device)
+    numbers = len(names) + run.config.training.calculate_per_token_loss
+    packed = torch.zeros(numbers + len(flags), device=run.device.torch_device)
     if losses and layout.tensor.is_first:
-        means = torch.stack([torch.stack(losses[name]).float().mean() for name in names])
-        packed[: len(names)] = means / (layout.data.size * layout.context.size)
-    for place, flag in enumerate(flags, len(names)):
+        columns = [torch.stack(losses[name]).float() for name in names]
+        if weights is not None:
+            columns = [*(column * weights for column in columns), weights]
+        means = torch.stack([column.mean() for column in columns])
+        packed[:numbers] = means / (layout.data.size * layout.context.size)
+    for place, flag in enumerate(flags, numbers):
         if flag:
             packed[place].fill_(1.0)  # an assignment would wait for the device
     return all_reduce(packed, layout.world)
 
 
-def unpack_losses(packed: Sequence[float], run: Run) -> tuple[dict[str, float], list[bool]]:
-    """Losses by log name, and for each flag whether some rank had set it."""
-    names = run.recipe.loss_names(run.config)
-    losses = dict(zip(names, packed, strict=False))
-    return losses, [count > 0 for count in packed[len(names) :]]
+def unpack_losses(packed: Sequence[float], run: Run) -> tuple[dict[str, float], float, list[bool]]:
+    """Losses by log name, the weight of their mean, and for each flag whether some rank had set
+    it."""
+    numbers, weight = iter(packed), 1.0
+    losses = dict(zip(run.recipe.loss_names(run.config), numbers, strict=False))
+    if run.config.training.calculate_per_token_loss:
+        weight = next(numbers)
+        losses = {name: value / max(weight, _NOTHING) for name, value in losses.items()}
+    return losses, weight, [count > 0 for count in numbers]

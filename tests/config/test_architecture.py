@@ -33,6 +33,20 @@ def test_flags_of_another_network_are_refused(architecture, flag):
     assert [line for line in lines if line.startswith(flag) and "drop it" in line]
 
 
+def test_a_loss_of_tokens_excludes_one_of_samples():
+    words = "--calculate-per-token-loss"
+    (line,) = problems(words, architecture="bert", world_size=1)
+    assert line.startswith(words)
+    assert "--bert-no-binary-head" in line
+    for kind, more in (("bert", "--bert-no-binary-head"), ("t5", T5), ("gpt", "--eod-mask-loss")):
+        parsed = parse(words, more, architecture=kind)
+        assert parsed.config.training.calculate_per_token_loss
+        assert parsed.notices == ()
+    (notice,) = parse(words).notices
+    assert notice.startswith(words)
+    assert "without --eod-mask-loss" in notice
+
+
 @pytest.mark.parametrize("flag", ["--mask-prob 1.5", "--short-seq-prob -0.1"])
 def test_shares_are_between_0_and_1(flag):
     lines = problems(flag, architecture="bert", world_size=1)

@@ -176,7 +176,6 @@ _CORE_MIXTRAL = (
                 "--grad-reduce-in-bf16",
                 "--decoupled-lr",
                 "--decoupled-min-lr",
-                "--calculate-per-token-loss",
                 "--fp8-amax-history-len",
                 "--fp8-amax-compute-algo",
             ],
@@ -214,7 +213,7 @@ def test_a_script_of_core_is_answered_whole_by_name(
             # What else the answers ask for, dropped.
             re.sub(
                 r"--(ckpt-format|attention-backend|decoupled-(min-)?lr|fp8-amax-\S+) \S+|"
-                r"--(grad-reduce-in-bf16|calculate-per-token-loss)",
+                r"--grad-reduce-in-bf16",
                 "",
                 _CORE_LLAMA3_8B,
             ),
@@ -225,6 +224,7 @@ def test_a_script_of_core_is_answered_whole_by_name(
                 "--no-create-attention-mask-in-dataloader",
                 "--log-throughput",
                 "--sequence-parallel",
+                "--calculate-per-token-loss",  # every token counts
                 "--tiktoken-pattern",  # of another tokenizer
                 "--split",  # of a corpus
             ],

@@ -57,6 +57,7 @@ def test_training_has_the_same_bits(kind: str, precision: str) -> None:
         "--disable-bias-linear --untie-embeddings-and-output-weights",
         "--bf16 --train-samples 40 --rampup-batch-size 2 2 16",
         "--bf16 --cross-entropy-fusion-impl linear --eod-mask-loss",
+        "--bf16 --eod-mask-loss --calculate-per-token-loss",
     ],
 )
 def test_so_does_every_kind_of_training(words: str) -> None:

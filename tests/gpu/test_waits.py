@@ -27,6 +27,7 @@ pytestmark = [
         *(("gpt", f"--fp8-format hybrid --fp8-recipe {x}") for x in ("tensorwise", "rowwise")),
         ("gpt", "--fp8-format e4m3 --fp8-recipe delayed"),
         ("gpt", "--cuda-graph-impl local --cuda-graph-warmup-steps 1"),
+        ("gpt", "--eod-mask-loss --calculate-per-token-loss"),
         ("bert", ""),
         ("t5", ""),
         ("t5", "--position-embedding-type relative --geglu"),

@@ -377,7 +377,8 @@ def test_an_evaluation_takes_a_training_s_flags_and_says_so(toy, tmp_path):
     plain = [*model, *data, "--epochs", "0", "--micro-batch-size", "5"]
     training = """--lr 1e-2 --lr-warmup-fraction 0.1 --min-lr 1e-5 --hidden-dropout 0.3
         --clip-grad 2 --weight-decay 0.1 --recompute-activations --save-interval 5
-        --initial-loss-scale 4 --exit-interval 3 --profile --overlap-grad-reduce""".split()
+        --initial-loss-scale 4 --exit-interval 3 --profile --overlap-grad-reduce
+        --calculate-per-token-loss""".split()
     parsed = finetune_command.parse("SST-2", [*plain, *training], 1)
     (line,) = parsed.notices
     start, flags = line.split(": ")
@@ -394,6 +395,15 @@ def test_an_evaluation_takes_a_training_s_flags_and_says_so(toy, tmp_path):
     assert one == other
     with pytest.raises(ConfigError, match="--skip-train and --epochs 1: to evaluate only, --epoch"):
         finetune_command.parse("SST-2", [*words, "--skip-train"], 1)
+
+
+def test_every_sample_counts(toy):
+    words = _sst(toy, "--epochs", "1", "--eval-iters", "1")
+    weighted = [*words, "--calculate-per-token-loss"]
+    (line,) = finetune_command.parse("SST-2", weighted, 1).notices
+    assert line == "--calculate-per-token-loss changes nothing: every sample counts"
+    layout = Layout.single()
+    assert finetune(layout, "SST-2", weighted) == finetune(layout, "SST-2", words)
 
 
 def test_less_than_a_batch_is_refused(toy):

@@ -77,6 +77,7 @@ def _waits(run, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
             for recipe in ("tensorwise", "rowwise", "delayed")
         ),
         ("bert", "--bf16"),
+        ("gpt", "--bf16 --eod-mask-loss --calculate-per-token-loss"),
         ("t5", "--bf16"),
         ("t5", "--bf16 --position-embedding-type relative --geglu"),
     ],
@@ -94,6 +95,7 @@ _LAYOUTS: tuple[tuple[dict[str, int], tuple[str, ...]], ...] = (
         (
             "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
             "--zero-stage 2 --fp8-format hybrid --fp8-param-gather",
+            "--eod-mask-loss --calculate-per-token-loss",
         ),
     ),
     (
@@ -133,7 +135,7 @@ def _waits_in_layouts(world: Layout) -> list[tuple[str, Counter[str], int]]:
 
 def test_so_does_one_of_two_processes() -> None:
     for results in run_distributed(2, _waits_in_layouts):
-        assert len(results) == 8
+        assert len(results) == 9
         for words, waits, micro_batches in results:
             assert waits == {"tolist": micro_batches + 1}, words
 
