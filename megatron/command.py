@@ -1,7 +1,9 @@
-"""How a command line ends: errors that tell the user what to mend, interruptions, exit codes."""
+"""What a command prints, and how it ends: lines of its log, errors that tell the user what to mend,
+interruptions, exit codes."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -9,7 +11,37 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from megatron.errors import EXIT_OK, UserError
+from megatron.errors import EXIT_OK, OutputClosedError, UserError
+
+
+def say(text: str) -> None:
+    """Print a line at once, above the progress bar if one is drawn.
+
+    Where standard output cannot be written (its disk is full), the line goes to the error stream,
+    or nowhere: a run does not end for its log.
+
+    Raises:
+        OutputClosedError: what read standard output has gone.
+    """
+    try:
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+
+            tqdm.write(text)
+        else:
+            sys.stdout.write(text + "\n")  # one write: lines of several ranks do not mix
+        sys.stdout.flush()
+    except BrokenPipeError as error:
+        if not _lost_its_reader():
+            raise
+        raise OutputClosedError(
+            "the program that read this run's log has ended, as `| head` does after its last "
+            "line: the run ends too. To keep it running, write the log to a file (> log.txt)"
+        ) from error
+    except OSError as error:
+        _drop_unwritten()
+        with contextlib.suppress(OSError):
+            print(f"(log: {error.strerror}) {text}", file=sys.stderr, flush=True)
 
 
 def run_command(work: Callable[[], int | None]) -> int:
@@ -26,7 +58,7 @@ def run_command(work: Callable[[], int | None]) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        if not lost_its_reader():
+        if not _lost_its_reader():
             raise
         return 128 + signal.SIGPIPE
     except UserError as error:
@@ -50,7 +82,7 @@ def open_missing_streams() -> None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - for good
 
 
-def lost_its_reader() -> bool:
+def _lost_its_reader() -> bool:
     """Whether stdout's reader has gone (`| head`). What is left to be said is forgotten then, or
     Python would fail to say it once more when it ends."""
     poll = select.poll()
@@ -61,7 +93,7 @@ def lost_its_reader() -> bool:
     return True
 
 
-def drop_unwritten() -> None:
+def _drop_unwritten() -> None:
     """Forget what stdout holds but could not write (a full disk). It would be written, or fail,
     again with the next line, and when Python ends."""
     stdout = sys.stdout.fileno()

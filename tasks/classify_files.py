@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.command import say
 from megatron.data.documents import load_line
 from megatron.errors import DataError
-from megatron.training.callbacks.terminal import say
 from tasks.files import read_text
 
 _MOST_WRONG = 0.01  # share of lines that may be broken: QQP's own file has some

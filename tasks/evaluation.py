@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from megatron import __version__
+from megatron.command import say
 from megatron.config import ParsedRun, RunConfig, parse_config
 from megatron.config.tasks import TaskConfig
 from megatron.device import Device
@@ -17,7 +18,6 @@ from megatron.inference.arguments import SAVED_MODEL_READS, SAVED_MODEL_RULES, s
 from megatron.inference.load import Loaded
 from megatron.inference.panel import model_rows
 from megatron.parallel.layout import Layout
-from megatron.training.callbacks.terminal import say
 from megatron.training.panel import format_panel
 from megatron.training.process import processes, show_notices
 from tasks.results import (

@@ -65,8 +65,9 @@ class FinetuneRecipe:
         padded_vocab_size: int,
         part: ModelPart,
     ) -> BertChooser:
-        head = {"head_name": self.target.head_name, "outputs": self.ending.outputs}
-        network = partial(BertChooser, **head)
+        network = partial(
+            BertChooser, head_name=self.target.head_name, outputs=known(self.ending.outputs)
+        )
         return build_model(network, config, layout, device, padded_vocab_size, part)
 
     def describe_kernels(self, part: BertChooser) -> str:

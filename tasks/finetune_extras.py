@@ -12,13 +12,13 @@ import torch
 
 from megatron.checkpoint.exchange import Exchange
 from megatron.checkpoint.vocabulary import PaddedReader
+from megatron.command import say
 from megatron.config.run import known
 from megatron.config.tasks import TaskConfig
 from megatron.durable import storage_errors
 from megatron.inference.load import open_existing
 from megatron.parallel.collectives import all_reduce
 from megatron.training.callbacks.base import Callback, Leave
-from megatron.training.callbacks.terminal import say
 from megatron.training.checkpointing import save_weights, take_weights
 from megatron.training.data import batches_from
 from megatron.training.loaded_settings import check_network

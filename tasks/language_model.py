@@ -8,6 +8,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+from megatron.command import say
 from megatron.config import ParsedRun, RunConfig
 from megatron.config.run import known
 from megatron.config.tasks import LanguageModelTaskConfig, TaskConfig
@@ -16,7 +17,6 @@ from megatron.environment import Launch
 from megatron.inference.load import load_gpt
 from megatron.inference.score import Scorer
 from megatron.parallel.layout import Layout
-from megatron.training.callbacks.terminal import say
 from tasks import zero_shot
 from tasks.evaluation import parse_evaluation, publish, run_evaluation, say_start
 from tasks.files import find_missing, find_repeated

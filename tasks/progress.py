@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from megatron.training.callbacks.terminal import say
+from megatron.command import say
 
 
 class Progress:

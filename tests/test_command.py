@@ -32,7 +32,7 @@ def test_a_reader_that_leaves_ends_a_command_quietly() -> None:
 def test_a_run_whose_log_nobody_reads_says_why_it_ends() -> None:
     script = """
 import sys
-from megatron.training.callbacks.terminal import say
+from megatron.command import say
 from megatron.training.process import run_process
 sys.exit(run_process([], lambda launch: say("iteration 1")))
 """
@@ -67,7 +67,7 @@ sys.exit(run_command(work))
 def test_a_run_goes_on_where_the_disk_of_its_log_is_full() -> None:
     script = """
 import sys
-from megatron.training.callbacks.terminal import say
+from megatron.command import say
 from megatron.training.process import run_process
 def work(launch):
     say("iteration 1")

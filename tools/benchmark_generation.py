@@ -26,6 +26,7 @@ from megatron.config.arguments import ToolParser
 from megatron.errors import ConfigError
 
 WARM_UP = 8  # steps, in which recordings are made
+_COPY_SECONDS = 0.5  # that the copy is kept going, whose speed sets the floor
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,8 +45,9 @@ def run(options: argparse.Namespace) -> None:
 
     from megatron.device import Device
     from megatron.inference.build import EngineOptions
+    from tools.bench.ceilings import copy_rate
     from tools.bench.workloads import WORKLOADS, read_flags, training_flags
-    from tools.generation_benchmark.measure import Subject, bandwidth_of
+    from tools.generation_benchmark.measure import Subject
     from tools.generation_benchmark.report import Result, line, table
 
     device = Device.pick()
@@ -65,7 +67,7 @@ def run(options: argparse.Namespace) -> None:
             f"--prompt {options.prompt} and --new {options.new} with {WARM_UP + 1} more for "
             f"warming up do not fit in the {window} positions of --model {options.model}: give less"
         )
-    bandwidth = bandwidth_of(device)
+    bandwidth = copy_rate(device, _COPY_SECONDS)
     subject = Subject(
         config,
         device,

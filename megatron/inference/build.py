@@ -22,7 +22,7 @@ from megatron.kernels.row_product import choose_row_product
 from megatron.models.gpt import GPTModel
 from megatron.models.sizes import Sizes, sizes_of
 from megatron.parallel.collectives import all_reduce
-from megatron.parallel.layers import set_products
+from megatron.parallel.every_layer import set_products
 from megatron.parallel.layout import Axis, Layout
 from megatron.parallel.products import PLAIN, RowByRow
 

@@ -12,7 +12,7 @@ from megatron.config import RunConfig
 from megatron.config.stages import ModelPart
 from megatron.device import Device
 from megatron.models.recompute import RecomputePlan
-from megatron.parallel.layers import set_overlap
+from megatron.parallel.every_layer import set_overlap
 from megatron.parallel.layout import Layout
 from megatron.parallel.replicas import shares_weights
 

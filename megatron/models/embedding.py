@@ -96,7 +96,7 @@ class Embedding(nn.Module):
             self.token_type = VectorTable(token_types, model, layout, **tables)
 
     def take_slots(self, gradients: GradientBuffer) -> None:
-        """See `parallel.layers.attach_slots`."""
+        """See `parallel.every_layer.attach_slots`."""
         for _ in range(self.calls):  # each call is a use, after which the gradient is waited for
             self.word.slot = gradients.slot(self.word.weight)
 

@@ -158,7 +158,7 @@ class Output(nn.Module):
             )
 
     def take_slots(self, gradients: GradientBuffer) -> None:
-        """See `parallel.layers.attach_slots`."""
+        """See `parallel.every_layer.attach_slots`."""
         self.slot = gradients.slot(self._matrix())
 
     def forward(self, x: Tensor, labels: Tensor | None, loss_mask: Tensor | None = None) -> Tensor:

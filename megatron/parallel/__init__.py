@@ -3,6 +3,7 @@
     layout               the grid of processes, as one of them sees it
     collectives          communication with its backward
     layers, linear       layers whose weights are split; `products` multiply for them
+    every_layer          what is set or attached in all layers of a model
     parameter            which part of a whole tensor a parameter is; `initialization` fills it
     gradients, reducer   gradients in flat buffers, averaged; `weights` gathers each one's update
     sharded              ZeRO stage 3 instead of these

@@ -19,6 +19,7 @@ from megatron.checkpoint.plan import share_of
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.restore import restore
 from megatron.checkpoint.store import agree, write_checkpoint
+from megatron.command import say
 from megatron.config import RunConfig
 from megatron.config.model import NETWORK_FIELDS, ModelConfig
 from megatron.config.yaml_file import to_dict
@@ -28,7 +29,6 @@ from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import part_shape, spec_of
 from megatron.parallel.replicas import Gradients
-from megatron.training.callbacks.terminal import say
 from megatron.training.loaded_settings import (
     beyond_window,
     changed_corpus,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from megatron.command import say
 from megatron.data.sample import SampleDataset
 from megatron.training.callbacks.base import Callback, Leave
-from megatron.training.callbacks.terminal import say
 from megatron.training.data import batches_from
 from megatron.training.log_line import validation_lines
 from megatron.training.passes import Passes

@@ -13,9 +13,9 @@ from megatron.config import RunConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.device import Device
 from megatron.models.position_bias import POSITION_TABLES
+from megatron.parallel.every_layer import attach_slots, fp8_weights
 from megatron.parallel.fp8_products import Fp8Products
 from megatron.parallel.gradients import GradientBuffer
-from megatron.parallel.layers import attach_slots, fp8_weights
 from megatron.parallel.layout import Axis, Layout
 from megatron.parallel.partial_gradients import sum_partial_gradients
 from megatron.parallel.pipeline.schedule import schedule_kind

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megatron.checkpoint.find import scan
 from megatron.checkpoint.lock import SaveLock
+from megatron.command import say
 from megatron.config import RunConfig
 from megatron.config.parser import parse_config
 from megatron.config.yaml_file import dump
@@ -21,7 +22,6 @@ from megatron.errors import EXIT_OK, EXIT_SAVED_ON_SIGNAL, StorageError
 from megatron.tokenizer import padded_vocabulary
 from megatron.training.callbacks.base import Callback
 from megatron.training.callbacks.standard import standard_callbacks
-from megatron.training.callbacks.terminal import say
 from megatron.training.checkpointing import network_of
 from megatron.training.evaluation import final_evaluation
 from megatron.training.loop import train

@@ -19,14 +19,10 @@ from megatron.errors import ConfigError
 from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.schedule import Schedules
 from megatron.parallel.amax_history import AmaxHistory, DelayedScaling
+from megatron.parallel.every_layer import attach_exchange, attach_history, forget_weights
 from megatron.parallel.exchange import Exchange
 from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.initialization import initialize, initialize_part
-from megatron.parallel.layers import (
-    attach_exchange,
-    attach_history,
-    forget_weights,
-)
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import spec_of
 from megatron.parallel.pipeline.p2p import PipelineChannel

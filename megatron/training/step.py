@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron.optimizer.optimizer import StepResult
 from megatron.parallel.collectives import all_reduce
-from megatron.parallel.layers import forget_weights
+from megatron.parallel.every_layer import forget_weights
 from megatron.training.passes import Passes
 from megatron.training.run import Run
 

@@ -9,7 +9,8 @@ import torch
 from megatron.config.precision import PrecisionConfig
 from megatron.device import Device, gpu_count
 from megatron.models.kernels import PLAIN_KERNELS, choose_kernels
-from megatron.parallel.layers import Linear, attach_exchange
+from megatron.parallel.every_layer import attach_exchange
+from megatron.parallel.layers import Linear
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import Init
 from tests.gpu.processes import run_processes

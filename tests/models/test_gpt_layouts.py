@@ -9,7 +9,7 @@ import torch
 from megatron.config.precision import PrecisionConfig
 from megatron.models.gpt import GPTModel
 from megatron.models.recompute import RecomputePlan
-from megatron.parallel.layers import set_overlap
+from megatron.parallel.every_layer import set_overlap
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import spec_of
 from megatron.parallel.partial_gradients import sum_partial_gradients

@@ -10,8 +10,8 @@ from megatron.kernels.fp8 import E4M3, E5M2, ReferenceCasts, choose_fp8_casts
 from megatron.kernels.fp8_product import choose_fp8_product
 from megatron.kernels.library import find_library
 from megatron.parallel.amax_history import AmaxHistory, DelayedScaling
+from megatron.parallel.every_layer import attach_history
 from megatron.parallel.fp8_products import Fp8Format, Fp8Products
-from megatron.parallel.layers import attach_history
 from megatron.parallel.layout import Layout
 from tests.distributed import run_distributed
 

@@ -8,9 +8,10 @@ import torch
 
 from megatron.parallel import communication
 from megatron.parallel.collectives import Pending, gather_to
+from megatron.parallel.every_layer import set_overlap
 from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.initialization import initialize
-from megatron.parallel.layers import Linear, VocabularyEmbedding, set_overlap
+from megatron.parallel.layers import Linear, VocabularyEmbedding
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import Init, spec_of
 from megatron.parallel.products import Plain

@@ -7,11 +7,12 @@ import torch
 
 from megatron.kernels.fp8 import ReferenceCasts
 from megatron.parallel.amax_history import DelayedScaling
+from megatron.parallel.every_layer import attach_exchange, attach_history
 from megatron.parallel.exchange import GroupExchange
 from megatron.parallel.fp8_products import Fp8Format, Fp8Products
 from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.initialization import initialize
-from megatron.parallel.layers import Linear, attach_exchange, attach_history
+from megatron.parallel.layers import Linear
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import Init
 from megatron.parallel.weight_gradients import WeightGradientQueue, attach

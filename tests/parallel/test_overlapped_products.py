@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron.parallel.every_layer import attach_exchange
 from megatron.parallel.exchange import GroupExchange
 from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.initialization import initialize
-from megatron.parallel.layers import Linear, attach_exchange
+from megatron.parallel.layers import Linear
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import Init
 from megatron.parallel.weight_gradients import WeightGradientQueue, attach

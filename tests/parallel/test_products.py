@@ -12,9 +12,10 @@ from megatron.models.recompute import RecomputePlan
 from megatron.parallel import collectives, communication
 from megatron.parallel.amax_history import DelayedScaling
 from megatron.parallel.communication import ALONE
+from megatron.parallel.every_layer import attach_history, forget_weights, set_overlap
 from megatron.parallel.fp8_products import Fp8Format, Fp8Products
 from megatron.parallel.initialization import initialize
-from megatron.parallel.layers import Linear, attach_history, forget_weights, set_overlap
+from megatron.parallel.layers import Linear
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import Init
 from megatron.parallel.products import IN_FP32, Plain

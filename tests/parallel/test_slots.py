@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 from megatron.parallel.communication import Communication
+from megatron.parallel.every_layer import attach_slots
 from megatron.parallel.gradients import GradientBuffer
-from megatron.parallel.layers import Linear, VocabularyEmbedding, attach_slots
+from megatron.parallel.layers import Linear, VocabularyEmbedding
 from megatron.parallel.layout import Layout
 from megatron.parallel.linear import parallel_linear
 from megatron.parallel.parameter import Init

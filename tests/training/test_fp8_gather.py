@@ -10,8 +10,8 @@ import torch
 
 from megatron.optimizer.optimizer import Optimizer
 from megatron.parallel import weights
+from megatron.parallel.every_layer import fp8_weights
 from megatron.parallel.gradients import GradientBuffer
-from megatron.parallel.layers import fp8_weights
 from megatron.training import gradient_sharing, setup
 from megatron.training.step import Updates
 from tests.checkpoint.states import read_all

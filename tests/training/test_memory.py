@@ -11,7 +11,7 @@ from megatron.config.stages import whole_model
 from megatron.device import Device
 from megatron.models.arithmetic import count_parameters, count_part_matrices
 from megatron.models.sizes import Ending
-from megatron.parallel.layers import fp8_weights
+from megatron.parallel.every_layer import fp8_weights
 from megatron.parallel.layout import Layout
 from megatron.training.memory import largest_process
 from tests.training.toy import OF_KIND, TOY, build_toy

@@ -8,7 +8,7 @@ nothing else ran, and the rest of it is hidden behind other work.
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -178,7 +178,7 @@ def _iteration_starts(events: Iterable[Mapping[str, Any]]) -> list[float]:
 
 def share_out(
     kernels: Iterable[Kernel], begin: float, end: float
-) -> tuple[Counter[str], Counter[str]]:
+) -> tuple[dict[str, float], dict[str, float]]:
     """Microseconds from `begin` to `end` given to each part, and those of it that are hidden.
 
     Hidden: some kernel of the part ran, and the instant was given to an earlier one of PARTS.
@@ -187,8 +187,7 @@ def share_out(
     for kernel in kernels:
         edges += [(kernel.start, 1, kernel.part), (kernel.end, -1, kernel.part)]
     edges.sort(key=lambda edge: edge[0])
-    given: Counter[str] = Counter()
-    hidden: Counter[str] = Counter()
+    given, hidden = dict.fromkeys(PARTS, 0.0), dict.fromkeys(PARTS, 0.0)
     running: Counter[str] = Counter()
     now = begin
     for when, change, part in [*edges, (end, 0, "idle")]:
@@ -204,9 +203,10 @@ def share_out(
 def _largest(
     kernels: Iterable[Kernel], scale: float, steps: int, top: int
 ) -> list[tuple[str, str, float, float]]:
-    seconds: Counter[tuple[str, str]] = Counter()
+    seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
     launches: Counter[tuple[str, str]] = Counter()
     for kernel in kernels:
         seconds[kernel.name, kernel.part] += (kernel.end - kernel.start) * scale
         launches[kernel.name, kernel.part] += 1
-    return [(*key, time, launches[key] / steps) for key, time in seconds.most_common(top)]
+    longest = sorted(seconds, key=seconds.__getitem__, reverse=True)[:top]
+    return [(*key, seconds[key], launches[key] / steps) for key in longest]

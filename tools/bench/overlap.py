@@ -29,9 +29,12 @@ def gathered(
     """Forms of the product of all ranks' rows [m, in] with [in, out], and whether they send."""
     axis, whole = layout.tensor, all_gather(rows, layout.tensor)
 
+    def multiply(x: Tensor, into: Tensor) -> None:
+        torch.mm(x, weight, out=into)
+
     def cut() -> Tensor:
         out = rows.new_empty(whole.shape[0], weight.shape[1])
-        gathered_product(rows, lambda x, into: torch.mm(x, weight, out=into), out, exchange).close()
+        gathered_product(rows, multiply, out, exchange).close()
         return out
 
     def fused() -> Tensor:

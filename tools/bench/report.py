@@ -211,7 +211,7 @@ def _largest_kernels(breakdown: Breakdown) -> str:
 def _describe_difference(facts: Facts, old: Result, new: Result) -> str:
     """Both commits beside each other; a difference within the spread of the runs is noise."""
     before, after = summary(old), summary(new)
-    rows = [("", old.name, new.name, "difference")]
+    rows: list[tuple[str, ...]] = [("", old.name, new.name, "difference")]
     for label, key in (("median run", "median_run"), ("best run", "best_run")):
         speeds = [facts.tokens / numbers[key] for numbers in (before, after)]
         change = speeds[1] / speeds[0] - 1

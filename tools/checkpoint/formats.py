@@ -294,15 +294,19 @@ def _adopt_files(source: Source, options: argparse.Namespace) -> TokenizerConfig
 
 def _moved(own: TokenizerConfig, old: Path | None, new: Path) -> TokenizerConfig:
     """A run's own tokenizer; files of it that were copied, where they are now."""
-    paths = {name: getattr(own, name) for name in ("tokenizer_model", "vocab_file", "merge_file")}
-    moved = {
-        name: str(new / Path(path).name)
-        for name, path in paths.items()
-        if path is not None
-        and (new / Path(path).name).is_file()
-        and not (Path(path).is_file() and Path(path).absolute().parent != (old or new).absolute())
-    }
-    return replace(own, **moved)
+
+    def place(path: str | None) -> str | None:
+        if path is None or not (new / Path(path).name).is_file():
+            return path
+        is_elsewhere = Path(path).absolute().parent != (old or new).absolute()
+        return path if Path(path).is_file() and is_elsewhere else str(new / Path(path).name)
+
+    return replace(
+        own,
+        tokenizer_model=place(own.tokenizer_model),
+        vocab_file=place(own.vocab_file),
+        merge_file=place(own.merge_file),
+    )
 
 
 def _read(path: str, field: str) -> bytes:

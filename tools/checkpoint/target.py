@@ -28,17 +28,15 @@ def target(
     Raises:
         ConfigError: heads do not fit the ranks, or layers the stages.
     """
-    sizes = {
-        "tensor_model_parallel_size": options.target_tensor_parallel_size,
-        "pipeline_model_parallel_size": options.target_pipeline_parallel_size,
-    }
     split = options.target_pipeline_parallel_split_rank
     if split is not None and model.architecture != "t5":
         raise ConfigError(f"--target-pipeline-parallel-split-rank {split} is for a T5: drop it")
     if split is None and options.target_pipeline_parallel_size is None:
         split = old.get("pipeline_model_parallel_split_rank")
+    tensor, stages = options.target_tensor_parallel_size, options.target_pipeline_parallel_size
     parallel = ParallelConfig(
-        **{name: size or old.get(name) or 1 for name, size in sizes.items()},
+        tensor_model_parallel_size=tensor or old.get("tensor_model_parallel_size") or 1,
+        pipeline_model_parallel_size=stages or old.get("pipeline_model_parallel_size") or 1,
         pipeline_model_parallel_split_rank=split,
         num_layers_per_virtual_pipeline_stage=(
             options.target_num_layers_per_virtual_pipeline_stage

@@ -117,6 +117,7 @@ def our_outputs(reader: Reader, config: RunConfig, inputs: Inputs) -> dict[str, 
             "encoder states": encoder[inputs.padding],
             "decoder states": decoder,
         }
+    assert isinstance(model, BertModel)
     return _bert_outputs(model, held, inputs)
 
 

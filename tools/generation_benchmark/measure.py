@@ -21,22 +21,6 @@ from megatron.tokenizer import padded_vocabulary
 from tools.generation_benchmark.report import Decoding
 
 _BLOCK = 16
-_COPIED = {True: 2**30, False: 2**26}  # bytes, on a GPU and on a CPU
-_COPIES = 20
-
-
-def bandwidth_of(device: Device) -> float:
-    """Bytes/s of a large copy, read and written counted."""
-    source = torch.zeros(_COPIED[device.is_gpu], dtype=torch.uint8, device=device.torch_device)
-    target = torch.empty_like(source)
-    for count in (3, _COPIES):  # the first to warm up
-        device.synchronize()
-        start = time.perf_counter()
-        for _ in range(count):
-            target.copy_(source)
-        device.synchronize()
-        seconds = time.perf_counter() - start
-    return 2 * source.numel() * _COPIES / seconds
 
 
 class Subject:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron.checkpoint.hf.files import COMPANION_FOLDER, GENERATION_CONFIG
+from megatron.command import say
 from megatron.config import RunConfig
 from megatron.config.server import ServerConfig, problems_of
 from megatron.environment import Launch
@@ -25,7 +26,6 @@ from megatron.inference.server.launch import find_token, front, take_address, ur
 from megatron.inference.server.limits import Limits
 from megatron.inference.server.settings import Defaults, FrontSettings
 from megatron.inference.worker import serve
-from megatron.training.callbacks.terminal import say
 from megatron.training.panel import Row, format_panel
 from megatron.training.process import processes, run_process, show_notices
 

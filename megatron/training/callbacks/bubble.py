@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron.command import say
 from megatron.parallel.collectives import all_gather
 from megatron.training.callbacks.base import Callback, Leave
-from megatron.training.callbacks.terminal import say
 from megatron.training.operation_clock import Bubble, OperationClock, compare_with_prediction
 from megatron.training.passes import training_schedule
 from megatron.training.run import Run

@@ -6,9 +6,9 @@ import time
 from datetime import timedelta
 
 from megatron.checkpoint.background import BackgroundSaver, Saved
+from megatron.command import say
 from megatron.errors import ConfigError, StorageError
 from megatron.training.callbacks.base import Callback, Leave
-from megatron.training.callbacks.terminal import say
 from megatron.training.checkpointing import meta_of, report_saved, save_run, state_of, writer_of
 from megatron.training.run import Run
 from megatron.training.save_interval import advice

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import time
 
+from megatron.command import say
 from megatron.training.callbacks.base import Callback, Leave
-from megatron.training.callbacks.terminal import say
 from megatron.training.log_line import LogRecord, training_line
 from megatron.training.run import Run
 from megatron.training.step import StepOutcome

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from megatron.command import say
 from megatron.errors import NumericsError
 from megatron.parallel.collectives import all_gather
 from megatron.training.callbacks.base import Callback, Leave
-from megatron.training.callbacks.terminal import say
 from megatron.training.run import Run
 from megatron.training.step import StepOutcome
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from megatron.command import say
 from megatron.config import RunConfig
 from megatron.durable import writing_to
 from megatron.training.callbacks.base import Callback, Leave
-from megatron.training.callbacks.terminal import say
 from megatron.training.run import Run
 from megatron.training.step import StepOutcome
 

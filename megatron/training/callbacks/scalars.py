@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
+from megatron.command import say
 from megatron.errors import StorageError
 from megatron.training.callbacks.base import Callback, Leave
-from megatron.training.callbacks.terminal import say
 from megatron.training.log_line import perplexity
 from megatron.training.run import Run
 from megatron.training.step import StepOutcome

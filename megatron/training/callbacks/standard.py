@@ -12,9 +12,9 @@ from megatron.training.callbacks.garbage import EmptyCache, GarbageCollection
 from megatron.training.callbacks.logging import LogLine
 from megatron.training.callbacks.nonfinite import NonFinitePolicy
 from megatron.training.callbacks.profiling import Profile
+from megatron.training.callbacks.progress_bar import ProgressBar
 from megatron.training.callbacks.sample_ids import SampleIds
 from megatron.training.callbacks.scalars import Scalars
-from megatron.training.callbacks.terminal import ProgressBar
 from megatron.training.evaluation import Evaluation, EvaluationListener
 from megatron.training.panel import model_flops
 from megatron.training.run import Run
