@@ -12,7 +12,6 @@ from megatron.config.parser import parse_config
 from megatron.config.resolve import resolve
 from megatron.config.rules_model import divisors
 from megatron.config.run import RunConfig, with_values
-from megatron.optimizer.schedule import Schedules
 from tests.config.command import BASE, parse, problems
 
 _SAMPLES = ("--train-samples 1000", ("--train-iters",))
@@ -135,27 +134,6 @@ _LINES = [
         "--lr-decay-style WSD",
     ),
     ("--lr-decay-style WSD --lr-wsd-decay-iters 0", "--lr-wsd-decay-iters 0: must be at least 1"),
-    ("--lr-warmup-iters 40", "--lr-warmup-iters 40 must be less than --train-iters 40: lower it"),
-    (
-        "--lr-warmup-iters 5 --lr-decay-iters 4",
-        "--lr-warmup-iters 5 must be less than --lr-decay-iters 4: lower it",
-    ),
-    ("--lr-warmup-fraction 1", "--lr-warmup-fraction 1.0: must be at least 0 and below 1"),
-    (
-        "--lr-decay-style WSD --lr-wsd-decay-iters 41",
-        "--lr-wsd-decay-iters 41 must be at most --train-iters 40: lower it",
-    ),
-    (
-        "--lr-decay-style WSD --lr-wsd-decay-iters 31 --lr-warmup-iters 10",
-        "--lr-warmup-iters 10 and --lr-wsd-decay-iters 31 overlap: lower one, for both fit into "
-        "--train-iters 40 together",
-    ),
-    (
-        "--lr-decay-style WSD --lr-wsd-decay-iters 94 --lr-decay-iters 100 "
-        "--lr-warmup-fraction 0.07",
-        "--lr-warmup-fraction 0.07 (7 iters) and --lr-wsd-decay-iters 94 overlap: lower one, for "
-        "both fit into --lr-decay-iters 100 together",
-    ),
     # precision
     ("--fp16 --bf16", "--fp16 and --bf16 exclude each other: keep one"),
     ("--use-flash-attn", "--use-flash-attn computes in 16 bits: add --bf16 or --fp16"),
@@ -367,36 +345,11 @@ def test_the_form_of_a_ramp(words: str, line: str) -> None:
     [
         ("--lr-decay-iters 20", "--lr-decay-iters 20 goes with --train-iters; this run counts"),
         ("--lr-warmup-iters 2", "--lr-warmup-iters 2 goes with --train-iters; this run counts"),
-        ("--lr-warmup-samples 2000", "--lr-warmup-samples 2000 must be less than --train-samples"),
-        (
-            "--lr-decay-style WSD --lr-wsd-decay-samples 501 --lr-warmup-fraction 0.5 "
-            "--rampup-batch-size 4 4 64 --global-batch-size 8",
-            "--lr-warmup-fraction 0.5 (500 samples) and --lr-wsd-decay-samples 501 overlap",
-        ),
     ],
 )
 def test_a_run_that_counts_samples(words: str, line: str) -> None:
     lines = problems(words, _SAMPLES[0], without=_SAMPLES[1])
     assert [text for text in lines if text.startswith(line)] == lines
-
-
-@pytest.mark.parametrize(
-    ("words", "without"),
-    [
-        ("--lr-decay-iters 100 --lr-wsd-decay-iters 93 --lr-warmup-fraction 0.07", ()),
-        ("--lr-wsd-decay-iters 40", ()),
-        (f"--lr-wsd-decay-samples 400 --lr-warmup-samples 600 {_SAMPLES[0]}", _SAMPLES[1]),
-    ],
-)
-def test_a_decay_at_the_end_may_begin_where_the_warm_up_ends(
-    words: str, without: tuple[str, ...]
-) -> None:
-    config = parse("--lr-decay-style WSD", words, without=without).config
-    rate = Schedules.from_config(
-        config.schedule, config.optimizer, config.training, global_batch=4
-    ).learning_rate
-    assert rate.at(rate.warmup) == pytest.approx(config.schedule.lr)
-    assert rate.at(rate.decay) == 0.0
 
 
 @pytest.mark.parametrize(
