@@ -89,12 +89,12 @@ def read_glue(task: str, path: str) -> list[Example]:
     spec = GLUE[task]
     examples: list[Example] = []
     wrong: list[str] = []
-    for number, line in enumerate(_lines(path), start=1):
+    for index, (number, line) in enumerate(_lines(path)):
         cells = line.rstrip("\r").split("\t")
         problem = _problem(cells, spec)
         if problem is None:
             examples.append(_example(cells, spec))
-        elif number > 1 or not _are_titles(cells, spec.columns):
+        elif index or not _are_titles(cells, spec.columns):
             wrong.append(f"{path}, line {number}: {problem}")
     if wrong and len(wrong) > _MOST_WRONG * len(examples):
         raise DataError(f"--task {task}: {wrong[0]} ({len(wrong):,} such lines in all)")
@@ -105,8 +105,10 @@ def read_glue(task: str, path: str) -> list[Example]:
     return examples
 
 
-def _lines(path: str) -> list[str]:
-    return [line for line in read_text(path).split("\n") if line.strip()]
+def _lines(path: str) -> list[tuple[int, str]]:
+    """The lines that are not blank, each with its number in the file, from 1."""
+    lines = enumerate(read_text(path).split("\n"), start=1)
+    return [(number, line) for number, line in lines if line.strip()]
 
 
 def _problem(cells: Sequence[str], spec: GlueTask) -> str | None:
@@ -158,7 +160,7 @@ def read_race(folder: str) -> list[Example]:
     examples = [
         example
         for file in files
-        for number, line in enumerate(_lines(str(file)), start=1)
+        for number, line in _lines(str(file))
         for example in _questions(line, f"{file}, line {number}")
     ]
     if not examples:

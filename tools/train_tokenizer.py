@@ -6,12 +6,13 @@
 The first writes vocab.json and merges.txt (for --tokenizer-type GPT2BPETokenizer with --vocab-file
 and --merge-file), the second vocab.txt (for BertWordPieceLowerCase, or with --cased for
 BertWordPieceCase, with --vocab-file); both write tokenizer.json (for HuggingFaceTokenizer). The
-same input gives the same files.
+same input gives the same files. A tokenizer that is there is never replaced.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections import Counter
@@ -31,6 +32,8 @@ from megatron.errors import ConfigError, DataError, StorageError
 _END = "<|endoftext|>"
 _SMALLEST = 257  # the bytes and the end of a document
 _SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]  # [PAD] is 0, as T5's masks need it
+# What either kind writes.
+_NAMES = ("vocab.json", "merges.txt", "vocab.txt", "tokenizer.json", "tokenizer_config.json")
 _LARGEST_ALPHABET = 1000  # characters of a WordPiece vocabulary; words with others are unknown
 
 Files = dict[str, bytes]
@@ -120,6 +123,12 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError(f"--min-frequency {options.min_frequency}: give at least 1")
     if options.cased and options.kind != "wordpiece":
         raise ConfigError("--cased goes with --kind wordpiece; byte-level BPE always keeps case")
+    for name in _NAMES:
+        if os.path.lexists(os.path.join(options.output_dir, name)):
+            raise ConfigError(
+                f"--output-dir {options.output_dir}: holds {name} already, which would be replaced "
+                "under what was made with it: give another folder, or remove the tokenizer there"
+            )
 
 
 def _texts(paths: Sequence[str], keys: Sequence[str]) -> Iterator[str]:

@@ -52,7 +52,9 @@ class LoggingConfig:
         None, "Weights & Biases run name.", names=("--wandb-name", "--wandb-exp-name")
     )
     wandb_save_dir: str | None = flag(
-        None, "Folder that Weights & Biases keeps its files in. Unset: here."
+        None,
+        "Folder that Weights & Biases keeps its files in. Unset: wandb in the --save folder; "
+        "without --save, here.",
     )
     wandb_id: str | None = flag(None, "Weights & Biases run id, to go on with a run.")
     metrics_jsonl: str | None = flag(

@@ -125,20 +125,50 @@ def wsd_decay(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def warm_up(config: RunConfig, world_size: int) -> Iterator[str]:
+    """How the warm-up, and WSD's decay at the end, fit into the whole schedule. `length` sees to it
+    that all are counted in one unit, so neither the global batch nor its ramp-up matters."""
     schedule, training = config.schedule, config.training
-    for unit, warmup, decay, whole in (
-        ("iters", schedule.lr_warmup_iters, schedule.lr_decay_iters, training.train_iters),
-        ("samples", schedule.lr_warmup_samples, schedule.lr_decay_samples, training.train_samples),
+    fraction = schedule.lr_warmup_fraction
+    for unit, warmup, anneal, decay, whole in (
+        (
+            *("iters", schedule.lr_warmup_iters, schedule.lr_wsd_decay_iters),
+            *(schedule.lr_decay_iters, training.train_iters),
+        ),
+        (
+            *("samples", schedule.lr_warmup_samples, schedule.lr_wsd_decay_samples),
+            *(schedule.lr_decay_samples, training.train_samples),
+        ),
     ):
-        if warmup > 0 and schedule.lr_warmup_fraction is not None:
+        if warmup > 0 and fraction is not None:
             yield (
-                f"--lr-warmup-{unit} {warmup} and --lr-warmup-fraction "
-                f"{schedule.lr_warmup_fraction:g} exclude each other: keep one"
+                f"--lr-warmup-{unit} {warmup} and --lr-warmup-fraction {fraction:g} exclude each "
+                "other: keep one"
             )
         end = decay if decay is not None else whole
-        source = f"--lr-decay-{unit}" if decay is not None else f"--train-{unit}"
-        if warmup > 0 and end and warmup >= end and not training.skip_train:
-            yield f"--lr-warmup-{unit} {warmup} must be less than {source} {end}: lower it"
+        if not end or training.skip_train:
+            continue
+        source = f"--lr-decay-{unit} {end}" if decay is not None else f"--train-{unit} {end}"
+        if warmup > 0 and warmup >= end:
+            yield f"--lr-warmup-{unit} {warmup} must be less than {source}: lower it"
+        elif anneal is not None and schedule.lr_decay_style == "WSD":
+            yield from _wsd_overlap(unit, anneal, warmup, fraction, end, source)
+
+
+def _wsd_overlap(
+    unit: str, anneal: int, warmup: int, fraction: float | None, end: int, source: str
+) -> Iterator[str]:
+    """A decay at the end that begins within the warm-up, or before the run."""
+    shown = f"--lr-wsd-decay-{unit} {anneal}"
+    if anneal > end:
+        yield f"{shown} must be at most {source}: lower it"
+        return
+    taken: float = warmup
+    first = f"--lr-warmup-{unit} {warmup}"
+    if fraction is not None and 0 <= fraction < 1:
+        taken = round(fraction * end, 6)  # 0.07 x 100 is no more than 7
+        first = f"--lr-warmup-fraction {fraction:g} ({taken:.10g} {unit})"
+    if taken + anneal > end:
+        yield f"{first} and {shown} overlap: lower one, for both fit into {source} together"
 
 
 def weight_decay(config: RunConfig, world_size: int) -> Iterator[str]:

@@ -66,9 +66,11 @@ def find_inputs(patterns: Sequence[str]) -> list[str]:
     The order is that of the patterns; inside a glob or directory, that of the names.
 
     Raises:
-        DataError: a pattern matches no file, or a file has an unknown ending.
+        DataError: a pattern matches no file, or one that a pattern before it named too, whose text
+            would count twice; or a file has an unknown ending.
     """
     found: list[str] = []
+    seen: set[str] = set()
     for pattern in patterns:
         if os.path.isdir(pattern):
             below = (str(path) for path in Path(pattern).rglob("*") if path.is_file())
@@ -79,6 +81,12 @@ def find_inputs(patterns: Sequence[str]) -> list[str]:
             matches = sorted(glob.glob(pattern, recursive=True))
         if not matches:
             raise DataError(f"--input {pattern}: {_nothing_at(pattern)}")
+        matches = list(dict.fromkeys(matches))
+        places = [os.path.abspath(path) for path in matches]
+        again = next((m for m, place in zip(matches, places, strict=True) if place in seen), None)
+        if again is not None:
+            raise DataError(f"--input {again}: is given twice: give it once")
+        seen.update(places)
         found += matches
     for path in found:
         if not os.path.exists(path):
@@ -87,7 +95,7 @@ def find_inputs(patterns: Sequence[str]) -> list[str]:
             raise DataError(
                 f"--input {path}: unknown ending; expected {_known_endings()}; rename the file"
             )
-    return list(dict.fromkeys(found))
+    return found
 
 
 def _nothing_at(pattern: str) -> str:

@@ -11,23 +11,27 @@ import hashlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from megatron.environment import cuda_home
 
 HERE = Path(__file__).parent
 PREBUILT = HERE / "built"  # filled by `pip install`
 FLAGS = ("-O3", "-std=c++17", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC")
-NVCC_LIMIT = 600  # seconds for one nvcc process; usual are 10 to 30
-LOCK_LIMIT = 900  # seconds to wait for another process that builds
+# Seconds for all of nvcc: 10 to 16 are usual, 60 on two cores that others use as well. Well below
+# --distributed-timeout-minutes, in which processes of other machines may be waiting already.
+BUILD_LIMIT = 240
+PROGRESS = 30  # seconds between lines that say that it goes on
+LOCK_LIMIT = 300  # seconds to wait for another process that builds
 LOCK_PATIENCE = 20.0  # of these, until it is said
 LEFT_AFTER = 3600.0  # seconds without a change, and a scratch folder is one of a killed build
 _SCRATCH = "compiling-"
@@ -87,21 +91,10 @@ def find_compiler() -> Compiler:
 
 
 def _output(*command: str) -> str:
-    return _run_process(command, timeout=60, check=True).stdout
-
-
-def _run_process(
-    command: Sequence[str], *, timeout: float, check: bool
-) -> subprocess.CompletedProcess[str]:
     """What it prints may be in any encoding: that of a locale, or of a line of source."""
     return subprocess.run(
-        command,
-        capture_output=True,
-        encoding="utf-8",
-        errors="replace",
-        timeout=timeout,
-        check=check,
-    )
+        command, capture_output=True, encoding="utf-8", errors="replace", timeout=60, check=True
+    ).stdout
 
 
 def _number(architecture: str) -> int:
@@ -184,7 +177,7 @@ def _make(compiler: Compiler, architecture: str, target: Path, say: Say) -> None
     started = time.monotonic()
     _remove_left_over(target.parent)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=_SCRATCH) as scratch:
-        made = compile_sources(compiler, architecture, Path(scratch))
+        made = compile_sources(compiler, architecture, Path(scratch), say=say)
         with made.open("rb+") as file:
             os.fsync(file.fileno())
         made.replace(target)  # nobody ever sees half a library, whatever ends the machine
@@ -199,40 +192,111 @@ def _remove_left_over(folder: Path) -> None:
                 shutil.rmtree(scratch, ignore_errors=True)
 
 
-def compile_sources(compiler: Compiler, architecture: str, scratch: Path, *more_flags: str) -> Path:
+def compile_sources(
+    compiler: Compiler, architecture: str, scratch: Path, *more_flags: str, say: Say | None = None
+) -> Path:
     """Compile every source, all at once, and link them.
 
+    Args:
+        say: prints a line, every half minute; None: nothing does.
+
     Raises:
-        BuildError: with the first error of nvcc.
+        BuildError: with the first error of nvcc; or it takes too long.
     """
     command = [str(compiler.path), *FLAGS, *more_flags, compiler.gencode(architecture)]
     sources = source_files()
     objects = [scratch / (source.stem + ".o") for source in sources]
-    with ThreadPoolExecutor(len(sources)) as pool:
-        commands = [
+    clock = _Clock(say or say_nothing)
+    _run(
+        [
             [*command, "-c", str(source), "-o", str(made)]
             for source, made in zip(sources, objects, strict=True)
-        ]
-        list(pool.map(_run, commands))
+        ],
+        clock,
+    )
     library = scratch / "library.so"
-    _run([str(compiler.path), *_LINK_FLAGS, *map(str, objects), "-o", str(library)])
+    _run([[str(compiler.path), *_LINK_FLAGS, *map(str, objects), "-o", str(library)]], clock)
     return library
 
 
-def _run(command: list[str]) -> None:
-    """nvcc, whose last word is the file that it makes."""
+class _Clock:
+    """Of one build: says now and then that it goes on, and ends one that hangs."""
+
+    def __init__(self, say: Say) -> None:
+        self._say = say
+        self._started = time.monotonic()
+        self._next_line = self._started + PROGRESS
+
+    def check(self, unfinished: Sequence[str]) -> None:
+        """Raises BuildError where the files that are still to be made have taken too long."""
+        now = time.monotonic()
+        seconds = now - self._started
+        if seconds > BUILD_LIMIT:
+            raise BuildError(
+                f"nvcc has not made {' '.join(unfinished)} in {BUILD_LIMIT} s: see why it hangs, "
+                "or compile on a machine with more free cores (docs/kernels.md, Compiling)"
+            )
+        if now >= self._next_line:
+            self._next_line = now + PROGRESS
+            self._say(
+                f"fused kernels: still compiling after {seconds:.0f} s, {len(unfinished)} file(s) "
+                f"to go; without them from {BUILD_LIMIT} s on"
+            )
+
+
+def _run(commands: Sequence[list[str]], clock: _Clock) -> list[str]:
+    """Every nvcc at once; the last word of a command is the file that it makes.
+
+    Returns:
+        What each of them said.
+    """
+    running: dict[int, subprocess.Popen[str]] = {}
+    said = [""] * len(commands)
+    with ExitStack() as files:
+        outputs = [
+            files.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace"))
+            for _ in commands
+        ]
+        try:
+            for i, command in enumerate(commands):
+                running[i] = _start(command, outputs[i])
+            while running:
+                for i in [i for i, process in running.items() if process.poll() is not None]:
+                    outputs[i].seek(0)
+                    said[i] = outputs[i].read()
+                    _expect_made(commands[i][-1], running[i].returncode, said[i])
+                    del running[i]
+                clock.check([Path(commands[i][-1]).name for i in running])
+                time.sleep(0.02)
+        finally:
+            for process in running.values():
+                with suppress(ProcessLookupError):  # a group of its own, with what nvcc started
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    return said
+
+
+def _start(command: list[str], output: IO[str]) -> subprocess.Popen[str]:
     try:
-        done = _run_process(command, timeout=NVCC_LIMIT, check=False)
-    except subprocess.TimeoutExpired:
-        raise BuildError(f"nvcc took more than {NVCC_LIMIT} s for {command[-3]}") from None
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=output,
+            text=True,
+            process_group=0,
+        )
     except OSError as error:
         raise BuildError(f"{command[0]} does not run ({error.strerror})") from None
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if "error" in line.lower()]
-        reason = next(iter([*lines, *done.stderr.splitlines()]), f"exit code {done.returncode}")
+
+
+def _expect_made(target: str, code: int, said: str) -> None:
+    if code:
+        lines = [line for line in said.splitlines() if "error" in line.lower()]
+        reason = next(iter([*lines, *said.splitlines()]), f"exit code {code}")
         raise BuildError(f"nvcc failed: {reason.strip()}")
-    if not Path(command[-1]).is_file():
-        raise BuildError(f"nvcc ended without an error and made no {command[-1]}")
+    if not Path(target).is_file():
+        raise BuildError(f"nvcc ended without an error and made no {target}")
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron.config.optimizer import OptimizerConfig, ScheduleConfig
 from megatron.config.training import TrainingConfig
-from megatron.errors import CheckpointError, ConfigError
+from megatron.errors import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -107,13 +107,8 @@ class Schedules:
 
         The flags have passed the checks of `megatron.config`. With --skip-train the schedules are
         never followed and need neither learning rate nor length.
-
-        Raises:
-            ConfigError: no learning rate, a warm-up as long as the decay, or one that overlaps the
-                decay at the end.
         """
-        if schedule.lr is None and not training.skip_train:
-            raise ConfigError("there is no learning rate: give --lr")
+        assert schedule.lr is not None or training.skip_train, "a rule asks for it"
         run = _samples(training.train_iters, training.train_samples, global_batch)
         decay = run
         if schedule.lr_decay_iters is not None or schedule.lr_decay_samples is not None:
@@ -121,15 +116,12 @@ class Schedules:
         warmup: float = schedule.lr_warmup_iters * global_batch or schedule.lr_warmup_samples
         if schedule.lr_warmup_fraction is not None:
             warmup = schedule.lr_warmup_fraction * decay
-        if warmup >= decay and not training.skip_train:
-            raise ConfigError(
-                f"the warm-up of {warmup:g} samples leaves nothing of the decay of {decay} "
-                f"samples (global batch {global_batch}): shorten --lr-warmup-iters, "
-                "--lr-warmup-samples or --lr-warmup-fraction, or lengthen --lr-decay-iters, "
-                "--lr-decay-samples or the run"
+        assert warmup <= decay or training.skip_train, "a rule refuses it"
+        anneal = None
+        if schedule.lr_decay_style == "WSD" and not training.skip_train:
+            anneal = _samples(
+                schedule.lr_wsd_decay_iters, schedule.lr_wsd_decay_samples, global_batch
             )
-        is_wsd = schedule.lr_decay_style == "WSD" and not training.skip_train
-        anneal = _anneal(schedule, warmup, decay, global_batch) if is_wsd else None
         start, end = _decay_ends(optimizer)
         return cls(
             LearningRateSchedule(
@@ -269,23 +261,6 @@ def _samples(iterations: int | None, samples: int | None, global_batch: int) -> 
         return iterations * global_batch
     assert samples is not None, "the checks let a run without length through"
     return samples
-
-
-def _anneal(schedule: ScheduleConfig, warmup: float, decay: int, global_batch: int) -> int:
-    """Length of WSD's decay at the end, in samples.
-
-    Raises:
-        ConfigError: it begins within the warm-up.
-    """
-    anneal = _samples(schedule.lr_wsd_decay_iters, schedule.lr_wsd_decay_samples, global_batch)
-    if warmup + anneal > decay:
-        raise ConfigError(
-            f"the warm-up of {warmup:g} samples and the decay at the end of {anneal} are longer "
-            f"than the whole schedule of {decay} samples (global batch {global_batch}): shorten "
-            "--lr-wsd-decay-iters, --lr-wsd-decay-samples or the warm-up, or lengthen "
-            "--lr-decay-iters, --lr-decay-samples or the run"
-        )
-    return anneal
 
 
 def _decay_ends(optimizer: OptimizerConfig) -> tuple[float, float]:

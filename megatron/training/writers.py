@@ -49,25 +49,44 @@ class TensorBoardWriter:
 
 
 class WandbWriter:
-    """A Weights & Biases run, resumed where `--wandb-id` is given."""
+    """A Weights & Biases run, resumed where `--wandb-id` is given. Its files go where Megatron's
+    do.
+
+    Raises:
+        ConfigError: the package is missing, nobody is logged in, or the server refuses the run.
+        StorageError: its folder cannot be made.
+    """
 
     def __init__(self, config: RunConfig) -> None:
+        options = config.logging
         try:
             import wandb
         except ImportError:
             raise ConfigError(
-                f"--wandb-project {config.logging.wandb_project}: the package wandb is not "
-                "installed: pip install wandb, or drop the flag"
+                f"--wandb-project {options.wandb_project}: the package wandb is not installed: "
+                "pip install wandb, or drop the flag"
             ) from None
-        self._run: Any = wandb.init(
-            project=config.logging.wandb_project,
-            entity=config.logging.wandb_entity,
-            name=config.logging.wandb_name,
-            id=config.logging.wandb_id,
-            dir=config.logging.wandb_save_dir,
-            resume="allow" if config.logging.wandb_id else None,
-            config=flatten(config),
-        )
+        folder = options.wandb_save_dir
+        if folder is None and config.checkpoint.save is not None:
+            folder = os.path.join(config.checkpoint.save, "wandb")
+        if folder is not None:  # wandb would take a temporary one for it
+            with writing_to("--wandb-save-dir", folder):
+                Path(folder).mkdir(parents=True, exist_ok=True)
+        try:
+            self._run: Any = wandb.init(
+                project=options.wandb_project,
+                entity=options.wandb_entity,
+                name=options.wandb_name,
+                id=options.wandb_id,
+                dir=folder,
+                resume="allow" if options.wandb_id else None,
+                config=flatten(config),
+            )
+        except wandb.Error as error:
+            raise ConfigError(
+                f"--wandb-project {options.wandb_project}: {error} (without a server: set "
+                "WANDB_MODE=offline, or drop the flag)"
+            ) from None
 
     def write(self, scalars: Mapping[str, float], iteration: int, samples: int) -> None:
         self._run.log({**scalars, "consumed-samples": samples}, step=iteration)

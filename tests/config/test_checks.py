@@ -345,7 +345,6 @@ def test_the_form_of_a_ramp(words: str, line: str) -> None:
     [
         ("--lr-decay-iters 20", "--lr-decay-iters 20 goes with --train-iters; this run counts"),
         ("--lr-warmup-iters 2", "--lr-warmup-iters 2 goes with --train-iters; this run counts"),
-        ("--lr-warmup-samples 2000", "--lr-warmup-samples 2000 must be less than --train-samples"),
     ],
 )
 def test_a_run_that_counts_samples(words: str, line: str) -> None:

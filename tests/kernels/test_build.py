@@ -63,14 +63,15 @@ def test_python_and_cuda_agree_on_every_argument():
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])
 def test_compiles_without_a_gpu(tmp_path, architecture, monkeypatch):
-    reports = []
+    reports, real = [], building._run
 
-    def run(command):
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        reports.append(done.stderr)
+    def run(commands, clock):
+        said = real(commands, clock)
+        reports.extend(said)
+        return said
 
     monkeypatch.setattr(building, "_run", run)
+    monkeypatch.setattr(building, "BUILD_LIMIT", 1800)  # tests of other files run beside it
     compiler, extra = find_compiler(), ("-Xptxas", "-v")
     if architecture != "sm_90a" and tuple(map(int, compiler.version.split("."))) >= (12, 9):
         extra = ("-Ofc=max",)  # nobody looks at what it makes, so in a fifth of the time
@@ -197,8 +198,36 @@ raise SystemExit(1)
 
 def test_an_nvcc_that_makes_nothing_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_HOME", str(_fake(tmp_path / "toolkit", VERSIONS)))
-    with pytest.raises(BuildError, match="nvcc ended without an error and made no .*activation.o"):
+    with pytest.raises(BuildError, match=r"nvcc ended without an error and made no .*\.o$"):
         building.build("sm_90a", tmp_path / "cache", print, print)
+
+
+def test_an_nvcc_that_hangs_is_given_up(tmp_path, monkeypatch):
+    """With what it started: nvcc itself only waits for others."""
+    script = f"""
+import os, subprocess
+if "activation" in sys.argv[-1]:
+    child = subprocess.Popen(["sleep", "60"])
+    with open({str(tmp_path / "writing")!r}, "w") as f: f.write(str(child.pid))
+    os.rename({str(tmp_path / "writing")!r}, {str(tmp_path / "child")!r})
+    child.wait()
+open(sys.argv[sys.argv.index("-o") + 1], "w").close()
+"""
+    monkeypatch.setenv("CUDA_HOME", str(_fake(tmp_path / "toolkit", VERSIONS + script)))
+    monkeypatch.setattr(building, "PROGRESS", 0.1)
+    said = []
+
+    def say(line):
+        said.append(line)
+        if (tmp_path / "child").exists():
+            monkeypatch.setattr(building, "BUILD_LIMIT", 0.2)
+
+    with pytest.raises(BuildError, match=r"not made .*activation.o.* in 0.2 s: see why it hangs"):
+        building.build("sm_90a", tmp_path / "cache", say, pytest.fail)
+    assert re.search(r"still compiling after \d+ s, \d+ file\(s\) to go; .* 240 s on", said[1])
+    child = Path("/proc") / (tmp_path / "child").read_text() / "stat"
+    assert not child.exists() or child.read_text().split()[2] == "Z"  # nobody waits for it
+    assert not list((tmp_path / "cache").glob("compiling-*"))
 
 
 def test_what_a_killed_build_left_goes_with_the_next(tmp_path, monkeypatch):

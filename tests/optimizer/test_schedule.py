@@ -7,7 +7,7 @@ import pytest
 
 from megatron.config.optimizer import OptimizerConfig, ScheduleConfig
 from megatron.config.training import TrainingConfig
-from megatron.errors import CheckpointError, ConfigError
+from megatron.errors import CheckpointError
 from megatron.optimizer.schedule import LearningRateSchedule, Schedules, WeightDecaySchedule
 
 
@@ -199,24 +199,6 @@ def test_names_before_2022_are_read():
     assert (taken.learning_rate, samples) == (expected, 30)
     with pytest.raises(CheckpointError, match="num_steps.*--finetune"):
         _schedules().resumed({"max_lr": 1.0})
-
-
-@pytest.mark.parametrize(
-    ("schedule", "message"),
-    [
-        ({"lr": None}, "give --lr"),
-        ({"lr_warmup_iters": 9}, "warm-up of 90 samples leaves nothing"),
-        ({"lr_warmup_fraction": 1.0}, "--lr-warmup-fraction"),
-        ({"lr_warmup_iters": 5, "lr_decay_iters": 4}, "decay of 40 samples"),
-        (
-            {"lr_warmup_iters": 5, "lr_decay_style": "WSD", "lr_wsd_decay_iters": 5},
-            "decay at the end of 50 are longer than the whole schedule of 90 samples",
-        ),
-    ],
-)
-def test_values_that_fit_no_schedule(schedule, message):
-    with pytest.raises(ConfigError, match=message):
-        _schedules(schedule, training={"train_iters": 9})
 
 
 def test_only_evaluating_needs_neither_length_nor_learning_rate():

@@ -57,6 +57,8 @@ _TITLES = "index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\
     [
         ("SST-2", "good film\n", r"bad.tsv, line 1: 1 columns .* where 2 are expected"),
         ("SST-2", "good\t1\nbad\t7\n", r"bad.tsv, line 2: label '7', where one of 0, 1"),
+        ("SST-2", "\nsentence\tlabel\n \nfine\t1\n\nbad\t7\n", "line 6: label '7'"),
+        ("SST-2", "sentence\tlabel\n\nsentence\tlabel\n", "line 3: label 'label'"),
         ("SST-2", "sentence\tlabel\n", "holds no example"),
         ("MRPC", "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\n", "holds no example"),
         ("QQP", "1\t2\t3\tfirst\t\t0\n" * 2, "an empty text"),
@@ -90,6 +92,6 @@ def test_one_broken_line_among_many_is_left_out(tmp_path, capsys):
 
 
 def test_a_race_file_that_is_none_is_named(tmp_path):
-    (tmp_path / "7.txt").write_text('{"article": "x", "questions": ["y"], "options": [["a"]]}')
-    with pytest.raises(DataError, match=r"7.txt, line 1: no article of RACE \(KeyError"):
+    (tmp_path / "7.txt").write_text('\n\n{"article": "x", "questions": ["y"], "options": [["a"]]}')
+    with pytest.raises(DataError, match=r"7.txt, line 3: no article of RACE \(KeyError"):
         read_race(str(tmp_path))

@@ -197,6 +197,15 @@ def test_files_globs_and_directories_in_order(run, tmp_path):
     assert text() == "zabcd"
     assert run("--input", folder / "*.json*")[0] == 0
     assert text() == "ab"
+    for again in (first, f"{tmp_path}/corpus/../z.jsonl", f"{tmp_path}/*.jsonl"):
+        code, _, err = run("--input", first, folder, again)
+        assert code == 6
+        assert re.fullmatch(r"error: --input .*z\.jsonl: is given twice: give it once\n", err)
+    assert run("--input", folder / "deep", folder)[0] == 6
+    assert text() == "ab"  # nothing was written
+    (tmp_path / "again.jsonl").symlink_to(first)  # where twice is meant
+    assert run("--input", first, tmp_path / "again.jsonl")[0] == 0
+    assert text() == "zz"
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,24 @@ def test_mistakes_are_named(tmp_path, capsys, texts, flags, code, message):
     assert not (tmp_path / "t").exists()
 
 
+@pytest.mark.parametrize("kind", ["bpe", "wordpiece"])
+def test_a_tokenizer_that_is_there_stays(tmp_path, capsys, kind):
+    source = write(tmp_path / "in.jsonl", TEXT)
+    flags = ("--kind", kind, "--vocab-size", "280")
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t" / "notes.txt").touch()  # no part of a tokenizer
+    assert train(source, tmp_path / "t", *flags) == 0
+    names = {path.name for path in (tmp_path / "t").iterdir()} - {"notes.txt"}
+    assert len(names) > 2
+    for name in names:
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / name).write_text("mine")
+        assert train(source, folder, *flags) == 9
+        assert f"--output-dir {folder}: holds {name} already" in capsys.readouterr().err
+        assert [path.read_text() for path in folder.iterdir()] == ["mine"]
+
+
 def test_output_folder_that_is_a_file(tmp_path, capsys):
     source = write(tmp_path / "in.jsonl", TEXT)
     assert train(source, Path(source)) == 8

@@ -92,9 +92,17 @@ def test_a_disk_with_room_for_half_a_line_gets_none_of_it(tmp_path):
     assert [json.loads(line)["iteration"] for line in path.read_text().splitlines()] == [0, 2]
 
 
-def test_weights_and_biases_gets_config_and_scalars(monkeypatch):
-    logged, started = [], {}
+@pytest.fixture
+def wandb(monkeypatch):
+    """In the place of the package."""
     fake = types.ModuleType("wandb")
+    fake.Error = type("Error", (Exception,), {})
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    return fake
+
+
+def test_weights_and_biases_gets_config_and_scalars(wandb, tmp_path):
+    logged, started = [], {}
 
     class FakeRun:
         def log(self, scalars, step):
@@ -103,14 +111,41 @@ def test_weights_and_biases_gets_config_and_scalars(monkeypatch):
         def finish(self):
             logged.append("finished")
 
-    fake.init = lambda **options: started.update(options) or FakeRun()
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    _train_with_writers("--wandb-project", "toys", "--wandb-id", "abc", "--wandb-save-dir", "w")
+    wandb.init = lambda **options: started.update(options) or FakeRun()
+    folder = str(tmp_path / "deep" / "w")
+    names = ["--wandb-exp-name", "run 7", "--wandb-entity", "us", "--wandb-id", "abc"]
+    _train_with_writers("--wandb-project", "toys", *names, "--wandb-save-dir", folder)
+    assert (started["name"], started["entity"]) == ("run 7", "us")
     assert (started["project"], started["id"], started["resume"]) == ("toys", "abc", "allow")
-    assert started["dir"] == "w"
+    assert started["dir"] == folder
+    assert os.path.isdir(folder)  # or wandb would use another
     assert started["config"]["model.num_layers"] == 2
     assert [entry[0] for entry in logged[:-1] if entry[1] is not None] == [1, 2, 3, 4, 5, 6]
     assert logged[-1] == "finished"
+
+
+def test_weights_and_biases_files_go_to_the_checkpoints_where_nothing_is_said(wandb, tmp_path):
+    folders = []
+    wandb.init = lambda **options: folders.append(options["dir"])
+    for words in ([], ["--save", str(tmp_path / "run"), "--save-interval", "5"]):
+        config = build_toy(Layout.single(), ["--wandb-project", "toys", *words]).config
+        open_writers(config, is_log_rank=True)
+        open_writers(config, is_log_rank=False)
+    assert folders == [None, str(tmp_path / "run" / "wandb")]
+    assert os.path.isdir(folders[1])
+
+
+def test_weights_and_biases_without_a_key_is_an_error_in_one_line(wandb):
+    def refuse(**options):
+        raise wandb.Error("No API key configured.")
+
+    wandb.init = refuse
+    with pytest.raises(ConfigError) as refusal:
+        _train_with_writers("--wandb-project", "toys")
+    assert str(refusal.value) == (
+        "--wandb-project toys: No API key configured. (without a server: set WANDB_MODE=offline, "
+        "or drop the flag)"
+    )
 
 
 def test_weights_and_biases_missing_says_how_to_get_it(monkeypatch):

@@ -2,12 +2,14 @@
 
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron.errors import CheckpointError, NumericsError
 from megatron.parallel.layout import Layout
+from megatron.training import exit as leaving
 from megatron.training.callbacks.base import Callback
 from megatron.training.callbacks.standard import standard_callbacks
 from megatron.training.loop import train
@@ -167,6 +169,30 @@ def _signalled(layout, folder):
 def test_a_signal_to_one_rank_saves_and_leaves_on_all(tmp_path):
     assert run_distributed(2, _signalled, str(tmp_path)) == [(True, 2), (True, 2)]
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
+
+
+def _timed(layout, folder):
+    """Each update takes 5 s by the first process's clock, and 25 s by the second's."""
+    seconds = 5 + 20 * layout.world.rank
+    passed = [1000.0 * layout.world.rank]  # clocks that began at another time, too
+    leaving.time = SimpleNamespace(monotonic=lambda: passed[0])
+    arguments = ["--save", folder, "--save-interval", "100", "--exit-duration-in-mins", "1"]
+    run = build_toy(layout, arguments)
+    callbacks, _ = standard_callbacks(run, [])
+
+    class Clock(Callback):
+        def before_step(self, run):
+            passed[0] += seconds
+
+    leave = train(run, [Clock(), *callbacks])
+    return leave.reason, leave.by_signal, run.progress.iteration
+
+
+def test_a_time_that_is_up_on_one_clock_saves_and_leaves_on_all(tmp_path):
+    first, second = run_distributed(2, _timed, str(tmp_path))
+    assert first == ("another rank asked to leave", False, 3)
+    assert second == ("--exit-duration-in-mins 1 is over", False, 3)
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3"
 
 
 def test_a_missing_checkpoint_is_an_error_where_asked(tmp_path):
