@@ -47,7 +47,7 @@ def test_the_marks_stand_once(mark: str) -> None:
 
 
 @pytest.mark.parametrize("text", [None, "a page of its own\n", f"{END}\n{BEGIN}\n"])
-def test_the_command_leaves_a_page_without_the_marks_alone(tmp_path: Path, text: str | None) -> None:
+def test_the_command_leaves_other_pages_alone(tmp_path: Path, text: str | None) -> None:
     path = tmp_path / "page.md"
     if text is not None:
         path.write_text(text)
