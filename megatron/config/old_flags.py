@@ -218,7 +218,7 @@ OLD_FLAGS: tuple[OldFlag, ...] = (
     OldFlag(
         "--no-position-embedding",
         "23.x",
-        "--position-embedding-type none; nothing with rope",
+        "rope has no table of positions; without rope --position-embedding-type none",
         _no_position_embedding,
     ),
     OldFlag(

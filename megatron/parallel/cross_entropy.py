@@ -178,7 +178,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         input_sum, weight_sum, bias_sum, mask = ctx.saved_tensors
         factor = _factor(grad.reshape(-1), mask) / _UNIT
-        summing = ctx.communication.start_sum(input_sum * factor)
+        # Of one dimension: a factor without any takes the format of what it multiplies, on a GPU.
+        # In bf16 that moves all of the network's gradients by up to 0.2%, in fp16 loses some.
+        input_grad = torch.empty_like(input_sum)
+        torch.mul(input_sum, factor.view(1), out=input_grad)
+        summing = ctx.communication.start_sum(input_grad)
         weight_grad = bias_grad = None
         if ctx.slot is None:
             weight_grad = (weight_sum * factor).to(ctx.dtype)

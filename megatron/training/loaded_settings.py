@@ -33,6 +33,19 @@ _ORDER = (
     "data.short_seq_prob",
 )
 
+# Flags of this section that a saved schedule does not replace.
+_NOT_OF_SCHEDULES = (
+    "schedule.lr_warmup_init",
+    "schedule.override_opt_param_scheduler",
+    "schedule.use_checkpoint_opt_param_scheduler",
+)
+_OF_WEIGHT_DECAY = (
+    "optimizer.weight_decay",
+    "optimizer.start_weight_decay",
+    "optimizer.end_weight_decay",
+    "optimizer.weight_decay_incr_style",
+)
+
 
 def check_network(
     config: RunConfig, reader: Reader, flag: str = "--load", *, finetunes: bool = False
@@ -142,8 +155,23 @@ def changed_settings(config: RunConfig, reader: Reader) -> Iterator[str]:
         if here[path] == value:
             continue
         field = field_at(path)
-        change = f"{field.spell(here[path])} instead of {field.spell(value)}"
+        ours, theirs = field.spell(here[path]), field.spell(value)
+        if _keeps_schedule(config) and _is_of_schedule(path):
+            yield f"  --use-checkpoint-opt_param-scheduler: {theirs} goes on, not {ours}"
+            continue
+        change = f"{ours} instead of {theirs}"
         yield from _changed(path, change, is_moved=path in _PATHS and _moved(value, here[path]))
+
+
+def _keeps_schedule(config: RunConfig) -> bool:
+    """Whether the schedules go on as they were saved, see `Schedules.resumed`."""
+    takes_it = config.schedule.use_checkpoint_opt_param_scheduler
+    return takes_it and not (config.checkpoint.no_load_optim or config.training.skip_train)
+
+
+def _is_of_schedule(path: str) -> bool:
+    is_rate = path.startswith("schedule.") and path not in _NOT_OF_SCHEDULES
+    return is_rate or path in _OF_WEIGHT_DECAY
 
 
 def beyond_window(config: RunConfig, reader: Reader) -> Iterator[str]:

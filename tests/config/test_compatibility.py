@@ -44,3 +44,16 @@ def test_the_command_rewrites_only_what_is_between_the_marks(tmp_path: Path) -> 
 @pytest.mark.parametrize("mark", [BEGIN, END])
 def test_the_marks_stand_once(mark: str) -> None:
     assert _DOCUMENT.read_text(encoding="utf-8").count(mark) == 1
+
+
+@pytest.mark.parametrize("text", [None, "a page of its own\n", f"{END}\n{BEGIN}\n"])
+def test_the_command_leaves_other_pages_alone(tmp_path: Path, text: str | None) -> None:
+    path = tmp_path / "page.md"
+    if text is not None:
+        path.write_text(text)
+    command = [sys.executable, "-m", "megatron.config", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert f"error: {path}: " in done.stderr
+    assert "Traceback" not in done.stderr
+    assert text is None or path.read_text() == text

@@ -137,6 +137,24 @@ def test_another_order_of_samples_is_warned_of(saved, tmp_path, capsys):
     assert "changed since" not in capsys.readouterr().out
 
 
+def test_of_a_schedule_that_goes_on_as_saved_nothing_has_changed(saved, capsys):
+    taken = "--use-checkpoint-opt_param-scheduler"
+    flags = ["--lr", "0.5", "--lr-warmup-init", "0.25", "--weight-decay", "0.5", taken]
+    run = build_toy(Layout.single(), ["--load", str(saved), *flags])
+    before = build_toy(Layout.single(), ["--load", str(saved)])
+    assert run.schedules.learning_rate.peak == before.schedules.learning_rate.peak != 0.5
+    assert run.schedules.weight_decay.end == before.schedules.weight_decay.end != 0.5
+    lines = capsys.readouterr().out.splitlines()
+    kept = [line for line in lines if line.startswith(f"  {taken}: --")]
+    assert {"--weight-decay 0.5", "--lr 0.5"} <= {line.rpartition(", not ")[2] for line in kept}
+    changed = {line.split()[4] for line in _changes(lines)}  # the fixture gave --exit-interval
+    assert changed == {"--lr-warmup-init", "--exit-interval", taken}
+    # With a fresh optimizer the flags' schedule begins.
+    fresh = build_toy(Layout.single(), ["--load", str(saved), *flags, "--no-load-optim"])
+    assert fresh.schedules.learning_rate.peak == 0.5
+    assert "instead of --lr " in "".join(_changes(capsys.readouterr().out.splitlines()))
+
+
 def test_of_weights_that_no_run_has_trained_nothing_is_said_to_have_changed(
     saved, tmp_path, capsys
 ):
