@@ -3,13 +3,12 @@ interruptions, exit codes."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import signal
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from megatron.errors import EXIT_OK, OutputClosedError, UserError
 
@@ -39,9 +38,11 @@ def say(text: str) -> None:
             "line: the run ends too. To keep it running, write the log to a file (> log.txt)"
         ) from error
     except OSError as error:
-        _drop_unwritten()
-        with contextlib.suppress(OSError):
+        _drop_unwritten(sys.stdout)
+        try:
             print(f"(log: {error.strerror}) {text}", file=sys.stderr, flush=True)
+        except OSError:
+            _drop_unwritten(sys.stderr)
 
 
 def run_command(work: Callable[[], int | None]) -> int:
@@ -93,16 +94,16 @@ def _lost_its_reader() -> bool:
     return True
 
 
-def _drop_unwritten() -> None:
-    """Forget what stdout holds but could not write (a full disk). It would be written, or fail,
+def _drop_unwritten(stream: TextIO) -> None:
+    """Forget what a stream holds but could not write (a full disk). It would be written, or fail,
     again with the next line, and when Python ends."""
-    stdout = sys.stdout.fileno()
-    kept, null = os.dup(stdout), os.open(os.devnull, os.O_WRONLY)
+    number = stream.fileno()
+    kept, null = os.dup(number), os.open(os.devnull, os.O_WRONLY)
     try:
-        os.dup2(null, stdout)
-        sys.stdout.flush()
+        os.dup2(null, number)
+        stream.flush()
     finally:
-        os.dup2(kept, stdout)
+        os.dup2(kept, number)
         os.close(kept)
         os.close(null)
 
