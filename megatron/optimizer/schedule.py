@@ -186,6 +186,8 @@ class Schedules:
         for key, (part, field, _) in _FIELDS.items():
             if key in saved:
                 changes[part][field] = saved[key]
+        if changes["learning_rate"].get("style", self.learning_rate.style) != "WSD":
+            changes["learning_rate"] |= {"anneal": None, "anneal_style": None}
         return Schedules(
             replace(self.learning_rate, **changes["learning_rate"]),
             replace(self.weight_decay, **changes["weight_decay"]),

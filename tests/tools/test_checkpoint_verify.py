@@ -12,7 +12,7 @@ from megatron.checkpoint.reader import open_checkpoint
 from megatron.errors import CheckpointError
 from tests.checkpoint.hf.models import CASES, tensors_of, write_folder
 from tests.tools.test_checkpoint_util import assert_same, convert, tensors_in
-from tools.checkpoint import verify
+from tools.checkpoint import util, verify
 
 
 def test_verify_says_plainly_that_it_did_not_check(tmp_path: Path, capsys, monkeypatch) -> None:
@@ -20,6 +20,17 @@ def test_verify_says_plainly_that_it_did_not_check(tmp_path: Path, capsys, monke
     folder = write_folder(tmp_path / "a", CASES["llama"].config, tensors_of(CASES["llama"]))
     assert convert("hf", "native", folder, tmp_path / "b", "--verify") == 0
     assert "NOT CHECKED: transformers is not installed" in capsys.readouterr().out
+
+
+def test_what_is_verified_keeps_its_name_where_nobody_reads_so(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(verify, "find_spec", lambda _: None)
+    folder = write_folder(tmp_path / "a", CASES["llama"].config, tensors_of(CASES["llama"]))
+    words = ["--model-type", "GPT", "--loader", "hf", "--saver", "native", "--verify"]
+    words += ["--load-dir", str(folder), "--save-dir", str(tmp_path / "b")]
+    lines = util.run(util.build_parser().read(words))
+    assert any("--verify: " in line for line in lines)
+    lines.close()
+    assert open_checkpoint(tmp_path / "b").iteration == 0
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("not enough memory")], ids=["other", "ends"])

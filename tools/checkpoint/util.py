@@ -182,10 +182,14 @@ def run(options: argparse.Namespace) -> Iterator[str]:
     if options.keep_optimizer and not source.reader.meta.get("optimizer"):
         raise CheckpointError(f"--keep-optimizer: {source.reader.path} holds no optimizer state")
     path = formats.SAVERS[options.saver](source, options)
-    yield f"{source.reader.path} -> {path}"
-    if options.verify:
-        with _unverified_set_aside(path):
-            yield _verify(source, options)
+    written = f"{source.reader.path} -> {path}"
+    if not options.verify:
+        yield written
+        return
+    with _unverified_set_aside(path):
+        yield written
+        result = _verify(source, options)
+    yield result  # here, where nobody who reads it any more puts aside what is verified
 
 
 @contextmanager
