@@ -25,6 +25,7 @@ class BuildWithKernels(build_py):
             compileall.compile_dir(HERE / "megatron", quiet=1)
         sys.path.insert(0, str(HERE))
         from megatron.environment import cuda_architectures
+        from megatron.errors import say_on_stderr
         from megatron.kernels import build
 
         root = HERE if self.editable_mode else Path(self.build_lib)
@@ -32,9 +33,9 @@ class BuildWithKernels(build_py):
         for architecture in cuda_architectures() or build.detect_architectures():
             try:
                 name = build.looked_up_as(architecture)
-                build.build(name, folder, build.say_on_stderr, build.say_on_stderr)
+                build.build(name, folder, say_on_stderr, say_on_stderr)
             except Exception as error:  # whatever it is, the package works without
-                build.say_on_stderr(f"fused kernels: not compiled for {architecture}: {error}")
+                say_on_stderr(f"fused kernels: not compiled for {architecture}: {error}")
         for left in (*folder.glob("*.lock"), *folder.glob("*.failed")):
             left.unlink()  # of the build, not of the package
 

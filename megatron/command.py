@@ -8,9 +8,9 @@ import select
 import signal
 import sys
 from collections.abc import Callable
-from typing import NoReturn, TextIO
+from typing import NoReturn
 
-from megatron.errors import EXIT_OK, OutputClosedError, UserError
+from megatron.errors import EXIT_OK, OutputClosedError, UserError, drop_unwritten, say_on_stderr
 
 
 def say(text: str) -> None:
@@ -38,11 +38,8 @@ def say(text: str) -> None:
             "line: the run ends too. To keep it running, write the log to a file (> log.txt)"
         ) from error
     except OSError as error:
-        _drop_unwritten(sys.stdout)
-        try:
-            print(f"(log: {error.strerror}) {text}", file=sys.stderr, flush=True)
-        except OSError:
-            _drop_unwritten(sys.stderr)
+        drop_unwritten(sys.stdout)
+        say_on_stderr(f"(log: {error.strerror}) {text}")
 
 
 def run_command(work: Callable[[], int | None]) -> int:
@@ -63,7 +60,7 @@ def run_command(work: Callable[[], int | None]) -> int:
             raise
         return 128 + signal.SIGPIPE
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_on_stderr(f"error: {error}")
         return error.exit_code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
@@ -92,20 +89,6 @@ def _lost_its_reader() -> bool:
         return False
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return True
-
-
-def _drop_unwritten(stream: TextIO) -> None:
-    """Forget what a stream holds but could not write (a full disk). It would be written, or fail,
-    again with the next line, and when Python ends."""
-    number = stream.fileno()
-    kept, null = os.dup(number), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(null, number)
-        stream.flush()
-    finally:
-        os.dup2(kept, number)
-        os.close(kept)
-        os.close(null)
 
 
 def leave(code: int) -> NoReturn:

@@ -6,15 +6,40 @@ traceback and leave with its exit code. `assert` and other exceptions are our ow
 
 from __future__ import annotations
 
+import os
 import sys
+from typing import TextIO
 
 EXIT_OK = 0
 EXIT_SAVED_ON_SIGNAL = 3
 
 
+def say_on_stderr(text: str) -> None:
+    """Print now, also where output is piped; or nowhere, where the disk of the log is full: work
+    goes on, or ends as it was about to, with its own exit code."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        drop_unwritten(sys.stderr)
+
+
+def drop_unwritten(stream: TextIO) -> None:
+    """Forget what a stream holds but could not write (a full disk). It would be written, or fail,
+    again with the next line, and when Python ends."""
+    number = stream.fileno()
+    kept, null = os.dup(number), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(null, number)
+        stream.flush()
+    finally:
+        os.dup2(kept, number)
+        os.close(kept)
+        os.close(null)
+
+
 def warn(text: str) -> None:
     """Print what a user should know and may mend, where work goes on."""
-    print(f"WARNING: {text}", file=sys.stderr, flush=True)
+    say_on_stderr(f"WARNING: {text}")
 
 
 class UserError(Exception):

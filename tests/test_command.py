@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from megatron.errors import CheckpointError
 from tests.repository import ROOT
 
 PRINTS = """
@@ -69,7 +70,11 @@ def test_a_run_goes_on_where_the_disk_of_its_log_is_full() -> None:
 import sys
 from megatron.command import say
 from megatron.training.process import run_process
+from megatron.errors import warn
+from megatron.training.process import show_notices
 def work(launch):
+    show_notices(["iteration 0"], launch)
+    warn("of it")
     say("iteration 1")
     say("iteration 2")
     return 0
@@ -84,8 +89,31 @@ sys.exit(run_process([], work))
             [sys.executable, "-c", script], cwd=ROOT, stdout=full, stderr=full, check=True
         )
     assert done.returncode == 0  # 120 were lines left over that cannot be written at the end
-    said = [f"(log: No space left on device) iteration {number}" for number in (1, 2)]
-    assert done.stderr.splitlines() == said
+    full_log = "(log: No space left on device)"
+    said = [f"{full_log} note: iteration 0", "WARNING: of it"]
+    assert done.stderr.splitlines() == [
+        *said, *(f"{full_log} iteration {number}" for number in (1, 2))
+    ]  # fmt: skip
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has this device")
+def test_an_error_keeps_its_exit_code_where_the_disk_of_its_log_is_full() -> None:
+    script = """
+import sys
+from megatron.command import run_command
+from megatron.errors import CheckpointError
+from megatron.training.process import run_process
+def work(*launch):
+    raise CheckpointError("not there")
+sys.exit(run_command(work) if len(sys.argv) > 1 else run_process([], work))
+"""
+    for more in ([], ["command"]):
+        with open("/dev/full", "wb") as full:
+            done = subprocess.run(
+                [sys.executable, "-c", script, *more],
+                cwd=ROOT, stdout=full, stderr=full, check=False,
+            )  # fmt: skip
+        assert done.returncode == CheckpointError.exit_code
 
 
 def test_other_broken_pipes_are_errors() -> None:

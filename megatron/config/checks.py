@@ -134,6 +134,11 @@ def _not_kept(config: RunConfig) -> Iterator[str]:
             "--ckpt-format legacy: Megatron-LM's files have no place for the amaxes of "
             "--fp8-recipe delayed: a run that goes on from them begins a new history"
         )
+    if is_legacy and config.schedule.lr_decay_style == "WSD":
+        yield (
+            "--ckpt-format legacy: Megatron-LM 23.08 knows no --lr-decay-style WSD: there, go on "
+            "with --override-opt_param-scheduler and another style"
+        )
 
 
 def _no_effect(config: RunConfig, start: RunConfig) -> Iterator[str]:

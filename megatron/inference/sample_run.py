@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from megatron.config.samples import SamplesConfig, find_sample_notices, problems_of
 from megatron.device import Device
 from megatron.environment import Launch
-from megatron.errors import EXIT_OK, UserError
+from megatron.errors import EXIT_OK, UserError, say_on_stderr
 from megatron.inference.arguments import parse_generation
 from megatron.inference.build import EngineOptions, engine_of
 from megatron.inference.engine import BatchEngine
@@ -39,7 +38,7 @@ def _run(program: str, arguments: Sequence[str], launch: Launch) -> int:
     )
     (samples,) = parsed.extra
     # As the panel: not among the samples, which may be piped on.
-    show_notices((*parsed.notices, *find_sample_notices(samples)), launch, sys.stderr)
+    show_notices((*parsed.notices, *find_sample_notices(samples)), launch, say_on_stderr)
     prompts: list[str] = []
     if samples.sample_input_file is not None and launch.rank == 0:
         prompts = read_prompts(Path(samples.sample_input_file))
@@ -57,7 +56,7 @@ def _run(program: str, arguments: Sequence[str], launch: Launch) -> int:
             return EXIT_OK
         path, seed = _output_of(samples), parsed.config.training.seed
         settings = settings_of(samples, loaded, seed)
-        print(_panel(program, settings, loaded, engine, device), file=sys.stderr, flush=True)
+        say_on_stderr(_panel(program, settings, loaded, engine, device))
         if path is None:
             asked = [samples.prompt] * max(1, samples.num_samples)
             failed = _write(samples, enumerate(asked), Printer(len(asked)), engine, loaded, layout)

@@ -13,7 +13,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -229,6 +228,8 @@ class _Clock:
 
     def check(self, unfinished: Sequence[str]) -> None:
         """Raises BuildError where the files that are still to be made have taken too long."""
+        if not unfinished:
+            return
         now = time.monotonic()
         seconds = now - self._started
         if seconds > BUILD_LIMIT:
@@ -328,12 +329,7 @@ def _alone(path: Path, say_waiting: Say) -> Iterator[None]:
 
 
 def say_nothing(line: str) -> None:
-    """In the place of `say_on_stderr`, where another process says it."""
-
-
-def say_on_stderr(line: str) -> None:
-    """Print now, also where output is piped."""
-    print(line, file=sys.stderr, flush=True)
+    """In the place of `errors.say_on_stderr`, where another process says it."""
 
 
 def detect_architectures() -> list[str]:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megatron.device import Device, current_gpu, stream_handle
 from megatron.environment import cache_folder, read_launch
+from megatron.errors import say_on_stderr
 from megatron.kernels.build import (
     PREBUILT,
     BuildError,
@@ -30,7 +31,6 @@ from megatron.kernels.build import (
     find_built,
     name_of,
     say_nothing,
-    say_on_stderr,
 )
 
 OLDEST_CAPABILITY = (8, 0)  # bf16 and asynchronous copies

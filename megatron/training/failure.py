@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import sys
 import traceback
 
 import torch.distributed as dist
 
 from megatron.environment import Launch
-from megatron.errors import ConfigError, NumericsError, UserError
+from megatron.errors import ConfigError, NumericsError, UserError, say_on_stderr
 from megatron.parallel.journal import Journal
 from megatron.training.hang import ranks_text
 from megatron.training.watchdog import BEAT, Watchdog
@@ -30,13 +29,13 @@ def report(error: Exception, launch: Launch) -> None:
     alike = isinstance(error, ConfigError | NumericsError)  # on all ranks
     where = "" if alike or launch.world_size == 1 else f"[rank {launch.rank}] "
     if isinstance(error, ConfigError):
-        text = "".join(f"error: {problem}\n" for problem in error.problems)
+        text = "\n".join(f"error: {problem}" for problem in error.problems)
     elif isinstance(error, UserError):
-        text = f"{where}error: {error}\n"
+        text = f"{where}error: {error}"
     else:
         text = f"{where}error: this is a bug, not a mistake of yours\n"
-        text += "".join(traceback.format_exception(error))
-    print(text, end="", file=sys.stderr, flush=True)
+        text += "".join(traceback.format_exception(error)).removesuffix("\n")
+    say_on_stderr(text)
 
 
 def end_run(
@@ -67,15 +66,13 @@ def end_run(
         reason = f"{who}, in {where} ({_said(error)})"
         verdict = watchdog.end_run(code, reason)
         if verdict.rank == launch.rank:
-            print(
+            say_on_stderr(
                 f"[rank {launch.rank}] error: {reason}: killed, out of memory, or its machine "
-                "is gone? The launcher's report and the system's log say more",
-                file=sys.stderr,
-                flush=True,
+                "is gone? The launcher's report and the system's log say more"
             )
     farewell = watchdog.farewell(verdict)
     if farewell is not None:
-        print(farewell, file=sys.stderr, flush=True)
+        say_on_stderr(farewell)
     watchdog.let_others_hear()
     return RunEndedError(verdict.code)
 

@@ -77,7 +77,7 @@ def dry_run(config: RunConfig, recipe: Recipe, launch: Launch) -> int:
         return EXIT_OK
     world_size = config.training.dry_run_world_size or launch.world_size
     rows = size_rows(config, world_size, padded_vocabulary(config), ending=recipe.ending)
-    print(format_panel("Dry run: the configuration is valid", rows))
+    say(format_panel("Dry run: the configuration is valid", rows))
     return EXIT_OK
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TextIO
 
 import torch
 
 from megatron import environment
-from megatron.command import open_missing_streams
+from megatron.command import open_missing_streams, say
 from megatron.config import RunConfig, rules_device
 from megatron.config.parser import asks_for_mpi
 from megatron.device import Device
@@ -47,11 +45,11 @@ def run_process(arguments: Sequence[str], work: Callable[[Launch], int]) -> int:
         return ended.code
 
 
-def show_notices(notices: Iterable[str], launch: Launch, stream: TextIO | None = None) -> None:
-    """Print what the command line brought up, on rank 0; `stream` unset: to standard output."""
+def show_notices(notices: Iterable[str], launch: Launch, tell: Callable[[str], None] = say) -> None:
+    """Print what the command line brought up, on rank 0: a line each."""
     if launch.rank == 0:
         for notice in notices:
-            print(f"note: {notice}", file=stream or sys.stdout, flush=True)
+            tell(f"note: {notice}")
 
 
 @contextmanager

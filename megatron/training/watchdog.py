@@ -24,7 +24,7 @@ from types import FrameType
 
 import torch.distributed as dist
 
-from megatron.errors import HangError
+from megatron.errors import HangError, say_on_stderr
 from megatron.parallel.journal import Journal
 from megatron.training.hang import State, Wait, explain
 
@@ -168,7 +168,7 @@ class Watchdog:
         verdict = Verdict(HangError.exit_code, self._rank, report.splitlines()[0])
         if not self._judge(verdict):
             return
-        print(f"error: {report}", file=sys.stderr, flush=True)
+        say_on_stderr(f"error: {report}")
         time.sleep(_LINGER)
         self._leave(verdict.code)
 

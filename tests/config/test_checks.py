@@ -376,6 +376,11 @@ def test_what_a_run_needs(name: str) -> None:
             "--fp8-recipe delayed",
             "--ckpt-format legacy: Megatron-LM's files have no place for the amaxes",
         ),
+        (
+            "--save x --save-interval 1 --ckpt-format legacy --lr-decay-style WSD "
+            "--lr-wsd-decay-iters 2",
+            "--ckpt-format legacy: Megatron-LM 23.08 knows no --lr-decay-style WSD",
+        ),
         ("--skip-train", "--skip-train without --load: evaluating an untrained model"),
         ("--no-persist-layer-norm", "--no-persist-layer-norm: there is one LayerNorm kernel"),
         ("--use-cpu-initialization", "--use-cpu-initialization: every device draws"),
