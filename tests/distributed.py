@@ -1,4 +1,12 @@
-"""Run a function in several processes on this machine."""
+"""Run a function in several processes on this machine.
+
+On CPUs they talk by gloo or through memory. With MEGATRON_TEST_DEVICE=gpu the toy trainings of all
+tests go to GPUs instead, with kernels, and talk by NCCL:
+
+    MEGATRON_TEST_DEVICE=gpu python -m pytest tests/parity
+
+More processes than GPUs share them: right, and slow.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +24,28 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from megatron.device import Device, gpu_count
 from megatron.parallel.layout import Layout
 from tests.shared_memory import Memory, register
 
 TIMEOUT = timedelta(seconds=60)
+DEVICE_ENV = "MEGATRON_TEST_DEVICE"
+
+
+def toy_device(rank: int = 0) -> Device:
+    """Where a rank of a toy training computes: see above.
+
+    Raises:
+        ValueError: the variable asks for what is not here.
+    """
+    asked = os.environ.get(DEVICE_ENV, "cpu")
+    if asked == "cpu":
+        return Device.cpu()
+    if asked != "gpu" or not gpu_count():
+        raise ValueError(f"{DEVICE_ENV}={asked}: cpu, or gpu where there is one")
+    # Side by side the processes of pytest-xdist (gw0, gw1 ...) begin with different GPUs.
+    first = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    return Device.pick(first + rank)
 
 
 def run_distributed(
@@ -41,7 +67,7 @@ def run_sharing_memory(
     For what is computed, not how it is sent: with four processes and more gloo costs several times
     what a toy model does. Where they cannot, they talk by gloo.
     """
-    if not can_share_memory():
+    if toy_device().is_gpu or not can_share_memory():
         return run_distributed(world_size, function, *args, **sizes)
     memory = Memory(world_size, start_method().Lock())
     try:
@@ -81,6 +107,10 @@ def can_share_memory() -> bool:
     return start_method().get_start_method() == "fork" and hasattr(os, "eventfd")
 
 
+# What `fully_shard` and pipelines import, seconds long: once, not in every process.
+_SLOW_IMPORTS = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp")
+
+
 @cache
 def start_method() -> Any:
     """Fork: everything is loaded already, so children start in milliseconds.
@@ -90,10 +120,9 @@ def start_method() -> Any:
     """
     if torch.cuda.is_available():
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "tests.distributed"])
+        context.set_forkserver_preload(["tests.distributed", "tests.training.toy", *_SLOW_IMPORTS])
         return context
-    # What `fully_shard` and pipelines import, seconds long: once here, not in every process.
-    for name in ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp"):
+    for name in _SLOW_IMPORTS:
         importlib.import_module(name)
     return mp.get_context("fork")
 
@@ -105,6 +134,16 @@ def freeze_inherited() -> None:
     process that it was forked from: of one that has run many tests, seconds.
     """
     gc.freeze()
+
+
+def _share_gpus(rank: int, world_size: int) -> None:
+    """Let several processes have one GPU, each as if it were alone on its machine.
+
+    NCCL refuses that on one machine, but goes by this name of it; its network is then the sockets.
+    """
+    if world_size > gpu_count():
+        os.environ |= {"NCCL_HOSTID": f"toy {rank}", "NCCL_NET": "Socket"}
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
 
 
 def _work(
@@ -120,8 +159,13 @@ def _work(
 ) -> None:
     freeze_inherited()
     torch.set_num_threads(1)
+    device = toy_device(rank)
     try:
         backend = "gloo" if memory is None else register(memory, rank)
+        if device.is_gpu:
+            backend = "cpu:gloo,cuda:nccl"
+            device.activate()
+            _share_gpus(rank, world_size)
         dist.init_process_group(
             backend,
             init_method=f"file://{store}",
@@ -129,7 +173,7 @@ def _work(
             world_size=world_size,
             timeout=TIMEOUT,
         )
-        layout = Layout.create("cpu", rank, world_size, **sizes)
+        layout = Layout.create(device.type, rank, world_size, **sizes)
         value = function(layout, *args)
         dist.barrier()
         results.put((rank, True, value))

@@ -17,6 +17,7 @@ from megatron.training.loop import train
 from megatron.training.setup import build_run
 from pretrain_bert import BertRecipe
 from pretrain_gpt import GPTRecipe
+from tests.distributed import toy_device
 from tests.training.toy import Recorder
 
 _ALL = """
@@ -58,14 +59,16 @@ def continue_run(
     cache's descriptions hold the path as spelt.
 
     Args:
-        device: where it goes on with all fusions but that of GeLU; None: on a CPU, without.
+        device: None: the one that `tests.distributed` names. On a GPU it goes on with all fusions
+            but that of GeLU, on a CPU without.
     """
     os.chdir(golden)
     size, rank = layout.world.size, layout.world.rank
+    device = device or toy_device(rank)
     recipe, corpus = (BertRecipe(), BERT) if run_name.startswith("bert") else (GPTRecipe(), GPT)
     words = [
         *_ALL,
-        *(_UNFUSED if device is None else ()),
+        *(() if device.is_gpu else _UNFUSED),
         *corpus,
         "--load",
         f"{run_name}/ckpt",
@@ -74,7 +77,7 @@ def continue_run(
         *flags,
     ]
     config = parse_config(words, world_size=size, architecture=recipe.architecture).config
-    run = build_run(config, recipe, Launch(rank, size), device or Device.cpu(), layout)
+    run = build_run(config, recipe, Launch(rank, size), device, layout)
     recorder = Recorder()
     callbacks, listeners = standard_callbacks(run, [recorder])
     train(run, callbacks)

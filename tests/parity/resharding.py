@@ -147,7 +147,7 @@ def _load(run: Run, folder: Path, whole: dict[str, torch.Tensor]) -> int:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
 
 
 def relative_difference(loss: float, expected: float) -> float:

@@ -26,7 +26,7 @@ def _tables(layout: Layout, words: list[str]) -> dict[str, torch.Tensor]:
     """Those that this process holds after training, its heads alone."""
     _, run = train_toy(layout, [*FLAGS, *words], "t5")
     held = dict(run.named_parameters())
-    return {name: held[name].detach().clone() for name in POSITION_TABLES if name in held}
+    return {name: held[name].detach().cpu().clone() for name in POSITION_TABLES if name in held}
 
 
 @pytest.mark.parametrize(

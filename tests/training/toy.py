@@ -20,6 +20,7 @@ from megatron.training.setup import build_run
 from pretrain_bert import BertRecipe
 from pretrain_gpt import GPTRecipe
 from pretrain_t5 import T5Recipe
+from tests.distributed import toy_device
 
 TOY = """
     --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16
@@ -59,10 +60,15 @@ def build_toy(
     layout: Layout,
     arguments: Sequence[str] = (),
     kind: str = "gpt",
-    device: Device = CPU,
+    device: Device | None = None,
 ) -> Run:
-    """A run of the toy model of a kind; later flags win over the toy's own."""
+    """A run of the toy model of a kind; later flags win over the toy's own.
+
+    Args:
+        device: None: the one that `tests.distributed` names.
+    """
     size, rank = layout.world.size, layout.world.rank
+    device = device or toy_device(rank)
     words = [*TOY, *OF_KIND[kind], *arguments]
     words += [] if {"--train-samples", "--train-iters"} & set(words) else ["--train-iters", "6"]
     words += [] if "--exit-signal-handler" in words else ["--no-exit-signal-handler"]
@@ -74,7 +80,7 @@ def train_toy(
     layout: Layout,
     arguments: Sequence[str] = (),
     kind: str = "gpt",
-    device: Device = CPU,
+    device: Device | None = None,
 ) -> tuple[Recorder, Run]:
     """Train it to the end; what was recorded on this rank, and the run."""
     run, recorder = build_toy(layout, arguments, kind, device), Recorder()
