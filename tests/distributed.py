@@ -25,6 +25,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from megatron.device import Device, gpu_count
+from megatron.kernels.library import find_library
 from megatron.parallel.layout import Layout
 from tests.shared_memory import Memory, register
 
@@ -45,7 +46,10 @@ def toy_device(rank: int = 0) -> Device:
         raise ValueError(f"{DEVICE_ENV}={asked}: cpu, or gpu where there is one")
     # Side by side the processes of pytest-xdist (gw0, gw1 ...) begin with different GPUs.
     first = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    return Device.pick(first + rank)
+    device = Device.pick(first + rank)
+    if find_library(device.torch_device).library is None:
+        raise ValueError(f"{DEVICE_ENV}={asked}: there are no kernels to be tried")
+    return device
 
 
 def run_distributed(
