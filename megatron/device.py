@@ -170,7 +170,8 @@ class Device:
         """Seed this process's default generators (CPU and this device)."""
         torch.random.default_generator.manual_seed(seed)
         if self.is_gpu:
-            torch.cuda.manual_seed(seed)
+            with self.as_current():
+                torch.cuda.manual_seed(seed)
 
     def host_buffer(self, size: int) -> torch.Tensor:
         """`size` bytes of host memory to copy to, in place from the start; pinned on a GPU.

@@ -1,4 +1,4 @@
-"""Times that the device's own queue tells."""
+"""What a GPU does as its own: times by its queue, random numbers by its seed."""
 
 import time
 
@@ -32,3 +32,14 @@ def test_marks_time_the_work_between_them_and_wait_for_nothing():
 
 def test_there_is_a_gpu_to_count():
     assert gpu_count() >= 1
+
+
+@pytest.mark.skipif(gpu_count() < 2, reason="needs two GPUs")
+def test_a_seed_is_of_the_device_not_of_the_current_one():
+    other = Device.pick(1)
+    with DEVICE.as_current():
+        drawn = []
+        for _ in range(2):
+            other.seed(1234)
+            drawn.append(torch.rand(8, device=other.torch_device))
+    assert torch.equal(*drawn)

@@ -28,7 +28,7 @@ LAYERS = [
 
 
 def _tensors(run):
-    return {name: entry.tensor.clone() for name, entry in flatten(state_of(run))}
+    return {name: entry.tensor.to("cpu", copy=True) for name, entry in flatten(state_of(run))}
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from megatron.training.data import batches_from
 from megatron.training.evaluation import evaluate
 from megatron.training.run import Run
 from megatron.training.step import Updates
-from tests.distributed import run_distributed
+from tests.distributed import run_distributed, toy_device
 from tests.training.toy import build_toy, fingerprint
 
 FLAG = "--calculate-per-token-loss"
@@ -183,7 +183,7 @@ _LAYOUTS: tuple[tuple[dict[str, int], str, tuple[str, ...]], ...] = (
 def _train_in_layouts(world: Layout) -> list[tuple[str, str, Outcome]]:
     found = []
     for sizes, kind, runs in _LAYOUTS:
-        layout = Layout.create("cpu", world.world.rank, 2, **sizes)
+        layout = Layout.create(toy_device().type, world.world.rank, 2, **sizes)
         for words in runs:
             found.append((kind, words, _train(layout, f"{FLAG} {words}", kind)))
     return found

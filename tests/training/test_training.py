@@ -132,7 +132,7 @@ def _poisoned(layout, policy):
 
 
 def fingerprint_parameters(run):
-    return torch.cat([p.detach().flatten() for p in run.parameters()]).numpy().tobytes()
+    return torch.cat([p.detach().flatten() for p in run.parameters()]).cpu().numpy().tobytes()
 
 
 @pytest.mark.parametrize("size", [1, 2])
