@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import runpy
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from tests.distributed import freeze_inherited, start_method
+from tests.ports import free_port
 
 _RECORD = """#!/bin/sh
 env -0 > "$RECORDED/environment"
@@ -101,11 +101,8 @@ def start_ranks(
     Args:
         words: what would follow `python`: a file or `-m module`, and its flags.
     """
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = str(probe.getsockname()[1])
     count = len(outputs)
-    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     common |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     context = start_method()
     ranks = []

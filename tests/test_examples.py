@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import pytest
 import torch
 
 from tests.launch import run_command, run_ranks, run_script
+from tests.ports import free_port
 from tests.repository import ROOT, name
 
 # Those of the text generation server are tried in tests/inference/server/test_processes.py, those
@@ -90,7 +90,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
         "MERGE_FILE": str(folder / "merges.txt"),
         "TOKENIZER_MODEL": str(folder / "tokenizer.model"),
         "NPROC_PER_NODE": "2",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(free_port()),
         "CHECKPOINT": str(_small_llama(folder)),
     }
     return Toy(environment, _sentences(folder), folder / "corpus_text_document")
@@ -153,12 +153,6 @@ def _llama2_shape(folder: Path, script: Path) -> Path:
     state = {"model.final_norm.weight": Entry.whole(torch.ones(hidden))}
     save(folder, 0, state, {"config": to_dict(RunConfig(model=model))}, Layout.single())
     return folder
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
 
 
 def _start(words: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:

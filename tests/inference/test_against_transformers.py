@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 
 from megatron.inference.build import EngineOptions
 from megatron.inference.request import Beam, Event, Request, Token
@@ -147,6 +148,8 @@ def test_beam_search(model: Any, width: int, penalty: float) -> None:
 
 def test_beams_with_bans_and_sequences_that_end(model: Any) -> None:
     """A banned token's share goes to the others, as in Megatron-LM, before scores are added up."""
+    if Version(transformers.__version__) < Version("5.18"):
+        pytest.skip("before 5.18 transformers' beams are others where pairs are banned")
     width, new = 3, 10
     engine = toy_engine(Path(model.name_or_path), OPTIONS)
     ended = 0

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch import run_script
+from tests.ports import free_port
 from tests.repository import ROOT
 from tests.tasks.toy import WORDS, save_bert, save_toy
 
@@ -20,11 +20,8 @@ SCRIPTS = [*EXAMPLES.glob("evaluate_*.sh"), *EXAMPLES.glob("finetune_*.sh")]
 def _run(script, environment, *flags, new=False):
     """In forks of this process, or as a user does it in `new` ones, by torchrun."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = str(probe.getsockname()[1])
     environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "NPROC_PER_NODE": "2",
-                   "MASTER_PORT": port, "PRECISION": "", **environment}  # fmt: skip
+                   "MASTER_PORT": str(free_port()), "PRECISION": "", **environment}  # fmt: skip
     words = [str(EXAMPLES / script), *flags]
     if not new:
         return run_script(words, environment)
