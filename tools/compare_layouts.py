@@ -36,8 +36,8 @@ checkpoint, and trains on the same samples. Each row is a toy GPT in fp32 on CPU
 dropout off, {iterations} iterations: the largest relative difference of its loss and of its
 gradient norm from one process's, over all ranks and iterations. More than {loss:.0e} in a loss or
 {norm:.0e} in a norm is an error, here and in the tests; those train layouts of more than two
-processes for {short} iterations, over shared memory. On GPUs the same tests hold with kernels and NCCL
-([command](benchmarks.md#what-was-reached)). This page is written by
+processes for {short} iterations, over shared memory. On GPUs the same tests hold,
+with kernels and NCCL ([command](benchmarks.md#what-was-reached)). This page is written by
 
 ```bash
 python tools/compare_layouts.py --out docs/layouts.md
