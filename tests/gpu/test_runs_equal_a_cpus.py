@@ -1,15 +1,10 @@
-"""Runs in fp32 on a GPU, with fused kernels, are those of a CPU, and go on as Megatron-LM's did."""
-
-import json
+"""Runs in fp32 on a GPU, with fused kernels, are those of a CPU."""
 
 import pytest
 
 from megatron.device import Device
 from megatron.kernels.library import find_library
 from megatron.parallel.layout import Layout
-from tests.parity.golden import continue_run
-from tests.parity.test_golden_bert import compare_bert
-from tests.parity.test_golden_gpt import compare_gpt
 from tests.training.toy import CPU, train_toy
 
 DEVICE = Device.pick()
@@ -45,12 +40,3 @@ def test_a_run_gives_the_losses_of_a_cpu(kind, flags):
     for name in sorted(names - {"loss-scale"}):
         assert ours.values(name) == pytest.approx(theirs.values(name), rel=1e-4), name
     assert ours.values("grad-norm") == pytest.approx(theirs.values("grad-norm"), rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("name", "compare"), [("gpt_fp32", compare_gpt), ("bert_fp32", compare_bert)]
-)
-def test_a_recorded_run_goes_on_as_the_original(name, compare, golden, tmp_path, monkeypatch):
-    monkeypatch.chdir(golden)  # where `continue_run` goes
-    recording = json.loads((golden / name / "run.json").read_text())
-    compare(continue_run(Layout.single(), golden, name, tmp_path, device=DEVICE), recording)

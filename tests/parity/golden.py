@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.parser import parse_config
-from megatron.device import Device
 from megatron.environment import Launch
 from megatron.parallel.layout import Layout
 from megatron.training.callbacks.standard import standard_callbacks
@@ -51,20 +50,16 @@ def continue_run(
     run_name: str,
     cache: Path,
     flags: Sequence[str] = (),
-    device: Device | None = None,
 ) -> list[dict[str, Any]]:
     """Load iteration 20 of a recorded run and train to its end; what was recorded of ours.
 
     The run's name begins with its kind of network. The working folder becomes `golden`: the index
-    cache's descriptions hold the path as spelt.
-
-    Args:
-        device: None: the one that `tests.distributed` names. On a GPU it goes on with all fusions
-            but that of GeLU, on a CPU without.
+    cache's descriptions hold the path as spelt. On a GPU (see `tests.distributed`) it goes on with
+    all fusions but that of GeLU, on a CPU without.
     """
     os.chdir(golden)
     size, rank = layout.world.size, layout.world.rank
-    device = device or toy_device(rank)
+    device = toy_device(rank)
     recipe, corpus = (BertRecipe(), BERT) if run_name.startswith("bert") else (GPTRecipe(), GPT)
     words = [
         *_ALL,
