@@ -280,6 +280,10 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802
         return "shared_memory"
 
+    def _get_backend(self, device: torch.device) -> SharedMemoryGroup:
+        """Itself: since torch 2.15 a batch of messages asks for it."""
+        return self
+
     def _set_group_name(self, name: str) -> None:
         self._name = name
 
