@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,7 +28,6 @@ from megatron.checkpoint.hf.tokenizer import tokenizer_in
 from megatron.checkpoint.hf.writer import Export, write_folder
 from megatron.checkpoint.legacy.arguments import legacy_surroundings
 from megatron.checkpoint.legacy.save import convert_to_legacy, megatron_rows
-from megatron.checkpoint.legacy.writer import notices
 from megatron.checkpoint.reader import Reader, open_checkpoint
 from megatron.checkpoint.vocabulary import PaddedReader
 from megatron.config.arguments import from_namespace
@@ -362,11 +361,6 @@ def _tokenizer_in(folder: Path, given: TokenizerConfig, architecture: str) -> To
         merge_file=found.merge_file,
         vocab_extra_ids=found.vocab_extra_ids or given.vocab_extra_ids,
     )
-
-
-def megatron_notices(source: Source) -> Iterator[str]:
-    """What Megatron-LM computes otherwise with the same weights."""
-    return notices(source.config.model)
 
 
 def save_hf(source: Source, options: argparse.Namespace, check: Check | None) -> Path:

@@ -180,7 +180,7 @@ def run(options: argparse.Namespace) -> Iterator[str]:
         )
     yield from source.notices
     if options.saver == "megatron":
-        yield from formats.megatron_notices(source)
+        yield from megatron_notices(source, keep_optimizer=options.keep_optimizer)
     if options.keep_optimizer and not source.reader.meta.get("optimizer"):
         raise CheckpointError(f"--keep-optimizer: {source.reader.path} holds no optimizer state")
     results: list[str] = []
@@ -191,6 +191,17 @@ def run(options: argparse.Namespace) -> Iterator[str]:
     path = formats.SAVERS[options.saver](source, options, check if options.verify else None)
     yield f"{source.reader.path} -> {path}"
     yield from results
+
+
+def megatron_notices(source: formats.Source, *, keep_optimizer: bool) -> Iterator[str]:
+    """What Megatron-LM computes otherwise with the same weights, or cannot go on with."""
+    from megatron.checkpoint.legacy.writer import notices as of_network
+    from megatron.config.rules_legacy import not_kept
+
+    yield from of_network(source.config.model)
+    if keep_optimizer:
+        style = (source.reader.meta.get("schedule") or {}).get("lr_decay_style")
+        yield from not_kept(source.config.precision, style, "--saver megatron")
 
 
 def _verify(source: formats.Source, options: argparse.Namespace, written: Path) -> str:
