@@ -8,6 +8,7 @@ import select
 import signal
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import NoReturn
 
 from megatron.errors import EXIT_OK, OutputClosedError, UserError, drop_unwritten, say_on_stderr
@@ -42,6 +43,24 @@ def say(text: str) -> None:
         say_on_stderr(f"(log: {error.strerror}) {text}")
 
 
+def end_on_interrupt() -> None:
+    """From now on Ctrl-C ends the process in silence, with exit code 130, until `run_command` or
+    `run_process` takes it. For a script that imports torch before, which takes seconds: Python
+    would show where it was, or some import would swallow the interruption."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where it is ignored
+        signal.signal(signal.SIGINT, _end)
+
+
+def take_interrupts() -> None:
+    """Have Ctrl-C raise KeyboardInterrupt after all, so that temporary files go."""
+    if signal.getsignal(signal.SIGINT) is _end:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    os._exit(128 + number)
+
+
 def run_command(work: Callable[[], int | None]) -> int:
     """Do a command's work; its exit code.
 
@@ -52,6 +71,7 @@ def run_command(work: Callable[[], int | None]) -> int:
     open_missing_streams()
     previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
+        take_interrupts()
         code = work() or EXIT_OK
         sys.stdout.flush()
         return code

@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from megatron.errors import StorageError
+from megatron.errors import StorageError, warn
 
 TEMPORARY = ".tmp-"
+UNVERIFIED = ".unverified-"
+
+Check = Callable[[Path], None]
+"""Looks at a folder that is whole and has no name yet; raises where it is not to get it."""
 
 
 @contextmanager
@@ -81,6 +85,31 @@ def replace_file(path: Path, data: bytes) -> None:
     with renamed_when_done(path) as file:
         file.write(data)
     sync_folder(path.parent)
+
+
+def check_unpublished(check: Check | None, temporary: Path, final: Path) -> None:
+    """Look at a folder before it gets its name. Where the check fails, or does not come to its end,
+    the folder is `final` with `.unverified-<unique>` behind it, for a look: no program loads that.
+
+    Args:
+        check: None: nothing to look at.
+        temporary: the folder, whole.
+        final: what it is to be called.
+    """
+    if check is None:
+        return
+    try:
+        check(temporary)
+    except BaseException:
+        aside = final.with_name(final.name + unique_suffix(UNVERIFIED))
+        with storage_errors(final):
+            temporary.rename(aside)
+            sync_folder(final.parent)
+        warn(
+            f"{final} was not verified: what was to become it is {aside}: delete it, or find out "
+            "why"
+        )
+        raise
 
 
 def remove_tree(path: Path) -> None:

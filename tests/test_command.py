@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -114,6 +115,60 @@ sys.exit(run_command(work) if len(sys.argv) > 1 else run_process([], work))
                 cwd=ROOT, stdout=full, stderr=full, check=False,
             )  # fmt: skip
         assert done.returncode == CheckpointError.exit_code
+
+
+_TORCH = """
+import os, signal, sys
+os.kill(os.getpid(), signal.SIGINT)
+sys.exit(7)
+"""
+_LONG_IMPORTS = (
+    "pretrain_gpt.py",
+    "pretrain_bert.py",
+    "pretrain_t5.py",
+    "tasks/main.py",
+    "tools/generate_samples_gpt.py",
+    "tools/run_text_generation_server.py",
+)
+
+
+def test_an_interruption_while_torch_is_imported_ends_a_script_in_silence(tmp_path: Path) -> None:
+    """Not with the traceback of whatever import it met; nor where the shell has it ignored."""
+    (tmp_path / "torch.py").write_text(_TORCH)
+    variables = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    for trap, code in (("", 130), ('trap "" INT; ', 7)):
+        command = ["sh", "-c", f'{trap}exec "$0" "$@"', sys.executable]
+        processes = {
+            script: subprocess.Popen(
+                [*command, ROOT / script], env=variables, stderr=subprocess.PIPE, text=True
+            )
+            for script in _LONG_IMPORTS
+        }
+        for script, process in processes.items():
+            assert (process.communicate(timeout=60)[1], process.returncode) == ("", code), script
+
+
+def test_an_interruption_of_a_run_unwinds_and_ends_it_in_silence() -> None:
+    script = """
+import os, signal, sys
+from megatron.command import end_on_interrupt, run_command
+end_on_interrupt()
+from megatron.training.process import run_process
+def work(*launch):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        print("temporary files go", flush=True)
+    return 7
+sys.exit(run_command(work) if len(sys.argv) > 1 else run_process([], work))
+"""
+    for more in ([], ["command"]):
+        done = subprocess.run(
+            [sys.executable, "-c", script, *more],
+            cwd=ROOT, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        said = (done.stdout, done.stderr, done.returncode)
+        assert said == ("temporary files go\n", "", 130), more
 
 
 def test_other_broken_pipes_are_errors() -> None:

@@ -6,6 +6,7 @@ python tools/benchmark_index.py --sentences 1e7 --documents 5e5         BERT's a
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.command import run_command
 from megatron.config.arguments import ToolParser
 
 
@@ -85,4 +87,4 @@ def best(build: Callable[[], Any], repeat: int) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command(main))

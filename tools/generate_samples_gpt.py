@@ -13,6 +13,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from megatron.command import end_on_interrupt
+
 PROGRAM = "generate_samples_gpt.py"
 
 
@@ -31,4 +33,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    end_on_interrupt()
     sys.exit(main())

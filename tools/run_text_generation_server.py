@@ -11,6 +11,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from megatron.command import end_on_interrupt
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one process of the server; the exit code, as `pretrain_gpt.py`'s."""
@@ -27,4 +29,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    end_on_interrupt()
     sys.exit(main())

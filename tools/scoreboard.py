@@ -15,6 +15,7 @@ import io
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -115,7 +116,7 @@ def try_row(row: Row, count: int) -> Trials:
 
 
 def main(words: Sequence[str]) -> int:
-    """Exit code: 0 all held, 1 not all, 9 bad flags."""
+    """Exit code: 0 all held, 1 not all, 9 bad flags, 130 interrupted."""
     parser = ToolParser("scoreboard.py", __doc__)
     parser.add_argument(
         "--out", type=Path, metavar="PAGE.md", help="Page to write the results into. Unset: print."
@@ -127,6 +128,8 @@ def main(words: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
 
 
 def run(options: argparse.Namespace) -> int:

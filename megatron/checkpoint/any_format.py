@@ -8,9 +8,11 @@ from megatron.checkpoint.exchange import Exchange
 from megatron.checkpoint.find import TRACKER, checkpoint_at
 from megatron.checkpoint.hf.files import is_model_folder
 from megatron.checkpoint.reader import Reader, open_checkpoint
-from megatron.durable import TEMPORARY
+from megatron.durable import TEMPORARY, UNVERIFIED
 from megatron.errors import CheckpointError
 from megatron.parallel.layout import Layout
+
+_UNPUBLISHED = (TEMPORARY, UNVERIFIED)
 
 
 def open_root(root: Path, *, verify: bool = True, layout: Layout | None = None) -> Reader | None:
@@ -63,8 +65,9 @@ def checkpoints_below(root: Path) -> list[str]:
     """Names of the folders in `root` that --load would take, where `root` itself is none."""
     if not root.is_dir():
         return []
-    folders = (one for one in root.iterdir() if one.is_dir() and TEMPORARY not in one.name)
-    return sorted(one.name for one in folders if _is_one(one))
+    folders = (one for one in root.iterdir() if one.is_dir())
+    named = (one for one in folders if not any(mark in one.name for mark in _UNPUBLISHED))
+    return sorted(one.name for one in named if _is_one(one))
 
 
 def _is_one(folder: Path) -> bool:

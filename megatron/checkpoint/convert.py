@@ -12,6 +12,7 @@ from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.store import save
 from megatron.config.run import RunConfig
 from megatron.config.yaml_file import to_dict
+from megatron.durable import Check
 from megatron.parallel.layout import Layout
 
 WEIGHTS, STATES, HISTORIES = "model.", "optimizer.", "fp8."  # the last of delayed scaling
@@ -37,6 +38,7 @@ def save_native(
     extra: Json | None = None,
     *,
     keep_optimizer: bool = False,
+    check: Check | None = None,
 ) -> Path:
     """Write a native checkpoint at the reader's iteration.
 
@@ -49,6 +51,7 @@ def save_native(
         config: of the run that the checkpoint is to stand for.
         extra: further keys for the checkpoint's meta data.
         keep_optimizer: its states, and where its schedule stands, too.
+        check: see `store.write_checkpoint`.
 
     Raises:
         StorageError: it cannot be written.
@@ -69,4 +72,4 @@ def save_native(
     }
     state = state_of(reader, keep_optimizer=keep_optimizer)
     with SaveLock(root):
-        return save(root, reader.iteration, state, meta, Layout.single())
+        return save(root, reader.iteration, state, meta, Layout.single(), check=check)

@@ -8,6 +8,7 @@ A folder follows Megatron: `latest_checkpointed_iteration.txt` names an iteratio
     iter_0000100.tmp-<unique>/          a save that did not finish; never read
     iter_0000100.old-<unique>/          replaced by a newer save of the same iteration; read only
                                         where a crash left no iter_0000100
+    iter_0000100.unverified-<unique>/   a conversion that failed its check; never read
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.checkpoint.manifest import MANIFEST
+from megatron.durable import UNVERIFIED
 from megatron.errors import CheckpointError, warn
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -129,6 +131,8 @@ def scan(root: Path) -> tuple[list[Found], list[str]]:
         raise CheckpointError(f"{root}: cannot be read: {error.strerror}") from error
     for path in children:
         match = _FOLDER.fullmatch(path.name)
+        if path.name.startswith(("iter_", RELEASE)) and UNVERIFIED in path.name:
+            problems.append(f"{path.name} was not verified when it was converted")
         if (match is None and path.name != RELEASE) or not path.is_dir():
             continue
         kind, problem = _classify(path)

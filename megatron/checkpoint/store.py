@@ -42,6 +42,8 @@ from megatron.checkpoint.retention import prune
 from megatron.checkpoint.shard import THREADS, digest_of, plan_shard, write_shard
 from megatron.durable import (
     TEMPORARY,
+    Check,
+    check_unpublished,
     remove_tree,
     replace_file,
     storage_errors,
@@ -55,7 +57,15 @@ from megatron.parallel.layout import AXES, Layout
 _SPARE = 64 << 20  # bytes left free beside the checkpoint: manifest, tracker, logs
 
 
-def save(root: Path | str, iteration: int, entries: State, meta: Json, layout: Layout) -> Path:
+def save(
+    root: Path | str,
+    iteration: int,
+    entries: State,
+    meta: Json,
+    layout: Layout,
+    *,
+    check: Check | None = None,
+) -> Path:
     """Save a state. Collective over all ranks of `layout`; returns the checkpoint's folder.
 
     Ranks may hold the same part of a tensor (data-parallel copies): one of them writes it. A
@@ -68,6 +78,7 @@ def save(root: Path | str, iteration: int, entries: State, meta: Json, layout: L
         entries: this rank's tensors.
         meta: JSON value; rank 0's is saved.
         layout: who takes part.
+        check: see `write_checkpoint`.
 
     Raises:
         StorageError: on every rank, when any rank cannot write. Nothing is published, the tracker
@@ -76,7 +87,7 @@ def save(root: Path | str, iteration: int, entries: State, meta: Json, layout: L
     """
     plan = agree(entries, layout)
     mine = share_of(plan, entries, layout.world.rank)
-    return write_checkpoint(root, iteration, plan, mine, meta, layout)
+    return write_checkpoint(root, iteration, plan, mine, meta, layout, check=check)
 
 
 def agree(entries: State, layout: Layout) -> Plan:
@@ -97,12 +108,15 @@ def write_checkpoint(
     layout: Layout,
     *,
     keep: int | None = None,
+    check: Check | None = None,
 ) -> Path:
     """`save` from where it is settled who writes what.
 
     Args:
         mine: this rank's share of the plan; nobody changes it meanwhile.
         keep: delete all but so many of the newest afterwards; None: none.
+        check: rank 0's look at the checkpoint before it gets its name, see
+            `durable.check_unpublished`.
     """
     exchange = Exchange(layout.world)
     root, folder = Path(root).absolute(), iteration_folder(iteration)
@@ -111,7 +125,9 @@ def write_checkpoint(
         files = files_of(plan, layout.world.rank)
         reports = exchange.together(lambda: _write(temporary, files, mine))
         exchange.on_main(
-            lambda: _publish(root, temporary, _manifest(iteration, layout, plan, reports, meta))
+            lambda: _publish(
+                root, temporary, _manifest(iteration, layout, plan, reports, meta), check
+            )
         )
     except BaseException:
         if exchange.is_main:
@@ -235,20 +251,21 @@ def _manifest(
     return Manifest(iteration, created, sizes, files, tensors, meta)
 
 
-def _publish(root: Path, temporary: Path, manifest: Manifest) -> None:
-    """Manifest, rename, tracker: each durable before the next."""
+def _publish(root: Path, temporary: Path, manifest: Manifest, check: Check | None) -> None:
+    """Manifest, check, rename, tracker: each durable before the next."""
     with storage_errors(root):
         write_file(temporary / MANIFEST, dump(manifest))
-    publish(root, temporary, iteration_folder(manifest.iteration))
+    publish(root, temporary, iteration_folder(manifest.iteration), check)
 
 
-def publish(root: Path, temporary: Path, folder: str) -> None:
+def publish(root: Path, temporary: Path, folder: str, check: Check | None = None) -> None:
     """Give a complete folder its name, then let the tracker name it: each durable before the next.
 
     Raises:
         StorageError: it cannot be; what stood there before is back in its place.
     """
     final = root / folder
+    check_unpublished(check, temporary, final)
     with storage_errors(root):
         sync_folder(temporary)
         replaced = _set_aside(final)

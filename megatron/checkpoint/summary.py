@@ -44,7 +44,7 @@ def summarize(root: Path, *, verify: bool, details: bool) -> tuple[list[str], bo
     checkpoints = list_checkpoints(root, quiet=True)
     if not checkpoints:
         raise CheckpointError(f"{root}: {nothing_at(root)}")
-    incomplete = [f"{problem}: incomplete, never loaded" for problem in scan(root)[1]]
+    incomplete = [f"{problem}: never loaded" for problem in scan(root)[1]]
     incomplete += [
         f"{path.name}: a save that has not finished, never loaded"
         for path in sorted(root.glob(f"*{TEMPORARY}*"))

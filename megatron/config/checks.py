@@ -128,17 +128,9 @@ def find_notices(config: RunConfig, world_size: int, start: RunConfig) -> list[s
 
 def _not_kept(config: RunConfig) -> Iterator[str]:
     """What a checkpoint of the run will lack."""
-    is_legacy = config.checkpoint.save is not None and config.checkpoint.ckpt_format == "legacy"
-    if is_legacy and config.precision.fp8_format and config.precision.fp8_recipe == "delayed":
-        yield (
-            "--ckpt-format legacy: Megatron-LM's files have no place for the amaxes of "
-            "--fp8-recipe delayed: a run that goes on from them begins a new history"
-        )
-    if is_legacy and config.schedule.lr_decay_style == "WSD":
-        yield (
-            "--ckpt-format legacy: Megatron-LM 23.08 knows no --lr-decay-style WSD: there, go on "
-            "with --override-opt_param-scheduler and another style"
-        )
+    if config.checkpoint.save is not None and config.checkpoint.ckpt_format == "legacy":
+        style = config.schedule.lr_decay_style
+        yield from rules_legacy.not_kept(config.precision, style, "--ckpt-format legacy")
 
 
 def _no_effect(config: RunConfig, start: RunConfig) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.config.model import ModelConfig
+from megatron.config.precision import PrecisionConfig
 from megatron.config.rules_model import divisors
 from megatron.config.run import RunConfig
 from megatron.config.stages import megatron_misfit, plan_model
@@ -58,6 +59,26 @@ def not_computed(model: ModelConfig) -> Iterator[str]:
     ):
         if on:
             yield name
+
+
+def not_kept(precision: PrecisionConfig, style: str | None, flag: str) -> Iterator[str]:
+    """What Megatron-LM 23.08 cannot go on with, where a training is to.
+
+    Args:
+        precision: of the run.
+        style: of its learning rate's decay; None: not known.
+        flag: that asks for Megatron-LM's files.
+    """
+    if precision.fp8_format and precision.fp8_recipe == "delayed":
+        yield (
+            f"{flag}: Megatron-LM's files have no place for the amaxes of --fp8-recipe delayed: a "
+            "run that goes on from them begins a new history"
+        )
+    if style == "WSD":
+        yield (
+            f"{flag}: Megatron-LM 23.08 knows no --lr-decay-style WSD: there, go on with "
+            "--override-opt_param-scheduler and another style"
+        )
 
 
 def tensor_misfit(model: ModelConfig, ranks: int) -> str:

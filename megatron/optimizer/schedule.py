@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import cos, pi, sqrt
+from math import cos, isfinite, pi, sqrt
 from typing import Any
 
 from megatron.config.optimizer import OptimizerConfig, ScheduleConfig
+from megatron.config.run import field_at
 from megatron.config.training import TrainingConfig
 from megatron.errors import CheckpointError
 
@@ -159,17 +160,22 @@ class Schedules:
 
         Raises:
             CheckpointError: neither was chosen and the two differ; or the saved one is a WSD whose
-                decay at the end neither the checkpoint nor the flags give.
+                decay at the end neither the checkpoint nor the flags give; or it holds a value that
+                is none of a schedule.
         """
+        given = saved
         saved = {_OLD_NAMES.get(key, key): value for key, value in saved.items()}
-        if "num_steps" not in saved:
+        seen: Any = saved.get("num_steps")
+        if not _is_number(seen):
+            what = "no num_steps" if seen is None else f"num_steps {seen!r}, no number"
             raise CheckpointError(
-                "the checkpoint's opt_param_scheduler has no num_steps: use --no-load-optim or "
+                f"the checkpoint's opt_param_scheduler has {what}: use --no-load-optim or "
                 "--finetune to start the schedule anew"
             )
-        samples = int(saved["num_steps"])
+        samples = int(seen)
         if override:
             return self, samples
+        _check_saved(given)
         other = self._with_saved(saved)
         if other.learning_rate.style == "WSD" and other.learning_rate.anneal is None:
             raise CheckpointError(
@@ -236,6 +242,34 @@ _OLD_NAMES = {  # before 2022
     "decay_style": "lr_decay_style",
     "num_iters": "num_steps",
 }
+
+
+_STYLES = {  # the flags whose words they are
+    "lr_decay_style": "schedule.lr_decay_style",
+    "lr_wsd_decay_style": "schedule.lr_wsd_decay_style",
+    "wd_incr_style": "optimizer.weight_decay_incr_style",
+}
+
+
+def _check_saved(saved: dict[str, Any]) -> None:
+    """Raise CheckpointError where a saved value is of no schedule here: whoever wrote it may know
+    other styles."""
+    for key, value in saved.items():
+        name = _OLD_NAMES.get(key, key)
+        if name in _STYLES:
+            words = field_at(_STYLES[name]).info.choices or ()
+            is_known, expected = value in words, f"one of {', '.join(words)}"
+        else:
+            is_known, expected = name not in _FIELDS or _is_number(value), "a number"
+        if not is_known:
+            raise CheckpointError(
+                f"the checkpoint's opt_param_scheduler has {key} {value!r}, here it is {expected}: "
+                "add --override-opt_param-scheduler to go on with the values here"
+            )
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and isfinite(value)
 
 
 def _check_equal(ours: Schedules, saved: Schedules) -> None:

@@ -19,7 +19,7 @@ from megatron.models.sizes import IN_WORDS, Ending, sizes_of
 from megatron.parallel.buckets import BUCKET_BYTES
 from megatron.parallel.cross_entropy import CHUNK_LOGITS
 from megatron.parallel.layout import Layout
-from megatron.parallel.pipeline.schedule import activation_bound, schedule_kind
+from megatron.parallel.pipeline.schedule import activation_bound, loss_bound, schedule_kind
 from megatron.parallel.replicas import shares_weights
 from megatron.training.tensor_overlap import exchange_bytes
 
@@ -86,7 +86,8 @@ def estimate_memory(
         _part_activations(config, part, layout, width) * held // len(parts) for part in parts
     )
     if parts[-1].head:
-        activations += _end_activations(config, layout, width, padded_vocab_size, ending)
+        losses = loss_bound(kind, micro_batches)
+        activations += _end_activations(config, layout, width, padded_vocab_size, ending, losses)
     return replace(kept, activations=activations, messages=messages)
 
 
@@ -210,23 +211,30 @@ def _tokens(config: RunConfig, layout: Layout, sequence: int | None = None) -> i
 
 
 def _end_activations(
-    config: RunConfig, layout: Layout, width: int, padded_vocab_size: int, ending: Ending
+    config: RunConfig,
+    layout: Layout,
+    width: int,
+    padded_vocab_size: int,
+    ending: Ending,
+    losses: int,
 ) -> int:
-    """The logits, whose gradient takes their place, and BERT's layer before them."""
+    """The logits, whose gradient takes their place, and BERT's layer before them: of as many
+    micro-batches as have a loss and wait for its backward."""
     if not ending.guesses_tokens:
         return 0  # some vectors of a sequence, where a layer keeps that many of each token
     hidden = known(config.model.hidden_size)
     tokens = _tokens(config, layout, config.data.decoder_seq_length)
     size = padded_vocab_size // layout.tensor.size
     if config.precision.cross_entropy_fusion_impl == "linear":  # and gradients, until backward
-        bytes_ = width * min(tokens * size, CHUNK_LOGITS) + hidden * (4 * size + width * tokens)
+        gradients = hidden * (4 * size + width * tokens)
+        bytes_ = width * min(tokens * size, CHUNK_LOGITS) + losses * gradients
     else:
-        bytes_ = width * tokens * size
+        bytes_ = losses * width * tokens * size
     if config.model.architecture != "bert":
         return bytes_
     outside = layout.tensor.size if config.parallel.sequence_parallel else 1
     # Output of the dense layer, of its activation, of the normalization.
-    return bytes_ + 3 * width * tokens * hidden // outside
+    return bytes_ + losses * 3 * width * tokens * hidden // outside
 
 
 def _part_activations(config: RunConfig, part: ModelPart, layout: Layout, width: int) -> int:

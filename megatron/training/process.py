@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -9,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from megatron import environment
-from megatron.command import open_missing_streams, say
+from megatron.command import open_missing_streams, say, take_interrupts
 from megatron.config import RunConfig, rules_device
 from megatron.config.parser import asks_for_mpi
 from megatron.device import Device
@@ -28,11 +29,13 @@ _TURN = 2.0  # seconds
 def run_process(arguments: Sequence[str], work: Callable[[Launch], int]) -> int:
     """Do `work` as the process that the launcher's variables name; the exit code.
 
-    `work`'s own, or that of the error, whose message is printed once for all processes.
+    `work`'s own, or that of the error, whose message is printed once for all processes; 130 after
+    Ctrl-C, where `work` lets it through.
     """
     open_missing_streams()
     launch = Launch()
     try:
+        take_interrupts()
         launch = read_launch(use_mpi=asks_for_mpi(arguments))
         return work(launch)
     except UserError as error:  # before the processes have met, or with one alone
@@ -43,6 +46,8 @@ def run_process(arguments: Sequence[str], work: Callable[[Launch], int]) -> int:
         return error.exit_code
     except RunEndedError as ended:
         return ended.code
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
 
 
 def show_notices(notices: Iterable[str], launch: Launch, tell: Callable[[str], None] = say) -> None:

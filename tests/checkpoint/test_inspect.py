@@ -48,7 +48,8 @@ def test_sound_and_damaged_ones_are_told_apart(tmp_path, inspect):
     code, text = inspect(tmp_path)
     assert code == 4
     assert (
-        "iter_0000003 has no manifest.json, nor mp_rank folders of Megatron-LM: incomplete" in text
+        "iter_0000003 has no manifest.json, nor mp_rank folders of Megatron-LM: never loaded"
+        in text
     )
     assert "iter_0000002  native  cannot be used: rank_00000.safetensors: damaged" in text
     code, text = inspect("--no-verify", tmp_path)

@@ -202,6 +202,37 @@ def test_names_before_2022_are_read():
         _schedules().resumed({"max_lr": 1.0})
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("lr_decay_style", "polynomial", "one of constant, linear, cosine, inverse-square-root, W"),
+        ("decay_style", "exponential", "one of constant, linear, cosine"),  # of 2019
+        ("lr_wsd_decay_style", "quadratic", "one of exponential, linear, cosine, minus_sqrt:"),
+        ("wd_incr_style", "exponential", "one of constant, linear, cosine:"),
+        ("wd_incr_style", None, "one of constant"),
+        ("lr_decay_steps", "1000", "a number:"),
+        ("min_lr", float("nan"), "a number:"),
+    ],
+)
+def test_a_saved_value_of_no_schedule_is_refused(key, value, expected):
+    """Not with a KeyError, nor by taking another style for it."""
+    flags = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 20}
+    ours = _schedules(flags)
+    saved = ours.to_dict(360)
+    if key == "decay_style":
+        del saved["lr_decay_style"]
+    saved[key] = value
+    for use_checkpoint in (True, False):
+        with pytest.raises(CheckpointError) as error:
+            ours.resumed(saved, use_checkpoint=use_checkpoint)
+        message = str(error.value)
+        assert f"opt_param_scheduler has {key} {value!r}, here it is {expected}" in message
+        assert message.endswith("add --override-opt_param-scheduler to go on with the values here")
+    assert ours.resumed(saved, override=True) == (ours, 360)
+    with pytest.raises(CheckpointError, match="has num_steps 'many', no number: use --no-load-op"):
+        ours.resumed(saved | {"num_steps": "many"}, override=True)
+
+
 def test_only_evaluating_needs_neither_length_nor_learning_rate():
     training = {"train_iters": 0, "skip_train": True}
     assert _schedules({"lr": None}, training=training).learning_rate.at(0) == 0.0

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from megatron.checkpoint.any_format import checkpoints_below
+from megatron.checkpoint.find import TRACKER
 from megatron.checkpoint.hf.reader import HFReader
 from megatron.checkpoint.reader import open_checkpoint
+from megatron.checkpoint.summary import summarize
 from megatron.errors import CheckpointError
 from tests.checkpoint.hf.models import CASES, tensors_of, write_folder
+from tests.checkpoint.killing import run_forked
 from tests.tools.test_checkpoint_util import assert_same, convert, tensors_in
 from tools.checkpoint import util, verify
 
@@ -20,6 +27,28 @@ def test_verify_says_plainly_that_it_did_not_check(tmp_path: Path, capsys, monke
     folder = write_folder(tmp_path / "a", CASES["llama"].config, tensors_of(CASES["llama"]))
     assert convert("hf", "native", folder, tmp_path / "b", "--verify") == 0
     assert "NOT CHECKED: transformers is not installed" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_kill_while_it_is_verified_leaves_no_name(tmp_path: Path, monkeypatch) -> None:
+    folder = write_folder(tmp_path / "a", CASES["llama"].config, tensors_of(CASES["llama"]))
+    native = tmp_path / "native"
+    assert convert("hf", "native", folder, native) == 0
+    for saver, source, parent, name in (
+        ("native", folder, tmp_path / "b", "iter_0000000"),
+        ("megatron", folder, tmp_path / "c", "release"),
+        ("hf", native, tmp_path, "d"),
+    ):
+        target = tmp_path / "d" if saver == "hf" else parent
+        words = ("native" if saver == "hf" else "hf", saver, source, target)
+        with monkeypatch.context() as patch:
+            patch.setattr(verify, "find_spec", lambda _: os.kill(os.getpid(), signal.SIGKILL))
+            assert run_forked(partial(convert, *words, "--verify")) == -signal.SIGKILL
+        assert [one.name.split("-")[0] for one in parent.glob(f"{name}*")] == [f"{name}.tmp"]
+        assert not (target / TRACKER).exists()
+        assert convert(*words) == 0
+        left = {one.name.split("-")[0] for one in parent.glob(f"{name}*")}
+        assert left == ({"d", "d.tmp"} if saver == "hf" else {name})
 
 
 def test_what_is_verified_keeps_its_name_where_nobody_reads_so(tmp_path: Path, monkeypatch) -> None:
@@ -56,17 +85,21 @@ def test_what_was_not_verified_loses_its_name(error, tmp_path: Path, capsys, mon
         written = words[-1] / name
         (aside,) = written.parent.glob(f"{written.name}*")
         shown = capsys.readouterr().err
-        assert f"WARNING: {written} is {aside} now, for it was not verified" in shown
+        assert f"WARNING: {written} was not verified: what was to become it is {aside}: " in shown
         assert error is not None or "error: --verify: logits differ by at most" in shown
         assert aside.name.startswith(f"{written.name}.unverified-")
         return aside
 
     convert_and_fail("hf", "native", folder, native)
-    with pytest.raises(CheckpointError, match="names .iter_0000000., which is not there"):
+    with pytest.raises(CheckpointError, match=r"iter_0000000\.unverified-\w+ was not verified"):
         open_checkpoint(native)
     assert convert("hf", "native", folder, native) == 0  # the same once more
     assert open_checkpoint(native).iteration == 0
+    lines, sound = summarize(native, verify=True, details=False)
+    assert sound
+    assert lines[-1].endswith(" was not verified when it was converted: never loaded")
     aside = convert_and_fail("native", "hf", native, exported)
+    assert checkpoints_below(tmp_path) == ["a", "native"]
     assert_same(tensors_in(aside), tensors_of(CASES["llama"]))
     assert convert("native", "hf", native, exported) == 0
     convert_and_fail("hf", "megatron", folder, tmp_path / "megatron")

@@ -13,7 +13,7 @@ from megatron.models.arithmetic import count_parameters, count_part_matrices
 from megatron.models.sizes import Ending
 from megatron.parallel.every_layer import fp8_weights
 from megatron.parallel.layout import Layout
-from megatron.training.memory import largest_process
+from megatron.training.memory import estimate_memory, largest_process
 from tests.training.toy import OF_KIND, TOY, build_toy
 
 
@@ -140,6 +140,31 @@ def test_a_split_model_needs_less_of_everything():
         assert split.activations < alone.activations
     context = ["--context-parallel-size", "2", "--attention-dropout", "0"]
     assert _estimate(*context, world_size=2).activations < _estimate().activations
+
+
+@pytest.mark.parametrize("kind", ["gpt", "bert"])
+def test_gpipe_holds_what_every_loss_keeps_and_other_schedules_one(kind):
+    """By what twice the vocabulary adds on the last stage of two, in fp32."""
+    micro_batches, tokens, hidden = 6, 16, 32
+    logits, gradient = 4 * tokens * 104, 4 * 104 * hidden  # of one micro-batch, of one head
+    for schedule, held in (
+        ("gpipe", micro_batches),
+        ("1f1b", 1),
+        ("interleaved --num-layers 4 --num-layers-per-virtual-pipeline-stage 1", 1),
+        ("zero-bubble", 1),
+    ):
+        words = f"--pipeline-model-parallel-size 2 --pipeline-schedule {schedule}".split()
+        words = [*TOY, "--train-iters", "1", "--global-batch-size", str(micro_batches), *words]
+        for more, expected in (
+            ([], held * logits),
+            (["--cross-entropy-fusion-impl", "linear"], logits + held * gradient),
+        ):
+            config = parse_config([*words, *more], world_size=2, architecture=kind).config
+            small, large = (
+                estimate_memory(config, rows, Layout.at(1, 2, pipeline=2), micro_batches)
+                for rows in (104, 208)
+            )
+            assert large.activations - small.activations == expected, (schedule, more)
 
 
 def test_recomputation_and_plain_attention_move_the_activations():

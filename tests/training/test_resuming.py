@@ -155,6 +155,25 @@ def test_of_a_schedule_that_goes_on_as_saved_nothing_has_changed(saved, capsys):
     assert "instead of --lr " in "".join(_changes(capsys.readouterr().out.splitlines()))
 
 
+def test_what_megatron_cannot_go_on_with_is_told_of_a_conversion(tmp_path, capsys):
+    """As of a run that saves so itself: tests/config/test_checks.py."""
+    ours, flags = tmp_path / "ours", "--lr-decay-style WSD --lr-wsd-decay-iters 2 --bf16"
+    flags += f" --fp8-format hybrid --fp8-recipe delayed --save {ours}"
+    train_toy(Layout.single(), [*flags.split(), *"--save-interval 1 --exit-interval 1".split()])
+    words = f"--model-type GPT --loader native --load-dir {ours} --save-dir".split()
+    capsys.readouterr()
+    assert util.main([*words, str(tmp_path / "whole"), "--keep-optimizer"]) == 0
+    told = [line for line in capsys.readouterr().out.splitlines() if "--saver megatron: " in line]
+    assert [line.partition(":")[2].split(",")[0] for line in told] == [
+        " Megatron-LM's files have no place for the amaxes of --fp8-recipe delayed: a run that "
+        "goes on from them begins a new history",
+        " Megatron-LM 23.08 knows no --lr-decay-style WSD: there",
+    ]
+    assert told[1].endswith("go on with --override-opt_param-scheduler and another style")
+    assert util.main([*words, str(tmp_path / "weights")]) == 0
+    assert "--saver megatron: " not in capsys.readouterr().out
+
+
 def test_of_weights_that_no_run_has_trained_nothing_is_said_to_have_changed(
     saved, tmp_path, capsys
 ):

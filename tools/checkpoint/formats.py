@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,7 +28,6 @@ from megatron.checkpoint.hf.tokenizer import tokenizer_in
 from megatron.checkpoint.hf.writer import Export, write_folder
 from megatron.checkpoint.legacy.arguments import legacy_surroundings
 from megatron.checkpoint.legacy.save import convert_to_legacy, megatron_rows
-from megatron.checkpoint.legacy.writer import notices
 from megatron.checkpoint.reader import Reader, open_checkpoint
 from megatron.checkpoint.vocabulary import PaddedReader
 from megatron.config.arguments import from_namespace
@@ -36,7 +35,7 @@ from megatron.config.data import TokenizerConfig
 from megatron.config.resolve import resolve
 from megatron.config.run import RunConfig
 from megatron.config.yaml_file import from_dict
-from megatron.durable import replace_file, storage_errors
+from megatron.durable import Check, replace_file, storage_errors
 from megatron.errors import CheckpointError, ConfigError, UserError
 from megatron.tokenizer import build_tokenizer, files_of
 from megatron.tokenizer.vocabulary import padded_vocab_size
@@ -185,7 +184,7 @@ def _complete(config: RunConfig, reader: Reader) -> RunConfig:
     return replace(config, precision=precision, data=data)
 
 
-def save_native(source: Source, options: argparse.Namespace) -> Path:
+def save_native(source: Source, options: argparse.Namespace, check: Check | None) -> Path:
     """A checkpoint of ours, with the model's small files beside it."""
     tokenizer = _adopt_files(source, options)
     held = rows = options.true_vocab_size or source.rows
@@ -210,10 +209,11 @@ def save_native(source: Source, options: argparse.Namespace) -> Path:
         replace(source.config, model=model, tokenizer=tokenizer),
         extra,
         keep_optimizer=options.keep_optimizer,
+        check=check,
     )
 
 
-def save_megatron(source: Source, options: argparse.Namespace) -> Path:
+def save_megatron(source: Source, options: argparse.Namespace, check: Check | None) -> Path:
     """Files that Megatron-LM 23.08 loads, split as the flags ask, else as they were."""
     old = source.reader.meta.get("legacy_args") or vars(source.config.parallel)
     config = replace(source.config, parallel=target(old, source.config.model, options))
@@ -235,6 +235,7 @@ def save_megatron(source: Source, options: argparse.Namespace) -> Path:
         options.save_dir,
         config,
         keep_optimizer=options.keep_optimizer,
+        check=check,
     )
 
 
@@ -362,12 +363,7 @@ def _tokenizer_in(folder: Path, given: TokenizerConfig, architecture: str) -> To
     )
 
 
-def megatron_notices(source: Source) -> Iterator[str]:
-    """What Megatron-LM computes otherwise with the same weights."""
-    return notices(source.config.model)
-
-
-def save_hf(source: Source, options: argparse.Namespace) -> Path:
+def save_hf(source: Source, options: argparse.Namespace, check: Check | None) -> Path:
     """A folder that `transformers` opens."""
     companions = dict(files.companions(source.companions)) if source.companions else {}
     template = None
@@ -392,9 +388,8 @@ def save_hf(source: Source, options: argparse.Namespace) -> Path:
         companions[files.CONFIG] = files.json_bytes(written)
     if files.GENERATION_CONFIG not in companions:
         companions[files.GENERATION_CONFIG] = files.json_bytes(_generation_config(written))
-    write_folder(
-        options.save_dir, export, companions, max_shard_bytes=parse_bytes(options.max_shard_size)
-    )
+    most = parse_bytes(options.max_shard_size)
+    write_folder(options.save_dir, export, companions, max_shard_bytes=most, check=check)
     return Path(options.save_dir)
 
 
@@ -491,7 +486,7 @@ LOADERS: Mapping[str, Callable[[argparse.Namespace], Source]] = {
     "hf": load_hf,
     "llama2_hf": load_hf,
 }
-SAVERS: Mapping[str, Callable[[Source, argparse.Namespace], Path]] = {
+SAVERS: Mapping[str, Callable[[Source, argparse.Namespace, Check | None], Path]] = {
     "native": save_native,
     "megatron": save_megatron,
     "hf": save_hf,

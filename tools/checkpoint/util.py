@@ -26,13 +26,15 @@ if __name__ == "__main__":
 
 import argparse
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from megatron.command import run_command
 from megatron.config.arguments import ToolParser, add_flags
 from megatron.config.data import TokenizerConfig
-from megatron.durable import storage_errors, sync_folder, unique_suffix
 from megatron.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from tools.checkpoint import formats
 
 MODELS = ("GPT", "BERT", "T5")
 LOADERS = ("native", "megatron", "hf", "llama2_hf")
@@ -178,48 +180,41 @@ def run(options: argparse.Namespace) -> Iterator[str]:
         )
     yield from source.notices
     if options.saver == "megatron":
-        yield from formats.megatron_notices(source)
+        yield from megatron_notices(source, keep_optimizer=options.keep_optimizer)
     if options.keep_optimizer and not source.reader.meta.get("optimizer"):
         raise CheckpointError(f"--keep-optimizer: {source.reader.path} holds no optimizer state")
-    path = formats.SAVERS[options.saver](source, options)
-    written = f"{source.reader.path} -> {path}"
-    if not options.verify:
-        yield written
-        return
-    with _unverified_set_aside(path):
-        yield written
-        result = _verify(source, options)
-    yield result  # here, where nobody who reads it any more puts aside what is verified
+    results: list[str] = []
+
+    def check(written: Path) -> None:
+        results.append(_verify(source, options, written))
+
+    path = formats.SAVERS[options.saver](source, options, check if options.verify else None)
+    yield f"{source.reader.path} -> {path}"
+    yield from results
 
 
-@contextmanager
-def _unverified_set_aside(path: Path) -> Iterator[None]:
-    """Where the check fails or does not come to its end, nothing is left that a program loads."""
-    try:
-        yield
-    except BaseException:
-        aside = path.with_name(path.name + unique_suffix(".unverified-"))
-        with storage_errors(path):
-            path.rename(aside)
-            sync_folder(path.parent)
-        from megatron.checkpoint.find import warn  # imports torch
+def megatron_notices(source: formats.Source, *, keep_optimizer: bool) -> Iterator[str]:
+    """What Megatron-LM computes otherwise with the same weights, or cannot go on with."""
+    from megatron.checkpoint.legacy.writer import notices as of_network
+    from megatron.config.rules_legacy import not_kept
 
-        warn(f"{path} is {aside} now, for it was not verified: delete it, or find out why")
-        raise
+    yield from of_network(source.config.model)
+    if keep_optimizer:
+        style = (source.reader.meta.get("schedule") or {}).get("lr_decay_style")
+        yield from not_kept(source.config.precision, style, "--saver megatron")
 
 
-def _verify(source: object, options: argparse.Namespace) -> str:
-    """Compare what was written with what was read."""
-    from tools.checkpoint import formats
+def _verify(source: formats.Source, options: argparse.Namespace, written: Path) -> str:
+    """Compare what was written, and has not got its name yet, with what was read."""
+    from megatron.checkpoint.reader import open_checkpoint
     from tools.checkpoint.verify import verify
 
-    assert isinstance(source, formats.Source)
     if options.saver == "hf":
-        folder, reader = options.save_dir, source.reader
+        folder, reader = written, source.reader
     else:
-        written = argparse.Namespace(**{**vars(options), "loader": options.saver})
-        written.load_dir = options.save_dir
-        folder, reader = options.load_dir, formats.LOADERS[options.saver](written).reader
+        opened = open_checkpoint(written)
+        assert opened is not None, "it was written just now"
+        folder, reader = options.load_dir, opened
     return verify(reader, source.config, folder, tolerance=options.verify_tolerance)
 
 

@@ -22,6 +22,8 @@ from megatron.checkpoint.shard import plan_shard, write_shard
 from megatron.config.model import ModelConfig
 from megatron.durable import (
     TEMPORARY,
+    Check,
+    check_unpublished,
     remove_tree,
     storage_errors,
     sync_folder,
@@ -114,7 +116,12 @@ class Export:
 
 
 def write_folder(
-    folder: Path, export: Export, companions: Mapping[str, bytes], *, max_shard_bytes: int
+    folder: Path,
+    export: Export,
+    companions: Mapping[str, bytes],
+    *,
+    max_shard_bytes: int,
+    check: Check | None = None,
 ) -> None:
     """Write a new folder; it has its name only once it is whole.
 
@@ -124,6 +131,7 @@ def write_folder(
         companions: further files by name; config.json among them is the template, see
             `Export.config`.
         max_shard_bytes: a shard gets no further tensor that would make it larger.
+        check: a look at the folder before it has its name, see `durable.check_unpublished`.
 
     Raises:
         StorageError: it cannot be written; nothing is left behind.
@@ -146,6 +154,8 @@ def write_folder(
             if len(shards) > 1:
                 write_file(temporary / INDEX, _index(shards))
             sync_folder(temporary)
+        check_unpublished(check, temporary, folder)
+        with storage_errors(folder):
             os.rename(temporary, folder)
             sync_folder(folder.parent)
     except BaseException:

@@ -24,7 +24,7 @@ from megatron.checkpoint.plan import Plan
 from megatron.checkpoint.reader import NativeReader, Reader
 from megatron.checkpoint.vocabulary import PaddedReader
 from megatron.config.run import RunConfig
-from megatron.durable import remove_tree, storage_errors, write_file
+from megatron.durable import Check, remove_tree, storage_errors, write_file
 from megatron.parallel.layout import Layout
 
 _STAGING = "native"
@@ -82,7 +82,12 @@ def write_legacy(
 
 
 def convert_to_legacy(
-    reader: Reader, root: Path | str, config: RunConfig, *, keep_optimizer: bool
+    reader: Reader,
+    root: Path | str,
+    config: RunConfig,
+    *,
+    keep_optimizer: bool,
+    check: Check | None = None,
 ) -> Path:
     """Save an opened checkpoint; returns the new one's folder.
 
@@ -94,6 +99,7 @@ def convert_to_legacy(
         root: folder of checkpoints; made where missing.
         config: see `LegacyWriter`.
         keep_optimizer: write its optimizer states too.
+        check: see `store.write_checkpoint`.
 
     Raises:
         StorageError: it cannot be written. Nothing is left behind.
@@ -105,7 +111,7 @@ def convert_to_legacy(
     folder = iteration_folder(reader.iteration) if reader.iteration else RELEASE
     exchange = Exchange(Layout.single().world)
     with SaveLock(root):
-        return _save(root, folder, writer.total_bytes, exchange, writer.write)
+        return _save(root, folder, writer.total_bytes, exchange, writer.write, check)
 
 
 def megatron_rows(vocabulary: int, config: RunConfig) -> int:
@@ -117,15 +123,20 @@ def megatron_rows(vocabulary: int, config: RunConfig) -> int:
 
 
 def _save(
-    root: Path, folder: str, need: int, exchange: Exchange, write: Callable[[Path], None]
+    root: Path,
+    folder: str,
+    need: int,
+    exchange: Exchange,
+    write: Callable[[Path], None],
+    check: Check | None = None,
 ) -> Path:
-    """The protocol: temporary folder, files, mark, rename, tracker. Collective."""
+    """The protocol: temporary folder, files, mark, check, rename, tracker. Collective."""
     temporary = Path(
         exchange.on_main(lambda: store.prepare(root, folder, need, replaces_legacy=True))
     )
     try:
         write(temporary)
-        exchange.on_main(lambda: _publish(root, temporary, folder))
+        exchange.on_main(lambda: _publish(root, temporary, folder, check))
     except BaseException:
         if exchange.is_main:
             remove_tree(temporary)
@@ -133,7 +144,7 @@ def _save(
     return root / folder
 
 
-def _publish(root: Path, temporary: Path, folder: str) -> None:
+def _publish(root: Path, temporary: Path, folder: str, check: Check | None) -> None:
     with storage_errors(temporary):
         write_file(temporary / COMPLETE, mark_of(temporary))
-    store.publish(root, temporary, folder)
+    store.publish(root, temporary, folder, check)

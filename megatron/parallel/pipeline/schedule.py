@@ -119,6 +119,15 @@ def activation_bound(kind: ScheduleKind, stage: int, stages: int, chunks: int, m
     return min(bounds[kind], micro * chunks)
 
 
+def loss_bound(kind: ScheduleKind, micro: int) -> int:
+    """The most micro-batches of which the last stage may hold what the loss keeps for backward.
+
+    Every kind but "gpipe" turns back as soon as a micro-batch has come through the last part. What
+    the head keeps goes with the backward of its inputs: its weight gradient is not put off.
+    """
+    return micro if kind == "gpipe" else 1
+
+
 def _check_sizes(kind: str, stages: int, chunks: int, micro_batches: int) -> None:
     """Under the names that `tools/show_schedule.py` has for them: a run's were checked before."""
     sizes = {"--stages": stages, "--virtual-stages": chunks, "--micro-batches": micro_batches}

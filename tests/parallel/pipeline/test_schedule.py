@@ -14,6 +14,7 @@ from megatron.parallel.pipeline.schedule import (
     Operation,
     activation_bound,
     forward_only,
+    loss_bound,
     make_schedule,
 )
 
@@ -75,6 +76,21 @@ def test_memory_bounds_are_reached_and_differ(kind) -> None:
         "zero-bubble": (4, 4, 4, 4),
     }
     assert peaks == wanted[kind]
+
+
+@pytest.mark.parametrize("kind", SCHEDULE_KINDS)
+def test_only_gpipe_holds_more_than_one_loss(kind) -> None:
+    """On the last stage, from the last part's forward to the backward of its inputs."""
+    chunks = {"gpipe": (1, 2), "interleaved": (2, 3)}.get(kind, (1,))
+    for stages, micro_batches in ((1, 3), (2, 1), (2, 5), (4, 3), (4, 16)):
+        for count in chunks:
+            held = most = 0
+            for operation in make_schedule(kind, stages, count, micro_batches)[-1]:
+                if operation.chunk == count - 1:
+                    held += operation.kind == "forward"
+                    held -= operation.kind in {"backward", "backward_input"}
+                    most = max(most, held)
+            assert most == loss_bound(kind, micro_batches), (stages, micro_batches, count)
 
 
 def test_forward_only_is_a_schedule_too() -> None:
