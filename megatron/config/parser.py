@@ -24,6 +24,7 @@ from megatron.config.arguments import (
 )
 from megatron.config.checks import RULES, Rule, find_notices, find_problems
 from megatron.config.command_line import Given, join, split
+from megatron.config.data_files import DATA_FILES, read_data_files
 from megatron.config.model import ROTARY_SPEED, WITHOUT_TABLE
 from megatron.config.refused import HONOURED, REFUSED
 from megatron.config.resolve import forget_derived, longest_sequence, resolve
@@ -117,6 +118,7 @@ def parse_config(
     base = _read_yaml(getattr(line.namespace, "config", None), start, world_size, line)
     asked = with_values(base, _flag_values(line.namespace))
     unread = _unread(asked, start, reads(vars(line.namespace)), line)
+    asked = _with_data_files(asked, unread, line)
     if read_checkpoint is None and find_start is not None:
         asked = _takes_network(asked, line)
     config = _from_checkpoint(asked, read_checkpoint, line)
@@ -135,8 +137,8 @@ def parse_config(
     ]
     if problems:
         raise ConfigError(problems)
-    # So that nothing depends on it: a device's rules neither.
-    config = resolve(with_values(config, unread), world_size)
+    # So that nothing depends on it: a device's rules neither. What files said is taken.
+    config = resolve(with_values(config, unread | dict.fromkeys(DATA_FILES)), world_size)
     notices = find_notices(config, world_size, start)
     return ParsedRun(config, notices=(*line.notices, *notices), extra=others)
 
@@ -334,6 +336,15 @@ def _unread(
         names = ", ".join(field.shown if field.is_switch else field.names[0] for field in fields)
         line.notices.append(f"these flags change nothing here: {names}")
     return unread
+
+
+def _with_data_files(config: RunConfig, unread: Collection[str], line: _CommandLine) -> RunConfig:
+    """With the corpora that stand in files, which stay named until all is checked."""
+    words = read_data_files(config, _flag_values(line.namespace), unread)
+    line.problems += words.problems
+    line.notices += words.notices
+    line.spoilt |= words.spoilt
+    return with_values(config, words.values)
 
 
 def _takes_network(config: RunConfig, line: _CommandLine) -> RunConfig:
