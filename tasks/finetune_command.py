@@ -258,7 +258,8 @@ def _pretrained(given: Mapping[str, Any], target: Target) -> RunConfig:
     start = RunConfig(model=ModelConfig(architecture="bert"))
     only_evaluates = given.get("epochs") == 0
     if folder is not None:
-        reader = open_existing(folder, flag=flag, verify=False)
+        step = given.get("ckpt_step") if flag == "--load" else None
+        reader = open_existing(folder, flag=flag, step=step, verify=False)
         start = saved_config(reader, folder)
         check_architecture(start, "bert", f"{flag} {folder}")
         if only_evaluates or flag == "--load":

@@ -61,6 +61,11 @@ class CheckpointConfig:
     no_save_optim: bool = flag(False, "Leave the optimizer out of checkpoints.")
     no_save_rng: bool = flag(False, "Leave random states out of checkpoints.")
     load: str | None = flag(None, "Folder to load the newest checkpoint from.")
+    ckpt_step: int | None = flag(
+        None,
+        "Load the checkpoint of this iteration from --load, not the newest.",
+        unit="iterations",
+    )
     no_load_optim: bool = flag(False, "Start with a fresh optimizer.")
     no_load_rng: bool = flag(False, "Start with fresh random states.")
     finetune: bool = flag(

@@ -32,7 +32,7 @@ from megatron.config.run import RunConfig, field_at, flatten, sections, with_val
 from megatron.config.unknown import explain
 from megatron.errors import ConfigError, UserError
 
-ReadCheckpoint = Callable[[str], Mapping[str, Any]]
+ReadCheckpoint = Callable[[str, int | None], Mapping[str, Any]]
 FindStart = Callable[[Mapping[str, Any]], RunConfig]
 FindReads = Callable[[Mapping[str, Any]], Collection[str] | None]
 Result = TypeVar("Result")
@@ -94,8 +94,8 @@ def parse_config(
         program: name for `--help`.
         architecture: the kind of network that the program trains.
         extra: dataclasses of further flags, for programs that need them.
-        read_checkpoint: for --use-checkpoint-args: the --load folder to the network's shape, by
-            "section.field" as `flatten` names it. These values win over flags.
+        read_checkpoint: for --use-checkpoint-args: from --load and --ckpt-step to the network's
+            shape, by "section.field" as `flatten` names it. These values win over flags.
         find_start: for programs that take up a trained model: what was given on the command line,
             by field name, to the run that YAML and flags change. None: the defaults.
         rules: what to check.
@@ -385,8 +385,8 @@ def _from_checkpoint(
     if read_checkpoint is None:
         line.problems.append("--use-checkpoint-args: this program reads no checkpoint: drop it")
         return config
-    folder = checkpoint.load
-    values = dict(line.ask(lambda: read_checkpoint(folder)))
+    folder, step = checkpoint.load, checkpoint.ckpt_step
+    values = dict(line.ask(lambda: read_checkpoint(folder, step)))
     before, default = flatten(config), flatten(RunConfig())
     by_flag, file = _flag_values(line.namespace), getattr(line.namespace, "config", None)
     in_file = {path for path in values if file is not None and before[path] != default[path]}

@@ -263,6 +263,7 @@ def saving(config: RunConfig, world_size: int) -> Iterator[str]:
             ("--use-checkpoint-args", checkpoint.use_checkpoint_args),
             ("--exit-on-missing-checkpoint", checkpoint.exit_on_missing_checkpoint),
             ("--no-initialization", not config.model.perform_initialization),
+            (f"--ckpt-step {checkpoint.ckpt_step}", checkpoint.ckpt_step is not None),
         ):
             if on:
                 yield f"{name} needs --load: give the folder of the checkpoint"

@@ -233,16 +233,16 @@ def open_for_loading(config: RunConfig, layout: Layout) -> Reader | None:
     """The checkpoint under `--load`; None where the run starts fresh. Collective.
 
     Raises:
-        CheckpointError: there is none and `--exit-on-missing-checkpoint` is given, or a folder in
-            it is one, and it is not `--save`; or all that are there are damaged, or the checkpoint
-            is of another network.
+        CheckpointError: there is none and `--exit-on-missing-checkpoint` is given, or none of the
+            iteration `--ckpt-step`, or a folder in it is one, and it is not `--save`; or all that
+            are there are damaged, or the checkpoint is of another network.
     """
     if config.checkpoint.load is None:
         return None
     root, started = Path(config.checkpoint.load), time.perf_counter()
     if root.is_file():
         raise CheckpointError(f"--load {root}: a file: give the folder of checkpoints")
-    reader = open_root(root, layout=layout)
+    reader = open_root(root, step=config.checkpoint.ckpt_step, layout=layout)
     if reader is None:
         # Where a run saves it starts afresh before its first checkpoint, whatever else is there:
         # finetuning keeps its best weights in a folder there.
@@ -285,9 +285,17 @@ def entries_held(reader: Reader, entries: int) -> int:
     return min(entries, int(reader.meta["padded_vocab_size"])) if is_theirs else entries
 
 
-def network_of(folder: str) -> dict[str, Any]:
-    """For --use-checkpoint-args: the network of a checkpoint, by "model.field"."""
-    reader = open_root(Path(folder), verify=False)
+def network_of(folder: str, step: int | None = None) -> dict[str, Any]:
+    """For --use-checkpoint-args: the network of a checkpoint, by "model.field".
+
+    Args:
+        folder: --load.
+        step: --ckpt-step.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    reader = open_root(Path(folder), step=step, verify=False)
     if reader is None:
         raise CheckpointError(
             f"--use-checkpoint-args: --load {folder} holds no checkpoint: give its flags instead"

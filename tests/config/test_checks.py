@@ -270,6 +270,8 @@ _LINES = [
         "--exit-on-missing-checkpoint",
         "--exit-on-missing-checkpoint needs --load: give the folder of the checkpoint",
     ),
+    ("--ckpt-step 5", "--ckpt-step 5 needs --load: give the folder of the checkpoint"),
+    ("--load here --ckpt-step 0", "--ckpt-step 0: must be at least 1"),
     (
         "--no-initialization",
         "--no-initialization needs --load: give the folder of the checkpoint",
