@@ -80,7 +80,7 @@ _OF_TRAINING: dict[str, tuple[str, ...]] = {
     "parallel": ("overlap_grad_reduce", "overlap_param_gather"),
     "checkpoint": (
         *("save_interval", "save_interval_in_mins", "ckpt_format", "async_save", "keep_latest"),
-        *("mean_hours_between_failures", "no_save_optim", "no_save_rng"),
+        *("save_retain_interval", "mean_hours_between_failures", "no_save_optim", "no_save_rng"),
     ),
     "profiling": tuple(field.name for field in fields_of(ProfilingConfig)),
 }

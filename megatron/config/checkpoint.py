@@ -52,6 +52,12 @@ class CheckpointConfig:
     keep_latest: int | None = flag(
         None, "Delete all but so many of the newest checkpoints in --save.", unit="checkpoints"
     )
+    save_retain_interval: int | None = flag(
+        None,
+        "Keep the checkpoints of multiples of this, a multiple of --save-interval; delete others "
+        "once the next is there, or as --keep-latest says.",
+        unit="iterations",
+    )
     mean_hours_between_failures: float | None = flag(
         None,
         "Of the whole job, for the advice how often to save. Unset: 50,000 GPU hours, as of Llama "

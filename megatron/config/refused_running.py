@@ -45,7 +45,6 @@ _CHECKPOINTS = (
         --replication-factor=2
         """,
     ),
-    *family("--keep-latest says how many checkpoints stay: use that", "--save-retain-interval:int"),
     *family(
         "weights are written in checkpoints (--save-interval), activations and gradients never: "
         "drop the flag",

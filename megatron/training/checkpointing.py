@@ -18,9 +18,11 @@ from megatron.checkpoint.legacy.save import write_legacy
 from megatron.checkpoint.plan import share_of
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.restore import restore
+from megatron.checkpoint.retention import Keep
 from megatron.checkpoint.store import agree, write_checkpoint
 from megatron.command import say
 from megatron.config import RunConfig
+from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.model import NETWORK_FIELDS, ModelConfig
 from megatron.config.yaml_file import to_dict
 from megatron.errors import CheckpointError
@@ -52,12 +54,18 @@ def save_run(run: Run) -> Path:
     plan = agree(state, run.layout)
     mine, meta = share_of(plan, state, run.layout.world.rank), meta_of(run)
     path = writer_of(run)(
-        options.save, iteration, plan, mine, meta, run.layout, keep=options.keep_latest
+        options.save, iteration, plan, mine, meta, run.layout, keep=keep_of(options)
     )
     if run.layout.world.rank == 0:
         seconds = time.perf_counter() - started
         report_saved(Saved(iteration, path, plan.total_bytes, seconds, seconds))
     return path
+
+
+def keep_of(options: CheckpointConfig) -> Keep | None:
+    """Which checkpoints stay when a run saves; None: all."""
+    keep = Keep(options.keep_latest, options.save_retain_interval)
+    return None if keep == Keep() else keep
 
 
 def writer_of(run: Run) -> Callable[..., Path]:
@@ -74,7 +82,9 @@ def save_weights(run: Run, root: Path) -> Path:
     plan = agree(state, run.layout)
     mine = share_of(plan, state, run.layout.world.rank)
     meta = {**meta_of(run), "optimizer": None}
-    return write_checkpoint(root, run.progress.iteration, plan, mine, meta, run.layout, keep=1)
+    return write_checkpoint(
+        root, run.progress.iteration, plan, mine, meta, run.layout, keep=Keep(1)
+    )
 
 
 def take_weights(run: Run, reader: Reader, *, fresh: Iterable[str]) -> None:
