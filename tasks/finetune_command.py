@@ -80,7 +80,7 @@ _OF_TRAINING: dict[str, tuple[str, ...]] = {
     "parallel": ("overlap_grad_reduce", "overlap_param_gather"),
     "checkpoint": (
         *("save_interval", "save_interval_in_mins", "ckpt_format", "async_save", "keep_latest"),
-        *("mean_hours_between_failures", "no_save_optim", "no_save_rng"),
+        *("save_retain_interval", "mean_hours_between_failures", "no_save_optim", "no_save_rng"),
     ),
     "profiling": tuple(field.name for field in fields_of(ProfilingConfig)),
 }
@@ -258,7 +258,8 @@ def _pretrained(given: Mapping[str, Any], target: Target) -> RunConfig:
     start = RunConfig(model=ModelConfig(architecture="bert"))
     only_evaluates = given.get("epochs") == 0
     if folder is not None:
-        reader = open_existing(folder, flag=flag, verify=False)
+        step = given.get("ckpt_step") if flag == "--load" else None
+        reader = open_existing(folder, flag=flag, step=step, verify=False)
         start = saved_config(reader, folder)
         check_architecture(start, "bert", f"{flag} {folder}")
         if only_evaluates or flag == "--load":

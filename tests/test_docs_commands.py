@@ -106,7 +106,7 @@ def _check_curl(words: list[str]) -> None:
         read_contract(json.loads(words[words.index("-d") + 1]))
 
 
-def _network(_: str) -> dict[str, int]:
+def _network(*_: object) -> dict[str, int]:
     """What --use-checkpoint-args takes from a checkpoint, which is not there to be read."""
     return {"model.num_layers": 2, "model.hidden_size": 32, "model.num_attention_heads": 4}
 

@@ -15,16 +15,24 @@ from megatron.parallel.layout import Layout
 _UNPUBLISHED = (TEMPORARY, UNVERIFIED)
 
 
-def open_root(root: Path, *, verify: bool = True, layout: Layout | None = None) -> Reader | None:
-    """What --load names: a folder of Hugging Face, one checkpoint, or of a folder the newest.
+def open_root(
+    root: Path, *, step: int | None = None, verify: bool = True, layout: Layout | None = None
+) -> Reader | None:
+    """What --load names: a folder of Hugging Face, one checkpoint, or of a folder the newest, or
+    that of the iteration `step` (--ckpt-step).
 
     Collective over `layout`, where one is given. None where there is nothing.
 
     Raises:
-        CheckpointError: there are checkpoints, but none that can be read.
+        CheckpointError: there are checkpoints, but none that can be read; or none of the iteration.
     """
     if not is_model_folder(root):
-        return open_checkpoint(root, verify=verify, layout=layout)
+        return open_checkpoint(root, step=step, verify=verify, layout=layout)
+    if step is not None:
+        raise CheckpointError(
+            f"--ckpt-step {step}: {root} is a folder of Hugging Face, which has no iterations: "
+            "drop --ckpt-step"
+        )
     from megatron.checkpoint.hf.reader import HFReader
 
     opened: list[Reader] = []

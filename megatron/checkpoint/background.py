@@ -23,6 +23,7 @@ from megatron.checkpoint.dtypes import BY_NAME
 from megatron.checkpoint.entries import Json, State
 from megatron.checkpoint.exchange import Exchange
 from megatron.checkpoint.plan import describe, share_of
+from megatron.checkpoint.retention import Keep
 from megatron.checkpoint.shard import plan_shard
 from megatron.checkpoint.store import agree, write_checkpoint
 from megatron.device import Device
@@ -107,7 +108,7 @@ class BackgroundSaver:
         beside: Layout,
         device: Device,
         *,
-        keep: int | None,
+        keep: Keep | None,
         write: Callable[..., Path] = write_checkpoint,
         report: Callable[[int, Saved | Exception], None],
     ) -> None:

@@ -27,6 +27,7 @@ COMPLETE = "complete"
 REPLACED = ".old-"
 
 _FOLDER = re.compile(r"iter_(\d{7,12})(\.old-[0-9a-f]+)?")
+_NAMED = 8  # at most, of those that there are
 _TRACKER_BYTES = 32  # more than any iteration needs; a longer tracker is damaged
 _TRACKER_TEXT = re.compile(rf"\s*(\d{{1,12}}|{RELEASE})\s*")
 
@@ -158,6 +159,35 @@ def checkpoint_at(path: Path) -> Found | None:
         return None
     match = _FOLDER.fullmatch(path.name)
     return Found(kind, int(match.group(1)) if match else 0, path.absolute())
+
+
+def checkpoint_of(root: Path, iteration: int) -> Found:
+    """The complete checkpoint of an iteration, for --ckpt-step.
+
+    Raises:
+        CheckpointError: there is none; says which there are.
+    """
+    if checkpoint_at(root) is not None:
+        raise CheckpointError(
+            f"--ckpt-step {iteration}: {root} is a single checkpoint: give --load the folder that "
+            "it is in, or drop --ckpt-step"
+        )
+    if not root.is_dir():
+        raise CheckpointError(f"--ckpt-step {iteration}: {root}: there is no such folder")
+    found, problems = scan(root)
+    for one in found:
+        if one.iteration == iteration and one.path.name != RELEASE:
+            return one
+    name = iteration_folder(iteration)
+    why = next((f" ({text})" for text in problems if text.split()[0] == name), "")
+    held = dict.fromkeys(one.path.name.split(REPLACED)[0] for one in found)
+    there = [name if name == RELEASE else tracker_text(name).decode() for name in held]
+    if len(there) > _NAMED:
+        there[_NAMED:] = [f"{len(there) - _NAMED} older ones"]
+    remedy = f"there are {', '.join(there)}: give one of them" if there else "there is none at all"
+    raise CheckpointError(
+        f"--ckpt-step {iteration}: {root} holds no checkpoint of this iteration{why}: {remedy}"
+    )
 
 
 _TWO = (

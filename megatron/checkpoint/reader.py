@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from megatron.checkpoint import dtypes
 from megatron.checkpoint.entries import Box, Json, check_request
 from megatron.checkpoint.exchange import Exchange
-from megatron.checkpoint.find import Found, checkpoint_at, list_checkpoints
+from megatron.checkpoint.find import Found, checkpoint_at, checkpoint_of, list_checkpoints
 from megatron.checkpoint.manifest import (
     MANIFEST,
     MAX_BYTES,
@@ -69,25 +69,32 @@ class Reader(Protocol):
 
 
 def open_checkpoint(
-    root: Path | str, *, verify: bool = True, layout: Layout | None = None
+    root: Path | str,
+    *,
+    step: int | None = None,
+    verify: bool = True,
+    layout: Layout | None = None,
 ) -> Reader | None:
     """The first checkpoint in `find.list_checkpoints` order that is sound; None in an empty folder.
 
-    Where `root` is a checkpoint's own folder (`iter_0000100`), that one and no other.
+    Where `root` is a checkpoint's own folder (`iter_0000100`), or an iteration is named, that one
+    and no other.
 
     Collective over `layout`, where one is given: ranks share the work of verifying, and open the
     same checkpoint. The folder must be on a file system that all of them see.
 
     Args:
         root: folder of checkpoints, or one of them.
+        step: the iteration of the one to open.
         verify: compare every digest; off: sizes and the manifest only.
 
     Raises:
-        CheckpointError: all that there are, are damaged; says what is wrong with each.
+        CheckpointError: all that there are, are damaged; says what is wrong with each. Or there is
+            none of the iteration.
     """
     exchange = Exchange((layout or Layout.single()).world)
     root = Path(root).absolute()
-    listed = exchange.on_main(lambda: [_to_json(one) for one in _candidates(root)])
+    listed = exchange.on_main(lambda: [_to_json(one) for one in _candidates(root, step)])
     problems: list[str] = []
     for found in map(_from_json, listed):
         reader, problem = _try_open(found, exchange, verify)
@@ -105,7 +112,9 @@ def open_checkpoint(
     )
 
 
-def _candidates(root: Path) -> list[Found]:
+def _candidates(root: Path, step: int | None) -> list[Found]:
+    if step is not None:
+        return [checkpoint_of(root, step)]
     itself = checkpoint_at(root)
     return list_checkpoints(root) if itself is None else [itself]
 

@@ -26,6 +26,7 @@ from megatron.checkpoint.find import (
     REPLACED,
     TRACKER,
     iteration_folder,
+    read_tracker,
     tracker_text,
     warn,
 )
@@ -38,7 +39,7 @@ from megatron.checkpoint.manifest import (
     dump,
 )
 from megatron.checkpoint.plan import Part, Plan, describe, files_of, keys_of, make_plan, share_of
-from megatron.checkpoint.retention import prune
+from megatron.checkpoint.retention import Keep, prune
 from megatron.checkpoint.shard import THREADS, digest_of, plan_shard, write_shard
 from megatron.durable import (
     TEMPORARY,
@@ -107,19 +108,20 @@ def write_checkpoint(
     meta: Json,
     layout: Layout,
     *,
-    keep: int | None = None,
+    keep: Keep | None = None,
     check: Check | None = None,
 ) -> Path:
     """`save` from where it is settled who writes what.
 
     Args:
         mine: this rank's share of the plan; nobody changes it meanwhile.
-        keep: delete all but so many of the newest afterwards; None: none.
+        keep: delete older ones afterwards, but for these; None: none.
         check: rank 0's look at the checkpoint before it gets its name, see
             `durable.check_unpublished`.
     """
     exchange = Exchange(layout.world)
     root, folder = Path(root).absolute(), iteration_folder(iteration)
+    before = read_tracker(root)[0] if exchange.is_main else None
     temporary = Path(exchange.on_main(lambda: prepare(root, folder, plan.total_bytes)))
     try:
         files = files_of(plan, layout.world.rank)
@@ -134,14 +136,14 @@ def write_checkpoint(
             remove_tree(temporary)
         raise
     if keep is not None and exchange.is_main:
-        drop_older(root, iteration, keep)
+        drop_older(root, iteration, keep, before)
     return root / folder
 
 
-def drop_older(root: Path, newest: int, keep: int) -> None:
+def drop_older(root: Path, newest: int, keep: Keep, before: str | None) -> None:
     """`prune`, of which a failure costs no more than space."""
     try:
-        prune(root, newest, keep)
+        prune(root, newest, keep, before)
     except OSError as error:  # what was saved is saved
         warn(f"{error.filename or root}: an old checkpoint stays: {error.strerror}")
 

@@ -52,6 +52,12 @@ class CheckpointConfig:
     keep_latest: int | None = flag(
         None, "Delete all but so many of the newest checkpoints in --save.", unit="checkpoints"
     )
+    save_retain_interval: int | None = flag(
+        None,
+        "Keep the checkpoints of multiples of this, a multiple of --save-interval; delete others "
+        "once the next is there, or as --keep-latest says.",
+        unit="iterations",
+    )
     mean_hours_between_failures: float | None = flag(
         None,
         "Of the whole job, for the advice how often to save. Unset: 50,000 GPU hours, as of Llama "
@@ -61,6 +67,11 @@ class CheckpointConfig:
     no_save_optim: bool = flag(False, "Leave the optimizer out of checkpoints.")
     no_save_rng: bool = flag(False, "Leave random states out of checkpoints.")
     load: str | None = flag(None, "Folder to load the newest checkpoint from.")
+    ckpt_step: int | None = flag(
+        None,
+        "Load the checkpoint of this iteration from --load, not the newest.",
+        unit="iterations",
+    )
     no_load_optim: bool = flag(False, "Start with a fresh optimizer.")
     no_load_rng: bool = flag(False, "Start with fresh random states.")
     finetune: bool = flag(

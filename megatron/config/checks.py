@@ -62,6 +62,7 @@ RULES: tuple[Rule, ...] = (
     rules_training.per_token_loss,
     rules_training.nonfinite,
     rules_training.save_interval,
+    rules_training.retention,
     rules_training.checkpoint_names,
     rules_training.saving,
     rules_legacy.legacy_files,

@@ -36,6 +36,9 @@ MAY_HAVE_SENTINELS = (
     "PretrainedFromHF",
 )
 
+# Of a corpus, as flags and files of data name them.
+SPLIT_NAMES = ("train", "valid", "test")
+
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
@@ -92,6 +95,14 @@ class DataConfig:
         None, "As --data-path, validation only.", many=True
     )
     test_data_path: tuple[str, ...] | None = flag(None, "As --data-path, test only.", many=True)
+    data_args_path: str | None = flag(
+        None, "Text file with the words of --data-path, where a command line cannot hold them."
+    )
+    per_split_data_args_path: str | None = flag(
+        None,
+        "JSON file with the words of --train-data-path, --valid-data-path and --test-data-path "
+        "under the keys train, valid and test: lists, texts, or null for no data.",
+    )
     data_cache_path: str | None = flag(None, "Folder for index caches. Unset: beside the dataset.")
     mock_data: bool = flag(False, "Train on generated tokens instead of a corpus.")
     seq_length: int | None = flag(

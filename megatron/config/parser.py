@@ -24,6 +24,7 @@ from megatron.config.arguments import (
 )
 from megatron.config.checks import RULES, Rule, find_notices, find_problems
 from megatron.config.command_line import Given, join, split
+from megatron.config.data_files import DATA_FILES, read_data_files
 from megatron.config.model import ROTARY_SPEED, WITHOUT_TABLE
 from megatron.config.refused import HONOURED, REFUSED
 from megatron.config.resolve import forget_derived, longest_sequence, resolve
@@ -31,7 +32,7 @@ from megatron.config.run import RunConfig, field_at, flatten, sections, with_val
 from megatron.config.unknown import explain
 from megatron.errors import ConfigError, UserError
 
-ReadCheckpoint = Callable[[str], Mapping[str, Any]]
+ReadCheckpoint = Callable[[str, int | None], Mapping[str, Any]]
 FindStart = Callable[[Mapping[str, Any]], RunConfig]
 FindReads = Callable[[Mapping[str, Any]], Collection[str] | None]
 Result = TypeVar("Result")
@@ -93,8 +94,8 @@ def parse_config(
         program: name for `--help`.
         architecture: the kind of network that the program trains.
         extra: dataclasses of further flags, for programs that need them.
-        read_checkpoint: for --use-checkpoint-args: the --load folder to the network's shape, by
-            "section.field" as `flatten` names it. These values win over flags.
+        read_checkpoint: for --use-checkpoint-args: from --load and --ckpt-step to the network's
+            shape, by "section.field" as `flatten` names it. These values win over flags.
         find_start: for programs that take up a trained model: what was given on the command line,
             by field name, to the run that YAML and flags change. None: the defaults.
         rules: what to check.
@@ -117,6 +118,7 @@ def parse_config(
     base = _read_yaml(getattr(line.namespace, "config", None), start, world_size, line)
     asked = with_values(base, _flag_values(line.namespace))
     unread = _unread(asked, start, reads(vars(line.namespace)), line)
+    asked = _with_data_files(asked, unread, line)
     if read_checkpoint is None and find_start is not None:
         asked = _takes_network(asked, line)
     config = _from_checkpoint(asked, read_checkpoint, line)
@@ -135,8 +137,8 @@ def parse_config(
     ]
     if problems:
         raise ConfigError(problems)
-    # So that nothing depends on it: a device's rules neither.
-    config = resolve(with_values(config, unread), world_size)
+    # So that nothing depends on it: a device's rules neither. What files said is taken.
+    config = resolve(with_values(config, unread | dict.fromkeys(DATA_FILES)), world_size)
     notices = find_notices(config, world_size, start)
     return ParsedRun(config, notices=(*line.notices, *notices), extra=others)
 
@@ -336,6 +338,15 @@ def _unread(
     return unread
 
 
+def _with_data_files(config: RunConfig, unread: Collection[str], line: _CommandLine) -> RunConfig:
+    """With the corpora that stand in files, which stay named until all is checked."""
+    words = read_data_files(config, _flag_values(line.namespace), unread)
+    line.problems += words.problems
+    line.notices += words.notices
+    line.spoilt |= words.spoilt
+    return with_values(config, words.values)
+
+
 def _takes_network(config: RunConfig, line: _CommandLine) -> RunConfig:
     """Of programs that take up a trained model, which do what --use-checkpoint-args asks for."""
     if not config.checkpoint.use_checkpoint_args or config.checkpoint.load is None:
@@ -374,8 +385,8 @@ def _from_checkpoint(
     if read_checkpoint is None:
         line.problems.append("--use-checkpoint-args: this program reads no checkpoint: drop it")
         return config
-    folder = checkpoint.load
-    values = dict(line.ask(lambda: read_checkpoint(folder)))
+    folder, step = checkpoint.load, checkpoint.ckpt_step
+    values = dict(line.ask(lambda: read_checkpoint(folder, step)))
     before, default = flatten(config), flatten(RunConfig())
     by_flag, file = _flag_values(line.namespace), getattr(line.namespace, "config", None)
     in_file = {path for path in values if file is not None and before[path] != default[path]}

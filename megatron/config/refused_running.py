@@ -24,7 +24,6 @@ _CHECKPOINTS = (
         --disable-ckpt-load-validate-sharding-integrity
         """,
     ),
-    *family("name the one to load: --load FOLDER/iter_0000500", "--ckpt-step:int"),
     *family(
         "--finetune begins at iteration 0, another start goes on where the checkpoint stopped: "
         "drop the flag",
@@ -46,7 +45,6 @@ _CHECKPOINTS = (
         --replication-factor=2
         """,
     ),
-    *family("--keep-latest says how many checkpoints stay: use that", "--save-retain-interval:int"),
     *family(
         "weights are written in checkpoints (--save-interval), activations and gradients never: "
         "drop the flag",

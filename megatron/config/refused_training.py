@@ -248,14 +248,6 @@ _UPDATES = (
 
 _DATA = (
     *family(
-        "name the data on the command line: --data-path $(cat FILE)",
-        "--data-args-path:str",
-    ),
-    *family(
-        "name the data on the command line: --train-data-path, --valid-data-path, --test-data-path",
-        "--per-split-data-args-path:str",
-    ),
-    *family(
         "data are read from file systems, not from object storage: copy them, and drop the flag",
         "--object-storage-cache-path:str --s3-cache-path:str --enable-msc",
     ),

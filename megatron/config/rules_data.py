@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from megatron.config.data import (
     APPENDS_SENTINELS,
     MAY_HAVE_SENTINELS,
+    SPLIT_NAMES,
     TOKENIZER_NEEDS,
+    DataConfig,
     TokenizerConfig,
 )
 from megatron.config.fields import text_to
 from megatron.config.run import RunConfig
-
-_SPLITS = 3
 
 
 def tokenizer_files(tokenizer_type: str | None) -> tuple[str, ...]:
@@ -22,35 +22,45 @@ def tokenizer_files(tokenizer_type: str | None) -> tuple[str, ...]:
     return (*TOKENIZER_NEEDS.get(tokenizer_type or "", ()), *also)
 
 
-def _paths(config: RunConfig) -> dict[str, tuple[str, ...]]:
-    data = config.data
-    given = {
-        "--data-path": data.data_path,
-        "--train-data-path": data.train_data_path,
-        "--valid-data-path": data.valid_data_path,
-        "--test-data-path": data.test_data_path,
-    }
-    return {name: paths for name, paths in given.items() if paths is not None}
+def _given(data: DataConfig) -> dict[str, tuple[str, ...]]:
+    """The words that name corpora, by the field of the flag that takes them."""
+    fields = ("data_path", *(f"{split}_data_path" for split in SPLIT_NAMES))
+    words = {field: getattr(data, field) for field in fields}
+    return {field: given for field, given in words.items() if given is not None}
+
+
+def _spelt(data: DataConfig, field: str) -> str:
+    """Where such words were given: a flag, or a flag and its file."""
+    flag, file = "--data-args-path", data.data_args_path
+    if field != "data_path":
+        flag, file = "--per-split-data-args-path", data.per_split_data_args_path
+    return f"{flag} {file}" if file else f"--{field.replace('_', '-')}"
 
 
 def sources(config: RunConfig, world_size: int) -> Iterator[str]:
-    given = _paths(config)
-    own = [name for name in given if name != "--data-path"]
-    if not given and not config.data.mock_data:
+    data, given = config.data, _given(config.data)
+    whole = [_spelt(data, field) for field in given if field == "data_path"]
+    own = list(dict.fromkeys(_spelt(data, field) for field in given if field != "data_path"))
+    if not whole and not own and not data.mock_data:
         yield "no corpus: give --data-path PREFIX, or --mock-data to train on generated tokens"
-    if given and config.data.mock_data:
-        yield f"--mock-data and {', '.join(given)} exclude each other: keep one"
-    if "--data-path" in given and own:
+    if (whole or own) and data.mock_data:
+        yield f"--mock-data and {', '.join([*whole, *own])} exclude each other: keep one"
+    if whole and own:
         yield (
-            f"--data-path is split by --split, {', '.join(own)} are not: give one kind of path only"
+            f"{whole[0]} is split by --split, {', '.join(own)} are not: give one kind of path only"
         )
-    if own and "--train-data-path" not in given and not config.training.skip_train:
-        yield f"{', '.join(own)} without --train-data-path: there is nothing to train on: add it"
+    if own and "train_data_path" not in given and not config.training.skip_train:
+        without = "'train'" if data.per_split_data_args_path else "--train-data-path"
+        yield f"{', '.join(own)} without {without}: there is nothing to train on: add it"
 
 
 def blends(config: RunConfig, world_size: int) -> Iterator[str]:
     """One prefix, or pairs of a positive weight and a prefix."""
-    for name, words in _paths(config).items():
+    data = config.data
+    for field, words in _given(data).items():
+        name = _spelt(data, field)
+        if field != "data_path" and data.per_split_data_args_path:
+            name = f"{name}: {field.partition('_')[0]!r}"
         if not words:
             yield f"{name}: give a prefix, or WEIGHT PREFIX WEIGHT PREFIX ..."
         elif not all(word.strip() for word in words):
@@ -83,7 +93,7 @@ def split(config: RunConfig, world_size: int) -> Iterator[str]:
         shares = [text_to(float, word) for word in text.split(separator)]
     except ValueError:
         shares = []
-    if not 1 <= len(shares) <= _SPLITS or min(shares) < 0 or sum(shares) <= 0:
+    if not 1 <= len(shares) <= len(SPLIT_NAMES) or min(shares) < 0 or sum(shares) <= 0:
         yield (
             f"--split {text!r}: expected up to three shares of at least 0, not all 0, such as "
             "'969, 30, 1'"

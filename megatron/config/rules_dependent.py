@@ -153,7 +153,8 @@ _DEPENDENT: tuple[_Dependent, ...] = (
     _Dependent(
         "checkpoint",
         (
-            *("save_interval", "save_interval_in_mins", "keep_latest", "ckpt_format"),
+            *("save_interval", "save_interval_in_mins", "ckpt_format"),
+            *("keep_latest", "save_retain_interval"),
             *("mean_hours_between_failures", "async_save", "no_save_optim", "no_save_rng"),
         ),
         lambda c: c.checkpoint.save is not None,

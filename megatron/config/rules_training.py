@@ -246,6 +246,23 @@ def save_interval(config: RunConfig, world_size: int) -> Iterator[str]:
         )
 
 
+def retention(config: RunConfig, world_size: int) -> Iterator[str]:
+    """What is kept for good must be saved."""
+    checkpoint = config.checkpoint
+    retained, interval = checkpoint.save_retain_interval, checkpoint.save_interval
+    if checkpoint.save is None or not retained or retained < 1:
+        return
+    if interval is None:
+        yield f"--save-retain-interval {retained} needs --save-interval: give a divisor of it"
+    elif interval > 0 and retained % interval:
+        below = retained // interval * interval
+        use = " or ".join(str(number) for number in (below, below + interval) if number)
+        yield (
+            f"--save-retain-interval {retained} is not divisible by --save-interval {interval}: "
+            f"use {use}"
+        )
+
+
 def checkpoint_names(config: RunConfig, world_size: int) -> Iterator[str]:
     """safetensors opens no path of other bytes: what was saved could not be loaded."""
     for name, folder in (("--save", config.checkpoint.save), ("--load", config.checkpoint.load)):
@@ -263,6 +280,7 @@ def saving(config: RunConfig, world_size: int) -> Iterator[str]:
             ("--use-checkpoint-args", checkpoint.use_checkpoint_args),
             ("--exit-on-missing-checkpoint", checkpoint.exit_on_missing_checkpoint),
             ("--no-initialization", not config.model.perform_initialization),
+            (f"--ckpt-step {checkpoint.ckpt_step}", checkpoint.ckpt_step is not None),
         ):
             if on:
                 yield f"{name} needs --load: give the folder of the checkpoint"

@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from megatron.config.data import DataConfig
+from megatron.config.data import SPLIT_NAMES, DataConfig
 from megatron.data.blend import blend, samples_of_each
 from megatron.data.indexed import IndexedDataset, bin_path
 from megatron.data.sample import DescribedDataset, SampleDataset
-from megatron.data.splits import SPLIT_NAMES, split_bounds
+from megatron.data.splits import split_bounds
 from megatron.errors import ConfigError, DataError, warn
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from megatron.errors import ConfigError
 
-SPLIT_NAMES = ("train", "valid", "test")
-
 
 def parse_split(text: str) -> tuple[float, float, float]:
     """Shares of training, validation and test, adding up to one, from "969, 30, 1".

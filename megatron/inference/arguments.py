@@ -63,7 +63,7 @@ def saved_run(given: Mapping[str, Any], *, micro_batch: int = 1) -> RunConfig:
     folder = given.get("load")
     if folder is None:
         return RunConfig()
-    config = saved_config(open_existing(folder, verify=False), folder)
+    config = saved_config(open_existing(folder, step=given.get("ckpt_step"), verify=False), folder)
     check_architecture(config, "gpt", f"--load {folder}")
     return replace(config, training=replace(config.training, micro_batch_size=micro_batch))
 
@@ -149,7 +149,7 @@ _READ: dict[str, tuple[str, ...]] = {
         *("distributed_timeout_minutes", "local_rank", "use_mpi"),
     ),
     "training": ("deterministic_mode", "dry_run"),
-    "checkpoint": ("load", "use_checkpoint_args"),
+    "checkpoint": ("load", "ckpt_step", "use_checkpoint_args"),
 }
 # What every program that runs a saved model depends on, or refuses by name.
 SAVED_MODEL_READS = frozenset(f"{section}.{name}" for section in _READ for name in _READ[section])

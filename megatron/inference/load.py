@@ -55,7 +55,8 @@ class Loaded:
 def load_gpt(
     folder: str, device: Device, layout: Layout | None = None, *, config: RunConfig | None = None
 ) -> Loaded:
-    """The newest complete checkpoint under `folder`, whatever the layout that it was saved in.
+    """The newest complete checkpoint under `folder`, or that of the configuration's --ckpt-step,
+    whatever the layout that it was saved in.
 
     Collective over `layout`.
 
@@ -72,7 +73,8 @@ def load_gpt(
         DataError: a file of the tokenizer is missing.
     """
     layout = layout or Layout.single()
-    reader = open_existing(folder, layout=layout)
+    step = None if config is None else config.checkpoint.ckpt_step
+    reader = open_existing(folder, step=step, layout=layout)
     saved = saved_config(reader, folder)
     check_architecture(saved, "gpt", f"--load {folder}")
     if config is None:
@@ -93,14 +95,21 @@ def load_gpt(
 
 
 def open_existing(
-    folder: str, *, flag: str = "--load", verify: bool = True, layout: Layout | None = None
+    folder: str,
+    *,
+    flag: str = "--load",
+    step: int | None = None,
+    verify: bool = True,
+    layout: Layout | None = None,
 ) -> Reader:
-    """The checkpoint that a flag names. Collective over `layout`, where one is given.
+    """The checkpoint that a flag names, of the iteration `step` where there is one (--ckpt-step).
+
+    Collective over `layout`, where one is given.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    reader = open_root(Path(folder), verify=verify, layout=layout)
+    reader = open_root(Path(folder), step=step, verify=verify, layout=layout)
     if reader is None:
         where = " in this folder" if Path(folder).is_dir() else ": no such folder"
         raise CheckpointError(f"{flag} {folder}: there is no checkpoint{where}")

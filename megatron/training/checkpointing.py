@@ -18,9 +18,11 @@ from megatron.checkpoint.legacy.save import write_legacy
 from megatron.checkpoint.plan import share_of
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.restore import restore
+from megatron.checkpoint.retention import Keep
 from megatron.checkpoint.store import agree, write_checkpoint
 from megatron.command import say
 from megatron.config import RunConfig
+from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.model import NETWORK_FIELDS, ModelConfig
 from megatron.config.yaml_file import to_dict
 from megatron.errors import CheckpointError
@@ -52,12 +54,18 @@ def save_run(run: Run) -> Path:
     plan = agree(state, run.layout)
     mine, meta = share_of(plan, state, run.layout.world.rank), meta_of(run)
     path = writer_of(run)(
-        options.save, iteration, plan, mine, meta, run.layout, keep=options.keep_latest
+        options.save, iteration, plan, mine, meta, run.layout, keep=keep_of(options)
     )
     if run.layout.world.rank == 0:
         seconds = time.perf_counter() - started
         report_saved(Saved(iteration, path, plan.total_bytes, seconds, seconds))
     return path
+
+
+def keep_of(options: CheckpointConfig) -> Keep | None:
+    """Which checkpoints stay when a run saves; None: all."""
+    keep = Keep(options.keep_latest, options.save_retain_interval)
+    return None if keep == Keep() else keep
 
 
 def writer_of(run: Run) -> Callable[..., Path]:
@@ -74,7 +82,9 @@ def save_weights(run: Run, root: Path) -> Path:
     plan = agree(state, run.layout)
     mine = share_of(plan, state, run.layout.world.rank)
     meta = {**meta_of(run), "optimizer": None}
-    return write_checkpoint(root, run.progress.iteration, plan, mine, meta, run.layout, keep=1)
+    return write_checkpoint(
+        root, run.progress.iteration, plan, mine, meta, run.layout, keep=Keep(1)
+    )
 
 
 def take_weights(run: Run, reader: Reader, *, fresh: Iterable[str]) -> None:
@@ -233,16 +243,16 @@ def open_for_loading(config: RunConfig, layout: Layout) -> Reader | None:
     """The checkpoint under `--load`; None where the run starts fresh. Collective.
 
     Raises:
-        CheckpointError: there is none and `--exit-on-missing-checkpoint` is given, or a folder in
-            it is one, and it is not `--save`; or all that are there are damaged, or the checkpoint
-            is of another network.
+        CheckpointError: there is none and `--exit-on-missing-checkpoint` is given, or none of the
+            iteration `--ckpt-step`, or a folder in it is one, and it is not `--save`; or all that
+            are there are damaged, or the checkpoint is of another network.
     """
     if config.checkpoint.load is None:
         return None
     root, started = Path(config.checkpoint.load), time.perf_counter()
     if root.is_file():
         raise CheckpointError(f"--load {root}: a file: give the folder of checkpoints")
-    reader = open_root(root, layout=layout)
+    reader = open_root(root, step=config.checkpoint.ckpt_step, layout=layout)
     if reader is None:
         # Where a run saves it starts afresh before its first checkpoint, whatever else is there:
         # finetuning keeps its best weights in a folder there.
@@ -285,9 +295,17 @@ def entries_held(reader: Reader, entries: int) -> int:
     return min(entries, int(reader.meta["padded_vocab_size"])) if is_theirs else entries
 
 
-def network_of(folder: str) -> dict[str, Any]:
-    """For --use-checkpoint-args: the network of a checkpoint, by "model.field"."""
-    reader = open_root(Path(folder), verify=False)
+def network_of(folder: str, step: int | None = None) -> dict[str, Any]:
+    """For --use-checkpoint-args: the network of a checkpoint, by "model.field".
+
+    Args:
+        folder: --load.
+        step: --ckpt-step.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    reader = open_root(Path(folder), step=step, verify=False)
     if reader is None:
         raise CheckpointError(
             f"--use-checkpoint-args: --load {folder} holds no checkpoint: give its flags instead"

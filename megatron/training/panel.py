@@ -105,8 +105,18 @@ def _describe_saving(options: CheckpointConfig, *, has_epochs: bool) -> str:
     ]
     every += ["epoch"] * has_epochs
     how = " in the background" if options.async_save else ""
-    kept = f", keeping the newest {options.keep_latest}" if options.keep_latest else ""
-    return f"saving to {options.save} every {' or '.join(every)}{how}{kept}, and at the end"
+    return (
+        f"saving to {options.save} every {' or '.join(every)}{how}{_describe_kept(options)}, and "
+        "at the end"
+    )
+
+
+def _describe_kept(options: CheckpointConfig) -> str:
+    latest, retained = options.keep_latest, options.save_retain_interval
+    if latest is None and retained is None:
+        return ""
+    multiples = "" if retained is None else f" and those of multiples of {retained} iterations"
+    return f", keeping the newest{'' if latest is None else f' {latest}'}{multiples}"
 
 
 _ATTENTION = {

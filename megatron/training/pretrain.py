@@ -141,10 +141,10 @@ def _warn_of_later(run: Run) -> None:
 def _way_to_go_on(config: RunConfig, root: str) -> str:
     """What else to give, to start from the newest of `root`; nothing where it was not taken, for
     that has been said."""
-    load, without = config.checkpoint.load, ""
+    options = config.checkpoint
+    load, chosen = options.load, {"--finetune": options.finetune, "--ckpt-step": options.ckpt_step}
     asked = load is not None and Path(load).resolve() == Path(root).resolve()
-    if config.checkpoint.finetune:
-        without = "without --finetune"
+    without = " and ".join(f"without {flag}" for flag, is_given in chosen.items() if is_given)
     if asked and not without:
         return ""
     words = ["" if asked else f"--load {root}", without]

@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 
+from megatron.checkpoint.any_format import open_root
 from megatron.checkpoint.find import TRACKER, checkpoint_at, list_checkpoints
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.errors import CheckpointError
@@ -52,6 +53,57 @@ def test_order_is_tracker_older_newer(tmp_path):
         save_state(tmp_path, iteration)
     (tmp_path / TRACKER).write_text("3")
     assert [one.iteration for one in list_checkpoints(tmp_path)] == [3, 2, 1, 4]
+
+
+def test_a_named_iteration_is_the_only_one_that_is_tried(tmp_path, capsys):
+    for iteration in (1, 2, 3):
+        save_state(tmp_path, iteration)
+    (tmp_path / TRACKER).write_bytes(b"torn")
+    (tmp_path / "release" / "mp_rank_00").mkdir(parents=True)
+    reader = open_checkpoint(tmp_path, step=2)
+    assert reader is not None
+    assert (reader.iteration, reader.path) == (2, tmp_path / "iter_0000002")
+    shard = next(reader.path.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=r"iter_0000002 is not used: .*damaged"):
+        open_checkpoint(tmp_path, step=2)
+    (tmp_path / "iter_0000005").mkdir()
+    for step, why in (
+        (4, ""),
+        (5, " (iter_0000005 has no manifest.json, nor mp_rank folders of Megatron-LM)"),
+    ):
+        with pytest.raises(CheckpointError) as caught:
+            open_checkpoint(tmp_path, step=step)
+        assert str(caught.value) == (
+            f"--ckpt-step {step}: {tmp_path} holds no checkpoint of this iteration{why}: there are "
+            "3, 2, 1, release: give one of them"
+        )
+    assert not capsys.readouterr().err
+
+
+def test_an_iteration_that_cannot_be_there(tmp_path):
+    for folder, said in (
+        (save_state(tmp_path, 1), "is a single checkpoint: give --load the folder that it is in"),
+        (tmp_path / "missing", "there is no such folder"),
+        (tmp_path / "iter_0000001" / "..", "there are 1: give one of them"),
+    ):
+        with pytest.raises(CheckpointError, match=f"^--ckpt-step 2: .*{said}"):
+            open_checkpoint(folder, step=2)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(CheckpointError, match="of this iteration: there is none at all"):
+        open_checkpoint(empty, step=2)
+    for iteration in range(3, 13):
+        (empty / f"iter_{iteration:07d}" / "mp_rank_00").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="there are 12, 11, 10, 9, 8, 7, 6, 5, 2 older ones:"):
+        open_checkpoint(empty, step=2)
+
+
+def test_a_folder_of_hugging_face_has_no_iterations(tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).touch()
+    with pytest.raises(CheckpointError, match="^--ckpt-step 2: .* which has no iterations: drop"):
+        open_root(tmp_path, step=2)
 
 
 def test_nothing_is_found_in_a_folder_that_never_held_a_checkpoint(tmp_path):

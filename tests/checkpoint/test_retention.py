@@ -4,11 +4,12 @@ import os
 
 import pytest
 
+from megatron.checkpoint import store
 from megatron.checkpoint.find import TRACKER, Found, list_checkpoints
 from megatron.checkpoint.reader import open_checkpoint, open_found
-from megatron.checkpoint.retention import hold_for_reading, prune
+from megatron.checkpoint.retention import Keep, hold_for_reading, prune
 from megatron.checkpoint.store import agree, share_of, write_checkpoint
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, StorageError
 from megatron.parallel.layout import Layout
 from tests.checkpoint.states import assert_loads, make_state, save_state
 
@@ -26,7 +27,7 @@ def _iterations(root):
 
 def test_the_newest_stay(tmp_path):
     for iteration in range(1, 6):
-        _save(tmp_path, iteration, 2)
+        _save(tmp_path, iteration, Keep(2))
         assert _iterations(tmp_path) == list(range(max(1, iteration - 1), iteration + 1))
     assert assert_loads(tmp_path, [5]) == 5
 
@@ -34,16 +35,89 @@ def test_the_newest_stay(tmp_path):
 def test_what_a_run_that_went_back_left_stays(tmp_path):
     for iteration in (1, 2, 8, 9):
         save_state(tmp_path, iteration)
-    _save(tmp_path, 3, 1)
+    _save(tmp_path, 3, Keep(1))
     assert _iterations(tmp_path) == [3, 8, 9]
     assert assert_loads(tmp_path, [3]) == 3
+
+
+@pytest.mark.parametrize(
+    ("keep", "after"),
+    [
+        # Each save's folder: the one that it succeeds goes, unless it is a multiple of 4.
+        (Keep(every=4), [[2], [4], [4, 6], [4, 8], [4, 8, 10], [4, 8, 12]]),
+        (Keep(1, every=4), [[2], [4], [4, 6], [4, 8], [4, 8, 10], [4, 8, 12]]),
+        (Keep(2, every=8), [[2], [2, 4], [4, 6], [6, 8], [8, 10], [8, 10, 12]]),
+        (Keep(3, every=2), [[2], [2, 4], [2, 4, 6], [2, 4, 6, 8], [*range(2, 11, 2)]]),
+        (Keep(), [[2], [2, 4]]),
+    ],
+)
+def test_multiples_of_an_interval_stay(tmp_path, keep, after):
+    for place, kept in enumerate(after, start=1):
+        _save(tmp_path, 2 * place, keep)
+        assert _iterations(tmp_path) == kept
+    assert assert_loads(tmp_path, [2 * place]) == 2 * place
+
+
+@pytest.mark.parametrize(("keep", "kept"), [(Keep(every=10), [1, 2, 4]), (Keep(1, every=10), [4])])
+def test_what_was_there_before_stays_where_no_number_is_given(tmp_path, keep, kept):
+    """As with Megatron Core, of which a script may set the flag in the middle of a run."""
+    for iteration in (1, 2, 3):
+        save_state(tmp_path, iteration)
+    for _ in range(2):  # the second replaces its own, and succeeds none
+        _save(tmp_path, 4, keep)
+        assert _iterations(tmp_path) == kept
+
+
+def test_a_run_that_went_back_deletes_nothing_that_is_later(tmp_path):
+    for iteration in (2, 4, 9):
+        save_state(tmp_path, iteration)
+    _save(tmp_path, 6, Keep(every=100))
+    assert _iterations(tmp_path) == [2, 4, 6, 9]
+    _save(tmp_path, 8, Keep(every=100))
+    assert _iterations(tmp_path) == [2, 4, 8, 9]
+
+
+def test_what_a_link_leads_to_stays(tmp_path):
+    elsewhere = save_state(tmp_path / "elsewhere", 1)
+    root = tmp_path / "root"
+    save_state(root, 2)
+    (root / "iter_0000001").symlink_to(elsewhere)
+    (root / TRACKER).write_text("1")
+    _save(root, 3, Keep(every=10))
+    _save(root, 4, Keep(1))
+    assert _iterations(root) == [1, 4]
+    assert elsewhere.is_dir()
+
+
+@pytest.mark.parametrize("keep", [Keep(1), Keep(every=10)])
+def test_nothing_goes_before_its_successor_is_there(tmp_path, monkeypatch, keep):
+    save_state(tmp_path, 1)
+
+    def full(path, *rest):
+        raise OSError(28, "No space left on device", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "write_shard", full)
+        with pytest.raises(StorageError, match="No space left"):
+            _save(tmp_path, 2, keep)
+    assert assert_loads(tmp_path, [1]) == 1
+    loaded = []
+
+    def pruned(root, *rest):
+        loaded.append(assert_loads(root, [2]))
+        assert _iterations(root) == [1, 2]
+        return prune(root, *rest)
+
+    monkeypatch.setattr(store, "prune", pruned)
+    _save(tmp_path, 2, keep)
+    assert (loaded, _iterations(tmp_path)) == ([2], [2])
 
 
 def test_other_formats_and_folders_stay(tmp_path):
     for name in ("release/mp_rank_00", "iter_0000001/mp_rank_00", "iter_0000002", "notes"):
         (tmp_path / name).mkdir(parents=True)
     save_state(tmp_path, 3)
-    _save(tmp_path, 4, 1)
+    _save(tmp_path, 4, Keep(1))
     assert {path.name for path in tmp_path.iterdir()} == {
         *("release", "iter_0000001", "iter_0000002", "notes", "iter_0000004", TRACKER)
     }
@@ -52,11 +126,11 @@ def test_other_formats_and_folders_stay(tmp_path):
 def test_one_that_is_being_read_stays_until_it_is_not(tmp_path):
     save_state(tmp_path, 1)
     reader = open_checkpoint(tmp_path)
-    _save(tmp_path, 2, 1)
+    _save(tmp_path, 2, Keep(1))
     assert _iterations(tmp_path) == [1, 2]
     reader.verify()
     del reader
-    _save(tmp_path, 3, 1)
+    _save(tmp_path, 3, Keep(1))
     assert _iterations(tmp_path) == [3]
 
 
@@ -70,7 +144,7 @@ def test_one_that_is_being_deleted_is_not_opened(tmp_path, monkeypatch):
         return os.replace(source, target)
 
     monkeypatch.setattr(os, "rename", rename)
-    assert prune(tmp_path, 2, 1) == [first]
+    assert prune(tmp_path, 2, Keep(1)) == [first]
 
 
 @pytest.mark.parametrize("step", ["rename", "rmdir"])
@@ -85,12 +159,12 @@ def test_a_deletion_that_fails_costs_nothing(tmp_path, monkeypatch, capsys, step
 
     with monkeypatch.context() as patch:
         patch.setattr(os, step, fail)
-        _save(tmp_path, 2, 1)
+        _save(tmp_path, 2, Keep(1))
     if step == "rename":
         assert "an old checkpoint stays: Input/output error" in capsys.readouterr().err
         assert _iterations(tmp_path) == [1, 2]
     assert list_checkpoints(tmp_path)[0].iteration == 2
-    _save(tmp_path, 3, 1)
+    _save(tmp_path, 3, Keep(1))
     assert {path.name for path in tmp_path.iterdir()} == {"iter_0000003", TRACKER}
 
 

@@ -235,49 +235,6 @@ _LINES = [
         "--on-nonfinite skip needs the check that --no-check-for-nan-in-loss-and-grad turns off: "
         "drop one",
     ),
-    (
-        "--save here",
-        "--save here needs --save-interval: give iterations between checkpoints, or minutes as "
-        "--save-interval-in-mins",
-    ),
-    (
-        "--save /runs/\udce9 --save-interval 5",
-        r"--save '/runs/\udce9': the path '/runs/\udce9' is not UTF-8: rename the folder",
-    ),
-    (
-        "--save here --save-interval-in-mins 0",
-        "--save-interval-in-mins 0.0: must be above 0",
-    ),
-    (
-        "--save here --save-interval 5 --ckpt-format legacy --optimizer sgd "
-        "--use-distributed-optimizer",
-        "--ckpt-format legacy with --use-distributed-optimizer: Megatron-LM's file holds Adam's "
-        "states, not those of --optimizer sgd: drop one of the three",
-    ),
-    (
-        "--save here --save-interval 5 --ckpt-format legacy --qk-layernorm",
-        "--qk-layernorm: Megatron-LM 23.08, which --ckpt-format legacy writes for, has no place "
-        "for such weights: use --ckpt-format native",
-    ),
-    (
-        "--save here --save-interval 5 --ckpt-format legacy --num-layers 4 "
-        "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1",
-        "--ckpt-format legacy: Megatron-LM 23.08 gives every stage equally many layers, here they "
-        "have 1, 3: use --ckpt-format native",
-    ),
-    ("--save here --save-interval 5 --keep-latest 0", "--keep-latest 0: must be at least 1"),
-    (
-        "--exit-on-missing-checkpoint",
-        "--exit-on-missing-checkpoint needs --load: give the folder of the checkpoint",
-    ),
-    (
-        "--no-initialization",
-        "--no-initialization needs --load: give the folder of the checkpoint",
-    ),
-    (
-        "--use-checkpoint-args",
-        "--use-checkpoint-args needs --load: give the folder of the checkpoint",
-    ),
     ("--log-sample-ids", "--log-sample-ids writes into the --save folder: give --save"),
     ("--dry-run-world-size 4", "--dry-run-world-size 4 needs --dry-run"),
     (

@@ -47,6 +47,7 @@ def test_each_is_said_where_it_is_in_vain(entry) -> None:
         "--adam-beta2 0.95 --lr-warmup-iters 2 --lr-warmup-init 1e-5",
         "--load x --finetune --no-load-optim --override-opt_param-scheduler",
         "--save x --save-interval 4 --keep-latest 2 --no-save-rng --async-save",
+        "--save x --save-interval 4 --save-retain-interval 8",
         "--metrics-jsonl x --log-memory-to-tensorboard --tensorboard-log-interval 2",
         "--timing-log-level 1 --timing-log-option all",
         "--profile --profile-step-start 2 --profile-dir x",
@@ -75,7 +76,7 @@ def test_what_a_checkpoint_brings_along_was_not_given() -> None:
 
 
 def test_what_use_checkpoint_args_fills_in_was_not_given() -> None:
-    def read(folder: str) -> dict[str, object]:
+    def read(folder: str, step: int | None) -> dict[str, object]:
         return {"model.rotary_base": 500.0, "model.num_query_groups": 2}
 
     words = command("--load x --use-checkpoint-args")

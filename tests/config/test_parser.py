@@ -184,11 +184,11 @@ def test_mpi_is_seen_before_the_world_is_known(tmp_path) -> None:
 
 
 def test_shape_from_a_checkpoint_wins_over_flags() -> None:
-    def shape(folder: str) -> dict[str, int]:
-        assert folder == "old"
+    def shape(folder: str, step: int | None) -> dict[str, int]:
+        assert (folder, step) == ("old", 7)
         return {"model.num_layers": 2, "model.hidden_size": 32, "data.seq_length": 64}
 
-    words = command("--load", "old", "--use-checkpoint-args", without=["--seq-length"])
+    words = command("--load old --ckpt-step 7 --use-checkpoint-args", without=["--seq-length"])
     parsed = parse_config(words, world_size=1, read_checkpoint=shape)
     assert parsed.config.model.num_layers == 2
     assert parsed.config.model.kv_channels == 8
@@ -202,7 +202,7 @@ def test_shape_from_a_checkpoint_wins_over_flags() -> None:
 
 
 def test_a_checkpoint_says_what_it_overrules_of_flags_and_of_the_file(tmp_path) -> None:
-    def shape(folder: str) -> dict[str, object]:
+    def shape(folder: str, step: int | None) -> dict[str, object]:
         return {
             "model.num_layers": 4,
             "model.swiglu": False,
@@ -241,7 +241,7 @@ def test_a_misspelt_flag_is_told_beside_those_that_are_missing() -> None:
 
 @pytest.mark.parametrize("asked", ["find_start", "read_checkpoint"])
 def test_a_misspelt_flag_is_told_beside_a_checkpoint_that_is_missing(asked: str) -> None:
-    def refuse(_: object) -> NoReturn:
+    def refuse(*_: object) -> NoReturn:
         raise CheckpointError("--load nowhere: there is no checkpoint")
 
     words = command("--load nowhere --use-checkpoint-args --sead 5")

@@ -13,12 +13,13 @@ from megatron.config.run import sections
 from megatron.config.samples import SamplesConfig
 from megatron.errors import CheckpointError, ConfigError
 from megatron.inference.arguments import SAVED_MODEL_READS, parse_generation
+from megatron.inference.load import load_gpt
 from megatron.parallel.layout import Layout
 from megatron.training.checkpointing import save_run
 from tasks import harness, language_model
 from tasks import main as tasks
 from tests.tasks.toy import save_toy
-from tests.training.toy import build_toy
+from tests.training.toy import CPU, build_toy, train_toy
 from tools import generate_samples_gpt
 
 TRAINING = """
@@ -82,6 +83,19 @@ def test_flags_of_training_are_taken_and_said_in_one_line(toy: Path, parse) -> N
     assert _vain(parse(toy, *TRAINING)) == IN_VAIN
     # What the checkpoint says too, and what has an effect.
     assert not parse(toy, "--num-layers", "2", "--bf16", "--max-position-embeddings", "16").notices
+
+
+@pytest.mark.parametrize("parse", [_generation, _evaluation])
+def test_an_iteration_is_found_as_in_training(toy: Path, tmp_path: Path, parse) -> None:
+    root = str(tmp_path / "two")
+    words = ["--save", root, "--save-interval", "1", "--exit-interval", "2", "--eval-iters", "0"]
+    train_toy(Layout.single(), words)
+    older = parse(toy, "--load", root, "--ckpt-step", "1")
+    assert not older.notices
+    assert load_gpt(root, CPU, config=older.config).iteration == 1
+    assert load_gpt(root, CPU, config=parse(toy, "--load", root).config).iteration == 2
+    with pytest.raises(CheckpointError, match="^--ckpt-step 3: .*: there are 2, 1: give one"):
+        parse(toy, "--load", root, "--ckpt-step", "3")
 
 
 @pytest.mark.parametrize("parse", [_generation, _evaluation])

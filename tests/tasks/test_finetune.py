@@ -210,6 +210,18 @@ def test_it_goes_on_where_it_stopped(toy, tmp_path):
     first, _ = finetune(Layout.single(), "SST-2", [*words, "--exit-interval", "5"])
     second, _ = finetune(Layout.single(), "SST-2", [*words, "--load", str(tmp_path)])
     assert [*first, *second] == expected
+    again, _ = finetune(
+        Layout.single(), "SST-2", [*words, "--load", str(tmp_path), "--ckpt-step", "5"]
+    )
+    assert again == second
+    only_evaluates = [*words[words.index("--valid-data") :][:2], "--epochs", "0"]
+    for step, is_there in ((5, True), (6, False)):
+        named = [*only_evaluates, "--load", str(tmp_path), "--ckpt-step", str(step)]
+        if is_there:
+            assert finetune_command.parse("SST-2", named, 1).config.checkpoint.ckpt_step == step
+            continue
+        with pytest.raises(CheckpointError, match="^--ckpt-step 6: .* there are .*5: give one"):
+            finetune_command.parse("SST-2", named, 1)
 
 
 def test_heads_of_pretraining_are_not_said_to_be_drawn(toy, tmp_path, capsys):

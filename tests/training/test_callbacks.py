@@ -242,6 +242,23 @@ def test_start_panel_tells_the_decisions():
     assert "plain PyTorch (no kernels for cpu)" in panel
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("", "every 2 iterations, and at the end"),
+        ("--keep-latest 3", "iterations, keeping the newest 3, and at the end"),
+        (
+            "--save-retain-interval 4 --async-save",
+            "in the background, keeping the newest and those of multiples of 4 iterations, and at",
+        ),
+        ("--save-retain-interval 4 --keep-latest 3", "the newest 3 and those of multiples of 4"),
+    ],
+)
+def test_start_panel_tells_which_checkpoints_stay(tmp_path, words, told):
+    saving = ["--save", str(tmp_path), "--save-interval", "2", *words.split()]
+    assert told in " ".join(start_panel(build_toy(Layout.single(), saving), 1.0).split())
+
+
 @pytest.mark.parametrize("ending", [IN_WORDS, Ending(outputs=3), Ending(outputs=1, texts=4)])
 def test_start_panel_counts_by_what_the_model_ends_in(monkeypatch, ending):
     run = build_toy(Layout.single())

@@ -1,5 +1,6 @@
 """The entry point: exit codes, dry run, resolved configuration, network from a checkpoint."""
 
+import json
 import re
 
 import pytest
@@ -9,6 +10,7 @@ from megatron.errors import ConfigError
 from megatron.training import process
 from megatron.training.pretrain import main
 from pretrain_gpt import GPTRecipe
+from tests.data.corpus import write_corpus
 from tests.training.toy import TOY
 
 FLAGS = [*TOY, "--train-iters", "4", "--no-exit-signal-handler"]
@@ -25,6 +27,30 @@ def test_a_run_saves_its_resolved_configuration(tmp_path, capsys):
     again = main(GPTRecipe(), ["--config", str(tmp_path / "config.yaml"), "--dry-run"])
     assert again == 0
     assert "validation loss at the end of training for test data" in capsys.readouterr().out
+
+
+def test_a_blend_in_a_file_is_that_of_the_command_line(tmp_path, monkeypatch):
+    """The index caches too; and config.yaml goes on without the file."""
+    monkeypatch.chdir(tmp_path)
+    words = ["0.3", str(write_corpus(tmp_path / "a", vocab_size=99))]
+    words += ["0.7", str(write_corpus(tmp_path / "b", vocab_size=99, seed=1))]
+    (tmp_path / "blend.txt").write_text("\n".join(words))
+    flags = [*(word for word in FLAGS if word != "--mock-data"), "--data-cache-path", "cache"]
+    recipe = GPTRecipe()
+    assert main(recipe, [*flags, "--data-path", *words, "--metrics-jsonl", "0.jsonl"]) == 0
+    caches = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()}
+    assert len(caches) > 2
+    more = ["--save", "run", "--save-interval", "4", "--metrics-jsonl", "1.jsonl"]
+    assert main(recipe, [*flags, "--data-args-path", "blend.txt", *more]) == 0
+    (tmp_path / "blend.txt").unlink()
+    saved = ["--config", "run/config.yaml", "--save", "", "--metrics-jsonl", "2.jsonl"]
+    assert main(recipe, saved) == 0
+    after = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()}
+    assert after == caches
+    records = [map(json.loads, (tmp_path / f"{i}.jsonl").open()) for i in range(3)]
+    losses = [[row["lm loss"] for row in rows if "lm loss" in row] for rows in records]
+    assert len(losses[0]) == 4
+    assert losses[0] == losses[1] == losses[2]
 
 
 def test_dry_run_of_a_world_that_is_not_here(capsys):

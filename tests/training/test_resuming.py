@@ -12,6 +12,7 @@ from megatron.checkpoint.find import TRACKER
 from megatron.errors import CheckpointError
 from megatron.kernels.rope import rotation_table
 from megatron.parallel.layout import Layout
+from megatron.training.checkpointing import network_of
 from megatron.training.pretrain import main
 from pretrain_gpt import GPTRecipe
 from tests.data.corpus import write_corpus
@@ -50,6 +51,28 @@ def test_one_checkpoint_is_loaded_by_its_own_folder(saved, tmp_path):
     copy = tmp_path / "the best one"
     shutil.copytree(saved / "iter_0000004", copy)
     assert _iteration(Layout.single(), "--load", str(copy)) == 4
+
+
+def test_one_checkpoint_is_loaded_by_its_iteration(saved, tmp_path):
+    words = ["--load", str(saved), "--ckpt-step"]
+    assert _iteration(Layout.single(), *words, "2") == 2
+    assert run_distributed(2, _iteration, *words, "2") == [2, 2]
+    assert _iteration(Layout.single(), *words, "2", "--finetune") == 0
+    assert network_of(str(saved), 2) == network_of(str(saved))
+    told = f"--ckpt-step 3: {saved} holds no checkpoint of this iteration: there are 4, 2: give one"
+    assert told in _refusal(*words, "3")
+    with pytest.raises(CheckpointError, match="^--ckpt-step 3: "):
+        network_of(str(saved), 3)
+    assert "--ckpt-step 9: " in _refusal("--load", str(tmp_path / "missing"), "--ckpt-step", "9")
+
+
+def test_one_of_megatron_s_is_loaded_by_its_iteration(tmp_path):
+    words = ["--save", str(tmp_path), "--save-interval", "2", "--exit-interval", "4"]
+    whole, _ = train_toy(Layout.single(), [*words, "--ckpt-format", "legacy"])
+    assert (tmp_path / "iter_0000002" / "mp_rank_00" / "model_optim_rng.pt").is_file()
+    words = ["--load", str(tmp_path), "--ckpt-step", "2", "--exit-interval", "4"]
+    again, _ = train_toy(Layout.single(), words)
+    assert again.values("lm loss") == whole.values("lm loss")[2:]
 
 
 def test_one_that_was_named_itself_has_no_substitute(saved, tmp_path):
@@ -206,6 +229,10 @@ def test_a_save_folder_of_another_run_is_warned_of(saved, tmp_path, capsys):
     told = capsys.readouterr().out
     assert line in told
     assert "To go on from them: without --finetune\n" in told
+    assert main(GPTRecipe(), [*words, "--load", str(root), "--ckpt-step", "2"]) == 0
+    told = capsys.readouterr().out
+    assert "holds checkpoints up to iteration 5, and this run starts at 2: they stay" in told
+    assert "To go on from them: without --ckpt-step\n" in told
 
 
 def test_a_save_folder_whose_newest_is_damaged_is_not_recommended(saved, tmp_path, capsys):

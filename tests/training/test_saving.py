@@ -48,6 +48,22 @@ def test_a_run_goes_on_from_a_save_in_the_background(tmp_path):
     assert _train(Layout.single(), ["--load", str(tmp_path), "--eval-iters", "0"]) == whole[4:]
 
 
+@pytest.mark.parametrize(
+    ("more", "kept"),
+    [
+        ([], [4, 8, 9]),
+        (["--async-save"], [4, 8, 9]),
+        (["--async-save", "--ckpt-format", "legacy"], [4, 8, 9]),
+        (["--keep-latest", "3"], [4, 6, 8, 9]),
+    ],
+)
+def test_a_run_keeps_what_save_retain_interval_says(tmp_path, more, kept):
+    words = ["--save", str(tmp_path), *EVERY_TWO, "--save-retain-interval", "4", *more]
+    run_distributed(2, _train, [*words, "--train-iters", "9"])
+    assert sorted(int(path.name[5:]) for path in tmp_path.glob("iter_*")) == kept
+    assert (tmp_path / TRACKER).read_text() == "9"
+
+
 def _full_disk_at(patch, *iterations):
     """Writing fails for the checkpoints of these iterations."""
     write, doomed = store.write_shard, {f"iter_{iteration:07d}" for iteration in iterations}

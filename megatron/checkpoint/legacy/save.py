@@ -16,12 +16,13 @@ from torch import Tensor
 from megatron.checkpoint import store
 from megatron.checkpoint.entries import Json
 from megatron.checkpoint.exchange import Exchange
-from megatron.checkpoint.find import COMPLETE, RELEASE, iteration_folder
+from megatron.checkpoint.find import COMPLETE, RELEASE, iteration_folder, read_tracker
 from megatron.checkpoint.legacy.mark import mark_of
 from megatron.checkpoint.legacy.writer import LegacyWriter
 from megatron.checkpoint.lock import SaveLock
 from megatron.checkpoint.plan import Plan
 from megatron.checkpoint.reader import NativeReader, Reader
+from megatron.checkpoint.retention import Keep
 from megatron.checkpoint.vocabulary import PaddedReader
 from megatron.config.run import RunConfig
 from megatron.durable import Check, remove_tree, storage_errors, write_file
@@ -40,7 +41,7 @@ def write_legacy(
     *,
     config: RunConfig,
     vocabulary: int,
-    keep: int | None = None,
+    keep: Keep | None = None,
 ) -> Path:
     """Save a run's state. Collective over all ranks of `layout`; returns the checkpoint's folder.
 
@@ -53,7 +54,7 @@ def write_legacy(
         layout: who takes part.
         config: of the run.
         vocabulary: entries of the tokenizer, which Megatron pads by a rule of its own.
-        keep: delete all but so many of the newest afterwards; None: none.
+        keep: delete older ones afterwards, but for these; None: none.
 
     Raises:
         StorageError: on every rank, when any rank cannot write. Nothing is published, the tracker
@@ -75,9 +76,10 @@ def write_legacy(
         writer.write(temporary, layout.world.rank, layout.world.size)
 
     need = plan.total_bytes  # twice: the staged checkpoint asks for its own room
+    before = read_tracker(Path(root))[0] if exchange.is_main else None
     path = _save(Path(root).absolute(), folder, need, exchange, write)
     if keep is not None and exchange.is_main:
-        store.drop_older(path.parent, iteration, keep)
+        store.drop_older(path.parent, iteration, keep, before)
     return path
 
 

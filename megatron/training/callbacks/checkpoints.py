@@ -9,7 +9,14 @@ from megatron.checkpoint.background import BackgroundSaver, Saved
 from megatron.command import say
 from megatron.errors import ConfigError, StorageError
 from megatron.training.callbacks.base import Callback, Leave
-from megatron.training.checkpointing import meta_of, report_saved, save_run, state_of, writer_of
+from megatron.training.checkpointing import (
+    keep_of,
+    meta_of,
+    report_saved,
+    save_run,
+    state_of,
+    writer_of,
+)
 from megatron.training.run import Run
 from megatron.training.save_interval import advice
 from megatron.training.step import StepOutcome
@@ -107,7 +114,7 @@ def _background_saver(run: Run) -> BackgroundSaver:
             run.layout,
             run.layout.beside(timeout),
             run.device,
-            keep=options.keep_latest,
+            keep=keep_of(options),
             write=writer_of(run),
             report=_report,
         )

@@ -23,6 +23,7 @@ from megatron.checkpoint.entries import Entry, State, flatten
 from megatron.checkpoint.find import TRACKER, read_tracker
 from megatron.checkpoint.manifest import MANIFEST
 from megatron.checkpoint.reader import NativeReader, open_checkpoint
+from megatron.checkpoint.retention import Keep
 from megatron.checkpoint.store import agree, save, share_of, write_checkpoint
 from megatron.device import Device
 from megatron.parallel.layout import Layout
@@ -59,7 +60,9 @@ def _save_on_and_on(rank: int, store: Path, root: Path, background: bool, ready:
     if background:
         state = _state_of(1, rank)
         beside = layout.beside(_TIMEOUT)
-        saver = BackgroundSaver(root, state, layout, beside, device, keep=3, report=lambda *_: None)
+        saver = BackgroundSaver(
+            root, state, layout, beside, device, keep=Keep(3), report=lambda *_: None
+        )
     os.write(ready, b"x")
     for iteration in itertools.count(2):
         state, meta = _state_of(iteration, rank), {"iteration": iteration}
@@ -183,7 +186,7 @@ def killed_in_a_background_save(folder: Path, count: int) -> Trials:
     return _kill_often(folder, count, background=True)
 
 
-def _write(root: Path, iteration: int, keep: int | None = None) -> None:
+def _write(root: Path, iteration: int, keep: Keep | None = None) -> None:
     layout, state = Layout.single(), make_state(iteration)
     plan = agree(state, layout)
     meta: Any = {"iteration": iteration}
@@ -202,7 +205,7 @@ def _write_in_background(root: Path) -> None:
 _WAYS: dict[str, Callable[[Path], None]] = {
     "a new one": lambda root: _write(root, 20),
     "one that replaces its like": lambda root: _write(root, 10),
-    "one that lets old ones go": lambda root: _write(root, 20, keep=1),
+    "one that lets old ones go": lambda root: _write(root, 20, keep=Keep(1)),
     "one in the background": _write_in_background,
 }
 

@@ -1,0 +1,78 @@
+"""Checks of what is saved and loaded: each mistake with the line the user sees."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.config.command import problems
+
+_LINES = [
+    (
+        "--save here",
+        "--save here needs --save-interval: give iterations between checkpoints, or minutes as "
+        "--save-interval-in-mins",
+    ),
+    (
+        "--save /runs/\udce9 --save-interval 5",
+        r"--save '/runs/\udce9': the path '/runs/\udce9' is not UTF-8: rename the folder",
+    ),
+    (
+        "--save here --save-interval-in-mins 0",
+        "--save-interval-in-mins 0.0: must be above 0",
+    ),
+    (
+        "--save here --save-interval 5 --ckpt-format legacy --optimizer sgd "
+        "--use-distributed-optimizer",
+        "--ckpt-format legacy with --use-distributed-optimizer: Megatron-LM's file holds Adam's "
+        "states, not those of --optimizer sgd: drop one of the three",
+    ),
+    (
+        "--save here --save-interval 5 --ckpt-format legacy --qk-layernorm",
+        "--qk-layernorm: Megatron-LM 23.08, which --ckpt-format legacy writes for, has no place "
+        "for such weights: use --ckpt-format native",
+    ),
+    (
+        "--save here --save-interval 5 --ckpt-format legacy --num-layers 4 "
+        "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1",
+        "--ckpt-format legacy: Megatron-LM 23.08 gives every stage equally many layers, here they "
+        "have 1, 3: use --ckpt-format native",
+    ),
+    ("--save here --save-interval 5 --keep-latest 0", "--keep-latest 0: must be at least 1"),
+    (
+        "--exit-on-missing-checkpoint",
+        "--exit-on-missing-checkpoint needs --load: give the folder of the checkpoint",
+    ),
+    (
+        "--save here --save-interval 5 --save-retain-interval 0",
+        "--save-retain-interval 0: must be at least 1",
+    ),
+    (
+        "--save here --save-interval 5 --save-retain-interval 12",
+        "--save-retain-interval 12 is not divisible by --save-interval 5: use 10 or 15",
+    ),
+    (
+        "--save here --save-interval 5 --save-retain-interval 2",
+        "--save-retain-interval 2 is not divisible by --save-interval 5: use 5",
+    ),
+    (
+        "--save here --save-interval-in-mins 5 --save-retain-interval 2",
+        "--save-retain-interval 2 needs --save-interval: give a divisor of it",
+    ),
+    ("--ckpt-step 5", "--ckpt-step 5 needs --load: give the folder of the checkpoint"),
+    ("--load here --ckpt-step 0", "--ckpt-step 0: must be at least 1"),
+    (
+        "--no-initialization",
+        "--no-initialization needs --load: give the folder of the checkpoint",
+    ),
+    (
+        "--use-checkpoint-args",
+        "--use-checkpoint-args needs --load: give the folder of the checkpoint",
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "line"), _LINES, ids=[words for words, _ in _LINES])
+def test_a_mistake_and_its_line(words: str, line: str) -> None:
+    lines = problems(words, world_size=8)
+    assert line in lines
+    assert len(lines) == 1 or "pipeline-model-parallel-size" in words  # which has rules of its own
