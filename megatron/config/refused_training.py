@@ -239,11 +239,6 @@ _UPDATES = (
         --decrease-batch-size-if-needed
         """,
     ),
-    *family(
-        "no iteration is left out beforehand; --on-nonfinite skip leaves out updates that are not "
-        "finite: use that, or drop the flag",
-        "--iterations-to-skip:int...",
-    ),
 )
 
 _DATA = (

@@ -87,6 +87,15 @@ def length(config: RunConfig, world_size: int) -> Iterator[str]:
             )
 
 
+def left_out(config: RunConfig, world_size: int) -> Iterator[str]:
+    below = [number for number in config.training.iterations_to_skip or () if number < 0]
+    if below:
+        yield (
+            f"--iterations-to-skip {' '.join(map(str, below))}: iterations are counted from 0: "
+            "give the log's number less 1"
+        )
+
+
 def learning_rate(config: RunConfig, world_size: int) -> Iterator[str]:
     schedule = config.schedule
     if schedule.lr is not None and schedule.min_lr > schedule.lr:

@@ -74,6 +74,7 @@ class LogLine(Callback):
             iteration=run.progress.iteration,
             train_iterations=run.train_iterations,
             consumed_samples=run.progress.consumed_samples,
+            skipped_samples=run.progress.skipped_samples,
             milliseconds=1000.0 * self._seconds / self._iterations,
             # Megatron steps its schedule before it logs: the line shows the next update's rate.
             learning_rate=run.schedules.learning_rate.at(run.progress.scheduled_samples),
