@@ -105,6 +105,7 @@ class Updates:
             ended = run.optimizer.begin_step(
                 lr=run.schedules.learning_rate.at(progress.scheduled_samples),
                 weight_decay=run.schedules.weight_decay.at(progress.scheduled_samples),
+                decoupled_lr=run.schedules.decoupled_at(progress.scheduled_samples),
                 divisor=share,
             )
         for part in run.parts:

@@ -78,6 +78,7 @@ class LogLine(Callback):
             milliseconds=1000.0 * self._seconds / self._iterations,
             # Megatron steps its schedule before it logs: the line shows the next update's rate.
             learning_rate=run.schedules.learning_rate.at(run.progress.scheduled_samples),
+            decoupled_learning_rate=run.schedules.decoupled_at(run.progress.scheduled_samples),
             global_batch_size=outcome.samples,
             losses={name: total / self._counted for name, total in self._sums.items()},
             loss_scale=outcome.loss_scale,
