@@ -271,6 +271,7 @@ def _pretrained(given: Mapping[str, Any], target: Target) -> RunConfig:
         training=replace(
             start.training,
             skip_train=only_evaluates,
+            iterations_to_skip=None,  # of pretraining
             micro_batch_size=_MICRO_BATCH if only_evaluates else start.training.micro_batch_size,
         ),
         checkpoint=replace(start.checkpoint, no_load_optim=only_evaluates),
@@ -318,6 +319,8 @@ def _own_order(config: RunConfig, world_size: int) -> Iterator[str]:
         yield "--dataloader-type cyclic: each epoch is shuffled anyway: drop it"
     if config.training.rampup_batch_size is not None:
         yield "--rampup-batch-size: epochs are counted in batches of one size: drop it"
+    if config.training.iterations_to_skip is not None:
+        yield "--iterations-to-skip: it may leave out the end of an epoch: drop it"
     if config.logging.log_validation_ppl_to_tensorboard:
         yield (
             "--log-validation-ppl-to-tensorboard: a task's loss is of no tokens, and has no "

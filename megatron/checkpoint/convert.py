@@ -61,6 +61,7 @@ def save_native(
     meta = {
         "iteration": reader.iteration,
         "consumed_train_samples": reader.meta.get("consumed_train_samples", 0),
+        "skipped_train_samples": reader.meta.get("skipped_train_samples", 0),
         "padded_vocab_size": reader.global_shape(f"{WEIGHTS}embedding.word.weight")[0],
         "optimizer": kept.get("optimizer"),
         "schedule": kept.get("schedule"),

@@ -53,6 +53,7 @@ RULES: tuple[Rule, ...] = (
     rules_training.batch_size,
     rules_training.batch_size_ramp,
     rules_training.length,
+    rules_training.left_out,
     rules_training.learning_rate,
     rules_training.warm_up,
     rules_training.wsd_decay,
@@ -149,6 +150,16 @@ def _no_effect(config: RunConfig, start: RunConfig) -> Iterator[str]:
         yield (
             f"--profile changes nothing: --train-iters {iterations} end before "
             f"--profile-step-start {profiling.profile_step_start}"
+        )
+    later = [
+        str(number)
+        for number in config.training.iterations_to_skip or ()
+        if iterations is not None and number >= iterations
+    ]
+    if later:
+        yield (
+            f"--iterations-to-skip {' '.join(later)}: --train-iters {iterations} end before: "
+            "nothing is left out there"
         )
     given = config.training.skip_train and not start.training.skip_train
     if given and config.checkpoint.load is None:

@@ -65,6 +65,13 @@ class ScheduleConfig:
     lr_warmup_samples: int = flag(0, "Linear warm-up.", unit="samples")
     lr_warmup_init: float = flag(0.0, "Learning rate at the start of the warm-up.")
     min_lr: float = flag(0.0, "Smallest learning rate of the decay.")
+    decoupled_lr: float | None = flag(
+        None,
+        "Peak learning rate of the word embeddings and the output layer. Unset: --lr.",
+    )
+    decoupled_min_lr: float | None = flag(
+        None, "Smallest learning rate of the decay of --decoupled-lr. Unset: --min-lr."
+    )
     override_opt_param_scheduler: bool = flag(
         False,
         "On resuming, take the schedule from the flags.",

@@ -225,12 +225,10 @@ _UPDATES = (
         "matrices and embeddings decay, biases and normalizations do not: drop the flag",
         "--apply-wd-to-qk-layernorm --no-weight-decay-cond-type:str",
     ),
+    *family("all weights are trained: drop the flag", "--freeze-all-layers"),
     *family(
-        "all weights are trained, with one learning rate: use --lr and --min-lr, or drop the flag",
-        """
-        --decoupled-lr:float --decoupled-min-lr:float --freeze-all-layers
-        --dump-param-to-param-group-map:str
-        """,
+        "which weights are updated alike is not written to a file: drop the flag",
+        "--dump-param-to-param-group-map:str",
     ),
     *family(
         "the batch changes during a run by --rampup-batch-size alone: use that, or drop the flag",
@@ -238,11 +236,6 @@ _UPDATES = (
         --step-batch-size-schedule:str --phase-transition-iterations:str
         --decrease-batch-size-if-needed
         """,
-    ),
-    *family(
-        "no iteration is left out beforehand; --on-nonfinite skip leaves out updates that are not "
-        "finite: use that, or drop the flag",
-        "--iterations-to-skip:int...",
     ),
 )
 

@@ -110,6 +110,12 @@ _DEPENDENT: tuple[_Dependent, ...] = (
     ),
     _Dependent(
         "schedule",
+        ("decoupled_min_lr",),
+        lambda c: c.schedule.decoupled_lr is not None,
+        "without --decoupled-lr",
+    ),
+    _Dependent(
+        "schedule",
         ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"),
         lambda c: c.checkpoint.load is not None,
         "without --load",

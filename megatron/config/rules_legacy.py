@@ -39,6 +39,12 @@ def legacy_files(config: RunConfig, world_size: int) -> Iterator[str]:
             "--ckpt-format legacy with --use-distributed-optimizer: Megatron-LM's file holds "
             "Adam's states, not those of --optimizer sgd: drop one of the three"
         )
+    if config.schedule.decoupled_lr is not None and not checkpoint.no_save_optim:
+        yield (
+            f"--ckpt-format legacy with --decoupled-lr {config.schedule.decoupled_lr:g}: "
+            "Megatron-LM 23.08 has no such learning rate, and its optimizer's files no place for "
+            "one: use --ckpt-format native"
+        )
     misfit = _misfit(config)
     if misfit:
         remedy = "use --ckpt-format native"

@@ -45,6 +45,8 @@ _AT_LEAST: Mapping[str, int] = {
     "optimizer.clip_grad": 0,
     "schedule.lr": 0,
     "schedule.min_lr": 0,
+    "schedule.decoupled_lr": 0,
+    "schedule.decoupled_min_lr": 0,
     "schedule.lr_warmup_init": 0,
     "schedule.lr_warmup_iters": 0,
     "schedule.lr_warmup_samples": 0,

@@ -87,10 +87,20 @@ def length(config: RunConfig, world_size: int) -> Iterator[str]:
             )
 
 
+def left_out(config: RunConfig, world_size: int) -> Iterator[str]:
+    below = [number for number in config.training.iterations_to_skip or () if number < 0]
+    if below:
+        yield (
+            f"--iterations-to-skip {' '.join(map(str, below))}: iterations are counted from 0: "
+            "give the log's number less 1"
+        )
+
+
 def learning_rate(config: RunConfig, world_size: int) -> Iterator[str]:
     schedule = config.schedule
     if schedule.lr is not None and schedule.min_lr > schedule.lr:
         yield f"--min-lr {schedule.min_lr:g} is above --lr {schedule.lr:g}: lower it"
+    yield from _decoupled_learning_rate(schedule)
     first = schedule.lr_warmup_init
     if schedule.lr is not None and first > schedule.lr:
         yield f"--lr-warmup-init {first:g} is above --lr {schedule.lr:g}: lower it"
@@ -98,6 +108,19 @@ def learning_rate(config: RunConfig, world_size: int) -> Iterator[str]:
         yield (
             "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each "
             "other: keep one"
+        )
+
+
+def _decoupled_learning_rate(schedule: ScheduleConfig) -> Iterator[str]:
+    peak, least = schedule.decoupled_lr, schedule.decoupled_min_lr
+    if peak is None:
+        return
+    if least is not None and least > peak:
+        yield f"--decoupled-min-lr {least:g} is above --decoupled-lr {peak:g}: lower it"
+    elif least is None and schedule.min_lr > peak:
+        yield (
+            f"--min-lr {schedule.min_lr:g}, which is that of --decoupled-lr too, is above "
+            f"--decoupled-lr {peak:g}: give --decoupled-min-lr"
         )
 
 

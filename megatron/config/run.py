@@ -70,6 +70,15 @@ def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     )
 
 
+def evaluations_until(config: RunConfig, iteration: int) -> int:
+    """How many times a run has evaluated once it has done so many iterations: at none of those that
+    --iterations-to-skip leaves out."""
+    interval = config.evaluation.eval_interval
+    left_out = {number + 1 for number in config.training.iterations_to_skip or ()}
+    missed = sum(number <= iteration and number % interval == 0 for number in left_out)
+    return max(0, iteration) // interval - missed
+
+
 def known(value: int | None) -> int:
     """A number that resolving has filled in."""
     assert value is not None, "the configuration is not resolved"

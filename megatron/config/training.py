@@ -30,6 +30,13 @@ class TrainingConfig:
     train_iters: int | None = flag(None, "Length of the run.", unit="iterations")
     train_samples: int | None = flag(None, "Length of the run.", unit="samples")
     skip_train: bool = flag(False, "Only evaluate.")
+    iterations_to_skip: tuple[int, ...] | None = flag(
+        None,
+        "Iterations to leave out: their samples are read past, nothing is updated, evaluated or "
+        "saved. Counted from 0, as Megatron Core does: N is the one that the log calls N + 1.",
+        many=True,
+        unit="iterations",
+    )
     seed: int = flag(1234, "Seed of weights, sample order and dropout.")
     deterministic_mode: bool = flag(
         False, "Only algorithms that give the same bits on every run of the same layout."

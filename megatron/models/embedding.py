@@ -148,6 +148,7 @@ def vocabulary_matrix(
         init=weight_init(model, hidden, padded_vocab_size),
         axis=layout.tensor,
         split_dim=0,
+        is_vocabulary=True,
         device=device,
         dtype=dtype,
     )

@@ -1,4 +1,4 @@
-"""Which parameters decay."""
+"""Which parameters decay, and which have a learning rate of their own."""
 
 from __future__ import annotations
 
@@ -10,9 +10,15 @@ from torch import nn
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters that are updated alike, in the model's order."""
+    """Parameters that are updated alike, in the model's order.
+
+    Attributes:
+        is_decayed: weight decay applies.
+        is_decoupled: the learning rate is that of --decoupled-lr.
+    """
 
     is_decayed: bool
+    is_decoupled: bool
     names: tuple[str, ...]
     parameters: tuple[nn.Parameter, ...]
 
@@ -23,13 +29,30 @@ def is_decayed(name: str, parameter: nn.Parameter) -> bool:
     return not is_bias and parameter.ndim > 1
 
 
-def split_groups(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> list[ParameterGroup]:
-    """The decayed group, then the other; an empty one is left out."""
-    trained = [(name, p) for name, p in named_parameters if p.requires_grad]
+def is_vocabulary(parameter: nn.Parameter) -> bool:
+    """The weights of the word embeddings and of the output layer: what Megatron Core calls
+    embedding or output parameters. Positions, token types, biases and other heads are not."""
+    spec = getattr(parameter, "spec", None)
+    return spec is not None and spec.is_vocabulary
+
+
+def split_groups(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], *, decouples: bool = False
+) -> list[ParameterGroup]:
+    """The decayed group, then the other; an empty one is left out.
+
+    Args:
+        decouples: of both what has a learning rate of its own stands apart, at the end.
+    """
+    members: dict[tuple[bool, bool], list[tuple[str, nn.Parameter]]] = {
+        (decays, apart): [] for apart in (False, True) for decays in (True, False)
+    }
+    for name, p in named_parameters:
+        if p.requires_grad:
+            members[is_decayed(name, p), decouples and is_vocabulary(p)].append((name, p))
     groups = []
-    for wanted in (True, False):
-        members = [(name, p) for name, p in trained if is_decayed(name, p) == wanted]
-        if members:
-            names, parameters = zip(*members, strict=True)
-            groups.append(ParameterGroup(wanted, names, parameters))
+    for (decays, apart), group in members.items():
+        if group:
+            names, parameters = zip(*group, strict=True)
+            groups.append(ParameterGroup(decays, apart, names, parameters))
     return groups

@@ -13,7 +13,7 @@ moments exist for this process's shard alone: it updates that, and gathers the o
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -63,6 +63,7 @@ class _Group:
 
     Attributes:
         is_decayed: weight decay applies.
+        is_decoupled: the learning rate is that of --decoupled-lr.
         names: of the parameters.
         parameters: those of which anything is updated here.
         parts: what that is: the parameters themselves, or 1-D views of parts of them.
@@ -72,6 +73,7 @@ class _Group:
     """
 
     is_decayed: bool
+    is_decoupled: bool
     names: list[str]
     parameters: list[nn.Parameter]
     parts: list[Tensor]
@@ -99,6 +101,7 @@ class _Group:
         ]
         return cls(
             is_decayed=group.is_decayed,
+            is_decoupled=group.is_decoupled,
             names=[name for name, _ in members],
             parameters=[p for _, p in members],
             parts=parts,
@@ -148,6 +151,7 @@ class Optimizer:
         precision: the loss scale.
         layout: which processes hold the rest of the model.
         count_zeros: count the gradient entries that are exactly zero at every step.
+        decouples_vocabulary: word embeddings and output layer have a learning rate of their own.
         overlap_gather_in: models whose next forward may begin while sharded weights are still
             gathered (see `WeightBuffer`); None: `step` waits for them.
         gather_in_8_bits: sharded weights that are gathered in 8 bits (likewise).
@@ -162,6 +166,7 @@ class Optimizer:
         layout: Layout,
         *,
         count_zeros: bool = False,
+        decouples_vocabulary: bool = False,
         overlap_gather_in: Sequence[nn.Module] | None = None,
         gather_in_8_bits: Mapping[nn.Parameter, Fp8Products] | None = None,
     ) -> None:
@@ -171,7 +176,7 @@ class Optimizer:
         self._count_zeros = count_zeros
         self._rule = rule_of(config)
         self._scale = loss_scale_of(precision)
-        groups = split_groups(named_parameters)
+        groups = split_groups(named_parameters, decouples=decouples_vocabulary)
         self._shared_weights = gradients.share_weights(overlap_gather_in, gather_in_8_bits or {})
         self._offload = config.optimizer_cpu_offload
         self._groups = [
@@ -184,8 +189,9 @@ class Optimizer:
         self._device = groups[0].parameters[0].device
         library = find_library(self._device).library
         self._updates = [
-            (g.is_decayed, g.bind(self._rule, gradients, library, offload=self._offload))
+            (g, g.bind(self._rule, gradients, library, offload=self._offload))
             for g in self._groups
+            if g.weights  # of shards a process may hold none
         ]
         counted_views = gradients.views(lambda p: id(p) in counted_ids)
         self._gradient_sums = choose_tensor_sums(
@@ -213,13 +219,20 @@ class Optimizer:
         """Whether the next iteration has a loss scale that only `end_step` of this one tells."""
         return isinstance(self._scale, DynamicScale)
 
-    def step(self, lr: float, weight_decay: float) -> StepResult:
+    def step(
+        self, lr: float, weight_decay: float, *, decoupled_lr: float | None = None
+    ) -> StepResult:
         """`begin_step` and `end_step` in one, waiting for the device. Collective."""
-        return self.end_step(self.begin_step(lr, weight_decay).tolist())
+        return self.end_step(self.begin_step(lr, weight_decay, decoupled_lr=decoupled_lr).tolist())
 
     @torch.no_grad()
     def begin_step(
-        self, lr: float, weight_decay: float, *, divisor: Tensor | None = None
+        self,
+        lr: float,
+        weight_decay: float,
+        *,
+        decoupled_lr: float | None = None,
+        divisor: Tensor | None = None,
     ) -> Tensor:
         """Unscale, clip and apply the gradients, or leave all as it is where they are not finite.
 
@@ -227,6 +240,7 @@ class Optimizer:
         the device, but for what offloading copies.
 
         Args:
+            decoupled_lr: of what stands apart with `decouples_vocabulary`; None: `lr`.
             divisor: scalar fp64 on the device, the same on all ranks: by what the gradients are
                 too large besides the loss scale; None: by nothing.
 
@@ -244,8 +258,12 @@ class Optimizer:
             gradient_scale=(scale * self._clip_divisor(norm)).float().to(device),
             found_nonfinite=nonfinite.float().to(device),
         )
-        for is_decayed, update in self._updates:
-            update(step, weight_decay=weight_decay if is_decayed else 0.0)
+        apart = step if decoupled_lr is None else replace(step, lr=decoupled_lr)
+        for group, update in self._updates:
+            update(
+                apart if group.is_decoupled else step,
+                weight_decay=weight_decay if group.is_decayed else 0.0,
+            )
         if self._shared_weights is not None:
             self._shared_weights.gather()
         return torch.stack([norm, zeros, nonfinite])

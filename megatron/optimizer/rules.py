@@ -22,7 +22,7 @@ from megatron.kernels.library import KernelLibrary
 
 @dataclass(frozen=True)
 class Step:
-    """One update, the same for all parameters but for the weight decay.
+    """One update, the same for all parameters of a learning rate but for the weight decay.
 
     Attributes:
         lr: learning rate.

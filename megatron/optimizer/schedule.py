@@ -89,11 +89,36 @@ class WeightDecaySchedule:
 
 
 @dataclass(frozen=True)
+class DecoupledEnds:
+    """Peak and minimum of the learning rate of word embeddings and output layer; None where it is
+    that of everything else."""
+
+    peak: float | None = None
+    minimum: float | None = None
+
+
+@dataclass(frozen=True)
 class Schedules:
-    """Both schedules of a run."""
+    """The schedules of a run."""
 
     learning_rate: LearningRateSchedule
     weight_decay: WeightDecaySchedule
+    decoupled: DecoupledEnds = DecoupledEnds()
+
+    @property
+    def decoupled_learning_rate(self) -> LearningRateSchedule | None:
+        """That of word embeddings and output layer: warm-up and decay are those of the others."""
+        ends = self.decoupled
+        if ends.peak is None:
+            return None
+        assert ends.minimum is not None, "both are given, or neither"
+        return replace(self.learning_rate, peak=ends.peak, minimum=ends.minimum)
+
+    def decoupled_at(self, samples: float) -> float | None:
+        """Its value for the update that follows `samples` consumed ones; None where it has none of
+        its own."""
+        schedule = self.decoupled_learning_rate
+        return None if schedule is None else schedule.at(samples)
 
     @classmethod
     def from_config(
@@ -136,12 +161,14 @@ class Schedules:
                 anneal_style=None if anneal is None else schedule.lr_wsd_decay_style,
             ),
             WeightDecaySchedule(start, end, run, optimizer.weight_decay_incr_style),
+            _decoupled_ends(schedule),
         )
 
     def to_dict(self, samples: int) -> dict[str, Any]:
         """The schedules and where they stand, under Megatron's `opt_param_scheduler` names.
 
-        Those of WSD's decay, which Megatron does not save, only where there is one.
+        What Megatron does not save only where there is one: WSD's decay, and the learning rate of
+        word embeddings and output layer.
         """
         values = {
             key: getattr(getattr(self, part), field) for key, (part, field, _) in _FIELDS.items()
@@ -160,8 +187,9 @@ class Schedules:
 
         Raises:
             CheckpointError: neither was chosen and the two differ; or the saved one is a WSD whose
-                decay at the end neither the checkpoint nor the flags give; or it holds a value that
-                is none of a schedule.
+                decay at the end neither the checkpoint nor the flags give; or has a learning
+                rate for word embeddings and output layer, and the flags ask for none; or it holds a
+                value that is none of a schedule.
         """
         given = saved
         saved = {_OLD_NAMES.get(key, key): value for key, value in saved.items()}
@@ -184,11 +212,20 @@ class Schedules:
             )
         if not use_checkpoint:
             _check_equal(self, other)
+        elif self.decoupled.peak is None and other.decoupled.peak is not None:
+            raise CheckpointError(
+                "the checkpoint's schedule has a learning rate for word embeddings and output "
+                f"layer, and this run none to replace: give --decoupled-lr {other.decoupled.peak:g}"
+            )
         return other, samples
 
     def _with_saved(self, saved: dict[str, Any]) -> Schedules:
         """These schedules with every saved value in place of ours."""
-        changes: dict[str, dict[str, Any]] = {"learning_rate": {}, "weight_decay": {}}
+        changes: dict[str, dict[str, Any]] = {
+            "learning_rate": {},
+            "weight_decay": {},
+            "decoupled": {"peak": None, "minimum": None},  # what was not saved, there was not
+        }
         for key, (part, field, _) in _FIELDS.items():
             if key in saved:
                 changes[part][field] = saved[key]
@@ -197,6 +234,7 @@ class Schedules:
         return Schedules(
             replace(self.learning_rate, **changes["learning_rate"]),
             replace(self.weight_decay, **changes["weight_decay"]),
+            replace(self.decoupled, **changes["decoupled"]),
         )
 
 
@@ -206,6 +244,12 @@ _RUN = "--train-iters or --train-samples"
 _FIELDS = {
     "max_lr": ("learning_rate", "peak", "--lr"),
     "min_lr": ("learning_rate", "minimum", "--min-lr"),
+    "decoupled_lr": ("decoupled", "peak", "--decoupled-lr"),
+    "decoupled_min_lr": (
+        "decoupled",
+        "minimum",
+        "--decoupled-min-lr, or else --min-lr, of --decoupled-lr",
+    ),
     "lr_warmup_steps": (
         "learning_rate",
         "warmup",
@@ -297,6 +341,13 @@ def _samples(iterations: int | None, samples: int | None, global_batch: int) -> 
         return iterations * global_batch
     assert samples is not None, "the checks let a run without length through"
     return samples
+
+
+def _decoupled_ends(schedule: ScheduleConfig) -> DecoupledEnds:
+    if schedule.decoupled_lr is None:
+        return DecoupledEnds()
+    least = schedule.decoupled_min_lr
+    return DecoupledEnds(schedule.decoupled_lr, schedule.min_lr if least is None else least)
 
 
 def _decay_ends(optimizer: OptimizerConfig) -> tuple[float, float]:

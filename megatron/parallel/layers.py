@@ -218,6 +218,7 @@ class VocabularyEmbedding(nn.Module):
             init=init,
             axis=layout.tensor,
             split_dim=0,
+            is_vocabulary=True,
             device=device,
             dtype=dtype,
         )

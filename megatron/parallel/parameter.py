@@ -39,6 +39,8 @@ class ParameterSpec:
         partial_gradient: every tensor rank holds all of it but sees a part of the sequence, or
             some heads, only: gradients must be added over them, see `partial_gradients`.
         is_copy: another pipeline stage holds the original, see `tied`.
+        is_vocabulary: a row for each vocabulary entry, where a model begins (word vectors) or ends
+            (output layer): what --decoupled-lr is for.
     """
 
     global_shape: tuple[int, ...]
@@ -47,6 +49,7 @@ class ParameterSpec:
     split_dim: int | None = None
     partial_gradient: bool = False
     is_copy: bool = False
+    is_vocabulary: bool = False
 
 
 def new_parameter(
@@ -56,6 +59,7 @@ def new_parameter(
     axis: Axis | None = None,
     split_dim: int | None = None,
     partial_gradient: bool = False,
+    is_vocabulary: bool = False,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> nn.Parameter:
@@ -74,7 +78,14 @@ def new_parameter(
         shape[split_dim] //= axis.size
         offset[split_dim] = axis.rank * shape[split_dim]
     parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
-    spec = ParameterSpec(tuple(global_shape), tuple(offset), init, split_dim, partial_gradient)
+    spec = ParameterSpec(
+        tuple(global_shape),
+        tuple(offset),
+        init,
+        split_dim,
+        partial_gradient,
+        is_vocabulary=is_vocabulary,
+    )
     parameter.spec = spec  # type: ignore[attr-defined]
     return parameter
 

@@ -227,6 +227,7 @@ def meta_of(run: Run) -> dict[str, Any]:
     return {
         "iteration": progress.iteration,
         "consumed_train_samples": progress.consumed_samples,
+        "skipped_train_samples": progress.skipped_samples,
         "padded_vocab_size": run.padded_vocab_size,
         "optimizer": None if options.no_save_optim else run.optimizer.scalars(),
         "schedule": run.schedules.to_dict(progress.scheduled_samples),
@@ -415,6 +416,7 @@ def _restore_position(run: Run, reader: Reader) -> None:
         )
     run.progress.iteration = meta["iteration"]
     run.progress.consumed_samples = meta["consumed_train_samples"]
+    run.progress.skipped_samples = meta.get("skipped_train_samples", 0)
     if meta.get("rng") and not run.config.checkpoint.no_load_rng:
         run.progress.dropout_seed = meta["rng"]["seed"]
     if not run.config.checkpoint.no_load_optim:  # a fresh optimizer starts its schedule anew

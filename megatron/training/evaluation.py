@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from megatron.command import say
+from megatron.config.run import evaluations_until
 from megatron.data.sample import SampleDataset
 from megatron.training.callbacks.base import Callback, Leave
 from megatron.training.data import batches_from
@@ -76,8 +77,7 @@ def evaluation_position(run: Run) -> int:
     A function of the iteration alone: a resumed run evaluates on what the uninterrupted one
     would have used.
     """
-    interval = run.config.evaluation.eval_interval
-    done = max(0, (run.progress.iteration - 1) // interval)
+    done = evaluations_until(run.config, run.progress.iteration - 1)
     return done * run.config.evaluation.eval_iters * run.batches.global_batch
 
 
@@ -107,8 +107,8 @@ class Evaluation(Callback):
 
 def final_evaluation(run: Run, listeners: Sequence[EvaluationListener]) -> None:
     """Validation and test loss after the last update, on samples no earlier evaluation used."""
-    position = run.progress.iteration // run.config.evaluation.eval_interval
-    skip = position * run.config.evaluation.eval_iters * run.batches.global_batch
+    done = evaluations_until(run.config, run.progress.iteration)
+    skip = done * run.config.evaluation.eval_iters * run.batches.global_batch
     for index, split, data in ((1, "validation", "val"), (2, "test", "test")):
         evaluate_and_report(
             run,

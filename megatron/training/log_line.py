@@ -15,6 +15,8 @@ class LogRecord:
         losses: mean over those iterations that had a finite loss.
         milliseconds: of one iteration.
         grad_norm, zeros, params_norm: of the last iteration; None: left out.
+        skipped_samples: of iterations left out since the run began; 0: not told.
+        decoupled_learning_rate: of word embeddings and output layer; None: not told.
         tokens_per_second: of one process (one GPU, where there is one).
         mfu: model FLOP/s over the device's peak; None where the peak is not known.
     """
@@ -34,15 +36,21 @@ class LogRecord:
     grad_norm: float | None = None
     zeros: int | None = None
     params_norm: float | None = None
+    skipped_samples: int = 0
+    decoupled_learning_rate: float | None = None
 
 
 def training_line(record: LogRecord) -> str:
-    """The line of `training_log` in Megatron-LM 23.08; two fields follow its last one."""
+    """The line of `training_log` in Megatron-LM 23.08; two fields follow its last one. Samples of
+    iterations left out and a decoupled learning rate stand where Megatron Core has them."""
+    decoupled = record.decoupled_learning_rate
     fields = [
         f" iteration {record.iteration:8d}/{record.train_iterations:8d}",
         f"consumed samples: {record.consumed_samples:12d}",
+        *([f"skipped samples: {record.skipped_samples:12d}"] if record.skipped_samples else []),
         f"elapsed time per iteration (ms): {record.milliseconds:.1f}",
         f"learning rate: {record.learning_rate:.3E}",
+        *([] if decoupled is None else [f"decoupled learning rate: {decoupled:.3E}"]),
         f"global batch size: {record.global_batch_size:5d}",
         *(f"{name}: {value:.6E}" for name, value in record.losses.items()),
         f"loss scale: {record.loss_scale:.1f}",
@@ -60,6 +68,14 @@ def training_line(record: LogRecord) -> str:
         f"MFU: {'n/a' if record.mfu is None else f'{record.mfu:.1%}'}",
     ]
     return " | ".join(fields) + " |"
+
+
+def left_out_line(iteration: int, train_iterations: int, samples: int) -> str:
+    """In the place of an iteration's line. Its number for the flag is one less."""
+    return (
+        f" left out iteration {iteration} of {train_iterations} (--iterations-to-skip "
+        f"{iteration - 1}): read past its {samples} samples, updated nothing"
+    )
 
 
 def perplexity(loss: float) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megatron.training.callbacks.base import Callback, Leave
 from megatron.training.run import Run
-from megatron.training.step import StepOutcome, Updates, any_rank
+from megatron.training.step import StepOutcome, Updates, any_rank, leave_out
 
 
 def train(run: Run, callbacks: Sequence[Callback]) -> Leave | None:
@@ -34,6 +34,11 @@ def _steps(run: Run, callbacks: Sequence[Callback]) -> Leave | None:
         leave = Leave(run.exit.reason, run.exit.by_signal)
     updates = Updates(run)
     while leave is None and not run.finished:
+        if run.leaves_out_next:
+            leave_out(run)
+            for callback in callbacks:
+                callback.after_left_out(run)
+            continue
         is_interrupted = any(callback.interrupts(run) for callback in callbacks)
         for callback in callbacks:
             callback.before_step(run)

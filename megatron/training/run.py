@@ -36,14 +36,16 @@ class Progress:
     """Counters that a checkpoint carries.
 
     Attributes:
-        iteration: updates tried so far.
+        iteration: updates tried so far, and iterations left out.
         consumed_samples: training samples read so far: the position in the sample order.
+        skipped_samples: those of iterations that --iterations-to-skip left out.
         scheduled_samples: those of successful updates: the position in the schedules.
         dropout_seed: with the place in the sample order, what dropout masks are drawn from.
     """
 
     iteration: int = 0
     consumed_samples: int = 0
+    skipped_samples: int = 0
     scheduled_samples: int = 0
     dropout_seed: int = 0
 
@@ -105,6 +107,12 @@ class Run:
     def is_log_rank(self) -> bool:
         """The last rank logs, as in Megatron: under a pipeline it is the one that has the loss."""
         return self.layout.world.is_last
+
+    @property
+    def leaves_out_next(self) -> bool:
+        """Whether --iterations-to-skip names the iteration to come."""
+        left_out = self.config.training.iterations_to_skip
+        return left_out is not None and self.progress.iteration in left_out
 
     @property
     def finished(self) -> bool:

@@ -153,6 +153,7 @@ def _optimizer(
         config.optimizer,
         config.precision,
         layout,
+        decouples_vocabulary=config.schedule.decoupled_lr is not None,
         count_zeros=config.logging.log_num_zeros_in_grad,
         overlap_gather_in=parts if config.parallel.overlap_param_gather else None,
         gather_in_8_bits=gathered_in_8_bits(config, parts),

@@ -10,9 +10,11 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from megatron.command import say
 from megatron.optimizer.optimizer import StepResult
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.every_layer import forget_weights
+from megatron.training.log_line import left_out_line
 from megatron.training.passes import Passes
 from megatron.training.run import Run
 
@@ -103,6 +105,7 @@ class Updates:
             ended = run.optimizer.begin_step(
                 lr=run.schedules.learning_rate.at(progress.scheduled_samples),
                 weight_decay=run.schedules.weight_decay.at(progress.scheduled_samples),
+                decoupled_lr=run.schedules.decoupled_at(progress.scheduled_samples),
                 divisor=share,
             )
         for part in run.parts:
@@ -111,7 +114,7 @@ class Updates:
         reading = _Reading(run, ended, passes)
         progress.iteration += 1
         progress.consumed_samples += samples
-        if look_ahead and not run.finished and _may_look_ahead(run):
+        if look_ahead and _may_look_ahead(run):
             journal.iteration = progress.iteration + 1
             self._begun = _next_passes(run)
             self._begun.begin()
@@ -137,6 +140,25 @@ class Updates:
         )
 
 
+def leave_out(run: Run) -> None:
+    """Read past the samples of the next iteration, and update nothing: not the schedules either.
+
+    Every process does so by itself: there is nothing to agree on.
+    """
+    progress, journal = run.progress, run.layout.journal
+    journal.iteration = progress.iteration + 1
+    journal.enter("an iteration left out")
+    samples = run.batches.global_batch_at(progress.consumed_samples)
+    for number in range(run.batches.micro_batches_at(progress.consumed_samples)):
+        with journal.inside(f"loading of micro-batch {number}"):
+            next(run.train_batches)
+    progress.iteration += 1
+    progress.consumed_samples += samples
+    progress.skipped_samples += samples
+    if run.is_log_rank:
+        say(left_out_line(progress.iteration, run.train_iterations, samples))
+
+
 def _next_passes(run: Run) -> Passes:
     """Those of the update that follows what is consumed, with no gradients from before."""
     consumed = run.progress.consumed_samples
@@ -157,10 +179,12 @@ def _next_passes(run: Run) -> Passes:
 
 
 def _may_look_ahead(run: Run) -> bool:
-    """Not where a forward pass waits for other stages, or for a loss scale that may change; and
-    where parts of an update are timed, each is to have its own."""
+    """Not where no update follows; not where a forward pass waits for other stages, or for a loss
+    scale that may change; and where parts of an update are timed, each is to have its own."""
     return (
-        run.layout.pipeline.size == 1
+        not run.finished
+        and not run.leaves_out_next
+        and run.layout.pipeline.size == 1
         and len(run.parts) == 1
         and run.torch_ddp is None
         and not run.optimizer.scale_may_change

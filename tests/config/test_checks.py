@@ -243,6 +243,10 @@ _LINES = [
     ),
     ("--profile --profile-ranks 0 8", "--profile-ranks 8: there are 8 process(es): use 0 to 7"),
     ("--wandb-name x", "--wandb-name x needs --wandb-project"),
+    (
+        "--iterations-to-skip 3 -1",
+        "--iterations-to-skip -1: iterations are counted from 0: give the log's number less 1",
+    ),
     # data
     ("--data-path corpus", "--mock-data and --data-path exclude each other: keep one"),
     (
@@ -337,6 +341,10 @@ def test_what_a_run_needs(name: str) -> None:
             "--save x --save-interval 1 --ckpt-format legacy --lr-decay-style WSD "
             "--lr-wsd-decay-iters 2",
             "--ckpt-format legacy: Megatron-LM 23.08 knows no --lr-decay-style WSD",
+        ),
+        (
+            "--iterations-to-skip 5 40 41",
+            "--iterations-to-skip 40 41: --train-iters 40 end before: nothing is left out there",
         ),
         ("--skip-train", "--skip-train without --load: evaluating an untrained model"),
         ("--no-persist-layer-norm", "--no-persist-layer-norm: there is one LayerNorm kernel"),

@@ -174,8 +174,6 @@ _CORE_MIXTRAL = (
                 "--ckpt-format",
                 "--attention-backend",
                 "--grad-reduce-in-bf16",
-                "--decoupled-lr",
-                "--decoupled-min-lr",
                 "--fp8-amax-history-len",
                 "--fp8-amax-compute-algo",
             ],
@@ -212,7 +210,7 @@ def test_a_script_of_core_is_answered_whole_by_name(
         (
             # What else the answers ask for, dropped.
             re.sub(
-                r"--(ckpt-format|attention-backend|decoupled-(min-)?lr|fp8-amax-\S+) \S+|"
+                r"--(ckpt-format|attention-backend|fp8-amax-\S+) \S+|"
                 r"--grad-reduce-in-bf16",
                 "",
                 _CORE_LLAMA3_8B,

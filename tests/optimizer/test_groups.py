@@ -1,9 +1,10 @@
-"""Which parameters decay."""
+"""Which parameters decay, and which stand apart."""
 
 import torch
 from torch import nn
 
 from megatron.optimizer.groups import split_groups
+from megatron.parallel.parameter import ZEROS, new_parameter
 
 
 def _parameter(*shape):
@@ -42,3 +43,25 @@ def test_empty_groups_and_frozen_parameters_are_left_out():
     frozen.requires_grad_(False)
     groups = split_groups([("a.weight", _parameter(2, 2)), ("a.bias", frozen)])
     assert [group.names for group in groups] == [("a.weight",)]
+
+
+def test_vocabularies_stand_apart_where_they_have_a_rate_of_their_own():
+    named = {
+        name: new_parameter(shape, init=ZEROS, is_vocabulary=name in ("words", "output"))
+        for name, shape in {
+            "words": (8, 4),
+            "a.weight": (4, 4),
+            "a.bias": (4,),
+            "output": (8, 4),
+        }.items()
+    }
+    named["head.weight"] = _parameter(2, 4)  # of no model: it has no spec
+    together = [group.names for group in split_groups(named.items())]
+    assert together == [("words", "a.weight", "output", "head.weight"), ("a.bias",)]
+    groups = split_groups(named.items(), decouples=True)
+    assert [group.names for group in groups] == [
+        ("a.weight", "head.weight"),
+        ("a.bias",),
+        ("words", "output"),
+    ]
+    assert [group.is_decoupled for group in groups] == [False, False, True]

@@ -12,6 +12,7 @@ from megatron.config.precision import PrecisionConfig
 from megatron.optimizer.optimizer import Optimizer
 from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.layout import Layout
+from megatron.parallel.parameter import ZEROS, ParameterSpec
 from tests.distributed import run_distributed
 
 SHAPES = {"a.weight": (5, 7), "a.bias": (2, 5), "norm.weight": (7,)}
@@ -106,6 +107,34 @@ def test_adam_equals_the_formula(clip):
             weights[name] = weights[name] - lr * (mean / spread + here * weights[name])
     for name, parameter in named.items():
         torch.testing.assert_close(parameter.double(), weights[name], rtol=2e-6, atol=1e-7)
+
+
+def test_a_rate_of_their_own_equals_adam_with_groups():
+    named = _parameters()
+    spec = ParameterSpec((5, 7), (0, 0), ZEROS, is_vocabulary=True)
+    named["a.weight"].spec = spec
+    named["b.weight"] = nn.Parameter(named["a.weight"].detach().clone())
+    theirs = {name: nn.Parameter(p.detach().clone()) for name, p in named.items()}
+    optimizer = _optimizer(named, OptimizerConfig(clip_grad=0.0), decouples_vocabulary=True)
+    vectors = [theirs["a.bias"], theirs["norm.weight"]]
+    reference = torch.optim.AdamW(
+        [
+            {"params": [theirs["a.weight"]], "lr": 3e-2, "weight_decay": 0.1},
+            {"params": [theirs["b.weight"]], "lr": 1e-2, "weight_decay": 0.1},
+            {"params": vectors, "lr": 1e-2, "weight_decay": 0.0},
+        ]
+    )
+    for k in range(3):
+        values = _draw(k)
+        values["b.weight"] = values["a.weight"]
+        _set_gradients(optimizer, named, values)
+        assert optimizer.step(1e-2, 0.1, decoupled_lr=3e-2).applied
+        for name, p in theirs.items():
+            p.grad = values[name]
+        reference.step()
+    for name, p in named.items():
+        torch.testing.assert_close(p.detach(), theirs[name].detach(), rtol=2e-6, atol=1e-7)
+    assert (named["a.weight"] - named["b.weight"]).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

@@ -350,6 +350,7 @@ def test_the_best_is_by_the_metric_of_glue(task, better, worse):
         (["--epochs", "1", "--results", "x"], "--results x without --valid-data: nothing is"),
         (["--train-iters", "5"], "--train-iters: --epochs says how long"),
         (["--dataloader-type", "cyclic"], "each epoch is shuffled anyway"),
+        (["--iterations-to-skip", "3"], "it may leave out the end of an epoch"),
         (["--log-validation-ppl-to-tensorboard"], "a task's loss is of no tokens"),
         (["--strict-lambada"], "--strict-lambada belongs to WIKITEXT103, LAMBADA and PERPLEXITY"),
     ],

@@ -14,7 +14,7 @@ from megatron.checkpoint.legacy.inert import Namespace, Opaque
 from megatron.config.data import TOKENIZER_TYPES
 from megatron.config.model import NETWORK_FIELDS
 from megatron.config.optimizer import OptimizerConfig
-from megatron.config.run import RunConfig, known
+from megatron.config.run import RunConfig, evaluations_until, known
 from megatron.config.stages import chunks_of, plan_model
 from megatron.config.yaml_file import to_dict
 from megatron.errors import CheckpointError
@@ -171,6 +171,7 @@ def megatron_arguments(
         "use_distributed_optimizer": parallel.use_distributed_optimizer,
         "padded_vocab_size": rows,
         "consumed_train_samples": meta.get("consumed_train_samples") or 0,
+        "skipped_train_samples": meta.get("skipped_train_samples") or 0,  # Megatron Core reads it
         "params_dtype": dtype,
         "fp16": dtype == torch.float16,
         "bf16": dtype == torch.bfloat16,
@@ -192,5 +193,5 @@ def _evaluated(config: RunConfig, iteration: int) -> int:
     evaluation = config.evaluation
     if not evaluation.eval_interval:
         return 0
-    times = iteration // evaluation.eval_interval
+    times = evaluations_until(config, iteration)
     return times * evaluation.eval_iters * (config.training.global_batch_size or 0)

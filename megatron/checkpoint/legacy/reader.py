@@ -236,6 +236,7 @@ class LegacyReader:
         return {
             "iteration": self.iteration,
             "consumed_train_samples": consumed,
+            "skipped_train_samples": 0 if released else self._args.get("skipped_train_samples", 0),
             "consumed_valid_samples": 0 if released else self._args.get("consumed_valid_samples"),
             "scheduled_samples": schedule.get("num_steps", consumed),
             "padded_vocab_size": self.global_shape("model.embedding.word.weight")[0],

@@ -79,6 +79,12 @@ class LegacyWriter:
             )
         self.reader, self.config, self.data_parallel = reader, config, data_parallel
         self._keeps_optimizer = keep_optimizer and bool(reader.meta.get("optimizer"))
+        if self._keeps_optimizer and "decoupled_lr" in (reader.meta.get("schedule") or {}):
+            raise CheckpointError(
+                f"{reader.path}: its optimizer has a --decoupled-lr, which Megatron-LM 23.08 has "
+                "not: convert the weights alone, without --keep-optimizer, or write the native "
+                "format (--saver native)"
+            )
         self._held = frozenset(reader.names())
         names = [n.removeprefix(_WEIGHTS) for n in reader.names() if n.startswith(_WEIGHTS)]
         parallel = config.parallel

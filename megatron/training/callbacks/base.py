@@ -35,6 +35,9 @@ class Callback:
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
         """After every update; `leave` is set when it was the last one of this process."""
 
+    def after_left_out(self, run: Run) -> None:
+        """After an iteration of --iterations-to-skip, instead of `before_step` and `after_step`."""
+
     def on_end(self, run: Run, leave: Leave | None) -> None:
         """Once, after the last step."""
 

@@ -51,8 +51,15 @@ class Checkpoints(Callback):
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
         by_count = _is_due(run, run.progress.iteration)
         is_last = leave is not None or run.finished
-        if not (by_count or outcome.save_due or is_last):
-            return
+        if by_count or outcome.save_due or is_last:
+            self._save(run, is_last=is_last)
+
+    def after_left_out(self, run: Run) -> None:
+        """Nothing is due then, but a run that ends so is saved too."""
+        if run.finished:
+            self._save(run, is_last=True)
+
+    def _save(self, run: Run, *, is_last: bool) -> None:
         since = time.perf_counter()
         run.save_clock.restart()
         run.layout.journal.enter("saving a checkpoint")

@@ -74,9 +74,11 @@ class LogLine(Callback):
             iteration=run.progress.iteration,
             train_iterations=run.train_iterations,
             consumed_samples=run.progress.consumed_samples,
+            skipped_samples=run.progress.skipped_samples,
             milliseconds=1000.0 * self._seconds / self._iterations,
             # Megatron steps its schedule before it logs: the line shows the next update's rate.
             learning_rate=run.schedules.learning_rate.at(run.progress.scheduled_samples),
+            decoupled_learning_rate=run.schedules.decoupled_at(run.progress.scheduled_samples),
             global_batch_size=outcome.samples,
             losses={name: total / self._counted for name, total in self._sums.items()},
             loss_scale=outcome.loss_scale,

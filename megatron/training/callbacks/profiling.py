@@ -20,6 +20,14 @@ def profile_folder(config: RunConfig) -> Path:
     return Path(config.logging.tensorboard_dir or config.checkpoint.save or ".") / "profile"
 
 
+def _first(config: RunConfig) -> int:
+    """The first iteration to record: from --profile-step-start on, but none that is left out."""
+    first = max(1, config.profiling.profile_step_start)
+    while first - 1 in (config.training.iterations_to_skip or ()):
+        first += 1
+    return first
+
+
 class Profile(Callback):
     """Records iterations [start, end) and writes a trace for a browser's trace viewer.
 
@@ -38,7 +46,7 @@ class Profile(Callback):
 
     def before_step(self, run: Run) -> None:
         upcoming = run.progress.iteration + 1
-        if upcoming == max(1, run.config.profiling.profile_step_start):
+        if upcoming == _first(run.config):
             from torch.profiler import profile
 
             self._profiler = profile(record_shapes=True)
@@ -53,6 +61,13 @@ class Profile(Callback):
         if self._profiler is None:
             return
         self._iteration.__exit__(None, None, None)
+        self._finish_if_over(run, leave)
+
+    def after_left_out(self, run: Run) -> None:
+        if self._profiler is not None:
+            self._finish_if_over(run, None)
+
+    def _finish_if_over(self, run: Run, leave: Leave | None) -> None:
         over = run.progress.iteration + 1 >= run.config.profiling.profile_step_end
         if over or leave or run.finished:
             self._finish(run)

@@ -36,6 +36,10 @@ class ProgressBar(Callback):
         self._bar.set_postfix(losses, refresh=False)
         self._bar.update(1)
 
+    def after_left_out(self, run: Run) -> None:
+        if self._bar is not None:
+            self._bar.update(1)
+
     def on_end(self, run: Run, leave: Leave | None) -> None:
         if self._bar is not None:
             self._bar.close()

@@ -83,6 +83,11 @@ def step_scalars(
             scalars["num-zeros"] = outcome.zeros
     if options.log_learning_rate_to_tensorboard:
         scalars["learning-rate"] = run.schedules.learning_rate.at(run.progress.scheduled_samples)
+        decoupled = run.schedules.decoupled_at(run.progress.scheduled_samples)
+        if decoupled is not None:
+            scalars["decoupled-learning-rate"] = decoupled
+    if run.progress.skipped_samples:
+        scalars["skipped-train-samples"] = run.progress.skipped_samples
     if options.log_batch_size_to_tensorboard:
         scalars["batch-size"] = outcome.samples
     if options.log_loss_scale_to_tensorboard:
