@@ -152,4 +152,5 @@ def test_a_wait_is_seen(monkeypatch) -> None:
 
     monkeypatch.setattr(run.gradients, "reduce", reduce)
     seen = _waits(run, monkeypatch)
-    assert seen == {"tolist": 5, "_local_scalar_dense": 2, "index": 1, "lift_fresh": 1}
+    seen.pop("lift_fresh", None)  # of a number that becomes a tensor; not in torch 2.15
+    assert seen == {"tolist": 5, "_local_scalar_dense": 2, "index": 1}
