@@ -153,6 +153,26 @@ def test_set_up_says_in_one_line_what_is_missing(tmp_path, version, modules, mes
     assert message in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("version", "message"), [("3.13", "could not make"), ("3.10", "no Python 3.11, 3.12 or 3.13")]
+)
+def test_set_up_looks_for_an_interpreter(tmp_path, version, message) -> None:
+    """Of those on the PATH, where a system often has a newer or older one than is tested."""
+    _fake_python(tmp_path / "bin", version, modules=True)
+    for tool in ("sh", "dirname", "cat", "cksum", "sed", "tr", "rm"):
+        (tmp_path / "bin" / tool).symlink_to(str(shutil.which(tool)))
+    result = subprocess.run(
+        ["sh", "tools/setup_venv.sh", str(tmp_path / "venv")],
+        cwd=ROOT,
+        env={"PATH": str(tmp_path / "bin")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 1
+    assert message in result.stderr
+
+
 def test_set_up_never_clears_a_folder_that_is_no_environment(tmp_path) -> None:
     (tmp_path / "precious").touch()
     result = subprocess.run(

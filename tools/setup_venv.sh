@@ -28,11 +28,11 @@ find_python() {
         esac
         return
     fi
-    for python in python3 python3.12 python3.11; do
-        case $(version_of "$python") in 3.11 | 3.12) return ;; esac
+    for python in python3 python3.13 python3.12 python3.11; do
+        case $(version_of "$python") in 3.11 | 3.12 | 3.13) return ;; esac
     done
     found=$(version_of python3)
-    fail "no Python 3.11 or 3.12 on the PATH (python3 is ${found:-missing}): install one (Debian, Ubuntu: apt-get install python3-venv) or name one with PYTHON=/path/to/python"
+    fail "no Python 3.11, 3.12 or 3.13 on the PATH (python3 is ${found:-missing}): install one (Debian, Ubuntu: apt-get install python3-venv) or name one with PYTHON=/path/to/python"
 }
 
 find_python
