@@ -200,9 +200,11 @@ def check_all(stages: int, chunks: int, micro_batches: int) -> tuple[int, int]:
     Raises:
         ScheduleError: of the first that is wrong.
     """
-    from multiprocessing import Pool
+    from concurrent.futures import ProcessPoolExecutor
 
-    with Pool() as pool:
+    # Not multiprocessing.Pool, which ends its workers by SIGTERM and waits: for good, where a
+    # worker has a handler for that signal.
+    with ProcessPoolExecutor() as pool:
         every = layouts(stages, chunks, micro_batches)
-        counts = list(pool.imap_unordered(_check_one, every, chunksize=16))
+        counts = list(pool.map(_check_one, every, chunksize=16))
     return len(counts), sum(counts)
