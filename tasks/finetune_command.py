@@ -271,7 +271,6 @@ def _pretrained(given: Mapping[str, Any], target: Target) -> RunConfig:
         training=replace(
             start.training,
             skip_train=only_evaluates,
-            iterations_to_skip=None,  # of pretraining
             micro_batch_size=_MICRO_BATCH if only_evaluates else start.training.micro_batch_size,
         ),
         checkpoint=replace(start.checkpoint, no_load_optim=only_evaluates),

@@ -184,7 +184,8 @@ def checkpoint_of(root: Path, iteration: int) -> Found:
     there = [name if name == RELEASE else tracker_text(name).decode() for name in held]
     if len(there) > _NAMED:
         there[_NAMED:] = [f"{len(there) - _NAMED} older ones"]
-    remedy = f"there are {', '.join(there)}: give one of them" if there else "there is none at all"
+    named = f"there are those of {', '.join(there)}: give one of them"
+    remedy = named if there else "there is none at all"
     raise CheckpointError(
         f"--ckpt-step {iteration}: {root} holds no checkpoint of this iteration{why}: {remedy}"
     )

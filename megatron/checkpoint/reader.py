@@ -105,6 +105,11 @@ def open_checkpoint(
         problems.append(f"{found.path} is not used: {problem}")
     if not problems:
         return None
+    if step is not None:  # the others have not been looked at
+        raise CheckpointError(
+            f"--ckpt-step {step}: {problems[0]}\n"
+            "restore it from a copy, give another iteration, or drop the flag to take the newest"
+        )
     raise CheckpointError(
         f"{root}: none of its checkpoints can be used:\n  "
         + "\n  ".join(problems)

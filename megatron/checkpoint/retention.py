@@ -87,6 +87,7 @@ def prune(root: Path, newest: int, keep: Keep, before: str | None = None) -> lis
 
     Raises:
         OSError: one could not be deleted; those that are left are whole.
+        CheckpointError: the folder cannot be listed.
     """
     assert keep.latest is None or keep.latest >= 1
     candidates = [

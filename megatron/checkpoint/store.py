@@ -146,6 +146,8 @@ def drop_older(root: Path, newest: int, keep: Keep, before: str | None) -> None:
         prune(root, newest, keep, before)
     except OSError as error:  # what was saved is saved
         warn(f"{error.filename or root}: an old checkpoint stays: {error.strerror}")
+    except CheckpointError as error:  # of one process: the others are training on
+        warn(f"{error}: old checkpoints stay")
 
 
 def prepare(root: Path, folder: str, need: int, *, replaces_legacy: bool = False) -> str:

@@ -112,7 +112,7 @@ def _text_of(file: Path) -> str:
     if len(data) > _MOST_BYTES:
         raise ValueError(f"is larger than {_MOST_BYTES:,} bytes")
     try:
-        return data.decode("utf-8")
+        return data.decode("utf-8-sig")  # without the mark that some editors put first
     except UnicodeDecodeError:
         raise ValueError("is no UTF-8 text") from None
 

@@ -138,7 +138,10 @@ class IndexedDataset:
 
 
 def _require_files(prefix: str) -> None:
-    missing = [path for path in (idx_path(prefix), bin_path(prefix)) if not path.is_file()]
+    try:
+        missing = [path for path in (idx_path(prefix), bin_path(prefix)) if not path.is_file()]
+    except OSError as error:  # the name is too long, or a folder may not be searched
+        raise DataError(f"dataset {prefix}: cannot be looked up: {error.strerror}") from None
     if not missing:
         return
     if prefix.endswith((".bin", ".idx")):

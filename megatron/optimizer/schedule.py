@@ -161,7 +161,7 @@ class Schedules:
                 anneal_style=None if anneal is None else schedule.lr_wsd_decay_style,
             ),
             WeightDecaySchedule(start, end, run, optimizer.weight_decay_incr_style),
-            _decoupled_ends(schedule),
+            _decoupled_ends(schedule.decoupled_lr, schedule.decoupled_min_lr, schedule.min_lr),
         )
 
     def to_dict(self, samples: int) -> dict[str, Any]:
@@ -231,10 +231,12 @@ class Schedules:
                 changes[part][field] = saved[key]
         if changes["learning_rate"].get("style", self.learning_rate.style) != "WSD":
             changes["learning_rate"] |= {"anneal": None, "anneal_style": None}
+        learning_rate = replace(self.learning_rate, **changes["learning_rate"])
+        apart = changes["decoupled"]  # we write both or none; others may write one
         return Schedules(
-            replace(self.learning_rate, **changes["learning_rate"]),
+            learning_rate,
             replace(self.weight_decay, **changes["weight_decay"]),
-            replace(self.decoupled, **changes["decoupled"]),
+            _decoupled_ends(apart["peak"], apart["minimum"], learning_rate.minimum),
         )
 
 
@@ -343,11 +345,11 @@ def _samples(iterations: int | None, samples: int | None, global_batch: int) -> 
     return samples
 
 
-def _decoupled_ends(schedule: ScheduleConfig) -> DecoupledEnds:
-    if schedule.decoupled_lr is None:
+def _decoupled_ends(peak: float | None, least: float | None, min_lr: float) -> DecoupledEnds:
+    """Without a peak there is no minimum either; a peak's is else that of the others."""
+    if peak is None:
         return DecoupledEnds()
-    least = schedule.decoupled_min_lr
-    return DecoupledEnds(schedule.decoupled_lr, schedule.min_lr if least is None else least)
+    return DecoupledEnds(peak, min_lr if least is None else least)
 
 
 def _decay_ends(optimizer: OptimizerConfig) -> tuple[float, float]:

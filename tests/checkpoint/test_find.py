@@ -65,7 +65,8 @@ def test_a_named_iteration_is_the_only_one_that_is_tried(tmp_path, capsys):
     assert (reader.iteration, reader.path) == (2, tmp_path / "iter_0000002")
     shard = next(reader.path.glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match=r"iter_0000002 is not used: .*damaged"):
+    said = r"^--ckpt-step 2: .*iter_0000002 is not used: .*damaged.*\n.*give another iteration"
+    with pytest.raises(CheckpointError, match=said):
         open_checkpoint(tmp_path, step=2)
     (tmp_path / "iter_0000005").mkdir()
     for step, why in (
@@ -76,7 +77,7 @@ def test_a_named_iteration_is_the_only_one_that_is_tried(tmp_path, capsys):
             open_checkpoint(tmp_path, step=step)
         assert str(caught.value) == (
             f"--ckpt-step {step}: {tmp_path} holds no checkpoint of this iteration{why}: there are "
-            "3, 2, 1, release: give one of them"
+            "those of 3, 2, 1, release: give one of them"
         )
     assert not capsys.readouterr().err
 
@@ -85,7 +86,7 @@ def test_an_iteration_that_cannot_be_there(tmp_path):
     for folder, said in (
         (save_state(tmp_path, 1), "is a single checkpoint: give --load the folder that it is in"),
         (tmp_path / "missing", "there is no such folder"),
-        (tmp_path / "iter_0000001" / "..", "there are 1: give one of them"),
+        (tmp_path / "iter_0000001" / "..", "there are those of 1: give one of them"),
     ):
         with pytest.raises(CheckpointError, match=f"^--ckpt-step 2: .*{said}"):
             open_checkpoint(folder, step=2)
@@ -95,7 +96,7 @@ def test_an_iteration_that_cannot_be_there(tmp_path):
         open_checkpoint(empty, step=2)
     for iteration in range(3, 13):
         (empty / f"iter_{iteration:07d}" / "mp_rank_00").mkdir(parents=True)
-    with pytest.raises(CheckpointError, match="there are 12, 11, 10, 9, 8, 7, 6, 5, 2 older ones:"):
+    with pytest.raises(CheckpointError, match="those of 12, 11, 10, 9, 8, 7, 6, 5, 2 older ones:"):
         open_checkpoint(empty, step=2)
 
 

@@ -168,6 +168,20 @@ def test_a_deletion_that_fails_costs_nothing(tmp_path, monkeypatch, capsys, step
     assert {path.name for path in tmp_path.iterdir()} == {"iter_0000003", TRACKER}
 
 
+def test_a_folder_that_cannot_be_listed_costs_nothing(tmp_path, monkeypatch, capsys):
+    """As a network file system may fail just then: one process alone would end, and others wait."""
+    save_state(tmp_path, 1)
+
+    def fail(root):
+        raise CheckpointError(f"{root}: cannot be read: Stale file handle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("megatron.checkpoint.retention.scan", fail)
+        _save(tmp_path, 2, Keep(1))
+    assert "cannot be read: Stale file handle: old checkpoints stay" in capsys.readouterr().err
+    assert _iterations(tmp_path) == [1, 2]
+
+
 def test_without_a_manifest_there_is_nothing_to_hold(tmp_path):
     with pytest.raises(FileNotFoundError):
         hold_for_reading(tmp_path)

@@ -41,6 +41,13 @@ def test_a_text_file_is_as_its_words_on_the_command_line(folder: Path) -> None:
     assert expected.data_path == ("0.3", "a/x_text_document", "0.7", "b/y")
 
 
+def test_a_byte_order_mark_is_no_part_of_the_words(folder: Path) -> None:
+    (folder / "blend.txt").write_bytes(b"\xef\xbb\xbfa")
+    (folder / "each.json").write_bytes(b"\xef\xbb\xbf" + _EACH.encode())
+    assert _data("--data-args-path blend.txt").data_path == ("a",)
+    assert _data("--per-split-data-args-path each.json").valid_data_path == ("C",)
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [

@@ -234,6 +234,8 @@ def test_a_missing_dataset_lists_similar_names(tmp_path: Path) -> None:
         IndexedDataset(tmp_path / "corpus_text_document.bin")
     with pytest.raises(DataError, match="no dataset in"):
         IndexedDataset(tmp_path / "no" / "where")
+    with pytest.raises(DataError, match="a.*: cannot be looked up: File name too long"):
+        IndexedDataset("a" * 5000)  # such as another file's text under --data-args-path
 
 
 @pytest.mark.parametrize(

@@ -233,6 +233,22 @@ def test_a_saved_value_of_no_schedule_is_refused(key, value, expected):
         ours.resumed(saved | {"num_steps": "many"}, override=True)
 
 
+def test_one_saved_value_of_a_decoupled_rate_is_read_as_its_flag():
+    """Another program may write one: a peak alone has the minimum of --min-lr, and a minimum alone
+    is none."""
+    ours = _schedules({"min_lr": 0.1, "decoupled_lr": 0.5})
+    saved = ours.to_dict(30)
+    del saved["decoupled_min_lr"]
+    assert ours.resumed(saved) == (ours, 30)
+    other = _schedules({"min_lr": 0.2, "decoupled_lr": 0.7})
+    taken = other.resumed(saved, use_checkpoint=True)[0]
+    assert taken == ours
+    assert taken.decoupled_at(1000) == 0.1
+    saved["decoupled_min_lr"] = 0.05
+    del saved["decoupled_lr"]
+    assert _schedules({"min_lr": 0.1}).resumed(saved)[0].decoupled_at(0) is None
+
+
 def test_only_evaluating_needs_neither_length_nor_learning_rate():
     training = {"train_iters": 0, "skip_train": True}
     assert _schedules({"lr": None}, training=training).learning_rate.at(0) == 0.0

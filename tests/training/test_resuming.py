@@ -59,7 +59,7 @@ def test_one_checkpoint_is_loaded_by_its_iteration(saved, tmp_path):
     assert run_distributed(2, _iteration, *words, "2") == [2, 2]
     assert _iteration(Layout.single(), *words, "2", "--finetune") == 0
     assert network_of(str(saved), 2) == network_of(str(saved))
-    told = f"--ckpt-step 3: {saved} holds no checkpoint of this iteration: there are 4, 2: give one"
+    told = f"--ckpt-step 3: {saved} holds no checkpoint of this iteration: there are those of 4, 2:"
     assert told in _refusal(*words, "3")
     with pytest.raises(CheckpointError, match="^--ckpt-step 3: "):
         network_of(str(saved), 3)
