@@ -68,7 +68,7 @@ _AT_LEAST: Mapping[str, int] = {
     "checkpoint.save_interval": 1,
     "checkpoint.keep_latest": 1,
     "checkpoint.save_retain_interval": 1,
-    "checkpoint.ckpt_step": 1,
+    "checkpoint.ckpt_step": 0,
     "logging.log_interval": 1,
     "logging.tensorboard_log_interval": 1,
     "logging.tensorboard_queue_size": 1,

@@ -102,8 +102,9 @@ def learning_rate(config: RunConfig, world_size: int) -> Iterator[str]:
         yield f"--min-lr {schedule.min_lr:g} is above --lr {schedule.lr:g}: lower it"
     yield from _decoupled_learning_rate(schedule)
     first = schedule.lr_warmup_init
-    if schedule.lr is not None and first > schedule.lr:
-        yield f"--lr-warmup-init {first:g} is above --lr {schedule.lr:g}: lower it"
+    for name, peak in (("--lr", schedule.lr), ("--decoupled-lr", schedule.decoupled_lr)):
+        if peak is not None and first > peak:
+            yield f"--lr-warmup-init {first:g} is above {name} {peak:g}: lower it"
     if schedule.override_opt_param_scheduler and schedule.use_checkpoint_opt_param_scheduler:
         yield (
             "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each "

@@ -59,7 +59,7 @@ _LINES = [
         "--save-retain-interval 2 needs --save-interval: give a divisor of it",
     ),
     ("--ckpt-step 5", "--ckpt-step 5 needs --load: give the folder of the checkpoint"),
-    ("--load here --ckpt-step 0", "--ckpt-step 0: must be at least 1"),
+    ("--load here --ckpt-step -1", "--ckpt-step -1: must be at least 0"),
     (
         "--no-initialization",
         "--no-initialization needs --load: give the folder of the checkpoint",

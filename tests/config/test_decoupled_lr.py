@@ -26,6 +26,10 @@ _LEGACY = "--decoupled-lr 0.5 --save x --save-interval 1 --ckpt-format legacy"
             "--ckpt-format legacy with --decoupled-lr 0.5: Megatron-LM 23.08 has no such learning "
             "rate, and its optimizer's files no place for one: use --ckpt-format native",
         ),
+        (
+            "--lr-warmup-init 1e-4 --decoupled-lr 1e-5",
+            "--lr-warmup-init 0.0001 is above --decoupled-lr 1e-05: lower it",
+        ),
         ("--decoupled-lr -1", "--decoupled-lr -1.0: must be at least 0"),
         (
             "--decoupled-lr 0.1 --decoupled-min-lr -1",
