@@ -74,8 +74,8 @@ def evaluate_and_report(
 def evaluation_position(run: Run) -> int:
     """Validation samples that earlier evaluations consumed, at the current iteration.
 
-    A function of the iteration alone: a resumed run evaluates on what the uninterrupted one
-    would have used.
+    A function of the iteration and the flags alone: a run resumed with the same flags evaluates on
+    what the uninterrupted one would have used.
     """
     done = evaluations_until(run.config, run.progress.iteration - 1)
     return done * run.config.evaluation.eval_iters * run.batches.global_batch
