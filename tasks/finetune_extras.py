@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.exchange import Exchange
-from megatron.checkpoint.vocabulary import PaddedReader
+from megatron.checkpoint.exchange import JsonExchange
+from megatron.checkpoint.reader import PaddedReader
 from megatron.command import say
 from megatron.config.run import known
 from megatron.config.tasks import TaskConfig
@@ -147,7 +147,7 @@ class Finetuning(Extras):
         root = Path(run.config.checkpoint.save) / BEST
         target = self._recipe.target
         score = target.score(target.numbers(evaluated.all_files))
-        best = Exchange(run.layout.world).on_main(lambda: _best_score(root, target.scores))
+        best = JsonExchange(run.layout.world).on_main(lambda: _best_score(root, target.scores))
         if not score > best:  # of numbers that are none nothing is kept
             return
         save_weights(run, root)

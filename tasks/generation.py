@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron.checkpoint.exchange import Exchange
+from megatron.checkpoint.exchange import JsonExchange
 from megatron.config.run import known
 from megatron.device import Device
 from megatron.errors import UserError
@@ -65,7 +65,7 @@ class Generator:
         mine = range(self._data.rank, len(wishes), self._data.size)
         texts = self._answer({str(i): wishes[i] for i in mine})
         found: dict[str, str] = {}
-        for part in Exchange(self._world).gather(texts if self._is_speaker else {}):
+        for part in JsonExchange(self._world).gather(texts if self._is_speaker else {}):
             found |= part
         return [found[str(i)] for i in range(len(wishes))]
 

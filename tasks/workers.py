@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from megatron.checkpoint.entries import Json
-from megatron.checkpoint.exchange import Exchange
+from megatron.checkpoint.exchange import JsonExchange
 from megatron.parallel.layout import Axis
 
 Work = Callable[[Json], Json]
@@ -21,7 +21,7 @@ class Workers:
     """
 
     def __init__(self, world: Axis, works: Mapping[str, Work]) -> None:
-        self._exchange = Exchange(world)
+        self._exchange = JsonExchange(world)
         self._works = works
 
     def call(self, name: str, argument: Json) -> Json:

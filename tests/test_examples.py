@@ -113,7 +113,7 @@ def _sentences(folder: Path) -> dict[str, str]:
 
 def _small_llama(folder: Path) -> Path:
     """An imported Llama for the toy tokenizer."""
-    from tests.checkpoint.hf.models import CASES, Case, tensors_of, write_folder
+    from tests.checkpoint.huggingface.models import CASES, Case, tensors_of, write_folder
     from tools.checkpoint import util
 
     case = Case({**CASES["llama"].config, "vocab_size": 200})
@@ -126,8 +126,8 @@ def _small_llama(folder: Path) -> Path:
 def _llama2_shape(folder: Path, script: Path) -> Path:
     """A checkpoint that says what Llama 2's does about its network, without its tensors."""
     from megatron.checkpoint.entries import Entry
-    from megatron.checkpoint.hf.families import families
-    from megatron.checkpoint.hf.settings import Settings
+    from megatron.checkpoint.huggingface.families import families
+    from megatron.checkpoint.huggingface.settings import Settings
     from megatron.checkpoint.store import save
     from megatron.config.run import RunConfig
     from megatron.config.yaml_file import to_dict

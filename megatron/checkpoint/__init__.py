@@ -1,13 +1,25 @@
-"""Checkpoints that never lie: safetensors and JSON, written whole or not at all, verified on load.
-
-    store.save(root, iteration, entries, meta, layout)      write one, collectively
-    find.list_checkpoints(root)                             what is there to load, in which order
-    reader.open_checkpoint(root)                            the newest one that verifies
-    restore.restore(reader, entries)                        fill tensors, after checking all of them
-    lock.SaveLock(root)                                     one job per folder
-    any_format.open_any(path)                               whoever wrote it, wherever it lies
+"""Checkpoints: native files that are written whole or not at all and verified on load, and others'.
 
 A state is a dict of `Entry` by name: "model.layers.0.attention.qkv.weight",
-"optimizer.layers.0.attention.qkv.weight.exp_avg". Each entry knows where its tensor stands in
-the whole one, so files do not depend on how the reader splits the model.
+"optimizer.layers.0.attention.qkv.weight.exp_avg". Each entry knows where its tensor lies in the
+whole one, so files do not depend on how the process that reads them splits the model.
+
+The native format, safetensors and JSON:
+    entries     tensors, number types, boxes of indices
+    shard       one safetensors file, hashed while it is written
+    manifest    manifest.json: every file and tensor of a checkpoint with digests
+    plan        which process writes which part of which tensor
+    exchange    JSON messages between processes
+    store       `save`: write a checkpoint collectively; convert any checkpoint to this format
+    background  the same while training goes on
+    find        which checkpoints a folder holds
+    lock        one job at a time saves into a folder
+    retention   which older checkpoints are deleted
+Reading:
+    reader      the interface `Reader` of all formats; native checkpoints; `restore` fills tensors
+    loading     open the newest sound checkpoint of a folder, whatever its format
+    inspection  describe and compare checkpoints
+Other formats:
+    legacy      Megatron-LM's own files
+    huggingface folders of Hugging Face
 """

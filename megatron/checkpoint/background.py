@@ -19,9 +19,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megatron.checkpoint.dtypes import BY_NAME
-from megatron.checkpoint.entries import Json, State
-from megatron.checkpoint.exchange import Exchange
+from megatron.checkpoint.entries import DTYPES, Json, State
+from megatron.checkpoint.exchange import JsonExchange
 from megatron.checkpoint.plan import describe, share_of
 from megatron.checkpoint.retention import Keep
 from megatron.checkpoint.shard import plan_shard
@@ -77,7 +76,7 @@ class HostCopy:
         copies = {}
         for name, place in self._places.items():
             held = self._buffer[place.start : place.start + place.size]
-            copies[name] = held.view(BY_NAME[place.dtype]).view(place.shape)
+            copies[name] = held.view(DTYPES[place.dtype]).view(place.shape)
             copies[name].copy_(tensors[name].detach(), non_blocking=True)
         self._device.synchronize()
         return copies
@@ -171,7 +170,7 @@ class BackgroundSaver:
     def _work(self, iteration: int, mine: Mapping[str, Tensor], meta: Json, waited: float) -> None:
         with suppress(OSError):  # of this thread alone, and of those that it starts
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-        exchange, started = Exchange(self._layout.world), time.perf_counter()
+        exchange, started = JsonExchange(self._layout.world), time.perf_counter()
         outcome: Saved | Exception
         try:
             longest = max(exchange.gather(waited))

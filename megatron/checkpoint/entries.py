@@ -1,14 +1,15 @@
-"""What a state consists of: tensors that know their place in the whole, and boxes of indices."""
+"""Tensors that know their place in the whole, their number types, and boxes of indices."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from megatron.errors import CheckpointError
 
@@ -145,3 +146,71 @@ def check_request(
             "network's shape must be that of the checkpoint (--use-checkpoint-args takes it)"
         )
     assert part.fits(held), f"{name}: {part} outside {held}"
+
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Safetensors' name of a type, for example "BF16". ValueError where it has none."""
+    if dtype not in _DTYPE_NAMES:
+        raise ValueError(f"checkpoints cannot hold {dtype}")
+    return _DTYPE_NAMES[dtype]
+
+
+def dtype_size(name: str) -> int:
+    """Bytes of one element."""
+    return DTYPES[name].itemsize
+
+
+class LazyTensor(torch.Tensor):
+    """Has shape and type from the start; every operation on it reads the values anew.
+
+    To be written once: the values live as long as the operation's result.
+    """
+
+    read: Callable[[], torch.Tensor]
+
+    @staticmethod
+    def __new__(
+        cls, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[], torch.Tensor]
+    ) -> LazyTensor:
+        tensor: LazyTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
+        tensor.read = read
+        return tensor
+
+    # Results are plain tensors.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
+        args, kwargs = tree_map(_values, (args, dict(kwargs or {})))
+        return func(*args, **kwargs)
+
+
+def _values(value: Any) -> Any:
+    if not isinstance(value, LazyTensor):
+        return value
+    values = value.read()
+    assert values.shape == value.shape and values.dtype == value.dtype, (value.shape, values.shape)
+    return values

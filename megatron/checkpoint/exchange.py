@@ -15,7 +15,7 @@ from megatron.parallel.layout import Axis
 
 
 @dataclass(frozen=True)
-class Exchange:
+class JsonExchange:
     """Talk among all ranks of a run. With one rank nothing is sent and no group is needed."""
 
     world: Axis

@@ -33,7 +33,7 @@ _TRACKER_TEXT = re.compile(rf"\s*(\d{{1,12}}|{RELEASE})\s*")
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCheckpoint:
     """A checkpoint that looks complete; only opening it tells whether it is sound.
 
     Attributes:
@@ -58,7 +58,7 @@ def tracker_text(folder: str) -> bytes:
     return (str(int(match.group(1))) if match else folder).encode()
 
 
-def list_checkpoints(root: Path, *, quiet: bool = False) -> list[Found]:
+def list_checkpoints(root: Path, *, quiet: bool = False) -> list[FoundCheckpoint]:
     """All complete checkpoints, in the order to try them; none where the folder is missing, or
     never held one.
 
@@ -120,9 +120,9 @@ def read_tracker(root: Path) -> tuple[str | None, str | None]:
     return (RELEASE if word == RELEASE else iteration_folder(int(word))), None
 
 
-def scan(root: Path) -> tuple[list[Found], list[str]]:
+def scan(root: Path) -> tuple[list[FoundCheckpoint], list[str]]:
     """Complete checkpoints, newest first, and what is wrong with the others in words."""
-    found: list[Found] = []
+    found: list[FoundCheckpoint] = []
     problems: list[str] = []
     if not root.is_dir():
         return found, problems
@@ -140,13 +140,13 @@ def scan(root: Path) -> tuple[list[Found], list[str]]:
         if kind is None:
             problems.append(f"{path.name} {problem}")
             continue
-        found.append(Found(kind, int(match.group(1)) if match else 0, path))
+        found.append(FoundCheckpoint(kind, int(match.group(1)) if match else 0, path))
     # A replaced one comes after the one that replaced it: ".old-" makes its name longer.
     found.sort(key=lambda one: (-one.iteration, len(one.path.name), one.path.name))
     return found, problems
 
 
-def checkpoint_at(path: Path) -> Found | None:
+def checkpoint_at(path: Path) -> FoundCheckpoint | None:
     """The checkpoint whose own folder this is, `iter_0000100` or `release`; None: it is not one.
 
     Raises:
@@ -158,10 +158,10 @@ def checkpoint_at(path: Path) -> Found | None:
     if kind is None:
         return None
     match = _FOLDER.fullmatch(path.name)
-    return Found(kind, int(match.group(1)) if match else 0, path.absolute())
+    return FoundCheckpoint(kind, int(match.group(1)) if match else 0, path.absolute())
 
 
-def checkpoint_of(root: Path, iteration: int) -> Found:
+def checkpoint_of(root: Path, iteration: int) -> FoundCheckpoint:
     """The complete checkpoint of an iteration, for --ckpt-step.
 
     Raises:

@@ -13,8 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.checkpoint import dtypes
-from megatron.checkpoint.entries import Box, Json, is_tiled
+from megatron.checkpoint.entries import DTYPES, Box, Json, dtype_size, is_tiled
 from megatron.checkpoint.shard import digest_of
 
 MANIFEST = "manifest.json"
@@ -40,7 +39,7 @@ class FileInfo:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorPiece:
     """Part of a tensor: which file holds it, which indices it covers, where its bytes are."""
 
     file: str
@@ -56,7 +55,7 @@ class TensorInfo:
 
     dtype: str
     global_shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorPiece, ...]
 
 
 def keys_in_files(name: str, files: Iterable[str]) -> list[str]:
@@ -107,14 +106,14 @@ class Manifest:
 
 
 def _check_tensor(name: str, tensor: TensorInfo, files: dict[str, FileInfo]) -> None:
-    if tensor.dtype not in dtypes.BY_NAME:
+    if tensor.dtype not in DTYPES:
         raise ManifestError(f"{name} has unknown type {tensor.dtype!r}")
     if not is_tiled(tensor.global_shape, (piece.box for piece in tensor.pieces)):
         raise ManifestError(f"the pieces of {name} do not make up {list(tensor.global_shape)}")
     for piece in tensor.pieces:
         if piece.file not in files:
             raise ManifestError(f"{name} lies in {piece.file}, which the manifest does not list")
-        if piece.size != piece.box.volume * dtypes.size_of(tensor.dtype):
+        if piece.size != piece.box.volume * dtype_size(tensor.dtype):
             raise ManifestError(f"{name} in {piece.file} has a wrong size")
         info = files[piece.file]
         if not info.header_size <= piece.start <= info.size - piece.size:
@@ -159,7 +158,7 @@ def _text(value: Json) -> bytes:
     return (json.dumps(value, allow_nan=False) + "\n").encode("ascii")
 
 
-def _dump_piece(piece: Piece) -> dict[str, Json]:
+def _dump_piece(piece: TensorPiece) -> dict[str, Json]:
     return {
         "file": piece.file,
         "offset": list(piece.box.offset),
@@ -220,8 +219,8 @@ def _build(body: dict[str, Any]) -> Manifest:
     )
 
 
-def _build_piece(piece: Any) -> Piece:
-    return Piece(
+def _build_piece(piece: Any) -> TensorPiece:
+    return TensorPiece(
         file=_get(piece, "file", str),
         box=Box(_counts(piece, "offset"), _counts(piece, "shape")),
         start=_count(piece, "start"),

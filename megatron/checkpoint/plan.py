@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.checkpoint.dtypes import name_of, size_of
-from megatron.checkpoint.entries import Box, Json, State, flatten, is_tiled
+from megatron.checkpoint.entries import Box, Json, State, dtype_name, dtype_size, flatten, is_tiled
 from megatron.checkpoint.manifest import keys_in_files
 
 # The system lets one thread at a time write to a file: large shares go to several.
@@ -31,7 +30,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SavePlan:
     """What the whole checkpoint will consist of; the same on every rank.
 
     Attributes:
@@ -47,7 +46,9 @@ class Plan:
     @property
     def total_bytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(math.prod(self.shapes[name]) * size_of(self.dtypes[name]) for name in self.parts)
+        return sum(
+            math.prod(self.shapes[name]) * dtype_size(self.dtypes[name]) for name in self.parts
+        )
 
 
 def describe(entries: State) -> Json:
@@ -55,7 +56,7 @@ def describe(entries: State) -> Json:
     return [
         [
             name,
-            name_of(entry.tensor.dtype),
+            dtype_name(entry.tensor.dtype),
             list(entry.global_shape),
             list(entry.box.offset),
             list(entry.box.shape),
@@ -64,7 +65,7 @@ def describe(entries: State) -> Json:
     ]
 
 
-def make_plan(held: list[Json]) -> Plan:
+def make_plan(held: list[Json]) -> SavePlan:
     """Who writes what, from what every rank holds (see `describe`), in rank order.
 
     What several ranks hold, the one writes that has the fewest bytes to write so far.
@@ -91,7 +92,7 @@ def make_plan(held: list[Json]) -> Plan:
         name: [Part(rank := writers[name, box], box, numbers[rank, name]) for box in boxes]
         for name, boxes in holders.items()
     }
-    return Plan(dtypes, shapes, parts)
+    return SavePlan(dtypes, shapes, parts)
 
 
 def _share_out(
@@ -99,7 +100,7 @@ def _share_out(
 ) -> dict[tuple[str, Box], int]:
     """One writer for every part: first those without a choice, then the largest first."""
     parts = [
-        (box.volume * size_of(dtypes[name]), name, box, candidates)
+        (box.volume * dtype_size(dtypes[name]), name, box, candidates)
         for name, boxes in holders.items()
         for box, candidates in boxes.items()
     ]
@@ -119,7 +120,7 @@ def _spread(
     with the fewest bytes so far."""
     sizes, shares = Counter[tuple[int, str]](), Counter[int]()
     for (name, box), rank in writers.items():
-        size = box.volume * size_of(dtypes[name])
+        size = box.volume * dtype_size(dtypes[name])
         sizes[rank, name] += size
         shares[rank] += size
     loads = {rank: [0] * max(1, min(_FILES, size // _LARGE)) for rank, size in shares.items()}
@@ -131,7 +132,7 @@ def _spread(
     return numbers
 
 
-def share_of(plan: Plan, entries: State, rank: int) -> dict[str, torch.Tensor]:
+def share_of(plan: SavePlan, entries: State, rank: int) -> dict[str, torch.Tensor]:
     """This rank's share of the plan, by key in its files."""
     held = {(name, entry.box): entry.tensor for name, entry in flatten(entries)}
     return {
@@ -142,7 +143,7 @@ def share_of(plan: Plan, entries: State, rank: int) -> dict[str, torch.Tensor]:
     }
 
 
-def files_of(plan: Plan, rank: int) -> dict[str, list[str]]:
+def files_of(plan: SavePlan, rank: int) -> dict[str, list[str]]:
     """The files that a rank writes, by name, each with its keys."""
     files: dict[str, list[str]] = {}
     for name, parts in plan.parts.items():

@@ -1,36 +1,49 @@
-"""Open the newest checkpoint that verifies, and read any part of any tensor in it."""
+"""Read any part of any tensor of a checkpoint, and fill a state from it."""
 
 from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
-from megatron.checkpoint import dtypes
-from megatron.checkpoint.entries import Box, Json, check_request
-from megatron.checkpoint.exchange import Exchange
-from megatron.checkpoint.find import Found, checkpoint_at, checkpoint_of, list_checkpoints
+from megatron.checkpoint.entries import (
+    DTYPES,
+    Box,
+    Json,
+    State,
+    check_request,
+    flatten,
+)
 from megatron.checkpoint.manifest import (
     MANIFEST,
     MAX_BYTES,
     Manifest,
     ManifestError,
-    Piece,
     TensorInfo,
+    TensorPiece,
     describe,
     keys_in_files,
     parse,
 )
 from megatron.checkpoint.retention import hold_for_reading
-from megatron.checkpoint.shard import THREADS, Placement, digest_of_range, parse_header
-from megatron.errors import CheckpointError, warn
-from megatron.parallel.layout import Layout
+from megatron.checkpoint.shard import (
+    PIECE,
+    THREADS,
+    Placement,
+    bytes_of,
+    digest_of_range,
+    parse_header,
+)
+from megatron.device import Device, Ferries
+from megatron.errors import CheckpointError
 
 
 class Reader(Protocol):
@@ -66,106 +79,6 @@ class Reader(Protocol):
             CheckpointError: no such tensor, or the whole one has another shape than
                 `global_shape`.
         """
-
-
-def open_checkpoint(
-    root: Path | str,
-    *,
-    step: int | None = None,
-    verify: bool = True,
-    layout: Layout | None = None,
-) -> Reader | None:
-    """The first checkpoint in `find.list_checkpoints` order that is sound; None in an empty folder.
-
-    Where `root` is a checkpoint's own folder (`iter_0000100`), or an iteration is named, that one
-    and no other.
-
-    Collective over `layout`, where one is given: ranks share the work of verifying, and open the
-    same checkpoint. The folder must be on a file system that all of them see.
-
-    Args:
-        root: folder of checkpoints, or one of them.
-        step: the iteration of the one to open.
-        verify: compare every digest; off: sizes and the manifest only.
-
-    Raises:
-        CheckpointError: all that there are, are damaged; says what is wrong with each. Or there is
-            none of the iteration.
-    """
-    exchange = Exchange((layout or Layout.single()).world)
-    root = Path(root).absolute()
-    listed = exchange.on_main(lambda: [_to_json(one) for one in _candidates(root, step)])
-    problems: list[str] = []
-    for found in map(_from_json, listed):
-        reader, problem = _try_open(found, exchange, verify)
-        if reader is not None:
-            if problems and exchange.is_main:
-                warn("\n  ".join([*problems, f"using {found.path.name} instead"]))
-            return reader
-        problems.append(f"{found.path} is not used: {problem}")
-    if not problems:
-        return None
-    if step is not None:  # the others have not been looked at
-        raise CheckpointError(
-            f"--ckpt-step {step}: {problems[0]}\n"
-            "restore it from a copy, give another iteration, or drop the flag to take the newest"
-        )
-    raise CheckpointError(
-        f"{root}: none of its checkpoints can be used:\n  "
-        + "\n  ".join(problems)
-        + "\nrestore one from a copy, or name an empty folder to start from scratch"
-    )
-
-
-def _candidates(root: Path, step: int | None) -> list[Found]:
-    if step is not None:
-        return [checkpoint_of(root, step)]
-    itself = checkpoint_at(root)
-    return list_checkpoints(root) if itself is None else [itself]
-
-
-def _to_json(found: Found) -> Json:
-    return [found.format, found.iteration, str(found.path)]
-
-
-def _from_json(value: Json) -> Found:
-    return Found(value[0], value[1], Path(value[2]))
-
-
-def _try_open(found: Found, exchange: Exchange, verify: bool) -> tuple[Reader | None, str | None]:
-    """A reader that every rank agrees on, or the first problem that any rank met. Collective."""
-    reader: Reader | None = None
-    problem = None
-    try:
-        reader = open_found(
-            found, verify=verify, rank=exchange.world.rank, ranks=exchange.world.size
-        )
-    except CheckpointError as error:
-        problem = str(error)
-    problems = [text for text in exchange.gather(problem) if text is not None]
-    return (None, problems[0]) if problems else (reader, None)
-
-
-def open_found(found: Found, *, verify: bool = True, rank: int = 0, ranks: int = 1) -> Reader:
-    """Open this one, without a fallback; verify this rank's share of it.
-
-    Raises:
-        CheckpointError: it is damaged, or of a kind that is not read.
-    """
-    if found.format == "legacy":
-        from megatron.checkpoint.legacy.reader import LegacyReader
-
-        try:
-            return LegacyReader(found.path, verify=verify, rank=rank, ranks=ranks)
-        except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
-            # The tree comes from outside: what is no dict, or no number, can be anywhere in it.
-            raise CheckpointError(f"not a tree of Megatron-LM: {error}") from error
-    reader = NativeReader(found.path)
-    if reader.iteration != found.iteration and found.path.name.startswith("iter_"):
-        raise CheckpointError(f"{MANIFEST} is of iteration {reader.iteration}")
-    if verify:
-        reader.verify(rank, ranks)
-    return reader
 
 
 class _Span(NamedTuple):
@@ -272,7 +185,7 @@ class NativeReader:
         return self._info(name).global_shape
 
     def dtype(self, name: str) -> torch.dtype:
-        return dtypes.BY_NAME[self._info(name).dtype]
+        return DTYPES[self._info(name).dtype]
 
     def read(self, name: str, wanted: Box, *, global_shape: tuple[int, ...]) -> torch.Tensor:
         info = self._info(name)
@@ -281,7 +194,7 @@ class NativeReader:
         for key, piece in zip(keys, info.pieces, strict=True):
             if piece.box.intersect(wanted) == wanted:
                 return self._read_piece(key, piece, wanted)  # the file's own pages
-        result = torch.empty(wanted.shape, dtype=dtypes.BY_NAME[info.dtype])
+        result = torch.empty(wanted.shape, dtype=DTYPES[info.dtype])
         for key, piece in zip(keys, info.pieces, strict=True):
             common = piece.box.intersect(wanted)
             if common is not None:
@@ -289,7 +202,7 @@ class NativeReader:
                 result[common.within(wanted)] = part
         return result
 
-    def _read_piece(self, key: str, piece: Piece, part: Box) -> torch.Tensor:
+    def _read_piece(self, key: str, piece: TensorPiece, part: Box) -> torch.Tensor:
         try:
             file = self._open(piece.file)
             if part == piece.box:
@@ -346,3 +259,160 @@ def _check_size(file: Path, size: int) -> None:
         raise CheckpointError(f"{file.name}: not a plain file")
     if status.st_size != size:
         raise CheckpointError(f"{file.name}: damaged: {status.st_size:,} bytes instead of {size:,}")
+
+
+_ROWS = 4096  # read at a time
+_TABLES = ("embedding.word.weight", "output.weight", "output.bias")
+
+
+class PaddedReader:
+    """Presents a checkpoint's vocabulary tables with `rows` rows.
+
+    Rows that the file has beyond them are left out. Rows that it lacks stand for no entry, but
+    take part in the softmax: of a weight (and its fp32 master) they read as the mean of the
+    entries' rows, of the optimizer's moments as zero. The logit of a mean row is the mean logit,
+    whose exponential is at most the mean of the exponentials (Jensen): a padding entry gets no
+    more than an even share of the probability. To a row of zeros, whose logit is 0, GPT-2 gives
+    nearly everything: its other logits are far below.
+
+    Raises:
+        CheckpointError: the file has fewer rows than the tokenizer has entries.
+    """
+
+    def __init__(self, reader: Reader, *, rows: int, entries: int) -> None:
+        self._reader = reader
+        self._rows = rows
+        self._entries = entries
+        self.format, self.path = reader.format, reader.path
+        self.iteration, self.meta = reader.iteration, reader.meta
+        for name in filter(is_vocabulary_table, reader.names()):
+            held = reader.global_shape(name)[0]
+            if held < entries:
+                raise CheckpointError(
+                    f"{reader.path}: {name} has {held} rows, the tokenizer {entries} entries: give "
+                    "the vocabulary files that the checkpoint was trained with"
+                )
+
+    def names(self) -> list[str]:
+        """Names of all tensors, sorted."""
+        return self._reader.names()
+
+    def dtype(self, name: str) -> torch.dtype:
+        """A tensor's number type."""
+        return self._reader.dtype(name)
+
+    def global_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a whole tensor, vocabulary tables with the rows asked for."""
+        shape = self._reader.global_shape(name)
+        return (self._rows, *shape[1:]) if is_vocabulary_table(name) else shape
+
+    def read(self, name: str, wanted: Box, *, global_shape: tuple[int, ...]) -> torch.Tensor:
+        """The wanted part of a tensor, on the CPU."""
+        held = self._reader.global_shape(name)
+        if not is_vocabulary_table(name) or held[0] == global_shape[0]:
+            return self._reader.read(name, wanted, global_shape=global_shape)
+        (first, *offset), (rows, *shape) = wanted.offset, wanted.shape
+        part = torch.zeros(wanted.shape, dtype=self._reader.dtype(name))
+        count = min(rows, max(0, held[0] - first))
+        if count < rows and (name.startswith("model.") or name.endswith(".master")):
+            mean = self._mean_row(name)
+            part[:] = mean[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
+        if count:
+            known = Box(wanted.offset, (count, *shape))
+            part[:count] = self._reader.read(name, known, global_shape=held)
+        return part
+
+    def _mean_row(self, name: str) -> torch.Tensor:
+        """Mean [h] of the entries' rows (of a bias [], their mean), in fp32; read in pieces, which
+        no rank holds together."""
+        held = self._reader.global_shape(name)
+        total = torch.zeros(held[1:], dtype=torch.float64)
+        for start in range(0, self._entries, _ROWS):
+            shape = (min(_ROWS, self._entries - start), *held[1:])
+            piece = Box((start, *(0 for _ in held[1:])), shape)
+            rows = self._reader.read(name, piece, global_shape=held)
+            total += rows.sum(0, dtype=torch.float64)
+        return (total / self._entries).float()
+
+
+def is_vocabulary_table(name: str) -> bool:
+    """`model.` or `optimizer.`, then a table, then perhaps the kind of state."""
+    return name.partition(".")[2].startswith(_TABLES)
+
+
+_SHOWN = 10  # problems listed in a message
+
+
+def restore(
+    reader: Reader,
+    entries: State,
+    *,
+    prefixes: Iterable[str] = (),
+    cast: bool = False,
+) -> None:
+    """Copy the checkpoint's values into the entries' tensors, in place.
+
+    Args:
+        reader: an opened checkpoint.
+        entries: what to fill; each rank passes its own.
+        prefixes: the checkpoint may hold nothing under these ("model.") that no entry asks for.
+            Only for ranks that hold all of it: not with pipeline parallelism.
+        cast: allow another number type in the checkpoint.
+
+    Raises:
+        CheckpointError: lists all tensors that are missing, left over, or of another shape or
+            type. Nothing has been changed then.
+    """
+    problems = find_problems(reader, entries, prefixes=prefixes, cast=cast)
+    if problems:
+        more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise CheckpointError(
+            f"{reader.path} does not fit this run: " + "; ".join(problems[:_SHOWN]) + more
+        )
+    # A native checkpoint's values come from the disk when they are copied: several at a time.
+    copying: deque[Future[None]] = deque()
+    ferries = Ferries(PIECE)
+    with ThreadPoolExecutor(THREADS) as pool:
+        for name, entry in flatten(entries):
+            values = reader.read(name, entry.box, global_shape=entry.global_shape)
+            copying.append(pool.submit(_copy, entry.tensor, values, ferries))
+            if len(copying) > THREADS:  # so that not all values wait in memory
+                copying.popleft().result()
+        for future in copying:
+            future.result()
+
+
+@torch.no_grad()  # each thread has its own switch
+def _copy(tensor: Tensor, values: Tensor, ferries: Ferries) -> None:
+    is_plain = tensor.is_contiguous() and values.is_contiguous() and tensor.numel() > 0
+    if tensor.device.type == "cpu" or tensor.dtype != values.dtype or not is_plain:
+        with Device(tensor.device).as_current():  # a thread starts with the first GPU
+            tensor.copy_(values)
+    else:
+        ferries.to(tensor.device).bring(bytes_of(values), bytes_of(tensor))
+
+
+def find_problems(
+    reader: Reader,
+    entries: State,
+    *,
+    prefixes: Iterable[str] = (),
+    cast: bool = False,
+) -> list[str]:
+    """What keeps the checkpoint from filling the entries, a line each; reads no tensor."""
+    held = set(reader.names())
+    problems = [f"{name} is missing" for name in sorted(set(entries) - held)]
+    under = tuple(prefixes)
+    problems += [
+        f"{name} has no place in this network"
+        for name in sorted(held - set(entries))
+        if name.startswith(under)
+    ]
+    for name, entry in sorted(flatten(entries), key=lambda pair: pair[0]):
+        if name not in held:
+            continue
+        here = (str(entry.tensor.dtype), tuple(entry.global_shape))
+        there = (str(reader.dtype(name)), reader.global_shape(name))
+        if here[1] != there[1] or (here[0] != there[0] and not cast):
+            problems.append(f"{name} is {describe(*there)}, not {describe(*here)}")
+    return list(dict.fromkeys(problems))

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.checkpoint import dtypes
+from megatron.checkpoint.entries import dtype_name
 from megatron.device import Ferries
 from megatron.environment import usable_cores
 
@@ -70,7 +70,7 @@ def plan_shard(
         spans[name] = (start, end)
     entries = {
         name: {
-            "dtype": dtypes.name_of(tensors[name].dtype),
+            "dtype": dtype_name(tensors[name].dtype),
             "shape": list(tensors[name].shape),
             "data_offsets": list(span),
         }
@@ -82,7 +82,7 @@ def plan_shard(
     header = len(text).to_bytes(8, "little") + text
     places = {
         name: Placement(
-            dtype=dtypes.name_of(tensors[name].dtype),
+            dtype=dtype_name(tensors[name].dtype),
             shape=tuple(tensors[name].shape),
             start=len(header) + start,
             size=end - start,

@@ -6,6 +6,9 @@ then does the tracker name it. A process killed at any point leaves the previous
 was and the tracker on it.
 
 One job at a time may save into a folder (`lock.SaveLock`): a save removes what dead ones left.
+
+
+One checkpoint as another, whatever formats both have; a few tensors at a time.
 """
 
 from __future__ import annotations
@@ -15,12 +18,13 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from megatron.checkpoint.entries import Json, State
-from megatron.checkpoint.exchange import Exchange
+from megatron.checkpoint.entries import Box, Entry, Json, LazyTensor, State
+from megatron.checkpoint.exchange import JsonExchange
 from megatron.checkpoint.find import (
     RELEASE,
     REPLACED,
@@ -30,17 +34,29 @@ from megatron.checkpoint.find import (
     tracker_text,
     warn,
 )
+from megatron.checkpoint.lock import SaveLock
 from megatron.checkpoint.manifest import (
     MANIFEST,
     FileInfo,
     Manifest,
-    Piece,
     TensorInfo,
+    TensorPiece,
     dump,
 )
-from megatron.checkpoint.plan import Part, Plan, describe, files_of, keys_of, make_plan, share_of
+from megatron.checkpoint.plan import (
+    Part,
+    SavePlan,
+    describe,
+    files_of,
+    keys_of,
+    make_plan,
+    share_of,
+)
+from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.retention import Keep, prune
 from megatron.checkpoint.shard import THREADS, digest_of, plan_shard, write_shard
+from megatron.config.run import RunConfig
+from megatron.config.yaml_file import to_dict
 from megatron.durable import (
     TEMPORARY,
     Check,
@@ -91,19 +107,19 @@ def save(
     return write_checkpoint(root, iteration, plan, mine, meta, layout, check=check)
 
 
-def agree(entries: State, layout: Layout) -> Plan:
+def agree(entries: State, layout: Layout) -> SavePlan:
     """Who writes what of the ranks' entries. Collective.
 
     Raises:
         ValueError: they do not make up whole tensors.
     """
-    return make_plan(Exchange(layout.world).gather(describe(entries)))
+    return make_plan(JsonExchange(layout.world).gather(describe(entries)))
 
 
 def write_checkpoint(
     root: Path | str,
     iteration: int,
-    plan: Plan,
+    plan: SavePlan,
     mine: Mapping[str, torch.Tensor],
     meta: Json,
     layout: Layout,
@@ -119,7 +135,7 @@ def write_checkpoint(
         check: rank 0's look at the checkpoint before it gets its name, see
             `durable.check_unpublished`.
     """
-    exchange = Exchange(layout.world)
+    exchange = JsonExchange(layout.world)
     root, folder = Path(root).absolute(), iteration_folder(iteration)
     before = read_tracker(root)[0] if exchange.is_main else None
     temporary = Path(exchange.on_main(lambda: prepare(root, folder, plan.total_bytes)))
@@ -234,13 +250,13 @@ def _write(
 
 
 def _manifest(
-    iteration: int, layout: Layout, plan: Plan, reports: list[Json], meta: Json
+    iteration: int, layout: Layout, plan: SavePlan, reports: list[Json], meta: Json
 ) -> Manifest:
     files = {name: FileInfo(*info) for report in reports for name, info in report["files"].items()}
 
-    def piece(key: str, part: Part) -> Piece:
+    def piece(key: str, part: Part) -> TensorPiece:
         start, size, digest = reports[part.rank]["tensors"][key]
-        return Piece(part.file, part.box, start, size, digest)
+        return TensorPiece(part.file, part.box, start, size, digest)
 
     tensors = {
         name: TensorInfo(
@@ -293,3 +309,64 @@ def _set_aside(final: Path) -> Path | None:
     replaced = final.with_name(final.name + unique_suffix(REPLACED))
     os.rename(final, replaced)
     return replaced
+
+
+WEIGHTS, STATES, HISTORIES = "model.", "optimizer.", "fp8."  # the last of delayed scaling
+
+
+def state_of(reader: Reader, *, keep_optimizer: bool = False) -> State:
+    """The model's parameters, perhaps with the training's states; each read when it is written."""
+    rooms = (WEIGHTS, STATES, HISTORIES) if keep_optimizer else (WEIGHTS,)
+    names = [name for name in reader.names() if name.startswith(rooms)]
+    return {name: Entry.whole(_deferred(reader, name)) for name in names}
+
+
+def _deferred(reader: Reader, name: str) -> LazyTensor:
+    shape = reader.global_shape(name)
+    read = partial(reader.read, name, Box.whole(shape), global_shape=shape)
+    return LazyTensor(shape, reader.dtype(name), read)
+
+
+def save_native(
+    reader: Reader,
+    root: Path,
+    config: RunConfig,
+    extra: Json | None = None,
+    *,
+    keep_optimizer: bool = False,
+    check: Check | None = None,
+) -> Path:
+    """Write a native checkpoint at the reader's iteration.
+
+    From weights alone training goes on by `--finetune`, or with a fresh optimizer by
+    `--no-load-optim`.
+
+    Args:
+        reader: an opened checkpoint; its vocabulary tables decide the padded vocabulary.
+        root: folder of checkpoints.
+        config: of the run that the checkpoint is to stand for.
+        extra: further keys for the checkpoint's meta data.
+        keep_optimizer: its states, and where its schedule stands, too.
+        check: see `store.write_checkpoint`.
+
+    Raises:
+        StorageError: it cannot be written.
+        CheckpointError: another job writes there, or the source turns out damaged.
+    """
+    kept = reader.meta if keep_optimizer else {}
+    meta = {
+        "iteration": reader.iteration,
+        "consumed_train_samples": reader.meta.get("consumed_train_samples", 0),
+        "skipped_train_samples": reader.meta.get("skipped_train_samples", 0),
+        "padded_vocab_size": reader.global_shape(f"{WEIGHTS}embedding.word.weight")[0],
+        "optimizer": kept.get("optimizer"),
+        "schedule": kept.get("schedule"),
+        "rng": kept.get("rng"),
+        "corpus": kept.get("corpus"),
+        "tokenizer": None,
+        "config": to_dict(config),
+        **(extra or {}),
+    }
+    state = state_of(reader, keep_optimizer=keep_optimizer)
+    with SaveLock(root):
+        return save(root, reader.iteration, state, meta, Layout.single(), check=check)

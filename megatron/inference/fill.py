@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.restore import restore
+from megatron.checkpoint.reader import restore
 from megatron.config import RunConfig
 from megatron.device import Device
 from megatron.errors import CheckpointError, UserError

@@ -5,13 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron.checkpoint.any_format import open_root
-from megatron.checkpoint.hf.files import COMPANION_FOLDER
-from megatron.checkpoint.hf.tokenizer import tokenizer_in
+from megatron.checkpoint.huggingface.files import COMPANION_FOLDER, tokenizer_in
 from megatron.checkpoint.legacy.arguments import legacy_surroundings
-from megatron.checkpoint.reader import Reader
-from megatron.checkpoint.restore import restore
-from megatron.checkpoint.vocabulary import PaddedReader
+from megatron.checkpoint.loading import open_root
+from megatron.checkpoint.reader import PaddedReader, Reader, restore
 from megatron.config import RunConfig, rules_model
 from megatron.config.data import DataConfig, TokenizerConfig
 from megatron.config.parallel import ParallelConfig

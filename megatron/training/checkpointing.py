@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.checkpoint.any_format import checkpoints_below, open_root
 from megatron.checkpoint.background import Saved
 from megatron.checkpoint.entries import Entry, State, boxes_of_range, flatten
-from megatron.checkpoint.legacy.save import write_legacy
+from megatron.checkpoint.legacy.writer import write_legacy
+from megatron.checkpoint.loading import checkpoints_below, open_root
 from megatron.checkpoint.plan import share_of
-from megatron.checkpoint.reader import Reader
-from megatron.checkpoint.restore import restore
+from megatron.checkpoint.reader import Reader, restore
 from megatron.checkpoint.retention import Keep
 from megatron.checkpoint.store import agree, write_checkpoint
 from megatron.command import say

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from megatron.checkpoint.entries import flatten
-from megatron.checkpoint.vocabulary import PaddedReader
+from megatron.checkpoint.reader import PaddedReader
 from megatron.config import RunConfig
 from megatron.config.run import known
 from megatron.config.stages import parts_of_stage, plan_model

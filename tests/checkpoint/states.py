@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 from megatron.checkpoint.entries import Box, Entry, State
-from megatron.checkpoint.reader import Reader, open_checkpoint
+from megatron.checkpoint.loading import open_checkpoint
+from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.store import save
 from megatron.parallel.layout import Layout
 

@@ -10,9 +10,10 @@ from safetensors.torch import load_file
 from megatron.checkpoint import plan, shard, store
 from megatron.checkpoint.entries import Entry, boxes_of_range
 from megatron.checkpoint.find import TRACKER
+from megatron.checkpoint.loading import open_checkpoint
 from megatron.checkpoint.manifest import MANIFEST
 from megatron.checkpoint.plan import describe, files_of, make_plan, share_of
-from megatron.checkpoint.reader import NativeReader, open_checkpoint
+from megatron.checkpoint.reader import NativeReader
 from megatron.checkpoint.store import save
 from megatron.errors import StorageError
 from megatron.parallel.layout import Layout

@@ -4,9 +4,8 @@ import shutil
 
 import pytest
 
-from megatron.checkpoint.any_format import open_root
 from megatron.checkpoint.find import TRACKER, checkpoint_at, list_checkpoints
-from megatron.checkpoint.reader import open_checkpoint
+from megatron.checkpoint.loading import open_checkpoint, open_root
 from megatron.errors import CheckpointError
 from tests.checkpoint.states import assert_loads, save_state
 

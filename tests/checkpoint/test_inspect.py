@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint import compare, summary
+from megatron.checkpoint import inspection
 from megatron.checkpoint.entries import Entry
 from megatron.checkpoint.store import save
 from megatron.parallel.layout import Layout
-from tests.checkpoint.hf.models import CASES, tensors_of, write_folder
+from tests.checkpoint.huggingface.models import CASES, tensors_of, write_folder
 from tests.checkpoint.states import make_state, save_state
 
 SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "checkpoint" / "inspect.py"
@@ -76,13 +76,13 @@ def test_a_tracker_that_names_nothing_usable_is_no_sound_folder(tmp_path, inspec
 
 def test_a_job_that_saves_meanwhile_leaves_the_folder_sound(tmp_path, inspect, monkeypatch):
     save_state(tmp_path, 1)
-    summarize_all = summary._summarize_all
+    summarize_all = inspection._summarize_all
 
     def saving(*args, **options):
         save_state(tmp_path, 2)
         return summarize_all(*args, **options)
 
-    monkeypatch.setattr(summary, "_summarize_all", saving)
+    monkeypatch.setattr(inspection, "_summarize_all", saving)
     code, text = inspect(tmp_path)
     assert code == 0, text
     assert "the tracker names iter_0000001\n" in text
@@ -120,7 +120,7 @@ def test_the_configuration_is_a_line_a_section(tmp_path, inspect):
 
 
 def test_differences_are_named_and_measured(tmp_path, inspect, monkeypatch):
-    monkeypatch.setattr(compare, "_ELEMENTS", 7)  # so that tensors are compared in parts
+    monkeypatch.setattr(inspection, "_ELEMENTS", 7)  # so that tensors are compared in parts
     one, state = save_state(tmp_path / "a", 1), make_state(1)
     code, text = inspect("diff", tmp_path / "a", one)
     assert (code, text.splitlines()[-1]) == (0, "8 tensors are the same, 0 differences")

@@ -4,8 +4,8 @@ import torch
 from safetensors.torch import load_file
 
 from megatron.checkpoint.entries import Box, Entry, boxes_of_range
-from megatron.checkpoint.reader import NativeReader, open_checkpoint
-from megatron.checkpoint.restore import find_problems, restore
+from megatron.checkpoint.loading import open_checkpoint
+from megatron.checkpoint.reader import NativeReader, find_problems, restore
 from megatron.checkpoint.store import save
 from tests.checkpoint.states import read_whole
 from tests.distributed import run_distributed

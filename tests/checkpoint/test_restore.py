@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from megatron.checkpoint.entries import Entry
-from megatron.checkpoint.reader import open_checkpoint
-from megatron.checkpoint.restore import restore
+from megatron.checkpoint.loading import open_checkpoint
+from megatron.checkpoint.reader import restore
 from megatron.errors import CheckpointError
 from tests.checkpoint.states import make_state, save_state
 

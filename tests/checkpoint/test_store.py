@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 from megatron.checkpoint import store
 from megatron.checkpoint.entries import Box, Entry
 from megatron.checkpoint.find import TRACKER
+from megatron.checkpoint.loading import open_checkpoint
 from megatron.checkpoint.plan import make_plan
-from megatron.checkpoint.reader import NativeReader, open_checkpoint
+from megatron.checkpoint.reader import NativeReader
 from megatron.checkpoint.store import save
 from megatron.errors import CheckpointError, StorageError
 from megatron.parallel.layout import Layout

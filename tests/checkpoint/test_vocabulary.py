@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megatron.checkpoint.entries import Box, Entry
-from megatron.checkpoint.reader import open_checkpoint
-from megatron.checkpoint.vocabulary import PaddedReader
+from megatron.checkpoint.loading import open_checkpoint
+from megatron.checkpoint.reader import PaddedReader
 from megatron.errors import CheckpointError
 from tests.checkpoint.states import read_whole, save_state
 

@@ -100,8 +100,8 @@ _SECOND_GPU = """
 import sys, time, torch
 from megatron.checkpoint.background import BackgroundSaver
 from megatron.checkpoint.entries import Entry
-from megatron.checkpoint.reader import open_checkpoint
-from megatron.checkpoint.restore import restore
+from megatron.checkpoint.loading import open_checkpoint
+from megatron.checkpoint.reader import restore
 from megatron.checkpoint.store import save
 from megatron.device import Device
 from megatron.parallel.layout import Layout

@@ -18,7 +18,7 @@ from megatron.inference.request import (
     Token,
 )
 from megatron.parallel.layout import Layout
-from tests.checkpoint.hf.models import POSITIONS, VOCAB
+from tests.checkpoint.huggingface.models import POSITIONS, VOCAB
 from tests.distributed import run_distributed
 from tests.inference.toy import (
     OPTIONS,

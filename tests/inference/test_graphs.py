@@ -15,7 +15,7 @@ from megatron.inference.engine import BatchEngine
 from megatron.inference.graphs import lengths_to_record, row_counts
 from megatron.inference.request import Request
 from megatron.kernels.paged_attention import PART, PlainPaged
-from tests.checkpoint.hf.models import VOCAB
+from tests.checkpoint.huggingface.models import VOCAB
 from tests.inference.toy import OPTIONS, drain, greedy, prompts, tokens_of, toy_engine, write_model
 
 Work = Callable[[], Tensor]

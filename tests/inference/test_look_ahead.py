@@ -10,7 +10,7 @@ import pytest
 
 from megatron.inference.request import Event, Finished, Request, Sampling, Token
 from megatron.inference.scheduler import UNKNOWN
-from tests.checkpoint.hf.models import VOCAB
+from tests.checkpoint.huggingface.models import VOCAB
 from tests.inference.toy import OPTIONS, drain, greedy, prompts, tokens_of, toy_engine, write_model
 
 

@@ -14,7 +14,7 @@ from megatron.errors import DataError, StorageError
 from megatron.inference.request import Finished, Limits
 from megatron.inference.samples import Sample, SampleFile, SampleInbox, read_prompts
 from megatron.inference.wire import Add
-from tests.checkpoint.hf.models import CASES, POSITIONS, VOCAB, tensors_of, write_folder
+from tests.checkpoint.huggingface.models import CASES, POSITIONS, VOCAB, tensors_of, write_folder
 from tests.inference.toy import expected_greedy, greedy
 from tests.tools.test_checkpoint_util import convert, write_word_tokenizer
 from tools import generate_samples_gpt

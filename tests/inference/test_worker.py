@@ -13,7 +13,7 @@ from megatron.inference.request import Event, Request, Sampling
 from megatron.inference.wire import Add, Cancel, Command, Shutdown
 from megatron.inference.worker import obey, serve
 from megatron.parallel.layout import Layout
-from tests.checkpoint.hf.models import VOCAB
+from tests.checkpoint.huggingface.models import VOCAB
 from tests.distributed import run_distributed
 from tests.inference.toy import drain, end_of, greedy, prompts, tokens_of, toy_engine, write_model
 

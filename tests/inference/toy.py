@@ -10,9 +10,8 @@ from unittest.mock import patch
 
 import torch
 
-from megatron.checkpoint.hf.reader import HFReader
-from megatron.checkpoint.restore import restore
-from megatron.checkpoint.vocabulary import PaddedReader
+from megatron.checkpoint.huggingface.reader import HFReader
+from megatron.checkpoint.reader import PaddedReader, restore
 from megatron.config.run import known
 from megatron.config.stages import parts_of_stage, plan_parts
 from megatron.config.yaml_file import from_dict
@@ -25,7 +24,7 @@ from megatron.models.construct import build_model
 from megatron.models.gpt import GPTModel
 from megatron.parallel.layout import Layout
 from megatron.training.checkpointing import model_state
-from tests.checkpoint.hf.models import CASES, logits, tensors_of, write_folder
+from tests.checkpoint.huggingface.models import CASES, logits, tensors_of, write_folder
 
 OPTIONS = EngineOptions(max_sequences=8, max_step_tokens=32, cache_tokens=512, block_size=4)
 

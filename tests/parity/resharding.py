@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from megatron.checkpoint.entries import flatten
-from megatron.checkpoint.reader import open_checkpoint
+from megatron.checkpoint.loading import open_checkpoint
 from megatron.parallel.layout import Layout
 from megatron.training.callbacks.standard import standard_callbacks
 from megatron.training.checkpointing import optimizer_state, restore_run, save_run, state_of

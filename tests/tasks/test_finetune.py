@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.entries import Box
-from megatron.checkpoint.reader import open_checkpoint
+from megatron.checkpoint.loading import open_checkpoint
 from megatron.device import Device
 from megatron.environment import Launch
 from megatron.errors import CheckpointError, ConfigError

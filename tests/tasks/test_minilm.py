@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint.restore import restore
+from megatron.checkpoint.reader import restore
 from megatron.data.loader import collate
 from megatron.device import Device
 from megatron.inference.load import open_existing, saved_config

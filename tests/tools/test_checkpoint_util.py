@@ -13,10 +13,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from megatron.checkpoint.hf.files import COMPANION_FOLDER
-from megatron.checkpoint.hf.reader import HFReader
-from megatron.checkpoint.reader import open_checkpoint
-from megatron.checkpoint.summary import summarize
+from megatron.checkpoint.huggingface.files import COMPANION_FOLDER
+from megatron.checkpoint.huggingface.reader import HFReader
+from megatron.checkpoint.inspection import summarize
+from megatron.checkpoint.loading import open_checkpoint
 from megatron.config.parser import parse_config
 from megatron.device import Device
 from megatron.environment import Launch
@@ -26,7 +26,7 @@ from megatron.training.checkpointing import network_of
 from megatron.training.pretrain import main
 from megatron.training.setup import build_run
 from pretrain_gpt import GPTRecipe
-from tests.checkpoint.hf.models import CASES, logits, tensors_of, write_folder
+from tests.checkpoint.huggingface.models import CASES, logits, tensors_of, write_folder
 from tests.checkpoint.legacy import megatron_files
 from tests.checkpoint.legacy.megatron_files import whole_model
 from tests.checkpoint.states import read_whole

@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron.checkpoint.reader import open_checkpoint
+from megatron.checkpoint.loading import open_checkpoint
 from megatron.config.parser import parse_config
 from megatron.errors import ConfigError
 from megatron.parallel.layout import Layout
-from tests.checkpoint.hf.models import CASES, tensors_of, write_folder
+from tests.checkpoint.huggingface.models import CASES, tensors_of, write_folder
 from tests.tools.test_checkpoint_util import convert
 from tests.training.toy import train_toy
 from tools.checkpoint import inspect, util

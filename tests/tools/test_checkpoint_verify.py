@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint.any_format import checkpoints_below
 from megatron.checkpoint.find import TRACKER
-from megatron.checkpoint.hf.reader import HFReader
-from megatron.checkpoint.reader import open_checkpoint
-from megatron.checkpoint.summary import summarize
+from megatron.checkpoint.huggingface.reader import HFReader
+from megatron.checkpoint.inspection import summarize
+from megatron.checkpoint.loading import checkpoints_below, open_checkpoint
 from megatron.errors import CheckpointError
-from tests.checkpoint.hf.models import CASES, tensors_of, write_folder
+from tests.checkpoint.huggingface.models import CASES, tensors_of, write_folder
 from tests.checkpoint.killing import run_forked
 from tests.tools.test_checkpoint_util import assert_same, convert, tensors_in
 from tools.checkpoint import util, verify

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from megatron.checkpoint.convert import state_of as converted_state
 from megatron.checkpoint.entries import flatten
-from megatron.checkpoint.reader import open_checkpoint
+from megatron.checkpoint.loading import open_checkpoint
+from megatron.checkpoint.store import state_of as converted_state
 from megatron.parallel.layout import Layout
 from megatron.training.callbacks.standard import standard_callbacks
 from megatron.training.checkpointing import save_run, state_of

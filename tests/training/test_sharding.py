@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from megatron.checkpoint.reader import open_checkpoint
+from megatron.checkpoint.loading import open_checkpoint
 from megatron.config.parser import parse_config
 from megatron.errors import ConfigError
 from megatron.parallel.gradients import GradientBuffer

@@ -15,21 +15,19 @@ from pathlib import Path
 
 import torch
 
-from megatron.checkpoint import convert
-from megatron.checkpoint.any_format import nothing_at
-from megatron.checkpoint.convert import WEIGHTS
+from megatron.checkpoint import store
 from megatron.checkpoint.find import scan
-from megatron.checkpoint.hf import files
-from megatron.checkpoint.hf.families import family_for
-from megatron.checkpoint.hf.files import is_model_folder
-from megatron.checkpoint.hf.reader import HFReader
-from megatron.checkpoint.hf.settings import read_json
-from megatron.checkpoint.hf.tokenizer import tokenizer_in
-from megatron.checkpoint.hf.writer import Export, write_folder
+from megatron.checkpoint.huggingface import files
+from megatron.checkpoint.huggingface.families import family_for
+from megatron.checkpoint.huggingface.files import is_model_folder, tokenizer_in
+from megatron.checkpoint.huggingface.reader import HFReader
+from megatron.checkpoint.huggingface.settings import read_json
+from megatron.checkpoint.huggingface.writer import Export, write_folder
 from megatron.checkpoint.legacy.arguments import legacy_surroundings
-from megatron.checkpoint.legacy.save import convert_to_legacy, megatron_rows
-from megatron.checkpoint.reader import Reader, open_checkpoint
-from megatron.checkpoint.vocabulary import PaddedReader
+from megatron.checkpoint.legacy.writer import convert_to_legacy, megatron_rows
+from megatron.checkpoint.loading import nothing_at, open_checkpoint
+from megatron.checkpoint.reader import PaddedReader, Reader
+from megatron.checkpoint.store import WEIGHTS
 from megatron.config.arguments import from_namespace
 from megatron.config.data import TokenizerConfig
 from megatron.config.resolve import resolve
@@ -203,7 +201,7 @@ def save_native(source: Source, options: argparse.Namespace, check: Check | None
         extra["legacy_args"] = source.reader.meta["legacy_args"]
     if from_namespace(TokenizerConfig, options) == TokenizerConfig():
         extra["tokenizer"] = source.reader.meta.get("tokenizer")
-    return convert.save_native(
+    return store.save_native(
         PaddedReader(source.reader, rows=rows, entries=held),
         options.save_dir,
         replace(source.config, model=model, tokenizer=tokenizer),

@@ -66,8 +66,8 @@ def _diff_parser() -> ToolParser:
 
 
 def _diff(args: argparse.Namespace) -> int:
-    from megatron.checkpoint.any_format import open_any
-    from megatron.checkpoint.compare import compare
+    from megatron.checkpoint.inspection import compare
+    from megatron.checkpoint.loading import open_any
     from megatron.errors import EXIT_OK
 
     one, other = (open_any(path, verify=not args.no_verify) for path in (args.one, args.other))
@@ -79,7 +79,7 @@ def _diff(args: argparse.Namespace) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    from megatron.checkpoint.summary import summarize
+    from megatron.checkpoint.inspection import summarize
     from megatron.errors import EXIT_OK, CheckpointError
 
     lines, sound = summarize(args.folder, verify=not args.no_verify, details=args.details)

@@ -206,7 +206,7 @@ def megatron_notices(source: formats.Source, *, keep_optimizer: bool) -> Iterato
 
 def _verify(source: formats.Source, options: argparse.Namespace, written: Path) -> str:
     """Compare what was written, and has not got its name yet, with what was read."""
-    from megatron.checkpoint.reader import open_checkpoint
+    from megatron.checkpoint.loading import open_checkpoint
     from tools.checkpoint.verify import verify
 
     if options.saver == "hf":

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.hf.files import CONFIG, find_shards
-from megatron.checkpoint.hf.reader import HFReader
-from megatron.checkpoint.hf.settings import read_json
-from megatron.checkpoint.reader import Reader
-from megatron.checkpoint.restore import restore
+from megatron.checkpoint.huggingface.files import CONFIG, find_shards
+from megatron.checkpoint.huggingface.reader import HFReader
+from megatron.checkpoint.huggingface.settings import read_json
+from megatron.checkpoint.reader import Reader, restore
 from megatron.config.run import RunConfig, known
 from megatron.device import Device
 from megatron.errors import CheckpointError

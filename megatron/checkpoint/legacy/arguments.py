@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.entries import Json
-from megatron.checkpoint.legacy.inert import Namespace, Opaque
+from megatron.checkpoint.legacy.unpickler import Namespace, Opaque
 from megatron.config.data import TOKENIZER_TYPES
 from megatron.config.model import NETWORK_FIELDS
 from megatron.config.optimizer import OptimizerConfig

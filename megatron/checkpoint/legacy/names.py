@@ -15,9 +15,69 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.checkpoint.legacy import core_names
-from megatron.checkpoint.legacy.inert import TensorRef
+from megatron.checkpoint.legacy.unpickler import TensorRef
 from megatron.errors import CheckpointError
+
+_CORE_TIED_COPY = "output_layer.weight"  # on the last stage, where the word embeddings are tied
+
+_CORE_WHOLE = {
+    "embedding.word_embeddings.weight": "embedding.word.weight",
+    "embedding.position_embeddings.weight": "embedding.position.weight",
+    "output_layer.weight": "output.weight",
+    "decoder.final_layernorm.weight": "final_norm.weight",
+    "decoder.final_layernorm.bias": "final_norm.bias",
+}
+_CORE_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_CORE_LINEAR = {
+    "self_attention.linear_qkv": "attention.qkv",
+    "self_attention.linear_proj": "attention.output",
+    "self_attention.q_layernorm": "attention.query_norm",
+    "self_attention.k_layernorm": "attention.key_norm",
+    "mlp.linear_fc1": "mlp.up",
+    "mlp.linear_fc2": "mlp.down",
+    "input_layernorm": "attention_norm",
+    "pre_mlp_layernorm": "mlp_norm",
+}
+_CORE_PARTS = {
+    f"{theirs}.{kind}": f"{ours}.{kind}"
+    for theirs, ours in _CORE_LINEAR.items()
+    for kind in ("weight", "bias")
+} | {
+    f"{linear}.layer_norm_{kind}": f"{norm}.{kind}"
+    for linear, norm in (
+        ("self_attention.linear_qkv", "attention_norm"),
+        ("mlp.linear_fc1", "mlp_norm"),
+    )
+    for kind in ("weight", "bias")
+}
+
+
+def _is_core_state(path: str) -> bool:
+    """Whether an entry is state that follows from the flags: fp8 scales, rotary frequencies."""
+    return path.endswith(("_extra_state", "inv_freq"))
+
+
+def _our_core_name(path: str, first_layer: int, *, tied: bool) -> str | None:
+    """Our name; None for the copy of tied word embeddings that the last stage holds.
+
+    Raises:
+        CheckpointError: our GPT has no such parameter.
+    """
+    if path == _CORE_TIED_COPY and tied:
+        return None
+    if path in _CORE_WHOLE:
+        return _CORE_WHOLE[path]
+    match = _CORE_LAYER.fullmatch(path)
+    if match and match.group(2) in _CORE_PARTS:
+        return f"layers.{first_layer + int(match.group(1))}.{_CORE_PARTS[match.group(2)]}"
+    raise CheckpointError(f"parameter {path} has no place in our GPT")
+
+
+def _core_layers(paths: list[str]) -> int:
+    """How many layers the entries are of."""
+    matches = (_CORE_LAYER.fullmatch(path) for path in paths)
+    return len({match.group(1) for match in matches if match})
+
 
 _EMBEDDINGS = {
     "word_embeddings.weight": "embedding.word.weight",
@@ -167,12 +227,12 @@ def list_parameters(
     if is_core({"model": model}):
         return [
             Parameter(
-                core_names.our_name(path, first.encoder, tied=tied),
+                _our_core_name(path, first.encoder, tied=tied),
                 _tensor(value, path),
                 is_bias=path.endswith("bias"),
             )
             for path, value in _flatten(model, "")
-            if not core_names.is_no_parameter(path)
+            if not _is_core_state(path)
         ]
     if not isinstance(model, dict) or not isinstance(model.get("language_model"), dict):
         raise CheckpointError(
@@ -313,7 +373,7 @@ def megatron_path(name: str, first_layer: int) -> tuple[str, ...]:
 def count_layers(model: Any) -> FirstLayers:
     """Layers that a file's `model` holds: what it moves the next stage's first layers by."""
     if is_core({"model": model}):
-        return FirstLayers(core_names.layers_of(list(model)))
+        return FirstLayers(_core_layers(list(model)))
     language = model.get("language_model", {}) if isinstance(model, dict) else {}
     encoder = language.get("encoder", language.get("transformer", {}))
     return FirstLayers(_count(encoder), _count(language.get("decoder", {})))

@@ -24,8 +24,6 @@ from megatron.checkpoint.legacy.arguments import (
     optimizer_config,
     plain_arguments,
 )
-from megatron.checkpoint.legacy.inert import TensorRef, show
-from megatron.checkpoint.legacy.mark import is_marked
 from megatron.checkpoint.legacy.names import (
     Arrangement,
     FirstLayers,
@@ -37,19 +35,20 @@ from megatron.checkpoint.legacy.names import (
     list_parameters,
 )
 from megatron.checkpoint.legacy.optimizer import OptimizerState, read_distributed, read_optimizer
-from megatron.checkpoint.legacy.rank_files import (
+from megatron.checkpoint.legacy.torch_file import (
     DISTRIBUTED_FILE,
     RankFile,
     open_distributed,
     open_files,
     states_beside,
 )
-from megatron.checkpoint.retention import hold_for_reading
+from megatron.checkpoint.legacy.unpickler import TensorRef, show
+from megatron.checkpoint.retention import hold_for_reading, is_marked
 from megatron.errors import CheckpointError, warn
 
 
 @dataclass(frozen=True)
-class Piece:
+class RankPart:
     """A tensor-parallel part of a tensor."""
 
     file: RankFile
@@ -194,7 +193,7 @@ class LegacyReader:
         for name, ref in tensors.items():
             self._parts.setdefault(name, []).append((file, ref))
 
-    def _place(self, name: str, parts: list[tuple[RankFile, TensorRef]]) -> list[Piece]:
+    def _place(self, name: str, parts: list[tuple[RankFile, TensorRef]]) -> list[RankPart]:
         """Boxes of a tensor's parts in the whole."""
         if len(parts) != self._tensor_size:
             raise CheckpointError(f"{self.path}: {name} is in {len(parts)} files, not in all")
@@ -206,7 +205,7 @@ class LegacyReader:
             offset = [0] * len(shape)
             if dim is not None:
                 offset[dim], start = start, start + shape[dim]
-            pieces.append(Piece(file, ref, Box(tuple(offset), tuple(shape))))
+            pieces.append(RankPart(file, ref, Box(tuple(offset), tuple(shape))))
         if len({(piece.box.shape, piece.ref.storage.dtype) for piece in pieces}) != 1:
             raise CheckpointError(f"{self.path}: the parts of {name} differ in shape or type")
         return pieces
@@ -307,7 +306,7 @@ class LegacyReader:
                 result[common.within(wanted)] = whole[common.within(piece.box)]
         return result
 
-    def _known(self, name: str) -> list[Piece]:
+    def _known(self, name: str) -> list[RankPart]:
         if name not in self._pieces:
             raise CheckpointError(f"{self.path}: holds no tensor {name!r}")
         return self._pieces[name]

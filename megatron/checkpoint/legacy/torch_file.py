@@ -1,24 +1,143 @@
-"""Writes files that `torch.load` reads, a tensor at a time: the counterpart of `torch_zip`.
+"""The container that torch.save writes: a zip file of uncompressed records.
+
+    <top>/data.pkl      the pickled tree; tensors in it name a storage
+    <top>/data/<key>    the bytes of a storage
+    <top>/byteorder     "little"
+
+Records are memory-mapped, never extracted: opening costs nothing, and a name in the file is
+compared, not used as a path.
+
+
+Writes files that `torch.load` reads, a tensor at a time: the counterpart of `torch_zip`.
 
 `torch.save` wants all tensors of a file in memory at once; these may be deferred, and each is read
 when its record is written. The only file that may touch `pickle.Pickler`.
+
+
+The files of a checkpoint of Megatron-LM: which there are, and the tensors in each.
+
+mp_rank_TT[_PPP]/model_optim_rng.pt      everything, or all but the optimizer's states
+mp_rank_TT[_PPP]/distrib_optim.pt        those, with --use-distributed-optimizer (23.06, 23.08)
+mp_rank_TT[_PPP]/model_rng.pt            the same as the first, in 23.04
+mp_rank_TT[_PPP]_DDD/optim.pt            of each data-parallel rank, in 23.04: not read
 """
 
 from __future__ import annotations
 
 import collections
 import io
+import math
+import mmap
 import os
 import pickle
+import re
 import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.legacy.unpickler import TensorRef, read_pickle, show
 from megatron.checkpoint.shard import memory_of
+from megatron.errors import CheckpointError
+
+_LOCAL_HEADER = 30  # bytes before a record's name; the last four: length of name and extra
+_LOCAL_SIGNATURE = b"PK\x03\x04"
+_ENCRYPTED = 1
+_CHUNK = 64 << 20
+
+
+class TorchZip:
+    """Byte ranges of one file by record name, the top folder's name left out.
+
+    Raises:
+        CheckpointError: not such a file, truncated, compressed, or with names that leave it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with open(path, "rb") as file:
+                # A private copy-on-write mapping: tensors over it may be written without effect.
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            with zipfile.ZipFile(path) as archive:
+                infos = archive.infolist()
+        except (zipfile.BadZipFile, ValueError, OSError) as error:
+            raise CheckpointError(
+                f"{path}: not a file of torch.save since PyTorch 1.6, or damaged: {error}"
+            ) from error
+        self._ranges: dict[str, tuple[int, int]] = {}
+        self._crcs: dict[str, int] = {}
+        tops = set()
+        for info in infos:
+            top, name = self._split(info.filename)
+            tops.add(top)
+            if name in self._ranges:
+                raise CheckpointError(f"{path}: record {name!r} is there twice")
+            self._ranges[name] = self._locate(info)
+            self._crcs[name] = info.CRC
+        if len(tops) != 1:
+            raise CheckpointError(f"{path}: records of {len(tops)} files in one")
+        if "byteorder" in self._ranges and bytes(self.record("byteorder")) != b"little":
+            raise CheckpointError(f"{path}: written on a big-endian machine, which is not read")
+
+    def _split(self, filename: str) -> tuple[str, str]:
+        parts = PurePosixPath(filename).parts
+        unsafe = filename.startswith("/") or "\\" in filename or ".." in parts
+        if unsafe or len(parts) < 2 or "/".join(parts) != filename:
+            raise CheckpointError(f"{self.path}: refused: record name {filename!r}")
+        return parts[0], "/".join(parts[1:])
+
+    def _locate(self, info: zipfile.ZipInfo) -> tuple[int, int]:
+        """First byte and size of a record."""
+        stored = info.compress_type == zipfile.ZIP_STORED and info.compress_size == info.file_size
+        if not stored or info.flag_bits & _ENCRYPTED:
+            raise CheckpointError(f"{self.path}: refused: {info.filename} is packed or encrypted")
+        at, name = info.header_offset, info.filename.encode()
+        local = self._map[at : at + _LOCAL_HEADER + len(name)] if at >= 0 else b""
+        if not local.startswith(_LOCAL_SIGNATURE) or not local.endswith(name):
+            raise CheckpointError(
+                f"{self.path}: damaged: {info.filename} is not where it should be"
+            )
+        lengths = (int.from_bytes(local[i : i + 2], "little") for i in (26, 28))
+        start = at + _LOCAL_HEADER + sum(lengths)
+        if start + info.file_size > len(self._map):
+            raise CheckpointError(f"{self.path}: {info.filename} lies outside the file: truncated?")
+        return start, info.file_size
+
+    @property
+    def buffer(self) -> mmap.mmap:
+        """The whole file."""
+        return self._map
+
+    def range(self, name: str) -> tuple[int, int]:
+        """First byte and size of a record. CheckpointError where there is none."""
+        if name not in self._ranges:
+            raise CheckpointError(f"{self.path}: record {name!r} is missing")
+        return self._ranges[name]
+
+    def record(self, name: str) -> memoryview:
+        """A record's bytes. CheckpointError where there is none."""
+        start, size = self.range(name)
+        return memoryview(self._map)[start : start + size]
+
+    def verify(self) -> None:
+        """Compare all records with their CRC-32. CheckpointError names the first that differs."""
+        for name in self._ranges:
+            self.check(name)
+
+    def check(self, name: str) -> None:
+        """Compare a record with its CRC-32. CheckpointError where it differs."""
+        data, crc = self.record(name), 0
+        for position in range(0, len(data), _CHUNK):
+            crc = zlib.crc32(data[position : position + _CHUNK], crc)
+        if crc != self._crcs[name]:
+            raise CheckpointError(f"{self.path}: damaged: record {name!r} fails its CRC-32")
+
 
 _PROTOCOL = 2  # what torch.save writes, and what the oldest readers know
 _VERSION = b"3\n"  # of the container, since PyTorch 1.6
@@ -55,16 +174,16 @@ def write_torch_file(path: Path, tree: Any) -> None:
     pickler.dump(tree)
     with open(path, "xb") as file:
         with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-            _add(archive, f"{path.stem}/data.pkl", buffer.getbuffer())
-            _add(archive, f"{path.stem}/byteorder", memoryview(b"little"))
+            _add_record(archive, f"{path.stem}/data.pkl", buffer.getbuffer())
+            _add_record(archive, f"{path.stem}/byteorder", memoryview(b"little"))
             for key, tensor in enumerate(pickler.tensors):
-                _add(archive, f"{path.stem}/data/{key}", memory_of(tensor))
-            _add(archive, f"{path.stem}/version", memoryview(_VERSION))
+                _add_record(archive, f"{path.stem}/data/{key}", memory_of(tensor))
+            _add_record(archive, f"{path.stem}/version", memoryview(_VERSION))
         file.flush()
         os.fsync(file.fileno())
 
 
-def _add(archive: zipfile.ZipFile, name: str, data: memoryview) -> None:
+def _add_record(archive: zipfile.ZipFile, name: str, data: memoryview) -> None:
     """A record whose bytes begin at a multiple of the alignment."""
     info = zipfile.ZipInfo(name)
     info.file_size = len(data)
@@ -116,3 +235,113 @@ class _Pickler(pickle.Pickler):
         strides = torch.empty(shape, device="meta").stride()
         hooks: Any = collections.OrderedDict()
         return torch._utils._rebuild_tensor_v2, (storage, 0, shape, strides, False, hooks)
+
+
+MODEL_FILE = "model_optim_rng.pt"
+DISTRIBUTED_FILE = "distrib_optim.pt"
+MODEL_FILE_OF_23_04 = "model_rng.pt"
+STATES_FILE_OF_23_04 = "optim.pt"
+
+_RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
+
+
+@dataclass(frozen=True)
+class RankFile:
+    """One rank's file: its place in the grid, its tree, and its tensors' bytes."""
+
+    tensor_rank: int
+    stage: int
+    zip: TorchZip
+    tree: Mapping[str, Any]
+
+    def find(self, ref: TensorRef) -> int:
+        """The file position of a tensor's storage.
+
+        Raises:
+            CheckpointError: the storage is missing, or not as large as the tree says.
+        """
+        start, size = self.zip.range(f"data/{ref.storage.key}")
+        if size != ref.storage.numel * ref.storage.dtype.itemsize:
+            raise CheckpointError(f"{self.zip.path}: storage {ref.storage.key} has a wrong size")
+        return start
+
+    def load(self, ref: TensorRef) -> torch.Tensor:
+        """A tensor over the mapped file; nothing is copied."""
+        start = self.find(ref)
+        if not math.prod(ref.shape):
+            return torch.empty(ref.shape, dtype=ref.storage.dtype)
+        flat = torch.frombuffer(
+            self.zip.buffer, dtype=ref.storage.dtype, count=ref.storage.numel, offset=start
+        )
+        return flat.as_strided(ref.shape, ref.stride, ref.offset)
+
+
+def open_files(path: Path) -> list[RankFile]:
+    """The files of a checkpoint's folder, by stage and tensor rank; the grid must be complete.
+
+    Raises:
+        CheckpointError: one is missing, damaged, refused, or of a kind that is not read.
+    """
+    files = []
+    for folder in sorted(path.glob("mp_rank_*")):
+        if _holds_states_only(folder):
+            continue
+        match = _RANK_FOLDER.fullmatch(folder.name)
+        if match is None:
+            raise CheckpointError(f"{folder}: folders per data rank (expert parallel) are not read")
+        archive, tree = _open(_model_file(folder))
+        files.append(RankFile(int(match.group(1)), int(match.group(2) or 0), archive, tree))
+    files.sort(key=lambda file: (file.stage, file.tensor_rank))
+    places = [(file.stage, file.tensor_rank) for file in files]
+    stages, ranks = (1 + max((place[i] for place in places), default=-1) for i in (0, 1))
+    if not places or places != [(s, r) for s in range(stages) for r in range(ranks)]:
+        raise CheckpointError(f"{path}: mp_rank_* folders are missing, or are there twice")
+    for key in ("iteration", "checkpoint_version"):
+        if len({show(file.tree.get(key)) for file in files}) != 1:
+            raise CheckpointError(f"{path}: the files differ in {key}: of different saves?")
+    return files
+
+
+def open_distributed(file: RankFile) -> RankFile | None:
+    """The distributed optimizer's file beside a rank's; None where there is none.
+
+    Raises:
+        CheckpointError: it is damaged, or refused.
+    """
+    path = file.zip.path.parent / DISTRIBUTED_FILE
+    if not path.exists():
+        return None
+    archive, tree = _open(_plain(path))
+    return RankFile(file.tensor_rank, file.stage, archive, tree)
+
+
+def states_beside(path: Path) -> Iterator[Path]:
+    """Files of 23.04 with optimizer states, which are not read."""
+    return path.glob(f"mp_rank_*/{STATES_FILE_OF_23_04}")
+
+
+def _open(path: Path) -> tuple[TorchZip, Mapping[str, Any]]:
+    archive = TorchZip(path)
+    archive.check("data.pkl")
+    tree = read_pickle(bytes(archive.record("data.pkl")), str(path))
+    if not isinstance(tree, dict):
+        raise CheckpointError(f"{path}: holds no dict")
+    return archive, tree
+
+
+def _holds_states_only(folder: Path) -> bool:
+    """A data rank's folder of 23.04, whose name can look like that of a pipeline stage."""
+    models = (MODEL_FILE, MODEL_FILE_OF_23_04)
+    has_model = any((folder / name).exists() for name in models)
+    return (folder / STATES_FILE_OF_23_04).exists() and not has_model
+
+
+def _model_file(folder: Path) -> Path:
+    old = folder / MODEL_FILE_OF_23_04
+    return _plain(old if old.exists() else folder / MODEL_FILE)
+
+
+def _plain(file: Path) -> Path:
+    if file.is_symlink() or not file.is_file():
+        raise CheckpointError(f"{file}: missing, or not a plain file")
+    return file

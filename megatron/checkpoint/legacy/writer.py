@@ -1,30 +1,88 @@
-"""Any checkpoint as files of Megatron-LM 23.08, a tensor at a time."""
+"""Random states as Megatron's files hold them.
+
+Our own dropout is drawn from the seed and the place in the sample order, so there is no generator
+whose state could be saved. Written is what Megatron's generators have after it seeded them, each
+iteration with numbers of its own.
+
+
+Any checkpoint as files of Megatron-LM 23.08, a tensor at a time.
+
+Save in Megatron-LM's format: whole and durable, or not at all, as `store.save` does.
+
+Two ways lead here. A conversion has a checkpoint to read from. A training run has its state
+spread over its ranks in whatever layout: it is written as a native checkpoint inside the temporary
+folder first, from which every rank then makes its share of the files. That doubles what is
+written, but asks nothing of the layout and holds one tensor at a time in memory.
+"""
 
 from __future__ import annotations
 
+import random
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from megatron.checkpoint.deferred import DeferredTensor
-from megatron.checkpoint.legacy import flat_states
+from megatron.checkpoint import store
+from megatron.checkpoint.entries import Json, LazyTensor
+from megatron.checkpoint.exchange import JsonExchange
+from megatron.checkpoint.find import COMPLETE, RELEASE, iteration_folder, read_tracker
 from megatron.checkpoint.legacy.arguments import megatron_arguments
+from megatron.checkpoint.legacy.file_plan import VERSION, FileParameter, FilePlan, plan_files
 from megatron.checkpoint.legacy.names import Arrangement
-from megatron.checkpoint.legacy.places import VERSION, FilePlan, Slot, plan_files
-from megatron.checkpoint.legacy.random_state import random_states
-from megatron.checkpoint.legacy.rank_files import DISTRIBUTED_FILE, MODEL_FILE
-from megatron.checkpoint.legacy.torch_file import write_torch_file
-from megatron.checkpoint.reader import Reader
+from megatron.checkpoint.legacy.optimizer import FLAT_STATES, lazy_flat
+from megatron.checkpoint.legacy.torch_file import DISTRIBUTED_FILE, MODEL_FILE, write_torch_file
+from megatron.checkpoint.lock import SaveLock
+from megatron.checkpoint.plan import SavePlan
+from megatron.checkpoint.reader import NativeReader, PaddedReader, Reader
+from megatron.checkpoint.retention import Keep, mark_of
 from megatron.config.model import ModelConfig
 from megatron.config.rules_legacy import not_computed
 from megatron.config.run import RunConfig
 from megatron.config.stages import plan_model
-from megatron.durable import storage_errors, sync_folder
+from megatron.durable import Check, remove_tree, storage_errors, sync_folder, write_file
 from megatron.errors import CheckpointError
+from megatron.parallel.layout import Layout
+
+_STAGE_STRIDE = 100  # of seeds, as in Megatron
+_TENSOR_OFFSET = 2718
+_NUMBERS_PER_ITERATION = 1 << 32  # of a device's generator; a multiple of 4, as it wants
+
+
+def random_states(seed: int, iteration: int, *, stage: int, tensor_rank: int) -> dict[str, Any]:
+    """One entry of `rng_state`.
+
+    Args:
+        seed: of the run.
+        iteration: training steps taken.
+        stage: pipeline stage of the file.
+        tensor_rank: tensor-parallel rank of the file.
+    """
+    base = seed + _STAGE_STRIDE * stage
+    kind, keys, place, has_normal, normal = np.random.RandomState(base).get_state(legacy=True)
+    return {
+        "random_rng_state": random.Random(base).getstate(),
+        # Numbers, not an array: every version of numpy reads them.
+        "np_rng_state": (kind, tuple(int(key) for key in keys), place, has_normal, normal),
+        "torch_rng_state": torch.Generator().manual_seed(base).get_state(),
+        "cuda_rng_state": _device_state(base, iteration),
+        "rng_tracker_states": {
+            "model-parallel-rng": _device_state(base + _TENSOR_OFFSET + tensor_rank, iteration)
+        },
+    }
+
+
+def _device_state(seed: int, iteration: int) -> torch.Tensor:
+    """A GPU generator's state: its seed and how many numbers were drawn, 8 bytes each."""
+    drawn = iteration * _NUMBERS_PER_ITERATION
+    data = seed.to_bytes(8, "little") + (drawn % (1 << 63)).to_bytes(8, "little")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
 
 _WEIGHTS, _STATES = "model.", "optimizer."
 _KINDS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "momentum": "momentum_buffer"}
@@ -147,7 +205,7 @@ class LegacyWriter:
             tree["rng_state"] = [random_states(seed, self.reader.iteration, **place)]
         return tree
 
-    def _model(self, slots: tuple[Slot, ...]) -> dict[str, Any]:
+    def _model(self, slots: tuple[FileParameter, ...]) -> dict[str, Any]:
         tree: dict[str, Any] = {}
         for slot in slots:
             place: Any = tree
@@ -202,7 +260,7 @@ class LegacyWriter:
             }
         return settings | {"params": list(members)}
 
-    def _state(self, slot: Slot) -> dict[str, Any]:
+    def _state(self, slot: FileParameter) -> dict[str, Any]:
         found = {
             theirs: self._value(slot, ours)
             for ours, theirs in _KINDS.items()
@@ -220,31 +278,31 @@ class LegacyWriter:
         for index, chunk in enumerate(plan.chunks):
             dtype = torch.float32 if accumulates else self._value(chunk[0]).dtype
             states = {}
-            for key, kind in flat_states.KINDS.items():
+            for key, kind in FLAT_STATES.items():
                 # An fp32 weight is its own master.
                 is_weight = kind == _MASTER and self._name(chunk[0], kind) not in self._held
                 values = [self._value(slot, None if is_weight else kind) for slot in chunk]
-                states[key] = flat_states.deferred(values, self.data_parallel)
+                states[key] = lazy_flat(values, self.data_parallel)
             tree[index] = {dtype: states}
         return tree
 
-    def _name(self, slot: Slot, kind: str | None = None) -> str:
+    def _name(self, slot: FileParameter, kind: str | None = None) -> str:
         """Of a parameter, or of its optimizer state of a kind."""
         return f"{_WEIGHTS}{slot.name}" if kind is None else f"{_STATES}{slot.name}.{kind}"
 
-    def _value(self, slot: Slot, kind: str | None = None) -> DeferredTensor:
+    def _value(self, slot: FileParameter, kind: str | None = None) -> LazyTensor:
         """A parameter's part in a file, or its state's, in Megatron's shape."""
         name = self._name(slot, kind)
         shape = self._arrangement.flatten(slot.name, torch.empty(slot.box.shape, device="meta"))
         read = partial(self._read, slot, name)
-        return DeferredTensor(tuple(shape.shape), self.reader.dtype(name), read)
+        return LazyTensor(tuple(shape.shape), self.reader.dtype(name), read)
 
-    def _read(self, slot: Slot, name: str) -> torch.Tensor:
+    def _read(self, slot: FileParameter, name: str) -> torch.Tensor:
         part = self.reader.read(name, slot.box, global_shape=self.reader.global_shape(name))
         return self._arrangement.flatten(slot.name, part)
 
 
-def _groups(slots: list[Slot]) -> list[range]:
+def _groups(slots: list[FileParameter]) -> list[range]:
     """Numbers of the decayed parameters, then of the others; an empty group is left out."""
     decayed = sum(slot.is_decayed for slot in slots)
     groups = (range(decayed), range(decayed, len(slots)))
@@ -253,3 +311,127 @@ def _groups(slots: list[Slot]) -> list[range]:
 
 def _scaler(state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "scale": torch.tensor([float(state["scale"])])}
+
+
+_STAGING = "native"
+
+
+def write_legacy(
+    root: Path | str,
+    iteration: int,
+    plan: SavePlan,
+    mine: Mapping[str, Tensor],
+    meta: Json,
+    layout: Layout,
+    *,
+    config: RunConfig,
+    vocabulary: int,
+    keep: Keep | None = None,
+) -> Path:
+    """Save a run's state. Collective over all ranks of `layout`; returns the checkpoint's folder.
+
+    Args:
+        root: folder of checkpoints; made where missing.
+        iteration: training steps taken.
+        plan: who holds what; see `store.agree`.
+        mine: this rank's share of the plan.
+        meta: JSON value; rank 0's is saved.
+        layout: who takes part.
+        config: of the run.
+        vocabulary: entries of the tokenizer, which Megatron pads by a rule of its own.
+        keep: delete older ones afterwards, but for these; None: none.
+
+    Raises:
+        StorageError: on every rank, when any rank cannot write. Nothing is published, the tracker
+            stays, and temporary files are removed.
+        CheckpointError: Megatron's model has no place for a parameter.
+    """
+    exchange, folder = JsonExchange(layout.world), iteration_folder(iteration)
+
+    def write(temporary: Path) -> None:
+        staging = temporary / _STAGING
+        store.write_checkpoint(staging, iteration, plan, mine, meta, layout)
+        exchange.together(lambda: write_share(temporary, NativeReader(staging / folder)))
+        exchange.on_main(lambda: remove_tree(staging))
+
+    def write_share(temporary: Path, reader: Reader) -> None:
+        rows = megatron_rows(vocabulary, config)
+        padded = PaddedReader(reader, rows=rows, entries=vocabulary)
+        writer = LegacyWriter(padded, config, data_parallel=layout.replica.size)
+        writer.write(temporary, layout.world.rank, layout.world.size)
+
+    need = plan.total_bytes  # twice: the staged checkpoint asks for its own room
+    before = read_tracker(Path(root))[0] if exchange.is_main else None
+    path = _save(Path(root).absolute(), folder, need, exchange, write)
+    if keep is not None and exchange.is_main:
+        store.drop_older(path.parent, iteration, keep, before)
+    return path
+
+
+def convert_to_legacy(
+    reader: Reader,
+    root: Path | str,
+    config: RunConfig,
+    *,
+    keep_optimizer: bool,
+    check: Check | None = None,
+) -> Path:
+    """Save an opened checkpoint; returns the new one's folder.
+
+    A model that was not trained yet, as Hugging Face's, becomes a `release`, from which Megatron
+    starts at iteration 0.
+
+    Args:
+        reader: the checkpoint; its vocabulary tables have the rows to write.
+        root: folder of checkpoints; made where missing.
+        config: see `LegacyWriter`.
+        keep_optimizer: write its optimizer states too.
+        check: see `store.write_checkpoint`.
+
+    Raises:
+        StorageError: it cannot be written. Nothing is left behind.
+        CheckpointError: Megatron's model has no place for a parameter, another job writes there,
+            or the source turns out damaged.
+    """
+    root = Path(root).absolute()
+    writer = LegacyWriter(reader, config, keep_optimizer=keep_optimizer)
+    folder = iteration_folder(reader.iteration) if reader.iteration else RELEASE
+    exchange = JsonExchange(Layout.single().world)
+    with SaveLock(root):
+        return _save(root, folder, writer.total_bytes, exchange, writer.write, check)
+
+
+def megatron_rows(vocabulary: int, config: RunConfig) -> int:
+    """Rows of the word embedding by Megatron's rule: a multiple of --make-vocab-size-divisible-by
+    times the tensor-parallel size."""
+    multiple = config.model.make_vocab_size_divisible_by
+    multiple *= config.parallel.tensor_model_parallel_size
+    return -(-vocabulary // multiple) * multiple
+
+
+def _save(
+    root: Path,
+    folder: str,
+    need: int,
+    exchange: JsonExchange,
+    write: Callable[[Path], None],
+    check: Check | None = None,
+) -> Path:
+    """The protocol: temporary folder, files, mark, check, rename, tracker. Collective."""
+    temporary = Path(
+        exchange.on_main(lambda: store.prepare(root, folder, need, replaces_legacy=True))
+    )
+    try:
+        write(temporary)
+        exchange.on_main(lambda: _publish(root, temporary, folder, check))
+    except BaseException:
+        if exchange.is_main:
+            remove_tree(temporary)
+        raise
+    return root / folder
+
+
+def _publish(root: Path, temporary: Path, folder: str, check: Check | None) -> None:
+    with storage_errors(temporary):
+        write_file(temporary / COMPLETE, mark_of(temporary))
+    store.publish(root, temporary, folder, check)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from megatron.checkpoint.hf.files import COMPANION_FOLDER, GENERATION_CONFIG
+from megatron.checkpoint.huggingface.files import COMPANION_FOLDER, GENERATION_CONFIG
 from megatron.command import say
 from megatron.config import RunConfig
 from megatron.config.server import ServerConfig, problems_of

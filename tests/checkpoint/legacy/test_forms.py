@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.entries import Box
-from megatron.checkpoint.reader import open_checkpoint
+from megatron.checkpoint.loading import open_checkpoint
 from megatron.errors import CheckpointError
 from tests.checkpoint.legacy.megatron_files import Form, whole_model, write
 from tests.checkpoint.states import read_whole

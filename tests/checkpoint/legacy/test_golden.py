@@ -5,9 +5,9 @@ import shutil
 
 import torch
 
-from megatron.checkpoint.find import Found, list_checkpoints
+from megatron.checkpoint.find import FoundCheckpoint, list_checkpoints
 from megatron.checkpoint.legacy.arguments import legacy_config
-from megatron.checkpoint.reader import open_checkpoint, open_found
+from megatron.checkpoint.loading import open_checkpoint, open_found
 from megatron.errors import CheckpointError
 from tests.checkpoint.states import read_whole
 
@@ -158,7 +158,7 @@ def test_a_damaged_file_is_refused_or_reads_the_same(golden, tmp_path):
     shutil.copytree(found.path, tmp_path / "iter_0000020", copy_function=shutil.copyfile)
     (tmp_path / "iter_0000020").chmod(0o700)
     (tmp_path / "iter_0000020" / "mp_rank_00").chmod(0o700)
-    copy = Found("legacy", 20, tmp_path / "iter_0000020")
+    copy = FoundCheckpoint("legacy", 20, tmp_path / "iter_0000020")
     file = copy.path / "mp_rank_00" / FILE
     original, rng = file.read_bytes(), random.Random(0)
     reference = open_found(found)

@@ -13,11 +13,11 @@ from collections import OrderedDict
 import pytest
 import torch
 
-from megatron.checkpoint.legacy import inert
+from megatron.checkpoint.legacy import unpickler
 from megatron.checkpoint.legacy.arguments import plain_arguments
-from megatron.checkpoint.legacy.torch_zip import TorchZip
+from megatron.checkpoint.legacy.torch_file import TorchZip
 from megatron.checkpoint.legacy.unpickler import read_pickle
-from megatron.checkpoint.reader import open_checkpoint
+from megatron.checkpoint.loading import open_checkpoint
 from megatron.errors import CheckpointError
 from tests.checkpoint.legacy.megatron_files import Form, whole_model, write
 
@@ -169,7 +169,7 @@ def _nothing_happens(tmp_path, monkeypatch):
     assert not (tmp_path / MARK).exists()
     assert not {"antigravity", "runpy"} & (set(sys.modules) - modules)
     assert not [name for name in set(sys.modules) - modules if name.startswith("torch._inductor")]
-    assert not hasattr(inert.Namespace, "__class_getitem__")
+    assert not hasattr(unpickler.Namespace, "__class_getitem__")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400_000  # KB
 
 
@@ -214,7 +214,7 @@ def test_a_whole_file_with_a_payload_is_refused(tmp_path):
 
 def test_megatrons_own_objects_become_inert_records():
     tree = read_pickle(_code(_call("megatron.core.enums", "ModelType", "1")), "file")
-    assert tree == inert.Opaque("ModelType", ("1",))
+    assert tree == unpickler.Opaque("ModelType", ("1",))
     assert "megatron.core" not in sys.modules
 
 

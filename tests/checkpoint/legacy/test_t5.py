@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.legacy.names import Arrangement
-from megatron.checkpoint.reader import open_checkpoint
+from megatron.checkpoint.loading import open_checkpoint
 from tests.checkpoint.legacy.megatron_files import Form, optimizer_of
 from tests.checkpoint.legacy.test_golden import trees_of
 from tests.checkpoint.legacy.test_writer import assert_same_tensors, convert

@@ -9,9 +9,8 @@ import torch
 from megatron.checkpoint.entries import Entry
 from megatron.checkpoint.find import checkpoint_at
 from megatron.checkpoint.legacy import writer
-from megatron.checkpoint.legacy.mark import is_marked
-from megatron.checkpoint.reader import open_checkpoint, open_found
-from megatron.checkpoint.retention import Keep, prune
+from megatron.checkpoint.loading import open_checkpoint, open_found
+from megatron.checkpoint.retention import Keep, is_marked, prune
 from megatron.checkpoint.store import save
 from megatron.config.parser import parse_config
 from megatron.config.yaml_file import to_dict

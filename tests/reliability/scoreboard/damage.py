@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from megatron.checkpoint.entries import Entry, State, flatten
-from megatron.checkpoint.find import TRACKER, Found
-from megatron.checkpoint.reader import open_checkpoint, open_found
-from megatron.checkpoint.restore import restore
+from megatron.checkpoint.find import TRACKER, FoundCheckpoint
+from megatron.checkpoint.loading import open_checkpoint, open_found
+from megatron.checkpoint.reader import restore
 from megatron.checkpoint.store import save
 from megatron.errors import CheckpointError
 from megatron.parallel.layout import Layout
@@ -102,7 +102,7 @@ def damaged_files(folder: Path, count: int) -> Trials:
 def refused_and_replaced(newest: Path, file: str, older: dict[str, torch.Tensor]) -> None:
     """That a checkpoint with a wrong `file` is refused by its name, and the older one is loaded."""
     try:
-        open_found(Found("native", 2, newest))
+        open_found(FoundCheckpoint("native", 2, newest))
     except CheckpointError as error:
         expect(file in str(error), f"does not name the file: {error}")
     else:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpoint.loading import open_checkpoint
 from megatron.checkpoint.manifest import MANIFEST, _sign
-from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.shard import digest_of
 from tests.reliability.scoreboard.damage import refused_and_replaced, two_checkpoints
 from tests.reliability.scoreboard.score import Trials

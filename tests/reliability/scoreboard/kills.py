@@ -21,8 +21,9 @@ import torch.distributed as dist
 from megatron.checkpoint.background import BackgroundSaver
 from megatron.checkpoint.entries import Entry, State, flatten
 from megatron.checkpoint.find import TRACKER, read_tracker
+from megatron.checkpoint.loading import open_checkpoint
 from megatron.checkpoint.manifest import MANIFEST
-from megatron.checkpoint.reader import NativeReader, open_checkpoint
+from megatron.checkpoint.reader import NativeReader
 from megatron.checkpoint.retention import Keep
 from megatron.checkpoint.store import agree, save, share_of, write_checkpoint
 from megatron.device import Device

@@ -19,7 +19,7 @@ from megatron.checkpoint.find import TRACKER
 from megatron.checkpoint.manifest import MANIFEST
 from megatron.data.cache import ArraySpec, IndexCache
 from megatron.errors import CheckpointError, ConfigError, DataError
-from tests.checkpoint.hf.models import CASES, tensors_of, write_folder
+from tests.checkpoint.huggingface.models import CASES, tensors_of, write_folder
 from tests.checkpoint.legacy.megatron_files import Form, whole_model, write
 from tests.checkpoint.legacy.test_malicious import CORPUS, MARK, Calls
 from tests.checkpoint.states import save_state

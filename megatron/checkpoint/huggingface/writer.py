@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.deferred import DeferredTensor
-from megatron.checkpoint.entries import Box
-from megatron.checkpoint.hf.family import Family, differing_fields
-from megatron.checkpoint.hf.files import CONFIG, INDEX, SINGLE, json_bytes
-from megatron.checkpoint.hf.rules import Rule, present
-from megatron.checkpoint.hf.settings import Settings, harmless
+from megatron.checkpoint.entries import Box, LazyTensor
+from megatron.checkpoint.huggingface.families import differing_fields
+from megatron.checkpoint.huggingface.files import CONFIG, INDEX, SINGLE, json_bytes
+from megatron.checkpoint.huggingface.rules import Family, ParameterRule, present
+from megatron.checkpoint.huggingface.settings import Settings, harmless
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.shard import plan_shard, write_shard
 from megatron.config.model import ModelConfig
@@ -34,7 +33,7 @@ from megatron.errors import CheckpointError, StorageError
 
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
-Tensors = dict[str, DeferredTensor]
+Tensors = dict[str, LazyTensor]
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class Export:
                 )
             for index, (name, shape) in enumerate(zip(rule.theirs, rule.shapes(), strict=True)):
                 shown = name.removeprefix(self.family.prefix) if self.bare_names else name
-                found[shown] = DeferredTensor(shape, dtype, partial(self._read, rule, index))
+                found[shown] = LazyTensor(shape, dtype, partial(self._read, rule, index))
         extra = {name for name in self.reader.names() if name.startswith("model.")}
         extra -= {rule.name for rule in rules}
         if extra:
@@ -77,12 +76,12 @@ class Export:
             )
         return found
 
-    def _rules(self) -> list[Rule]:
+    def _rules(self) -> list[ParameterRule]:
         """Of the pieces that the checkpoint has."""
         rules, names = self.family.rules(self.model, self.vocab), set(self.reader.names())
         return present(rules, [rule for rule in rules if rule.name in names])
 
-    def _read(self, rule: Rule, index: int) -> torch.Tensor:
+    def _read(self, rule: ParameterRule, index: int) -> torch.Tensor:
         whole = self.reader.read(rule.name, Box.whole(rule.shape), global_shape=rule.shape)
         return rule.form.split(whole)[index]
 

@@ -11,9 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron.checkpoint.hf.family import Described
-from megatron.checkpoint.hf.rules import ByGroup, Form, GateUp, KeyValueByHead, Rule, Same
-from megatron.checkpoint.hf.settings import MOST_HEADS, MOST_LAYERS, Settings
+from megatron.checkpoint.huggingface.rules import (
+    ByGroup,
+    Described,
+    GateUp,
+    KeyValueByHead,
+    ParameterRule,
+    Same,
+    TensorForm,
+)
+from megatron.checkpoint.huggingface.settings import MOST_HEADS, MOST_LAYERS, Settings
 from megatron.config.model import ModelConfig
 from megatron.config.run import known
 
@@ -112,7 +119,7 @@ class T5:
             "scale_decoder_outputs": model.scale_decoder_outputs,
         }
 
-    def rules(self, model: ModelConfig, vocab: int) -> list[Rule]:
+    def rules(self, model: ModelConfig, vocab: int) -> list[ParameterRule]:
         """See `Family`."""
         hidden = known(model.hidden_size)
         rules = [_rule("embedding.word.weight", (vocab, hidden), "shared.weight")]
@@ -146,7 +153,7 @@ def _activation(settings: Settings) -> Mapping[str, Any]:
     return flags
 
 
-def _layer(model: ModelConfig, stack: str, layer: int) -> Iterator[Rule]:
+def _layer(model: ModelConfig, stack: str, layer: int) -> Iterator[ParameterRule]:
     hidden, ffn = known(model.hidden_size), known(model.ffn_hidden_size)
     heads = known(model.num_attention_heads)
     inner = heads * known(model.kv_channels)
@@ -154,7 +161,7 @@ def _layer(model: ModelConfig, stack: str, layer: int) -> Iterator[Rule]:
     attention = f"{theirs}.0.SelfAttention"
     yield _rule(f"{ours}.attention_norm.weight", (hidden,), f"{theirs}.0.layer_norm.weight")
     names = tuple(f"{attention}.{part}.weight" for part in "qkv")
-    form: Form = ByGroup(heads, heads)
+    form: TensorForm = ByGroup(heads, heads)
     yield _rule(f"{ours}.attention.qkv.weight", (3 * inner, hidden), *names, form=form)
     yield _rule(f"{ours}.attention.output.weight", (hidden, inner), f"{attention}.o.weight")
     last = 1
@@ -176,5 +183,7 @@ def _layer(model: ModelConfig, stack: str, layer: int) -> Iterator[Rule]:
     yield _rule(f"{ours}.mlp.down.weight", (hidden, ffn), f"{dense}.wo.weight")
 
 
-def _rule(name: str, shape: tuple[int, ...], *theirs: str, form: Form | None = None) -> Rule:
-    return Rule(f"model.{name}", shape, theirs, form or Same())
+def _rule(
+    name: str, shape: tuple[int, ...], *theirs: str, form: TensorForm | None = None
+) -> ParameterRule:
+    return ParameterRule(f"model.{name}", shape, theirs, form or Same())

@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from megatron.checkpoint.hf.reader import HFReader
-from megatron.checkpoint.restore import restore
-from megatron.checkpoint.vocabulary import PaddedReader
+from megatron.checkpoint.huggingface.reader import HFReader
+from megatron.checkpoint.reader import PaddedReader, restore
 from megatron.config.data import DataConfig
 from megatron.config.stages import parts_of_stage, plan_model
 from megatron.config.yaml_file import from_dict

@@ -7,9 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.checkpoint.hf.reader import HFReader
-from megatron.checkpoint.restore import restore
-from megatron.checkpoint.vocabulary import PaddedReader
+from megatron.checkpoint.huggingface.reader import HFReader
+from megatron.checkpoint.reader import PaddedReader, restore
 from megatron.config.stages import parts_of_stage, plan_parts
 from megatron.config.yaml_file import from_dict
 from megatron.device import Device
@@ -17,7 +16,14 @@ from megatron.models.construct import build_model
 from megatron.models.gpt import GPTModel
 from megatron.parallel.layout import Layout
 from megatron.training.checkpointing import model_state
-from tests.checkpoint.hf.models import CASES, LAYERS, POSITIONS, logits, tensors_of, write_folder
+from tests.checkpoint.huggingface.models import (
+    CASES,
+    LAYERS,
+    POSITIONS,
+    logits,
+    tensors_of,
+    write_folder,
+)
 from tests.distributed import run_distributed
 
 TOKENS = torch.randint(70, (2, POSITIONS), generator=torch.Generator().manual_seed(1))

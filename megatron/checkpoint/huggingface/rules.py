@@ -1,21 +1,27 @@
 """How our parameters are made of a Hugging Face folder's tensors, and come apart again.
 
 Each form is a pure function of shapes: `join` and `split` undo each other bit for bit.
+
+
+What each family of models offers to reader and writer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.huggingface.settings import Settings
+from megatron.config.model import ModelConfig
+
 Shape = tuple[int, ...]
 
 
-class Form(Protocol):
+class TensorForm(Protocol):
     """One of ours from several of theirs, and back."""
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
@@ -118,7 +124,7 @@ def _transposed(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Rule:
+class ParameterRule:
     """One of our parameters.
 
     Attributes:
@@ -132,7 +138,7 @@ class Rule:
     name: str
     shape: Shape
     theirs: tuple[str, ...]
-    form: Form
+    form: TensorForm
     piece: str = ""
 
     def shapes(self) -> list[Shape]:
@@ -141,7 +147,75 @@ class Rule:
         return [tuple(part.shape) for part in parts]
 
 
-def present(rules: Sequence[Rule], held: Iterable[Rule]) -> list[Rule]:
+def present(rules: Sequence[ParameterRule], held: Iterable[ParameterRule]) -> list[ParameterRule]:
     """The rules without those of pieces that nothing at all is held of."""
     pieces = {rule.piece for rule in held} | {""}
     return [rule for rule in rules if rule.piece in pieces]
+
+
+@dataclass(frozen=True)
+class Described:
+    """What a config.json describes.
+
+    Attributes:
+        model: the network by our flags.
+        vocab: rows of the word embedding.
+        notices: lines for the user about what is different here.
+        window: tokens that a token attends to, itself included; None: all before it.
+    """
+
+    model: ModelConfig
+    vocab: int
+    notices: tuple[str, ...] = ()
+    window: int | None = None
+
+
+class Family(Protocol):
+    """Models that share a config.json and tensor names."""
+
+    @property
+    def name(self) -> str:
+        """`model_type` in config.json."""
+
+    @property
+    def prefix(self) -> str:
+        """Begins the names of all tensors but the head's; some files leave it out. Or empty."""
+
+    @property
+    def tied_head(self) -> str:
+        """What files may call the word embeddings a second time, as the output's weight."""
+
+    @property
+    def head_follows_files(self) -> bool:
+        """The output has a weight of its own where files hold one that differs from the word
+        embeddings, although config.json may call the two tied."""
+
+    @property
+    def word_copies(self) -> tuple[str, ...]:
+        """Further names that files may have for the word embeddings."""
+
+    def architecture(self, pieces: frozenset[str]) -> str:
+        """The class of `transformers`.
+
+        Args:
+            pieces: those that are there, of the ones that the family's files may lack.
+        """
+
+    def read(self, settings: Settings) -> Described:
+        """The network of a config.json.
+
+        Raises:
+            CheckpointError: names the key whose value our network cannot express.
+        """
+
+    def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
+        """A config.json for a network; of one that the family cannot express, the nearest.
+
+        See `misfits`.
+        """
+
+    def rules(self, model: ModelConfig, vocab: int) -> list[ParameterRule]:
+        """How each parameter is made of tensors, in the order in which files hold them."""
+
+    def is_derived(self, name: str) -> bool:
+        """Whether a tensor in a file follows from config.json (masks, frequencies)."""

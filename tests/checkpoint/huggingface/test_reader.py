@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint.hf.reader import HFReader
+from megatron.checkpoint.huggingface.reader import HFReader
 from megatron.errors import CheckpointError
 from megatron.training.pretrain import main
 from pretrain_gpt import GPTRecipe
-from tests.checkpoint.hf.models import CASES, tensors_of, write_folder
+from tests.checkpoint.huggingface.models import CASES, tensors_of, write_folder
 from tests.tools.test_checkpoint_util import convert
 
 LLAMA = CASES["llama"]

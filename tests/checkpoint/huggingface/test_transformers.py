@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint.hf.reader import HFReader
+from megatron.checkpoint.huggingface.reader import HFReader
 from megatron.config.yaml_file import from_dict
 from megatron.errors import CheckpointError
-from tests.checkpoint.hf.models import CASES, logits, tensors_of, write_folder
-from tests.checkpoint.hf.test_logits import TOKENS
+from tests.checkpoint.huggingface.models import CASES, logits, tensors_of, write_folder
+from tests.checkpoint.huggingface.test_logits import TOKENS
 from tools.checkpoint import util
 from tools.checkpoint.verify import verify
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint.hf.tokenizer import tokenizer_in
+from megatron.checkpoint.huggingface.files import tokenizer_in
 
 # Files in the folder, kind of network, type, and the file that each flag names.
 _FOLDERS = [

@@ -12,9 +12,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megatron.checkpoint.hf.family import Described
-from megatron.checkpoint.hf.rules import ByGroup, Form, Rule, Same
-from megatron.checkpoint.hf.settings import MOST_HEADS, MOST_LAYERS, Settings
+from megatron.checkpoint.huggingface.rules import (
+    ByGroup,
+    Described,
+    ParameterRule,
+    Same,
+    TensorForm,
+)
+from megatron.checkpoint.huggingface.settings import MOST_HEADS, MOST_LAYERS, Settings
 from megatron.config.model import ModelConfig
 from megatron.config.run import known
 
@@ -93,7 +98,7 @@ class Bert:
             "hidden_dropout_prob": model.hidden_dropout,
         }
 
-    def rules(self, model: ModelConfig, vocab: int) -> list[Rule]:
+    def rules(self, model: ModelConfig, vocab: int) -> list[ParameterRule]:
         """See `Family`."""
         hidden, layers = known(model.hidden_size), known(model.num_layers)
         places = known(model.max_position_embeddings)
@@ -124,7 +129,7 @@ class Bert:
         return name.endswith("embeddings.position_ids") or name == "cls.predictions.decoder.bias"
 
 
-def _layer(model: ModelConfig, ours: str, theirs: str, norm_before: str) -> Iterator[Rule]:
+def _layer(model: ModelConfig, ours: str, theirs: str, norm_before: str) -> Iterator[ParameterRule]:
     """A layer of ours; `norm_before` follows their layer before it."""
     hidden, ffn = known(model.hidden_size), known(model.ffn_hidden_size)
     heads = known(model.num_attention_heads)
@@ -139,18 +144,18 @@ def _layer(model: ModelConfig, ours: str, theirs: str, norm_before: str) -> Iter
     yield from _linear(f"{ours}.mlp.down", hidden, ffn, f"{theirs}.output.dense")
 
 
-def _linear(ours: str, out: int, size: int, theirs: str, piece: str = "") -> list[Rule]:
+def _linear(ours: str, out: int, size: int, theirs: str, piece: str = "") -> list[ParameterRule]:
     return [
         _rule(f"{ours}.{kind}", shape, f"{theirs}.{kind}", piece=piece)
         for kind, shape in zip(_KINDS, ((out, size), (out,)), strict=True)
     ]
 
 
-def _norm(ours: str, hidden: int, theirs: str, piece: str = "") -> list[Rule]:
+def _norm(ours: str, hidden: int, theirs: str, piece: str = "") -> list[ParameterRule]:
     return [_rule(f"{ours}.{kind}", (hidden,), f"{theirs}.{kind}", piece=piece) for kind in _KINDS]
 
 
 def _rule(
-    name: str, shape: tuple[int, ...], *theirs: str, form: Form | None = None, piece: str = ""
-) -> Rule:
-    return Rule(f"model.{name}", shape, theirs, form or Same(), piece)
+    name: str, shape: tuple[int, ...], *theirs: str, form: TensorForm | None = None, piece: str = ""
+) -> ParameterRule:
+    return ParameterRule(f"model.{name}", shape, theirs, form or Same(), piece)

@@ -68,7 +68,7 @@ _LAST = (
 
 
 @dataclass(frozen=True)
-class Slot:
+class FileParameter:
     """A parameter in a file.
 
     Attributes:
@@ -101,9 +101,9 @@ class FilePlan:
     folder: str
     tensor_rank: int
     stage: int
-    chunks: tuple[tuple[Slot, ...], ...]
+    chunks: tuple[tuple[FileParameter, ...], ...]
 
-    def slots(self) -> list[Slot]:
+    def slots(self) -> list[FileParameter]:
         """All of them, in the optimizer's order: decayed ones first."""
         found = [slot for chunk in self.chunks for slot in chunk]
         return sorted(found, key=lambda slot: not slot.is_decayed)
@@ -205,15 +205,17 @@ def _slots(
     arrangement: Arrangement,
     rank: int,
     ranks: int,
-) -> Iterator[Slot]:
+) -> Iterator[FileParameter]:
     stacks = _stacks(shapes, part)
     for name in _names(shapes, part):
         if name == _TIED and "output.weight" not in shapes:
-            yield Slot(_TIED_PATH, _WORDS, _box(_WORDS, shapes[_WORDS], arrangement, rank, ranks))
+            yield FileParameter(
+                _TIED_PATH, _WORDS, _box(_WORDS, shapes[_WORDS], arrangement, rank, ranks)
+            )
         elif name in shapes:
             starts = [found[0].start for stack, found in stacks.items() if name.startswith(stack)]
             path = megatron_path(name, *starts or [0])
-            yield Slot(path, name, _box(name, shapes[name], arrangement, rank, ranks))
+            yield FileParameter(path, name, _box(name, shapes[name], arrangement, rank, ranks))
 
 
 def _box(name: str, shape: tuple[int, ...], arrangement: Arrangement, rank: int, ranks: int) -> Box:

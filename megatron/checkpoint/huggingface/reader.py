@@ -9,13 +9,11 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from megatron.checkpoint import dtypes
-from megatron.checkpoint.entries import Box, check_request
-from megatron.checkpoint.hf.families import family_named
-from megatron.checkpoint.hf.family import Family
-from megatron.checkpoint.hf.files import CONFIG, find_shards, inside
-from megatron.checkpoint.hf.rules import Rule, Shape, present
-from megatron.checkpoint.hf.settings import Settings, read_json
+from megatron.checkpoint.entries import DTYPES, Box, check_request
+from megatron.checkpoint.huggingface.families import family_named
+from megatron.checkpoint.huggingface.files import CONFIG, find_shards, inside
+from megatron.checkpoint.huggingface.rules import Family, ParameterRule, Shape, present
+from megatron.checkpoint.huggingface.settings import Settings, read_json
 from megatron.checkpoint.manifest import describe
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
@@ -84,7 +82,7 @@ class HFReader:
         return self._rule(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        return dtypes.BY_NAME[self._held[self._name(self._rule(name).theirs[0])].dtype]
+        return DTYPES[self._held[self._name(self._rule(name).theirs[0])].dtype]
 
     def read(self, name: str, wanted: Box, *, global_shape: Shape) -> torch.Tensor:
         rule = self._rule(name)
@@ -97,7 +95,7 @@ class HFReader:
         """The class of `transformers` that the folder is of."""
         return self.family.architecture(frozenset(rule.piece for rule in self._rules.values()))
 
-    def _rule(self, name: str) -> Rule:
+    def _rule(self, name: str) -> ParameterRule:
         if name not in self._rules:
             raise CheckpointError(f"{self.path}: holds no tensor {name!r}")
         return self._rules[name]

@@ -6,9 +6,15 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from megatron.checkpoint.hf.family import Described
-from megatron.checkpoint.hf.rules import Form, FusedByHead, Rule, Same, Transposed
-from megatron.checkpoint.hf.settings import MOST_HEADS, MOST_LAYERS, Settings
+from megatron.checkpoint.huggingface.rules import (
+    Described,
+    FusedByHead,
+    ParameterRule,
+    Same,
+    TensorForm,
+    Transposed,
+)
+from megatron.checkpoint.huggingface.settings import MOST_HEADS, MOST_LAYERS, Settings
 from megatron.config.model import ModelConfig
 from megatron.config.run import known
 
@@ -77,7 +83,7 @@ class GPT2:
             "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
         }
 
-    def rules(self, model: ModelConfig, vocab: int) -> list[Rule]:
+    def rules(self, model: ModelConfig, vocab: int) -> list[ParameterRule]:
         """See `Family`."""
         hidden = known(model.hidden_size)
         places = (known(model.max_position_embeddings), hidden)
@@ -97,7 +103,7 @@ class GPT2:
         return re.fullmatch(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)", name) is not None
 
 
-def _layer(model: ModelConfig, ours: str, theirs: str) -> Iterator[Rule]:
+def _layer(model: ModelConfig, ours: str, theirs: str) -> Iterator[ParameterRule]:
     hidden, ffn = known(model.hidden_size), known(model.ffn_hidden_size)
     by_head = FusedByHead(known(model.num_attention_heads))
     yield from _norm(f"{ours}.attention_norm", hidden, f"{theirs}.ln_1")
@@ -113,9 +119,11 @@ def _layer(model: ModelConfig, ours: str, theirs: str) -> Iterator[Rule]:
     yield from _norm(f"{ours}.mlp_norm", hidden, f"{theirs}.ln_2")
 
 
-def _norm(ours: str, hidden: int, theirs: str) -> list[Rule]:
+def _norm(ours: str, hidden: int, theirs: str) -> list[ParameterRule]:
     return [_rule(f"{ours}.{kind}", (hidden,), f"{theirs}.{kind}") for kind in ("weight", "bias")]
 
 
-def _rule(name: str, shape: tuple[int, ...], theirs: str, form: Form | None = None) -> Rule:
-    return Rule(f"model.{name}", shape, (theirs,), form or Same())
+def _rule(
+    name: str, shape: tuple[int, ...], theirs: str, form: TensorForm | None = None
+) -> ParameterRule:
+    return ParameterRule(f"model.{name}", shape, (theirs,), form or Same())

@@ -1,4 +1,7 @@
-"""The files of a folder that comes from elsewhere: which are read, and where they may lie."""
+"""The files of a folder that comes from elsewhere: which are read, and where they may lie.
+
+Which tokenizer a folder of Hugging Face holds, by its files.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron.checkpoint.hf.settings import read_json
+from megatron.checkpoint.huggingface.settings import read_json
+from megatron.config.data import TokenizerConfig
 from megatron.errors import CheckpointError
 
 CONFIG = "config.json"
@@ -117,3 +121,44 @@ def companions(folder: Path) -> Iterator[tuple[str, bytes]]:
 def json_bytes(value: object) -> bytes:
     """JSON as `transformers` writes it: indented, sorted, a newline at the end."""
     return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
+
+
+_T5_SENTINELS = 100  # where the folder does not say
+
+
+def tokenizer_in(folder: Path, architecture: str) -> TokenizerConfig:
+    """The tokenizer of a folder; without a type where it has none.
+
+    Args:
+        architecture: kind of network, see `ModelConfig.architecture`.
+
+    Raises:
+        CheckpointError: its settings cannot be read.
+    """
+    paths = {name: str(folder / name) for name in COMPANIONS if (folder / name).is_file()}
+    settings = paths.get(TOKENIZER_CONFIG)
+    said = {} if settings is None else read_json(Path(settings))
+    if architecture == "bert" and WORDPIECES in paths:
+        lower = said.get("do_lower_case") is not False
+        kind = "BertWordPieceLowerCase" if lower else "BertWordPieceCase"
+        return TokenizerConfig(tokenizer_type=kind, vocab_file=paths[WORDPIECES])
+    if TOKENIZER_JSON in paths:
+        model = paths[TOKENIZER_JSON]
+        return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=model)
+    if architecture == "t5" and SPIECE in paths:
+        asked = said.get("extra_ids")
+        return TokenizerConfig(
+            tokenizer_type="GPTSentencePieceTokenizer",
+            tokenizer_model=paths[SPIECE],
+            vocab_extra_ids=asked if isinstance(asked, int) else _T5_SENTINELS,
+        )
+    if TOKENIZER_MODEL in paths:
+        model = paths[TOKENIZER_MODEL]
+        return TokenizerConfig(tokenizer_type="Llama2Tokenizer", tokenizer_model=model)
+    if VOCAB in paths and MERGES in paths:
+        return TokenizerConfig(
+            tokenizer_type="GPT2BPETokenizer",
+            vocab_file=paths[VOCAB],
+            merge_file=paths[MERGES],
+        )
+    return TokenizerConfig()

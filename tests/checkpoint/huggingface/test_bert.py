@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from megatron.checkpoint.hf.reader import HFReader
-from megatron.checkpoint.reader import open_checkpoint
-from megatron.checkpoint.restore import restore
-from megatron.checkpoint.vocabulary import PaddedReader
+from megatron.checkpoint.huggingface.reader import HFReader
+from megatron.checkpoint.loading import open_checkpoint
+from megatron.checkpoint.reader import PaddedReader, restore
 from megatron.config.stages import parts_of_stage, plan_parts
 from megatron.config.yaml_file import from_dict
 from megatron.device import Device

@@ -6,9 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.checkpoint.hf.family import Described
-from megatron.checkpoint.hf.rules import ByGroup, Form, GateUp, Rule, Same
-from megatron.checkpoint.hf.settings import MOST_HEADS, MOST_LAYERS, Settings
+from megatron.checkpoint.huggingface.rules import (
+    ByGroup,
+    Described,
+    GateUp,
+    ParameterRule,
+    Same,
+    TensorForm,
+)
+from megatron.checkpoint.huggingface.settings import MOST_HEADS, MOST_LAYERS, Settings
 from megatron.config.model import ModelConfig
 from megatron.config.run import known
 
@@ -136,7 +142,7 @@ class LlamaLike:
             config["use_sliding_window"] = False
         return config
 
-    def rules(self, model: ModelConfig, vocab: int) -> list[Rule]:
+    def rules(self, model: ModelConfig, vocab: int) -> list[ParameterRule]:
         """See `Family`."""
         hidden = known(model.hidden_size)
         rules = [_same("embedding.word.weight", (vocab, hidden), "model.embed_tokens.weight")]
@@ -147,7 +153,7 @@ class LlamaLike:
             rules.append(_same("output.weight", (vocab, hidden), "lm_head.weight"))
         return rules
 
-    def _layer(self, model: ModelConfig, ours: str, theirs: str) -> Iterator[Rule]:
+    def _layer(self, model: ModelConfig, ours: str, theirs: str) -> Iterator[ParameterRule]:
         hidden, ffn = known(model.hidden_size), known(model.ffn_hidden_size)
         heads, size = known(model.num_attention_heads), known(model.kv_channels)
         groups, attention = model.kv_heads, f"{theirs}.self_attn"
@@ -178,11 +184,13 @@ class LlamaLike:
         return name.endswith("rotary_emb.inv_freq")
 
 
-def _rule(name: str, shape: tuple[int, ...], theirs: tuple[str, ...], form: Form) -> Rule:
-    return Rule(f"model.{name}", shape, theirs, form)
+def _rule(
+    name: str, shape: tuple[int, ...], theirs: tuple[str, ...], form: TensorForm
+) -> ParameterRule:
+    return ParameterRule(f"model.{name}", shape, theirs, form)
 
 
-def _same(name: str, shape: tuple[int, ...], theirs: str) -> Rule:
+def _same(name: str, shape: tuple[int, ...], theirs: str) -> ParameterRule:
     return _rule(name, shape, (theirs,), Same())
 
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from megatron.checkpoint.deferred import DeferredTensor
-from megatron.checkpoint.hf.families import families
-from megatron.checkpoint.hf.rules import ByGroup, FusedByHead, GateUp, Same, Transposed
-from megatron.checkpoint.hf.settings import Settings
-from tests.checkpoint.hf.models import CASES
+from megatron.checkpoint.entries import LazyTensor
+from megatron.checkpoint.huggingface.families import families
+from megatron.checkpoint.huggingface.rules import ByGroup, FusedByHead, GateUp, Same, Transposed
+from megatron.checkpoint.huggingface.settings import Settings
+from tests.checkpoint.huggingface.models import CASES
 
 
 def test_queries_keys_and_values_are_ordered_by_group() -> None:
@@ -60,7 +60,7 @@ def test_a_deferred_tensor_reads_when_it_is_used_and_keeps_nothing() -> None:
         reads.append(1)
         return torch.arange(6.0).view(2, 3)
 
-    tensor = DeferredTensor((2, 3), torch.float32, read)
+    tensor = LazyTensor((2, 3), torch.float32, read)
     assert (tensor.shape, tensor.dtype, tensor.numel(), tensor.element_size()) == (
         (2, 3),
         torch.float32,

@@ -1,0 +1,102 @@
+"""The families that our models express."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.checkpoint.huggingface.bert import Bert
+from megatron.checkpoint.huggingface.gpt2 import GPT2
+from megatron.checkpoint.huggingface.llama import LlamaLike
+from megatron.checkpoint.huggingface.rules import Family
+from megatron.checkpoint.huggingface.settings import Settings
+from megatron.checkpoint.huggingface.t5 import T5
+from megatron.config.model import NETWORK_FIELDS, ModelConfig, is_irrelevant
+from megatron.errors import CheckpointError
+
+
+def families() -> Mapping[str, Family]:
+    """By `model_type`. A network that several can express is written as the first of them."""
+    known: tuple[Family, ...] = (
+        LlamaLike("llama", "LlamaForCausalLM", old_files=True),
+        LlamaLike("mistral", "MistralForCausalLM", window=True),
+        LlamaLike("qwen2", "Qwen2ForCausalLM", qkv_bias=True, window=True),
+        LlamaLike("qwen3", "Qwen3ForCausalLM", head_norm=True, window=True, head_size=128),
+        GPT2(),
+        Bert(),
+        T5(),
+    )
+    return {family.name: family for family in known}
+
+
+def family_named(name: object, path: object) -> Family:
+    """The family of a config.json's `model_type`.
+
+    Raises:
+        CheckpointError: it is not among those known.
+    """
+    known = families()
+    if not isinstance(name, str) or name not in known:
+        raise CheckpointError(
+            f"{path}: model_type {name!r} is not known: possible are {', '.join(known)}"
+        )
+    return known[name]
+
+
+def family_for(model: ModelConfig, vocab: int, wanted: str | None) -> Family:
+    """The family to write a network as: the wanted one, or the first that can express it.
+
+    Raises:
+        CheckpointError: says for each what does not fit.
+    """
+    known = families()
+    candidates = [known[wanted]] if wanted else list(known.values())
+    problems = []
+    for family in candidates:
+        found = misfits(family, model, vocab)
+        if not found:
+            return family
+        is_kind = not any(line.startswith("architecture ") for line in found)
+        if is_kind or wanted:
+            problems.append("; ".join(found))
+    which = f"a {wanted} model cannot" if wanted else "no family can"
+    raise CheckpointError(f"{which} express this network:\n  " + "\n  ".join(problems))
+
+
+def misfits(family: Family, model: ModelConfig, vocab: int) -> list[str]:
+    """What the family's config.json cannot say about a network, a line each."""
+    written = Settings(family.write(model, vocab), "config.json")
+    said = family.read(written).model
+    differing = differing_fields(model, said)
+    values = {name: (getattr(model, name), getattr(said, name)) for name in differing}
+    # What the flag alone does not tell, as it follows from others, these others do.
+    values = {name: pair for name, pair in values.items() if pair[0] != pair[1]}
+    if not values:
+        values = {name: (_meaning(model, name), _meaning(said, name)) for name in differing}
+    return [
+        f"{name} is {ours}, a {family.name} model has {theirs}"
+        for name, (ours, theirs) in values.items()
+    ]
+
+
+def differing_fields(one: ModelConfig, other: ModelConfig) -> list[str]:
+    """Names of the network fields whose values mean different networks."""
+    return [
+        name
+        for name in NETWORK_FIELDS
+        if not is_irrelevant(one, name) and _meaning(one, name) != _meaning(other, name)
+    ]
+
+
+def _meaning(model: ModelConfig, name: str) -> Any:
+    match name:
+        case "num_query_groups" | "group_query_attention":
+            return model.kv_heads
+        case "rotary_seq_len_interpolation_factor":
+            return model.rotary_seq_len_interpolation_factor or 1
+        case "openai_gelu":
+            # Compared as one; BERT's head for masked tokens has an activation of its own.
+            return model.activation, model.architecture == "bert" and model.openai_gelu
+        case "add_qkv_bias":
+            return model.add_bias_linear or model.add_qkv_bias
+    return getattr(model, name)
