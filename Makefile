@@ -1,6 +1,8 @@
 # make demo              train a small GPT on the Python standard library's source, end to end
 # make demo INPUT=x.jsonl  the same on your own text (one {"text": ...} a line)
 # make demo MODEL=bert   a BERT (or t5) instead, which fills in hidden words
+#                        (a second run keeps the first one as runs/demo.1, and so on; OUT=runs/mine
+#                        chooses another folder, OVERWRITE=1 replaces what an earlier run left there)
 # make serve             a page and an API to talk to the model that make demo has trained
 # make test              the test suite
 # make lint              ruff and mypy
@@ -11,6 +13,7 @@ VENV ?= .venv
 MODEL ?= gpt
 OUT ?= runs/demo$(if $(filter-out gpt,$(MODEL)),-$(MODEL))
 INPUT ?=
+OVERWRITE ?=
 PORT ?= 5000
 ITERS ?=
 TESTS ?= tests
@@ -29,7 +32,7 @@ setup:
 	@tools/setup_venv.sh "$(VENV)" "$(PYTHON)"
 
 demo: setup
-	@$(PY) tools/demo.py --model "$(MODEL)" --out "$(OUT)" $(if $(INPUT),--input "$(INPUT)") $(if $(ITERS),--iters $(ITERS))
+	@$(PY) tools/demo.py --model "$(MODEL)" --out "$(OUT)" $(if $(INPUT),--input "$(INPUT)") $(if $(ITERS),--iters $(ITERS)) $(if $(OVERWRITE),--overwrite)
 
 serve: setup
 	@PATH="$(abspath $(VENV))/bin:$$PATH" CHECKPOINT="$(OUT)/checkpoints" \

@@ -11,6 +11,7 @@ set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 : "${VALID_DATA:?set it to the file to evaluate on}"
+CHECKPOINT=${CHECKPOINT:-${CHECKPOINT_PATH:-}}
 : "${CHECKPOINT:?set it to the folder of the model}"
 TASK=${TASK:-LAMBADA}
 

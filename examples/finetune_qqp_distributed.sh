@@ -14,9 +14,11 @@ set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 : "${TRAIN_DATA:?set it to what to train on}"
 : "${VALID_DATA:?set it to what to evaluate on}"
+PRETRAINED=${PRETRAINED:-${PRETRAINED_CHECKPOINT:-}}
 : "${PRETRAINED:?set it to the folder of a pretrained BERT}"
 : "${VOCAB_FILE:?set it to its vocabulary (text, an entry a line)}"
 OUT=${OUT:-runs/bert-qqp}
+CHECKPOINT_PATH=${CHECKPOINT_PATH:-$OUT/checkpoints} # saved here, and loaded to continue
 
 LAUNCH=(
     --nproc-per-node "${NPROC_PER_NODE:-8}"
@@ -48,5 +50,5 @@ DATA=(
 
 exec torchrun "${LAUNCH[@]}" "$ROOT/tasks/main.py" \
     --task QQP --pretrained-checkpoint "$PRETRAINED" \
-    --save "$OUT/checkpoints" --load "$OUT/checkpoints" --keep-latest 1 --log-interval 10 \
+    --save "$CHECKPOINT_PATH" --load "$CHECKPOINT_PATH" --keep-latest 1 --log-interval 10 \
     "${TRAINING[@]}" "${DATA[@]}" "$@"

@@ -12,6 +12,7 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 : "${VOCAB_FILE:?set it to the file of the GPT-2 vocabulary (json)}"
 : "${MERGE_FILE:?set it to the file of the GPT-2 merges (text)}"
 OUT=${OUT:-runs/gpt-345m}
+CHECKPOINT_PATH=${CHECKPOINT_PATH:-$OUT/checkpoints} # saved here, and loaded to continue
 
 MODEL=(
     --num-layers 24
@@ -43,8 +44,8 @@ DATA=(
 )
 
 OUTPUT=(
-    --save "$OUT/checkpoints"
-    --load "$OUT/checkpoints"
+    --save "$CHECKPOINT_PATH"
+    --load "$CHECKPOINT_PATH"
     --save-interval 10000
     --eval-interval 1000
     --eval-iters 10

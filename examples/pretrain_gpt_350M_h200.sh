@@ -13,6 +13,7 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 : "${VOCAB_FILE:?set it to the file of the GPT-2 vocabulary (json)}"
 : "${MERGE_FILE:?set it to the file of the GPT-2 merges (text)}"
 OUT=${OUT:-runs/gpt-350m-h200}
+CHECKPOINT_PATH=${CHECKPOINT_PATH:-$OUT/checkpoints} # saved here, and loaded to continue
 
 MODEL=(
     --num-layers 24
@@ -47,7 +48,7 @@ DATA=(
 )
 
 OUTPUT=(
-    --save "$OUT/checkpoints"
+    --save "$CHECKPOINT_PATH"
     --save-interval 100
     --eval-interval 100
     --eval-iters 5

@@ -13,6 +13,7 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 : "${VOCAB_FILE:?set it to the file of the GPT-2 vocabulary (json)}"
 : "${MERGE_FILE:?set it to the file of the GPT-2 merges (text)}"
 OUT=${OUT:-runs/gpt-345m}
+CHECKPOINT_PATH=${CHECKPOINT_PATH:-$OUT/checkpoints} # saved here, and loaded to continue
 
 LAUNCH=(
     --nproc-per-node "${NPROC_PER_NODE:-8}"
@@ -53,8 +54,8 @@ DATA=(
 )
 
 OUTPUT=(
-    --save "$OUT/checkpoints"
-    --load "$OUT/checkpoints"
+    --save "$CHECKPOINT_PATH"
+    --load "$CHECKPOINT_PATH"
     --save-interval 10000
     --eval-interval 1000
     --eval-iters 10

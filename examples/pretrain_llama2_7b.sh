@@ -12,6 +12,7 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 : "${DATA_PATH:?set it to the prefix of a .bin/.idx pair (tools/preprocess_data.py writes one)}"
 : "${TOKENIZER_MODEL:?set it to the SentencePiece model of Llama 2 (tokenizer.model)}"
 OUT=${OUT:-runs/llama2-7b}
+CHECKPOINT_PATH=${CHECKPOINT_PATH:-$OUT/checkpoints} # saved here, and loaded to continue
 
 MODEL=(
     --num-layers 32
@@ -55,8 +56,8 @@ DATA=(
 )
 
 OUTPUT=(
-    --save "$OUT/checkpoints"
-    --load "$OUT/checkpoints"
+    --save "$CHECKPOINT_PATH"
+    --load "$CHECKPOINT_PATH"
     --save-interval 1000
     --eval-interval 1000
     --eval-iters 10

@@ -12,6 +12,7 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 : "${DATA_PATH:?set it to the prefix of a .bin/.idx pair (tools/preprocess_data.py --split-sentences)}"
 : "${VOCAB_FILE:?set it to the file of the WordPiece vocabulary (text)}"
 OUT=${OUT:-runs/t5-220m}
+CHECKPOINT_PATH=${CHECKPOINT_PATH:-$OUT/checkpoints} # saved here, and loaded to continue
 
 LAUNCH=(
     --nproc-per-node "${NPROC_PER_NODE:-8}"
@@ -54,8 +55,8 @@ DATA=(
 )
 
 OUTPUT=(
-    --save "$OUT/checkpoints"
-    --load "$OUT/checkpoints"
+    --save "$CHECKPOINT_PATH"
+    --load "$CHECKPOINT_PATH"
     --save-interval 10000
     --eval-interval 1000
     --eval-iters 10

@@ -13,6 +13,7 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 : "${DATA_PATH:?set it to the prefix of a .bin/.idx pair (tools/preprocess_data.py --split-sentences)}"
 : "${VOCAB_FILE:?set it to the file of the WordPiece vocabulary (text)}"
 OUT=${OUT:-runs/t5-220m}
+CHECKPOINT_PATH=${CHECKPOINT_PATH:-$OUT/checkpoints} # saved here, and loaded to continue
 TENSOR_PARALLEL=${TENSOR_PARALLEL:-2}
 PIPELINE_PARALLEL=${PIPELINE_PARALLEL:-2}
 
@@ -65,8 +66,8 @@ DATA=(
 )
 
 OUTPUT=(
-    --save "$OUT/checkpoints"
-    --load "$OUT/checkpoints"
+    --save "$CHECKPOINT_PATH"
+    --load "$CHECKPOINT_PATH"
     --save-interval 10000
     --eval-interval 1000
     --eval-iters 10

@@ -10,6 +10,7 @@
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+CHECKPOINT=${CHECKPOINT:-${CHECKPOINT_PATH:-}}
 : "${CHECKPOINT:?set it to the folder of checkpoints}"
 : "${VOCAB_FILE:?set it to the file of the GPT-2 vocabulary (json)}"
 : "${MERGE_FILE:?set it to the file of the GPT-2 merges (text)}"

@@ -8,7 +8,7 @@
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-CHECKPOINT=${CHECKPOINT:-runs/demo/checkpoints}
+CHECKPOINT=${CHECKPOINT:-${CHECKPOINT_PATH:-runs/demo/checkpoints}}
 
 exec python "$ROOT/tools/run_text_generation_server.py" \
     --load "$CHECKPOINT" --temperature 0.7 --top_k 40 "$@"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from megatron.errors import StorageError, warn
+from megatron.errors import ConfigError, StorageError, warn
 
 TEMPORARY = ".tmp-"
 UNVERIFIED = ".unverified-"
@@ -39,6 +39,25 @@ def writing_to(flag: str, path: str | Path) -> Iterator[None]:
         raise StorageError(
             f"{flag} {path} cannot be written ({error}): free space, or give another path"
         ) from error
+
+
+def expect_no_file(flag: str, paths: Iterable[str | Path], *, overwrite: bool) -> None:
+    """Refuse to replace a file or folder unless the user has given `--overwrite`.
+
+    Args:
+        flag: the flag that names the output, for the message.
+        paths: everything that is about to be written.
+        overwrite: whether the user has given `--overwrite`.
+
+    Raises:
+        ConfigError: one of `paths` exists.
+    """
+    existing = next((path for path in paths if os.path.lexists(path)), None)
+    if existing is not None and not overwrite:
+        raise ConfigError(
+            f"{flag}: {existing} already exists: choose another name, or give --overwrite to "
+            "replace it"
+        )
 
 
 def unique_suffix(kind: str) -> str:

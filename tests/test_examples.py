@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -263,6 +264,30 @@ def test_yaml_run_is_valid_and_trains_at_toy_size(config: Path, toy: Toy, tmp_pa
     assert [r["iteration"] for r in records if "lm loss" in r] == [1, 2]
 
 
+@pytest.mark.parametrize("script", sorted((ROOT / "examples").rglob("*.sh")), ids=name)
+def test_checkpoint_path_is_honoured(script: Path, tmp_path: Path) -> None:
+    """As in Megatron's own scripts, it is where checkpoints are saved and loaded."""
+    for program in ("python", "torchrun"):
+        (tmp_path / program).write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+        (tmp_path / program).chmod(0o755)
+    text, mine = script.read_text(), str(tmp_path / "mine")
+    required = dict.fromkeys(re.findall(r'(?m)^: "\$\{(\w+):\?', text), "given")
+    if "CHECKPOINT=${CHECKPOINT" in text:
+        required.pop("CHECKPOINT", None)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "latest_checkpointed_iteration.txt").touch()
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    environment = {**required, "PATH": path, "CHECKPOINT_PATH": mine}
+    done = subprocess.run(
+        ["bash", str(script)], env=environment, capture_output=True, text=True, check=True
+    )
+    words = done.stdout.splitlines()
+    given = {flag: words[words.index(flag) + 1] for flag in ("--save", "--load") if flag in words}
+    assert given
+    assert set(given.values()) == {mine}
+    assert ("--save" in given) == script.name.startswith(("pretrain_", "finetune_"))
+
+
 def _prose() -> list[str]:
     """The project's own pages, six paragraphs a document, without tables and listings."""
     pages = [page.read_text() for page in sorted((ROOT / "docs").rglob("*.md"))]
@@ -342,5 +367,64 @@ def test_the_demo_overwrites_nothing_that_is_not_its_own(tmp_path: Path, capsys)
 
     (tmp_path / "thesis.txt").touch()
     assert demo.main(["--out", str(tmp_path)]) != 0
-    assert "name another folder" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert f"--out {tmp_path}: {tmp_path / 'thesis.txt'} already exists" in message
+    assert "choose another folder" in message
+    assert "OVERWRITE=1" in message
     assert (tmp_path / "thesis.txt").exists()
+
+
+@pytest.fixture
+def earlier_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A folder that a demo without its steps has filled; and what runs such a demo again."""
+    from tools import demo
+
+    out, source = tmp_path / "out", tmp_path / "mine.jsonl"
+    source.write_text('{"text": "one"}\n{"text": "two"}\n')
+    run = ["--out", str(out), "--input", str(source), "--iters", "3"]
+
+    def steps(kind: object, folder: Path, *_: object) -> None:
+        for part in ("checkpoints", "tokenizer"):
+            (folder / part).mkdir()
+        (folder / "metrics.jsonl").write_text("new")
+
+    monkeypatch.setattr(demo, "demo", steps)
+    assert demo.main(run) == 0
+    (out / "metrics.jsonl").write_text("old")
+    (out / "checkpoints" / "mine").touch()
+    return out, lambda *words: demo.main([*run, *words])
+
+
+def test_a_second_demo_keeps_the_first(earlier_demo, capsys) -> None:
+    out, again = earlier_demo
+    for number in (1, 2):
+        assert again() == 0
+        kept = out.with_name(f"out.{number}")
+        assert f"is now in {kept}" in capsys.readouterr().out
+    first = out.with_name("out.1")
+    assert (first / "metrics.jsonl").read_text() == "old"
+    assert (first / "checkpoints" / "mine").exists()
+    assert (out / "metrics.jsonl").read_text() == "new"
+
+
+@pytest.mark.parametrize("text", ['{"text": "alone"}\n', '{"text": "one"}\n{"text"\n'])
+def test_the_demo_reads_its_input_before_it_touches_a_folder(
+    text: str, earlier_demo, tmp_path: Path, capsys
+) -> None:
+    out, again = earlier_demo
+    (tmp_path / "mine.jsonl").write_text(text)
+    assert again("--overwrite") == 6
+    assert (out / "metrics.jsonl").read_text() == "old"
+    assert not list(tmp_path.glob("out.*"))
+
+
+def test_a_demo_with_other_settings_replaces_only_when_asked(earlier_demo, capsys) -> None:
+    out, again = earlier_demo
+    (out / "thesis.txt").touch()
+    assert again("--iters", "4") == 9
+    assert "already exists and is not from a demo with these settings" in capsys.readouterr().err
+    assert (out / "checkpoints" / "mine").exists()
+    assert again("--iters", "4", "--overwrite") == 0
+    assert (out / "metrics.jsonl").read_text() == "new"
+    assert not (out / "checkpoints" / "mine").exists()
+    assert (out / "thesis.txt").exists()

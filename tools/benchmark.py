@@ -31,6 +31,7 @@ if __package__ in (None, ""):
 
 from megatron.command import run_command
 from megatron.config.arguments import ToolParser
+from megatron.durable import expect_no_file
 from megatron.errors import ConfigError, DataError
 from tools.bench import report
 from tools.bench.breakdown import read_breakdown
@@ -115,6 +116,7 @@ def build_parser() -> ToolParser:
     add("--ceiling-seconds", type=float, default=2.0, help="For each ceiling (default: 2).")
     add("--label", help="Name of this checkout in the output (default: its commit).")
     add("--output", type=Path, default=Path("runs/benchmark"), help="Default: runs/benchmark.")
+    add("--overwrite", action="store_true", help="Replace the result of an earlier call.")
     add("--timeout", type=float, default=600, help="Of one run, in seconds (default: 600).")
     return parser
 
@@ -251,6 +253,8 @@ def benchmark(options: argparse.Namespace, further: Sequence[str]) -> None:
         ceilings = _for_run(_read_ceilings(path), plan)
         print(report.describe_ceilings(ceilings, _tokens_per_gpu(plan)))
         return
+    target = plan.folder / "result.json"
+    expect_no_file("--output", [target], overwrite=options.overwrite)
     here = Subject(options.label or commit_of(ROOT), ROOT)
     with _other_checkout(options.compare) as other:
         ceilings = _known_ceilings(plan, options, further)
@@ -266,7 +270,6 @@ def benchmark(options: argparse.Namespace, further: Sequence[str]) -> None:
                 run_once(plan, subject, number, result, profile=number == profiled)
     facts = report.Facts.of(plan.config, plan.precision, plan.gpus, ceilings)
     print(report.describe(facts, results, plan.flags))
-    target = plan.folder / "result.json"
     target.write_text(report.to_json(facts, results, plan.flags), encoding="utf-8")
     print(f"\nwritten: {target}")
 

@@ -23,6 +23,7 @@ if __name__ == "__main__":
 
 from megatron.command import run_command
 from megatron.config.arguments import ToolParser
+from megatron.durable import expect_no_file
 from megatron.errors import ConfigError
 
 WARM_UP = 8  # steps, in which recordings are made
@@ -41,6 +42,8 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         ConfigError: the model's window is too short for what is asked.
     """
+    if options.out is not None:
+        expect_no_file("--out", [options.out], overwrite=options.overwrite)
     import torch
 
     from megatron.device import Device
@@ -126,6 +129,7 @@ def _parser() -> ToolParser:
         help="time `transformers` with a static cache too; compiled is what it does by itself",
     )
     parser.add_argument("--out", type=Path, help="JSON file for the numbers")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
     return parser
 
 

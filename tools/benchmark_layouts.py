@@ -24,6 +24,7 @@ if __package__ in (None, ""):
 
 from megatron.command import run_command
 from megatron.config.arguments import ToolParser
+from megatron.durable import expect_no_file
 from megatron.errors import ConfigError
 from tools.layouts.models import BenchmarkLayout, models
 from tools.layouts.table import Row, as_markdown
@@ -45,6 +46,7 @@ def build_parser() -> ToolParser:
     add("--vocab-file", help="GPT-2 vocabulary, with --data-path.")
     add("--merge-file", help="GPT-2 merges, with --data-path.")
     add("--out", type=Path, help="Markdown table to write.")
+    add("--overwrite", action="store_true", help="Replace an existing table.")
     add("--jsonl", type=Path, help="File to append one object a run to: curves and all.")
     add("further", nargs="*", metavar="-- FLAG", help="Further flags of every run.")
     return parser
@@ -96,6 +98,8 @@ def run(options: argparse.Namespace) -> list[Row]:
     from tools.layouts.measure import measure
 
     layouts, data = choose(options), data_flags(options)
+    if options.out is not None:
+        expect_no_file("--out", [options.out], overwrite=options.overwrite)
     present = options.processes or gpu_count()
     if present < 1:
         raise ConfigError("no GPU is present: give --processes to run on the CPU")

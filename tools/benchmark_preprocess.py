@@ -110,6 +110,7 @@ def _contents(text: str | None) -> Iterator[str]:
 def _run_tool(options: argparse.Namespace, corpus: Path) -> tuple[float, float]:
     """Wall clock and processor seconds of one run."""
     command = [sys.executable, str(_TOOL), "--input", str(corpus), "--append-eod"]
+    command += ["--overwrite"]
     command += ["--output-prefix", str(corpus.with_suffix(""))]
     command += ["--tokenizer-type", "GPT2BPETokenizer"]
     command += ["--vocab-file", options.vocab_file, "--merge-file", options.merge_file]

@@ -1,6 +1,6 @@
 """Train the toy model in every layout that the tests compare, and write the table of differences.
 
-    python tools/compare_layouts.py --out docs/layouts.md
+    python tools/compare_layouts.py --out docs/layouts.md --overwrite
 
 Takes some minutes on two CPU cores: up to eight gloo processes, no GPU. The layouts and the
 comparison are those of `tests/parity`.
@@ -22,7 +22,7 @@ if __package__ in (None, ""):
 
 from megatron.command import run_command
 from megatron.config.arguments import ToolParser
-from megatron.durable import writing_to
+from megatron.durable import expect_no_file, writing_to
 from megatron.errors import NumericsError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ processes for {short} iterations, over shared memory. On GPUs the same tests hol
 with kernels and NCCL ([command](benchmarks.md#what-was-reached)). This page is written by
 
 ```bash
-python tools/compare_layouts.py --out docs/layouts.md
+python tools/compare_layouts.py --out docs/layouts.md --overwrite
 ```
 
 What a layout's name leaves out is 1. With dropout the same layout draws the same
@@ -118,9 +118,14 @@ def run(words: Sequence[str]) -> None:
         "--out", type=Path, required=True, metavar="PAGE.md", help="Page to write, for example "
         "docs/layouts.md."
     )  # fmt: skip
+    parser.add_argument("--overwrite", action="store_true", help="Replace an existing page.")
     options = parser.read(words)
+    is_new = not options.out.exists()
+    expect_no_file("--out", [options.out], overwrite=options.overwrite)
     with writing_to("--out", options.out):  # known before minutes of work
         options.out.open("a").close()
+        if is_new:  # an empty page would stand in the way of the next try
+            options.out.unlink()
 
     import torch
 

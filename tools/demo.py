@@ -12,6 +12,7 @@ repeated by hand with other values.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,12 +34,18 @@ if __package__ in (None, ""):
 
 from megatron.command import run_command
 from megatron.config.arguments import ToolParser
-from megatron.errors import DataError, StorageError
+from megatron.durable import writing_to
+from megatron.errors import ConfigError, DataError
 from tools.demos.kinds import DEFAULT_OUT, KINDS, VOCAB_SIZE, Kind
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXTS = 5  # of the validation documents, for the trained model to work on
-MARKER = ".megatron-demo"  # says that a folder is ours to overwrite
+MARKER = ".megatron-demo"  # holds the settings of the run that wrote to the folder
+# All that a demo writes; --overwrite removes nothing else.
+OUTPUTS = (
+    *("corpus.jsonl", "corpus_text_*.bin", "corpus_text_*.idx", "tokenizer"),
+    *("checkpoints", "tensorboard", "metrics.jsonl", "loss.png"),
+)
 # Folders of the standard library's place that hold other things than its code, or tables only.
 NOT_LIBRARY = {
     *("test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages"),
@@ -90,18 +97,58 @@ def write_standard_library(path: Path, *, in_lines: bool) -> None:
     print(f"wrote {path}: {count} modules of {root}, {size / 1e6:.1f} MB")
 
 
-def open_folder(out: Path) -> None:
-    """Make `out`, or empty it of what an earlier demo left there.
+def check_input(source: Path) -> None:
+    """Read the whole input before anything is written or moved.
 
     Raises:
-        StorageError: it holds something else.
+        DataError: A line is bad, or there are fewer than two documents.
     """
-    if out.is_dir() and any(out.iterdir()) and not (out / MARKER).is_file():
-        raise StorageError(f"--out {out}: not empty and not from a demo; name another folder")
-    if (out / MARKER).is_file():
-        shutil.rmtree(out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / MARKER).touch()
+    from megatron.data.documents import parse_lines
+    from megatron.data.text_input import find_inputs, read_blocks
+
+    documents, line = 0, 1
+    for block in read_blocks(find_inputs([str(source)]), ["text"]):
+        parsed = parse_lines(block.read(), ["text"])
+        for bad in parsed.bad[:1]:
+            raise DataError(f"{source}:{line + bad.line}: {bad.reason}; fix or remove the line")
+        documents, line = documents + len(parsed.values), line + parsed.lines
+    split_of(documents)
+
+
+def open_folder(out: Path, settings: Mapping[str, Any], *, overwrite: bool) -> None:
+    """Make an empty `out`. An earlier run with the same settings is kept under another name.
+
+    Raises:
+        ConfigError: `out` holds anything else, and the user has not given `--overwrite`.
+        StorageError: The folder cannot be written.
+    """
+    present = sorted(path for name in OUTPUTS for path in out.glob(name))
+    with writing_to("--out", out):
+        if overwrite:
+            for path in present:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        elif out.is_dir() and any(out.iterdir()):
+            if settings_of(out) != settings:
+                held = next(iter(present), next(out.iterdir()))
+                raise ConfigError(
+                    f"--out {out}: {held} already exists and is not from a demo with these "
+                    "settings: choose another folder (make demo OUT=...), or give --overwrite "
+                    "(make demo OVERWRITE=1) to replace the files of an earlier run there"
+                )
+            names = (out.with_name(f"{out.name}.{number}") for number in itertools.count(1))
+            kept = next(name for name in names if not os.path.lexists(name))
+            out.rename(kept)
+            print(f"{out} held an earlier run with the same settings. That run is now in {kept}.\n")
+        out.mkdir(parents=True, exist_ok=True)
+        (out / MARKER).write_text(json.dumps(settings) + "\n", encoding="utf-8")
+
+
+def settings_of(out: Path) -> Any:
+    """Return the settings of the demo that wrote to `out`, or `None` if no demo did."""
+    try:
+        return json.loads((out / MARKER).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
 
 
 def run(title: str, command: Sequence[str]) -> None:
@@ -251,7 +298,6 @@ def prepare(kind: Kind, out: Path, source: Path | None) -> Path:
 def demo(kind: Kind, out: Path, source: Path | None, iterations: int) -> None:
     """Run all the steps."""
     start = time.perf_counter()
-    open_folder(out)
     prefix = prepare(kind, out, source)
     from megatron.data.indexed import IndexedDataset
 
@@ -291,6 +337,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--out", type=Path, default=DEFAULT_OUT, help="folder for everything it writes"
     )
     parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace the files of an earlier run in that folder",
+    )
+    parser.add_argument(
         "--input", type=Path, help='jsonl with {"text": ...} lines; unset: the standard library'
     )
     numbers = ", ".join(f"{kind.iterations} for {name}" for name, kind in KINDS.items())
@@ -305,7 +356,19 @@ def checked_demo(options: argparse.Namespace) -> None:
         raise DataError(f"--input {options.input}: no such file")
     if iterations < 1:
         raise DataError(f"--iters {iterations}: give at least 1")
-    demo(kind, options.out, options.input, iterations)
+    # Commands run in the repository; there, short relative paths are easier to read.
+    here = Path.cwd() == ROOT
+    out = options.out if here else options.out.absolute()
+    source = options.input if here or options.input is None else options.input.absolute()
+    if source is not None:
+        check_input(source)
+    settings = {
+        "model": options.model,
+        "input": None if source is None else str(source.absolute()),
+        "iterations": iterations,
+    }
+    open_folder(out, settings, overwrite=options.overwrite)
+    demo(kind, out, source, iterations)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -20,6 +20,7 @@ if __package__ in (None, ""):
 
 from megatron.command import run_command
 from megatron.config.arguments import ToolParser
+from megatron.durable import expect_no_file
 from megatron.errors import DataError
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def build_parser() -> ToolParser:
         metavar="PATH",
         help="Output goes to PATH.bin and PATH.idx.",
     )
+    group.add_argument("--overwrite", action="store_true", help="Replace existing output files.")
     return parser
 
 
@@ -107,6 +109,8 @@ def run(options: argparse.Namespace) -> None:
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
     dtypes = {data.prefix: data.dtype for data in datasets}
     _expect_no_member(options, datasets)
+    outputs = [f"{options.output_prefix}.{ending}" for ending in ("idx", "bin")]
+    expect_no_file("--output-prefix", outputs, overwrite=options.overwrite)
     for prefix, dtype in dtypes.items():
         if dtype != dtypes[prefixes[0]]:
             raise DataError(

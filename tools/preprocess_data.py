@@ -30,6 +30,7 @@ if __package__ in (None, ""):
 from megatron.command import leave, run_command
 from megatron.config.arguments import ToolParser, add_flags, from_namespace
 from megatron.config.data import TokenizerConfig
+from megatron.durable import expect_no_file
 from megatron.environment import use_one_math_thread
 from megatron.errors import ConfigError, warn
 from megatron.tokenizer import build_tokenizer
@@ -104,6 +105,7 @@ def _add_output_flags(group: argparse._ArgumentGroup) -> None:
         metavar="PATH",
         help="Output goes to PATH_KEY_document (or PATH_KEY_sentence) .bin and .idx.",
     )
+    group.add_argument("--overwrite", action="store_true", help="Replace existing output files.")
     group.add_argument(
         "--append-eod", action="store_true", help="End each document with the <eod> id."
     )
@@ -186,6 +188,10 @@ def run(options: argparse.Namespace) -> None:
         UserError: the flags, the input or the output folder need mending.
     """
     _check(options)
+    level = "sentence" if options.split_sentences else "document"
+    prefixes = [f"{options.output_prefix}_{key}_{level}" for key in options.json_keys]
+    outputs = [f"{prefix}.{ending}" for prefix in prefixes for ending in ("idx", "bin")]
+    expect_no_file("--output-prefix", outputs, overwrite=options.overwrite)
     started = time.monotonic()
     use_one_math_thread()
     tokenizer_config = from_namespace(TokenizerConfig, options)

@@ -16,9 +16,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+if __package__ in (None, ""):
+    # Started as a file: the package beside this folder may not be installed.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from megatron.command import run_command
 from megatron.config.arguments import ToolParser
-from megatron.durable import writing_to
+from megatron.durable import expect_no_file, writing_to
 from megatron.errors import ConfigError
 from megatron.parallel.pipeline.check import check, check_all
 from megatron.parallel.pipeline.schedule import SCHEDULE_KINDS, OperationKind, make_schedule
@@ -194,6 +198,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     add("--communication-time", type=float, default=0.0, metavar="T",
         help="of a message; stages go on computing meanwhile; default 0")  # fmt: skip
     add("--output", type=Path, metavar="FILE.png", help="draw there; without it, print")
+    add("--overwrite", action="store_true", help="replace an existing picture")
     add("--check-all", action="store_true",
         help="prove all up to 16 stages x 8 chunks x 64 micro-batches instead")  # fmt: skip
     return parser.read(words)
@@ -221,6 +226,7 @@ def check_can_show(arguments: argparse.Namespace) -> None:
         raise ConfigError(
             f"--output {arguments.output}: end the name with .png (or .{', .'.join(sorted(kinds))})"
         )
+    expect_no_file("--output", [arguments.output], overwrite=arguments.overwrite)
 
 
 def prove_all(*, stages: int, chunks: int, micro_batches: int) -> None:

@@ -6,7 +6,8 @@
 The first writes vocab.json and merges.txt (for --tokenizer-type GPT2BPETokenizer with --vocab-file
 and --merge-file), the second vocab.txt (for BertWordPieceLowerCase, or with --cased for
 BertWordPieceCase, with --vocab-file); both write tokenizer.json (for HuggingFaceTokenizer). The
-same input gives the same files. A tokenizer that is there is never replaced.
+same input gives the same files. An existing tokenizer is not replaced without --overwrite, because
+datasets and models may depend on it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if __package__ in (None, ""):
 
 from megatron.command import run_command
 from megatron.config.arguments import ToolParser
-from megatron.durable import replace_file
+from megatron.durable import expect_no_file, replace_file
 from megatron.errors import ConfigError, DataError, StorageError
 
 _END = "<|endoftext|>"
@@ -67,6 +68,9 @@ def build_parser() -> ToolParser:
         "--cased", action="store_true", help="With --kind wordpiece: keep upper case and accents."
     )
     output.add_argument("--output-dir", required=True, metavar="DIR", help="Folder to write to.")
+    output.add_argument(
+        "--overwrite", action="store_true", help="Replace the tokenizer in that folder."
+    )
     output.add_argument(
         "--vocab-size",
         type=int,
@@ -123,12 +127,8 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError(f"--min-frequency {options.min_frequency}: give at least 1")
     if options.cased and options.kind != "wordpiece":
         raise ConfigError("--cased goes with --kind wordpiece; byte-level BPE always keeps case")
-    for name in _NAMES:
-        if os.path.lexists(os.path.join(options.output_dir, name)):
-            raise ConfigError(
-                f"--output-dir {options.output_dir}: holds {name} already, which would be replaced "
-                "under what was made with it: give another folder, or remove the tokenizer there"
-            )
+    outputs = [os.path.join(options.output_dir, name) for name in _NAMES]
+    expect_no_file("--output-dir", outputs, overwrite=options.overwrite)
 
 
 def _texts(paths: Sequence[str], keys: Sequence[str]) -> Iterator[str]:
@@ -261,11 +261,14 @@ def _wordpiece_files(tokenizer: Any) -> Files:
 
 
 def _write(files: Files, folder: Path) -> None:
-    """Each file under its name, complete or not at all."""
+    """Write each file completely or not at all, and remove those of a tokenizer it replaces."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, data in files.items():
             replace_file(folder / name, data)
+        for name in _NAMES:
+            if name not in files:
+                (folder / name).unlink(missing_ok=True)
     except OSError as error:
         raise StorageError(
             f"--output-dir {folder}: cannot write ({error.strerror}); choose another folder"

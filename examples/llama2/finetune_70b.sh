@@ -15,11 +15,12 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 : "${CHECKPOINT:?set it to an imported Llama 2 (docs/llama2.md)}"
 TOKENIZER_MODEL=${TOKENIZER_MODEL:-$CHECKPOINT/huggingface/tokenizer.model}
 OUT=${OUT:-runs/llama2-70b}
+CHECKPOINT_PATH=${CHECKPOINT_PATH:-$OUT/checkpoints} # saved here, and loaded to continue
 
 # Either says that it has begun: one that was killed while saving may lack the other.
-if [[ -e $OUT/checkpoints/latest_checkpointed_iteration.txt ]] ||
-    compgen -G "$OUT/checkpoints/iter_???????" > /dev/null; then
-    START=(--load "$OUT/checkpoints")
+if [[ -e $CHECKPOINT_PATH/latest_checkpointed_iteration.txt ]] ||
+    compgen -G "$CHECKPOINT_PATH/iter_???????" > /dev/null; then
+    START=(--load "$CHECKPOINT_PATH")
 else
     START=(--load "$CHECKPOINT" --finetune)
 fi
@@ -63,7 +64,7 @@ DATA=(
 )
 
 OUTPUT=(
-    --save "$OUT/checkpoints"
+    --save "$CHECKPOINT_PATH"
     --save-interval 500
     --eval-interval 500
     --eval-iters 10

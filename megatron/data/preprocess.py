@@ -91,6 +91,8 @@ class BlockEncoder:
         self.tokenizer = tokenizer
         self.dtype = best_dtype(tokenizer.vocab_size)
         self._end = np.array([tokenizer.eod] if options.append_eod else [], self.dtype)
+        # T5's own tokenizer ends every text with </s> already; it does not end single sentences.
+        self._ends_texts = options.append_eod and tokenizer.appended_ids[-1:] == (tokenizer.eod,)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _build_block_encoder, (self.options,)
@@ -120,14 +122,15 @@ class BlockEncoder:
         pieces: list[NDArray[Any]] = [np.empty(0, self.dtype)]
         lengths: list[int] = []
         counts: list[int] = []
-        for document in documents:
+        for value, document in zip(values, documents, strict=True):
             before = len(lengths)
             for ids in (next(encoded) for _ in document):
                 # A sentence without ids leaves no trace, a document without ids an empty one.
                 if len(ids):
                     pieces.append(ids)
                     lengths.append(len(ids))
-            if len(self._end) and len(lengths) > before:
+            is_ended = self._ends_texts and not self._is_cut(value)
+            if len(self._end) and len(lengths) > before and not is_ended:
                 pieces.append(self._end)
                 lengths[-1] += 1
             counts.append(len(lengths) - before)
@@ -139,7 +142,7 @@ class BlockEncoder:
         self, values: Sequence[str | list[str]], documents: Sequence[list[str]]
     ) -> Iterator[NDArray[Any]]:
         """Ids of each text of each document; of one that is cut into sentences, as parts."""
-        is_cut = [self.options.splitter is not None or isinstance(value, list) for value in values]
+        is_cut = [self._is_cut(value) for value in values]
         texts: dict[bool, list[str]] = {False: [], True: []}
         for cut, document in zip(is_cut, documents, strict=True):
             texts[cut] += document
@@ -150,6 +153,10 @@ class BlockEncoder:
         for cut, document in zip(is_cut, documents, strict=True):
             for _ in document:
                 yield next(encoded[cut])
+
+    def _is_cut(self, value: str | list[str]) -> bool:
+        """Return whether a document becomes sentences, which get no special tokens."""
+        return self.options.splitter is not None or isinstance(value, list)
 
     def _sentences(self, value: str | list[str]) -> list[str]:
         splitter = self.options.splitter

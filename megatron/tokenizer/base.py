@@ -45,9 +45,15 @@ class Tokenizer(ABC):
     def tokenize(self, text: str) -> list[int]:
         """Ids of one text."""
 
+    @property
+    def appended_ids(self) -> tuple[int, ...]:
+        """The ids that `tokenize` appends to every text, such as `</s>`."""
+        return ()
+
     def tokenize_open(self, text: str) -> list[int]:
-        """Ids of a text that is to go on, or to be scored: nothing stands behind it."""
-        return self.tokenize(text)
+        """Return the ids of a text that will be continued or scored, without `appended_ids`."""
+        ids = self.tokenize(text)
+        return ids[: len(ids) - len(self.appended_ids)]
 
     @abstractmethod
     def detokenize(self, ids: Sequence[int]) -> str:

@@ -84,19 +84,15 @@ class HuggingFaceTokenizer(Tokenizer):
         """Ids of one text, as the file's post-processing leaves them."""
         return self._tokenizer.encode(text).ids
 
-    def tokenize_open(self, text: str) -> list[int]:
-        """Ids of a text, without what the file's post-processing puts behind each."""
-        ids = self.tokenize(text)
-        return ids[: len(ids) - self._behind]
-
     @cached_property
-    def _behind(self) -> int:
-        """Tokens that post-processing puts behind a text."""
-        for text in "a0.":  # the first that its normalization leaves something of
-            added = self._tokenizer.encode(text).special_tokens_mask
-            if not all(added):
-                return added[::-1].index(0)
-        return 0
+    def appended_ids(self) -> tuple[int, ...]:
+        """The ids that the file's post-processing appends to every text."""
+        for text in "a0.":  # the first one that normalization does not remove
+            encoded = self._tokenizer.encode(text)
+            if not all(encoded.special_tokens_mask):
+                count = encoded.special_tokens_mask[::-1].index(0)
+                return tuple(encoded.ids[len(encoded.ids) - count :])
+        return ()
 
     def tokenize_spelled(self, text: str) -> list[int]:
         """Ids of a text that spells its special tokens out, without the file's post-processing."""

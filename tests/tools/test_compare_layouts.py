@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from megatron.errors import NumericsError, StorageError
+from megatron.errors import ConfigError, NumericsError, StorageError
 from tests.parity.layouts import LAYOUTS, LOSS_TOLERANCE, NORM_TOLERANCE, Difference
 from tests.repository import ROOT
 from tools import compare_layouts
@@ -51,7 +51,9 @@ def test_a_layout_that_differs_is_no_page(tmp_path, monkeypatch, capsys, differe
     monkeypatch.setattr("tests.parity.layouts.compare", lambda case: difference)
     out = tmp_path / "page.md"
     out.write_text("as it was")
-    assert compare_layouts.main(["--out", str(out)]) == NumericsError.exit_code
+    assert compare_layouts.main(["--out", str(out)]) == ConfigError.exit_code
+    assert f"--out: {out} already exists" in capsys.readouterr().err
+    assert compare_layouts.main(["--out", str(out), "--overwrite"]) == NumericsError.exit_code
     assert "8 processes, tensor 4 x pipeline 2 --sequence-parallel: " in capsys.readouterr().err
     assert out.read_text() == "as it was"
 

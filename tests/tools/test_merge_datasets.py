@@ -17,8 +17,8 @@ def write(prefix: Path, documents: list[list[int]], dtype: type = np.uint16) -> 
             builder.add_document(document, [len(document)] if document else [])
 
 
-def merge(folder: Path, prefix: Path) -> int:
-    return merge_datasets.main(["--input", str(folder), "--output-prefix", str(prefix)])
+def merge(folder: Path, prefix: Path, *flags: str) -> int:
+    return merge_datasets.main(["--input", str(folder), "--output-prefix", str(prefix), *flags])
 
 
 def test_sorted_by_name_and_again(tmp_path):
@@ -30,8 +30,8 @@ def test_sorted_by_name_and_again(tmp_path):
         expected.add_document(document, [len(document)] if document else [])
     expected.finalize()
     # The second time the first result lies in the folder, and is not joined to itself.
-    for _ in range(2):
-        assert merge(tmp_path, tmp_path / "whole") == 0
+    for flags in ((), ("--overwrite",)):
+        assert merge(tmp_path, tmp_path / "whole", *flags) == 0
         for suffix in (".bin", ".idx"):
             got = (tmp_path / f"whole{suffix}").read_bytes()
             assert got == (tmp_path / "other" / f"whole{suffix}").read_bytes()
@@ -70,6 +70,20 @@ def test_a_dataset_of_the_folder_is_not_replaced(tmp_path, capsys):
     assert merge(tmp_path, tmp_path / "a") == 6
     assert f"--output-prefix {tmp_path}/a is a dataset of --input" in capsys.readouterr().err
     assert (tmp_path / "a.bin").read_bytes() == before
+
+
+@pytest.mark.parametrize("ending", ["bin", "idx"])
+def test_an_existing_dataset_is_not_replaced(tmp_path, capsys, ending):
+    write(tmp_path / "in" / "a", [[1]])
+    (tmp_path / f"out.{ending}").write_text("mine")
+    assert merge(tmp_path / "in", tmp_path / "out") == 9
+    assert (
+        f"--output-prefix: {tmp_path}/out.{ending} already exists: choose another name, or give "
+        "--overwrite to replace it"
+    ) in capsys.readouterr().err
+    assert (tmp_path / f"out.{ending}").read_text() == "mine"
+    assert merge(tmp_path / "in", tmp_path / "out", "--overwrite") == 0
+    assert IndexedDataset(tmp_path / "out").get(0).tolist() == [1]
 
 
 def test_missing_folder(tmp_path, capsys):

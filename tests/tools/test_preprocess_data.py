@@ -40,10 +40,13 @@ def tokenizer_flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture
 def run(tmp_path, tokenizer_flags, capfd):
-    """Run the tool on `--input` with an output prefix in tmp_path/out; (exit code, stdout, err)."""
+    """Run the tool on `--input` with an output prefix in tmp_path/out; (exit code, stdout, err).
+
+    A later run in the same test replaces the output of the one before.
+    """
 
     def call(*flags: object) -> tuple[int, str, str]:
-        prefix = ["--output-prefix", str(tmp_path / "out" / "x")]
+        prefix = ["--output-prefix", str(tmp_path / "out" / "x"), "--overwrite"]
         code = preprocess_data.main([*prefix, *tokenizer_flags, *map(str, flags)])
         captured = capfd.readouterr()
         return code, captured.out, captured.err
@@ -123,6 +126,38 @@ def test_sentences_get_no_special_tokens_of_their_own(tmp_path):
     data = output(tmp_path)
     assert [data.get(i).tolist() for i in range(4)] == [[3, 4, 1], [5], [6, 7], [8, 1]]
     assert data.document_indices.tolist() == [0, 1, 3, 4]
+
+
+def test_a_t5_document_ends_once(tmp_path):
+    """With --append-eod too: what a T5's tokenizer.json appends is the end of a document."""
+    flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model"]
+    flags += [str(write_t5_tokenizer(tmp_path / "t5")), "--workers", "1", "--append-eod"]
+    records = [{"text": "w0 w1"}, {"text": ["w2", "w3 w4"]}, {"text": "w5"}]
+    words = ["--input", str(write_lines(tmp_path / "in.jsonl", records)), *flags]
+    assert preprocess_data.main([*words, "--output-prefix", str(tmp_path / "out" / "x")]) == 0
+    data = output(tmp_path)
+    assert [data.get(i).tolist() for i in range(4)] == [[3, 4, 1], [5], [6, 7, 1], [8, 1]]
+
+
+@pytest.mark.parametrize(
+    ("flags", "level"), [([], "document"), (["--split-sentences"], "sentence")]
+)
+@pytest.mark.parametrize("ending", ["bin", "idx"])
+def test_an_existing_dataset_is_not_replaced(
+    tmp_path, tokenizer_flags, capsys, flags, level, ending
+):
+    source = write_lines(tmp_path / "in.jsonl", [{"text": "hello"}, {"text": "hell"}])
+    existing = tmp_path / f"x_text_{level}.{ending}"
+    existing.write_text("mine")
+    words = ["--input", str(source), "--output-prefix", str(tmp_path / "x"), *tokenizer_flags]
+    assert preprocess_data.main([*words, *flags]) == 9
+    assert capsys.readouterr().err.splitlines() == [
+        f"error: --output-prefix: {existing} already exists: choose another name, or give "
+        "--overwrite to replace it"
+    ]
+    assert existing.read_text() == "mine"
+    assert preprocess_data.main([*words, *flags, "--overwrite"]) == 0
+    assert len(IndexedDataset(tmp_path / f"x_text_{level}")) == 2
 
 
 def test_every_key_is_written(run, tmp_path):

@@ -11,7 +11,11 @@ from tests.repository import ROOT
 
 
 @pytest.mark.parametrize(
-    "tool", ["preprocess_data", "train_tokenizer", "merge_datasets", "benchmark_preprocess"]
+    "tool",
+    [
+        *("preprocess_data", "train_tokenizer", "merge_datasets", "benchmark_preprocess"),
+        *("plot_loss", "show_schedule"),
+    ],
 )
 @pytest.mark.parametrize("as_module", [False, True])
 def test_help_both_ways_without_heavy_imports(tool, as_module, tmp_path):

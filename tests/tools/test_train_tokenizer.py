@@ -123,8 +123,19 @@ def test_a_tokenizer_that_is_there_stays(tmp_path, capsys, kind):
         folder.mkdir()
         (folder / name).write_text("mine")
         assert train(source, folder, *flags) == 9
-        assert f"--output-dir {folder}: holds {name} already" in capsys.readouterr().err
+        message = f"--output-dir: {folder / name} already exists: choose another name, or give "
+        assert message + "--overwrite to replace it" in capsys.readouterr().err
         assert [path.read_text() for path in folder.iterdir()] == ["mine"]
+
+
+def test_overwrite_replaces_a_whole_tokenizer(tmp_path):
+    source, folder = write(tmp_path / "in.jsonl", TEXT), tmp_path / "t"
+    assert train(source, folder, "--kind", "wordpiece", "--vocab-size", "280") == 0
+    (folder / "notes.txt").touch()
+    assert train(source, folder, "--vocab-size", "280", "--overwrite") == 0
+    assert train(source, tmp_path / "new", "--vocab-size", "280") == 0
+    new = {path.name: path.read_bytes() for path in (tmp_path / "new").iterdir()}
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == new | {"notes.txt": b""}
 
 
 def test_output_folder_that_is_a_file(tmp_path, capsys):

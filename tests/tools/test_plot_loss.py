@@ -1,0 +1,71 @@
+"""tools/plot_loss.py: what it reads, how it smooths, and the picture it writes."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+from pathlib import Path
+
+import pytest
+
+from tools import plot_loss
+
+
+def write_metrics(path: Path) -> Path:
+    records = [{"iteration": i, "lm loss": 8 - i / 100} for i in range(1, 101)]
+    records.append({"iteration": 100, "lm loss validation": 7.2})
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+@pytest.mark.parametrize("count", [1, 2, 20, 1000])
+def test_smoothing_has_no_lag(count):
+    line = [(10 * i, 9 - 0.01 * i) for i in range(count)]
+    smooth = plot_loss.smoothed(line)
+    assert [iteration for iteration, _ in smooth] == [iteration for iteration, _ in line]
+    assert [value for _, value in smooth] == pytest.approx([value for _, value in line])
+
+
+def test_smoothing_takes_noise_out():
+    draw = random.Random(1)
+    noisy = [(i, 5 - 0.001 * i + draw.gauss(0, 0.1)) for i in range(1000)]
+    errors = [value - (5 - 0.001 * i) for i, value in plot_loss.smoothed(noisy)]
+    assert abs(sum(errors)) / len(errors) < 0.01
+    assert sum(error**2 for error in errors) / len(errors) < 0.03**2
+
+
+def test_a_picture_large_enough_for_a_paper(tmp_path, capsys):
+    metrics, output = write_metrics(tmp_path / "m.jsonl"), tmp_path / "new" / "loss.png"
+    words = ["--metrics", str(metrics), "--output", str(output)]
+    assert plot_loss.main([*words, "--entropy", "6.5"]) == 0
+    assert capsys.readouterr().out == f"wrote {output}\n"
+    width, height = struct.unpack(">II", output.read_bytes()[16:24])
+    assert (width, height) == (1600, 1000)
+
+
+def test_an_existing_picture_is_not_replaced(tmp_path, capsys):
+    metrics, output = write_metrics(tmp_path / "m.jsonl"), tmp_path / "loss.png"
+    output.write_text("mine")
+    words = ["--metrics", str(metrics), "--output", str(output)]
+    assert plot_loss.main(words) == 9
+    assert f"--output: {output} already exists" in capsys.readouterr().err
+    assert output.read_text() == "mine"
+    assert plot_loss.main([*words, "--overwrite"]) == 0
+    assert output.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "no such file; pretrain with --metrics-jsonl"),
+        ("{}\n", "m.jsonl:1: not a metrics record: '{}"),
+        ('{"iteration": 1}\n', "no record holds a training loss"),
+    ],
+)
+def test_mistakes_are_named(tmp_path, capsys, text, message):
+    metrics = tmp_path / "m.jsonl"
+    if text is not None:
+        metrics.write_text(text)
+    assert plot_loss.main(["--metrics", str(metrics), "--output", str(tmp_path / "x.png")]) == 6
+    assert message in capsys.readouterr().err
