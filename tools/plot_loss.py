@@ -80,6 +80,7 @@ def draw(
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     with rc_context({"font.size": 13, "axes.titlesize": 15, "lines.linewidth": 2}):
         figure = Figure(figsize=(8, 5), dpi=200, layout="constrained")
@@ -96,7 +97,7 @@ def draw(
             label = f"unigram entropy: {entropy:.3f}"
             axes.axhline(entropy, color="dimgray", linestyle="--", label=label)
         axes.set(xlabel="Iteration", ylabel="Loss (nats per token)", title=title)
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
         axes.legend()
         with writing_to("--output", output):
