@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -42,19 +42,31 @@ _BIAS_KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _FLASH_KERNELS = _GPU_KERNELS[:-1]
 
 
+class AttentionOptions(NamedTuple):
+    """How queries attend to keys, beside the tensors themselves.
+
+    Attributes:
+        mask: bool [b or 1, 1, s or 1, keys], True where a query may attend; or numbers
+            [b or 1, n, s, keys] that are added to the scores; or `Segments`, with as many keys as
+            queries. `None` leaves the choice to `causal`.
+        causal: without a mask, attend to the past and oneself only.
+        dropout: probability of dropping an attention weight.
+        layer_number: from 1, for query-key layer scaling.
+        scale: factor of the scores; `None` stands for 1 / sqrt(d).
+    """
+
+    mask: Mask | None = None
+    causal: bool = True
+    dropout: float = 0.0
+    layer_number: int = 1
+    scale: float | None = None
+
+
 class AttentionFunction(Protocol):
-    """What a model calls."""
+    """One form of the attention core."""
 
     def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        mask: Mask | None,
-        causal: bool,
-        dropout: float,
-        layer_number: int,
+        self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, /
     ) -> Tensor:
         """Attend.
 
@@ -62,12 +74,7 @@ class AttentionFunction(Protocol):
             query: [s, b, n, d].
             key: [s, b, g, d].
             value: [s, b, g, d].
-            mask: bool [b or 1, 1, s or 1, keys], True where a query may attend; or numbers
-                [b or 1, n, s, keys] that are added to the scores; or `Segments`, of as many keys
-                as queries; None: see `causal`.
-            causal: without a mask, attend to the past and oneself only.
-            dropout: probability on attention weights.
-            layer_number: from 1, for query-key layer scaling.
+            options: mask, dropout and scale.
 
         Returns:
             [s, b, n * d].
@@ -93,7 +100,6 @@ def choose_attention(
             attention_reference,
             scale_by_layer=by_layer,
             softmax_in_fp32=by_layer or precision.attention_softmax_in_fp32,
-            scale=model.softmax_scale,
         )
         return AttentionChoice("plain", "--no-masked-softmax-fusion", function)
     name, reason, fused = "fused", "scaled_dot_product_attention on CPU", fused_attention
@@ -108,29 +114,24 @@ def choose_attention(
         fused = partial(flash_attention, package=package)
     elif Device(device).is_gpu:
         reason, fused = first, gpu_attention
-    if model.softmax_scale is None:
-        return AttentionChoice(name, reason, fused)
-    return AttentionChoice(name, reason, partial(fused, scale=model.softmax_scale))
+    return AttentionChoice(name, reason, fused)
 
 
 def attention_reference(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    options: AttentionOptions,
     *,
-    mask: Mask | None,
-    causal: bool,
-    dropout: float,
-    layer_number: int = 1,
     scale_by_layer: bool = False,
     softmax_in_fp32: bool = True,
-    scale: float | None = None,
 ) -> Tensor:
-    """The formula, with every score in memory.
+    """Compute the formula, with every score in memory.
 
     With `scale_by_layer` scores are divided by the layer number before they are rounded to 16
     bits, and multiplied back in fp32.
     """
+    mask, causal, dropout, layer_number, scale = options
     mask = _as_tensor(mask)
     layer = layer_number if scale_by_layer else 1
     query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, n or g, s, d]
@@ -155,19 +156,9 @@ def _scaled_product(query: Tensor, key: Tensor, factor: float) -> Tensor:
     return product.unflatten(0, heads)
 
 
-def fused_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    mask: Mask | None,
-    causal: bool,
-    dropout: float,
-    layer_number: int = 1,
-    scale: float | None = None,
-) -> Tensor:
-    """PyTorch's fused attention. Its scores stay in fp32, so layer scaling has nothing to do."""
-    mask = _as_tensor(mask)
+def fused_attention(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+    """Run PyTorch's fused attention, whose scores stay in fp32 and need no scaling by layer."""
+    mask = _as_tensor(options.mask)
     query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
     # The kernels that take a mask or fp32 do not take groups; copies of keys cost them little.
     share = mask is None and query.dtype != torch.float32
@@ -178,57 +169,44 @@ def fused_attention(
         key,
         value,
         attn_mask=mask,
-        dropout_p=dropout,
-        is_causal=causal and mask is None,
-        scale=scale,
+        dropout_p=options.dropout,
+        is_causal=options.causal and mask is None,
+        scale=options.scale,
         enable_gqa=share and key.shape[1] != query.shape[1],
     )
     return out.permute(2, 0, 1, 3).flatten(2)
 
 
-def gpu_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    mask: Mask | None,
-    causal: bool,
-    dropout: float,
-    layer_number: int = 1,
-    scale: float | None = None,
-) -> Tensor:
-    """The same on a GPU, by the fastest kernel that fits."""
+def gpu_attention(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+    """Run PyTorch's fused attention on a GPU, by the fastest kernel that fits."""
+    mask = options.mask
     if isinstance(mask, Segments) and _flash_takes(query):
-        return _segment_attention(query, key, value, mask, dropout, scale)
+        return _segment_attention(query, key, value, mask, options)
     with sdpa_kernel(_BIAS_KERNELS if _has_bias(mask) else _GPU_KERNELS, set_priority=True):
-        return fused_attention(
-            query, key, value, mask=mask, causal=causal, dropout=dropout, scale=scale
-        )
+        return fused_attention(query, key, value, options)
 
 
 def flash_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    options: AttentionOptions,
     *,
-    mask: Mask | None,
-    causal: bool,
-    dropout: float,
-    layer_number: int = 1,
-    scale: float | None = None,
     package: FlashPackage | None = None,
 ) -> Tensor:
-    """The same by FlashAttention's own package, or by those of PyTorch's kernels that compute in
-    its way, block by block, and never hold all scores."""
-    if package is not None and package.takes(query, mask, dropout):
-        return package(query, key, value, causal=causal, scale=scale)
+    """Attend block by block, never holding all scores.
+
+    FlashAttention's own package runs where it fits; otherwise those of PyTorch's kernels that work
+    in the same way.
+    """
+    mask = options.mask
+    if package is not None and package.takes(query, mask, options.dropout):
+        return package(query, key, value, causal=options.causal, scale=options.scale)
     if isinstance(mask, Segments) and _flash_takes(query):
-        return _segment_attention(query, key, value, mask, dropout, scale)
+        return _segment_attention(query, key, value, mask, options)
     kernels = [SDPBackend.EFFICIENT_ATTENTION] if _has_bias(mask) else _FLASH_KERNELS
     with sdpa_kernel(kernels, set_priority=True):
-        return fused_attention(
-            query, key, value, mask=mask, causal=causal, dropout=dropout, scale=scale
-        )
+        return fused_attention(query, key, value, options)
 
 
 def flash_misfit(head_size: int, dtype: torch.dtype, device: torch.device) -> str:
@@ -249,14 +227,9 @@ def _has_bias(mask: Mask | None) -> bool:
 
 
 def _segment_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    segments: Segments,
-    dropout: float,
-    scale: float | None,
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, options: AttentionOptions
 ) -> Tensor:
-    """Each stretch by itself, by the flash kernel, which reads no mask.
+    """Attend within each stretch by itself, by the flash kernel, which reads no mask.
 
     PyTorch has a public form of it (`torch.nn.attention.varlen`), but that has no dropout.
     """
@@ -265,7 +238,12 @@ def _segment_attention(
     ends, longest, debug = segments.ends, segments.longest or length, False
     places = (ends, ends, longest, longest)  # of queries and keys, and the longest of each
     out = torch.ops.aten._flash_attention_forward(
-        query, key, value, *places, dropout, segments.causal, debug, scale=scale
+        *(query, key, value),
+        *places,
+        options.dropout,
+        segments.causal,
+        debug,
+        scale=options.scale,
     )[0]  # [b s, n, d]
     return out.unflatten(0, (samples, length)).transpose(0, 1).flatten(2)  # [s, b, n d]
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from megatron.device import Device
 from megatron.kernels.attention import (
     AttentionFunction,
+    AttentionOptions,
     flash_misfit,
     fused_attention,
     gpu_attention,
@@ -243,5 +244,5 @@ def _one_chunk(query: Tensor, key: Tensor, value: Tensor, attend: AttentionFunct
     if length > len(query):
         places = torch.arange(length, device=query.device)
         mask = (places <= places[-len(query) :].unsqueeze(1))[None, None]  # [1, 1, c, l]
-    parts = (x.unsqueeze(1) for x in (query, key, value))
-    return attend(*parts, mask=mask, causal=mask is None, dropout=0.0, layer_number=1).squeeze(1)
+    query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+    return attend(query, key, value, AttentionOptions(mask, causal=mask is None)).squeeze(1)

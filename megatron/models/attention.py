@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
-from megatron.kernels.attention import AttentionChoice
 from megatron.kernels.rope import Rotation, choose_split_rotate, rotate
 from megatron.kernels.segments import Mask
 from megatron.models.cache import KeyValueCache
 from megatron.models.core import AttentionCore
 from megatron.models.initial import weight_init
-from megatron.models.kernels import PLAIN_KERNELS, Kernels
 from megatron.models.norm import Stream, new_head_norm
 from megatron.models.residual import residual_linear
 from megatron.models.sizes import sizes_of
+from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import gather_to
 from megatron.parallel.layers import Linear
-from megatron.parallel.layout import Layout
 
 
 class SelfAttention(nn.Module):
@@ -30,61 +27,52 @@ class SelfAttention(nn.Module):
     the product of all ranks.
 
     Args:
+        model: network flags.
+        context: what it is built in.
         layer_number: from 1.
-        attention: form of the core.
         causal: without a mask, attend to the past only.
         recompute_core: compute the core again in backward instead of keeping its insides.
-        kernels: what to compute with.
     """
 
     def __init__(
         self,
         model: ModelConfig,
-        layout: Layout,
+        context: BuildContext,
         layer_number: int,
-        attention: AttentionChoice,
         *,
         causal: bool = True,
         recompute_core: bool = False,
-        kernels: Kernels = PLAIN_KERNELS,
-        device: torch.device | None = None,
-        dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         sizes = sizes_of(model)
         self.head_size = sizes.head_size
-        self.axis = layout.tensor
+        self.axis = context.layout.tensor
         self.groups = sizes.kv_heads
         self.heads_per_group = sizes.heads // sizes.kv_heads
         self.layer_number = layer_number
+        kernels = context.kernels
         self.split_rotate = choose_split_rotate(model, kernels.library, kernels.amaxes)
         self.qkv = Linear(
             sizes.hidden,
             sizes.qkv,
+            context,
             split="column",
-            layout=layout,
             init=weight_init(model, sizes.hidden, sizes.qkv),
             bias=model.add_bias_linear or model.add_qkv_bias,
-            products=kernels.new_products(),
-            device=device,
-            dtype=dtype,
         )
         self.core = AttentionCore(
             model,
-            layout,
+            context,
             layer_number,
-            attention,
             causal=causal,
             recompute=recompute_core,
             site="attention",
         )
-        self.output = residual_linear(
-            model, layout, kernels, inputs=sizes.query, device=device, dtype=dtype
-        )
+        self.output = residual_linear(model, context, inputs=sizes.query)
         self.query_norm = self.key_norm = None
         if model.qk_layernorm:
-            self.query_norm = new_head_norm(model, layout, kernels, device=device, dtype=dtype)
-            self.key_norm = new_head_norm(model, layout, kernels, device=device, dtype=dtype)
+            self.query_norm = new_head_norm(model, context)
+            self.key_norm = new_head_norm(model, context)
 
     def forward(
         self,

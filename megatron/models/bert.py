@@ -6,7 +6,7 @@ Shapes: s sequence, b micro-batch, h hidden, v padded vocabulary, t tensor-paral
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,20 +15,19 @@ from torch import Tensor, nn
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.stages import ModelPart, whole_model
-from megatron.kernels.attention import choose_attention, flash_misfit
+from megatron.kernels.attention import flash_misfit
 from megatron.kernels.segments import Mask, Segments
 from megatron.models.embedding import Embedding, RotaryTable, new_embedding
 from megatron.models.head import Output, TokenLoss
 from megatron.models.initial import weight_init
-from megatron.models.kernels import PLAIN_KERNELS, Kernels, choose_kernels
 from megatron.models.norm import Stream, new_norm
 from megatron.models.recompute import RecomputePlan
 from megatron.models.sizes import sizes_of
 from megatron.models.stack import LayerStack
+from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import reduce_from
 from megatron.parallel.layers import Linear
-from megatron.parallel.layout import Layout
-from megatron.parallel.products import PLAIN, Products
+from megatron.parallel.products import PLAIN, Plain, Products
 
 TOKEN_TYPES = 2  # the two segments of a sample
 SHORTEST_IN_ONE = 256  # tokens of a sample; at 128 the flash kernel is the slower one
@@ -62,88 +61,78 @@ class BertModel(nn.Module):
     Args:
         model: network flags, resolved (no None among the sizes).
         precision: number formats.
-        layout: who this process is.
+        context: what it is built in.
         padded_vocab_size: v.
         part: the layers that this process holds, and whether it begins or ends the model; None:
             the whole model.
         recompute: what to compute again in backward; None: nothing.
-        cp_comm_type: of no effect: a rule refuses contexts that are split.
         pretraining_heads: False leaves out what only pretraining needs: `head`, `output` and
             `binary_head`.
-        device: where it runs.
-        parameter_device: of the parameters where it is another: "meta" leaves them without memory.
-        dtype: of the parameters.
     """
 
     def __init__(
         self,
         model: ModelConfig,
         precision: PrecisionConfig,
-        layout: Layout,
+        context: BuildContext,
         *,
         padded_vocab_size: int,
         part: ModelPart | None = None,
         recompute: RecomputePlan | None = None,
-        cp_comm_type: str = "p2p",
         pretraining_heads: bool = True,
-        device: torch.device,
-        parameter_device: torch.device | None = None,
-        dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         self.part = part or whole_model(sizes_of(model).layers)
-        self.attention_choice = choose_attention(model, precision, device)
-        in_one = self._may_go_in_one(model, layout, device, dtype)
+        self.attention_choice = context.kernels.attention
+        in_one = self._may_go_in_one(model, context)
         self.shortest_in_one = SHORTEST_IN_ONE if in_one else None
-        kernels = choose_kernels(precision, device)
-        allocation: dict[str, Any] = {"device": parameter_device or device, "dtype": dtype}
-        words = {"padded_vocab_size": padded_vocab_size, **allocation}
         has_pooler = model.bert_binary_head
         types = TOKEN_TYPES if has_pooler else 0
         self.embedding = new_embedding(
             model,
             precision,
-            layout,
+            context,
             self.part,
-            kernels,
+            padded_vocab_size=padded_vocab_size,
             token_types=types,
             has_output=pretraining_heads,
-            **words,
         )
         has_rope = model.position_embedding_type == "rope"
-        self.rotary = RotaryTable(model, device=device) if has_rope else None
+        self.rotary = RotaryTable(model, device=context.device) if has_rope else None
         self.layers = LayerStack(
             model,
-            layout,
+            context,
             self.part.layers,
-            self.attention_choice,
             causal=False,
             recompute=recompute,
-            kernels=kernels,
-            **allocation,
         )
         self.final_norm = self.head = self.output = self.pooler = self.binary_head = None
         if self.part.head:
-            self.final_norm = new_norm(model, layout, kernels, **allocation)
-            self.pooler = Pooler(model, layout, **allocation) if has_pooler else None
+            self.final_norm = new_norm(model, context)
+            self.pooler = Pooler(model, context) if has_pooler else None
         if self.part.head and pretraining_heads:
-            self.head = MaskedTokenHead(model, layout, kernels, **allocation)
-            token_loss = TokenLoss.from_config(precision, device)
-            self.output = Output(model, layout, token_loss, self.embedding, has_bias=True, **words)
+            self.head = MaskedTokenHead(model, context)
+            token_loss = TokenLoss.from_config(precision, context.device)
+            self.output = Output(
+                model,
+                context,
+                token_loss,
+                self.embedding,
+                padded_vocab_size=padded_vocab_size,
+                has_bias=True,
+            )
             if has_pooler:
-                self.binary_head = whole_linear(model, layout, outputs=2, **allocation)
+                self.binary_head = whole_linear(model, context, outputs=2)
 
-    def _may_go_in_one(
-        self, model: ModelConfig, layout: Layout, device: torch.device, dtype: torch.dtype
-    ) -> bool:
+    def _may_go_in_one(self, model: ModelConfig, context: BuildContext) -> bool:
         """Whether layers take long samples one after the other, as one: no mask is needed then, and
         the flash kernel reads no padding. Without dropout cuDNN's with a mask is the faster one."""
         return (
             self.attention_choice.name != "plain"
             and model.attention_dropout > 0
             and model.position_embedding_type != "rope"
-            and not layout.sequence_parallel
-            and not flash_misfit(sizes_of(model).head_size, dtype, device)
+            and not context.layout.sequence_parallel
+            and not flash_misfit(sizes_of(model).head_size, context.dtype, context.device)
         )
 
     def forward(
@@ -212,43 +201,27 @@ def padding_mask(padding: Tensor) -> Tensor:
 
 
 def whole_linear(
-    model: ModelConfig,
-    layout: Layout,
-    *,
-    outputs: int,
-    products: Products = PLAIN,
-    device: torch.device | None = None,
-    dtype: torch.dtype = torch.float32,
+    model: ModelConfig, context: BuildContext, *, outputs: int, products: Products = PLAIN
 ) -> Linear:
     """A layer over vectors of whole samples, which every tensor rank holds and computes."""
     hidden = sizes_of(model).hidden
+    whole = replace(context, layout=replace(context.layout, sequence_parallel=False))
     return Linear(
         hidden,
         outputs,
+        whole.multiplying_by(lambda: products),
         split=None,
-        layout=replace(layout, sequence_parallel=False),
         init=weight_init(model, hidden, outputs),
-        products=products,
-        device=device,
-        dtype=dtype,
     )
 
 
 class Pooler(nn.Module):
     """A vector of the whole sample: tanh of a layer over its first token."""
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        layout: Layout,
-        *,
-        device: torch.device | None = None,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
+    def __init__(self, model: ModelConfig, context: BuildContext) -> None:
         super().__init__()
-        self.sequence = layout.sequence
-        outputs = sizes_of(model).hidden
-        self.dense = whole_linear(model, layout, outputs=outputs, device=device, dtype=dtype)
+        self.sequence = context.layout.sequence
+        self.dense = whole_linear(model, context, outputs=sizes_of(model).hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, h], or with sequence parallelism [s/t, b, h] -> [b, h] on every rank."""
@@ -262,28 +235,18 @@ class Pooler(nn.Module):
 class MaskedTokenHead(nn.Module):
     """What stands between BERT's last layer and the scores of the vocabulary."""
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        layout: Layout,
-        kernels: Kernels = PLAIN_KERNELS,
-        *,
-        device: torch.device | None = None,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
+    def __init__(self, model: ModelConfig, context: BuildContext) -> None:
         super().__init__()
         hidden = sizes_of(model).hidden
         self.approximate = "tanh" if model.openai_gelu else "none"
         self.dense = Linear(
             hidden,
             hidden,
+            context.multiplying_by(Plain),
             split=None,
-            layout=layout,
             init=weight_init(model, hidden, hidden),
-            device=device,
-            dtype=dtype,
         )
-        self.norm = new_norm(model, layout, kernels, device=device, dtype=dtype)
+        self.norm = new_norm(model, context)
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, h] -> [s, b, h]; [s/t, b, h] with sequence parallelism."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.models.bert import BertModel, whole_linear
-from megatron.parallel.layout import Layout
+from megatron.parallel.build import BuildContext
 from megatron.parallel.products import IN_FP32
 
 
@@ -30,20 +30,18 @@ class BertChooser(BertModel):
         self,
         model: ModelConfig,
         precision: PrecisionConfig,
-        layout: Layout,
+        context: BuildContext,
         *,
         head_name: str,
         outputs: int,
         **options: Any,
     ) -> None:
         assert model.bert_binary_head, "without it there is no pooler"
-        super().__init__(model, precision, layout, pretraining_heads=False, **options)
+        super().__init__(model, precision, context, pretraining_heads=False, **options)
         self.head_name = head_name
         self.dropout = model.hidden_dropout
         if self.part.head:
-            where = {"device": options["device"], "dtype": options["dtype"]}
-            where["device"] = options.get("parameter_device") or options["device"]
-            head = whole_linear(model, layout, outputs=outputs, products=IN_FP32, **where)
+            head = whole_linear(model, context, outputs=outputs, products=IN_FP32)
             self.add_module(head_name, head)
 
     def choose(

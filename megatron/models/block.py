@@ -5,21 +5,18 @@ A decoder's layer has a third part between the two: attention to an encoder's ou
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
-from megatron.kernels.attention import AttentionChoice
 from megatron.kernels.dropout import choose_bias_dropout_add
 from megatron.kernels.rope import Rotation
 from megatron.kernels.segments import Mask
 from megatron.models.attention import SelfAttention
 from megatron.models.cache import KeyValueCache
 from megatron.models.cross_attention import CrossAttention, Memory
-from megatron.models.kernels import PLAIN_KERNELS, Kernels
 from megatron.models.mlp import MLP
 from megatron.models.norm import Stream, new_norm
-from megatron.parallel.layout import Layout
+from megatron.parallel.build import BuildContext
 from megatron.parallel.random import split_region
 
 
@@ -33,61 +30,46 @@ class Block(nn.Module):
     sequence.
 
     Args:
+        model: network flags.
+        context: what it is built in.
         layer_number: from 1.
-        attention: form of the core.
         causal: without a mask, tokens attend to those before them only.
         reads_memory: between the two halves it attends to an encoder's output too.
         recompute_core: compute the core again in backward instead of keeping its insides.
-        kernels: what to compute with.
     """
 
     def __init__(
         self,
         model: ModelConfig,
-        layout: Layout,
+        context: BuildContext,
         layer_number: int,
-        attention: AttentionChoice,
         *,
         causal: bool = True,
         reads_memory: bool = False,
         recompute_core: bool = False,
-        kernels: Kernels = PLAIN_KERNELS,
-        device: torch.device | None = None,
-        dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         self.residual_after_norm = model.apply_residual_connection_post_layernorm
         self.dropout = model.hidden_dropout
-        self.bias_dropout_add = choose_bias_dropout_add(model, kernels.library)
-        self.sequence = layout.sequence
+        self.bias_dropout_add = choose_bias_dropout_add(model, context.kernels.library)
+        self.sequence = context.layout.sequence
         self.layer_number = layer_number
-        self.attention_norm = new_norm(model, layout, kernels, device=device, dtype=dtype)
+        self.attention_norm = new_norm(model, context)
         self.attention = SelfAttention(
             model,
-            layout,
+            context,
             layer_number,
-            attention,
             causal=causal,
             recompute_core=recompute_core,
-            kernels=kernels,
-            device=device,
-            dtype=dtype,
         )
         self.cross_norm = self.cross_attention = None
         if reads_memory:
-            self.cross_norm = new_norm(model, layout, kernels, device=device, dtype=dtype)
+            self.cross_norm = new_norm(model, context)
             self.cross_attention = CrossAttention(
-                model,
-                layout,
-                layer_number,
-                attention,
-                recompute_core=recompute_core,
-                kernels=kernels,
-                device=device,
-                dtype=dtype,
+                model, context, layer_number, recompute_core=recompute_core
             )
-        self.mlp_norm = new_norm(model, layout, kernels, device=device, dtype=dtype)
-        self.mlp = MLP(model, layout, kernels=kernels, device=device, dtype=dtype)
+        self.mlp_norm = new_norm(model, context)
+        self.mlp = MLP(model, context)
 
     def forward(
         self,

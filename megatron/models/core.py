@@ -7,9 +7,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.config.model import ModelConfig
-from megatron.kernels.attention import AttentionChoice
+from megatron.kernels.attention import AttentionOptions
 from megatron.kernels.segments import Mask
-from megatron.parallel.layout import Axis, Layout
+from megatron.parallel.build import BuildContext
+from megatron.parallel.layout import Axis
 from megatron.parallel.random import split_region
 
 
@@ -18,9 +19,8 @@ class AttentionCore(nn.Module):
 
     Args:
         model: network flags.
-        layout: who this process is.
+        context: what it is built in.
         layer_number: from 1.
-        attention: form of the core.
         causal: without a mask, attend to the past only.
         recompute: compute it again in backward instead of keeping its insides.
         site: tells it from the layer's other core, for dropout.
@@ -29,19 +29,19 @@ class AttentionCore(nn.Module):
     def __init__(
         self,
         model: ModelConfig,
-        layout: Layout,
+        context: BuildContext,
         layer_number: int,
-        attention: AttentionChoice,
         *,
         causal: bool,
         recompute: bool,
         site: str,
     ) -> None:
         super().__init__()
-        self.axis = layout.tensor
+        self.axis = context.layout.tensor
         self.dropout = model.attention_dropout
+        self.scale = model.softmax_scale
         self.layer_number = layer_number
-        self.attend = attention.function
+        self.attend = context.kernels.attention.function
         self.causal = causal
         self.recompute = recompute
         self.site = site
@@ -50,7 +50,7 @@ class AttentionCore(nn.Module):
         """[s, b, n/t, d], keys and values [keys, b, g/t (at least 1), d] -> [s, b, (n/t) d].
 
         Args:
-            mask: see `kernels.attention.AttentionFunction`.
+            mask: see `kernels.attention.AttentionOptions`.
         """
         if self.recompute and torch.is_grad_enabled():
             out: Tensor = checkpoint(self._attend, query, key, value, mask, use_reentrant=False)
@@ -60,13 +60,6 @@ class AttentionCore(nn.Module):
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None) -> Tensor:
         dropout = self.dropout if self.training else 0.0
         drawn = self.axis if dropout > 0 else Axis()
+        options = AttentionOptions(mask, self.causal, dropout, self.layer_number, self.scale)
         with split_region(drawn, query.device, self.layer_number, self.site):
-            return self.attend(
-                query,
-                key,
-                value,
-                mask=mask,
-                causal=self.causal,
-                dropout=dropout,
-                layer_number=self.layer_number,
-            )
+            return self.attend(query, key, value, options)

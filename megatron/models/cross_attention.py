@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
-from megatron.kernels.attention import AttentionChoice
 from megatron.models.core import AttentionCore
 from megatron.models.initial import weight_init
-from megatron.models.kernels import PLAIN_KERNELS, Kernels
 from megatron.models.residual import residual_linear
 from megatron.models.sizes import sizes_of
+from megatron.parallel.build import BuildContext
 from megatron.parallel.layers import Linear
-from megatron.parallel.layout import Layout
 
 
 class Memory(NamedTuple):
@@ -37,23 +34,19 @@ class CrossAttention(nn.Module):
     heads.
 
     Args:
+        model: network flags.
+        context: what it is built in.
         layer_number: from 1.
-        attention: form of the core.
         recompute_core: compute the core again in backward instead of keeping its insides.
-        kernels: what to compute with.
     """
 
     def __init__(
         self,
         model: ModelConfig,
-        layout: Layout,
+        context: BuildContext,
         layer_number: int,
-        attention: AttentionChoice,
         *,
         recompute_core: bool = False,
-        kernels: Kernels = PLAIN_KERNELS,
-        device: torch.device | None = None,
-        dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         sizes = sizes_of(model)
@@ -61,37 +54,28 @@ class CrossAttention(nn.Module):
         self.query = Linear(
             sizes.hidden,
             sizes.query,
+            context,
             split="column",
-            layout=layout,
             init=weight_init(model, sizes.hidden, sizes.query),
             bias=model.add_bias_linear,
-            products=kernels.new_products(),
-            device=device,
-            dtype=dtype,
         )
         self.key_value = Linear(
             sizes.hidden,
             2 * sizes.query,
+            context,
             split="column",
-            layout=layout,
             init=weight_init(model, sizes.hidden, 2 * sizes.query),
             bias=model.add_bias_linear,
-            products=kernels.new_products(),
-            device=device,
-            dtype=dtype,
         )
         self.core = AttentionCore(
             model,
-            layout,
+            context,
             layer_number,
-            attention,
             causal=False,
             recompute=recompute_core,
             site="cross attention",
         )
-        self.output = residual_linear(
-            model, layout, kernels, inputs=sizes.query, device=device, dtype=dtype
-        )
+        self.output = residual_linear(model, context, inputs=sizes.query)
 
     def forward(self, x: Tensor, memory: Memory) -> Tensor:
         """[s, b, h] -> [s, b, h], to which `bias_to_add` remains to be added; [s/t, b, h] with

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,12 +13,11 @@ from megatron.config.precision import PrecisionConfig
 from megatron.config.stages import ModelPart
 from megatron.kernels.rope import Rotation, rotation_table
 from megatron.models.initial import weight_init
-from megatron.models.kernels import PLAIN_KERNELS, Kernels
 from megatron.models.sizes import sizes_of
+from megatron.parallel.build import BuildContext
 from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.layers import VocabularyEmbedding
-from megatron.parallel.layout import Layout
-from megatron.parallel.parameter import new_parameter, spec_of
+from megatron.parallel.parameter import spec_of
 from megatron.parallel.random import split_region
 
 
@@ -30,20 +28,15 @@ class VectorTable(nn.Module):
         self,
         entries: int,
         model: ModelConfig,
-        layout: Layout,
-        *,
-        device: torch.device | None = None,
-        dtype: torch.dtype = torch.float32,
+        context: BuildContext,
     ) -> None:
         super().__init__()
-        self.sequence = layout.sequence
+        self.sequence = context.layout.sequence
         hidden = sizes_of(model).hidden
-        self.weight = new_parameter(
+        self.weight = context.new_parameter(
             (entries, hidden),
             init=weight_init(model, hidden, entries),
             partial_gradient=self.sequence.size > 1,
-            device=device,
-            dtype=dtype,
         )
 
     def forward(self, numbers: Tensor) -> Tensor:
@@ -64,36 +57,30 @@ class Embedding(nn.Module):
         self,
         model: ModelConfig,
         precision: PrecisionConfig,
-        layout: Layout,
-        kernels: Kernels = PLAIN_KERNELS,
+        context: BuildContext,
         *,
         padded_vocab_size: int,
         token_types: int = 0,
         calls: int = 1,
-        device: torch.device | None = None,
-        dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         self.calls = calls
         hidden = sizes_of(model).hidden
-        tables: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.sequence = layout.sequence
+        self.sequence = context.layout.sequence
         self.dropout = model.hidden_dropout
         self.fp32_residual = precision.fp32_residual_connection
         self.word = VocabularyEmbedding(
             padded_vocab_size,
             hidden,
-            layout=layout,
+            context,
             init=weight_init(model, hidden, padded_vocab_size),
             lookup_in_fp32=precision.embedding_weights_in_fp32,
-            library=kernels.library,
-            **tables,
         )
         self.position = self.token_type = None
         if model.position_embedding_type == "learned_absolute":
-            self.position = VectorTable(sizes_of(model).positions, model, layout, **tables)
+            self.position = VectorTable(sizes_of(model).positions, model, context)
         if token_types:
-            self.token_type = VectorTable(token_types, model, layout, **tables)
+            self.token_type = VectorTable(token_types, model, context)
 
     def take_slots(self, gradients: GradientBuffer) -> None:
         """See `parallel.every_layer.attach_slots`."""
@@ -134,23 +121,15 @@ class Embedding(nn.Module):
 
 
 def vocabulary_matrix(
-    model: ModelConfig,
-    layout: Layout,
-    padded_vocab_size: int,
-    *,
-    device: torch.device | None = None,
-    dtype: torch.dtype = torch.float32,
+    model: ModelConfig, context: BuildContext, padded_vocab_size: int
 ) -> nn.Parameter:
     """A row for every vocabulary entry, [v, h]; rows are split over tensor ranks."""
     hidden = sizes_of(model).hidden
-    return new_parameter(
+    return context.new_parameter(
         (padded_vocab_size, hidden),
         init=weight_init(model, hidden, padded_vocab_size),
-        axis=layout.tensor,
         split_dim=0,
         is_vocabulary=True,
-        device=device,
-        dtype=dtype,
     )
 
 
@@ -162,17 +141,11 @@ class TiedWordEmbedding(nn.Module):
     """
 
     def __init__(
-        self,
-        model: ModelConfig,
-        layout: Layout,
-        *,
-        padded_vocab_size: int,
-        device: torch.device | None = None,
-        dtype: torch.dtype = torch.float32,
+        self, model: ModelConfig, context: BuildContext, *, padded_vocab_size: int
     ) -> None:
         super().__init__()
         self.word = nn.Module()  # never called: who waits for its weight is the model
-        weight = vocabulary_matrix(model, layout, padded_vocab_size, device=device, dtype=dtype)
+        weight = vocabulary_matrix(model, context, padded_vocab_size)
         weight.spec = replace(spec_of(weight), is_copy=True)  # type: ignore[attr-defined]
         self.word.weight = weight
 
@@ -180,32 +153,30 @@ class TiedWordEmbedding(nn.Module):
 def new_embedding(
     model: ModelConfig,
     precision: PrecisionConfig,
-    layout: Layout,
+    context: BuildContext,
     part: ModelPart,
-    kernels: Kernels = PLAIN_KERNELS,
     *,
     padded_vocab_size: int,
     token_types: int = 0,
     calls: int = 1,
     has_output: bool = True,
-    device: torch.device | None = None,
-    dtype: torch.dtype = torch.float32,
 ) -> Embedding | TiedWordEmbedding | None:
     """What a part of a model needs of the embeddings; None: nothing.
 
     Args:
         has_output: the model ends in scores of the words.
     """
-    words: dict[str, Any] = {
-        "padded_vocab_size": padded_vocab_size,
-        "device": device,
-        "dtype": dtype,
-    }
     if part.embedding:
-        counts: dict[str, Any] = {"token_types": token_types, "calls": calls}
-        return Embedding(model, precision, layout, kernels, **counts, **words)
+        return Embedding(
+            model,
+            precision,
+            context,
+            padded_vocab_size=padded_vocab_size,
+            token_types=token_types,
+            calls=calls,
+        )
     if part.head and has_output and not model.untie_embeddings_and_output_weights:
-        return TiedWordEmbedding(model, layout, **words)
+        return TiedWordEmbedding(model, context, padded_vocab_size=padded_vocab_size)
     return None
 
 

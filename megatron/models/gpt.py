@@ -5,27 +5,21 @@ Shapes: s sequence, b micro-batch, h hidden, v padded vocabulary, t tensor-paral
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.stages import ModelPart, whole_model
-from megatron.kernels.attention import choose_attention
 from megatron.kernels.segments import Mask
 from megatron.models.cache import KeyValueCache
-from megatron.models.context import over_context
 from megatron.models.embedding import Embedding, RotaryTable, new_embedding
 from megatron.models.head import Output, TokenLoss
-from megatron.models.kernels import choose_kernels
 from megatron.models.norm import Stream, new_norm
 from megatron.models.recompute import RecomputePlan
 from megatron.models.sizes import sizes_of
 from megatron.models.stack import LayerStack
+from megatron.parallel.build import BuildContext
 from megatron.parallel.context.split import local_positions
-from megatron.parallel.layout import Layout
 
 
 class GPTModel(nn.Module):
@@ -37,62 +31,45 @@ class GPTModel(nn.Module):
     Args:
         model: network flags, resolved (no None among the sizes).
         precision: number formats.
-        layout: who this process is.
+        context: what it is built in.
         padded_vocab_size: v.
         part: the layers that this process holds, and whether it begins or ends the model; None:
             the whole model.
         recompute: what to compute again in backward; None: nothing.
-        cp_comm_type: how context ranks attend to each other, "p2p" or "a2a".
-        device: where it runs.
-        parameter_device: of the parameters where it is another: "meta" leaves them without memory.
-        dtype: of the parameters.
     """
 
     def __init__(
         self,
         model: ModelConfig,
         precision: PrecisionConfig,
-        layout: Layout,
+        context: BuildContext,
         *,
         padded_vocab_size: int,
         part: ModelPart | None = None,
         recompute: RecomputePlan | None = None,
-        cp_comm_type: str = "p2p",
-        device: torch.device,
-        parameter_device: torch.device | None = None,
-        dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         self.part = part or whole_model(sizes_of(model).layers)
-        self.layout = layout
-        self.attention_choice = over_context(
-            choose_attention(model, precision, device),
-            cp_comm_type,
-            layout.context,
-            model,
-            precision,
-            device,
+        self.layout = context.layout
+        self.attention_choice = context.kernels.attention
+        self.embedding = new_embedding(
+            model, precision, context, self.part, padded_vocab_size=padded_vocab_size
         )
-        kernels = choose_kernels(precision, device)
-        allocation: dict[str, Any] = {"device": parameter_device or device, "dtype": dtype}
-        words = {"padded_vocab_size": padded_vocab_size, **allocation}
-        self.embedding = new_embedding(model, precision, layout, self.part, kernels, **words)
         has_rope = model.position_embedding_type == "rope"
-        self.rotary = RotaryTable(model, device=device) if has_rope else None
+        self.rotary = RotaryTable(model, device=context.device) if has_rope else None
         self.layers = LayerStack(
             model,
-            layout,
+            context,
             self.part.layers,
-            self.attention_choice,
             recompute=recompute,
-            kernels=kernels,
-            **allocation,
         )
         self.final_norm = self.output = None
         if self.part.head:
-            self.final_norm = new_norm(model, layout, kernels, **allocation)
-            token_loss = TokenLoss.from_config(precision, device)
-            self.output = Output(model, layout, token_loss, self.embedding, **words)
+            self.final_norm = new_norm(model, context)
+            token_loss = TokenLoss.from_config(precision, context.device)
+            self.output = Output(
+                model, context, token_loss, self.embedding, padded_vocab_size=padded_vocab_size
+            )
 
     def forward(
         self,

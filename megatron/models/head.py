@@ -13,12 +13,13 @@ from megatron.config.precision import PrecisionConfig
 from megatron.kernels.cross_entropy import CrossEntropy, choose_cross_entropy
 from megatron.kernels.library import find_library
 from megatron.models.embedding import Embedding, TiedWordEmbedding, vocabulary_matrix
+from megatron.parallel.build import BuildContext
 from megatron.parallel.communication import Communication
 from megatron.parallel.cross_entropy import linear_cross_entropy, vocabulary_cross_entropy
 from megatron.parallel.gradients import GradientBuffer, GradientSlot
 from megatron.parallel.layout import Layout
 from megatron.parallel.linear import parallel_linear
-from megatron.parallel.parameter import ZEROS, new_parameter
+from megatron.parallel.parameter import ZEROS
 from megatron.parallel.products import PLAIN, Products
 
 
@@ -107,7 +108,7 @@ class Output(nn.Module):
 
     Args:
         model: network flags.
-        layout: who this process is.
+        context: what it is built in.
         token_loss: how the loss is computed.
         embedding: of this part of the model; None where it has none, which only untied ones do.
         padded_vocab_size: v.
@@ -122,40 +123,29 @@ class Output(nn.Module):
     def __init__(
         self,
         model: ModelConfig,
-        layout: Layout,
+        context: BuildContext,
         token_loss: TokenLoss,
         embedding: Embedding | TiedWordEmbedding | None,
         *,
         padded_vocab_size: int,
         has_bias: bool = False,
-        device: torch.device | None = None,
-        dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        self.layout = layout
+        self.layout = context.layout
         self.token_loss = token_loss
-        self.overlap = True
+        self.overlap = context.overlap
         self.slot: GradientSlot | None = None
         self.products: Products = PLAIN
         # In a tuple: no child of this module, so that its parameter keeps one name.
         self._tied: tuple[nn.Module, ...] = ()
         if model.untie_embeddings_and_output_weights:
-            self.weight = vocabulary_matrix(
-                model, layout, padded_vocab_size, device=device, dtype=dtype
-            )
+            self.weight = vocabulary_matrix(model, context, padded_vocab_size)
         else:
             assert embedding is not None, "tied to an embedding that is not here"
             self._tied = (embedding.word,)
         self.bias = None
         if has_bias:
-            self.bias = new_parameter(
-                (padded_vocab_size,),
-                init=ZEROS,
-                axis=layout.tensor,
-                split_dim=0,
-                device=device,
-                dtype=dtype,
-            )
+            self.bias = context.new_parameter((padded_vocab_size,), init=ZEROS, split_dim=0)
 
     def take_slots(self, gradients: GradientBuffer) -> None:
         """See `parallel.every_layer.attach_slots`."""

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
 from megatron.kernels.activation import choose_activation
 from megatron.models.initial import weight_init
-from megatron.models.kernels import PLAIN_KERNELS, Kernels
 from megatron.models.residual import residual_linear
 from megatron.models.sizes import sizes_of
+from megatron.parallel.build import BuildContext
 from megatron.parallel.layers import Linear
-from megatron.parallel.layout import Layout
 
 
 class MLP(nn.Module):
@@ -21,31 +19,23 @@ class MLP(nn.Module):
     def __init__(
         self,
         model: ModelConfig,
-        layout: Layout,
-        *,
-        kernels: Kernels = PLAIN_KERNELS,
-        device: torch.device | None = None,
-        dtype: torch.dtype = torch.float32,
+        context: BuildContext,
     ) -> None:
         super().__init__()
+        kernels = context.kernels
         sizes = sizes_of(model)
         self.activation = choose_activation(model, kernels.library, kernels.amaxes)
         self.up = Linear(
             sizes.hidden,
             sizes.up,
+            context,
             split="column",
-            layout=layout,
             init=weight_init(model, sizes.hidden, sizes.up),
             bias=model.add_bias_linear,
             adds_bias=False,  # the activation does
             parts=sizes.up_parts,
-            products=kernels.new_products(),
-            device=device,
-            dtype=dtype,
         )
-        self.down = residual_linear(
-            model, layout, kernels, inputs=sizes.ffn, device=device, dtype=dtype
-        )
+        self.down = residual_linear(model, context, inputs=sizes.ffn)
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, h] -> [s, b, h], to which `bias_to_add` remains to be added."""

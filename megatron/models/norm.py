@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
 from megatron.kernels.norm import AddNorm, add_norm, choose_add_norm
-from megatron.models.kernels import PLAIN_KERNELS, Kernels
 from megatron.models.sizes import sizes_of
-from megatron.parallel.layout import Layout
-from megatron.parallel.parameter import ONES, ZEROS, new_parameter
+from megatron.parallel.build import BuildContext
+from megatron.parallel.parameter import ONES, ZEROS
 
 
 class Stream(NamedTuple):
@@ -43,24 +41,19 @@ class LayerNorm(nn.Module):
         self,
         hidden: int,
         epsilon: float,
+        context: BuildContext,
         *,
         offset: bool = False,
         form: AddNorm = add_norm,
         partial_gradient: bool = False,
-        device: torch.device | None = None,
-        dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         self.epsilon = epsilon
         self.form = form
         self.offset = offset
         init = ZEROS if offset else ONES
-        self.weight = new_parameter(
-            (hidden,), init=init, partial_gradient=partial_gradient, device=device, dtype=dtype
-        )
-        self.bias = new_parameter(
-            (hidden,), init=ZEROS, partial_gradient=partial_gradient, device=device, dtype=dtype
-        )
+        self.weight = context.new_parameter((hidden,), init=init, partial_gradient=partial_gradient)
+        self.bias = context.new_parameter((hidden,), init=ZEROS, partial_gradient=partial_gradient)
 
     def forward(self, stream: Stream) -> tuple[Tensor, Tensor]:
         """The joined stream [s, b, h], and the same normalized, in the weight's type."""
@@ -75,69 +68,39 @@ class RMSNorm(nn.Module):
         self,
         hidden: int,
         epsilon: float,
+        context: BuildContext,
         *,
         form: AddNorm = add_norm,
         partial_gradient: bool = False,
-        device: torch.device | None = None,
-        dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         self.epsilon = epsilon
         self.form = form
-        self.weight = new_parameter(
-            (hidden,), init=ONES, partial_gradient=partial_gradient, device=device, dtype=dtype
-        )
+        self.weight = context.new_parameter((hidden,), init=ONES, partial_gradient=partial_gradient)
 
     def forward(self, stream: Stream) -> tuple[Tensor, Tensor]:
         """The joined stream [s, b, h], and the same normalized, in the weight's type."""
         return self.form(*stream, self.weight, None, self.epsilon)
 
 
-def new_norm(
-    model: ModelConfig,
-    layout: Layout,
-    kernels: Kernels = PLAIN_KERNELS,
-    *,
-    device: torch.device | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> LayerNorm | RMSNorm:
-    """The normalization that the flags ask for, of whole sequences or parts, as the layout is.
-
-    Args:
-        kernels: what to compute with.
-    """
-    form = choose_add_norm(kernels.library, kernels.amaxes)
-    is_partial = layout.sequence.size > 1
-    return _norm(model, sizes_of(model).hidden, form, is_partial, device, dtype)
+def new_norm(model: ModelConfig, context: BuildContext) -> LayerNorm | RMSNorm:
+    """Build the normalization of hidden states: of whole sequences, or of parts with sequence
+    parallelism."""
+    form = choose_add_norm(context.kernels.library, context.kernels.amaxes)
+    is_partial = context.layout.sequence.size > 1
+    return _norm(model, sizes_of(model).hidden, form, is_partial, context)
 
 
-def new_head_norm(
-    model: ModelConfig,
-    layout: Layout,
-    kernels: Kernels = PLAIN_KERNELS,
-    *,
-    device: torch.device | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> LayerNorm | RMSNorm:
-    """The same over the channels of a head; every tensor rank has it for its own heads."""
-    form = choose_add_norm(kernels.library)  # no product reads the result
-    return _norm(model, sizes_of(model).head_size, form, layout.tensor.size > 1, device, dtype)
+def new_head_norm(model: ModelConfig, context: BuildContext) -> LayerNorm | RMSNorm:
+    """Build the normalization of the channels of a head; each tensor rank has it for its heads."""
+    form = choose_add_norm(context.kernels.library)  # no product reads the result
+    return _norm(model, sizes_of(model).head_size, form, context.layout.tensor.size > 1, context)
 
 
 def _norm(
-    model: ModelConfig,
-    size: int,
-    form: AddNorm,
-    is_partial: bool,
-    device: torch.device | None,
-    dtype: torch.dtype,
+    model: ModelConfig, size: int, form: AddNorm, is_partial: bool, context: BuildContext
 ) -> LayerNorm | RMSNorm:
-    options: dict[str, Any] = {
-        "form": form,
-        "partial_gradient": is_partial,
-        "device": device,
-        "dtype": dtype,
-    }
+    options: dict[str, Any] = {"form": form, "partial_gradient": is_partial}
     if model.normalization == "RMSNorm":
-        return RMSNorm(size, model.norm_epsilon, **options)
-    return LayerNorm(size, model.norm_epsilon, offset=model.apply_layernorm_1p, **options)
+        return RMSNorm(size, model.norm_epsilon, context, **options)
+    return LayerNorm(size, model.norm_epsilon, context, offset=model.apply_layernorm_1p, **options)

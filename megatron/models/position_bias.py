@@ -17,8 +17,8 @@ from torch import Tensor
 from megatron.config.model import ModelConfig
 from megatron.models.initial import weight_init
 from megatron.models.sizes import sizes_of
-from megatron.parallel.layout import Layout
-from megatron.parallel.parameter import new_parameter, spec_of
+from megatron.parallel.build import BuildContext
+from megatron.parallel.parameter import spec_of
 from megatron.parallel.tied import SharedTable
 
 POSITION_TABLES = ("encoder.position_bias.weight", "decoder.position_bias.weight")  # of a T5
@@ -62,31 +62,25 @@ class PositionBias(SharedTable):
     Args:
         both_ways: an encoder's; else a decoder's, which adds the causal mask too.
         is_copy: another part of the model holds the original.
-        device: of the parameters, as `dtype`.
-        bucket_device: where the model runs.
+        model: network flags.
+        context: what it is built in.
     """
 
     def __init__(
         self,
         model: ModelConfig,
-        layout: Layout,
+        context: BuildContext,
         *,
         both_ways: bool,
         is_copy: bool,
-        bucket_device: torch.device,
-        device: torch.device | None = None,
-        dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         sizes, buckets = sizes_of(model), model.relative_attention_num_buckets
         self.both_ways = both_ways
-        self.weight = new_parameter(
+        self.weight = context.new_parameter(
             (buckets, sizes.heads),
             init=weight_init(model, buckets, sizes.heads),
-            axis=layout.tensor,
             split_dim=1,
-            device=device,
-            dtype=dtype,
         )
         spec = replace(spec_of(self.weight), is_copy=is_copy)
         self.weight.spec = spec  # type: ignore[attr-defined]
@@ -98,7 +92,7 @@ class PositionBias(SharedTable):
             buckets=buckets,
             longest=model.relative_attention_max_distance,
         )
-        self.register_buffer("buckets", found.to(bucket_device), persistent=False)
+        self.register_buffer("buckets", found.to(context.device), persistent=False)
         self.buckets: Tensor
 
     def forward(self, length: int, mask: Tensor | None) -> Tensor:

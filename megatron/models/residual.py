@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import torch
-
 from megatron.config.model import ModelConfig
 from megatron.models.initial import weight_init
-from megatron.models.kernels import Kernels
 from megatron.models.sizes import sizes_of
+from megatron.parallel.build import BuildContext
 from megatron.parallel.layers import Linear
-from megatron.parallel.layout import Layout
 
 
 def residual_linear(
     model: ModelConfig,
-    layout: Layout,
-    kernels: Kernels,
+    context: BuildContext,
     *,
     inputs: int,
-    device: torch.device | None = None,
-    dtype: torch.dtype = torch.float32,
 ) -> Linear:
     """The last layer of an attention or an MLP, [s, b, inputs/t] -> [s, b, h].
 
@@ -29,12 +23,9 @@ def residual_linear(
     return Linear(
         inputs,
         hidden,
+        context,
         split="row",
-        layout=layout,
         init=weight_init(model, inputs, hidden, ends_in_residual=True),
         bias=model.add_bias_linear,
         adds_bias=model.hidden_dropout == 0,
-        products=kernels.new_products(),
-        device=device,
-        dtype=dtype,
     )

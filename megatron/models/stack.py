@@ -8,12 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
-from megatron.kernels.attention import AttentionChoice
 from megatron.models.block import Block
-from megatron.models.kernels import PLAIN_KERNELS, Kernels
 from megatron.models.norm import Stream
 from megatron.models.recompute import RecomputePlan, layer_groups, recompute
-from megatron.parallel.layout import Axis, Layout
+from megatron.parallel.build import BuildContext
+from megatron.parallel.layout import Axis
 
 
 class LayerStack(nn.ModuleDict):
@@ -24,48 +23,40 @@ class LayerStack(nn.ModuleDict):
 
     Args:
         model: network flags.
-        layout: who this process is.
+        context: what they are built in.
         layers: numbers, from 0, of those that this process holds.
-        attention: form of the core.
         causal: without a mask, tokens attend to those before them only.
         reads_memory: they attend to an encoder's output too.
         numbered_after: layers of the model before the first of these (an encoder's).
         recompute: what to compute again in backward; None: nothing.
-        kernels: what to compute with.
     """
 
     def __init__(
         self,
         model: ModelConfig,
-        layout: Layout,
+        context: BuildContext,
         layers: range,
-        attention: AttentionChoice,
         *,
         causal: bool = True,
         reads_memory: bool = False,
         numbered_after: int = 0,
         recompute: RecomputePlan | None = None,
-        kernels: Kernels = PLAIN_KERNELS,
-        device: torch.device | None = None,
-        dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         for index in layers:
             self[str(index)] = Block(
                 model,
-                layout,
+                context,
                 numbered_after + index + 1,
-                attention,
                 causal=causal,
                 reads_memory=reads_memory,
                 recompute_core=recompute is not None and recompute.granularity == "selective",
-                kernels=kernels,
-                device=device,
-                dtype=dtype,
             )
         self.groups = layer_groups(recompute, layers)
-        splits = recompute is not None and recompute.split_inputs and layout.sequence.size == 1
-        self.saved_by = layout.tensor if splits else Axis()
+        splits = (
+            recompute is not None and recompute.split_inputs and context.layout.sequence.size == 1
+        )
+        self.saved_by = context.layout.tensor if splits else Axis()
 
     def run(self, stream: Stream, *inputs: Any) -> Stream:
         """[s, b, h] -> [s, b, h]; every layer is given `inputs` after the stream."""

@@ -20,19 +20,17 @@ from torch import Tensor, nn
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.stages import ModelPart, whole_model
-from megatron.kernels.attention import choose_attention
 from megatron.kernels.rope import Rotation
 from megatron.models.bert import padding_mask
 from megatron.models.cross_attention import Memory
 from megatron.models.embedding import Embedding, RotaryTable, new_embedding
 from megatron.models.head import Output, TokenLoss
-from megatron.models.kernels import choose_kernels
 from megatron.models.norm import Stream, new_norm
 from megatron.models.position_bias import PositionBias
 from megatron.models.recompute import RecomputePlan
 from megatron.models.sizes import sizes_of
 from megatron.models.stack import LayerStack
-from megatron.parallel.layout import Layout
+from megatron.parallel.build import BuildContext
 
 
 class Half(nn.Module):
@@ -91,68 +89,46 @@ class T5Model(nn.Module):
     Args:
         model: network flags, resolved (no None among the sizes).
         precision: number formats.
-        layout: who this process is.
+        context: what it is built in.
         padded_vocab_size: v.
         part: the layers that this process holds, the decoder's counted after the encoder's, and
             whether it begins or ends the model; None: the whole model.
         recompute: what to compute again in backward; None: nothing.
-        cp_comm_type: of no effect: a rule refuses contexts that are split.
-        device: where it runs.
-        parameter_device: of the parameters where it is another: "meta" leaves them without memory.
-        dtype: of the parameters.
     """
 
     def __init__(
         self,
         model: ModelConfig,
         precision: PrecisionConfig,
-        layout: Layout,
+        context: BuildContext,
         *,
         padded_vocab_size: int,
         part: ModelPart | None = None,
         recompute: RecomputePlan | None = None,
-        cp_comm_type: str = "p2p",
-        device: torch.device,
-        parameter_device: torch.device | None = None,
-        dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         first = sizes_of(model).layers  # of the decoder
         self.part = part or whole_model(model.all_layers)
-        self.layout = layout
-        self.attention_choice = choose_attention(model, precision, device)
-        kernels = choose_kernels(precision, device)
-        allocation: dict[str, Any] = {"device": parameter_device or device, "dtype": dtype}
-        words = {"padded_vocab_size": padded_vocab_size, **allocation}
+        self.layout = context.layout
+        self.attention_choice = context.kernels.attention
         self.embedding = new_embedding(
-            model, precision, layout, self.part, kernels, calls=2, **words
+            model, precision, context, self.part, padded_vocab_size=padded_vocab_size, calls=2
         )
         has_rope = model.position_embedding_type == "rope"
-        self.rotary = RotaryTable(model, device=device) if has_rope else None
+        self.rotary = RotaryTable(model, device=context.device) if has_rope else None
 
         def new_half(layers: range, ends: bool, **options: Any) -> Half | None:
             if not layers and not ends:
                 return None
-            stack = LayerStack(
-                model,
-                layout,
-                layers,
-                self.attention_choice,
-                recompute=recompute,
-                kernels=kernels,
-                **options,
-                **allocation,
-            )
-            norm = new_norm(model, layout, kernels, **allocation) if ends else None
+            stack = LayerStack(model, context, layers, recompute=recompute, **options)
+            norm = new_norm(model, context) if ends else None
             bias = None
             if model.position_embedding_type == "relative" and layers:
                 bias = PositionBias(
                     model,
-                    layout,
+                    context,
                     both_ways=not options["causal"],
                     is_copy=layers.start > 0,
-                    bucket_device=device,
-                    **allocation,
                 )
             return Half(stack, norm, bias)
 
@@ -167,11 +143,11 @@ class T5Model(nn.Module):
         if self.part.head:
             self.output = Output(
                 model,
-                layout,
-                TokenLoss.from_config(precision, device),
+                context,
+                TokenLoss.from_config(precision, context.device),
                 self.embedding,
+                padded_vocab_size=padded_vocab_size,
                 has_bias=model.add_output_bias,
-                **words,
             )
 
     def forward(

@@ -2,6 +2,7 @@
 
     layout               the grid of processes, as one of them sees it
     collectives          communication with its backward
+    build                what a layer is built in: layout, device, kernels
     layers, linear       layers whose weights are split; `products` multiply for them
     every_layer          what is set or attached in all layers of a model
     parameter            which part of a whole tensor a parameter is; `initialization` fills it

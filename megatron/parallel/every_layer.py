@@ -63,13 +63,6 @@ def _fp8_layers(parts: Iterable[nn.Module]) -> Iterator[tuple[str, Linear, Fp8Pr
                 yield name, module, module.products
 
 
-def set_overlap(module: nn.Module, overlap: bool) -> None:
-    """Switch communication during computation on or off in every layer that knows it."""
-    for part in module.modules():
-        if hasattr(part, "overlap"):
-            part.overlap = overlap  # type: ignore[assignment]
-
-
 def attach_exchange(model: nn.Module, exchange: Exchange) -> None:
     """Let split layers multiply part by part, those whose products can be cut."""
     for module in model.modules():

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.kernels.embedding_gradient import EmbeddingGradient, choose_embedding_gradient
-from megatron.kernels.library import KernelLibrary
+from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import reduce_from, reduce_scatter_from
 from megatron.parallel.communication import Communication
 from megatron.parallel.exchange import Exchange
@@ -19,8 +19,8 @@ from megatron.parallel.layout import Layout
 from megatron.parallel.linear import WorkQueue, parallel_linear
 from megatron.parallel.overlapped_fp8 import overlapped_fp8_linear
 from megatron.parallel.overlapped_products import overlapped_linear
-from megatron.parallel.parameter import ZEROS, Init, new_parameter
-from megatron.parallel.products import PLAIN, Plain, Products
+from megatron.parallel.parameter import ZEROS, Init
+from megatron.parallel.products import Plain
 
 Split = Literal["column", "row"]
 
@@ -38,11 +38,12 @@ class Linear(nn.Module):
         in_features: of the whole layer.
         out_features: of the whole layer.
         split: how the weight is split over tensor ranks; None keeps all of it on every rank.
+        context: what it is built in; `kernels.new_products` makes what it multiplies with.
+        bias: whether it has one.
         adds_bias: False leaves it to the caller, who adds `bias_to_add`.
         parts: the output is so many vectors of equal length (gate and up, for example), each of
             them split by itself. The weight's global shape is then [parts, out / parts, in].
         init: of the weight; biases start at zero.
-        products: in which number format it multiplies; one object a layer.
 
     Attributes:
         overlap: communicate while computing; off: the same results.
@@ -57,48 +58,39 @@ class Linear(nn.Module):
         self,
         in_features: int,
         out_features: int,
+        context: BuildContext,
         *,
         split: Split | None,
-        layout: Layout,
         init: Init,
         bias: bool = True,
         adds_bias: bool = True,
         parts: int = 1,
-        products: Products = PLAIN,
-        device: torch.device | None = None,
-        dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         self.split = split
-        self.layout = layout
-        self.overlap = True
-        self.weight_gradients: WorkQueue | None = None
+        self.layout = context.layout
+        self.overlap = context.overlap
+        self.weight_gradients: WorkQueue | None = context.weight_gradients
         self.slot: GradientSlot | None = None
-        self.exchange: Exchange | None = None
-        self.products = products
+        self.products = context.kernels.new_products()
+        self.exchange: Exchange | None = context.exchange if split and self.can_be_cut else None
         self.adds_bias = adds_bias
-        axis = layout.tensor
+        is_divided = self.layout.sequence.size > 1
         out = (out_features,) if parts == 1 else (parts, out_features // parts)
         out_dim = len(out) - 1
-        self.weight = new_parameter(
+        self.weight = context.new_parameter(
             (*out, in_features),
             init=init,
-            axis=axis,
             split_dim={"column": out_dim, "row": out_dim + 1, None: None}[split],
-            partial_gradient=split is None and layout.sequence.size > 1,
-            device=device,
-            dtype=dtype,
+            partial_gradient=split is None and is_divided,
         )
         self.bias = None
         if bias:
-            self.bias = new_parameter(
+            self.bias = context.new_parameter(
                 out,
                 init=ZEROS,
-                axis=axis,
                 split_dim=out_dim if split == "column" else None,
-                partial_gradient=split != "column" and layout.sequence.size > 1,
-                device=device,
-                dtype=dtype,
+                partial_gradient=split != "column" and is_divided,
             )
 
     @property
@@ -190,7 +182,8 @@ class VocabularyEmbedding(nn.Module):
         vocab_size: padded, of the whole table.
         lookup_in_fp32: look up in an fp32 copy of the weight, so that the gradients of an entry
             that occurs often are summed in fp32.
-        library: of fused kernels; None: PyTorch's operations.
+        context: what it is built in.
+        init: of the table.
 
     Attributes:
         slot: where the weight's gradient goes, summed in its format; None: to autograd.
@@ -200,27 +193,18 @@ class VocabularyEmbedding(nn.Module):
         self,
         vocab_size: int,
         hidden: int,
+        context: BuildContext,
         *,
-        layout: Layout,
         init: Init,
         lookup_in_fp32: bool = False,
-        library: KernelLibrary | None = None,
-        device: torch.device | None = None,
-        dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        self.layout = layout
+        self.layout = context.layout
         self.lookup_in_fp32 = lookup_in_fp32
         self.slot: GradientSlot | None = None
-        self.gradient_form = choose_embedding_gradient(library, hidden)
-        self.weight = new_parameter(
-            (vocab_size, hidden),
-            init=init,
-            axis=layout.tensor,
-            split_dim=0,
-            is_vocabulary=True,
-            device=device,
-            dtype=dtype,
+        self.gradient_form = choose_embedding_gradient(context.kernels.library, hidden)
+        self.weight = context.new_parameter(
+            (vocab_size, hidden), init=init, split_dim=0, is_vocabulary=True
         )
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -8,7 +8,12 @@ import torch
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.device import Device
-from megatron.kernels.attention import attention_reference, choose_attention, flash_attention
+from megatron.kernels.attention import (
+    AttentionOptions,
+    attention_reference,
+    choose_attention,
+    flash_attention,
+)
 from megatron.kernels.flash_package import find_flash_package
 from megatron.models.gpt import GPTModel
 from megatron.models.recompute import RecomputePlan
@@ -17,7 +22,7 @@ from megatron.parallel.cross_entropy import linear_cross_entropy, vocabulary_cro
 from megatron.parallel.initialization import initialize
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import Init, new_parameter
-from tests.models.small import LLAMA, VOCAB, batch, config
+from tests.models.small import LLAMA, VOCAB, batch, config, new_context
 
 DEVICE = Device.pick()
 pytestmark = [
@@ -34,8 +39,8 @@ def heads(groups, size, dtype):
     return [x.to(DEVICE.torch_device, dtype).requires_grad_() for x in (query, key, value)]
 
 
-def with_gradients(function, inputs, **options):
-    return gradients_of(partial(function, dropout=0.0, layer_number=2, **options), inputs)
+def with_gradients(function, inputs, options, **others):
+    return gradients_of(partial(function, options=options, **others), inputs)
 
 
 def gradients_of(function, inputs):
@@ -59,17 +64,17 @@ def test_fused_attention_equals_plain(groups, size, which, dtype):
     if which == "padding":  # of BERT and T5: one row for all queries of a sample
         lengths = torch.tensor([S, S - 50], device=DEVICE.torch_device)
         mask = (torch.arange(S, device=DEVICE.torch_device) < lengths[:, None])[:, None, None, :]
-    options = {"mask": mask, "causal": which == "causal"}
+    options = AttentionOptions(mask, which == "causal", layer_number=2)
     choice = choose_attention(ModelConfig(), PrecisionConfig(), DEVICE.torch_device)
     inputs = heads(groups, size, dtype)
-    ours = with_gradients(choice.function, inputs, **options)
+    ours = with_gradients(choice.function, inputs, options)
     doubles = [x.detach().double().requires_grad_() for x in inputs]
-    plain = with_gradients(attention_reference, doubles, softmax_in_fp32=False, **options)
+    plain = with_gradients(attention_reference, doubles, options, softmax_in_fp32=False)
     tolerance = 2e-3 if dtype == torch.float32 else 3e-2
     for got, expected in zip(ours, plain, strict=True):
         assert (got - expected).abs().max() < tolerance * max(1, expected.abs().max().item())
     if which in ("causal", "padding") and dtype != torch.float32:
-        flash = with_gradients(flash_attention, inputs, **options)
+        flash = with_gradients(flash_attention, inputs, options)
         for got, expected in zip(flash, plain, strict=True):
             assert (got - expected).abs().max() < tolerance * max(1, expected.abs().max().item())
 
@@ -83,8 +88,10 @@ def test_the_flash_package_equals_the_formula(size, causal):
     inputs = heads(2, size, torch.bfloat16)
     ours = gradients_of(partial(package, causal=causal, scale=None), inputs)
     doubles = [x.detach().double().requires_grad_() for x in inputs]
-    options = {"mask": None, "causal": causal, "dropout": 0.0, "softmax_in_fp32": False}
-    plain = gradients_of(partial(attention_reference, **options), doubles)
+    reference = partial(
+        attention_reference, options=AttentionOptions(causal=causal), softmax_in_fp32=False
+    )
+    plain = gradients_of(reference, doubles)
     for got, expected in zip(ours, plain, strict=True):
         assert (got - expected).abs().max() < 3e-2 * max(1, expected.abs().max().item())
 
@@ -146,15 +153,9 @@ def test_model_equals_that_of_a_cpu(flags, dtype):
     still = {**flags, "attention_dropout": 0.0, "hidden_dropout": 0.0, "kv_channels": 8}
 
     def run(flags, device, dtype, recompute=None):
-        model = GPTModel(
-            config(**flags),
-            PrecisionConfig(bf16=dtype == torch.bfloat16),
-            Layout.single(),
-            padded_vocab_size=VOCAB,
-            recompute=recompute,
-            device=torch.device(device),
-            dtype=dtype,
-        )
+        network, numbers = config(**flags), PrecisionConfig(bf16=dtype == torch.bfloat16)
+        context = new_context(network, numbers, device=device, dtype=dtype)
+        model = GPTModel(network, numbers, context, padded_vocab_size=VOCAB, recompute=recompute)
         initialize(model.named_parameters(), seed=1)
         DEVICE.seed(1)
         tokens, labels = (x.to(device) for x in batch())

@@ -6,9 +6,10 @@ import re
 import pytest
 import torch
 
+from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.device import Device, gpu_count
-from megatron.models.kernels import PLAIN_KERNELS, choose_kernels
+from megatron.parallel.build import BuildContext, Kernels, choose_kernels
 from megatron.parallel.every_layer import attach_exchange
 from megatron.parallel.layers import Linear
 from megatron.parallel.layout import Layout
@@ -77,10 +78,11 @@ def _compare() -> None:
     layout = Layout.create(device.type, rank, 2, tensor=2)
     layout = replace(layout, sequence_parallel=True)
     exchange = SymmetricExchange(layout.tensor, device.torch_device, 4 * 64 * 2 * 512, seconds=30.0)
-    in_8_bits = choose_kernels(PrecisionConfig(bf16=True, fp8_format="hybrid"), device.torch_device)
+    numbers = PrecisionConfig(bf16=True, fp8_format="hybrid")
+    in_8_bits = choose_kernels(ModelConfig(), numbers, layout, device.torch_device)
     for dtype, kernels in (
-        (torch.float32, PLAIN_KERNELS),
-        (torch.bfloat16, PLAIN_KERNELS),
+        (torch.float32, Kernels()),
+        (torch.bfloat16, Kernels()),
         (torch.bfloat16, in_8_bits),
     ):
         layers = []
@@ -89,13 +91,10 @@ def _compare() -> None:
                 torch.manual_seed(3 + rank)
                 layer = Linear(
                     *sizes,
+                    BuildContext(layout, device.torch_device, dtype=dtype, kernels=kernels),
                     split=split,
-                    layout=layout,
                     init=Init("normal", 0.1),
                     bias=False,
-                    products=kernels.new_products(),
-                    device=device.torch_device,
-                    dtype=dtype,
                 )
                 torch.nn.init.normal_(layer.weight, std=0.1)
                 if overlapped:

@@ -18,6 +18,7 @@ from megatron.errors import UserError
 from megatron.inference.fill import Filler
 from megatron.models.bert import BertModel, BertResult
 from megatron.models.t5 import T5Model
+from megatron.parallel.build import BuildContext
 from megatron.parallel.initialization import initialize
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer, build_tokenizer
@@ -56,9 +57,8 @@ def new_model(cls: Any, tokenizer: Tokenizer, **sizes: object) -> Any:
     model = cls(
         ModelConfig(**flags),
         PrecisionConfig(),
-        Layout.single(),
+        BuildContext(Layout.single()),
         padded_vocab_size=128,
-        device=torch.device("cpu"),
     )
     initialize(model.named_parameters(), 1)
     assert tokenizer.vocab_size < 128

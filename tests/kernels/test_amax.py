@@ -173,7 +173,7 @@ def test_a_model_gives_the_same_bits(emulated, flags, wgrad, monkeypatch):
     monkeypatch.setattr("tests.models.small.SEQUENCE", 16)
     library = Counting(emulated.path)
     fused = LibraryChoice(library, "emulated")
-    monkeypatch.setattr("megatron.models.kernels.find_library", lambda _: fused)
+    monkeypatch.setattr("megatron.parallel.build.find_library", lambda _: fused)
     numbers = {"bf16": True, "fp8_format": "hybrid", "fp8_wgrad": wgrad}
 
     def run():

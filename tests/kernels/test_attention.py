@@ -10,7 +10,12 @@ import torch
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.kernels import attention, flash_package
-from megatron.kernels.attention import attention_reference, choose_attention, fused_attention
+from megatron.kernels.attention import (
+    AttentionOptions,
+    attention_reference,
+    choose_attention,
+    fused_attention,
+)
 from megatron.kernels.flash_package import FlashPackage, find_flash_package
 from tests.config.command import parse, problems
 
@@ -56,7 +61,8 @@ def test_equals_float64(form, groups, which, dtype):
     mask = documents() if which == "documents" else None
     allowed = torch.ones(1, 1, S, S, dtype=torch.bool)
     allowed = {"causal": allowed.tril(), "all": allowed, "documents": mask}[which]
-    out = FORMS[form](*inputs, mask=mask, causal=which == "causal", dropout=0.0, layer_number=3)
+    options = AttentionOptions(mask, which == "causal", layer_number=3)
+    out = FORMS[form](*inputs, options)
     expected, doubles = exact(*inputs, allowed)
     assert out.dtype == dtype
     tolerance = 1e-5 if dtype == torch.float32 else 4e-2
@@ -73,11 +79,10 @@ def test_equals_float64(form, groups, which, dtype):
 @pytest.mark.parametrize("form", FORMS)
 def test_no_look_ahead(form):
     query, key, value = (x.detach() for x in heads(2))
-    options = {"mask": None, "causal": True, "dropout": 0.0, "layer_number": 1}
-    before = FORMS[form](query, key, value, **options)
+    before = FORMS[form](query, key, value, AttentionOptions())
     key[5:] += 1
     value[5:] -= 1
-    after = FORMS[form](query, key, value, **options)
+    after = FORMS[form](query, key, value, AttentionOptions())
     assert torch.equal(before[:5], after[:5])
     assert not torch.allclose(before[5:], after[5:])
 
@@ -89,7 +94,7 @@ def test_dropout_zeroes_and_rescales_the_weights(form):
     torch.manual_seed(1)
     sums = torch.stack(
         [
-            FORMS[form](query, key, torch.ones_like(key), mask=None, causal=True, dropout=0.25)
+            FORMS[form](query, key, torch.ones_like(key), AttentionOptions(dropout=0.25))
             for _ in range(200)
         ]
     )[..., ::D]
@@ -99,23 +104,28 @@ def test_dropout_zeroes_and_rescales_the_weights(form):
     assert (first == 0).float().mean().item() == pytest.approx(0.25, abs=0.03)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_scores_may_have_another_factor(form):
+    query, key, value = heads(2)
+    turned = FORMS[form](query * 3 / math.sqrt(D), key, value, AttentionOptions(scale=1 / 3))
+    torch.testing.assert_close(turned, FORMS[form](query, key, value, AttentionOptions()))
+
+
 def test_layer_scaling_keeps_fp16_scores_finite():
     query, key, value = heads(N, torch.float16)
     query = query * 150
     key = key * 150
-    options = {"mask": None, "causal": True, "dropout": 0.0, "layer_number": 24}
-    assert not attention_reference(query, key, value, **options).isfinite().all()
-    scaled = attention_reference(query, key, value, scale_by_layer=True, **options)
-    expected = attention_reference(query.float(), key.float(), value.float(), **options)
+    options = AttentionOptions(layer_number=24)
+    assert not attention_reference(query, key, value, options).isfinite().all()
+    scaled = attention_reference(query, key, value, options, scale_by_layer=True)
+    expected = attention_reference(query.float(), key.float(), value.float(), options)
     torch.testing.assert_close(scaled.float(), expected, rtol=2e-2, atol=2e-2)
 
 
 def test_softmax_in_16_bits_keeps_rounded_weights_for_backward():
     def run(softmax_in_fp32):
         inputs = heads(N, torch.bfloat16)
-        out = attention_reference(
-            *inputs, mask=None, causal=True, dropout=0.0, softmax_in_fp32=softmax_in_fp32
-        )
+        out = attention_reference(*inputs, AttentionOptions(), softmax_in_fp32=softmax_in_fp32)
         out.float().square().sum().backward()
         return out, inputs[0].grad
 
@@ -131,15 +141,7 @@ def test_choice_on_cpu():
     assert "CPU" in str(fused)
     plain = choose_attention(ModelConfig(masked_softmax_fusion=False), PrecisionConfig(), CPU)
     assert plain.function.func is attention_reference
-    assert plain.function.keywords == {
-        "scale_by_layer": True,
-        "softmax_in_fp32": True,
-        "scale": None,
-    }
-    for fused in (True, False):
-        model = ModelConfig(softmax_scale=1.0, masked_softmax_fusion=fused)
-        unscaled = choose_attention(model, PrecisionConfig(), CPU)
-        assert unscaled.function.keywords["scale"] == 1.0
+    assert plain.function.keywords == {"scale_by_layer": True, "softmax_in_fp32": True}
     assert "--no-masked-softmax-fusion" in str(plain)
 
 
@@ -196,10 +198,10 @@ def test_flash_means_kernels_that_hold_no_scores(monkeypatch):
         yield
 
     monkeypatch.setattr(attention, "sdpa_kernel", noted)
-    options = {"causal": True, "dropout": 0.0, "layer_number": 1}
     for mask in (None, documents()):
-        out = attention.flash_attention(*heads(N), mask=mask, **options)
-        assert torch.equal(out, fused_attention(*heads(N), mask=mask, **options))
+        options = AttentionOptions(mask)
+        out = attention.flash_attention(*heads(N), options)
+        assert torch.equal(out, fused_attention(*heads(N), options))
     assert allowed == [["CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION"]] * 2
 
 
@@ -209,7 +211,7 @@ def test_the_flash_package_is_called_where_it_fits_and_nowhere_else():
     def flash_attn_func(query, key, value, *, causal, softmax_scale, deterministic):
         calls.append((causal, softmax_scale, deterministic))
         turned = [x.transpose(0, 1) for x in (query, key, value)]
-        out = fused_attention(*turned, mask=None, causal=causal, dropout=0.0, scale=softmax_scale)
+        out = fused_attention(*turned, AttentionOptions(causal=causal, scale=softmax_scale))
         return out.unflatten(2, query.shape[2:]).transpose(0, 1), None
 
     package = FlashPackage(flash_attn_func, "4.0")
@@ -222,9 +224,9 @@ def test_the_flash_package_is_called_where_it_fits_and_nowhere_else():
         (both, None, True, None),
         (one, padding, False, None),
     ):
-        options = {"mask": mask, "causal": causal, "dropout": 0.0, "scale": scale}
-        out = attention.flash_attention(*inputs, package=package, **options)
-        expected = fused_attention(*inputs, **options)
+        options = AttentionOptions(mask, causal, scale=scale)
+        out = attention.flash_attention(*inputs, options, package=package)
+        expected = fused_attention(*inputs, options)
         torch.testing.assert_close(out, expected, rtol=0, atol=2e-2)
     assert calls == [(True, None, False), (False, 0.3, False)]
     assert not package.takes(one[0], None, dropout=0.1)

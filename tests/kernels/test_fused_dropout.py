@@ -95,7 +95,7 @@ def test_everything_is_dropped_with_probability_one(kernels):
 def test_a_model_recomputes_the_same(emulated, monkeypatch):
     """A block draws through the kernel, and the same in a recomputation."""
     fused = LibraryChoice(emulated, "emulated")
-    monkeypatch.setattr("megatron.models.kernels.find_library", lambda _: fused)
+    monkeypatch.setattr("megatron.parallel.build.find_library", lambda _: fused)
     flags = {"hidden_dropout": 0.3, "attention_dropout": 0.0}
     expected = loss_and_gradients(gpt(flags))
     again = loss_and_gradients(gpt(flags, recompute=RecomputePlan("full")))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.device import Device
-from megatron.kernels.attention import attention_reference
+from megatron.kernels.attention import AttentionOptions, attention_reference
 from megatron.kernels.paged_attention import (
     PART,
     Chunks,
@@ -53,7 +53,7 @@ def expected(query, keys, values, singles):
         slots = table[places // BLOCK].long() * BLOCK + places % BLOCK
         parts = (row[None], keys[slots], values[slots])
         wide = [x.double().unsqueeze(1) for x in parts]
-        out = attention_reference(*wide, mask=None, causal=False, dropout=0.0)
+        out = attention_reference(*wide, AttentionOptions(causal=False))
         rows.append(out.view_as(row))
     return torch.stack(rows)
 
@@ -162,7 +162,7 @@ def test_chunks_attend_to_what_is_before_them():
     whole = []
     for query, key, value, _ in parts:
         wide = [x.unsqueeze(1) for x in (query, key, value)]
-        out = attention_reference(*wide, mask=None, causal=True, dropout=0.0)
+        out = attention_reference(*wide, AttentionOptions())
         whole.append(out.squeeze(1))
     for cuts in ([(0, 5), (0, 6)], [(5, 6), (2, 6)], [(6, 13), (0, 1)]):
         found = attend(parts, keys, values, cuts)
@@ -179,7 +179,7 @@ def test_neither_cuts_nor_company_change_the_bits_of_a_chunk(kernels, size):
     parts, keys, values = sequences([700, 330, 65], **shape)
     whole = attend(parts, keys, values, [(0, 700), (0, 330), (0, 65)])
     reference = attention_reference(
-        *(x.double().unsqueeze(1) for x in parts[0][:3]), mask=None, causal=True, dropout=0.0
+        *(x.double().unsqueeze(1) for x in parts[0][:3]), AttentionOptions()
     )
     torch.testing.assert_close(whole[0].double(), reference.squeeze(1), rtol=0, atol=2e-2)
     for cuts in (

@@ -7,6 +7,7 @@ import torch
 
 from megatron.device import Device
 from megatron.kernels.attention import (
+    AttentionOptions,
     attention_reference,
     flash_attention,
     fused_attention,
@@ -34,10 +35,9 @@ def test_a_mask_of_documents() -> None:
 def test_forms_that_take_a_mask_take_documents(form) -> None:
     segments = segments_of([0, 5, 8, 16], 8)
     heads = torch.randn(3, 8, 2, 3, 16, generator=fresh()).to(DEVICE.torch_device)
-    options = {"causal": True, "dropout": 0.0, "layer_number": 1}
-    found = form(*heads, mask=segments, **options)
-    assert torch.equal(found, form(*heads, mask=segments.mask, **options))
-    assert not torch.equal(found, form(*heads, mask=None, **options))
+    found = form(*heads, AttentionOptions(segments))
+    assert torch.equal(found, form(*heads, AttentionOptions(segments.mask)))
+    assert not torch.equal(found, form(*heads, AttentionOptions()))
 
 
 @pytest.mark.gpu
@@ -55,7 +55,7 @@ def test_on_a_gpu_results_and_gradients_are_those_of_the_formula(form, dtype, si
     results = []
     for which, kind in ((form, dtype), (attention_reference, torch.float64)):
         inputs = [x.to(DEVICE.torch_device, dtype).to(kind).requires_grad_() for x in heads]
-        out = which(*inputs, mask=segments, causal=True, dropout=0.0, layer_number=1)
+        out = which(*inputs, AttentionOptions(segments))
         (out * weight).sum().backward()
         results.append([out, *(x.grad for x in inputs)])
     for ours, theirs in zip(*results, strict=True):
@@ -72,7 +72,7 @@ def test_dropout_within_documents_keeps_the_mean_and_is_repeatable() -> None:
     for _ in range(2):
         DEVICE.seed(3)
         segments = segments_of([0, 100, 256, 512], 256)
-        out = gpu_attention(*heads, mask=segments, causal=True, dropout=0.25, layer_number=1)
+        out = gpu_attention(*heads, AttentionOptions(segments, dropout=0.25))
         outs.append(out.float())
     assert torch.equal(*outs)
     assert outs[0].mean().item() == pytest.approx(1, abs=0.02)

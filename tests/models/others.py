@@ -12,7 +12,7 @@ from megatron.models.bert import BertModel
 from megatron.models.t5 import T5Model
 from megatron.parallel.initialization import initialize
 from megatron.parallel.layout import Layout
-from tests.models.small import BATCH, SEQUENCE, VOCAB, config
+from tests.models.small import BATCH, SEQUENCE, VOCAB, config, new_context
 
 NETWORKS: dict[str, type[nn.Module]] = {"bert": BertModel, "t5": T5Model}
 DECODER = 8  # tokens of the T5's decoder
@@ -31,15 +31,10 @@ def build(
     """A model of a kind; without dropout unless the flags say so."""
     own = {"decoder_num_layers": 2} if kind == "t5" else {}
     quiet = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
-    model: Any = NETWORKS[kind](
-        config(architecture=kind, **{**own, **quiet, **(flags or {})}),
-        precision or PrecisionConfig(),
-        layout or Layout.single(),
-        padded_vocab_size=VOCAB,
-        device=torch.device(device),
-        dtype=dtype,
-        **options,
-    )
+    network = config(architecture=kind, **{**own, **quiet, **(flags or {})})
+    numbers = precision or PrecisionConfig()
+    context = new_context(network, numbers, layout, device=device, dtype=dtype)
+    model: Any = NETWORKS[kind](network, numbers, context, padded_vocab_size=VOCAB, **options)
     initialize(model.named_parameters(), 1)
     return model
 

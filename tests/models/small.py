@@ -11,6 +11,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.models.gpt import GPTModel
 from megatron.models.recompute import RecomputePlan
+from megatron.parallel.build import BuildContext, choose_kernels
 from megatron.parallel.initialization import initialize
 from megatron.parallel.layout import Layout
 
@@ -42,6 +43,22 @@ def config(**flags: Any) -> ModelConfig:
     return ModelConfig(**{**sizes, **flags})
 
 
+def new_context(
+    model: ModelConfig,
+    precision: PrecisionConfig | None = None,
+    layout: Layout | None = None,
+    *,
+    device: torch.device | str = "cpu",
+    cp_comm_type: str = "p2p",
+    **options: Any,
+) -> BuildContext:
+    """What a model of these flags is built in."""
+    layout, where = layout or Layout.single(), torch.device(device)
+    numbers = precision or PrecisionConfig()
+    kernels = choose_kernels(model, numbers, layout, where, cp_comm_type=cp_comm_type)
+    return BuildContext(layout, where, kernels=kernels, **options)
+
+
 def gpt(
     flags: dict[str, Any] | None = None,
     precision: dict[str, Any] | None = None,
@@ -50,18 +67,14 @@ def gpt(
     recompute: RecomputePlan | None = None,
     cp_comm_type: str = "p2p",
     dtype: torch.dtype = torch.float32,
+    overlap: bool = True,
     seed: int = 1,
 ) -> GPTModel:
-    model = GPTModel(
-        config(**(flags or {})),
-        PrecisionConfig(**(precision or {})),
-        layout or Layout.single(),
-        padded_vocab_size=VOCAB,
-        recompute=recompute,
-        cp_comm_type=cp_comm_type,
-        device=torch.device("cpu"),
-        dtype=dtype,
+    network, numbers = config(**(flags or {})), PrecisionConfig(**(precision or {}))
+    context = new_context(
+        network, numbers, layout, cp_comm_type=cp_comm_type, dtype=dtype, overlap=overlap
     )
+    model = GPTModel(network, numbers, context, padded_vocab_size=VOCAB, recompute=recompute)
     initialize(model.named_parameters(), seed)
     return model
 

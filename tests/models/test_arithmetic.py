@@ -1,14 +1,12 @@
 """Counts by arithmetic against real modules and published numbers."""
 
 import pytest
-import torch
 
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.models.arithmetic import count_parameters, flops_per_token
 from megatron.models.gpt import GPTModel
-from megatron.parallel.layout import Layout
-from tests.models.small import LLAMA, VOCAB, config
+from tests.models.small import LLAMA, VOCAB, config, new_context
 from tests.models.test_gpt import KNOBS
 
 GPT2_MEDIUM = ModelConfig(
@@ -45,9 +43,8 @@ def built(model, vocab):
     network = GPTModel(
         model,
         PrecisionConfig(),
-        Layout.single(),
+        new_context(model, device="meta"),
         padded_vocab_size=vocab,
-        device=torch.device("meta"),
     )
     return sum(parameter.numel() for parameter in network.parameters())
 

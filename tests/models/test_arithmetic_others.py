@@ -12,7 +12,7 @@ from megatron.models.bert_heads import BertChooser
 from megatron.models.sizes import Ending
 from megatron.models.t5 import T5Model
 from megatron.parallel.layout import Layout
-from tests.models.small import VOCAB, config
+from tests.models.small import VOCAB, config, new_context
 
 BERT = {"architecture": "bert"}
 T5 = {"architecture": "t5", "decoder_num_layers": 2}
@@ -38,10 +38,9 @@ def _build(model, *, part=None, layout=None, device="meta", vocab=VOCAB):
     return network(
         model,
         PrecisionConfig(),
-        layout or Layout.single(),
+        new_context(model, layout=layout, device=device),
         padded_vocab_size=vocab,
         part=part,
-        device=torch.device(device),
     )
 
 
@@ -49,12 +48,10 @@ def _build_chooser(model, ending, *, device="meta", **options):
     return BertChooser(
         model,
         PrecisionConfig(),
-        options.pop("layout", Layout.single()),
+        new_context(model, layout=options.pop("layout", None), device=device),
         head_name="multichoice_head",
         outputs=ending.outputs,
         padded_vocab_size=VOCAB,
-        dtype=torch.float32,
-        device=torch.device(device),
         **options,
     )
 

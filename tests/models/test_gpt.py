@@ -11,7 +11,17 @@ from megatron.models.gpt import GPTModel
 from megatron.models.recompute import RecomputePlan
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import spec_of
-from tests.models.small import BATCH, LLAMA, SEQUENCE, VOCAB, batch, config, gpt, loss_and_gradients
+from tests.models.small import (
+    BATCH,
+    LLAMA,
+    SEQUENCE,
+    VOCAB,
+    batch,
+    config,
+    gpt,
+    loss_and_gradients,
+    new_context,
+)
 
 NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
 KNOBS = {
@@ -178,15 +188,9 @@ def test_kernels_are_those_of_the_device_it_runs_on(monkeypatch):
         asked.append(device.type)
         return LibraryChoice(library, "a test's")
 
-    monkeypatch.setattr("megatron.models.kernels.find_library", find)
-    model = GPTModel(
-        config(),
-        PrecisionConfig(),
-        Layout.single(),
-        padded_vocab_size=VOCAB,
-        device=torch.device("cpu"),
-        parameter_device=torch.device("meta"),
-    )
+    monkeypatch.setattr("megatron.parallel.build.find_library", find)
+    context = new_context(config(), parameter_device=torch.device("meta"))
+    model = GPTModel(config(), PrecisionConfig(), context, padded_vocab_size=VOCAB)
     assert asked == ["cpu"]
     assert all(parameter.is_meta for parameter in model.parameters())
     block = model.layers["0"]
@@ -344,17 +348,11 @@ def test_recomputation_runs_the_forward_twice(plan):
 def test_builds_on_the_meta_device():
     from megatron.config.precision import PrecisionConfig
     from megatron.models.gpt import GPTModel
-    from megatron.parallel.layout import Layout
 
     layout = Layout.at(1, 2, tensor=2)
-    model = GPTModel(
-        config(**LLAMA),
-        PrecisionConfig(bf16=True),
-        layout,
-        padded_vocab_size=VOCAB,
-        device=torch.device("meta"),
-        dtype=torch.bfloat16,
-    )
+    network, numbers = config(**LLAMA), PrecisionConfig(bf16=True)
+    context = new_context(network, numbers, layout, device="meta", dtype=torch.bfloat16)
+    model = GPTModel(network, numbers, context, padded_vocab_size=VOCAB)
     for name, parameter in model.named_parameters():
         assert parameter.is_meta, name
         assert parameter.dtype == torch.bfloat16, name

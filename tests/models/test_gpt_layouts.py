@@ -9,12 +9,11 @@ import torch
 from megatron.config.precision import PrecisionConfig
 from megatron.models.gpt import GPTModel
 from megatron.models.recompute import RecomputePlan
-from megatron.parallel.every_layer import set_overlap
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import spec_of
 from megatron.parallel.partial_gradients import sum_partial_gradients
 from tests.distributed import run_distributed
-from tests.models.small import LLAMA, VOCAB, batch, config, gpt, loss_and_gradients
+from tests.models.small import LLAMA, VOCAB, batch, config, gpt, loss_and_gradients, new_context
 from tests.parallel.test_layers import take_part
 
 NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
@@ -53,8 +52,7 @@ def _layout(layout, sequence):
 
 def _train_split(layout, flags, sequence, plan=None, precision=None, overlap=True):
     layout = _layout(layout, sequence)
-    model = gpt(flags, precision, layout=layout, recompute=plan)
-    set_overlap(model, overlap)
+    model = gpt(flags, precision, layout=layout, recompute=plan, overlap=overlap)
     loss, grads = loss_and_gradients(model)
     sum_partial_gradients(model.parameters(), layout.tensor)
     with torch.no_grad():
@@ -78,9 +76,8 @@ def _check_equal(flags, results):
         shapes = GPTModel(
             config(**flags),
             PrecisionConfig(),
-            Layout.at(rank, size, tensor=size),
+            new_context(config(**flags), layout=Layout.at(rank, size, tensor=size), device="meta"),
             padded_vocab_size=VOCAB,
-            device=torch.device("meta"),
         )
         for name, parameter in shapes.named_parameters():
             expected = take_part(grads[name], parameter)
@@ -142,9 +139,9 @@ def _masks(layout, sequence):
 
     attend = model.layers["0"].attention.core.attend
 
-    def attend_recorded(query, *args, dropout, **options):
-        seen["attention"] = original(torch.ones(64), dropout) != 0
-        return attend(query, *args, dropout=dropout, **options)
+    def attend_recorded(query, key, value, options):
+        seen["attention"] = original(torch.ones(64), options.dropout) != 0
+        return attend(query, key, value, options)
 
     model.layers["0"].attention.core.attend = attend_recorded
     torch.nn.functional.dropout = record

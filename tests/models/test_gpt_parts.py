@@ -10,19 +10,15 @@ from megatron.models.arithmetic import count_part_parameters
 from megatron.models.gpt import GPTModel
 from megatron.parallel.initialization import initialize
 from megatron.parallel.layout import Layout
-from tests.models.small import LLAMA, VOCAB, batch, config
+from tests.models.small import LLAMA, VOCAB, batch, config, new_context
 
 NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
 
 
 def _build(flags, part=None):
+    network = config(num_layers=4, **NO_DROPOUT, **flags)
     model = GPTModel(
-        config(num_layers=4, **NO_DROPOUT, **flags),
-        PrecisionConfig(),
-        Layout.single(),
-        padded_vocab_size=VOCAB,
-        part=part,
-        device=torch.device("cpu"),
+        network, PrecisionConfig(), new_context(network), padded_vocab_size=VOCAB, part=part
     )
     initialize(model.named_parameters(), 1)
     return model
@@ -61,10 +57,9 @@ def test_arithmetic_counts_what_each_process_holds(flags):
         model = GPTModel(
             network,
             PrecisionConfig(),
-            layout,
+            new_context(network, layout=layout, device="meta"),
             padded_vocab_size=VOCAB,
             part=part,
-            device=torch.device("meta"),
         )
         held = sum(parameter.numel() for parameter in model.parameters())
         assert count_part_parameters(network, VOCAB, part, tensor=2) == held

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.models.position_bias import PositionBias, relative_buckets
+from megatron.parallel.build import BuildContext
 from megatron.parallel.initialization import initialize
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import spec_of
@@ -50,10 +51,9 @@ def test_buckets(both_ways, buckets, longest):
 def table(both_ways, layout=None):
     module = PositionBias(
         config(**RELATIVE),
-        layout or Layout.single(),
+        BuildContext(layout or Layout.single()),
         both_ways=both_ways,
         is_copy=False,
-        bucket_device=torch.device("cpu"),
     )
     initialize([("table", module.weight)], 1)
     return module

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megatron.parallel import communication
+from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import Pending, gather_to
-from megatron.parallel.every_layer import set_overlap
 from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.initialization import initialize
 from megatron.parallel.layers import Linear, VocabularyEmbedding
@@ -33,7 +33,7 @@ def gradients(module):
 
 def run_linear(layout, split, parts):
     """Output (whole), input gradient and weight gradients of a layer fed with whole inputs."""
-    module = Linear(8, 12, split=split, layout=layout, init=INIT, parts=parts)
+    module = Linear(8, 12, BuildContext(layout), split=split, init=INIT, parts=parts)
     for parameter in module.parameters():  # biases too: zeros would hide mistakes
         shape = spec_of(parameter).global_shape
         full = torch.sin(torch.arange(float(math.prod(shape)))).view(shape)
@@ -55,7 +55,7 @@ def run_linear(layout, split, parts):
 @pytest.mark.parametrize(("split", "parts"), [("column", 1), ("column", 2), ("row", 1)])
 def test_split_linear_equals_whole(split, parts):
     out, x_grad, grads = run_linear(Layout.single(), split, parts)
-    whole = Linear(8, 12, split=split, layout=Layout.single(), init=INIT, parts=parts)
+    whole = Linear(8, 12, BuildContext(Layout.single()), split=split, init=INIT, parts=parts)
     results = run_distributed(2, run_linear, split, parts, tensor=2)
     # A row-split layer gives each rank the gradient of its own part of the input.
     joined = sum(r[1] for r in results) if split == "row" else results[0][1]
@@ -63,7 +63,7 @@ def test_split_linear_equals_whole(split, parts):
     for rank, (part_out, _, part_grads) in enumerate(results):
         torch.testing.assert_close(part_out, out)
         layout = Layout.at(rank, 2, tensor=2)
-        part = Linear(8, 12, split=split, layout=layout, init=INIT, parts=parts)
+        part = Linear(8, 12, BuildContext(layout), split=split, init=INIT, parts=parts)
         for name, parameter in part.named_parameters():
             torch.testing.assert_close(part_grads[name], take_part(grads[name], parameter))
     assert {n: tuple(p.shape) for n, p in whole.named_parameters()} == {
@@ -72,17 +72,18 @@ def test_split_linear_equals_whole(split, parts):
 
 
 def test_linear_is_the_plain_product():
-    module = Linear(4, 6, split=None, layout=Layout.at(1, 2, tensor=2), init=INIT)
+    module = Linear(4, 6, BuildContext(Layout.at(1, 2, tensor=2)), split=None, init=INIT)
     initialize(module.named_parameters(), seed=1)
     with torch.no_grad():
         module.bias.fill_(0.5)
     x = torch.randn(3, 2, 4)
     torch.testing.assert_close(module(x), x @ module.weight.t() + 0.5)
-    assert Linear(4, 6, split=None, layout=Layout.single(), init=INIT, bias=False).bias is None
+    context = BuildContext(Layout.single())
+    assert Linear(4, 6, context, split=None, init=INIT, bias=False).bias is None
 
 
 def run_embedding(layout):
-    module = VocabularyEmbedding(10, 4, layout=layout, init=INIT)
+    module = VocabularyEmbedding(10, 4, BuildContext(layout), init=INIT)
     initialize([("word", module.weight)], seed=2)
     tokens = torch.tensor([[0, 9, 4], [5, 4, 4]])
     out = module(tokens)
@@ -105,10 +106,9 @@ def test_lookup_in_fp32_sums_gradients_in_fp32():
         module = VocabularyEmbedding(
             2,
             1,
-            layout=Layout.single(),
+            BuildContext(Layout.single(), dtype=torch.bfloat16),
             init=INIT,
             lookup_in_fp32=lookup_in_fp32,
-            dtype=torch.bfloat16,
         )
         initialize([("word", module.weight)], seed=2)
         out = module(torch.zeros(1, 4096, dtype=torch.long))
@@ -142,9 +142,9 @@ def _two_backwards(layout, case, deferred, dtype, overlap=True):
     """Gradients of two micro-batches in a buffer, and how often the weight's hook ran."""
     split, sequence = case
     layout = replace(layout, sequence_parallel=sequence)
-    module = Linear(8, 12, split=split, layout=layout, init=INIT, dtype=dtype)
+    context = BuildContext(layout, dtype=dtype, overlap=overlap)
+    module = Linear(8, 12, context, split=split, init=INIT)
     initialize(module.named_parameters(), seed=3)
-    set_overlap(module, overlap)
     buffer = GradientBuffer(module.named_parameters(), Layout.single(), accumulate_in_fp32=True)
     hooked = []
     module.weight.register_post_accumulate_grad_hook(lambda p: hooked.append(p.shape))
@@ -194,7 +194,7 @@ def test_put_off_weight_gradients_are_the_same_bits(dtype):
 
 def test_a_queue_that_does_not_collect_is_passed_over():
     expected = _two_backwards(Layout.single(), ("column", False), False, torch.float32)
-    module = Linear(8, 12, split="column", layout=Layout.single(), init=INIT)
+    module = Linear(8, 12, BuildContext(Layout.single()), split="column", init=INIT)
     initialize(module.named_parameters(), seed=3)
     module.weight_gradients = Queue()
     module.weight_gradients.is_collecting = False
@@ -208,9 +208,9 @@ def test_a_queue_that_does_not_collect_is_passed_over():
 def _order_of_events(layout, sequence, overlap):
     """Collectives and products of a column layer's backward, in the order they are started."""
     layout = replace(layout, sequence_parallel=sequence)
-    module = Linear(8, 8, split="column", layout=layout, init=INIT, bias=False)
+    context = BuildContext(layout, overlap=overlap)
+    module = Linear(8, 8, context, split="column", init=INIT, bias=False)
     initialize(module.named_parameters(), seed=3)
-    set_overlap(module, overlap)
     events = []
 
     def starting(name, function):

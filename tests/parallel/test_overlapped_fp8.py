@@ -7,6 +7,7 @@ import torch
 
 from megatron.kernels.fp8 import ReferenceCasts
 from megatron.parallel.amax_history import DelayedScaling
+from megatron.parallel.build import BuildContext
 from megatron.parallel.every_layer import attach_exchange, attach_history
 from megatron.parallel.exchange import GroupExchange
 from megatron.parallel.fp8_products import Fp8Format, Fp8Products
@@ -25,14 +26,11 @@ CASES = [(split, *how) for split in ("column", "row") for how in HOW]
 def two_passes(layout, case, exchange):
     """Outputs, input gradients and gradients of two updates of one micro-batch."""
     split, slots, deferred, delayed = case
+    context = BuildContext(layout, dtype=torch.bfloat16).multiplying_by(
+        lambda: Fp8Products(Fp8Format(), ReferenceCasts())
+    )
     layer = Linear(
-        *(64, 96),
-        split=split,
-        layout=layout,
-        init=Init("normal", 0.1),
-        bias=split == "column",
-        products=Fp8Products(Fp8Format(), ReferenceCasts()),
-        dtype=torch.bfloat16,
+        *(64, 96), context, split=split, init=Init("normal", 0.1), bias=split == "column"
     )
     initialize(layer.named_parameters(), seed=3)
     cpu = torch.device("cpu")
@@ -84,8 +82,9 @@ def test_the_bits_are_those_of_collectives():
     "form", [Fp8Format(by_row=True), Fp8Format(weight_gradient=False)], ids=str
 )
 def test_scales_of_rows_are_not_cut(form):
-    products = Fp8Products(form, ReferenceCasts())
-    layout = Layout.at(0, 2, tensor=2)
-    layer = Linear(32, 32, split="row", layout=layout, init=Init("normal", 0.1), products=products)
+    context = BuildContext(Layout.at(0, 2, tensor=2)).multiplying_by(
+        lambda: Fp8Products(form, ReferenceCasts())
+    )
+    layer = Linear(32, 32, context, split="row", init=Init("normal", 0.1))
     attach_exchange(layer, object())
     assert layer.exchange is None

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron.parallel.build import BuildContext
 from megatron.parallel.every_layer import attach_exchange
 from megatron.parallel.exchange import GroupExchange
 from megatron.parallel.gradients import GradientBuffer
@@ -35,7 +36,7 @@ class Counting(GroupExchange):
 def two_passes(layout, case, dtype, exchange):
     """Outputs, input gradients and gradients of two micro-batches."""
     split, bias, to = case
-    layer = Linear(16, 24, split=split, layout=layout, init=INIT, bias=bias, dtype=dtype)
+    layer = Linear(*(16, 24), BuildContext(layout, dtype=dtype), split=split, init=INIT, bias=bias)
     initialize(layer.named_parameters(), seed=3)
     with torch.no_grad():
         if bias:
@@ -109,7 +110,7 @@ def other_cases(layout):
     for exchange in (None, GroupExchange(layout.tensor), Full(layout.tensor)):
         for split in ("column", "row"):
             for input_has, weight_has in ((True, False), (False, True), (False, False)):
-                layer = Linear(16, 24, split=split, layout=layout, init=INIT, bias=False)
+                layer = Linear(16, 24, BuildContext(layout), split=split, init=INIT, bias=False)
                 initialize(layer.named_parameters(), seed=3)
                 layer.weight.requires_grad_(weight_has)
                 if exchange is not None:

@@ -11,8 +11,9 @@ from megatron.kernels.library import find_library
 from megatron.models.recompute import RecomputePlan
 from megatron.parallel import collectives, communication
 from megatron.parallel.amax_history import DelayedScaling
+from megatron.parallel.build import BuildContext
 from megatron.parallel.communication import ALONE
-from megatron.parallel.every_layer import attach_history, forget_weights, set_overlap
+from megatron.parallel.every_layer import attach_history, forget_weights
 from megatron.parallel.fp8_products import Fp8Format, Fp8Products
 from megatron.parallel.initialization import initialize
 from megatron.parallel.layers import Linear
@@ -74,16 +75,19 @@ def test_a_row_of_large_values_spoils_others_only_where_they_share_a_scale():
         assert error < 0.05 if by_row else error > 0.9
 
 
+def _context(new_products, layout=None, *, dtype=torch.bfloat16, overlap=True):
+    context = BuildContext(layout or Layout.single(), dtype=dtype, overlap=overlap)
+    return context.multiplying_by(new_products)
+
+
 def test_a_weight_is_cast_again_only_when_it_has_changed():
     products = Fp8Products(Fp8Format(), ReferenceCasts())
     layer = Linear(
         *(32, 16),
+        _context(lambda: products),
         split=None,
-        layout=Layout.single(),
         init=Init("normal", 1.0),
         bias=False,
-        products=products,
-        dtype=torch.bfloat16,
     )
     torch.nn.init.normal_(layer.weight)
     x = torch.randn(16, 1, 32, dtype=torch.bfloat16)
@@ -118,12 +122,10 @@ def test_a_matrix_is_cast_once_for_all_its_products(form):
     casts = _Noting()
     layer = Linear(
         *(48, 80),
+        _context(lambda: Fp8Products(form, casts)),
         split=None,
-        layout=Layout.single(),
         init=Init("normal", 1.0),
         bias=False,
-        products=Fp8Products(form, casts),
-        dtype=torch.bfloat16,
     )
     torch.nn.init.normal_(layer.weight)
     for _ in range(2):
@@ -193,17 +195,13 @@ def _column(layout, kind, form, delayed, overlap):
         gathered.append(x.numel() * x.element_size())
         return collectives.start_all_gather(x, axis)
 
-    module = Linear(
-        *(64, 96),
-        split="column",
-        layout=replace(layout, sequence_parallel=True),
-        init=Init("normal", 0.02),
-        bias=False,
-        products=kind(form, ReferenceCasts()),
-        dtype=torch.bfloat16,
+    context = _context(
+        lambda: kind(form, ReferenceCasts()),
+        replace(layout, sequence_parallel=True),
+        overlap=overlap,
     )
+    module = Linear(*(64, 96), context, split="column", init=Init("normal", 0.02), bias=False)
     initialize(module.named_parameters(), seed=1)
-    set_overlap(module, overlap)
     history = None
     if delayed:
         history = attach_history([module], DelayedScaling(), layout, torch.device("cpu"))
@@ -288,9 +286,8 @@ def test_the_gpu_multiplies_as_the_cpu_does(form):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_layer_in_fp32_is_exact_to_fp32_whatever_its_weights_are(dtype):
     torch.manual_seed(3)
-    head = Linear(
-        *(48, 3), split=None, layout=Layout.single(), init=Init("normal", 0.02), products=IN_FP32
-    ).to(dtype)
+    context = _context(lambda: IN_FP32, dtype=torch.float32)
+    head = Linear(*(48, 3), context, split=None, init=Init("normal", 0.02)).to(dtype)
     initialize(list(head.named_parameters()), 1)
     x = torch.randn(5, 2, 48).to(dtype).requires_grad_()
     grad = torch.randn(5, 2, 3)

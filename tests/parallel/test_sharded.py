@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from megatron.parallel.build import BuildContext
 from megatron.parallel.layers import Linear
 from megatron.parallel.parameter import Init, part_shape, spec_of
 from megatron.parallel.sharded import ShardedModel
@@ -20,15 +21,16 @@ class _Network(nn.Module):
 
     def __init__(self, layout, device):
         super().__init__()
-        options = {"layout": layout, "init": Init("normal", 0.1), "bias": False, "device": device}
+        context = BuildContext(layout, device)
+        options = {"init": Init("normal", 0.1), "bias": False}
         self.layers = nn.ModuleList(
             nn.Sequential(
-                Linear(64, 128, split="column", parts=2, **options),
-                Linear(128, 64, split="row", **options),
+                Linear(64, 128, context, split="column", parts=2, **options),
+                Linear(128, 64, context, split="row", **options),
             )
             for _ in range(4)
         )
-        self.first = Linear(64, 64, split=None, **options)
+        self.first = Linear(64, 64, context, split=None, **options)
         self.register_buffer("shift", torch.full((64,), 0.5), persistent=False)
 
     def forward(self, x):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from megatron.parallel.build import BuildContext
 from megatron.parallel.communication import Communication
 from megatron.parallel.every_layer import attach_slots
 from megatron.parallel.gradients import GradientBuffer
@@ -23,10 +24,10 @@ class _Tied(nn.Module):
     def __init__(self, layout, dtype):
         super().__init__()
         torch.manual_seed(0)
-        options = {"layout": layout, "init": Init("normal", 1.0), "dtype": dtype}
-        self.unused = Linear(WIDTH, WIDTH, split=None, **options)
-        self.word = VocabularyEmbedding(VOCAB, WIDTH, **options)
-        self.layer = Linear(WIDTH, WIDTH, split=None, **options)
+        context, init = BuildContext(layout, dtype=dtype), Init("normal", 1.0)
+        self.unused = Linear(WIDTH, WIDTH, context, split=None, init=init)
+        self.word = VocabularyEmbedding(VOCAB, WIDTH, context, init=init)
+        self.layer = Linear(WIDTH, WIDTH, context, split=None, init=init)
         self.output_slot = None
         for parameter in self.parameters():
             nn.init.normal_(parameter)
@@ -127,7 +128,9 @@ def test_buckets_leave_during_backward():
 
 def test_all_parameters_may_have_slots():
     """As on a first stage of the embedding alone."""
-    word = VocabularyEmbedding(VOCAB, WIDTH, layout=Layout.single(), init=Init("normal", 1.0))
+    word = VocabularyEmbedding(
+        VOCAB, WIDTH, BuildContext(Layout.single()), init=Init("normal", 1.0)
+    )
     nn.init.ones_(word.weight)
     buffer = GradientBuffer(word.named_parameters(), Layout.single(), accumulate_in_fp32=True)
     word.slot = buffer.slot(word.weight)

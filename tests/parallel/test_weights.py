@@ -7,6 +7,7 @@ from megatron.config.precision import PrecisionConfig
 from megatron.config.stages import ModelPart
 from megatron.models.gpt import GPTModel
 from megatron.parallel import weights
+from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import Pending
 from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.layout import Axis, Layout
@@ -55,10 +56,9 @@ def test_a_copy_of_tied_words_is_waited_for_by_the_model_itself():
     network = GPTModel(
         model,
         PrecisionConfig(),
-        Layout.single(),
+        BuildContext(Layout.single()),
         padded_vocab_size=8,
         part=part,
-        device=torch.device("cpu"),
     )
     users = {id(parameter): user for user, parameter in first_users(network)}
     parameters = dict(network.named_parameters())

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from megatron.device import Device
 from megatron.kernels import library
-from megatron.kernels.attention import fused_attention
+from megatron.kernels.attention import AttentionOptions, fused_attention
 from megatron.kernels.flash_package import FlashPackage
 from tools import benchmark_kernels
 from tools.kernel_benchmarks import attention, generation, operation, training
@@ -99,7 +99,7 @@ def test_flash_attention_4_is_timed_on_samples_in_order(causal, monkeypatch):
     def flash_attn_func(query, key, value, *, causal, softmax_scale, deterministic):
         seen.append(all(x.is_contiguous() for x in (query, key, value)))
         turned = [x.transpose(0, 1) for x in (query, key, value)]
-        out = fused_attention(*turned, mask=None, causal=causal, dropout=0.0, scale=softmax_scale)
+        out = fused_attention(*turned, AttentionOptions(causal=causal, scale=softmax_scale))
         return out.unflatten(2, query.shape[2:]).transpose(0, 1)
 
     sizes = (8, 2, 4, 16)
@@ -112,7 +112,7 @@ def test_flash_attention_4_is_timed_on_samples_in_order(causal, monkeypatch):
     assert timed.forward_bytes == 2 * 8 * 2 * 16 * (4 + 4 + 2 + 2)
 
     def expected(*inputs):
-        return fused_attention(*inputs, mask=None, causal=causal, dropout=0.0)
+        return fused_attention(*inputs, AttentionOptions(causal=causal))
 
     monkeypatch.setattr(attention, "BF16", torch.float32)
     monkeypatch.setattr(operation, "ROTATED_BYTES", 2)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron.parallel.build import BuildContext
 from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.journal import Journal
 from megatron.parallel.layers import Linear
@@ -41,7 +42,7 @@ class _Passes:
     """A linear layer whose loss is the sum of its outputs, and its passes."""
 
     def __init__(self, *, warm_up: int) -> None:
-        self.layer = Linear(4, 3, split=None, layout=Layout.single(), init=ZEROS)
+        self.layer = Linear(4, 3, BuildContext(Layout.single()), split=None, init=ZEROS)
         nn.init.ones_(self.layer.weight)
         nn.init.zeros_(self.layer.get_parameter("bias"))
         self.gradients = GradientBuffer(

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron.kernels.attention import attention_reference, gpu_attention
+from megatron.kernels.attention import AttentionOptions, attention_reference, gpu_attention
 from megatron.kernels.flash_package import FlashPackage, find_flash_package
 from megatron.kernels.library import KernelLibrary
 from megatron.kernels.segments import Mask, Segments
@@ -98,10 +98,10 @@ def biased(device: torch.device, sizes: tuple[int, int, int, int]) -> Operation:
     s, b, n, _ = sizes
 
     def ours(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
-        return gpu_attention(query, key, value, mask=bias, causal=False, dropout=0.0)
+        return gpu_attention(query, key, value, AttentionOptions(bias))
 
     def eager(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
-        return attention_reference(query, key, value, mask=bias, causal=False, dropout=0.0)
+        return attention_reference(query, key, value, AttentionOptions(bias))
 
     plain = _attention(
         "attention with a bias that learns, T5", device, sizes, pairs=b * s * s, ours=ours
@@ -188,7 +188,7 @@ def _attention(
 
 
 def _with(*, mask: Mask | None, causal: bool, dropout: float = 0.0) -> Form:
-    return partial(gpu_attention, mask=mask, causal=causal, dropout=dropout)
+    return partial(gpu_attention, options=AttentionOptions(mask, causal, dropout))
 
 
 def _by_flash(*, causal: bool) -> Form:

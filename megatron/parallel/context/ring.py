@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.kernels.attention import AttentionOptions
 from megatron.parallel.context.block import BlockAttention, Drawn, merge
 from megatron.parallel.journal import Transfer
 from megatron.parallel.layout import Axis
@@ -62,29 +63,31 @@ def ring_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    options: AttentionOptions,
     *,
     axis: Axis,
     block: BlockAttention,
-    causal: bool,
-    dropout: float = 0.0,
 ) -> Tensor:
-    """Attention of this rank's queries to the whole sequence. Collective over the axis.
+    """Attend from this rank's queries to the whole sequence. Collective over the axis.
 
     Args:
         query: [l, b, n, d], rank's part of the sequence as `split_sequence` cuts it.
         key: [l, b, g, d].
         value: [l, b, g, d].
+        options: without a mask. Scores stay in fp32, so scaling by layer has nothing to do.
+            Dropout is drawn from the device's default generator, which must have another seed on
+            every rank of the axis.
         axis: the context axis.
         block: form of the attention within a block.
-        causal: attend to the past and oneself only.
-        dropout: probability on attention weights; drawn from the device's default generator, which
-            must have another seed on every rank of the axis.
 
     Returns:
         [l, b, n * d], in the type of `query`.
     """
+    assert options.mask is None, "a rule refuses masks with context parallelism"
+    assert options.scale is None, "a rule refuses T5's scale with context parallelism"
     query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-    out: Tensor = _Ring.apply(query, key, value, axis, block, causal, dropout)  # [b, n, l, d]
+    how = (axis, block, options.causal, options.dropout)
+    out: Tensor = _Ring.apply(query, key, value, *how)  # [b, n, l, d]
     return out.permute(2, 0, 1, 3).flatten(2)
 
 

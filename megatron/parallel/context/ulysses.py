@@ -9,13 +9,13 @@ head size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.kernels.attention import AttentionFunction, AttentionOptions
 from megatron.parallel.context.split import join_sequence, split_for_all
 from megatron.parallel.layout import Axis
 
@@ -24,29 +24,33 @@ def ulysses_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    options: AttentionOptions,
     *,
     axis: Axis,
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    attend: AttentionFunction,
 ) -> Tensor:
-    """Attention of this rank's queries to the whole sequence. Collective over the axis.
+    """Attend from this rank's queries to the whole sequence. Collective over the axis.
 
     Args:
         query: [s/C, b, n, d], rank's part of the sequence as `split_sequence` cuts it. C divides
             n and g.
         key: [s/C, b, g, d].
         value: [s/C, b, g, d].
+        options: without a mask.
         axis: the context axis.
-        attend: query [s, b, n/C, d], key and value [s, b, g/C, d] -> [s, b, n/C * d].
+        attend: what runs on query [s, b, n/C, d], key and value [s, b, g/C, d].
 
     Returns:
         [s/C, b, n * d].
     """
+    assert options.mask is None, "a rule refuses masks with context parallelism"
     by_rank = [x.unflatten(2, (axis.size, -1)) for x in (query, key, value)]
     heads = [x.shape[3] for x in by_rank]
     packed = torch.cat(by_rank, dim=3)  # [s/C, b, C, (n + 2g)/C, d]: one message to each rank
     tokens = exchange(packed.movedim(2, 0), axis)
     whole = join_sequence(tokens.unbind(0), dim=0)  # [s, b, (n + 2g)/C, d]
-    out = attend(*whole.split(heads, dim=2))
+    query, key, value = whole.split(heads, dim=2)
+    out = attend(query, key, value, options)
     parts = torch.stack(split_for_all(out, axis.size, dim=0))  # [C, s/C, b, n/C * d]
     return exchange(parts, axis).movedim(0, 2).flatten(2)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron.kernels.attention import attention_reference
+from megatron.kernels.attention import AttentionOptions, attention_reference
 
 
 def heads(sequence: int, groups: int, *, batch: int = 2, n: int = 4, d: int = 8) -> list[Tensor]:
@@ -23,9 +23,8 @@ def weights_of(out: Tensor) -> Tensor:
 def one_process(inputs: list[Tensor], *, causal: bool) -> list[Tensor]:
     """Result [s, b, n * d] and gradients by the formula, in float64."""
     query, key, value = (x.detach().double().requires_grad_() for x in inputs)
-    out = attention_reference(
-        query, key, value, mask=None, causal=causal, dropout=0.0, softmax_in_fp32=False
-    )
+    options = AttentionOptions(causal=causal)
+    out = attention_reference(query, key, value, options, softmax_in_fp32=False)
     out.backward(weights_of(out).double())
     gradients = [x.grad for x in (query, key, value)]
     return [x.float() for x in (out.detach(), *gradients) if x is not None]

@@ -1,12 +1,10 @@
 """Ring and Ulysses over gloo processes equal attention on one."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.kernels.attention import fused_attention
+from megatron.kernels.attention import AttentionOptions, fused_attention
 from megatron.parallel.context.block import choose_block
 from megatron.parallel.context.ring import ring_attention, ring_plan
 from megatron.parallel.context.split import join_sequence, local_positions, split_sequence
@@ -20,10 +18,10 @@ BLOCK = choose_block(8, torch.float32, torch.device("cpu"))
 
 
 def attend(comm_type, axis, causal, inputs):
+    options = AttentionOptions(causal=causal)
     if comm_type == "p2p":
-        return ring_attention(*inputs, axis=axis, block=BLOCK, causal=causal)
-    inside = partial(fused_attention, mask=None, causal=causal, dropout=0.0)
-    return ulysses_attention(*inputs, axis=axis, attend=inside)
+        return ring_attention(*inputs, options, axis=axis, block=BLOCK)
+    return ulysses_attention(*inputs, options, axis=axis, attend=fused_attention)
 
 
 def _parts(layout, cases):
@@ -102,7 +100,7 @@ def _drop(layout, seed):
     units = torch.eye(S)[:, None, None].expand_as(key)
     inputs = [split_sequence(x, axis, 0).requires_grad_() for x in (query, key, units)]
     torch.manual_seed(seed + axis.rank)
-    weights = ring_attention(*inputs, axis=axis, block=BLOCK, causal=True, dropout=dropout)
+    weights = ring_attention(*inputs, AttentionOptions(dropout=dropout), axis=axis, block=BLOCK)
     weights.backward(split_sequence(weights_of(torch.empty(S, 2, 4 * S)), axis, 0))
     return [weights.detach().unflatten(2, (4, S)), *(x.grad for x in inputs)]
 

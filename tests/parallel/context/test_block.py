@@ -10,7 +10,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.errors import ConfigError
 from megatron.kernels.attention import choose_attention
-from megatron.models.context import over_context
+from megatron.parallel.build import over_context
 from megatron.parallel.context.block import (
     choose_block,
     flash_backward,

@@ -1,0 +1,208 @@
+"""What layers are built in: where they live, what they compute with and how they communicate.
+
+A layer's constructor takes the sizes of its own, and a `BuildContext`. Everything else that it
+needs, now or later, it asks the context for; nobody assigns into a layer once it is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import nn
+
+from megatron.config.model import ModelConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.config.run import known
+from megatron.errors import ConfigError
+from megatron.kernels.amax import Amaxes
+from megatron.kernels.attention import (
+    AttentionChoice,
+    choose_attention,
+    flash_misfit,
+    fused_attention,
+)
+from megatron.kernels.fp8 import E4M3, E5M2, choose_fp8_casts
+from megatron.kernels.fp8_product import choose_fp8_product
+from megatron.kernels.library import KernelLibrary, find_library
+from megatron.parallel.context.block import (
+    BlockAttention,
+    choose_block,
+    reference_backward,
+    reference_forward,
+)
+from megatron.parallel.context.ring import ring_attention
+from megatron.parallel.context.ulysses import ulysses_attention
+from megatron.parallel.exchange import Exchange
+from megatron.parallel.fp8_products import Fp8Format, Fp8Products
+from megatron.parallel.layout import Axis, Layout
+from megatron.parallel.linear import WorkQueue
+from megatron.parallel.parameter import Init, new_parameter
+from megatron.parallel.products import Plain, Products
+
+_ON_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The form of each operation, chosen once for all layers of a model.
+
+    Attributes:
+        library: fused kernels; `None` means PyTorch's operations.
+        new_products: makes what one linear layer of an attention or MLP multiplies with.
+        amaxes: where kernels leave the largest magnitudes of what they write for such a layer to
+            cast; `None` if layers do not ask.
+        attention: form of the attention core.
+    """
+
+    library: KernelLibrary | None = None
+    new_products: Callable[[], Products] = Plain
+    amaxes: Amaxes | None = None
+    attention: AttentionChoice = AttentionChoice("fused", "PyTorch's", fused_attention)
+
+
+@dataclass(frozen=True)
+class BuildContext:
+    """All that a layer's constructor takes beside its own sizes.
+
+    Attributes:
+        layout: this process among the others.
+        device: where the model runs.
+        parameter_device: where its parameters are allocated; "meta" leaves them without memory.
+            `None` stands for `device`.
+        dtype: of the parameters.
+        kernels: forms of the operations.
+        overlap: communicate while computing; off gives the same results.
+        exchange: what split layers send each other's rows through beside their products, part by
+            part; `None` puts collectives before and after the products.
+        weight_gradients: where backward leaves weight gradients for later; `None` computes them
+            at once.
+    """
+
+    layout: Layout
+    device: torch.device = _ON_CPU
+    parameter_device: torch.device | None = None
+    dtype: torch.dtype = torch.float32
+    kernels: Kernels = Kernels()
+    overlap: bool = True
+    exchange: Exchange | None = None
+    weight_gradients: WorkQueue | None = None
+
+    def new_parameter(
+        self,
+        shape: tuple[int, ...],
+        *,
+        init: Init,
+        split_dim: int | None = None,
+        partial_gradient: bool = False,
+        is_vocabulary: bool = False,
+    ) -> nn.Parameter:
+        """Allocate a parameter, or this tensor rank's even part of it along `split_dim`.
+
+        Args:
+            shape: of the whole parameter.
+            init: how it will be filled.
+            split_dim: the dimension that tensor ranks share; `None` keeps all of it on each.
+            partial_gradient: each tensor rank sees a part of its gradient, see `ParameterSpec`.
+            is_vocabulary: it has a row for each vocabulary entry.
+        """
+        return new_parameter(
+            shape,
+            init=init,
+            axis=self.layout.tensor,
+            split_dim=split_dim,
+            partial_gradient=partial_gradient,
+            is_vocabulary=is_vocabulary,
+            device=self.parameter_device or self.device,
+            dtype=self.dtype,
+        )
+
+    def multiplying_by(self, new_products: Callable[[], Products]) -> BuildContext:
+        """Return this context with linear layers that multiply by other products."""
+        return replace(self, kernels=replace(self.kernels, new_products=new_products))
+
+
+def choose_kernels(
+    model: ModelConfig,
+    precision: PrecisionConfig,
+    layout: Layout,
+    device: torch.device,
+    *,
+    cp_comm_type: str = "p2p",
+) -> Kernels:
+    """Choose what the flags ask for and the device can do.
+
+    Args:
+        model: network flags, resolved.
+        precision: number formats.
+        layout: this process among the others.
+        device: where the model runs, which need not be where its parameters are.
+        cp_comm_type: how context ranks attend to each other, "p2p" or "a2a".
+
+    Raises:
+        ConfigError: --use-flash-attn asks for a kernel that cannot run.
+    """
+    library = find_library(device).library
+    attention = over_context(
+        choose_attention(model, precision, device),
+        cp_comm_type,
+        layout.context,
+        model,
+        precision,
+        device,
+    )
+    if precision.fp8_format is None:
+        return Kernels(library, attention=attention)
+    form = Fp8Format(
+        values=E4M3,
+        gradients=E5M2 if precision.fp8_format == "hybrid" else E4M3,
+        by_row=precision.fp8_recipe == "rowwise",
+        weight_gradient=precision.fp8_wgrad,
+    )
+    amaxes = Amaxes()
+    casts = choose_fp8_casts(library, amaxes)
+    product = choose_fp8_product(device)
+    # Only casts by a tensor's own largest magnitude, of which there is one, ask for it.
+    measured = amaxes if precision.fp8_recipe == "tensorwise" else None
+    return Kernels(library, lambda: Fp8Products(form, casts, product), measured, attention)
+
+
+def over_context(
+    choice: AttentionChoice,
+    comm_type: str,
+    axis: Axis,
+    model: ModelConfig,
+    precision: PrecisionConfig,
+    device: torch.device,
+) -> AttentionChoice:
+    """Choose the form that attends over whole sequences of which each context rank has a part.
+
+    Args:
+        choice: form of the core on one process.
+        comm_type: "p2p" for ring attention, "a2a" for Ulysses around `choice`.
+        axis: the context ranks; a single one has whole sequences, and `choice` stays.
+        model: network flags, resolved.
+        precision: number formats.
+        device: where it runs.
+
+    Raises:
+        ConfigError: --use-flash-attn is given with a ring, and the flash kernel cannot run.
+    """
+    if axis.size == 1:
+        return choice
+    if comm_type == "a2a":
+        reason = f"{choice.reason}; all-to-all over {axis.size} context ranks"
+        spread = partial(ulysses_attention, axis=axis, attend=choice.function)
+        return AttentionChoice(choice.name, reason, spread)
+    head_size, dtype = known(model.kv_channels), precision.weight_dtype
+    misfit = flash_misfit(head_size, dtype, device)
+    if model.use_flash_attn and misfit:
+        raise ConfigError(f"--use-flash-attn: {misfit}: drop the flag")
+    block = choose_block(head_size, dtype, device)
+    if not model.use_flash_attn and not model.masked_softmax_fusion:
+        reason = "--no-masked-softmax-fusion"
+        block = BlockAttention("plain", reason, reference_forward, reference_backward)
+    reason = f"{block.reason}; ring of {axis.size} context ranks"
+    return AttentionChoice(block.name, reason, partial(ring_attention, axis=axis, block=block))
