@@ -19,6 +19,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+if __package__ in (None, ""):
+    # Started as a file: the package beside this folder may not be installed.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from megatron.command import run_command
 from megatron.config.arguments import ToolParser
 from megatron.environment import cache_folder

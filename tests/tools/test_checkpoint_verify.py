@@ -102,3 +102,17 @@ def test_what_was_not_verified_loses_its_name(error, tmp_path: Path, capsys, mon
     assert_same(tensors_in(aside), tensors_of(CASES["llama"]))
     assert convert("native", "hf", native, exported) == 0
     convert_and_fail("hf", "megatron", folder, tmp_path / "megatron")
+
+
+def test_the_command_compares_two_models_that_are_there(tmp_path: Path, capsys) -> None:
+    pytest.importorskip("transformers")
+    case = CASES["llama"]
+    folder = write_folder(tmp_path / "a", case.config, tensors_of(case))
+    other = write_folder(tmp_path / "other", case.config, tensors_of(case, seed=1))
+    assert convert("hf", "native", folder, tmp_path / "b") == 0
+    capsys.readouterr()
+    for checkpoint in (tmp_path / "b", folder):
+        assert verify.main([str(checkpoint), str(folder)]) == 0
+        assert capsys.readouterr().out.startswith("logits differ by at most ")
+    assert verify.main([str(tmp_path / "b"), str(other)]) == CheckpointError.exit_code
+    assert "of it" in capsys.readouterr().err

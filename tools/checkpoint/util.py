@@ -32,6 +32,7 @@ from megatron.command import run_command
 from megatron.config.arguments import ToolParser, add_flags
 from megatron.config.data import TokenizerConfig
 from megatron.errors import CheckpointError, ConfigError
+from tools.checkpoint.verify import TOLERANCE, TOLERANCE_HELP, verify
 
 if TYPE_CHECKING:
     from tools.checkpoint import formats
@@ -108,12 +109,7 @@ def build_parser() -> ToolParser:
     check.add_argument(
         "--verify", action="store_true", help="Compare logits with those of transformers."
     )
-    check.add_argument(
-        "--verify-tolerance",
-        type=float,
-        default=1e-5,
-        help="Largest difference, as a share of the largest logit. Default: 1e-5.",
-    )
+    check.add_argument("--verify-tolerance", type=float, default=TOLERANCE, help=TOLERANCE_HELP)
     add_flags(parser, TokenizerConfig)
     without = parser.add_argument_group("Flags of Megatron-LM that change nothing here")
     without.add_argument("--megatron-path")
@@ -207,7 +203,6 @@ def megatron_notices(source: formats.Source, *, keep_optimizer: bool) -> Iterato
 def _verify(source: formats.Source, options: argparse.Namespace, written: Path) -> str:
     """Compare what was written, and has not got its name yet, with what was read."""
     from megatron.checkpoint.loading import open_checkpoint
-    from tools.checkpoint.verify import verify
 
     if options.saver == "hf":
         folder, reader = written, source.reader

@@ -1,61 +1,92 @@
-"""Do two forms of one model compute the same? Ours against `transformers`, on random tokens.
+"""Check that a checkpoint and a Hugging Face folder hold the same model, by what both compute.
 
-The other model is built from our own reading of config.json and safetensors, so nothing of the
-folder can choose what code runs.
+    python tools/checkpoint/verify.py checkpoints/llama2-7b Llama-2-7b-hf
+
+The checkpoint runs here and the folder in `transformers`, on the same random tokens, in fp32 on
+the CPU. `util.py --verify` does the same with a conversion before its result gets its name. The
+model of `transformers` is built from our own reading of config.json and safetensors, so nothing in
+the folder can choose what code runs. Exit code 0: the outputs agree, or nothing was compared
+because `transformers` is not installed; 4: they differ, or one of the two cannot be read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    # Python puts this script's folder first on the path, where inspect.py would hide the standard
+    # library's; the package may not be installed.
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import argparse
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from megatron.checkpoint.huggingface.files import CONFIG, find_shards
-from megatron.checkpoint.huggingface.reader import HFReader
-from megatron.checkpoint.huggingface.settings import read_json
-from megatron.checkpoint.reader import Reader, restore
-from megatron.config.run import RunConfig, known
-from megatron.device import Device
+from megatron.command import run_command
+from megatron.config.arguments import ToolParser
 from megatron.errors import CheckpointError
-from megatron.models.bert import BertModel
-from megatron.models.construct import build_model
-from megatron.models.gpt import GPTModel
-from megatron.models.t5 import T5Model
-from megatron.parallel.layout import Layout
-from megatron.training.checkpointing import model_state
 
-_NETWORKS: dict[str, type[BertModel] | type[GPTModel] | type[T5Model]] = {
-    "bert": BertModel,
-    "gpt": GPTModel,
-    "t5": T5Model,
-}
-_TOKENS = (2, 64)  # [b, s], shorter where the model's context is
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron.checkpoint.huggingface.reader import HFReader
+    from megatron.checkpoint.reader import Reader
+    from megatron.config.run import RunConfig
+    from megatron.models.bert import BertModel
+
+TOLERANCE = 1e-5
+TOLERANCE_HELP = f"Largest difference, as a share of the largest logit. Default: {TOLERANCE:g}."
+_TOKENS = (2, 64)  # [b, s]; shorter if the model's context is
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compare the two models that the command line names and return the exit code."""
+    parser = ToolParser("verify.py", __doc__)
+    parser.add_argument("checkpoint", type=Path, help="Folder of checkpoints of any format.")
+    parser.add_argument("folder", type=Path, help="Hugging Face folder of the same model.")
+    parser.add_argument("--tolerance", type=float, default=TOLERANCE, help=TOLERANCE_HELP)
+    options = parser.read(argv)
+
+    def work() -> None:
+        from megatron.checkpoint.loading import open_any
+        from tools.checkpoint import formats
+
+        found = open_any(options.checkpoint, verify=False).format
+        loader = {"native": "native", "legacy": "megatron", "hf": "hf"}[found]
+        load = argparse.Namespace(load_dir=options.checkpoint, loader=loader, hf_files=None)
+        source = formats.LOADERS[loader](load)
+        line = verify(source.reader, source.config, options.folder, tolerance=options.tolerance)
+        print(line.removeprefix("--verify: "))
+
+    return run_command(work)
 
 
 def verify(reader: Reader, config: RunConfig, folder: Path, *, tolerance: float) -> str:
-    """Compare what a checkpoint gives with what those of a Hugging Face folder, in fp32 on the CPU.
+    """Compare what a checkpoint and a Hugging Face folder compute, in fp32 on the CPU.
 
     Args:
-        reader: the checkpoint.
-        config: its run.
-        folder: of the same model.
-        tolerance: largest difference, as a share of the largest logit (of 1 where that is less).
+        reader: The opened checkpoint.
+        config: The configuration of its run.
+        folder: The folder of the same model.
+        tolerance: The largest difference, as a share of the largest logit (of 1 if that is less).
 
     Returns:
         A line for the user: the difference, or why nothing was compared.
 
     Raises:
-        CheckpointError: the logits differ.
+        CheckpointError: The outputs differ.
     """
     if find_spec("transformers") is None:
         return "--verify: NOT CHECKED: transformers is not installed (pip install transformers)"
+    from megatron.checkpoint.huggingface.reader import HFReader
+
     theirs_reader = HFReader(folder)
-    inputs = _random_inputs(known(config.model.max_position_embeddings), theirs_reader.vocab)
+    positions = config.model.max_position_embeddings
+    assert positions is not None
+    inputs = random_inputs(positions, theirs_reader.vocab)
     ours = our_outputs(reader, config, inputs)
     theirs = their_outputs(theirs_reader, inputs)
     lines = []
@@ -85,7 +116,10 @@ class Inputs:
     decoder_tokens: Tensor
 
 
-def _random_inputs(positions: int, vocab: int) -> Inputs:
+def random_inputs(positions: int, vocab: int) -> Inputs:
+    """Draw the inputs for a model with this context and vocabulary, the same at every call."""
+    import torch
+
     generator, length = torch.Generator().manual_seed(0), min(_TOKENS[1], positions)
     tokens = torch.randint(vocab, (_TOKENS[0], length), generator=generator)
     types = torch.randint(2, tokens.shape, generator=generator)
@@ -95,20 +129,40 @@ def _random_inputs(positions: int, vocab: int) -> Inputs:
     return Inputs(tokens, types, padding, decoder)
 
 
-@torch.no_grad()
 def our_outputs(reader: Reader, config: RunConfig, inputs: Inputs) -> dict[str, Tensor]:
-    """What a checkpoint's model gives, in fp32: logits, of a T5 both halves' states too; of a BERT
-    what `_bert_outputs` has."""
+    """Return what a checkpoint's model computes, in fp32.
+
+    These are logits, a T5's encoder and decoder states besides, and a BERT's `_bert_outputs`.
+    """
+    import torch
+
+    from megatron.checkpoint.reader import restore
+    from megatron.device import Device
+    from megatron.models.bert import BertModel
+    from megatron.models.construct import build_model
+    from megatron.models.gpt import GPTModel
+    from megatron.models.t5 import T5Model
+    from megatron.parallel.layout import Layout
+    from megatron.training.checkpointing import model_state
+
+    networks: dict[str, type[BertModel] | type[GPTModel] | type[T5Model]] = {
+        "bert": BertModel,
+        "gpt": GPTModel,
+        "t5": T5Model,
+    }
     config = replace(config, precision=replace(config.precision, fp16=False, bf16=False))
     rows = reader.global_shape("model.embedding.word.weight")[0]
-    network = _NETWORKS[config.model.architecture]
+    network = networks[config.model.architecture]
     model = build_model(network, config, Layout.single(), Device.cpu(), rows).eval()
     held = set(reader.names())
     state = {name: entry for name, entry in model_state([model]).items() if name in held}
     restore(reader, state, prefixes=("model.",), cast=True)
-    if isinstance(model, GPTModel):
-        return {"logits": model(inputs.tokens)}
-    if isinstance(model, T5Model):
+    with torch.no_grad():
+        if isinstance(model, BertModel):
+            return _bert_outputs(model, held, inputs)
+        if isinstance(model, GPTModel):
+            return {"logits": model(inputs.tokens)}
+        assert isinstance(model, T5Model)
         both = (inputs.tokens, inputs.decoder_tokens, inputs.padding)
         encoder, decoder = (states.transpose(0, 1) for states in model.states(*both))
         return {
@@ -116,13 +170,13 @@ def our_outputs(reader: Reader, config: RunConfig, inputs: Inputs) -> dict[str, 
             "encoder states": encoder[inputs.padding],
             "decoder states": decoder,
         }
-    assert isinstance(model, BertModel)
-    return _bert_outputs(model, held, inputs)
 
 
 def _bert_outputs(model: BertModel, held: Collection[str], inputs: Inputs) -> dict[str, Tensor]:
-    """Logits of tokens and of the order, as far as there are heads; else the pooled vector, and the
-    hidden states of what is no padding."""
+    """Return the logits of tokens and of sentence order from the heads that the checkpoint has.
+
+    Without heads, return the hidden states of what is not padding, and the pooled vector.
+    """
     found = model(inputs.tokens, inputs.padding, inputs.types)
     heads = {"order": found.order} if "model.binary_head.weight" in held else {}
     if "model.output.bias" in held:
@@ -136,77 +190,85 @@ def _bert_outputs(model: BertModel, held: Collection[str], inputs: Inputs) -> di
     return states | ({"pooled": model.pooler(hidden)} if "model.pooler.dense.bias" in held else {})
 
 
-@torch.no_grad()
 def their_outputs(reader: HFReader, inputs: Inputs) -> dict[str, Tensor]:
-    """What `transformers` computes from a folder, in fp32."""
-    model = their_model(reader).eval()
-    if reader.family.name == "t5":
-        found = model(
-            inputs.tokens,
-            attention_mask=inputs.padding,
-            decoder_input_ids=inputs.decoder_tokens,
-            output_hidden_states=True,
-        )
-        return {
-            "logits": found.logits,
-            "encoder states": found.encoder_last_hidden_state[inputs.padding],
-            "decoder states": found.decoder_hidden_states[-1],
-        }
-    if reader.family.name != "bert":
-        return {"logits": model(inputs.tokens).logits}
-    found = model(inputs.tokens, attention_mask=inputs.padding, token_type_ids=inputs.types)
+    """Return what `transformers` computes from a folder, in fp32."""
+    import torch
+
+    model, padding = their_model(reader).eval(), inputs.padding
+    with torch.no_grad():
+        if reader.architecture == "T5ForConditionalGeneration":
+            found = model(
+                inputs.tokens,
+                attention_mask=padding,
+                decoder_input_ids=inputs.decoder_tokens,
+                output_hidden_states=True,
+            )
+            return {
+                "logits": found.logits,
+                "encoder states": found.encoder_last_hidden_state[padding],
+                "decoder states": found.decoder_hidden_states[-1],
+            }
+        if not reader.architecture.startswith("Bert"):
+            return {"logits": model(inputs.tokens).logits}
+        found = model(inputs.tokens, attention_mask=padding, token_type_ids=inputs.types)
     match reader.architecture:
         case "BertModel":
-            states = {"hidden states": found.last_hidden_state[inputs.padding]}
+            states = {"hidden states": found.last_hidden_state[padding]}
             return states | ({"pooled": found.pooler_output} if _has_pooler(reader) else {})
         case "BertForMaskedLM":
-            return {"logits": found.logits[inputs.padding]}
+            return {"logits": found.logits[padding]}
         case "BertForNextSentencePrediction":
             return {"order": found.logits}
-    return {
-        "logits": found.prediction_logits[inputs.padding],
-        "order": found.seq_relationship_logits,
-    }
+    return {"logits": found.prediction_logits[padding], "order": found.seq_relationship_logits}
 
 
 def _has_pooler(reader: HFReader) -> bool:
-    """Of a BERT without heads: files for sentence vectors may lack it."""
+    """Return whether a BERT without heads has a pooler; files for sentence vectors may lack it."""
     return "model.pooler.dense.weight" in reader.names()
 
 
 def their_model(reader: HFReader) -> Any:
-    """The folder's model, of the class that our table of families names.
+    """Build the folder's model, of the class that our table of families names.
 
     Raises:
         CheckpointError: `transformers` has no place for a tensor, or misses one.
     """
+    import torch
     import transformers
     from safetensors.torch import load_file
+
+    from megatron.checkpoint.huggingface.files import CONFIG, find_shards
+    from megatron.checkpoint.huggingface.settings import read_json
 
     values = read_json(reader.path / CONFIG)
     kind, values = values.pop("model_type"), {**values, "dtype": "float32"}
     values.pop("torch_dtype", None)
     config = transformers.AutoConfig.for_model(kind, **values)
     config._attn_implementation = "eager"
-    without = reader.architecture == "BertModel" and not _has_pooler(reader)
-    pieces = {"add_pooling_layer": False} if without else {}
+    lacks_pooler = reader.architecture == "BertModel" and not _has_pooler(reader)
+    pieces = {"add_pooling_layer": False} if lacks_pooler else {}
     model = getattr(transformers, reader.architecture)(config, **pieces).float()
+    family = reader.family
     state = {
         name: tensor
         for file in sorted(set(find_shards(reader.path).values()))
         for name, tensor in load_file(file).items()
-        if not reader.family.is_derived(name)
+        if not family.is_derived(name)
     }
     if reader.bare_names and reader.architecture != "BertModel":
-        state = {reader.family.prefix + name: tensor for name, tensor in state.items()}
-    own_head = reader.family.head_follows_files and reader.family.tied_head in state
+        state = {family.prefix + name: tensor for name, tensor in state.items()}
+    own_head = family.head_follows_files and family.tied_head in state
     if own_head:  # it is tied from birth, whatever config.json says
         head = model.get_output_embeddings()
         head.weight = torch.nn.Parameter(torch.empty_like(head.weight))
     missing, unexpected = model.load_state_dict(state, strict=False)
-    tied = {reader.family.tied_head, *reader.family.word_copies, "cls.predictions.decoder.bias"}
+    tied = {family.tied_head, *family.word_copies, "cls.predictions.decoder.bias"}
     if unexpected or set(missing) - tied:
         raise CheckpointError(f"--verify: transformers lacks {missing}, has no place: {unexpected}")
     if not own_head:
         model.tie_weights()
     return model
+
+
+if __name__ == "__main__":
+    sys.exit(main())
