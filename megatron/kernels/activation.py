@@ -17,7 +17,15 @@ from torch import Tensor
 from megatron.config.model import ModelConfig
 from megatron.device import Device
 from megatron.kernels.amax import Amaxes
-from megatron.kernels.library import DTYPE_CODES, VECTOR_BYTES, Kernel, KernelLibrary, aligned
+from megatron.kernels.library import (
+    DTYPE_CODES,
+    VECTOR_BYTES,
+    Kernel,
+    KernelLibrary,
+    Operator,
+    aligned,
+    is_traced,
+)
 
 ACTIVATION_FORWARD = Kernel("activation_forward", "ppppiiii")
 ACTIVATION_BACKWARD = Kernel("activation_backward", "pppppppiiiiii")
@@ -125,46 +133,104 @@ def fused_activation(
     )
     if not fits:
         return plain(x, bias)
-    return _FusedActivation.apply(x, bias, KINDS[getattr(plain, "__name__", "")], library, amaxes)
+    kind = KINDS[plain.__name__]  # type: ignore[attr-defined]
+    if is_traced(x):
+        return _FORWARD(library, x, bias, kind)
+    return _FusedActivation.apply(library, x, bias, kind, amaxes)
+
+
+def activation_forward(
+    library: KernelLibrary,
+    x: Tensor,
+    bias: Tensor | None,
+    kind: int,
+    amaxes: Amaxes | None = None,
+) -> Tensor:
+    """Compute an activation with one kernel.
+
+    Args:
+        library: Compiled kernels.
+        x: [..., f] (SwiGLU: [..., 2 f]).
+        bias: Like the last dimension of x, or None.
+        kind: Number of the formula in `KINDS`.
+        amaxes: Where the kernel leaves the largest magnitude of the result, if anywhere.
+
+    Returns:
+        [..., f].
+    """
+    x = x.contiguous()
+    columns = x.shape[-1] // (2 if kind == KINDS["swiglu"] else 1)
+    out = x.new_empty(*x.shape[:-1], columns)
+    amax = None if amaxes is None else amaxes.measure(out)
+    sizes = (x.numel() // x.shape[-1], columns, kind, DTYPE_CODES[x.dtype])
+    library.launch(ACTIVATION_FORWARD, x, bias, out, amax, *sizes)
+    return out
+
+
+def activation_backward(
+    library: KernelLibrary,
+    grad: Tensor,
+    x: Tensor,
+    bias: Tensor | None,
+    kind: int,
+    amaxes: Amaxes | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the gradients of an activation's input and bias (None without a bias).
+
+    Args:
+        library: Compiled kernels.
+        grad: Gradient of the result, [..., f].
+        x: What `activation_forward` took.
+        bias: What it took.
+        kind: Number of the formula in `KINDS`.
+        amaxes: Where the kernel leaves the largest magnitude of x's gradient, if anywhere.
+    """
+    x = x.contiguous()
+    grad_x = torch.empty_like(x)
+    grad_bias = None if bias is None else torch.empty_like(bias)
+    blocks = Device(x.device).multiprocessors
+    partials = None
+    if bias is not None:
+        partials = x.new_empty(PARTIALS * blocks, x.shape[-1], dtype=torch.float32)
+    columns = grad.shape[-1]
+    library.launch(
+        ACTIVATION_BACKWARD,
+        *(x, bias, grad.contiguous(), grad_x, grad_bias, partials),
+        None if amaxes is None else amaxes.measure(grad_x),
+        *(PARTIALS * blocks, blocks, grad.numel() // columns, columns, kind),
+        DTYPE_CODES[x.dtype],
+    )
+    return grad_x, grad_bias
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.library, x, bias, ctx.kind, *amaxes = inputs
+    ctx.amaxes = amaxes[0] if amaxes else None
+    ctx.save_for_backward(x, bias)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, bias = ctx.saved_tensors
+    grad_x, grad_bias = _BACKWARD(ctx.library, grad, x, bias, ctx.kind, amaxes=ctx.amaxes)
+    return None, grad_x, None if bias is None else grad_bias, None, None
 
 
 class _FusedActivation(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        bias: Tensor | None,
-        kind: int,
-        library: KernelLibrary,
-        amaxes: Amaxes | None,
-    ) -> Tensor:
-        x = x.contiguous()
-        columns = x.shape[-1] // (2 if kind == KINDS["swiglu"] else 1)
-        out = x.new_empty(*x.shape[:-1], columns)
-        rows = x.numel() // x.shape[-1]
-        amax = None if amaxes is None else amaxes.measure(out)
-        sizes = (rows, columns, kind, DTYPE_CODES[x.dtype])
-        library.launch(ACTIVATION_FORWARD, x, bias, out, amax, *sizes)
-        ctx.save_for_backward(x, bias)
-        ctx.kind, ctx.library, ctx.amaxes = kind, library, amaxes
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        out = activation_forward(*inputs)
+        _keep(ctx, inputs, out)
         return out
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, bias = ctx.saved_tensors
-        grad_x = torch.empty_like(x)
-        grad_bias = None if bias is None else torch.empty_like(bias)
-        multiprocessors = Device(x.device).multiprocessors
-        partials = None
-        if bias is not None:
-            partials = torch.empty(
-                PARTIALS * multiprocessors, x.shape[-1], dtype=torch.float32, device=x.device
-            )
-        ctx.library.launch(
-            ACTIVATION_BACKWARD,
-            *(x, bias, grad.contiguous(), grad_x, grad_bias, partials),
-            None if ctx.amaxes is None else ctx.amaxes.measure(grad_x),
-            *(PARTIALS * multiprocessors, multiprocessors, grad.numel() // grad.shape[-1]),
-            *(grad.shape[-1], ctx.kind, DTYPE_CODES[x.dtype]),
-        )
-        return grad_x, grad_bias, None, None, None
+    backward = staticmethod(_differentiate)
+
+
+_FORWARD = Operator(
+    "activation(str library, Tensor x, Tensor? bias, int kind) -> Tensor", activation_forward
+)
+_FORWARD.differentiate(_differentiate, _keep)
+_BACKWARD = Operator(
+    "activation_backward(str library, Tensor grad, Tensor x, Tensor? bias, int kind) "
+    "-> (Tensor, Tensor)",
+    activation_backward,
+)

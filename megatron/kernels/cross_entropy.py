@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.kernels.library import DTYPE_CODES, Kernel, KernelLibrary
+from megatron.kernels.library import DTYPE_CODES, Kernel, KernelLibrary, Operator
 
 STATISTICS = Kernel("cross_entropy_statistics", "pppppiii")
 GRADIENT = Kernel("cross_entropy_gradient", "ppppppiii")
@@ -64,7 +64,11 @@ def choose_cross_entropy(library: KernelLibrary | None, *, in_16_bits: bool) -> 
         )
     if library is None:
         return REFERENCE
-    return CrossEntropy(partial(_statistics, library), partial(_gradient, library), "fused kernel")
+
+    def statistics(logits: Tensor, labels: Tensor) -> Statistics:
+        return Statistics(*_STATISTICS(library, logits, labels))
+
+    return CrossEntropy(statistics, partial(_GRADIENT, library), "fused kernel")
 
 
 def statistics_reference(logits: Tensor, labels: Tensor, *, in_16_bits: bool = False) -> Statistics:
@@ -110,12 +114,15 @@ def _row_chunks(rows: Tensor) -> Iterator[slice]:
     return (slice(i, i + height) for i in range(0, rows.shape[0], height))
 
 
-def _statistics(library: KernelLibrary, logits: Tensor, labels: Tensor) -> Statistics:
+def _statistics(
+    library: KernelLibrary, logits: Tensor, labels: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     rows, size = logits.shape
-    result = Statistics(*torch.empty(3, rows, dtype=torch.float32, device=logits.device))
+    maxima, sums, targets = (logits.new_empty(rows, dtype=torch.float32) for _ in range(3))
     labels = labels.contiguous()
-    library.launch(STATISTICS, logits, labels, *result, rows, size, DTYPE_CODES[logits.dtype])
-    return result
+    sizes = (rows, size, DTYPE_CODES[logits.dtype])
+    library.launch(STATISTICS, logits, labels, maxima, sums, targets, *sizes)
+    return maxima, sums, targets
 
 
 def _gradient(
@@ -129,3 +136,15 @@ def _gradient(
 ) -> None:
     arguments = [x.contiguous() for x in (labels, maxima, sums, upstream.float())]
     library.launch(GRADIENT, logits, out, *arguments, *logits.shape, DTYPE_CODES[logits.dtype])
+
+
+_STATISTICS = Operator(
+    "cross_entropy_statistics(str library, Tensor logits, Tensor labels) "
+    "-> (Tensor, Tensor, Tensor)",
+    _statistics,
+)
+_GRADIENT = Operator(
+    "cross_entropy_gradient(str library, Tensor logits, Tensor labels, Tensor maxima, Tensor sums, "
+    "Tensor upstream, Tensor(a!) out) -> ()",
+    _gradient,
+)

@@ -11,7 +11,14 @@ from torch import Tensor
 
 from megatron.config.model import ModelConfig
 from megatron.device import Device
-from megatron.kernels.library import DTYPE_CODES, Kernel, KernelLibrary, aligned
+from megatron.kernels.library import (
+    DTYPE_CODES,
+    Kernel,
+    KernelLibrary,
+    Operator,
+    aligned,
+    is_traced,
+)
 
 FORWARD = Kernel("bias_dropout_add_forward", "pppppiiiii")
 BACKWARD = Kernel("bias_dropout_add_backward", "pppppiiiiii")
@@ -76,46 +83,102 @@ def fused_bias_dropout_add(
     if not fits:
         return bias_dropout_add(x, bias, residual, probability)
     seed = torch.randint(2**62, (1,), dtype=torch.int64, device=x.device)
-    return _BiasDropoutAdd.apply(x, bias, residual, seed, drop, library)
+    call = _FORWARD if is_traced(x) else _BiasDropoutAdd.apply
+    return call(library, x, bias, residual, seed, drop)
+
+
+def bias_dropout_add_forward(
+    library: KernelLibrary,
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    seed: Tensor,
+    drop: int,
+) -> Tensor:
+    """Compute residual + dropout(x + bias) with one kernel.
+
+    Args:
+        library: Compiled kernels.
+        x: [..., h].
+        bias: [h] or None.
+        residual: [..., h], of the type of x or fp32.
+        seed: int64 [1]: the mask is a function of it.
+        drop: Probability of an element to be dropped, times 65536.
+    """
+    x, residual = x.contiguous(), residual.contiguous()
+    out = torch.empty_like(residual)
+    library.launch(
+        FORWARD,
+        *(x, bias, residual, seed, out, x.numel() // x.shape[-1], x.shape[-1], drop),
+        *(DTYPE_CODES[residual.dtype], DTYPE_CODES[x.dtype]),
+    )
+    return out
+
+
+def bias_dropout_add_backward(
+    library: KernelLibrary,
+    grad: Tensor,
+    seed: Tensor,
+    drop: int,
+    dtype: torch.dtype,
+    has_bias: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the gradients of x and its bias (None without one), drawing the same mask again.
+
+    Args:
+        library: Compiled kernels.
+        grad: Gradient of the result, [..., h].
+        seed: As in `bias_dropout_add_forward`.
+        drop: Likewise.
+        dtype: Type of x.
+        has_bias: Whether there was a bias.
+    """
+    grad = grad.contiguous()
+    columns = grad.shape[-1]
+    grad_x = torch.empty_like(grad, dtype=dtype)
+    blocks = Device(grad.device).multiprocessors
+    grad_bias = partials = None
+    if has_bias:
+        grad_bias = grad_x.new_empty(columns)
+        partials = grad_x.new_empty(blocks, columns, dtype=torch.float32)
+    library.launch(
+        BACKWARD,
+        *(grad, seed, grad_x, grad_bias, partials, blocks, grad.numel() // columns, columns, drop),
+        *(DTYPE_CODES[grad.dtype], DTYPE_CODES[dtype]),
+    )
+    return grad_x, grad_bias
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.library, x, bias, _, seed, ctx.drop = inputs
+    ctx.dtype, ctx.has_bias = x.dtype, bias is not None
+    ctx.save_for_backward(seed)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    (seed,) = ctx.saved_tensors
+    grad_x, grad_bias = _BACKWARD(ctx.library, grad, seed, ctx.drop, ctx.dtype, ctx.has_bias)
+    return None, grad_x, grad_bias if ctx.has_bias else None, grad, None, None
 
 
 class _BiasDropoutAdd(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        bias: Tensor | None,
-        residual: Tensor,
-        seed: Tensor,
-        drop: int,
-        library: KernelLibrary,
-    ) -> Tensor:
-        x, residual = x.contiguous(), residual.contiguous()
-        out = torch.empty_like(residual)
-        library.launch(
-            FORWARD,
-            *(x, bias, residual, seed, out, x.numel() // x.shape[-1], x.shape[-1], drop),
-            *(DTYPE_CODES[residual.dtype], DTYPE_CODES[x.dtype]),
-        )
-        ctx.save_for_backward(seed)
-        ctx.drop, ctx.library, ctx.dtype, ctx.bias = drop, library, x.dtype, bias is not None
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        out = bias_dropout_add_forward(*inputs)
+        _keep(ctx, inputs, out)
         return out
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (seed,) = ctx.saved_tensors
-        incoming = grad.contiguous()
-        columns = grad.shape[-1]
-        grad_x = torch.empty_like(incoming, dtype=ctx.dtype)
-        multiprocessors = Device(grad.device).multiprocessors
-        grad_bias = partials = None
-        if ctx.bias:
-            grad_bias = grad_x.new_empty(columns)
-            partials = grad_x.new_empty(multiprocessors, columns, dtype=torch.float32)
-        ctx.library.launch(
-            BACKWARD,
-            *(incoming, seed, grad_x, grad_bias, partials, multiprocessors),
-            *(grad.numel() // columns, columns, ctx.drop),
-            *(DTYPE_CODES[grad.dtype], DTYPE_CODES[ctx.dtype]),
-        )
-        return grad_x, grad_bias, grad, None, None, None
+    backward = staticmethod(_differentiate)
+
+
+_FORWARD = Operator(
+    "bias_dropout_add(str library, Tensor x, Tensor? bias, Tensor residual, Tensor seed, int drop) "
+    "-> Tensor",
+    bias_dropout_add_forward,
+)
+_FORWARD.differentiate(_differentiate, _keep)
+_BACKWARD = Operator(
+    "bias_dropout_add_backward(str library, Tensor grad, Tensor seed, int drop, ScalarType dtype, "
+    "bool has_bias) -> (Tensor, Tensor)",
+    bias_dropout_add_backward,
+)

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron.kernels.library import DTYPE_CODES, Kernel, KernelLibrary
+from megatron.kernels.library import DTYPE_CODES, Kernel, KernelLibrary, Operator
 
 EMBEDDING_GRADIENT = Kernel("embedding_gradient", "pppppiiii")
 WIDTH = 8  # the kernel needs a hidden size that divides by this
@@ -22,7 +22,7 @@ def choose_embedding_gradient(library: KernelLibrary | None, hidden: int) -> Emb
     """into[entries[i]] += grad[i], summed in fp32, bitwise repeatable."""
     if library is None or hidden % WIDTH:
         return embedding_gradient_reference
-    return partial(_embedding_gradient, library)
+    return partial(_EMBEDDING_GRADIENT, library)
 
 
 def embedding_gradient_reference(entries: Tensor, grad: Tensor, into: Tensor) -> None:
@@ -45,3 +45,10 @@ def _embedding_gradient(
     inputs = (entries.contiguous(), grad.contiguous())
     sizes = (count, hidden, rows, DTYPE_CODES[grad.dtype])
     library.launch(EMBEDDING_GRADIENT, *inputs, into, pairs, parts, *sizes)
+
+
+_EMBEDDING_GRADIENT = Operator(
+    "embedding_gradient(str library, Tensor entries, Tensor grad, Tensor(a!) into) -> ()",
+    _embedding_gradient,
+    fake=lambda *_: None,
+)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron.kernels.amax import Amaxes
-from megatron.kernels.library import DTYPE_CODES, Kernel, KernelLibrary
+from megatron.kernels.library import DTYPE_CODES, Kernel, KernelLibrary, Operator, is_traced
 
 AMAX = Kernel("fp8_amax", "ppii")
 AMAX_BOTH = Kernel("fp8_amax_both", "pppiii")
@@ -168,11 +168,11 @@ class KernelCasts:
         self.amaxes.forget()
 
     def amax(self, x: Tensor) -> Tensor:
-        known = self.amaxes.take(x)
+        known = None if is_traced(x) else self.amaxes.take(x)
         if known is not None:
             return known
-        result = self.amaxes.new(x.device)
-        self.library.launch(AMAX, x, result, x.numel(), DTYPE_CODES[x.dtype])
+        result = self._zeros(x)
+        _AMAX(self.library, x, result)
         return result
 
     def cast(
@@ -186,63 +186,39 @@ class KernelCasts:
     ) -> Fp8:
         _check_row(x)
         values = torch.empty_like(x, dtype=fp8) if into is None else into
-        out = Fp8(values, torch.empty_like(amax))
-        codes = (x.numel(), DTYPE_CODES[x.dtype], FP8_CODES[fp8])
-        self.library.launch(CAST, x, out.values, amax, out.inverse, found, *codes)
-        return out
+        return Fp8(values, _CAST(self.library, x, amax, values, found))
 
     def cast_transpose(
         self, x: Tensor, amax: Tensor, fp8: torch.dtype, *, found: Tensor | None = None
     ) -> tuple[Fp8, Fp8]:
-        inverse = torch.empty_like(amax)
-        whole, turned = Fp8(_like(x, fp8), inverse), Fp8(_like(x.t(), fp8), inverse)
-        self._cast_transpose(x, amax, None, whole, turned, found)
-        return whole, turned
+        _check_both(x)
+        values, turned, inverse, _ = _CAST_TRANSPOSE(self.library, x, amax, None, fp8, found)
+        return Fp8(values, inverse), Fp8(turned, inverse)
 
     def transpose(self, matrix: Fp8) -> Fp8:
-        x = matrix.values
-        _check_both(x)
-        turned = _like(x.t(), x.dtype)
-        self.library.launch(TRANSPOSE, x, turned, *x.shape)
-        return Fp8(turned, matrix.inverse)
+        _check_both(matrix.values)
+        return Fp8(_TRANSPOSE(self.library, matrix.values), matrix.inverse)
 
     def cast_rows(self, x: Tensor, fp8: torch.dtype) -> Fp8:
         _check_row(x)
-        out = Fp8(_like(x, fp8), x.new_empty(x.shape[0], 1, dtype=torch.float32))
-        codes = (*x.shape, DTYPE_CODES[x.dtype], FP8_CODES[fp8])
-        self.library.launch(CAST_ROWS, x, out.values, out.inverse, *codes)
-        return out
+        return Fp8(*_CAST_ROWS(self.library, x, fp8))
 
     def cast_transpose_rows(self, x: Tensor, fp8: torch.dtype) -> tuple[Fp8, Fp8]:
-        rows, columns = x.shape
-        of_rows, of_columns = (
-            self.amaxes.new_vector(size, x.device)[:, None] for size in (rows, columns)
-        )
-        codes = (rows, columns, DTYPE_CODES[x.dtype])
-        self.library.launch(AMAX_BOTH, x, of_rows, of_columns, *codes)
-        whole = Fp8(_like(x, fp8), torch.empty_like(of_rows))
-        turned = Fp8(_like(x.t(), fp8), torch.empty_like(of_columns))
-        self._cast_transpose(x, of_rows, of_columns, whole, turned)
-        return whole, turned
-
-    def _cast_transpose(
-        self,
-        x: Tensor,
-        amax: Tensor,
-        amax_columns: Tensor | None,
-        whole: Fp8,
-        turned: Fp8,
-        found: Tensor | None = None,
-    ) -> None:
         _check_both(x)
-        values, scales = (whole.values, turned.values), (whole.inverse, turned.inverse)
-        codes = (*x.shape, DTYPE_CODES[x.dtype], FP8_CODES[whole.values.dtype])
-        amaxes = (amax, amax_columns)
-        self.library.launch(CAST_TRANSPOSE, x, *values, *amaxes, *scales, found, *codes)
+        of_rows, of_columns = (self._zeros(x, size)[:, None] for size in x.shape)
+        _AMAX_BOTH(self.library, x, of_rows, of_columns)
+        values, turned, inverse, inverse_turned = _CAST_TRANSPOSE(
+            self.library, x, of_rows, of_columns, fp8, None
+        )
+        return Fp8(values, inverse), Fp8(turned, inverse_turned)
 
-
-def _like(x: Tensor, fp8: torch.dtype) -> Tensor:
-    return torch.empty(x.shape, dtype=fp8, device=x.device)
+    def _zeros(self, x: Tensor, size: int | None = None) -> Tensor:
+        """Return fp32 zeros for a kernel to raise: [], or [size]."""
+        if is_traced(x):
+            return x.new_zeros(() if size is None else (size,), dtype=torch.float32)
+        if size is None:
+            return self.amaxes.new(x.device)
+        return self.amaxes.new_vector(size, x.device)
 
 
 def _check_row(x: Tensor) -> None:
@@ -253,3 +229,73 @@ def _check_row(x: Tensor) -> None:
 def _check_both(x: Tensor) -> None:
     _check_row(x)
     assert x.shape[0] % 16 == 0, f"fp8 products need multiples of 16, not {list(x.shape)}"
+
+
+def _amax(library: KernelLibrary, x: Tensor, result: Tensor) -> None:
+    library.launch(AMAX, x, result, x.numel(), DTYPE_CODES[x.dtype])
+
+
+def _amax_both(library: KernelLibrary, x: Tensor, of_rows: Tensor, of_columns: Tensor) -> None:
+    library.launch(AMAX_BOTH, x, of_rows, of_columns, *x.shape, DTYPE_CODES[x.dtype])
+
+
+def _cast(
+    library: KernelLibrary, x: Tensor, amax: Tensor, values: Tensor, found: Tensor | None
+) -> Tensor:
+    inverse = torch.empty_like(amax)
+    codes = (x.numel(), DTYPE_CODES[x.dtype], FP8_CODES[values.dtype])
+    library.launch(CAST, x, values, amax, inverse, found, *codes)
+    return inverse
+
+
+def _cast_rows(library: KernelLibrary, x: Tensor, fp8: torch.dtype) -> tuple[Tensor, Tensor]:
+    values = torch.empty_like(x, dtype=fp8)
+    inverse = x.new_empty(x.shape[0], 1, dtype=torch.float32)
+    codes = (*x.shape, DTYPE_CODES[x.dtype], FP8_CODES[fp8])
+    library.launch(CAST_ROWS, x, values, inverse, *codes)
+    return values, inverse
+
+
+def _cast_transpose(
+    library: KernelLibrary,
+    x: Tensor,
+    amax: Tensor,
+    amax_columns: Tensor | None,
+    fp8: torch.dtype,
+    found: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return x and its transpose in 8 bits, and their inverse scales (the second None: the first
+    serves both)."""
+    values, turned = torch.empty_like(x, dtype=fp8), x.new_empty(x.shape[::-1], dtype=fp8)
+    inverse = torch.empty_like(amax)
+    inverse_turned = None if amax_columns is None else torch.empty_like(amax_columns)
+    scales = (inverse, inverse if inverse_turned is None else inverse_turned)
+    codes = (*x.shape, DTYPE_CODES[x.dtype], FP8_CODES[fp8])
+    library.launch(CAST_TRANSPOSE, x, values, turned, amax, amax_columns, *scales, found, *codes)
+    return values, turned, inverse, inverse_turned
+
+
+def _transpose(library: KernelLibrary, matrix: Tensor) -> Tensor:
+    turned = matrix.new_empty(matrix.shape[::-1])
+    library.launch(TRANSPOSE, matrix, turned, *matrix.shape)
+    return turned
+
+
+_AMAX = Operator("fp8_amax(str library, Tensor x, Tensor(a!) result) -> ()", _amax)
+_AMAX_BOTH = Operator(
+    "fp8_amax_both(str library, Tensor x, Tensor(a!) of_rows, Tensor(b!) of_columns) -> ()",
+    _amax_both,
+)
+_CAST = Operator(
+    "fp8_cast(str library, Tensor x, Tensor amax, Tensor(a!) values, Tensor(b!)? found) -> Tensor",
+    _cast,
+)
+_CAST_ROWS = Operator(
+    "fp8_cast_rows(str library, Tensor x, ScalarType fp8) -> (Tensor, Tensor)", _cast_rows
+)
+_CAST_TRANSPOSE = Operator(
+    "fp8_cast_transpose(str library, Tensor x, Tensor amax, Tensor? amax_columns, ScalarType fp8, "
+    "Tensor(a!)? found) -> (Tensor, Tensor, Tensor, Tensor)",
+    _cast_transpose,
+)
+_TRANSPOSE = Operator("fp8_transpose(str library, Tensor matrix) -> Tensor", _transpose)

@@ -1,18 +1,21 @@
-"""The compiled CUDA kernels, loaded through ctypes: found or built once, called from operations.
+"""Compiled CUDA kernels, loaded through ctypes, and their registration as PyTorch operators.
 
-An operation's module declares the C functions that it calls as `Kernel` constants, and takes a
-`KernelLibrary` as an argument. Whether there is one is decided once, when a model is built:
+The library is found or built once, when a model is built, and then passed to the functions that
+launch its kernels:
 
     choice = find_library(device)
-    norm = choose_add_norm(choice.library)  # None: the plain PyTorch form
+    norm = choose_add_norm(choice.library)  # without a library: the plain PyTorch form
     print(choice)
+
+An operation's module declares the C functions that it calls as `Kernel` constants, and registers
+each function that launches them as an `Operator`, so that compilers and exporters trace it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -54,10 +57,11 @@ class KernelError(RuntimeError):
 class Kernel:
     """A C function of the library.
 
-    Args:
-        name: of the function.
-        kinds: a letter an argument: p contiguous tensor or None, v tensor of any strides (which
-            are arguments too), i whole number or dtype code, d number. The stream comes after them.
+    Attributes:
+        name: Name of the function.
+        kinds: One letter per argument: p for a contiguous tensor or None, v for a tensor of any
+            strides (which are arguments too), i for a whole number or dtype code, d for a number.
+            The stream follows them.
     """
 
     name: str
@@ -73,8 +77,16 @@ class _Thread(threading.local):
 class KernelLibrary:
     """Compiled kernels for one GPU architecture."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path | str) -> None:
+        """Load the library.
+
+        Args:
+            path: The shared library's file.
+
+        Raises:
+            OSError: The file cannot be loaded.
+        """
+        self.path = str(path)
         self._loaded = ctypes.CDLL(str(path))
         self._thread = _Thread()
         self._functions: dict[str, ctypes._NamedFuncPointer] = {}
@@ -84,10 +96,10 @@ class KernelLibrary:
         self._loaded.set_device.argtypes = [ctypes.c_int64]
 
     def check(self, gpu: int) -> None:
-        """Whether the GPU's driver takes the library: one of an older CUDA may not.
+        """Check that the GPU's driver accepts the library: a driver for an older CUDA may not.
 
         Raises:
-            KernelError: it does not.
+            KernelError: The driver rejects it.
         """
         self._expect_success("set_device", self._loaded.set_device(gpu))
 
@@ -95,12 +107,12 @@ class KernelLibrary:
         """Run a kernel on PyTorch's current stream of the device of the first tensor.
 
         Raises:
-            KernelError: an argument does not fit, or CUDA reports an error.
+            KernelError: An argument does not fit, or CUDA reports an error.
         """
         values, tensor = _values(kernel, arguments)
         function = self._functions.get(kernel.name) or self._find(kernel)
         gpu = tensor.get_device()
-        if gpu < 0:  # an emulator's
+        if gpu < 0:  # a CPU tensor, for the emulator
             error = function(*values, 0)
         elif gpu == self._thread.gpu == current_gpu():
             error = function(*values, stream_handle(gpu))
@@ -125,14 +137,14 @@ class KernelLibrary:
 
 
 def _values(kernel: Kernel, arguments: Sequence[Argument]) -> tuple[list[Any], Tensor]:
-    """What the C function takes, and the first tensor. Called a thousand times a step."""
+    """Return what the C function takes, and the first tensor. Runs a thousand times a step."""
     if len(arguments) != len(kernel.kinds):
         raise KernelError(f"{kernel.name} takes {len(kernel.kinds)} arguments")
     values: list[Any] = []
     first, gpu = None, -1
     for kind, value in zip(kernel.kinds, arguments, strict=True):
         if value is None or kind in "id":
-            values.append(value)  # ctypes refuses what is no number
+            values.append(value)  # ctypes refuses anything but a number
             continue
         if not isinstance(value, Tensor):
             raise KernelError(f"{kernel.name} takes a tensor, not {value}")
@@ -148,14 +160,128 @@ def _values(kernel: Kernel, arguments: Sequence[Argument]) -> tuple[list[Any], T
     return values, first
 
 
-def aligned(*tensors: Tensor | None) -> bool:
-    """Whether 16-byte accesses may start at each tensor's first element."""
-    return all(x is None or x.data_ptr() % VECTOR_BYTES == 0 for x in tensors)
+@cache
+def open_library(path: str) -> KernelLibrary:
+    """Return the library at a path, loaded once per process."""
+    return KernelLibrary(path)
+
+
+class _ShapesOnly(KernelLibrary):
+    """A stand-in for a library that launches nothing: it leaves the shapes of the results."""
+
+    def __init__(self) -> None:
+        """Load nothing."""
+
+    def launch(self, kernel: Kernel, *arguments: Argument) -> None:
+        """Do nothing."""
+
+
+_REGISTRY = torch.library.Library("megatron", "FRAGMENT")
+_REAL_TYPES = (Tensor, torch.nn.Parameter)
+
+
+def is_traced(x: Tensor) -> bool:
+    """Return whether a compiler or exporter traces x, instead of computing with it."""
+    return torch.compiler.is_compiling() or type(x) not in _REAL_TYPES
+
+
+def aligned(x: Tensor, *others: Tensor | None) -> bool:
+    """Return whether 16-byte accesses may start at each tensor's first element.
+
+    Traced tensors have no address. They count as aligned: an `Operator` copies what is not.
+    """
+    if is_traced(x):
+        return True
+    return not (x.data_ptr() % VECTOR_BYTES) and all(
+        y is None or not y.data_ptr() % VECTOR_BYTES for y in others
+    )
+
+
+class Operator:
+    """A function that launches kernels, registered as `torch.ops.megatron.NAME`.
+
+    While a compiler or exporter traces the model, a call becomes that operator in its graph.
+    Otherwise the function runs directly: the dispatcher would cost 2 to 3 us of host time per call
+    and the wrapper of `torch.library.custom_op` 10 to 15 us, 7.5 us being what a whole call with
+    autograd takes without them. GPUs wait for the host in small models.
+
+    The operator takes the path of the library in place of the library.
+    """
+
+    def __init__(
+        self, schema: str, function: Callable[..., Any], *, fake: Callable[..., Any] | None = None
+    ) -> None:
+        """Register a function.
+
+        Args:
+            schema: "name(str library, Tensor x, ...) -> ...", with (a!) after the type of whatever
+                the function changes in place. Results may not share memory with arguments.
+            function: Takes a `KernelLibrary` and the operator's other arguments, allocates the
+                results and launches kernels. A result may be None: the operator's is then empty.
+            fake: Returns tensors like the results from the same arguments; by default the
+                function does, with a library that launches nothing.
+        """
+        name = schema.partition("(")[0]
+        _REGISTRY.define(schema, tags=[torch.Tag.pt2_compliant_tag])
+        self.name = f"megatron::{name}"
+        self.function = function
+        self.overload: torch._ops.OpOverload = getattr(torch.ops.megatron, name).default
+        for backend in ("CPU", "CUDA"):
+            _REGISTRY.impl(name, self._run, backend)
+        fake, shapes_only = fake or function, _ShapesOnly()
+        torch.library.register_fake(
+            self.name,
+            lambda _, *arguments: _without_none(fake(shapes_only, *arguments), arguments[0]),
+            lib=_REGISTRY,
+        )
+
+    def __call__(self, library: KernelLibrary | str, x: Tensor, *rest: Any, **direct: Any) -> Any:
+        """Call the operator where x is traced, otherwise the function.
+
+        Args:
+            library: The library or its path.
+            x: The first tensor.
+            rest: The other arguments.
+            direct: Arguments that only the function takes; without effect while tracing.
+        """
+        if is_traced(x):
+            return self.overload(library if isinstance(library, str) else library.path, x, *rest)
+        if isinstance(library, str):
+            library = open_library(library)
+        return self.function(library, x, *rest, **direct)
+
+    def differentiate(self, backward: Callable[..., Any], keep: Callable[..., None]) -> None:
+        """Register how gradients are computed.
+
+        Args:
+            backward: (context, gradients of the results) -> gradients of the arguments.
+            keep: Takes ctx, inputs and output; saves in the context what `backward` needs.
+        """
+        torch.library.register_autograd(
+            self.name,
+            backward,
+            setup_context=keep,
+            lib=_REGISTRY,
+        )
+
+    def _run(self, path: str, *arguments: Any) -> Any:
+        if not self.overload._schema.is_mutable:  # compiled code may pass views of its buffers
+            arguments = tuple(
+                x.clone() if isinstance(x, Tensor) and x.data_ptr() % VECTOR_BYTES else x
+                for x in arguments
+            )
+        return _without_none(self.function(open_library(path), *arguments), arguments[0])
+
+
+def _without_none(results: Any, like: Tensor) -> Any:
+    if not isinstance(results, tuple):
+        return results
+    return tuple(like.new_empty(0) if x is None else x for x in results)
 
 
 @dataclass(frozen=True)
 class LibraryChoice:
-    """The library, or None for the plain PyTorch forms; and why."""
+    """The library, or None for the plain PyTorch forms, and the reason."""
 
     library: KernelLibrary | None
     reason: str
@@ -166,10 +292,11 @@ class LibraryChoice:
 
 @cache
 def find_library(device: torch.device) -> LibraryChoice:
-    """The library for this device, compiled now if it is not there, so ask for it before processes
-    wait for each other. On a GPU that must do without, one line says why.
+    """Return the library for a device, compiling it now if there is none yet.
 
-    Never raises: without a library everything runs, slower, on PyTorch's operations.
+    Compiling takes a while, so call this before processes wait for each other. Never raises:
+    without a library everything runs on PyTorch's operations, slower, and on a GPU one line says
+    why.
     """
     ours = Device(device)
     if not ours.is_gpu:
@@ -180,7 +307,7 @@ def find_library(device: torch.device) -> LibraryChoice:
         architecture = name_of(*ours.capability)
         try:
             return LibraryChoice(_load(find_or_build(architecture), ours), architecture)
-        except (BuildError, OSError) as error:  # OSError: of a file system that has gone
+        except (BuildError, OSError) as error:  # OSError: from a file system that has gone
             reason = str(error)
     if read_launch().local_rank == 0:
         say_on_stderr(f"fused kernels: off, plain PyTorch runs instead: {reason}")
@@ -188,14 +315,14 @@ def find_library(device: torch.device) -> LibraryChoice:
 
 
 def _load(path: Path, device: Device) -> KernelLibrary:
-    """The library, tried on the device.
+    """Load the library and check it on the device.
 
     Raises:
-        BuildError: it cannot be loaded, or the driver does not take it.
+        BuildError: It cannot be loaded, or the driver rejects it.
     """
     try:
         with device.as_current():
-            library = KernelLibrary(path)
+            library = open_library(str(path))
             library.check(current_gpu())
     except (OSError, AttributeError, KernelError) as error:
         raise BuildError(
@@ -206,17 +333,17 @@ def _load(path: Path, device: Device) -> KernelLibrary:
 
 
 def find_or_build(architecture: str) -> Path:
-    """A library for "sm_90a" and the like: installed, cached, or compiled now.
+    """Return a library file for "sm_90a" and the like: installed, cached, or compiled now.
 
     Raises:
-        BuildError: it is not there and cannot be compiled.
+        BuildError: There is none and it cannot be compiled.
     """
     installed = find_built(architecture, PREBUILT)
     if installed is not None:
         return installed
     try:
         folder = cache_folder() / "kernels"
-    except RuntimeError:  # in a container, perhaps, that knows nothing of its user
+    except RuntimeError:  # perhaps in a container that does not know its user
         raise BuildError("this user has no home folder: set MEGATRON_CACHE to a folder") from None
     say_waiting = say_on_stderr if read_launch().local_rank == 0 else say_nothing
     return find_built(architecture, folder) or build(

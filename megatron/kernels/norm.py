@@ -15,7 +15,15 @@ from torch import Tensor
 
 from megatron.device import Device
 from megatron.kernels.amax import Amaxes
-from megatron.kernels.library import DTYPE_CODES, VECTOR_BYTES, Kernel, KernelLibrary, aligned
+from megatron.kernels.library import (
+    DTYPE_CODES,
+    VECTOR_BYTES,
+    Kernel,
+    KernelLibrary,
+    Operator,
+    aligned,
+    is_traced,
+)
 
 ADD_NORM_FORWARD = Kernel("add_norm_forward", "pppppppppiiiid")
 ADD_NORM_BACKWARD = Kernel("add_norm_backward", "ppppppppppppiiiii")
@@ -115,8 +123,10 @@ def fused_add_norm(
     Sizes that the kernel does not take run on PyTorch's operations."""
     if not _fits(residual, delta, weight, bias):
         return add_norm(residual, delta, weight, bias, epsilon)
-    total, normal = _AddNorm.apply(residual, delta, weight, bias, epsilon, library, amaxes)
-    return total, normal
+    if is_traced(residual):
+        total, normal, *_ = _FORWARD(library, residual, delta, weight, bias, epsilon)
+        return residual if delta is None else total, normal
+    return _AddNorm.apply(library, residual, delta, weight, bias, epsilon, amaxes)
 
 
 def _fits(residual: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None) -> bool:
@@ -133,87 +143,143 @@ def _fits(residual: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor |
     )
 
 
-class _AddNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        residual: Tensor,
-        delta: Tensor | None,
-        weight: Tensor,
-        bias: Tensor | None,
-        epsilon: float,
-        library: KernelLibrary,
-        amaxes: Amaxes | None,
-    ) -> tuple[Tensor, Tensor]:
-        residual = residual.contiguous()
-        delta = None if delta is None else delta.contiguous()
-        hidden = weight.numel()
-        rows = residual.numel() // hidden
-        total = residual.view_as(residual) if delta is None else torch.empty_like(residual)
-        normal = torch.empty_like(residual, dtype=weight.dtype)
-        rstd = torch.empty(rows, dtype=torch.float32, device=residual.device)
-        mean = None if bias is None else torch.empty_like(rstd)
-        library.launch(
-            ADD_NORM_FORWARD,
-            *(residual, delta, weight, bias, total, normal, mean, rstd),
-            None if amaxes is None else amaxes.measure(normal),
-            *(rows, hidden, DTYPE_CODES[residual.dtype], DTYPE_CODES[weight.dtype], epsilon),
-        )
-        ctx.save_for_backward(residual if delta is None else total, weight, mean, rstd)
-        ctx.set_materialize_grads(False)
-        ctx.library, ctx.amaxes = library, amaxes
-        ctx.added = delta is not None
-        return total, normal
+def add_norm_forward(
+    library: KernelLibrary,
+    residual: Tensor,
+    delta: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    epsilon: float,
+    amaxes: Amaxes | None = None,
+) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor]:
+    """Add and normalize with one kernel.
 
-    @staticmethod
-    def backward(
-        ctx: Any, grad_total: Tensor | None, grad_normal: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        total, weight, mean, rstd = ctx.saved_tensors
-        added = ctx.added
-        if grad_normal is None:  # only the sum was used
-            passed = grad_total.to(weight.dtype) if added and grad_total is not None else None
-            return grad_total, passed, *(None,) * 5
-        grad, grad_delta, grad_weight, grad_bias = add_norm_backward(
-            ctx.library,
-            *(total, grad_normal, grad_total, weight, mean, rstd),
-            round_for_delta=added and total.dtype != weight.dtype,
-            amaxes=ctx.amaxes if added else None,
-        )
-        for_delta = (grad if grad_delta is None else grad_delta) if added else None
-        return grad, for_delta, grad_weight, grad_bias, None, None, None
+    Args:
+        library: Compiled kernels.
+        residual: As for `AddNorm`.
+        delta: Likewise.
+        weight: Likewise.
+        bias: Likewise.
+        epsilon: Likewise.
+        amaxes: Where the kernel leaves the largest magnitude of the normalized sum, if anywhere.
+
+    Returns:
+        The sum (None without a delta), its normalization, and each row's mean (None for RMSNorm)
+        and inverse standard deviation, in fp32.
+    """
+    residual = residual.contiguous()
+    delta = None if delta is None else delta.contiguous()
+    hidden = weight.numel()
+    rows = residual.numel() // hidden
+    total = None if delta is None else torch.empty_like(residual)
+    normal = torch.empty_like(residual, dtype=weight.dtype)
+    rstd = torch.empty(rows, dtype=torch.float32, device=residual.device)
+    mean = None if bias is None else torch.empty_like(rstd)
+    library.launch(
+        ADD_NORM_FORWARD,
+        *(residual, delta, weight, bias, total, normal, mean, rstd),
+        None if amaxes is None else amaxes.measure(normal),
+        *(rows, hidden, DTYPE_CODES[residual.dtype], DTYPE_CODES[weight.dtype], epsilon),
+    )
+    return total, normal, mean, rstd
 
 
 def add_norm_backward(
     library: KernelLibrary,
-    total: Tensor,
     grad_normal: Tensor,
     grad_total: Tensor | None,
+    total: Tensor,
     weight: Tensor,
     mean: Tensor | None,
     rstd: Tensor,
-    *,
     round_for_delta: bool,
     amaxes: Amaxes | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """Gradients of the sum (in its type, and if asked in the weights'), of weight and of bias.
-    With `amaxes` that in the weights' type is measured."""
+    """Compute the gradients of an `AddNorm`'s arguments, the same bits every time.
+
+    Args:
+        library: Compiled kernels.
+        grad_normal: Gradient of the normalized sum.
+        grad_total: Gradient of the sum, if it was used.
+        total: The sum.
+        weight: [h].
+        mean: As `add_norm_forward` returned it.
+        rstd: Likewise.
+        round_for_delta: Also return the sum's gradient in the weight's type.
+        amaxes: Where the kernel leaves the largest magnitude of the gradient in the weight's type,
+            if anywhere.
+
+    Returns:
+        Gradients of the sum in its type and (None if not asked for) in the weight's, of the
+        weight, and of the bias (None for RMSNorm).
+    """
     hidden, rows = weight.numel(), rstd.numel()
-    grad_normal = grad_normal.contiguous()
+    grad_normal, total = grad_normal.contiguous(), total.contiguous()
     grad_total = None if grad_total is None else grad_total.contiguous()
     grad = torch.empty_like(total)
     grad_delta = torch.empty_like(total, dtype=weight.dtype) if round_for_delta else None
     grad_weight = torch.empty_like(weight)
     grad_bias = None if mean is None else torch.empty_like(weight)
-    multiprocessors = Device(total.device).multiprocessors
-    partial_shape = (1 if mean is None else 2, multiprocessors, hidden)
-    partials = torch.empty(partial_shape, dtype=torch.float32, device=total.device)
+    blocks = Device(total.device).multiprocessors
+    partials = rstd.new_empty(1 if mean is None else 2, blocks, hidden)
     library.launch(
         ADD_NORM_BACKWARD,
         *(total, grad_normal, grad_total, weight, mean, rstd),
         *(grad, grad_delta, grad_weight, grad_bias, partials),
         None if amaxes is None else amaxes.measure(grad if grad_delta is None else grad_delta),
-        *(multiprocessors, rows, hidden),
-        *(DTYPE_CODES[total.dtype], DTYPE_CODES[weight.dtype]),
+        *(blocks, rows, hidden, DTYPE_CODES[total.dtype], DTYPE_CODES[weight.dtype]),
     )
     return grad, grad_delta, grad_weight, grad_bias
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    ctx.library, residual, delta, weight, bias, _, *amaxes = inputs
+    total, _, mean, rstd = output
+    ctx.amaxes = amaxes[0] if amaxes else None
+    ctx.added, ctx.has_bias = delta is not None, bias is not None
+    ctx.save_for_backward(total if ctx.added else residual, weight, mean, rstd)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(
+    ctx: Any, grad_total: Tensor | None, grad_normal: Tensor | None, *_: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    total, weight, mean, rstd = ctx.saved_tensors
+    if grad_normal is None:  # only the sum was used
+        passed = grad_total.to(weight.dtype) if ctx.added and grad_total is not None else None
+        return None, grad_total, passed, None, None, None, None
+    rounds = ctx.added and total.dtype != weight.dtype
+    mean = mean if ctx.has_bias else None
+    grad, grad_delta, grad_weight, grad_bias = _BACKWARD(
+        ctx.library,
+        *(grad_normal, grad_total, total, weight, mean, rstd, rounds),
+        amaxes=ctx.amaxes if ctx.added else None,
+    )
+    for_delta = (grad_delta if rounds else grad) if ctx.added else None
+    return None, grad, for_delta, grad_weight, grad_bias if ctx.has_bias else None, None, None
+
+
+class _AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        results = add_norm_forward(*inputs)
+        _keep(ctx, inputs, results)
+        # Without a delta the sum is the residual: the kernel then adds up both of its gradients.
+        total, normal, *_ = results
+        return (inputs[1].view_as(inputs[1]) if total is None else total), normal
+
+    backward = staticmethod(_differentiate)
+
+
+_FORWARD = Operator(
+    "add_norm(str library, Tensor residual, Tensor? delta, Tensor weight, Tensor? bias, "
+    "float epsilon) -> (Tensor, Tensor, Tensor, Tensor)",
+    add_norm_forward,
+)
+_FORWARD.differentiate(_differentiate, _keep)
+_BACKWARD = Operator(
+    "add_norm_backward(str library, Tensor grad_normal, Tensor? grad_total, Tensor total, "
+    "Tensor weight, Tensor? mean, Tensor rstd, bool round_for_delta) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    add_norm_backward,
+)

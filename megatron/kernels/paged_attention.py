@@ -28,7 +28,7 @@ from megatron.kernels.attention import (
     fused_attention,
     gpu_attention,
 )
-from megatron.kernels.library import DTYPE_CODES, VECTOR_BYTES, Kernel, KernelLibrary
+from megatron.kernels.library import DTYPE_CODES, VECTOR_BYTES, Kernel, KernelLibrary, Operator
 
 PAGED_ATTENTION = Kernel("paged_attention", "pppppppiiiiiiiid")
 PAGED_ATTENTION_FP32 = Kernel("paged_attention_fp32", "pppppppiiiiiiid")
@@ -166,32 +166,65 @@ class FusedPaged:
 
     def singles(self, query: Tensor, keys: Tensor, values: Tensor, singles: Singles) -> Tensor:
         """See `PagedAttention`."""
-        query = query.contiguous()
-        rows, heads, size = query.shape
-        groups, parts = keys.shape[1], -(-singles.longest // PART)
-        partial_sums = None
-        if parts > 1:
-            partial_sums = query.new_empty(rows, heads, parts, size + 2, dtype=torch.float32)
-        out = torch.empty_like(query)
-        is_wide = query.dtype == torch.float32
-        self._library.launch(
-            PAGED_ATTENTION_FP32 if is_wide else PAGED_ATTENTION,
-            *(query, keys, values, singles.tables, singles.lengths, partial_sums, out),
-            *(rows, groups, heads // groups, size, singles.tables.shape[1], singles.block_size),
-            *((parts,) if is_wide else (parts, DTYPE_CODES[query.dtype])),
-            1 / math.sqrt(size),
+        return _PAGED_ATTENTION(
+            self._library,
+            *(query, keys, values, singles.tables, singles.lengths),
+            *(singles.longest, singles.block_size),
         )
-        return out
 
     def append(
         self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor
     ) -> None:
         """See `PagedAttention`."""
-        key, value = key.contiguous(), value.contiguous()
-        width = key[0].numel() * key.element_size() // VECTOR_BYTES
-        self._library.launch(
-            APPEND_TO_CACHE, *(key, value, keys, values, slots), *(len(slots), width)
-        )
+        _APPEND_TO_CACHE(self._library, key, value, keys, values, slots)
+
+
+def _paged_attention(
+    library: KernelLibrary,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    longest: int,
+    block_size: int,
+) -> Tensor:
+    query = query.contiguous()
+    rows, heads, size = query.shape
+    groups, parts = keys.shape[1], -(-longest // PART)
+    partial_sums = None
+    if parts > 1:
+        partial_sums = query.new_empty(rows, heads, parts, size + 2, dtype=torch.float32)
+    out = torch.empty_like(query)
+    is_wide = query.dtype == torch.float32
+    library.launch(
+        PAGED_ATTENTION_FP32 if is_wide else PAGED_ATTENTION,
+        *(query, keys, values, tables, lengths, partial_sums, out),
+        *(rows, groups, heads // groups, size, tables.shape[1], block_size),
+        *((parts,) if is_wide else (parts, DTYPE_CODES[query.dtype])),
+        1 / math.sqrt(size),
+    )
+    return out
+
+
+def _append_to_cache(
+    library: KernelLibrary, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor
+) -> None:
+    key, value = key.contiguous(), value.contiguous()
+    width = key[0].numel() * key.element_size() // VECTOR_BYTES
+    library.launch(APPEND_TO_CACHE, key, value, keys, values, slots, len(slots), width)
+
+
+_PAGED_ATTENTION = Operator(
+    "paged_attention(str library, Tensor query, Tensor keys, Tensor values, Tensor tables, "
+    "Tensor lengths, int longest, int block_size) -> Tensor",
+    _paged_attention,
+)
+_APPEND_TO_CACHE = Operator(
+    "append_to_cache(str library, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, "
+    "Tensor slots) -> ()",
+    _append_to_cache,
+)
 
 
 def chunk_attention(

@@ -16,7 +16,15 @@ from torch import Tensor
 
 from megatron.config.model import ModelConfig
 from megatron.kernels.amax import Amaxes
-from megatron.kernels.library import DTYPE_CODES, VECTOR_BYTES, Kernel, KernelLibrary, aligned
+from megatron.kernels.library import (
+    DTYPE_CODES,
+    VECTOR_BYTES,
+    Kernel,
+    KernelLibrary,
+    Operator,
+    aligned,
+    is_traced,
+)
 
 SPLIT_ROTATE = Kernel("split_rotate", "pppvvvp" + "i" * 17)
 LARGEST_PAIRS = 256  # pairs of vectors in a head; rope.cu has the same
@@ -148,8 +156,9 @@ def fused_split_rotate(
     if not _fits(qkv, head_size, rotation):
         return split_rotate(qkv, groups, head_size, rotation)
     cosine, sine = (None, None) if rotation is None else rotation
-    query, key, value = _SplitRotate.apply(qkv, cosine, sine, groups, head_size, library, amaxes)
-    return query, key, value
+    if is_traced(qkv):
+        return _FORWARD(library, qkv, cosine, sine, groups, head_size)
+    return _SplitRotate.apply(library, qkv, cosine, sine, groups, head_size, amaxes)
 
 
 def _fits(qkv: Tensor, head_size: int, rotation: Rotation | None) -> bool:
@@ -170,44 +179,72 @@ def _fits(qkv: Tensor, head_size: int, rotation: Rotation | None) -> bool:
     )
 
 
-class _SplitRotate(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        qkv: Tensor,
-        cosine: Tensor | None,
-        sine: Tensor | None,
-        groups: int,
-        head_size: int,
-        library: KernelLibrary,
-        amaxes: Amaxes | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        qkv = qkv.contiguous()
-        s, b, width = qkv.shape
-        ctx.library, ctx.amaxes = library, amaxes
-        ctx.save_for_backward(cosine, sine)
-        if cosine is None and width == 3 * groups * head_size:
-            return split_rotate(qkv.detach(), groups, head_size, None)
-        query = qkv.new_empty(s, b, width // head_size - 2 * groups, head_size)
-        key, value = (qkv.new_empty(s, b, groups, head_size) for _ in range(2))
-        _launch(library, qkv, (cosine, sine), (query, key, value), None, backward=False)
-        return query, key, value
+def split_rotate_forward(
+    library: KernelLibrary,
+    qkv: Tensor,
+    cosine: Tensor | None,
+    sine: Tensor | None,
+    groups: int,
+    head_size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Split and rotate with one kernel.
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # The kernel takes any strides but that of channels.
-        heads = [x if x.stride(-1) == 1 and _even(x) else x.contiguous() for x in grads]
-        s, b, _, head_size = heads[0].shape
-        width = sum(x.shape[2] for x in heads) * head_size
-        grad = heads[0].new_empty(s, b, width)
-        amax = None if ctx.amaxes is None else ctx.amaxes.measure(grad)
-        _launch(ctx.library, grad, ctx.saved_tensors, heads, amax, backward=True)
-        return grad, *(None,) * 6
+    Args:
+        library: Compiled kernels.
+        qkv: As for `SplitRotate`.
+        cosine: fp32 [s, 1, 1, r], or None to rotate nothing.
+        sine: Likewise.
+        groups: As for `SplitRotate`.
+        head_size: Likewise.
+
+    Returns:
+        Queries, keys and values, contiguous.
+    """
+    qkv = qkv.contiguous()
+    s, b, width = qkv.shape
+    query = qkv.new_empty(s, b, width // head_size - 2 * groups, head_size)
+    key, value = (qkv.new_empty(s, b, groups, head_size) for _ in range(2))
+    _launch(library, qkv, (cosine, sine), (query, key, value), None, backward=False)
+    return query, key, value
 
 
-def _even(x: Tensor) -> bool:
-    """Whether every head starts where a 16-byte access may."""
-    return aligned(x) and all(x.stride(i) * x.element_size() % VECTOR_BYTES == 0 for i in range(3))
+def split_rotate_backward(
+    library: KernelLibrary,
+    grad_query: Tensor,
+    grad_key: Tensor,
+    grad_value: Tensor,
+    cosine: Tensor | None,
+    sine: Tensor | None,
+    amaxes: Amaxes | None = None,
+) -> Tensor:
+    """Compute the gradient of the fused projection.
+
+    Args:
+        library: Compiled kernels.
+        grad_query: Gradient of the queries, in any layout.
+        grad_key: Gradient of the keys, likewise.
+        grad_value: Gradient of the values, likewise.
+        cosine: As for `split_rotate_forward`.
+        sine: Likewise.
+        amaxes: Where the kernel leaves the largest magnitude of the result, if anywhere.
+
+    Returns:
+        Like `qkv`.
+    """
+    # The kernel takes any strides except for channels, where every head starts on a boundary.
+    heads = [
+        x
+        if x.stride(-1) == 1
+        and aligned(x)
+        and all(x.stride(i) * x.element_size() % VECTOR_BYTES == 0 for i in range(3))
+        else x.contiguous()
+        for x in (grad_query, grad_key, grad_value)
+    ]
+    s, b, _, head_size = heads[0].shape
+    grad = heads[0].new_empty(s, b, sum(x.shape[2] for x in heads) * head_size)
+    amax = None if amaxes is None else amaxes.measure(grad)
+    _launch(library, grad, (cosine, sine), heads, amax, backward=True)
+    return grad
 
 
 def _launch(
@@ -229,3 +266,41 @@ def _launch(
         *(fused, cosine, sine, *heads, amax, *strides, s, b, groups, query.shape[2] // groups),
         *(head_size, rotary, int(backward), DTYPE_CODES[fused.dtype]),
     )
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.library, _, cosine, sine, _, _, *amaxes = inputs
+    ctx.amaxes = amaxes[0] if amaxes else None
+    ctx.save_for_backward(cosine, sine)
+
+
+def _differentiate(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    grad = _BACKWARD(ctx.library, *grads, *ctx.saved_tensors, amaxes=ctx.amaxes)
+    return None, grad, *(None,) * 5
+
+
+class _SplitRotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        library, qkv, cosine, _, groups, head_size, _ = inputs
+        if cosine is None and qkv.shape[2] == 3 * groups * head_size:
+            heads = split_rotate(qkv.detach(), groups, head_size, None)
+        else:
+            heads = split_rotate_forward(*inputs[:-1])
+        _keep(ctx, inputs, heads)
+        return heads
+
+    backward = staticmethod(_differentiate)
+
+
+_FORWARD = Operator(
+    "split_rotate(str library, Tensor qkv, Tensor? cosine, Tensor? sine, int groups, "
+    "int head_size) -> (Tensor, Tensor, Tensor)",
+    split_rotate_forward,
+)
+_FORWARD.differentiate(_differentiate, _keep)
+_BACKWARD = Operator(
+    "split_rotate_backward(str library, Tensor grad_query, Tensor grad_key, Tensor grad_value, "
+    "Tensor? cosine, Tensor? sine) -> Tensor",
+    split_rotate_backward,
+)
