@@ -25,7 +25,8 @@ from torch import Tensor
 from megatron.config import RunConfig
 from megatron.config.run import known
 from megatron.config.stages import ModelPart
-from megatron.data.build import build_bert_datasets
+from megatron.data.bert import build_bert_datasets
+from megatron.data.datasets import DataRequest
 from megatron.device import Device
 from megatron.models.bert import BertModel
 from megatron.models.construct import build_model
@@ -65,14 +66,16 @@ class BertRecipe:
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
     ) -> Splits:
         return build_bert_datasets(
-            config.data,
-            seed=config.training.seed,
+            DataRequest(
+                config.data,
+                config.training.seed,
+                samples,
+                is_builder=layout.world.rank == 0,
+                barrier=layout.wait_for_all,
+            ),
             seq_length=known(config.data.seq_length),
-            samples=samples,
             tokenizer=tokenizer,
             binary_head=config.model.bert_binary_head,
-            is_builder=layout.world.rank == 0,
-            barrier=layout.wait_for_all,
         )
 
     def loss_mask(self, batch: Batch, config: RunConfig, tokenizer: Tokenizer) -> Tensor:

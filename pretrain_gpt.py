@@ -24,9 +24,14 @@ from torch import Tensor
 from megatron.config import RunConfig
 from megatron.config.run import known
 from megatron.config.stages import ModelPart
-from megatron.data.build import build_gpt_datasets
-from megatron.data.document_ends import DocumentEnds
-from megatron.data.masks import context_part, make_batch, make_loss_mask
+from megatron.data.datasets import DataRequest
+from megatron.data.gpt import (
+    DocumentEnds,
+    build_gpt_datasets,
+    context_part,
+    make_batch,
+    make_loss_mask,
+)
 from megatron.data.sample import SEGMENT_ENDS
 from megatron.device import Device
 from megatron.kernels.segments import Segments
@@ -66,13 +71,15 @@ class GPTRecipe:
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
     ) -> Splits:
         splits = build_gpt_datasets(
-            config.data,
-            seed=config.training.seed,
+            DataRequest(
+                config.data,
+                config.training.seed,
+                samples,
+                is_builder=layout.world.rank == 0,
+                barrier=layout.wait_for_all,
+            ),
             seq_length=known(config.data.seq_length),
-            samples=samples,
             vocab_size=tokenizer.vocab_size,
-            is_builder=layout.world.rank == 0,
-            barrier=layout.wait_for_all,
         )
         if not config.data.reset_attention_mask:
             return splits

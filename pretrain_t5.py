@@ -24,7 +24,8 @@ from torch import Tensor
 from megatron.config import RunConfig
 from megatron.config.run import known
 from megatron.config.stages import ModelPart
-from megatron.data.build import build_t5_datasets
+from megatron.data.datasets import DataRequest
+from megatron.data.t5 import build_t5_datasets
 from megatron.device import Device
 from megatron.models.construct import build_model
 from megatron.models.head import masked_mean
@@ -64,14 +65,16 @@ class T5Recipe:
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
     ) -> Splits:
         return build_t5_datasets(
-            config.data,
-            seed=config.training.seed,
+            DataRequest(
+                config.data,
+                config.training.seed,
+                samples,
+                is_builder=layout.world.rank == 0,
+                barrier=layout.wait_for_all,
+            ),
             encoder_seq_length=known(config.data.seq_length),
             decoder_seq_length=known(config.data.decoder_seq_length),
-            samples=samples,
             tokenizer=tokenizer,
-            is_builder=layout.world.rank == 0,
-            barrier=layout.wait_for_all,
         )
 
     def loss_mask(self, batch: Batch, config: RunConfig, tokenizer: Tokenizer) -> Tensor:

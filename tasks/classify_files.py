@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.command import say
-from megatron.data.documents import load_line
+from megatron.data.text_input import load_line
 from megatron.errors import DataError
 from tasks.files import read_text
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from megatron.data.documents import load_line
-from megatron.data.text_input import find_inputs, read_blocks
+from megatron.data.text_input import find_inputs, load_line, read_blocks
 from megatron.errors import DataError
 
 

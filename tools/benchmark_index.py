@@ -42,7 +42,7 @@ def main() -> None:
 
 def time_gpt(tokens: int, documents: int, seq_length: int, repeat: int) -> None:
     """Documents of random lengths, one epoch."""
-    from megatron.data.gpt_index import build_gpt_index, build_sample_index, plan_gpt_index
+    from megatron.data.gpt import build_gpt_index, build_sample_index, plan_gpt_index
 
     random = np.random.RandomState(0)
     lengths = _random_parts(random, tokens, documents).astype(np.int32)

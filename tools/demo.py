@@ -103,8 +103,7 @@ def check_input(source: Path) -> None:
     Raises:
         DataError: A line is bad, or there are fewer than two documents.
     """
-    from megatron.data.documents import parse_lines
-    from megatron.data.text_input import find_inputs, read_blocks
+    from megatron.data.text_input import find_inputs, parse_lines, read_blocks
 
     documents, line = 0, 1
     for block in read_blocks(find_inputs([str(source)]), ["text"]):

@@ -37,7 +37,7 @@ from megatron.tokenizer import build_tokenizer
 
 if TYPE_CHECKING:
     from megatron.data.preprocess import BlockEncoder, Counts
-    from megatron.data.text_input import Block
+    from megatron.data.text_input import TextBlock
 
 # Of Megatron-LM's own tool today; older scripts' flags are all known.
 _MOST_WORKERS = 1024
@@ -230,9 +230,8 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _splitter(options: argparse.Namespace, paths: Sequence[str]) -> Any:
-    from megatron.data.documents import parse_lines
-    from megatron.data.sentences import SentenceSplitter, installed_punkt, train_punkt
-    from megatron.data.text_input import read_blocks
+    from megatron.data.preprocess import SentenceSplitter, installed_punkt, train_punkt
+    from megatron.data.text_input import parse_lines, read_blocks
 
     punkt = installed_punkt(options.lang)
     if punkt is None:
@@ -267,7 +266,7 @@ class _Progress:
 
             self._bar = tqdm(total=total_bytes, unit="B", unit_scale=True, dynamic_ncols=True)
 
-    def update(self, counts: Counts, block: Block) -> None:
+    def update(self, counts: Counts, block: TextBlock) -> None:
         """After each block."""
         now = time.monotonic()
         seconds = max(now - self._started, 1e-9)

@@ -133,8 +133,7 @@ def _check(options: argparse.Namespace) -> None:
 
 def _texts(paths: Sequence[str], keys: Sequence[str]) -> Iterator[str]:
     """Every text of the input; a bad line stops."""
-    from megatron.data.documents import parse_lines
-    from megatron.data.text_input import read_blocks
+    from megatron.data.text_input import parse_lines, read_blocks
 
     empty, path, line = True, "", 1
     for block in read_blocks(paths, keys):

@@ -1,10 +1,14 @@
-"""From files of token ids to micro-batches.
+"""Text files to token ids, and token ids to micro-batches.
 
-    preprocess, text_input, documents   text to `.bin` and `.idx` (`indexed`), before any training
-    build, members, splits, blend       which datasets the flags name
-    gpt, gpt_index                      samples of a GPT: pure functions of seed and number
-    bert, t5, sentence_map, masking     samples of the others
-    samplers, loader                    which samples come when, and the batches of them
+    preprocess, text_input, worker_pool    text to `.bin` and `.idx` files, before any training
+    indexed                                those files
+    datasets, blend, cache                 which datasets the flags name; splits, blends, caches
+    gpt                                    samples of a GPT, and its micro-batches
+    bert, t5                               samples of the others, which are made of sentences
+    sentences, sentence_map, masking       runs of sentences, and which of their words are hidden
+    mock                                   generated tokens for all three
+    sample, loader                         what a sample is; which come when; batches of them
 
-What decides the order of samples are pure functions: a run goes on from any of them.
+The order of samples is decided by pure functions of seed, data and counts, so a run can continue
+from any of them. A new kind of sample is one module that calls `datasets.build_datasets`.
 """

@@ -2,8 +2,8 @@
 
     [CLS] segment A [SEP] segment B [SEP] [PAD] ...
 
-The model says what the hidden tokens were, and whether B came before A in the text. Without the
-binary head there is one segment and no second [SEP]. s is the sequence length.
+The model predicts the hidden tokens, and whether B came before A in the text. Without the binary
+head there is a single segment and no second [SEP]. s is the sequence length.
 """
 
 from __future__ import annotations
@@ -15,12 +15,19 @@ from typing import TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.data.datasets import DataRequest, Datasets
 from megatron.data.masking import SpecialIds, choose_runs, hidden_budget, whole_words
 from megatron.data.sample import IGNORED_LABEL, filled_up
-from megatron.data.sentence_source import SentenceSource, Tokens
+from megatron.data.sentences import (
+    SentenceRequest,
+    SentenceSource,
+    Tokens,
+    build_sentence_datasets,
+)
+from megatron.tokenizer.base import Tokenizer
 
-ADDED_TOKENS = 3  # [CLS] and two [SEP]
-# A run of 1, 2 or 3 words, the shorter the likelier: shares 1, 1/2, 1/3 of their sum, in the
+_ADDED_TOKENS = 3  # [CLS] and two [SEP]
+# A run has 1, 2 or 3 words, with probabilities in proportion to 1, 1/2, 1/3, computed in the
 # floating-point operations of numpy's choice(), whose draws these are.
 _SHARES = 1.0 / np.arange(1, 4)
 _SHARES /= _SHARES.sum()
@@ -32,13 +39,13 @@ class BertSample(TypedDict):
     """One sample, arrays `[s]` int64.
 
     Attributes:
-        text: tokens, some replaced.
+        text: Tokens, some of them replaced.
         types: 0 in segment A (and padding), 1 in segment B.
-        labels: the token that was replaced, where one was; else -1.
-        is_random: 1 where the segments are swapped.
+        labels: The token that was replaced, or -1 where none was.
+        is_random: 1 if the segments are swapped.
         loss_mask: 1 where a token was replaced.
-        padding_mask: 1 where a token is no padding.
-        id: its number.
+        padding_mask: 0 where a token is padding, otherwise 1.
+        id: The sample's number.
     """
 
     text: NDArray[np.int64]
@@ -55,9 +62,10 @@ class BertOptions:
     """What decides the samples, beside the sentences.
 
     Attributes:
-        seq_length: s, special tokens counted.
-        mask_prob: share of tokens to hide.
-        binary_head: whether a sample has two segments, swapped in half of the cases.
+        seq_length: s, special tokens included.
+        mask_prob: Share of tokens to hide.
+        seed: Seed of all draws; sample i adds its number.
+        binary_head: Whether a sample has two segments, swapped in half of the cases.
     """
 
     seq_length: int
@@ -67,34 +75,35 @@ class BertOptions:
 
 
 class BertDataset:
-    """BERT's samples over runs of sentences."""
+    """BERT's samples, made from runs of sentences."""
 
     def __init__(self, source: SentenceSource, ids: SpecialIds, options: BertOptions) -> None:
         self.source = source
         self.ids = ids
         self.options = options
-        self._random = np.random.RandomState()  # seeded anew for every sample
+        self._random = np.random.RandomState()  # seeded again for every sample
 
     @property
     def description(self) -> str:
-        """Text that differs wherever the samples do."""
+        """Text that differs wherever the samples differ."""
         return f"BERT Dataset\n\n{self.source.description}{self.options}\n"
 
     def __len__(self) -> int:
         return len(self.source)
 
     def __getitem__(self, i: int) -> BertSample:
-        """Sample `i`.
+        """Return sample `i`.
 
         Raises:
-            DataError: a token id is outside the vocabulary.
+            DataError: A token id is outside the vocabulary.
         """
         sentences, target = self.source[i]
         random = self._random
-        random.seed((self.options.seed + i) % 2**32)  # a fifth of what a new generator takes
+        random.seed((self.options.seed + i) % 2**32)  # a fifth of the time a new generator takes
         a, b, is_swapped = _segments(sentences, random, two=self.options.binary_head)
         a, b = truncate(a, b, target, random)
-        text = _join(a, b, self.ids)
+        second = [b, [self.ids.sep]] if len(b) else []
+        text = np.concatenate([[self.ids.cls], a, [self.ids.sep], *second]).astype(np.int64)
         masked, labels = _hide(text, target, self.ids, self.options.mask_prob, random)
         length, in_a = self.options.seq_length, len(a) + 2
         return {
@@ -111,11 +120,13 @@ class BertDataset:
 def _segments(
     sentences: list[Tokens], random: np.random.RandomState, *, two: bool
 ) -> tuple[Tokens, Tokens, bool]:
-    """Segments A and B, and whether they are swapped."""
+    """Return segments A and B, and whether they are swapped."""
     if not two:
         return np.concatenate(sentences), np.empty(0, np.int64), False
     count = len(sentences)
-    first = random.randint(1, count) if count > 2 else 1  # sentences of the one that comes first
+    first = (
+        random.randint(1, count) if count > 2 else 1
+    )  # sentences of the segment that comes first
     a, b = np.concatenate(sentences[:first]), np.concatenate(sentences[first:])
     is_swapped = random.random_sample() < 0.5
     return (b, a, True) if is_swapped else (a, b, False)
@@ -124,15 +135,15 @@ def _segments(
 def truncate(
     a: Tokens, b: Tokens, most: int, random: np.random.RandomState
 ) -> tuple[Tokens, Tokens]:
-    """Take tokens away until `most` are left: each from the longer segment, of equals from B.
+    """Remove tokens until `most` are left, each from the longer segment, or from B if equal.
 
-    Each is the segment's first or last, as drawn.
+    A draw decides whether the segment's first or last token is removed.
     """
     excess = len(a) + len(b) - most
     if excess <= 0:
         return a, b
     lead = len(a) - len(b)
-    from_a = np.arange(excess) % 2 != lead % 2  # in turn, once the lengths have met
+    from_a = np.arange(excess) % 2 != lead % 2  # in turn, once the lengths are equal
     from_a[: abs(lead)] = lead > 0
     at_front = random.random_sample(excess) < 0.5
     cuts = []
@@ -142,12 +153,6 @@ def truncate(
     return cuts[0], cuts[1]
 
 
-def _join(a: Tokens, b: Tokens, ids: SpecialIds) -> NDArray[np.int64]:
-    """The segments with the special tokens; without a B no second [SEP]."""
-    second = [b, [ids.sep]] if len(b) else []
-    return np.concatenate([[ids.cls], a, [ids.sep], *second]).astype(np.int64)
-
-
 def _hide(
     text: NDArray[np.int64],
     target: int,
@@ -155,9 +160,9 @@ def _hide(
     mask_prob: float,
     random: np.random.RandomState,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """`text` with some tokens replaced, and the labels.
+    """Return `text` with some tokens replaced, and the labels.
 
-    Of the chosen tokens 80% become [MASK], 10% any token, and 10% stay.
+    Of the chosen tokens, 80% become [MASK], 10% become any token, and 10% stay.
     """
     masked, labels = text.copy(), np.full(len(text), IGNORED_LABEL, np.int64)
     budget = hidden_budget(mask_prob, len(text), target)
@@ -173,3 +178,27 @@ def _hide(
             elif random.random_sample() >= 0.5:
                 masked[position] = random.randint(0, ids.size)
     return masked, labels
+
+
+def build_bert_datasets(
+    request: DataRequest, *, seq_length: int, tokenizer: Tokenizer, binary_head: bool
+) -> Datasets:
+    """Build the datasets of `BertSample`s that the flags name. Every process calls this.
+
+    Args:
+        request: What the run asks for.
+        seq_length: Tokens of a sample, [CLS] and [SEP] included.
+        tokenizer: Gives the special ids.
+        binary_head: Whether samples have two segments, in order or swapped.
+
+    Raises:
+        ConfigError: The sequence has no room for text, the vocabulary lacks a special token, no
+            data is named, or --data-path or --split cannot be read.
+        DataError: A dataset is missing, damaged, too small or of another tokenizer.
+    """
+    options = BertOptions(seq_length, request.data.mask_prob, request.seed, binary_head)
+    fewest = 2 if binary_head else 1
+    wanted = SentenceRequest("--seq-length", seq_length, _ADDED_TOKENS, fewest, SpecialIds.of_bert)
+    return build_sentence_datasets(
+        request, wanted, tokenizer, lambda sentences, ids: BertDataset(sentences, ids, options)
+    )

@@ -1,8 +1,8 @@
-"""Several datasets drawn from in fixed proportions.
+"""Blends: several datasets, drawn from in fixed proportions.
 
 Sample i comes from the dataset that lags furthest behind its share: with weights w and t samples
-taken from each so far, the one where `w * max(i, 1) - t` is largest, the first of equals. The order
-is Megatron-LM's, computed in the same floating-point operations.
+taken from each so far, the one whose `w * max(i, 1) - t` is largest, or the first of equals. The
+order is Megatron-LM's, computed in the same floating-point operations.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.cache import ArraySpec, IndexCache
-from megatron.data.sample import Sample, SampleDataset
+from megatron.data.sample import DescribedDataset, Sample, SampleDataset
 from megatron.errors import ConfigError
 
 _MAX_DATASETS = np.iinfo(np.int16).max
@@ -25,17 +25,17 @@ _MAX_ELEMENTS = 1 << 20  # of a step's arrays, so that they stay in a processor'
 
 
 class BlendIndex(NamedTuple):
-    """Dataset of each sample `[n]` (uint8, int16 from 255 datasets on), its number there `[n]`."""
+    """Dataset of each sample, `[n]` uint8 (int16 from 255 datasets on), and its number there."""
 
     datasets: NDArray[Any]
     samples: NDArray[np.int64]
 
 
 def normalize(weights: Sequence[float]) -> NDArray[np.float64]:
-    """Weights divided by their sum, `[d]`.
+    """Return the weights divided by their sum, `[d]`.
 
-    Divided twice, once with Python's sum and once with numpy's: so does Megatron, and the last
-    bit decides ties.
+    They are divided twice, once by Python's sum and once by numpy's: Megatron does so too, and the
+    last bit decides ties.
     """
     total = sum(weights, 0.0)
     shares = np.array([weight / total for weight in weights], np.float64)
@@ -43,22 +43,22 @@ def normalize(weights: Sequence[float]) -> NDArray[np.float64]:
 
 
 def samples_of_each(weights: Sequence[float], num_samples: int) -> list[int]:
-    """Samples to prepare of each dataset: its share and half a percent more."""
+    """Return the samples to prepare of each dataset: its share and half a percent more."""
     total = sum(weights, 0.0)
     return [math.ceil(num_samples * (weight / total) * 1.005) for weight in weights]
 
 
 def build_blend_index(weights: NDArray[np.float64], size: int) -> BlendIndex:
-    """The blend's first `size` samples.
+    """Return the first `size` samples of the blend.
 
-    Each choice depends on all before it. To make many at a time, the run is cut into blocks that
-    advance side by side from guessed counts: those that stand nearest to the shares, which are
-    nearly always the true ones. A block whose guess is not what the block before it ended with is
-    then done again from there, until all fit; the result is exact for any guess.
+    Each choice depends on all choices before it. To make many at a time, the run is cut into
+    blocks that advance side by side from guessed counts: those nearest to the shares, which are
+    nearly always the true ones. A block whose guess differs from what the block before it ended
+    with is then done again from there, until all fit. The result is exact for any guess.
 
     Args:
-        weights: adding up to one, `[d]`.
-        size: n.
+        weights: Shares that add up to one, `[d]`.
+        size: n, the number of samples.
     """
     count = len(weights)
     blocks = max(1, min(size // _BLOCK, _MAX_ELEMENTS // count))
@@ -73,11 +73,16 @@ def build_blend_index(weights: NDArray[np.float64], size: int) -> BlendIndex:
         wrong = 1 + np.flatnonzero((counts[1:] != ends[:-1]).any(axis=1))
         counts[wrong] = ends[wrong - 1]
     flat = datasets.reshape(-1)[:size]
-    return BlendIndex(flat, _numbers(flat, count))
+    # A sample's number in its dataset is how often that dataset occurred before.
+    numbers = np.empty(size, np.int64)
+    sizes = np.bincount(flat, minlength=count)
+    firsts = np.repeat(np.cumsum(sizes) - sizes, sizes)
+    numbers[np.argsort(flat, kind="stable")] = np.arange(size) - firsts
+    return BlendIndex(flat, numbers)
 
 
 def _nearest_counts(weights: NDArray[np.float64], totals: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Whole numbers that add up to each total, nearest to the shares, `[blocks, d]`."""
+    """Return whole numbers that add up to each total, nearest to the shares, `[blocks, d]`."""
     exact = weights * totals[:, None]
     counts = np.floor(exact)
     missing = totals - counts.sum(axis=1)
@@ -94,8 +99,10 @@ def _advance(
     """Make `length` choices in every block.
 
     Args:
-        starts: number of each block's first sample, `[blocks]`.
-        counts: samples taken from each dataset before it, `[blocks, d]`.
+        weights: Shares of the datasets, `[d]`.
+        starts: Number of each block's first sample, `[blocks]`.
+        counts: Samples taken from each dataset before it, `[blocks, d]`.
+        length: Choices to make in each block.
 
     Returns:
         The choices `[blocks, length]`, and the counts after them.
@@ -111,21 +118,11 @@ def _advance(
     return choices.T, taken
 
 
-def _numbers(datasets: NDArray[Any], count: int) -> NDArray[np.int64]:
-    """How often each sample's dataset occurred before it, `[n]`."""
-    numbers = np.empty(len(datasets), np.int64)
-    order = np.argsort(datasets, kind="stable")
-    sizes = np.bincount(datasets, minlength=count)
-    firsts = np.repeat(np.cumsum(sizes) - sizes, sizes)
-    numbers[order] = np.arange(len(datasets)) - firsts
-    return numbers
-
-
 class BlendedDataset:
-    """Datasets drawn from by a blend index.
+    """Several datasets, drawn from in the order of a blend index.
 
-    Only the samples that were asked for are sure to exist in every dataset; in the half percent
-    behind them a dataset that has run out starts again.
+    Only the samples that were requested are sure to exist in every dataset. In the half percent
+    behind them, a dataset that has run out starts again.
     """
 
     def __init__(self, datasets: Sequence[SampleDataset], index: BlendIndex) -> None:
@@ -136,29 +133,31 @@ class BlendedDataset:
         return len(self.index.datasets)
 
     def __getitem__(self, i: int) -> Sample:
-        """Sample `i` of the blend; `id` counts in the blend, not in the dataset it came from."""
+        """Return sample `i`; its `id` counts in the blend, not in the dataset it came from."""
         dataset = self.datasets[int(self.index.datasets[i])]
         sample = dataset[int(self.index.samples[i]) % len(dataset)]
         return {**sample, "id": i}
 
 
 def blend(
-    datasets: Sequence[SampleDataset],
-    descriptions: Sequence[str],
+    datasets: Sequence[DescribedDataset],
     weights: Sequence[float],
     size: int,
     data_cache_path: str | None,
+    *,
     warns: bool = True,
 ) -> BlendedDataset:
-    """Blend datasets; the index is kept on disk only where --data-cache-path is given.
+    """Blend datasets; the index is kept on disk only if --data-cache-path is given.
 
     Args:
-        descriptions: of each dataset, part of the index's name.
-        size: samples of the blend.
-        warns: whether this process reports a cache folder that cannot be written to.
+        datasets: What to draw from. Their descriptions are part of the index's name.
+        weights: Proportions in which to draw from them.
+        size: Samples of the blend.
+        data_cache_path: Folder for the index, or `None`.
+        warns: Whether this process reports a cache folder that cannot be written to.
 
     Raises:
-        ConfigError: there are too many datasets.
+        ConfigError: There are too many datasets.
     """
     if len(datasets) > _MAX_DATASETS:
         raise ConfigError(
@@ -166,7 +165,7 @@ def blend(
             "some of them into one"
         )
     shares = normalize(weights)
-    members = "".join(f"{description}\n\n" for description in descriptions)
+    members = "".join(f"{dataset.description}\n\n" for dataset in datasets)
     description = f"Blendable dataset\n\nDatasets:\n{members}Weights: {shares}\nSize: {size}\n"
     dtype = np.dtype(np.uint8 if len(datasets) < 255 else np.int16)
     specs = [

@@ -1,10 +1,10 @@
 """Index arrays kept on disk, named by the md5 of a text that describes them.
 
-Megatron-LM's names, `<md5>.dsc` and `<md5>_<suffix>.npy`, so its caches are found here and ours
-there. Files appear under their names complete or not at all: they are written beside, flushed and
+The names are Megatron-LM's, `<md5>.dsc` and `<md5>_<suffix>.npy`, so its caches are found here and
+ours there. A file appears under its name complete or not at all: it is written beside, flushed and
 renamed. Any number of processes and jobs may therefore build the same arrays at once; they write
 the same bytes. What is on disk is used only if it loads, has the expected type and shape, passes
-the caller's check and is not older than the dataset; else it is built again.
+the caller's check and is not older than the dataset. Otherwise it is built again.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class ArraySpec:
 
 @dataclass(frozen=True)
 class IndexCache:
-    """Where arrays are looked for, and where they go.
+    """The folders in which index arrays are kept.
 
     Attributes:
-        folders: looked through in order; new arrays go to the last. None: nothing is kept.
-        warns: whether this process reports a folder that cannot be written to.
+        folders: Searched in order; new arrays go to the last. Empty: nothing is kept.
+        warns: Whether this process reports a folder that cannot be written to.
     """
 
     folders: tuple[Path, ...]
@@ -56,21 +56,21 @@ class IndexCache:
         is_sound: Callable[[Arrays], bool] = lambda arrays: True,
         source: Path | None = None,
     ) -> Arrays:
-        """The arrays that `description` names: from disk, memory-mapped, or built and kept.
+        """Return the arrays that `description` names, memory-mapped or newly built.
 
         Args:
-            description: text whose md5 is the files' name.
-            specs: expected arrays, in the order that `build` returns them.
-            build: makes the arrays; called only if they are not found.
-            is_sound: further check of arrays found on disk.
-            source: file that the arrays are made from; older arrays are not used.
+            description: The text whose md5 names the files.
+            specs: The expected arrays, in the order in which `build` returns them.
+            build: Makes the arrays; called only if they are not found.
+            is_sound: A further check of arrays found on disk.
+            source: The file that the arrays are made from; older arrays are not used.
 
         Raises:
-            DataError: memory does not hold what is to be built.
+            DataError: The arrays do not fit in memory.
         """
         stem = hashlib.md5(description.encode(), usedforsecurity=False).hexdigest()
         for folder in self.folders:
-            found = _load(folder, stem, specs, source)
+            found = _load(folder / stem, specs, source)
             if found is not None and is_sound(found):
                 return found
         try:
@@ -86,29 +86,38 @@ class IndexCache:
             return arrays
         folder = self.folders[-1]
         try:
-            _save(folder, stem, description, specs, arrays)
+            folder.mkdir(parents=True, exist_ok=True)
+            for spec, array in zip(specs, arrays, strict=True):
+                with renamed_when_done(folder / f"{stem}_{spec.suffix}.npy") as file:
+                    np.save(file, array, allow_pickle=False)
+            with renamed_when_done(folder / f"{stem}.dsc") as file:
+                file.write(description.encode())
         except OSError as error:
             if self.warns:
-                warn(
-                    f"index cache {folder}: cannot write ({error.strerror}); the index is kept in "
-                    "memory and built again at every start. Set --data-cache-path to a folder "
-                    "that can be written to"
-                )
+                warn_of_unwritable(f"index cache {folder}", error)
             return arrays
-        # Mapped pages are shared by all processes of a node; what was built is not.
-        return _load(folder, stem, specs, source) or arrays
+        # Mapped pages are shared by all processes of a node; newly built arrays are not.
+        return _load(folder / stem, specs, source) or arrays
+
+
+def warn_of_unwritable(what: str, error: OSError) -> None:
+    """Say that an index could not be saved, what that costs, and the remedy."""
+    warn(
+        f"{what}: cannot write ({error.strerror}); the index is kept in memory and built again at "
+        "every start. Set --data-cache-path to a folder that can be written to"
+    )
 
 
 @contextlib.contextmanager
 def builder_first(is_builder: bool, barrier: Callable[[], None]) -> Iterator[None]:
     """Run the body in one process, then in the others, which find its files.
 
-    Where they do not, because disks are local to a node, each body builds for itself.
+    If they do not, because disks are local to a node, each body builds for itself.
 
     Args:
-        is_builder: true in exactly one process.
-        barrier: waits until every process has called it; called once a process, also on an error,
-            so that the others meet the error themselves instead of waiting for ever.
+        is_builder: True in exactly one process.
+        barrier: Waits until every process has called it. It is called once per process, also after
+            an error, so that the others meet the error themselves instead of waiting forever.
     """
     if not is_builder:
         barrier()
@@ -119,32 +128,23 @@ def builder_first(is_builder: bool, barrier: Callable[[], None]) -> Iterator[Non
             barrier()
 
 
-def _load(
-    folder: Path, stem: str, specs: Sequence[ArraySpec], source: Path | None
-) -> Arrays | None:
-    """Map the arrays, or None where one is missing, stale, torn or unlike its spec."""
+def open_array(path: Path, source: Path | None) -> np.memmap[Any, Any] | None:
+    """Map the array in `path`; return `None` if it is missing, torn or older than `source`."""
+    try:
+        if source is not None and path.stat().st_mtime < source.stat().st_mtime:
+            return None
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError):
+        return None
+    return array if isinstance(array, np.memmap) else None
+
+
+def _load(stem: Path, specs: Sequence[ArraySpec], source: Path | None) -> Arrays | None:
+    """Map the arrays; return `None` if one is missing, stale, torn or unlike its spec."""
     arrays = []
     for spec in specs:
-        path = folder / f"{stem}_{spec.suffix}.npy"
-        try:
-            if source is not None and path.stat().st_mtime < source.stat().st_mtime:
-                return None
-            array = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError, EOFError):
-            return None
-        if array.dtype != spec.dtype or array.shape != spec.shape:
+        array = open_array(Path(f"{stem}_{spec.suffix}.npy"), source)
+        if array is None or array.dtype != spec.dtype or array.shape != spec.shape:
             return None
         arrays.append(array.view(np.ndarray))
     return tuple(arrays)
-
-
-def _save(
-    folder: Path, stem: str, description: str, specs: Sequence[ArraySpec], arrays: Arrays
-) -> None:
-    """Write every file beside its place, then rename it there."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for spec, array in zip(specs, arrays, strict=True):
-        with renamed_when_done(folder / f"{stem}_{spec.suffix}.npy") as file:
-            np.save(file, array, allow_pickle=False)
-    with renamed_when_done(folder / f"{stem}.dsc") as file:
-        file.write(description.encode())

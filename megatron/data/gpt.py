@@ -1,25 +1,190 @@
-"""Samples of a GPT run: `sequence length + 1` tokens each, cut from documents laid end to end."""
+"""Samples of a GPT run: `sequence length + 1` tokens each, cut from documents laid end to end.
+
+Which tokens make up sample k is a pure function of lengths, seed and counts. All documents of a
+split are repeated for as many epochs as the run needs, shuffled, and laid end to end. Sample row k
+covers the tokens from `k * S` to `(k + 1) * S` inclusive (S the sequence length): S inputs and, one
+further on, S labels; the last token of a row is the first of the next. A second shuffle then
+decides in which order rows are trained on. Three arrays hold the plan:
+
+    documents [E * D]   int32         document of each place, shuffled
+    samples   [N + 1, 2] int32        place in `documents` and token offset where each row starts
+    shuffle   [N]       uint32/int64  row of sample k
+
+The order of random draws and the array types are those of Megatron-LM, so its caches fit ours.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from megatron.data.cache import ArraySpec, IndexCache
-from megatron.data.gpt_index import (
-    GPTIndex,
-    GPTIndexPlan,
-    build_gpt_index,
-    describe_gpt_index,
-    is_sound_gpt_index,
-    plan_gpt_index,
-)
+from megatron.data.datasets import DataRequest, DatasetPart, Datasets, build_datasets
 from megatron.data.indexed import IndexedDataset, bin_path, idx_path
-from megatron.data.sample import outside_vocabulary
+from megatron.data.mock import MockDataset
+from megatron.data.sample import SEGMENT_ENDS, Sample, SampleDataset, outside_vocabulary
 from megatron.errors import DataError
+from megatron.parallel.context.split import split_sequence
+from megatron.parallel.layout import Axis
+
+_INT32_MAX = np.iinfo(np.int32).max
+_CHUNK = 1 << 16  # places a step: the work fits a processor's cache, and memory stays flat
+
+
+class GPTIndex(NamedTuple):
+    """The three arrays described at the top of this file."""
+
+    documents: NDArray[np.int32]
+    samples: NDArray[np.int32]
+    shuffle: NDArray[Any]
+
+
+@dataclass(frozen=True)
+class GPTIndexPlan:
+    """What is known before building: sizes of the arrays, and how the last epoch is shuffled.
+
+    Attributes:
+        num_documents: Documents in the split.
+        seq_length: S, in tokens.
+        epochs: Passes over the split's documents.
+        samples: Rows of the sample index, at least as many as requested.
+        samples_before_last_epoch: Where the separately shuffled last epoch starts; equals `samples`
+            if it is not shuffled separately.
+    """
+
+    num_documents: int
+    seq_length: int
+    epochs: int
+    samples: int
+    samples_before_last_epoch: int
+
+    @property
+    def separate_last_epoch(self) -> bool:
+        """Whether the last epoch, of which little is used, is kept apart from the others."""
+        return self.samples_before_last_epoch < self.samples
+
+    @property
+    def specs(self) -> tuple[ArraySpec, ArraySpec, ArraySpec]:
+        """The name, type and shape of each array of `GPTIndex`."""
+        wide = self.samples >= np.iinfo(np.uint32).max - 1
+        return (
+            ArraySpec("doc_idx", np.dtype("i4"), (self.epochs * self.num_documents,)),
+            ArraySpec("sample_idx", np.dtype("i4"), (self.samples + 1, 2)),
+            ArraySpec("shuffle_idx", np.dtype("i8" if wide else "u4"), (self.samples,)),
+        )
+
+
+def plan_gpt_index(
+    num_documents: int, tokens: int, num_samples: int, seq_length: int
+) -> GPTIndexPlan:
+    """Find the epochs that `num_samples` samples of `seq_length` tokens take.
+
+    Args:
+        num_documents: Documents in the split.
+        tokens: Tokens of one epoch, at least one.
+        num_samples: Samples that the run needs.
+        seq_length: S, in tokens.
+
+    Raises:
+        DataError: The split is so small that its repetitions cannot be counted in 32 bits.
+    """
+    assert tokens > 0, "an empty split has no index"
+    # Least E with (E * tokens - 1) // S >= n.
+    epochs = max(1, -(-(num_samples * seq_length + 1) // tokens))
+    if epochs * num_documents > _INT32_MAX:
+        raise DataError(
+            f"{num_samples} samples of {seq_length} tokens take {epochs} epochs of the split's "
+            f"{num_documents} documents ({tokens} tokens), more than {_INT32_MAX} documents in "
+            "all: give fewer samples or more data, or cut the dataset into several"
+        )
+    together = samples = (epochs * tokens - 1) // seq_length
+    if epochs > 1:  # a last epoch that is used to less than 80% is shuffled by itself
+        before = ((epochs - 1) * tokens - 1) // seq_length
+        if num_samples - before < int(0.80 * ((tokens - 1) // seq_length)):
+            together = before
+    return GPTIndexPlan(num_documents, seq_length, epochs, samples, together)
+
+
+def build_gpt_index(
+    plan: GPTIndexPlan, lengths: NDArray[np.int32], first_document: int, seed: int
+) -> GPTIndex:
+    """Build the three arrays.
+
+    Args:
+        plan: The plan of the split that starts at `first_document`.
+        lengths: Tokens of every sequence of the dataset, `[sequences]`.
+        first_document: First document of the split.
+        seed: Both shuffles draw from a single stream of this seed, documents first.
+    """
+    random = np.random.RandomState(seed)
+    once = np.arange(first_document, first_document + plan.num_documents, dtype=np.int32)
+    documents = np.tile(once, plan.epochs)
+    order = np.arange(plan.samples, dtype=plan.specs[2].dtype)
+    if plan.separate_last_epoch:
+        random.shuffle(documents[: -plan.num_documents])
+        random.shuffle(documents[-plan.num_documents :])
+        random.shuffle(order[: plan.samples_before_last_epoch])
+        random.shuffle(order[plan.samples_before_last_epoch :])
+    else:
+        random.shuffle(documents)
+        random.shuffle(order)
+    samples = build_sample_index(lengths, documents, plan.samples, plan.seq_length)
+    return GPTIndex(documents, samples, order)
+
+
+def build_sample_index(
+    lengths: NDArray[np.int32], documents: NDArray[np.int32], num_samples: int, seq_length: int
+) -> NDArray[np.int32]:
+    """Return where each row starts: place in `documents` and offset in that document, `[N + 1, 2]`.
+
+    Row k starts at token `k * S` of the documents laid end to end. A document that covers the
+    tokens `[a, b)` therefore holds the starts of rows `ceil(a / S)` to `ceil(b / S)`: no search is
+    needed, and an empty document holds none.
+
+    Args:
+        lengths: Tokens of every sequence, `[sequences]`.
+        documents: The sequence at each place, `[places]`.
+        num_samples: N; the documents hold at least `N * S + 1` tokens.
+        seq_length: S.
+    """
+    samples = np.empty((num_samples + 1, 2), np.int32)
+    token = row = 0
+    for first in range(0, len(documents), _CHUNK):
+        sizes = lengths[documents[first : first + _CHUNK]].astype(np.int64)
+        ends = token + np.cumsum(sizes)
+        next_rows = np.minimum((ends + seq_length - 1) // seq_length, num_samples + 1)
+        places = np.repeat(np.arange(len(sizes)), np.diff(next_rows, prepend=row))
+        end_row = row + len(places)
+        starts = np.arange(row, end_row) * seq_length
+        samples[row:end_row, 0] = places + first
+        samples[row:end_row, 1] = starts - (ends - sizes)[places]
+        row, token = end_row, int(ends[-1])
+    assert row == num_samples + 1, "fewer tokens than the samples need"
+    samples[0] = 0  # as in Megatron, the first row stands before leading empty documents
+    return samples
+
+
+def is_sound_gpt_index(plan: GPTIndexPlan, index: GPTIndex, first_document: int) -> bool:
+    """Return whether arrays read from a file can be the plan's, as far as sums and bounds tell.
+
+    A file that was cut and padded with zeros by a crash has the right size, but wrong sums.
+    """
+    ends = (first_document, first_document + plan.num_documents - 1)
+    documents = plan.epochs * sum(ends) * plan.num_documents // 2
+    return (
+        int(index.documents.sum(dtype=np.int64)) == documents
+        and (int(index.documents.min()), int(index.documents.max())) == ends
+        and int(index.shuffle.sum(dtype=np.int64)) == plan.samples * (plan.samples - 1) // 2
+        and int(index.shuffle.max(initial=0)) == max(0, plan.samples - 1)
+        and bool((np.diff(index.samples[:, 0]) >= 0).all())
+        and int(index.samples[-1, 0]) < len(index.documents)
+    )
 
 
 class GPTSample(TypedDict):
@@ -30,28 +195,28 @@ class GPTSample(TypedDict):
 
 
 class GPTDataset:
-    """The samples of one split of one indexed dataset.
+    """The samples of one part of an indexed dataset.
 
     Args:
-        data: the tokens.
-        index: which of them make up each sample.
-        plan: what `index` was built from.
+        data: The tokens.
+        index: Which of them make up each sample.
+        seq_length: Tokens of a sample, but for the last label.
         description: Megatron's text that names the index.
-        vocab_size: ids from here on are refused.
+        vocab_size: Token ids from here on are refused.
     """
 
     def __init__(
         self,
         data: IndexedDataset,
         index: GPTIndex,
-        plan: GPTIndexPlan,
+        seq_length: int,
         *,
         description: str,
         vocab_size: int,
     ) -> None:
         self.data = data
         self.index = index
-        self.plan = plan
+        self.seq_length = seq_length
         self.description = description
         self.vocab_size = vocab_size
 
@@ -59,35 +224,31 @@ class GPTDataset:
         return len(self.index.shuffle)
 
     def __getitem__(self, i: int) -> GPTSample:
-        """Sample `i`: the tokens from the start of its row to that of the next, inclusive.
+        """Return sample `i`: the tokens from the start of its row to that of the next, inclusive.
 
         Raises:
-            DataError: a token id is outside the vocabulary, or index and data do not fit.
+            DataError: A token id is outside the vocabulary, or index and data do not fit.
         """
         row = int(self.index.shuffle[i])
         (first, offset), (last, end) = self.index.samples[row : row + 2].tolist()
-        parts = [
-            self._document(
-                place,
-                start=offset if place == first else 0,
-                stop=end + 1 if place == last else None,
-            )
-            for place in range(first, last + 1)
-        ]
+        parts = []
+        for place in range(first, last + 1):
+            start = offset if place == first else 0
+            length = end + 1 - start if place == last else None
+            try:
+                parts.append(self.data.get(int(self.index.documents[place]), start, length))
+            except IndexError as error:
+                raise self._misfit(place, str(error)) from None
         text = np.concatenate(parts, dtype=np.int64) if parts else np.empty(0, np.int64)
-        if len(text) != self.plan.seq_length + 1:
-            raise self._misfit(i, f"{len(text)} tokens, expected {self.plan.seq_length + 1}")
+        if len(text) != self.seq_length + 1:
+            raise self._misfit(i, f"{len(text)} tokens, expected {self.seq_length + 1}")
         if int(text.max()) >= self.vocab_size:
-            self._refuse_token(first, last)
+            for document in self.index.documents[first : last + 1].tolist():
+                largest = int(self.data.get(document).max(initial=0))
+                if largest >= self.vocab_size:
+                    where = f"{bin_path(self.data.prefix)}: document {document}"
+                    raise outside_vocabulary(where, largest, self.vocab_size)
         return {"text": text, "id": i}
-
-    def _document(self, place: int, start: int, stop: int | None) -> NDArray[Any]:
-        document = int(self.index.documents[place])
-        try:
-            length = None if stop is None else stop - start
-            return self.data.get(document, offset=start, length=length)
-        except IndexError as error:
-            raise self._misfit(place, str(error)) from None
 
     def _misfit(self, at: int, what: str) -> DataError:
         return DataError(
@@ -95,65 +256,153 @@ class GPTDataset:
             "cache (index-cache beside the dataset, or --data-cache-path) so that it is built anew"
         )
 
-    def _refuse_token(self, first: int, last: int) -> None:
-        for document in self.index.documents[first : last + 1].tolist():
-            largest = int(self.data.get(document).max(initial=0))
-            if largest >= self.vocab_size:
-                where = f"{bin_path(self.data.prefix)}: document {document}"
-                raise outside_vocabulary(where, largest, self.vocab_size)
 
-
-def build_gpt_dataset(
-    data: IndexedDataset,
-    bounds: tuple[int, int],
-    *,
-    name: str,
-    num_samples: int,
-    seq_length: int,
-    seed: int,
-    split: str,
-    vocab_size: int,
-    data_cache_path: str | None,
-    warns: bool = True,
+def build_gpt_part(
+    part: DatasetPart, request: DataRequest, *, seq_length: int, vocab_size: int
 ) -> GPTDataset:
-    """Load or build the index of documents `[bounds[0], bounds[1])` and draw a first sample.
-
-    Args:
-        name: train, valid or test; part of the index's name.
-        split: the --split text as the user spelt it; part of the index's name.
-        data_cache_path: folder for the index; None: `index-cache` beside the dataset.
-        warns: whether this process reports a cache folder that cannot be written to.
+    """Load or build the index of one part of a dataset, and draw a first sample.
 
     Raises:
-        DataError: the documents hold no token, too few for the samples asked for, or ids outside
+        DataError: The documents hold no token, too few for the samples requested, or ids outside
             the vocabulary.
     """
-    start, end = bounds
+    data, (start, end), count = part.data, part.bounds, part.num_samples
     tokens = int(data.sequence_lengths[start:end].sum(dtype=np.int64))
     if tokens == 0:
         raise DataError(
-            f"{data.prefix}: the {name} split is documents {start} to {end - 1} of {len(data)}, "
-            f"which hold no token, but {num_samples} samples of {seq_length} tokens are asked "
-            "for: change --split or give more data"
+            f"{data.prefix}: the {part.split} split is documents {start} to {end - 1} of "
+            f"{len(data)}, which hold no token, but {count} samples of {seq_length} tokens are "
+            "requested: change --split or give more data"
         )
-    plan = plan_gpt_index(end - start, tokens, num_samples, seq_length)
-    description = describe_gpt_index(data.prefix, name, num_samples, seq_length, seed, split)
+    plan = plan_gpt_index(end - start, tokens, count, seq_length)
+    # Megatron's text, whose md5 names the cached arrays. Path and --split are as the user spelled
+    # them.
+    description = (
+        "GPT Dataset\n\n"
+        f"Data prefix {data.prefix}\n"
+        f"Dataset name {part.split}\n"
+        f"Number of samples {count}\n"
+        f"Sequence length {seq_length}\n"
+        f"Random seed {request.seed}\n"
+        f"Split {request.data.split}\n"
+    )
+    cache_path = request.data.data_cache_path
     beside = Path(data.prefix).parent / "index-cache"
-    folders = (beside,) if data_cache_path is None else (beside, Path(data_cache_path))
-    arrays = IndexCache(folders, warns).load_or_build(
+    folders = (beside,) if cache_path is None else (beside, Path(cache_path))
+    arrays = IndexCache(folders, request.is_builder).load_or_build(
         description,
-        [
-            ArraySpec(*spec)
-            for spec in zip(
-                ("doc_idx", "sample_idx", "shuffle_idx"), plan.dtypes, plan.shapes, strict=True
-            )
-        ],
-        lambda: build_gpt_index(plan, data.sequence_lengths, start, seed),
+        plan.specs,
+        lambda: build_gpt_index(plan, data.sequence_lengths, start, request.seed),
         is_sound=lambda arrays: is_sound_gpt_index(plan, GPTIndex(*arrays), start),
         source=idx_path(data.prefix),
     )
-    dataset = GPTDataset(
-        data, GPTIndex(*arrays), plan, description=description, vocab_size=vocab_size
-    )
-    _ = dataset[0]  # another tokenizer's dataset is found out here, not at some later step
+    index = GPTIndex(*arrays)
+    dataset = GPTDataset(data, index, seq_length, description=description, vocab_size=vocab_size)
+    _ = dataset[0]  # finds out now, not at some later step, if another tokenizer made the dataset
     return dataset
+
+
+def build_gpt_datasets(request: DataRequest, *, seq_length: int, vocab_size: int) -> Datasets:
+    """Build the datasets of `GPTSample`s that the flags name. Every process calls this.
+
+    Args:
+        request: What the run asks for.
+        seq_length: Tokens of a sample, but for the last label.
+        vocab_size: Entries of the tokenizer; larger ids in the data are refused.
+
+    Raises:
+        ConfigError: No data is named, or --data-path or --split cannot be read.
+        DataError: A dataset is missing, damaged, too small or of another tokenizer.
+    """
+
+    def build_part(part: DatasetPart) -> GPTDataset:
+        return build_gpt_part(part, request, seq_length=seq_length, vocab_size=vocab_size)
+
+    def build_mock(count: int, split: int) -> MockDataset:
+        return MockDataset(count, seq_length, vocab_size, seed=request.seed, split=split)
+
+    return build_datasets(request, build_part, build_mock)
+
+
+class DocumentEnds:
+    """A dataset's samples, each with the ends of the documents in its inputs as `SEGMENT_ENDS`.
+
+    The last of the ends is s. An end-of-document token belongs to the document that it ends.
+
+    Args:
+        dataset: Samples with `text`, [s + 1].
+        eod: Id of the end-of-document token.
+    """
+
+    def __init__(self, dataset: SampleDataset, eod: int) -> None:
+        self._dataset, self._eod = dataset, eod
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, i: int) -> Sample:
+        sample: Sample = self._dataset[i]
+        text = np.asarray(sample["text"])
+        length = len(text) - 1
+        ends = np.flatnonzero(text[: length - 1] == self._eod) + 1
+        return {**sample, SEGMENT_ENDS: np.append(ends, length)}
+
+
+class TokenBatch(NamedTuple):
+    """One micro-batch of a GPT, as the model takes it (b micro-batch, s sequence).
+
+    Attributes:
+        tokens: Inputs, `[b, s]` int64.
+        labels: The token after each input, `[b, s]` int64.
+        loss_mask: 1 where a label counts, otherwise 0, `[b, s]` float32.
+        position_ids: Position of each input, `[b, s]` int64.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+    position_ids: Tensor
+
+
+def make_batch(
+    text: Tensor,
+    *,
+    eod: int,
+    reset_position_ids: bool = False,
+    eod_mask_loss: bool = False,
+) -> TokenBatch:
+    """Cut `text` into inputs and labels, and number the positions.
+
+    An end-of-document token belongs to the document that it ends.
+
+    Args:
+        text: Tokens, `[b, s + 1]`.
+        eod: Id of the end-of-document token.
+        reset_position_ids: Whether positions are counted from 0 in every document.
+        eod_mask_loss: Whether inputs that are end-of-document tokens give no loss.
+    """
+    tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    if reset_position_ids:
+        # Whether each token is the first after an end, `[b, s]`.
+        is_start = torch.nn.functional.pad((tokens == eod)[:, :-1], (1, 0))
+        positions = positions - torch.where(is_start, positions, 0).cummax(dim=1).values
+    loss_mask = make_loss_mask(tokens, eod=eod, eod_mask_loss=eod_mask_loss)
+    return TokenBatch(tokens, labels, loss_mask, positions)
+
+
+def make_loss_mask(tokens: Tensor, *, eod: int, eod_mask_loss: bool) -> Tensor:
+    """Return 1 where the label of an input counts, otherwise 0: `[b, s]` float32."""
+    return (tokens != eod).float() if eod_mask_loss else torch.ones_like(tokens, dtype=torch.float)
+
+
+def context_part(batch: TokenBatch, axis: Axis) -> TokenBatch:
+    """Return this rank's tokens of a whole micro-batch, `[b, s/C]` each, for C context ranks.
+
+    Gradients and losses are averaged over context ranks, so for a mean over the whole batch a
+    rank's loss is C * (loss * loss_mask).sum() / whole loss_mask.sum(): the denominator is that of
+    `batch`, which every context rank holds, not that of the part.
+    """
+    if axis.size == 1:
+        return batch
+    return TokenBatch(*(split_sequence(x, axis, dim=1) for x in batch))

@@ -1,4 +1,9 @@
-"""Micro-batches from a dataset and a sampler, loaded ahead by worker processes."""
+"""Which samples each data-parallel process takes next, and micro-batches of them.
+
+The samplers are pure functions of the consumed samples. A block is one micro-batch of every
+data-parallel process, `m * D` samples. Samples are consumed in whole blocks, so the global batch
+may change at any step to another multiple of a block. Worker processes load ahead.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +12,122 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from megatron.data.document_ends import join_ends
 from megatron.data.sample import SEGMENT_ENDS, Sample, SampleDataset
-from megatron.errors import UserError
+from megatron.errors import DataError, UserError
 
 _PREFETCH = 4  # micro-batches a worker holds ready
-_LOOK_EVERY = 1.0  # seconds between a worker's looks at whether its parent lives
+_LOOK_EVERY = 1.0  # seconds between a worker's checks that its parent is alive
 _LOST = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is )?([^.]+)")
-_broken: list[object] = []  # loaders that lost a worker: see `build_loader`
+_broken: list[object] = []  # loaders that lost a worker, kept for the reason in `build_loader`
+
+
+@dataclass(frozen=True)
+class _Sampler:
+    """What both samplers count with.
+
+    Attributes:
+        total_samples: Samples in the dataset.
+        consumed_samples: Samples that all processes together have taken before.
+        micro_batch: m, samples of one process at a time.
+        rank: r, this process among the D data-parallel ones.
+        size: D, data-parallel processes.
+    """
+
+    total_samples: int
+    consumed_samples: int
+    micro_batch: int
+    rank: int = 0
+    size: int = 1
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.rank < self.size
+        assert self.micro_batch > 0
+        if self.total_samples < self.block:
+            raise DataError(
+                f"the dataset has {self.total_samples} samples, fewer than one micro-batch of "
+                f"{self.micro_batch} on each of {self.size} data-parallel processes: give more "
+                "data, or a smaller --micro-batch-size"
+            )
+
+    @property
+    def block(self) -> int:
+        """Samples of one micro-batch of every process."""
+        return self.micro_batch * self.size
+
+
+@dataclass(frozen=True)
+class SingleSampler(_Sampler):
+    """The dataset's samples in order, once: process r takes `[r * m, (r + 1) * m)` of each block.
+
+    The samples of a step start at the consumed count, for any number of processes and any
+    micro-batch. Samples at the end that do not fill a block are dropped.
+    """
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield the micro-batches of this process until the dataset ends."""
+        last = self.total_samples - self.block
+        for start in range(self.consumed_samples, last + 1, self.block):
+            first = start + self.rank * self.micro_batch
+            yield list(range(first, first + self.micro_batch))
+
+
+@dataclass(frozen=True)
+class CyclicSampler(_Sampler):
+    """The dataset's samples in a new random order each epoch, without end.
+
+    The order is drawn from the epoch's number alone, as in Megatron (not from --seed).
+
+    Attributes:
+        data_sharding: Whether each process shuffles its own contiguous share. Otherwise the
+            processes take turns in a single order of all samples, and the samples of a step are
+            those of its place in that order for any number of processes.
+    """
+
+    data_sharding: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.consumed_samples % self.epoch_samples % self.block:
+            raise DataError(
+                f"--dataloader-type cyclic: {self.consumed_samples} consumed samples are not whole "
+                f"micro-batches of {self.micro_batch} on each of {self.size} data-parallel "
+                "processes: resume with the sizes that the run began with, or use single"
+            )
+
+    @property
+    def epoch_samples(self) -> int:
+        """Samples of one epoch: whole blocks."""
+        return self.total_samples - self.total_samples % self.block
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield the micro-batches of this process, epoch after epoch."""
+        epoch, done = divmod(self.consumed_samples, self.epoch_samples)
+        while True:
+            mine = self._epoch_order(epoch)
+            for start in range(done // self.size, len(mine), self.micro_batch):
+                yield mine[start : start + self.micro_batch].tolist()
+            epoch, done = epoch + 1, 0
+
+    def _epoch_order(self, epoch: int) -> Tensor:
+        """Return the samples of this process in one epoch, `[epoch_samples / D]`."""
+        generator = torch.Generator().manual_seed(epoch)
+        if self.data_sharding:
+            share = self.epoch_samples // self.size
+            return self.rank * share + torch.randperm(share, generator=generator)
+        whole = self.total_samples - self.total_samples % self.micro_batch
+        order = torch.randperm(whole, generator=generator)
+        # Megatron deals out the rest too, which gives some processes one micro-batch more.
+        return order[: self.epoch_samples][self.rank :: self.size]
 
 
 def build_loader(
@@ -41,16 +144,17 @@ def build_loader(
     run continues bit for bit.
 
     Args:
-        sampler: yields the sample numbers of each micro-batch.
-        num_workers: processes that load ahead; 0 loads in this one.
-        seed: of the loader's private generator.
-        pin_memory: copy batches to page-locked memory; only useful with a GPU.
+        dataset: What to load from.
+        sampler: Yields the sample numbers of each micro-batch.
+        num_workers: Processes that load ahead; 0 loads in this one.
+        seed: Seed of the loader's private generator.
+        pin_memory: Whether to copy batches to page-locked memory; only useful with a GPU.
     """
     loader: DataLoader[_ByValue] = DataLoader(
         dataset,  # type: ignore[arg-type]
         batch_sampler=sampler,
         num_workers=num_workers,
-        collate_fn=_collate_by_value,
+        collate_fn=_ByValue.collate,
         generator=torch.Generator().manual_seed(seed),
         worker_init_fn=_leave_signals_to_parent if num_workers else None,
         prefetch_factor=_PREFETCH if num_workers else None,
@@ -63,18 +167,19 @@ def build_loader(
         for batch in batches:
             yield batch.tensors
     finally:
-        # PyTorch closes a loader that nobody holds, and waits then for the thread that pins. One
-        # that has read half of a batch, whose worker was killed, waits for the rest for ever.
+        # PyTorch closes a loader that nobody holds, and then waits for the thread that pins. If
+        # that thread has read half a batch of a worker that was killed, it waits for the rest
+        # forever.
         if any(worker.exitcode for worker in workers):
             _broken.append(batches)
 
 
 @contextmanager
 def lost_workers() -> Iterator[None]:
-    """Where a worker is killed, say so. PyTorch tells it wherever the main thread is just then.
+    """Say so if a worker is killed. PyTorch raises wherever the main thread is at that moment.
 
     Raises:
-        UserError: instead of PyTorch's RuntimeError.
+        UserError: Instead of PyTorch's RuntimeError.
     """
     try:
         yield
@@ -100,58 +205,63 @@ class _ByValue:
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors = tensors
 
+    @classmethod
+    def collate(cls, samples: Sequence[Sample]) -> _ByValue:
+        return cls(collate(samples))
+
+    @classmethod
+    def from_arrays(cls, arrays: dict[str, Any]) -> _ByValue:
+        return cls({name: torch.from_numpy(array) for name, array in arrays.items()})
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return _from_arrays, ({name: part.numpy() for name, part in self.tensors.items()},)
+        return self.from_arrays, ({name: part.numpy() for name, part in self.tensors.items()},)
 
     def pin_memory(self) -> _ByValue:
-        """In page-locked memory: what `DataLoader` calls in a thread of its own."""
+        """Copy to page-locked memory; `DataLoader` calls this in a thread of its own."""
         return _ByValue({name: part.pin_memory() for name, part in self.tensors.items()})
 
 
-def _from_arrays(arrays: Mapping[str, NDArray[Any]]) -> _ByValue:
-    return _ByValue({name: torch.from_numpy(array) for name, array in arrays.items()})
-
-
-def _collate_by_value(samples: Sequence[Sample]) -> _ByValue:
-    return _ByValue(collate(samples))
-
-
 def collate(samples: Sequence[Sample]) -> dict[str, Tensor]:
-    """Stack each part of the samples: `[b, ...]` where it is an array, `[b]` where it is a number;
-    `SEGMENT_ENDS` are joined, see `join_ends`.
+    """Stack each part of the samples: `[b, ...]` for arrays, `[b]` for numbers.
 
-    All int64, but for labels that are numbers with a fraction: float64.
+    All are int64, except that labels with a fraction are float64. `SEGMENT_ENDS` `[k]` become
+    `[k + 1]`: 0, then the ends in the samples laid end to end.
     """
-    columns: dict[str, list[Any]]
-    columns = {name: [sample[name] for sample in samples] for name in samples[0]}
-    return {
-        name: torch.from_numpy(join_ends(values) if name == SEGMENT_ENDS else np.stack(values))
-        for name, values in columns.items()
-    }
+    batch = {}
+    for name in samples[0]:
+        parts: list[Any] = [sample[name] for sample in samples]
+        if name == SEGMENT_ENDS:
+            starts = np.cumsum([0, *(int(ends[-1]) for ends in parts)])
+            shifted = [ends + start for ends, start in zip(parts, starts, strict=False)]
+            batch[name] = torch.from_numpy(np.concatenate([[0], *shifted]))
+        else:
+            batch[name] = torch.from_numpy(np.stack(parts))
+    return batch
 
 
 def _leave_signals_to_parent(worker: int) -> None:
     """Let a worker outlive the signals that tell the whole job to stop.
 
-    The training process saves a checkpoint first and needs its data until then. Only a SIGTERM
-    that the training process itself sends, when it closes the loader, or its end ends the worker.
-    Where the system does not say who sent a signal (macOS), every SIGTERM ends it.
+    The training process saves a checkpoint first and needs its data until then. A worker ends only
+    by a SIGTERM that the training process itself sends when it closes the loader, or when that
+    process ends. If the system does not say who sent a signal (macOS), every SIGTERM ends it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if not hasattr(signal, "sigtimedwait"):
         return
     # Blocked here and, by inheritance, in the thread that waits for it.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    parent = multiprocessing.parent_process()
-    assert parent is not None and parent.pid is not None, "a worker has a parent"
-    threading.Thread(target=_end_with_parent, args=(parent.pid,), daemon=True).start()
+    process = multiprocessing.parent_process()
+    assert process is not None, "a worker has a parent"
+    parent = process.pid
 
+    def end_with_parent() -> None:
+        # A parent that was killed requests nothing and reads nothing: a worker with half a batch
+        # in the pipe, which all workers keep open, would wait at its own end forever.
+        while os.getppid() == parent:
+            received = signal.sigtimedwait({signal.SIGTERM}, _LOOK_EVERY)
+            if received is not None and received.si_pid == parent:
+                break
+        os._exit(0)
 
-def _end_with_parent(parent: int) -> None:
-    """A parent that was killed asks nothing, and reads nothing: a worker that has half a batch in
-    the pipe, which all workers keep open, would wait at its own end for ever."""
-    while os.getppid() == parent:
-        received = signal.sigtimedwait({signal.SIGTERM}, _LOOK_EVERY)
-        if received is not None and received.si_pid == parent:
-            break
-    os._exit(0)
+    threading.Thread(target=end_with_parent, daemon=True).start()

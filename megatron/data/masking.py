@@ -1,6 +1,6 @@
 """Which tokens a BERT or T5 sample hides: whole words, in runs of several.
 
-Both models choose in the same way and differ in how long a run is and in what stands for it. A
+Both models choose in the same way. They differ in how long a run is and in what replaces it. A
 word is a token with the `##` pieces that continue it, and is hidden whole or not at all. The order
 of random draws is that of Megatron-LM, so the same tokens are hidden.
 """
@@ -24,14 +24,15 @@ _NONE = -1  # no token has it
 
 @dataclass(frozen=True)
 class SpecialIds:
-    """The ids that stand for no text, those that the model has, and how many ids there are.
+    """The special ids that a model needs, and the size of the vocabulary.
 
     Attributes:
-        size: entries of the vocabulary.
-        continues: whether each entry continues a word, `[size]` bool.
-        bos: what a T5's decoder reads first.
-        sentinels: what T5 puts in the place of hidden runs, in order.
-        encoder_end: what stands behind the text that its encoder reads.
+        size: Entries of the vocabulary.
+        continues: Whether each entry continues a word, `[size]` bool.
+        pad, cls, sep, mask, eos: The special tokens of those names, or -1.
+        bos: What a T5's decoder reads first.
+        sentinels: What T5 puts in the place of hidden runs, in order.
+        encoder_end: What follows the text that T5's encoder reads.
     """
 
     size: int
@@ -47,10 +48,10 @@ class SpecialIds:
 
     @staticmethod
     def of_bert(tokenizer: Tokenizer) -> SpecialIds:
-        """Those of `tokenizer`, for BERT's samples.
+        """Find the special ids of `tokenizer` for BERT's samples.
 
         Raises:
-            ConfigError: it lacks one.
+            ConfigError: It lacks one.
         """
         continues = np.zeros(tokenizer.vocab_size, bool)
         for entry, index in tokenizer.vocab.items():
@@ -66,10 +67,10 @@ class SpecialIds:
 
     @staticmethod
     def of_t5(tokenizer: Tokenizer) -> SpecialIds:
-        """Those of `tokenizer`, for T5's samples: Megatron's, or T5's own where it has them.
+        """Find the special ids of `tokenizer` for T5's samples: T5's own if it has them.
 
         Raises:
-            ConfigError: it has no sentinels, or lacks another.
+            ConfigError: It has no sentinels, or lacks another special token.
         """
         sentinels = tuple(tokenizer.additional_special_tokens_ids)
         if not sentinels:
@@ -93,10 +94,10 @@ class SpecialIds:
 
     @staticmethod
     def generated(vocab_size: int) -> SpecialIds:
-        """The first ids of any vocabulary: for generated tokens, which stand for no text.
+        """Take the first ids of any vocabulary as special, for generated tokens.
 
         Raises:
-            ConfigError: there are too few ids.
+            ConfigError: There are too few ids.
         """
         if vocab_size < _SMALLEST_GENERATED:
             raise ConfigError(
@@ -108,8 +109,8 @@ class SpecialIds:
         return SpecialIds(vocab_size, none, 0, 1, 2, 3, 4, 5, tuple(sentinels))
 
 
-class Words(NamedTuple):
-    """Word k is `positions[bounds[k] : bounds[k + 1]]` of a sample."""
+class WordSpans(NamedTuple):
+    """The words of a sample: word k is `positions[bounds[k] : bounds[k + 1]]`."""
 
     positions: list[int]
     bounds: list[int]
@@ -118,40 +119,43 @@ class Words(NamedTuple):
         return len(self.bounds) - 1
 
 
-def whole_words(tokens: NDArray[np.int64], ids: SpecialIds) -> Words:
-    """The words of `tokens` `[s]`, [CLS] and [SEP] left out.
+def whole_words(tokens: NDArray[np.int64], ids: SpecialIds) -> WordSpans:
+    """Return the words of `tokens` `[s]`, without [CLS] and [SEP].
 
-    A piece that continues a word belongs to the last word before it even where a [SEP] lies
-    between, which happens where a segment's front was cut off inside a word.
+    A piece that continues a word belongs to the last word before it even if a [SEP] lies between,
+    which happens if a segment's front was cut off inside a word.
     """
     positions = np.flatnonzero((tokens != ids.cls) & (tokens != ids.sep))
     starts = ~ids.continues[tokens[positions]]
     starts[:1] = True
     bounds = [*np.flatnonzero(starts).tolist(), len(positions)]
-    return Words(positions.tolist(), bounds)
+    return WordSpans(positions.tolist(), bounds)
 
 
 def hidden_budget(mask_prob: float, tokens: int, target_length: int) -> float:
-    """How many of a sample's `tokens` may be hidden; a fraction counts as Megatron has it."""
+    """Return how many of a sample's `tokens` may be hidden, fractions rounded as in Megatron."""
     return min(mask_prob * target_length, max(1, round(tokens * mask_prob)))
 
 
 def choose_runs(
-    words: Words,
+    words: WordSpans,
     budget: float,
     draw_words: Callable[[], int],
     random: np.random.RandomState,
 ) -> Iterator[list[int]]:
-    """Positions of one run of words after another, until `budget` positions are chosen.
+    """Yield the positions of one run of words after another, until `budget` positions are chosen.
 
-    Words are tried in random order as starts of a run. A run that would go over the budget is
-    shortened; one that still does, or meets a chosen word, is left out.
+    Words are tried in random order as starts of a run. A run that would exceed the budget is
+    shortened. A run that still exceeds it, or meets a chosen word, is left out.
 
     The caller may draw from `random` between two runs: as in Megatron, its draws for the tokens of
     a run come before those for the next run.
 
     Args:
-        draw_words: length of a run in words, drawn anew for every word that is tried.
+        words: The words of the sample.
+        budget: How many positions may be chosen.
+        draw_words: Draws the length of a run in words; called for every word that is tried.
+        random: Source of the order in which words are tried.
     """
     count = len(words)
     order = np.arange(count)

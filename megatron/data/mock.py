@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.gpt import GPTSample
 from megatron.data.masking import SpecialIds
+from megatron.data.sample import Sample
 from megatron.data.sentence_map import SentenceMapPlan
-from megatron.data.sentence_source import Tokens
 
 _LARGEST_VOCABULARY = 256
 _LARGEST_STEP = 4
@@ -16,48 +15,49 @@ _SENTENCE = 20  # tokens, about
 
 
 class MockDataset:
-    """Samples that count up from a random token by a random step, modulo a small vocabulary.
+    """GPT samples that count up from a random token by a random step, modulo a small vocabulary.
 
-    The step is constant in a sample, so that a model predicts every token but the first two.
-    Sample `i` depends on the seed, the split and `i` only.
+    The step is constant within a sample, so that a model can predict every token but the first
+    two. Sample `i` depends on the seed, the split and `i` only.
 
     Args:
-        num_samples: length of the dataset.
+        num_samples: Length of the dataset.
         seq_length: s, in tokens.
-        vocab_size: ids stay below it, and below 256.
-        split: number that keeps training, validation and test samples apart.
+        vocab_size: Ids stay below it, and below 256.
+        seed: Seed of the draws.
+        split: Number that keeps training, validation and test samples apart.
     """
 
     def __init__(
-        self, num_samples: int, *, seq_length: int, vocab_size: int, seed: int, split: int
+        self, num_samples: int, seq_length: int, vocab_size: int, *, seed: int, split: int
     ) -> None:
         self.num_samples = num_samples
         self.seq_length = seq_length
         self.vocabulary = min(vocab_size, _LARGEST_VOCABULARY)
-        self.seed = seed
-        self.split = split
+        self.place = (seed, split)
+        self.description = "Generated tokens\n"
 
     def __len__(self) -> int:
         return self.num_samples
 
-    def __getitem__(self, i: int) -> GPTSample:
-        """Sample `i`: tokens `[s + 1]`."""
+    def __getitem__(self, i: int) -> Sample:
+        """Return sample `i`: tokens `[s + 1]`."""
         if not 0 <= i < self.num_samples:
             raise IndexError(f"sample {i} of {self.num_samples}")
-        random = np.random.default_rng([self.seed, self.split, i])
+        random = np.random.default_rng([*self.place, i])
         return {"text": _count_up(random, self.seq_length + 1, self.vocabulary), "id": i}
 
 
 class MockSentences:
-    """Sentences of BERT and T5 samples: a sample counts up, as those of `MockDataset`.
+    """Sentences of BERT and T5 samples; a sample counts up like those of `MockDataset`.
 
-    Hidden tokens follow from their neighbours, and which of two segments came first from their
-    ends.
+    Hidden tokens follow from their neighbors, and the order of two segments from their ends.
 
     Args:
-        plan: longest sample, share of short ones, seed.
-        ids: their specials stay out.
-        split: number that keeps training, validation and test samples apart.
+        num_samples: Number of samples.
+        plan: Longest sample, share of short ones, seed.
+        ids: Special ids, which stay out of the sentences.
+        split: Number that keeps training, validation and test samples apart.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class MockSentences:
     def __len__(self) -> int:
         return self.num_samples
 
-    def __getitem__(self, i: int) -> tuple[list[Tokens], int]:
-        """Sentences of sample `i`, two at least, and its length in tokens."""
+    def __getitem__(self, i: int) -> tuple[list[NDArray[np.int64]], int]:
+        """Return the sentences of sample `i`, at least two, and its length in tokens."""
         if not 0 <= i < self.num_samples:
             raise IndexError(f"sample {i} of {self.num_samples}")
         random = np.random.default_rng([self.plan.seed, self.split, i])
@@ -87,7 +87,7 @@ class MockSentences:
 
 
 def _count_up(random: np.random.Generator, length: int, vocabulary: int) -> NDArray[np.int64]:
-    """`[length]` ids below `vocabulary`, from a random one on, by a random step."""
+    """Return `[length]` ids below `vocabulary`, from a random one on, by a random step."""
     start = random.integers(vocabulary)
     step = random.integers(1, _LARGEST_STEP + 1)
     return np.asarray((start + step * np.arange(length, dtype=np.int64)) % vocabulary)

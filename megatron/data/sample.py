@@ -11,23 +11,23 @@ from numpy.typing import ArrayLike, NDArray
 from megatron.errors import DataError
 
 IGNORED_LABEL = -1
-"""Stands where there is nothing to predict."""
+"""The label of a position with nothing to predict."""
 
 SEGMENT_ENDS = "segment_ends"
-"""Part of a sample or batch: where stretches of tokens end that attend within themselves only."""
+"""Part of a sample or batch: the ends of runs of tokens that attend within themselves only."""
 
 Sample = Mapping[str, NDArray[np.int64] | int]
-"""One sample: arrays of one length for the whole dataset (but for `SEGMENT_ENDS`), and `id`, its
-number there."""
+"""One sample: arrays of the same lengths in the whole dataset (but for `SEGMENT_ENDS`), and `id`,
+its number there."""
 
 
 class SampleDataset(Protocol):
-    """Sample `i` is a pure function of seed, data and `i`."""
+    """A dataset whose sample `i` is a pure function of seed, data and `i`."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, i: int) -> Any:
-        """A `Sample`."""
+        """Return a `Sample`."""
         ...
 
 
@@ -36,12 +36,12 @@ class DescribedDataset(SampleDataset, Protocol):
 
     @property
     def description(self) -> str:
-        """Text that differs wherever the samples do."""
+        """Text that differs wherever the samples differ."""
         ...
 
 
 def filled_up(values: ArrayLike, length: int, filler: int) -> NDArray[np.int64]:
-    """`values` with `filler` behind them, `[length]` int64."""
+    """Return `values` followed by `filler`, `[length]` int64."""
     filled = np.full(length, filler, np.int64)
     given = np.asarray(values)
     filled[: len(given)] = given
@@ -49,7 +49,7 @@ def filled_up(values: ArrayLike, length: int, filler: int) -> NDArray[np.int64]:
 
 
 def outside_vocabulary(where: str, token: int, vocab_size: int) -> DataError:
-    """Says that `where` (a file and a place in it) holds a token that the tokenizer has not."""
+    """Return the error for a token id at `where` (a file and a place in it) that is too large."""
     return DataError(
         f"{where} holds the token id {token}, but the vocabulary has {vocab_size} entries: use "
         "the tokenizer that the dataset was preprocessed with, or preprocess it again"

@@ -1,17 +1,20 @@
 """Which sentences make up sample k of a BERT or T5 run: pure functions of lengths, seed and counts.
 
 A sample is a run of sentences of one document, cut where it reaches a target length. The target is
-the longest sample but for about one in `1 / short_seq_prob`, which is drawn evenly between 2 and
-the longest. All documents are gone through again and again until there are enough samples; then the
-samples are shuffled. The map holds a row `first sentence, last sentence + 1, target length` a
-sample, `[n, 3]`. The rules and the order of random draws are those of Megatron-LM, so the samples
-are the same, and its cached maps fit ours.
+the longest sample, except for about one sample in `1 / short_seq_prob`, whose target is drawn
+evenly between 2 and the longest. All documents are gone through again and again until there are
+enough samples. Then the samples are shuffled. The map holds a row `first sentence, last
+sentence + 1, target length` per sample, `[n, 3]`. The rules and the order of random draws are those
+of Megatron-LM, so the samples are the same, and its cached maps fit ours.
 
 How that is fast without a compiler: the sentences of the documents in use, with one more place at
 the end of each document, are numbered as *places*. One random draw is made at every place that a
 sample starts at, and one, unused, at the end of each document. Where the longest target sends each
-place is computed for all of them at once; what is left is to hop from place to place, one draw a
+place is computed for all of them at once. What is left is to hop from place to place, one draw per
 hop, and only the short targets need a search.
+
+Megatron-LM draws in C++, so the same maps need the same streams: `std::mt19937`, which is numpy's
+own Mersenne Twister, and `std::mt19937_64`, which is at the end of this file.
 """
 
 from __future__ import annotations
@@ -24,10 +27,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.mersenne_twister import mt19937, mt19937_64
-
 LONGEST_SENTENCE = 512  # tokens; a document of several sentences with a longer one is left out
 _DRAWS = 1 << 16  # of a step, so that memory stays flat
+_BLOCKS = 256  # state updates in each array of 64-bit draws
+_WORDS, _MIDDLE = 312, 156
+_LOW = np.uint64(0x7FFFFFFF)
+_HIGH = np.uint64(0xFFFFFFFF80000000)
+_TWIST = np.uint64(0xB5026F5AA96619E9)
+_ONE = np.uint64(1)
 
 
 @dataclass(frozen=True)
@@ -35,10 +42,11 @@ class SentenceMapPlan:
     """What decides a map, beside the lengths.
 
     Attributes:
-        num_samples: rows that are needed; whole passes over the documents give more.
-        max_length: longest sample in tokens, special tokens not counted.
-        short_seq_prob: share of samples that are made shorter.
-        min_sentences: fewest sentences of a sample: 2 where it is cut in two segments, else 1.
+        num_samples: Rows that are needed; whole passes over the documents give more.
+        max_length: Longest sample in tokens, without special tokens.
+        short_seq_prob: Share of samples that are made shorter.
+        seed: Seed of all draws.
+        min_sentences: Fewest sentences of a sample: 2 if it is cut into two segments, otherwise 1.
     """
 
     num_samples: int
@@ -49,45 +57,37 @@ class SentenceMapPlan:
 
     @property
     def short_ratio(self) -> int:
-        """One in so many samples is short, on average; 0: none is."""
+        """One in this many samples is short, on average; 0 if none is."""
         return int(1 / self.short_seq_prob + 0.5) if self.short_seq_prob > 0 else 0
 
 
 class _Places(NamedTuple):
     """Where samples can start and documents end, `[places]` each."""
 
-    sentence: NDArray[np.int64]  # at a document's end: the sentence after its last
+    sentence: NDArray[np.int64]  # at a document's end, the sentence after its last
     tokens: NDArray[np.int64]  # of all documents in use up to here
     end: NDArray[np.int64]  # place of the document's end
-
-
-class _PlaceViews(NamedTuple):
-    """The same without numpy's cost of reading one number."""
-
-    sentence: memoryview
-    tokens: memoryview
-    end: memoryview
 
 
 def usable_documents(
     documents: NDArray[np.int64], lengths: NDArray[np.int32], min_sentences: int
 ) -> NDArray[np.bool_]:
-    """Whether samples are taken from each document, `[D]`.
+    """Return whether samples are taken from each document, `[D]`.
 
-    A document needs `min_sentences`, and, where it has several, none above 512 tokens.
+    A document needs `min_sentences`, and if it has several, none above 512 tokens.
 
     Args:
-        documents: first sentence of each document, then the end of the last, `[D + 1]`.
-        lengths: tokens of every sentence of the dataset.
+        documents: First sentence of each document, then the end of the last, `[D + 1]`.
+        lengths: Tokens of every sentence of the dataset.
+        min_sentences: Fewest sentences of a sample.
     """
-    counts = np.diff(documents)
-    return (counts >= min_sentences) & ~overlong_documents(documents, lengths)
+    return (np.diff(documents) >= min_sentences) & ~overlong_documents(documents, lengths)
 
 
 def overlong_documents(
     documents: NDArray[np.int64], lengths: NDArray[np.int32]
 ) -> NDArray[np.bool_]:
-    """Whether each document has several sentences, one of them above 512 tokens, `[D]`."""
+    """Return whether each document has several sentences, one of them above 512 tokens, `[D]`."""
     first, last = int(documents[0]), int(documents[-1])
     long_so_far = np.zeros(last - first + 1, np.int64)
     np.cumsum(lengths[first:last] > LONGEST_SENTENCE, out=long_so_far[1:])
@@ -97,16 +97,18 @@ def overlong_documents(
 def build_sentence_map(
     plan: SentenceMapPlan, documents: NDArray[np.int64], lengths: NDArray[np.int32]
 ) -> NDArray[Any]:
-    """The map, `[n, 3]` uint32, uint64 from 2^32 sentences on; n is at least `plan.num_samples`.
+    """Return the map, `[n, 3]` uint32, or uint64 from 2^32 sentences on.
+
+    n is at least `plan.num_samples`.
 
     Args:
-        documents: as for `usable_documents`, at least one of them usable.
-        lengths: as there.
+        plan: What decides the map, beside the lengths.
+        documents: Bounds as for `usable_documents`, at least one document of them usable.
+        lengths: Tokens of every sentence of the dataset.
     """
     rows = _rows_in_order(plan, _places(plan, documents, lengths))
-    wide = len(lengths) > np.iinfo(np.uint32).max
-    parts = [part.astype(np.uint64 if wide else np.uint32) for part in rows]
-    in_order = np.concatenate(parts)
+    dtype = np.uint64 if len(lengths) > np.iinfo(np.uint32).max else np.uint32
+    in_order = np.concatenate([part.astype(dtype) for part in rows])
     return in_order[_shuffled(len(in_order), plan.seed + 1)]
 
 
@@ -129,13 +131,15 @@ def _places(
 
 
 def _rows_in_order(plan: SentenceMapPlan, places: _Places) -> Iterator[NDArray[np.int64]]:
-    """Rows `[some, 3]`, whole passes over the documents until there are enough."""
-    hops = _longest_hops(plan, places).data
-    views = _PlaceViews(*(array.data for array in places))
+    """Yield rows `[some, 3]`, whole passes over the documents until there are enough."""
+    hops = _longest_hops(plan, places)
     place = found = 0
     for draws in mt19937(plan.seed, _DRAWS):
-        targets = _targets(plan, draws)
-        path, place = _walk(place, targets, plan, hops, views)
+        targets = np.full(len(draws), plan.max_length, np.int64)
+        if plan.short_ratio:
+            short = draws % plan.short_ratio == 0
+            targets[short] = 2 + draws[short] % (plan.max_length - 1)
+        path, place = _walk(place, targets, plan, hops, places)
         visited = np.array([*path, place])
         is_row = visited[:-1] != places.end[visited[:-1]]
         before = found + np.cumsum(is_row) - is_row  # rows before each visit
@@ -150,9 +154,9 @@ def _rows_in_order(plan: SentenceMapPlan, places: _Places) -> Iterator[NDArray[n
 
 
 def _longest_hops(plan: SentenceMapPlan, places: _Places) -> NDArray[np.int64]:
-    """Where a sample of the longest target that starts at each place ends, `[places]`.
+    """Return where a sample of the longest target that starts at each place ends, `[places]`.
 
-    That is after the sentence that reaches the target, if two more are left; else with the
+    It ends after the sentence that reaches the target if two more are left, otherwise with the
     document. The end of a document leads to the next one, the last end to the first place.
     """
     number = np.arange(len(places.end))
@@ -165,23 +169,20 @@ def _longest_hops(plan: SentenceMapPlan, places: _Places) -> NDArray[np.int64]:
     return hops
 
 
-def _targets(plan: SentenceMapPlan, draws: NDArray[np.uint32]) -> NDArray[np.int64]:
-    """Target length by each draw."""
-    targets = np.full(len(draws), plan.max_length, np.int64)
-    if plan.short_ratio:
-        short = draws % plan.short_ratio == 0
-        targets[short] = 2 + draws[short] % (plan.max_length - 1)
-    return targets
-
-
 def _walk(
     place: int,
     targets: NDArray[np.int64],
     plan: SentenceMapPlan,
-    hops: memoryview,
-    places: _PlaceViews,
+    longest_hops: NDArray[np.int64],
+    places: _Places,
 ) -> tuple[list[int], int]:
-    """Hop once for each target from `place` on: the places left behind, and the one reached."""
+    """Hop once for each target, from `place` on.
+
+    Returns:
+        The places left behind, and the one reached.
+    """
+    # Views without numpy's cost of reading a single number.
+    hops, tokens, ends = longest_hops.data, places.tokens.data, places.end.data
     path: list[int] = []
     visit = path.append
     short = np.flatnonzero(targets != plan.max_length)
@@ -191,12 +192,12 @@ def _walk(
             visit(place)
             place = hops[place]
         visit(place)
-        end = places.end[place]
+        end = ends[place]
         if place == end:
             place = hops[place]
         else:
-            tokens = places.tokens[place] + target
-            reached = bisect_left(places.tokens, tokens, place + plan.min_sentences, end)
+            start = place + plan.min_sentences
+            reached = bisect_left(tokens, tokens[place] + target, start, end)
             place = reached if end - reached > 1 else end
         done = i + 1
     for _ in range(len(targets) - done):
@@ -206,7 +207,7 @@ def _walk(
 
 
 def _shuffled(count: int, seed: int) -> NDArray[np.int64]:
-    """The numbers below `count` after C++'s Fisher-Yates shuffle from the end."""
+    """Return the numbers below `count` after C++'s Fisher-Yates shuffle from the end."""
     order = list(range(count))
     i = count - 1
     for draws in mt19937_64(seed):
@@ -226,7 +227,7 @@ def is_sound_sentence_map(
     documents: NDArray[np.int64],
     lengths: NDArray[np.int32],
 ) -> bool:
-    """Whether rows read from a file can be the plan's, as far as sums and bounds tell.
+    """Return whether rows read from a file can be the plan's, as far as sums and bounds tell.
 
     The rows of one pass over the documents hold every sentence of the usable ones once.
     """
@@ -242,3 +243,39 @@ def is_sound_sentence_map(
         and int(sizes.sum()) % int((ends - starts).sum()) == 0
         and (int(target.min()) >= 2 and int(target.max()) <= plan.max_length)
     )
+
+
+def mt19937(seed: int, block: int) -> Iterator[NDArray[np.uint32]]:
+    """Yield the draws of `std::mt19937(seed)` without end, in arrays of `block`."""
+    random = np.random.RandomState(seed % 2**32)
+    while True:
+        yield random.randint(0, 2**32, block, dtype=np.uint32)  # one unchanged draw each
+
+
+def mt19937_64(seed: int) -> Iterator[NDArray[np.uint64]]:
+    """Yield the draws of `std::mt19937_64(seed)` without end, in arrays of one size."""
+    words = [seed % 2**64]
+    for i in range(1, _WORDS):
+        words.append((6364136223846793005 * (words[-1] ^ (words[-1] >> 62)) + i) % 2**64)
+    state = np.array(words, np.uint64)
+    while True:
+        block = np.empty((_BLOCKS, _WORDS), np.uint64)
+        for new in block:
+            # Each word needs its old self, the next word and the one 156 on.
+            mixed = _mix(state[:-1], state[1:])
+            new[:_MIDDLE] = state[_MIDDLE:] ^ mixed[:_MIDDLE]
+            new[_MIDDLE:-1] = new[: _MIDDLE - 1] ^ mixed[_MIDDLE:]
+            new[-1:] = new[_MIDDLE - 1 : _MIDDLE] ^ _mix(state[-1:], new[:1])
+            state = new
+        state = state.copy()
+        draws = block.reshape(-1)
+        draws ^= (draws >> np.uint64(29)) & np.uint64(0x5555555555555555)
+        draws ^= (draws << np.uint64(17)) & np.uint64(0x71D67FFFEDA60000)
+        draws ^= (draws << np.uint64(37)) & np.uint64(0xFFF7EEE000000000)
+        draws ^= draws >> np.uint64(43)
+        yield draws
+
+
+def _mix(word: NDArray[np.uint64], following: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    joined = (word & _HIGH) | (following & _LOW)
+    return (joined >> _ONE) ^ (joined & _ONE) * _TWIST

@@ -1,74 +1,252 @@
-"""Splitting text into sentences with NLTK's Punkt, without a download."""
+"""Runs of sentences, one run per sample: what BERT's and T5's samples are made of.
+
+Sentence maps are kept on disk under Megatron-LM's names:
+
+    <prefix>_<split>_indexmap_<samples>mns_<longest>msl_<short share>ssp_<seed>s.npy
+
+The name leaves out what else decides a map: --split, whether two segments are needed, the data
+itself. We write that as text behind the array, where numpy does not look, so that a map is never
+taken for another. A second map that claims a name in use gets the text's digest in its own name.
+Maps that Megatron wrote have no such text: they are used if they can be the requested map.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+import dataclasses
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
 
-from megatron.errors import ConfigError
+import numpy as np
+from numpy.typing import NDArray
 
-# Punkt takes text in slices of this many characters; its memory grows with the slice.
-_SLICE = 1_000_000
+from megatron.data.cache import open_array, warn_of_unwritable
+from megatron.data.datasets import DataRequest, DatasetPart, Datasets, build_datasets
+from megatron.data.indexed import IndexedDataset, bin_path, idx_path
+from megatron.data.masking import SpecialIds
+from megatron.data.mock import MockSentences
+from megatron.data.sample import DescribedDataset, outside_vocabulary
+from megatron.data.sentence_map import (
+    LONGEST_SENTENCE,
+    SentenceMapPlan,
+    build_sentence_map,
+    is_sound_sentence_map,
+    overlong_documents,
+    usable_documents,
+)
+from megatron.durable import renamed_when_done
+from megatron.errors import ConfigError, DataError, warn
+from megatron.tokenizer.base import Tokenizer
+
+_SHORTEST = 2  # tokens of text in a sample
+Tokens = NDArray[Any]
 
 
-class SentenceSplitter:
-    """Cuts text at the ends of sentences.
+class SentenceSource(Protocol):
+    """The sentences and the target length of each sample."""
+
+    @property
+    def description(self) -> str:
+        """Text that differs wherever the sentences differ."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, i: int) -> tuple[list[Tokens], int]:
+        """Return the sentences of sample `i`, and how many of their tokens it may hold."""
+        ...
+
+
+class MappedSentences:
+    """The sentences that a map names, from an indexed dataset.
 
     Args:
-        punkt: an NLTK Punkt tokenizer.
-        keep_newlines: keep the white space after each sentence with it.
+        data: The dataset.
+        rows: The map, as `build_sentence_map` returns it.
+        description: Text that describes the map.
+        vocab_size: Token ids from here on are refused.
     """
 
-    def __init__(self, punkt: Any, *, keep_newlines: bool) -> None:
-        self._punkt = punkt
-        self._keep_newlines = keep_newlines
+    def __init__(
+        self, data: IndexedDataset, rows: NDArray[Any], *, description: str, vocab_size: int
+    ) -> None:
+        self.data = data
+        self.rows = rows
+        self.description = description
+        self.vocab_size = vocab_size
 
-    def split(self, text: str) -> list[str]:
-        """Sentences of `text` in order."""
-        sentences: list[str] = []
-        for start in range(0, len(text), _SLICE):
-            sentences += self._split_slice(text[start : start + _SLICE])
-        return sentences
+    def __len__(self) -> int:
+        return len(self.rows)
 
-    def _split_slice(self, text: str) -> Iterator[str]:
-        spans = list(self._punkt.span_tokenize(text))
-        if not self._keep_newlines:
-            return (text[start:end] for start, end in spans)
-        # With its white space, a sentence reaches to the start of the next.
-        starts = [start for start, _ in spans]
-        ends = [*starts[1:], len(text)]
-        return (text[start:end] for start, end in zip(starts, ends, strict=True))
+    def __getitem__(self, i: int) -> tuple[list[Tokens], int]:
+        """Return the sentences and the target of row `i`.
 
-
-def installed_punkt(language: str) -> Any | None:
-    """NLTK's trained Punkt of `language`, or None where its data is not installed."""
-    import nltk
-    from nltk.tokenize.punkt import PunktTokenizer
-
-    try:
-        nltk.data.find(f"tokenizers/punkt_tab/{language}/")
-    except LookupError:
-        return None
-    return PunktTokenizer(language)
+        Raises:
+            DataError: A token id is outside the vocabulary.
+        """
+        first, end, target = self.rows[i].tolist()
+        sentences = [self.data.get(number) for number in range(first, end)]
+        for number, sentence in enumerate(sentences, start=first):
+            if len(sentence) and int(sentence.max()) >= self.vocab_size:
+                where = f"{bin_path(self.data.prefix)}: sentence {number}"
+                raise outside_vocabulary(where, int(sentence.max()), self.vocab_size)
+        return sentences, target
 
 
-def train_punkt(texts: Iterable[str], characters: int = 10_000_000) -> Any:
-    """Punkt trained on the first `characters` of `texts`: it learns abbreviations and how
-    sentences start from the text itself.
+@dataclasses.dataclass(frozen=True)
+class SentenceRequest:
+    """What one kind of sample asks of its sentences.
+
+    Attributes:
+        flag: The flag that gives the length, for messages.
+        length: Tokens of a sample, special tokens included.
+        reserved: How many of them are special tokens.
+        min_sentences: Fewest sentences of a sample.
+        find_ids: Finds the kind's special ids in a tokenizer.
+    """
+
+    flag: str
+    length: int
+    reserved: int
+    min_sentences: int
+    find_ids: Callable[[Tokenizer], SpecialIds]
+
+
+def build_sentence_datasets(
+    request: DataRequest,
+    wanted: SentenceRequest,
+    tokenizer: Tokenizer,
+    build: Callable[[SentenceSource, SpecialIds], DescribedDataset],
+) -> Datasets:
+    """Build the datasets that `build` makes of sentences. Every process calls this.
+
+    Args:
+        request: What the run asks for.
+        wanted: What the kind of sample asks for.
+        tokenizer: Gives the special ids.
+        build: Makes the samples from sentences and special ids.
 
     Raises:
-        ConfigError: there is no text to learn from.
+        ConfigError: The sequence has no room for text, the vocabulary lacks a special token, no
+            data is named, or --data-path or --split cannot be read.
+        DataError: A dataset is missing, damaged, too small or of another tokenizer.
     """
-    from nltk.tokenize.punkt import PunktSentenceTokenizer, PunktTrainer
+    if wanted.length < wanted.reserved + _SHORTEST:
+        raise ConfigError(
+            f"{wanted.flag} {wanted.length}: {wanted.reserved} tokens are kept for special ones: "
+            f"give at least {wanted.reserved + _SHORTEST}"
+        )
+    data = request.data
+    plan = SentenceMapPlan(
+        num_samples=0,
+        max_length=wanted.length - wanted.reserved,
+        short_seq_prob=data.short_seq_prob,
+        seed=request.seed,
+        min_sentences=wanted.min_sentences,
+    )
+    find_ids = wanted.find_ids
+    ids = SpecialIds.generated(tokenizer.vocab_size) if data.mock_data else find_ids(tokenizer)
 
-    trainer = PunktTrainer()
-    seen = 0
-    for text in texts:
-        if seen >= characters:
-            break
-        trainer.train(text[: characters - seen], finalize=False)
-        seen += len(text)
-    if not seen:
-        raise ConfigError("--split-sentences: the input holds no text to learn sentences from")
-    trainer.finalize_training()
-    return PunktSentenceTokenizer(trainer.get_params())
+    def build_part(part: DatasetPart) -> DescribedDataset:
+        of_part = dataclasses.replace(plan, num_samples=part.num_samples)
+        dataset = build(map_sentences(part, of_part, request, vocab_size=ids.size), ids)
+        _ = dataset[0]  # finds out now, not at some later step, if another tokenizer made the data
+        return dataset
+
+    def build_mock(count: int, split: int) -> DescribedDataset:
+        return build(MockSentences(count, plan, ids, split=split), ids)
+
+    return build_datasets(
+        request,
+        build_part,
+        build_mock,
+        count_documents=lambda dataset: len(dataset.document_indices) - 1,
+    )
+
+
+def map_sentences(
+    part: DatasetPart, plan: SentenceMapPlan, request: DataRequest, *, vocab_size: int
+) -> MappedSentences:
+    """Load or build the map of a part's documents.
+
+    The map is kept beside the dataset, or in the folder of --data-cache-path.
+
+    Raises:
+        DataError: No document can be used.
+    """
+    data, (start, end) = part.data, part.bounds
+    documents, lengths = data.document_indices[start : end + 1], data.sequence_lengths
+    if not usable_documents(documents, lengths, plan.min_sentences).any():
+        need = "a sentence in a document"
+        if plan.min_sentences > 1:
+            need = "at least two sentences in a document (or --bert-no-binary-head)"
+        raise DataError(
+            f"{data.prefix}: no sample can be made of the {part.split} documents {start} to "
+            f"{end - 1}: this takes {need}, none of them over {LONGEST_SENTENCE} tokens. "
+            "Preprocess the text with --split-sentences, change --split or give more data"
+        )
+    lost = int(overlong_documents(documents, lengths).sum())
+    if request.is_builder and lost:  # Megatron leaves them out silently
+        warn(
+            f"{data.prefix}: {lost} of the {end - start} {part.split} documents are left out, "
+            f"because they hold a sentence of more than {LONGEST_SENTENCE} tokens: split sentences "
+            "more finely when preprocessing to keep them"
+        )
+    description = (
+        "Sentence map\n\n"
+        f"Dataset name {part.split}\n"
+        f"Documents {start} to {end}\n"
+        f"Sentences {len(data)}\n"
+        f"Tokens {data.num_tokens}\n"
+        f"Number of samples {plan.num_samples}\n"
+        f"Longest sample {plan.max_length}\n"
+        f"One short in {plan.short_ratio}\n"
+        f"Fewest sentences {plan.min_sentences}\n"
+        f"Random seed {plan.seed}\n"
+    )
+    stem = (
+        f"{data.prefix}_{part.split}_indexmap_{plan.num_samples}mns_{plan.max_length}msl_"
+        f"{plan.short_seq_prob:0.2f}ssp_{plan.seed}s"
+    )
+    digest = hashlib.md5(description.encode(), usedforsecurity=False).hexdigest()[:8]
+    beside = [Path(f"{stem}.npy"), Path(f"{stem}_{digest}.npy")]
+    cache_path = request.data.data_cache_path
+    own = beside if cache_path is None else [Path(cache_path) / path.name for path in beside]
+    source = idx_path(data.prefix)
+    candidates = (_load(path, description, source) for path in dict.fromkeys([*beside, *own]))
+    sound = (
+        found
+        for found in candidates
+        if found is not None and is_sound_sentence_map(plan, found, documents, lengths)
+    )
+    rows = next(sound, None)
+    if rows is None:
+        rows = build_sentence_map(plan, documents, lengths)
+        taken = open_array(own[0], source)
+        path = own[0] if taken is None or taken.ndim != 2 else own[1]
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with renamed_when_done(path) as file:
+                np.save(file, rows, allow_pickle=False)
+                file.write(description.encode())
+        except OSError as error:
+            if request.is_builder:
+                warn_of_unwritable(f"sentence map {path}", error)
+        else:
+            # Mapped pages are shared by all processes of a node; newly built rows are not.
+            mapped = _load(path, description, source)
+            rows = rows if mapped is None else mapped
+    described = f"Data prefix {data.prefix}\n{description}"
+    return MappedSentences(data, rows, description=described, vocab_size=vocab_size)
+
+
+def _load(path: Path, description: str, source: Path) -> NDArray[Any] | None:
+    """Return the rows in `path` if they are `[n, 3]` and no text says they are another map's."""
+    rows = open_array(path, source)
+    if rows is None or rows.ndim != 2 or rows.shape[1] != 3 or rows.dtype.kind != "u":
+        return None
+    with path.open("rb") as file:
+        file.seek(rows.offset + rows.nbytes)
+        text = file.read()
+    return rows.view(np.ndarray) if text in (b"", description.encode()) else None

@@ -1,13 +1,13 @@
-"""Samples of a T5 run: runs of words taken out of a text, and asked for.
+"""Samples of a T5 run: runs of words are taken out of a text, and the model has to restore them.
 
     text            the cat sat on the mat
     encoder reads   the <0> on <1> mat
     decoder reads   [BOS] <0> cat sat <1> the
     labels          <0> cat sat <1> the [EOS]
 
-<0>, <1> ... are the sentinels of --vocab-extra-ids. With a T5's own tokenizer they are its own, the
-encoder's text ends with [EOS] too, and what the decoder reads begins with padding in the place of
-[BOS], as `transformers` has it. e is the encoder's sequence length, d the decoder's.
+<0>, <1> ... are the sentinels of --vocab-extra-ids. A T5's own tokenizer has sentinels of its own.
+Then the encoder's text ends with [EOS] too, and the decoder's begins with padding instead of [BOS],
+as in `transformers`. e is the encoder's sequence length, d the decoder's.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from typing import TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.data.datasets import DataRequest, Datasets
 from megatron.data.masking import SpecialIds, choose_runs, hidden_budget, whole_words
 from megatron.data.sample import IGNORED_LABEL, filled_up
-from megatron.data.sentence_source import SentenceSource
+from megatron.data.sentences import SentenceRequest, SentenceSource, build_sentence_datasets
+from megatron.tokenizer.base import Tokenizer
 
 # Tokens of the encoder's sequence that no text may take. Megatron keeps two, for [CLS] and [SEP],
-# which it then does not write; T5's own samples need one, for [EOS].
-RESERVED_TOKENS = 2
+# but does not write them; T5's own samples need one, for [EOS].
+_RESERVED_TOKENS = 2
 _LONGEST_RUN = 10  # words
 _RUN_END = 0.2  # chance that a run ends after each word
 
@@ -32,17 +34,17 @@ _RUN_END = 0.2  # chance that a run ends after each word
 class T5Sample(TypedDict):
     """One sample, arrays of int64.
 
-    Megatron's masks `[e, e]`, `[d, d]` and `[d, e]` follow from the two here, on the device: a
-    query that is no padding attends to keys that are none (the decoder's to none after itself).
+    Megatron's masks `[e, e]`, `[d, d]` and `[d, e]` follow from the two here, on the device: only
+    tokens that are not padding attend and are attended to (in the decoder, no later ones).
 
     Attributes:
-        text_enc: what the encoder reads, `[e]`.
-        text_dec: what the decoder reads, `[d]`.
-        labels: the token after each of the decoder's; -1 at padding, `[d]`.
+        text_enc: What the encoder reads, `[e]`.
+        text_dec: What the decoder reads, `[d]`.
+        labels: The token after each of the decoder's, -1 at padding, `[d]`.
         loss_mask: 1 where a label counts, `[d]`.
-        enc_mask: 1 where a token of `text_enc` is no padding, `[e]`.
-        dec_mask: 1 where a token of `text_dec` is no padding, `[d]`.
-        id: its number.
+        enc_mask: 0 where a token of `text_enc` is padding, otherwise 1, `[e]`.
+        dec_mask: 0 where a token of `text_dec` is padding, otherwise 1, `[d]`.
+        id: The sample's number.
     """
 
     text_enc: NDArray[np.int64]
@@ -61,7 +63,8 @@ class T5Options:
     Attributes:
         encoder_length: e.
         decoder_length: d.
-        mask_prob: share of tokens to take out.
+        mask_prob: Share of tokens to take out.
+        seed: Seed of all draws; sample i adds its number.
     """
 
     encoder_length: int
@@ -71,27 +74,27 @@ class T5Options:
 
 
 class T5Dataset:
-    """T5's samples over runs of sentences."""
+    """T5's samples, made from runs of sentences."""
 
     def __init__(self, source: SentenceSource, ids: SpecialIds, options: T5Options) -> None:
         self.source = source
         self.ids = ids
         self.options = options
-        self._random = np.random.RandomState()  # seeded anew for every sample
+        self._random = np.random.RandomState()  # seeded again for every sample
 
     @property
     def description(self) -> str:
-        """Text that differs wherever the samples do."""
+        """Text that differs wherever the samples differ."""
         return f"T5 Dataset\n\n{self.source.description}{self.options}\n"
 
     def __len__(self) -> int:
         return len(self.source)
 
     def __getitem__(self, i: int) -> T5Sample:
-        """Sample `i`.
+        """Return sample `i`.
 
         Raises:
-            DataError: a token id is outside the vocabulary.
+            DataError: A token id is outside the vocabulary.
         """
         sentences, target = self.source[i]
         self._random.seed((self.options.seed + i) % 2**32)
@@ -112,10 +115,10 @@ class T5Dataset:
         }
 
     def _runs(self, text: NDArray[np.int64], target: int) -> list[list[int]]:
-        """Positions of the runs to take out, from first to last.
+        """Return the positions of the runs to take out, from first to last.
 
-        There are at most as many as sentinels, and as the decoder has room for: Megatron stops
-        with an error where it draws more.
+        There are at most as many as there are sentinels, and as the decoder has room for. Megatron
+        stops with an error if it draws more.
         """
         random = self._random
         budget = hidden_budget(self.options.mask_prob, len(text), target)
@@ -136,7 +139,7 @@ class T5Dataset:
 def take_out(
     text: NDArray[np.int64], runs: list[list[int]], sentinels: tuple[int, ...]
 ) -> tuple[list[int], list[int]]:
-    """`text` with a sentinel for each run, and each run behind its sentinel."""
+    """Return `text` with a sentinel for each run, and the runs, each behind its sentinel."""
     left: list[int] = []
     taken_out: list[int] = []
     start = 0
@@ -145,3 +148,34 @@ def take_out(
         taken_out += [sentinel, *text[run].tolist()]
         start = run[-1] + 1
     return left + text[start:].tolist(), taken_out
+
+
+def build_t5_datasets(
+    request: DataRequest,
+    *,
+    encoder_seq_length: int,
+    decoder_seq_length: int,
+    tokenizer: Tokenizer,
+) -> Datasets:
+    """Build the datasets of `T5Sample`s that the flags name. Every process calls this.
+
+    Args:
+        request: What the run asks for.
+        encoder_seq_length: Tokens that the encoder reads.
+        decoder_seq_length: Tokens that the decoder reads.
+        tokenizer: Gives the special ids.
+
+    Raises:
+        ConfigError: The sequence has no room for text, the vocabulary has no sentinels, no data is
+            named, or --data-path or --split cannot be read.
+        DataError: A dataset is missing, damaged, too small or of another tokenizer.
+    """
+    options = T5Options(
+        encoder_seq_length, decoder_seq_length, request.data.mask_prob, request.seed
+    )
+    wanted = SentenceRequest(
+        "--encoder-seq-length", encoder_seq_length, _RESERVED_TOKENS, 1, SpecialIds.of_t5
+    )
+    return build_sentence_datasets(
+        request, wanted, tokenizer, lambda sentences, ids: T5Dataset(sentences, ids, options)
+    )

@@ -1,7 +1,7 @@
 """Reading corpora: JSON lines (plain, .gz, .zst), parquet and text files, in blocks of lines.
 
-Whatever the format, a block is some whole lines of JSON, a document a line. Of a plain JSON lines
-file only the place is given, so that whoever parses the block also reads it.
+Whatever the format, a block is some whole lines of JSON, one document per line. For a plain JSON
+lines file only the place is given, so that the process that parses a block also reads it.
 """
 
 from __future__ import annotations
@@ -9,11 +9,14 @@ from __future__ import annotations
 import glob
 import gzip
 import io
+import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
+
+import orjson
 
 from megatron.errors import DataError
 
@@ -21,21 +24,38 @@ BLOCK_BYTES = 2 << 20
 _JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 _TEXT_SUFFIXES = (".txt",)
 _PARQUET_SUFFIXES = (".parquet",)
+_SUFFIXES = (*_JSON_SUFFIXES, *_PARQUET_SUFFIXES, *_TEXT_SUFFIXES)
 _PACKED_SUFFIXES = (".gz", ".zst")
+_KNOWN = (
+    f"{', '.join(_JSON_SUFFIXES)}, each also with .gz or .zst; "
+    f"{', '.join((*_PARQUET_SUFFIXES, *_TEXT_SUFFIXES))}"
+)
 _PARQUET_ROWS = 1000
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_JSON_KINDS = {
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+    dict: "an object",
+    list: "a list",
+    str: "a string",
+    type(None): "null",
+}
+
+Value = str | list[str]
+"""A document's text, or its sentences if they are split already."""
 
 
 @dataclass(frozen=True)
-class Block:
+class TextBlock:
     """Whole lines of one file.
 
     Attributes:
-        path: the file.
-        offset: bytes of (unpacked) text before the block.
-        size: bytes of the block.
-        done: bytes of the file, as it lies on the disk, up to the block's end: for progress.
-        data: the lines, or None where they stand in the file at `offset`.
+        path: The file.
+        offset: Bytes of (unpacked) text before the block.
+        size: Bytes of the block.
+        done: Bytes of the file on the disk up to the block's end, for progress.
+        data: The lines, or `None` if they are in the file at `offset`.
     """
 
     path: str
@@ -45,10 +65,10 @@ class Block:
     data: bytes | None = None
 
     def read(self) -> bytes:
-        """The lines.
+        """Return the lines.
 
         Raises:
-            DataError: the file became shorter since it was listed.
+            DataError: The file became shorter since it was listed.
         """
         if self.data is not None:
             return self.data
@@ -60,69 +80,144 @@ class Block:
         return data
 
 
+class BadLine(NamedTuple):
+    """A line that gives no document: its number (from 0) and byte offset in its block, and why."""
+
+    line: int
+    offset: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Documents of one block.
+
+    Attributes:
+        values: The value of each key, for each document.
+        places: Line and byte offset of each document in the block.
+        lines: Lines of the block, including blank and bad ones.
+        bad: Lines that gave no document.
+    """
+
+    values: list[list[Value]]
+    places: list[tuple[int, int]]
+    lines: int
+    bad: list[BadLine]
+
+
+def parse_lines(data: bytes, keys: Sequence[str]) -> Documents:
+    """Parse a block of lines into documents, passing over blank lines."""
+    lines = data.split(b"\n")
+    if not lines[-1]:
+        lines.pop()
+    documents = Documents([], [], len(lines), [])
+    offset = 0
+    for number, line in enumerate(lines):
+        if line and not line.isspace():
+            try:
+                record = load_line(line)
+                documents.values.append([_value(record, key) for key in keys])
+                documents.places.append((number, offset))
+            except ValueError as error:
+                documents.bad.append(BadLine(number, offset, str(error)))
+        offset += len(line) + 1
+    return documents
+
+
+def load_line(line: bytes) -> Any:
+    """Parse the JSON of one line.
+
+    NaN and Infinity are allowed, as in Python's json: many corpora hold them in fields beside the
+    text.
+
+    Raises:
+        ValueError: The line is not JSON; the message says in words what is wrong.
+    """
+    try:
+        return orjson.loads(line)
+    except orjson.JSONDecodeError:
+        pass
+    try:
+        record = json.loads(line.decode("utf-8"))
+        # Half a surrogate pair is not text: it has no UTF-8 form.
+        json.dumps(record, ensure_ascii=False).encode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"bad UTF-8 (byte {error.start} of the line)") from None
+    except UnicodeEncodeError:
+        raise ValueError("broken JSON (half a surrogate pair in a string)") from None
+    except json.JSONDecodeError as error:
+        what = error.msg.removesuffix(" at")  # for a string that does not end
+        raise ValueError(f"broken JSON ({what} at character {error.pos})") from None
+    except RecursionError:
+        raise ValueError("broken JSON (nested too deeply)") from None
+    return record
+
+
+def _value(record: Any, key: str) -> Value:
+    if not isinstance(record, dict):
+        raise ValueError(f"expected a JSON object, found {_JSON_KINDS[type(record)]}")
+    if key not in record:
+        raise ValueError(f"no key {key!r}")
+    value = record[key]
+    if isinstance(value, str):
+        return value
+    # A list of strings is a document whose sentences are split already.
+    if isinstance(value, list) and all(isinstance(sentence, str) for sentence in value):
+        return value
+    raise ValueError(f"{key!r} is {_JSON_KINDS[type(value)]}, expected a string")
+
+
 def find_inputs(patterns: Sequence[str]) -> list[str]:
-    """Files that `--input` names: files, globs, and all readable files below directories.
+    """Return the files that `--input` names: files, globs, and all readable files in directories.
 
     The order is that of the patterns; inside a glob or directory, that of the names.
 
     Raises:
-        DataError: a pattern matches no file, or one that a pattern before it named too, whose text
-            would count twice; or a file has an unknown ending.
+        DataError: A pattern matches no file, or a file that an earlier pattern named too, whose
+            text would count twice; or a file has an unknown ending.
     """
     found: list[str] = []
     seen: set[str] = set()
     for pattern in patterns:
+        nothing = "no such file or folder"
         if os.path.isdir(pattern):
             below = (str(path) for path in Path(pattern).rglob("*") if path.is_file())
             matches = sorted(path for path in below if _suffix(path))
+            nothing = f"this folder holds no file with a known ending ({_KNOWN})"
         elif os.path.exists(pattern):
             matches = [pattern]
         else:
-            matches = sorted(glob.glob(pattern, recursive=True))
+            matches = sorted(set(glob.glob(pattern, recursive=True)))
+            if glob.has_magic(pattern):
+                nothing = "no such file, and none that matches the pattern"
         if not matches:
-            raise DataError(f"--input {pattern}: {_nothing_at(pattern)}")
-        matches = list(dict.fromkeys(matches))
-        places = [os.path.abspath(path) for path in matches]
-        again = next((m for m, place in zip(matches, places, strict=True) if place in seen), None)
-        if again is not None:
-            raise DataError(f"--input {again}: is given twice: give it once")
+            raise DataError(f"--input {pattern}: {nothing}")
+        places = {os.path.abspath(path): path for path in matches}
+        for place, path in places.items():
+            if place in seen:
+                raise DataError(f"--input {path}: is given twice: give it once")
         seen.update(places)
         found += matches
     for path in found:
         if not os.path.exists(path):
-            raise DataError(f"--input {path}: a link to what is not there")
+            raise DataError(f"--input {path}: a link to a file that does not exist")
         if not _suffix(path):
-            raise DataError(
-                f"--input {path}: unknown ending; expected {_known_endings()}; rename the file"
-            )
+            raise DataError(f"--input {path}: unknown ending; expected {_KNOWN}; rename the file")
     return found
-
-
-def _nothing_at(pattern: str) -> str:
-    if os.path.isdir(pattern):
-        return f"this folder holds no file of a known ending ({_known_endings()})"
-    if glob.has_magic(pattern):
-        return "no such file, and none that fits the pattern"
-    return "no such file or folder"
-
-
-def _known_endings() -> str:
-    plain = ", ".join(_JSON_SUFFIXES)
-    others = ", ".join((*_PARQUET_SUFFIXES, *_TEXT_SUFFIXES))
-    return f"{plain}, each also with .gz or .zst; {others}"
 
 
 def read_blocks(
     paths: Iterable[str], keys: Sequence[str], block_bytes: int = BLOCK_BYTES
-) -> Iterator[Block]:
-    """All lines of the files in order, in blocks of about `block_bytes`.
+) -> Iterator[TextBlock]:
+    """Yield all lines of the files in order, in blocks of about `block_bytes`.
 
     Args:
-        paths: as `find_inputs` gives them.
-        keys: parquet columns to read, and (the first) the key of a text file's document.
+        paths: Files, as `find_inputs` returns them.
+        keys: Parquet columns to read; the first is the key of a text file's document.
+        block_bytes: Size of a block; it grows to the end of a line.
 
     Raises:
-        DataError: a file cannot be read or is damaged.
+        DataError: A file cannot be read or is damaged.
     """
     for path in paths:
         suffix = _suffix(path)
@@ -140,35 +235,28 @@ def read_blocks(
 
 
 def _suffix(path: str) -> str | None:
-    """Ending that says the format, without packing; None: unknown."""
+    """Return the ending that says the format, without packing; `None` if it is unknown."""
     name = Path(path).name.lower()
     for packed in _PACKED_SUFFIXES:
         name = name.removesuffix(packed)
-    for suffix in (*_JSON_SUFFIXES, *_PARQUET_SUFFIXES, *_TEXT_SUFFIXES):
-        if name.endswith(suffix):
-            return suffix
-    return None
+    return next((suffix for suffix in _SUFFIXES if name.endswith(suffix)), None)
 
 
-def _plain_blocks(path: str, block_bytes: int) -> Iterator[Block]:
+def _plain_blocks(path: str, block_bytes: int) -> Iterator[TextBlock]:
     total = os.path.getsize(path)
     with open(path, "rb") as file:
-        start = _skip_byte_order_mark(file)
+        start = len(_BYTE_ORDER_MARK) if file.read(3) == _BYTE_ORDER_MARK else 0
         while start < total:
             file.seek(min(start + block_bytes, total) - 1)
-            # The rest of the line that the block's last byte stands in.
+            # The rest of the line that holds the block's last byte.
             file.readline()
             end = min(file.tell(), total)
-            yield Block(path, start, end - start, end)
+            yield TextBlock(path, start, end - start, end)
             start = end
 
 
-def _skip_byte_order_mark(file: BinaryIO) -> int:
-    return len(_BYTE_ORDER_MARK) if file.read(3) == _BYTE_ORDER_MARK else 0
-
-
-def _streamed_blocks(path: str, block_bytes: int) -> Iterator[Block]:
-    """What can only be read from front to back: packed files and pipes."""
+def _streamed_blocks(path: str, block_bytes: int) -> Iterator[TextBlock]:
+    """Read what can only be read from front to back: packed files and pipes."""
     with open(path, "rb") as raw, _unpack(path, raw) as file:
         offset = 0
         while data := file.read(block_bytes):
@@ -177,12 +265,12 @@ def _streamed_blocks(path: str, block_bytes: int) -> Iterator[Block]:
             if offset == 0:
                 data = data.removeprefix(_BYTE_ORDER_MARK)
             done = raw.tell() if raw.seekable() else 0
-            yield Block(path, offset + size - len(data), len(data), done, data)
+            yield TextBlock(path, offset + size - len(data), len(data), done, data)
             offset += size
 
 
 def _unpack(path: str, raw: BinaryIO) -> BinaryIO:
-    """The unpacked bytes of `raw`, which the ending of its name says how to get."""
+    """Return the unpacked bytes of `raw`, by the ending of its name."""
     if path.lower().endswith(".gz"):
         return io.BufferedReader(gzip.GzipFile(fileobj=raw), 1 << 20)
     if path.lower().endswith(".zst"):
@@ -191,7 +279,7 @@ def _unpack(path: str, raw: BinaryIO) -> BinaryIO:
 
 
 class _ZstdReader(io.RawIOBase):
-    """Unpacks zstandard frames; zstandard's own reader takes a cut file for a whole one."""
+    """Unpacks zstandard frames. zstandard's own reader takes a cut file for a whole one."""
 
     def __init__(self, raw: BinaryIO) -> None:
         import zstandard
@@ -202,9 +290,11 @@ class _ZstdReader(io.RawIOBase):
         self._pending = b""
 
     def readable(self) -> bool:
+        """Return True, as `io.BufferedReader` requires."""
         return True
 
     def readinto(self, buffer: Any) -> int:
+        """Fill `buffer` with unpacked bytes and return their number, 0 at the end."""
         while not self._pending:
             if not self._unpack_more():
                 return 0
@@ -214,7 +304,7 @@ class _ZstdReader(io.RawIOBase):
         return count
 
     def _unpack_more(self) -> bool:
-        """Append to `_pending`; False at the end of the last frame."""
+        """Append to `_pending`; return False at the end of the last frame."""
         import zstandard
 
         done = self._frame is None or self._frame.eof
@@ -233,9 +323,8 @@ class _ZstdReader(io.RawIOBase):
         return True
 
 
-def _parquet_blocks(path: str, keys: Sequence[str]) -> Iterator[Block]:
-    """Rows as JSON lines, so that a row is a line."""
-    import orjson
+def _parquet_blocks(path: str, keys: Sequence[str]) -> Iterator[TextBlock]:
+    """Read rows as JSON lines, one line per row."""
     import pyarrow
     from pyarrow import parquet
 
@@ -250,26 +339,20 @@ def _parquet_blocks(path: str, keys: Sequence[str]) -> Iterator[Block]:
         total, rows, offset = max(file.metadata.num_rows, 1), 0, 0
         size_on_disk = os.path.getsize(path)
         for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=list(keys)):
+            # A value without a JSON form is not text either; as null it is reported with its row.
             data = b"".join(
-                orjson.dumps(row, default=_refuse, option=orjson.OPT_APPEND_NEWLINE)
+                orjson.dumps(row, default=lambda value: None, option=orjson.OPT_APPEND_NEWLINE)
                 for row in batch.to_pylist()
             )
             rows += batch.num_rows
-            yield Block(path, offset, len(data), size_on_disk * rows // total, data)
+            yield TextBlock(path, offset, len(data), size_on_disk * rows // total, data)
             offset += len(data)
     except pyarrow.ArrowException as error:
         raise DataError(f"--input {path}: not a readable parquet file ({error})") from error
 
 
-def _refuse(value: Any) -> Any:
-    """A value that JSON has no form for is not text either; null is reported with its row."""
-    return None
-
-
-def _text_block(path: str, key: str) -> Block:
-    """A whole text file as one document."""
-    import orjson
-
+def _text_block(path: str, key: str) -> TextBlock:
+    """Read a whole text file as one document."""
     with open(path, "rb") as raw:
         data = _unpack(path, raw).read()
     try:
@@ -279,4 +362,4 @@ def _text_block(path: str, key: str) -> Block:
             f"--input {path}: not UTF-8 at byte {error.start}; convert the file"
         ) from error
     line = orjson.dumps({key: text}, option=orjson.OPT_APPEND_NEWLINE)
-    return Block(path, 0, len(line), os.path.getsize(path), line)
+    return TextBlock(path, 0, len(line), os.path.getsize(path), line)

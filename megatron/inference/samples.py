@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from megatron.data.documents import load_line
+from megatron.data.text_input import load_line
 from megatron.durable import storage_errors
 from megatron.errors import DataError, StorageError
 from megatron.inference.request import (

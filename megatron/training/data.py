@@ -6,9 +6,8 @@ from collections.abc import Iterable, Iterator
 
 from megatron.config import RunConfig
 from megatron.config.run import known
-from megatron.data.loader import build_loader
+from megatron.data.loader import CyclicSampler, SingleSampler, build_loader
 from megatron.data.sample import SampleDataset
-from megatron.data.samplers import CyclicSampler, SingleSampler
 from megatron.errors import DataError
 from megatron.training.recipe import Batch, SampleCounts
 from megatron.training.run import Run

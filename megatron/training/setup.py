@@ -12,7 +12,7 @@ from megatron.checkpoint.reader import PaddedReader
 from megatron.config import RunConfig
 from megatron.config.run import known
 from megatron.config.stages import parts_of_stage, plan_model
-from megatron.data.fingerprint import corpus_fingerprint
+from megatron.data.datasets import corpus_fingerprint
 from megatron.device import Device
 from megatron.environment import Launch
 from megatron.errors import ConfigError

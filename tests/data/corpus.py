@@ -6,7 +6,15 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron.config.data import DataConfig
+from megatron.data.datasets import DataRequest
 from megatron.data.indexed import IndexedDatasetBuilder
+
+
+def request_for(config: DataConfig, arguments: dict) -> DataRequest:
+    """A request of `config`, with the fields of one that `arguments` hold; takes them out."""
+    names = ("seed", "samples", "is_builder", "barrier")
+    return DataRequest(config, **{name: arguments.pop(name) for name in names if name in arguments})
 
 
 def write_corpus(

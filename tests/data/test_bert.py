@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 
 from megatron.config.data import DataConfig, TokenizerConfig
-from megatron.data.bert import BertDataset, truncate
-from megatron.data.build import build_bert_datasets
+from megatron.data.bert import BertDataset, build_bert_datasets, truncate
+from megatron.data.datasets import Datasets
 from megatron.data.indexed import IndexedDatasetBuilder
-from megatron.data.members import Datasets
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.build import build_tokenizer
-from tests.data.corpus import VOCABULARY, write_sentences, write_vocabulary
+from tests.data.corpus import VOCABULARY, request_for, write_sentences, write_vocabulary
 
 KEYS = ["text", "types", "labels", "is_random", "loss_mask", "padding_mask", "id"]
 
@@ -38,7 +37,7 @@ def build(config: DataConfig, tokenizer: Tokenizer, **changes: object) -> Datase
         "binary_head": True,
         **changes,
     }
-    return build_bert_datasets(config, tokenizer=tokenizer, **arguments)
+    return build_bert_datasets(request_for(config, arguments), tokenizer=tokenizer, **arguments)
 
 
 def train(config: DataConfig, tokenizer: Tokenizer, **changes: object) -> BertDataset:

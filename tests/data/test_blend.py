@@ -99,14 +99,15 @@ def test_samples_come_from_the_members() -> None:
 
 def test_cache_only_where_asked_for(tmp_path: Path) -> None:
     members = [mock(4, 0), mock(2, 1)]
+    members[0].description, members[1].description = "first\n", "second\n"
     text = (
         "Blendable dataset\n\nDatasets:\nfirst\n\n\nsecond\n\n\n"
         "Weights: [0.66666667 0.33333333]\nSize: 6\n"
     )
     digest = hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()
-    blend(members, ["first\n", "second\n"], [2, 1], 6, None)
+    blend(members, [2, 1], 6, None)
     assert list(tmp_path.iterdir()) == []
-    blended = blend(members, ["first\n", "second\n"], [2, 1], 6, str(tmp_path))
+    blended = blend(members, [2, 1], 6, str(tmp_path))
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         f"{digest}.dsc",
         f"{digest}_index.npy",

@@ -7,7 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.gpt import GPTDataset, build_gpt_dataset
+from megatron.config.data import DataConfig
+from megatron.data.datasets import DataRequest, DatasetPart
+from megatron.data.gpt import GPTDataset, build_gpt_part
 from megatron.data.indexed import IndexedDataset
 from megatron.errors import DataError
 from tests.data.corpus import write_corpus
@@ -15,17 +17,10 @@ from tests.data.corpus import write_corpus
 
 def build(prefix: Path, **changes: object) -> GPTDataset:
     data = IndexedDataset(prefix)
-    arguments: dict = {
-        "name": "train",
-        "num_samples": 300,
-        "seq_length": 16,
-        "seed": 5,
-        "split": "1",
-        "vocab_size": 1000,
-        "data_cache_path": None,
-        **changes,
-    }
-    return build_gpt_dataset(data, arguments.pop("bounds", (0, len(data))), **arguments)
+    wanted: dict = {"num_samples": 300, "bounds": (0, len(data)), "vocab_size": 1000, **changes}
+    part = DatasetPart("train", data, wanted["bounds"], wanted["num_samples"])
+    request = DataRequest(DataConfig(split="1"), seed=5, samples=(0, 0, 0))
+    return build_gpt_part(part, request, seq_length=16, vocab_size=wanted["vocab_size"])
 
 
 def test_samples_are_windows_of_the_documents_laid_end_to_end(tmp_path: Path) -> None:

@@ -8,15 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data import gpt_index
-from megatron.data.gpt_index import (
+from megatron.data import gpt
+from megatron.data.datasets import split_bounds
+from megatron.data.gpt import (
     build_gpt_index,
     build_sample_index,
-    describe_gpt_index,
     plan_gpt_index,
 )
 from megatron.data.indexed import IndexedDataset
-from megatron.data.splits import split_bounds
 from megatron.errors import DataError
 
 
@@ -50,7 +49,7 @@ def test_vector() -> None:
 @pytest.mark.parametrize("seed", range(30))
 def test_sample_index_equals_the_loop(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     random = np.random.RandomState(seed)
-    monkeypatch.setattr(gpt_index, "_CHUNK", int(random.choice([1, 7, 1 << 16])))
+    monkeypatch.setattr(gpt, "_CHUNK", int(random.choice([1, 7, 1 << 16])))
     longest = random.choice([2, 5, 40])
     lengths = random.randint(0, longest, 60).astype(np.int32)  # with empty documents
     lengths[0] = 0
@@ -97,8 +96,7 @@ def test_shapes_and_dtypes_are_known_before() -> None:
     lengths = np.full(7, 10, np.int32)
     plan = plan_gpt_index(7, 70, num_samples=20, seq_length=8)
     index = build_gpt_index(plan, lengths, 0, seed=1)
-    assert tuple(array.shape for array in index) == plan.shapes
-    assert tuple(array.dtype for array in index) == plan.dtypes
+    assert [(a.dtype, a.shape) for a in index] == [(s.dtype, s.shape) for s in plan.specs]
 
 
 def test_a_billion_tokens_take_a_tenth_of_a_second() -> None:
@@ -118,7 +116,11 @@ def test_a_billion_tokens_take_a_tenth_of_a_second() -> None:
 def test_megatrons_arrays_to_the_byte(
     part: int, name: str, num_samples: int, golden: Path, tmp_path: Path
 ) -> None:
-    text = describe_gpt_index("data/gpt_text_document", name, num_samples, 128, 1234, "949,50,1")
+    text = (
+        f"GPT Dataset\n\nData prefix data/gpt_text_document\nDataset name {name}\n"
+        f"Number of samples {num_samples}\nSequence length 128\nRandom seed 1234\n"
+        "Split 949,50,1\n"
+    )
     # The paths in the recorded texts were shortened afterwards, so their md5 is no longer the name.
     recorded = {path.read_text(): path for path in (golden / "gpt_fp32/index-cache").glob("*.dsc")}
     stem = recorded[text].with_suffix("")

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from megatron.data.mersenne_twister import mt19937, mt19937_64
 from megatron.data.sentence_map import (
     LONGEST_SENTENCE,
     SentenceMapPlan,
     build_sentence_map,
+    mt19937,
+    mt19937_64,
     usable_documents,
 )
 

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 from megatron.config.data import DataConfig, TokenizerConfig
-from megatron.data.build import build_t5_datasets
-from megatron.data.t5 import T5Dataset, T5Sample, take_out
+from megatron.data.t5 import T5Dataset, T5Sample, build_t5_datasets, take_out
 from megatron.errors import ConfigError
 from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.build import build_tokenizer
-from tests.data.corpus import write_sentences, write_vocabulary
+from tests.data.corpus import request_for, write_sentences, write_vocabulary
 from tests.tokenizer.t5 import SENTINELS, SIZE, WORDS, t5_tokenizer
 
 
@@ -40,7 +39,9 @@ def train(config: DataConfig, tokenizer: Tokenizer, **changes: object) -> T5Data
         "samples": (200, 0, 0),
         **changes,
     }
-    dataset = build_t5_datasets(config, tokenizer=tokenizer, **arguments).train
+    dataset = build_t5_datasets(
+        request_for(config, arguments), tokenizer=tokenizer, **arguments
+    ).train
     assert isinstance(dataset, T5Dataset)
     return dataset
 

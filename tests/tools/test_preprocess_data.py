@@ -247,9 +247,9 @@ def test_files_globs_and_directories_in_order(run, tmp_path):
     ("name", "message"),
     [
         ("nowhere.jsonl", "nowhere.jsonl: no such file"),
-        ("*.bz2", "none that fits the pattern"),
-        ("link.jso*", "link.jsonl: a link to what is not there"),
-        ("empty", r"holds no file of a known ending \(.jsonl, .*.txt\)"),
+        ("*.bz2", "none that matches the pattern"),
+        ("link.jso*", "link.jsonl: a link to a file that does not exist"),
+        ("empty", r"holds no file with a known ending \(.jsonl, .*.txt\)"),
         ("readme.md", "unknown ending; expected .jsonl"),
         ("cut.jsonl.gz", "cut.jsonl.gz.*unreadable or cut"),
         ("cut.jsonl.zst", "cut.jsonl.zst.*unreadable or cut"),
@@ -276,7 +276,7 @@ def test_unreadable_input_is_named(run, tmp_path, name, message, workers):
 
 
 def test_sentences_without_nltks_data(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron.data.sentences.installed_punkt", lambda language: None)
+    monkeypatch.setattr("megatron.data.preprocess.installed_punkt", lambda language: None)
     text = "Dr. Smith said hello. He left at 5 p.m.\nWas it late? Yes!  It was."
     path = write_lines(tmp_path / "in.jsonl", [{"text": text}] * 50)
     code, _, err = run("--input", path, "--split-sentences", "--append-eod")

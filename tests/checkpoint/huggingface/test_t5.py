@@ -18,8 +18,9 @@ from megatron.checkpoint.reader import PaddedReader, restore
 from megatron.config.data import DataConfig
 from megatron.config.stages import parts_of_stage, plan_model
 from megatron.config.yaml_file import from_dict
-from megatron.data.build import build_t5_datasets
+from megatron.data.datasets import DataRequest
 from megatron.data.loader import collate
+from megatron.data.t5 import build_t5_datasets
 from megatron.device import Device
 from megatron.errors import CheckpointError
 from megatron.models.construct import build_model
@@ -278,11 +279,9 @@ def test_a_corpus_in_its_own_tokens_has_the_loss_of_transformers(tmp_path, capsy
     (loss,) = re.findall(r"lm loss: (\S+)", capsys.readouterr().out)
 
     dataset = build_t5_datasets(
-        DataConfig(data_path=(data[1],), split="1"),
-        seed=1234,
+        DataRequest(DataConfig(data_path=(data[1],), split="1"), 1234, samples=(4, 0, 0)),
         encoder_seq_length=24,
         decoder_seq_length=12,
-        samples=(4, 0, 0),
         tokenizer=t5_tokenizer(tmp_path / "a"),
     ).train
     batch = collate([dataset[i] for i in range(4)])

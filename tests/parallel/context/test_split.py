@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.data.masks import context_part, make_batch
+from megatron.data.gpt import context_part, make_batch
 from megatron.parallel.context.split import (
     join_sequence,
     local_positions,

@@ -1,9 +1,10 @@
-"""From flags to datasets."""
+"""From flags to datasets: members, splits, mistakes, fingerprints."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,12 +14,17 @@ import torch.distributed as dist
 
 from megatron.config.data import DataConfig
 from megatron.data import gpt as gpt_module
-from megatron.data.build import build_gpt_datasets
-from megatron.data.gpt import GPTDataset
-from megatron.data.members import Datasets, parse_weighted_paths
+from megatron.data.datasets import (
+    Datasets,
+    corpus_fingerprint,
+    parse_split,
+    parse_weighted_paths,
+    split_bounds,
+)
+from megatron.data.gpt import GPTDataset, build_gpt_datasets
 from megatron.errors import ConfigError, DataError
 from megatron.parallel.layout import Layout
-from tests.data.corpus import write_corpus
+from tests.data.corpus import request_for, write_corpus
 from tests.distributed import run_distributed
 
 
@@ -30,7 +36,7 @@ def build(config: DataConfig, **changes: object) -> Datasets:
         "vocab_size": 1000,
         **changes,
     }
-    return build_gpt_datasets(config, **arguments)
+    return build_gpt_datasets(request_for(config, arguments), **arguments)
 
 
 def documents_of(dataset: object) -> set[int]:
@@ -182,3 +188,63 @@ def test_one_rank_builds_unless_disks_are_local(tmp_path: Path, node_local: bool
     assert [built for built, _ in results] == ([3, 3, 3] if node_local else [3, 0, 0])
     assert results[0][1] == results[1][1] == results[2][1]
     assert len(results[0][1]) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "documents", "bounds"),
+    [
+        ("969, 30, 1", 1000, (0, 969, 999, 1000)),
+        ("949,50,1", 100, (0, 95, 100, 100)),
+        ("90/5/5", 1000, (0, 900, 950, 1000)),
+        ("1", 7, (0, 7, 7, 7)),
+        ("0,1", 7, (0, 0, 7, 7)),
+        ("1,1,1", 8, (0, 2, 5, 8)),  # rounds to 3, 6, 9: one too many, taken from each bound
+        ("1,1", 5, (0, 3, 5, 5)),  # 2.5 is rounded to even: 2, 4, 4, one too few
+        ("0,1,1", 3, (0, 0, 1, 3)),  # 0, 0, 2, 4, one too many; the first cannot go below zero
+        ("1,1,1", 0, (0, 0, 0, 0)),
+    ],
+)
+def test_bounds(text: str, documents: int, bounds: tuple[int, ...]) -> None:
+    assert split_bounds(text, documents) == bounds
+
+
+def test_shares_add_up_to_one() -> None:
+    assert parse_split("3,1") == (0.75, 0.25, 0.0)
+
+
+@pytest.mark.parametrize("text", ["", "a,b", "0,0,0", "-1,2", "1,2,3,4", "nan", "inf,1"])
+def test_mistakes_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--split"):
+        parse_split(text)
+
+
+def _of(*prefixes: object) -> str | None:
+    return corpus_fingerprint(DataConfig(data_path=tuple(map(str, prefixes))))
+
+
+def test_it_follows_content_and_order_not_names(tmp_path):
+    one, other = (write_corpus(tmp_path / f"{seed}", seed=seed) for seed in (0, 1))
+    fingerprint = _of(one)
+    assert fingerprint not in (None, _of(other))
+    for kind in ("bin", "idx"):
+        shutil.copy(f"{one}.{kind}", tmp_path / f"copy.{kind}")
+    assert _of(tmp_path / "copy") == fingerprint
+    blended = _of(0.5, one, 0.5, other)
+    assert blended not in (fingerprint, _of(0.5, other, 0.5, one))
+    assert corpus_fingerprint(DataConfig(train_data_path=(str(one),))) == fingerprint
+
+
+@pytest.mark.parametrize("place", [0, 2000, -1])
+def test_small_files_are_read_whole(tmp_path, place):
+    prefix = write_corpus(tmp_path / "corpus")
+    before, file = _of(prefix), tmp_path / "corpus.bin"
+    data = bytearray(file.read_bytes())
+    data[place] ^= 1
+    file.write_bytes(data)
+    assert _of(prefix) != before
+
+
+def test_generated_tokens_have_none_and_a_missing_file_is_named(tmp_path):
+    assert corpus_fingerprint(DataConfig(mock_data=True)) is None
+    with pytest.raises(DataError, match=r"absent\.idx: cannot be read: No such file"):
+        _of(tmp_path / "absent")

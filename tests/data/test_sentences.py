@@ -12,13 +12,13 @@ import pytest
 import torch.distributed as dist
 
 from megatron.config.data import DataConfig, TokenizerConfig
-from megatron.data import mapped
-from megatron.data.build import build_bert_datasets
+from megatron.data import sentences
+from megatron.data.bert import build_bert_datasets
 from megatron.data.indexed import idx_path
-from megatron.data.sentence_source import MappedSentences
+from megatron.data.sentences import MappedSentences
 from megatron.parallel.layout import Layout
 from megatron.tokenizer.build import build_tokenizer
-from tests.data.corpus import write_sentences, write_vocabulary
+from tests.data.corpus import request_for, write_sentences, write_vocabulary
 from tests.distributed import run_distributed
 
 
@@ -34,7 +34,9 @@ def rows_of(config: DataConfig, vocabulary: Path, **changes: object) -> list[lis
         "binary_head": True,
         **changes,
     }
-    dataset = build_bert_datasets(config, tokenizer=tokenizer, **arguments).train
+    dataset = build_bert_datasets(
+        request_for(config, arguments), tokenizer=tokenizer, **arguments
+    ).train
     source: MappedSentences = dataset.source  # type: ignore[union-attr]
     return np.asarray(source.rows).tolist()
 
@@ -61,7 +63,7 @@ def test_a_map_is_kept_beside_the_data_and_found_again(
     rows = rows_of(*corpus)
     assert maps(tmp_path) == [NAME]
     assert np.load(tmp_path / NAME).tolist() == rows  # as Megatron opens it
-    monkeypatch.setattr(mapped, "build_sentence_map", None)  # would fail
+    monkeypatch.setattr(sentences, "build_sentence_map", None)  # would fail
     assert rows_of(*corpus) == rows
 
 
@@ -133,14 +135,14 @@ def test_a_folder_that_cannot_be_written_to(
 def _build_in_a_job(layout: Layout, config: DataConfig, vocabulary: Path) -> int:
     """Number of maps built by this rank."""
     built = 0
-    plain = mapped.build_sentence_map
+    plain = sentences.build_sentence_map
 
     def counted(*args: object) -> object:
         nonlocal built
         built += 1
         return plain(*args)  # type: ignore[arg-type]
 
-    mapped.build_sentence_map = counted  # type: ignore[assignment]
+    sentences.build_sentence_map = counted  # type: ignore[assignment]
     barrier: Callable[[], None] = dist.barrier
     rows_of(config, vocabulary, is_builder=dist.get_rank() == 0, barrier=barrier)
     return built

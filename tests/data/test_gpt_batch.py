@@ -7,9 +7,8 @@ import itertools
 import pytest
 import torch
 
-from megatron.data.document_ends import DocumentEnds
+from megatron.data.gpt import DocumentEnds, make_batch
 from megatron.data.loader import collate
-from megatron.data.masks import make_batch
 from megatron.data.sample import SEGMENT_ENDS
 from megatron.kernels.segments import Segments
 
