@@ -99,7 +99,7 @@ def _check_generation(words: list[str]) -> None:
 
 def _check_curl(words: list[str]) -> None:
     """What is sent to the text generation server is a request that it takes."""
-    from megatron.inference.server.megatron_contract import read_contract
+    from megatron.inference.server.megatron_api import read_contract
 
     (url,) = [word for word in words if word.startswith("http://localhost:5000/")]
     if url.endswith("/api"):

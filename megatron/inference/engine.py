@@ -18,9 +18,9 @@ from typing import Protocol
 from megatron.inference.answer import Answer, BeamAnswer, PlainAnswer
 from megatron.inference.executor import Output
 from megatron.inference.request import (
+    EngineLimits,
     Event,
     Finished,
-    Limits,
     Reason,
     Request,
     RequestError,
@@ -88,7 +88,7 @@ class BatchEngine:
         self._flight: _Flight | None = None
         self._scheduler = Scheduler(settings)
         self._seed = seed
-        self._limits = Limits(
+        self._limits = EngineLimits(
             vocab_size=vocab_size,
             max_length=max_length,
             cache_tokens=settings.blocks * settings.block_size,
@@ -100,7 +100,7 @@ class BatchEngine:
         self._totals: Totals = dict.fromkeys(("prompt_tokens", "cached_tokens", "new_tokens"), 0)
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> EngineLimits:
         """See `request.Engine`."""
         return self._limits
 
@@ -239,7 +239,7 @@ class BatchEngine:
                 self._begin(self._searches[0])
 
 
-def check(request: Request, limits: Limits, settings: SchedulerSettings) -> None:
+def check(request: Request, limits: EngineLimits, settings: SchedulerSettings) -> None:
     """Whether the engine can answer a request.
 
     Raises:

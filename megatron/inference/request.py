@@ -1,7 +1,6 @@
 """What goes into an engine and what comes out of it: requests and events, of tokens only, no text.
 
-All of it is plain data, frozen, and has a JSON form (`wire`), so that it can travel between
-processes.
+All of it is plain data, frozen, and travels between processes as JSON (`messages`).
 """
 
 from __future__ import annotations
@@ -210,7 +209,7 @@ Event = Prompt | Token | Finished
 
 
 @dataclass(frozen=True)
-class Limits:
+class EngineLimits:
     """What an engine can take.
 
     Attributes:
@@ -255,7 +254,7 @@ class Engine(Protocol):
     """What runs requests. All ranks of a layout make the same calls in the same order."""
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> EngineLimits:
         """What `add` accepts."""
         ...
 

@@ -14,17 +14,17 @@ from typing import Any, Protocol
 from megatron.data.text_input import load_line
 from megatron.durable import storage_errors
 from megatron.errors import DataError, StorageError
+from megatron.inference.messages import Add, Command, Shutdown
 from megatron.inference.request import (
+    EngineLimits,
     Event,
     Finished,
-    Limits,
     Request,
     RequestError,
     Sampling,
     Token,
 )
 from megatron.inference.text import Detokenizer
-from megatron.inference.wire import Add, Command, Shutdown
 from megatron.tokenizer import Tokenizer
 
 
@@ -72,7 +72,7 @@ class SampleInbox:
         prompts: Iterable[tuple[int, str | None]],
         tokenizer: Tokenizer,
         sampling: Callable[[int], Sampling],
-        limits: Limits,
+        limits: EngineLimits,
         output: Writes,
         at_a_time: int,
     ) -> None:

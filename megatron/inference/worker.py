@@ -14,15 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.inference.messages import Add, Cancel, Command, Shutdown, read, write
 from megatron.inference.request import Engine, Event, Finished, RequestError
-from megatron.inference.wire import (
-    Add,
-    Cancel,
-    Command,
-    Shutdown,
-    commands_from_bytes,
-    commands_to_bytes,
-)
 from megatron.parallel.layout import Axis
 
 # An idle rank 0 speaks to the others this often: far below any timeout of a collective.
@@ -110,7 +103,7 @@ class _Channel:
         """Rank 0's commands, on every rank. Collective."""
         if self._world.size == 1:
             return commands
-        data = commands_to_bytes(commands) if self._world.rank == 0 and commands else b""
+        data = write(Command, commands) if self._world.rank == 0 and commands else b""
         size = torch.tensor([len(data)], dtype=torch.int64, device=self._device)
         self._broadcast(size)
         if not int(size):
@@ -119,7 +112,7 @@ class _Channel:
         if self._world.rank == 0:
             body.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         self._broadcast(body)
-        return commands_from_bytes(body.cpu().numpy().tobytes())
+        return read(Command, body.cpu().numpy().tobytes())
 
     def _broadcast(self, tensor: Tensor) -> None:
         work = dist.broadcast(

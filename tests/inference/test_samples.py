@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from megatron.errors import DataError, StorageError
-from megatron.inference.request import Finished, Limits
+from megatron.inference.messages import Add
+from megatron.inference.request import EngineLimits, Finished
 from megatron.inference.samples import Sample, SampleFile, SampleInbox, read_prompts
-from megatron.inference.wire import Add
 from tests.checkpoint.huggingface.models import CASES, POSITIONS, VOCAB, tensors_of, write_folder
 from tests.inference.toy import expected_greedy, greedy
 from tests.tools.test_checkpoint_util import convert, write_word_tokenizer
@@ -190,7 +190,7 @@ def test_a_cache_shorter_than_the_model_bounds_answers() -> None:
     written: dict[int, Sample] = {}
     writer = SimpleNamespace(put=written.__setitem__)
     tokenizer = SimpleNamespace(eod=0, tokenize_open=lambda text: [1] * len(text))
-    limits = Limits(vocab_size=9, max_length=100, cache_tokens=10, max_beams=1)
+    limits = EngineLimits(vocab_size=9, max_length=100, cache_tokens=10, max_beams=1)
     prompts = [(0, "x" * 4), (1, "x" * 10)]
     inbox = SampleInbox(prompts, tokenizer, greedy, limits, writer, at_a_time=4)  # type: ignore[arg-type]
     (add,) = inbox.poll(0.0)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron.inference.engine import BatchEngine
+from megatron.inference.messages import Add, Cancel, Command, Shutdown
 from megatron.inference.request import Event, Request, Sampling
-from megatron.inference.wire import Add, Cancel, Command, Shutdown
 from megatron.inference.worker import obey, serve
 from megatron.parallel.layout import Layout
 from tests.checkpoint.huggingface.models import VOCAB

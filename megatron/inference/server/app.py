@@ -1,11 +1,13 @@
-"""The ASGI application: which path is answered by whom."""
+"""The ASGI application: which path is answered by whom, and the OpenAPI document that says so."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from functools import partial
+from functools import cache, partial
 from importlib.resources import files
+from typing import Any
 
+from pydantic import BaseModel, TypeAdapter
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -13,22 +15,23 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from megatron import __version__
 from megatron.inference.server.chat import ChatTemplate
 from megatron.inference.server.endpoint import (
+    ApiError,
     Endpoint,
+    ErrorBody,
     json_response,
     megatron_error,
     openai_error,
 )
-from megatron.inference.server.errors import ApiError
-from megatron.inference.server.guard import Guard
-from megatron.inference.server.megatron_api import MegatronApi
-from megatron.inference.server.metrics import Measured
+from megatron.inference.server.megatron_api import MegatronAnswer, MegatronApi, MegatronRequest
+from megatron.inference.server.middleware import Guard, Measured, Metrics
 from megatron.inference.server.openai_api import OpenAiApi
-from megatron.inference.server.openapi import document
+from megatron.inference.server.schema import ChatRequest, CompletionRequest
 from megatron.inference.server.service import Service
 
-# What the page consists of, and nothing from elsewhere.
+# The files of the page. It uses nothing from other places.
 _PAGE = {
     "/": ("index.html", "text/html"),
     "/index.html": ("index.html", "text/html"),
@@ -44,38 +47,71 @@ _PAGE_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
+_PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+_STATUSES = {
+    400: "a mistake in the request",
+    401: "no token, or a wrong one",
+    403: "asked under another host name than this machine's",
+    404: "no such model",
+    408: "the request did not arrive in time",
+    413: "the body is too large",
+    415: "the body is not application/json",
+    422: "more tokens than the model or the server takes",
+    429: "too many requests at a time",
+    503: "the engine does not run",
+    504: "the answer took too long",
+}
 
 
-def build_app(service: Service, template: ChatTemplate | None) -> ASGIApp:
-    """Everything that the server answers."""
+def build_app(service: Service, template: ChatTemplate | None, metrics: Metrics) -> ASGIApp:
+    """Return the application that answers every path.
+
+    Args:
+        service: Tokenizer and engine.
+        template: The model's chat template, or `None` if it has none.
+        metrics: Where requests are counted.
+    """
     settings = service.settings
     limits = settings.limits
-    openai = OpenAiApi(service, template)
-    show_api_error = partial(megatron_error, legacy=settings.legacy_status_codes)
-    api = Endpoint(MegatronApi(service).handle, limits, show_api_error)
+    openai = OpenAiApi(service, template, metrics.first_token_seconds.observe)
+    legacy = settings.legacy_status_codes
+    api = Endpoint(MegatronApi(service).handle, limits, partial(megatron_error, legacy=legacy))
+    # Made when it is first asked for, because that takes longer than all other routes.
+    openapi = cache(
+        lambda: document(needs_token=settings.token is not None, legacy_status_codes=legacy)
+    )
+
+    def health() -> Response:
+        alive = service.engine.alive
+        return json_response({"status": "ok" if alive else "stopped"}, 200 if alive else 503)
+
+    def page_file(name: str, kind: str) -> Response:
+        data = files("megatron.inference.server").joinpath("page", name).read_bytes()
+        return Response(data, headers=_PAGE_HEADERS, media_type=kind)
+
+    async def model(request: Request) -> Response:
+        try:
+            return json_response(openai.model(request.path_params["name"]))
+        except ApiError as error:
+            return openai_error(error)
+
     completions = Endpoint(openai.complete, limits, openai_error)
     chat = Endpoint(openai.chat, limits, openai_error)
-    openapi = document(
-        needs_token=settings.token is not None, legacy_status_codes=settings.legacy_status_codes
-    )
     routes = [
         Route("/api", api, methods=["PUT", "POST"]),
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/v1/models", _get(lambda: json_response(openai.models()))),
-        Route("/v1/models/{name:path}", partial(_model, openai)),
-        Route("/health", _get(partial(_health, service))),
-        Route("/metrics", _get(lambda: Response(service.metrics.text(), media_type=_PROMETHEUS))),
-        Route("/openapi.json", _get(lambda: json_response(openapi))),
-        *(Route(path, _get(partial(_page_file, *file))) for path, file in _PAGE.items()),
+        Route("/v1/models/{name:path}", model),
+        Route("/health", _get(health)),
+        Route("/metrics", _get(lambda: Response(metrics.text(), media_type=_PROMETHEUS))),
+        Route("/openapi.json", _get(lambda: json_response(openapi()))),
+        *(Route(path, _get(partial(page_file, *file))) for path, file in _PAGE.items()),
     ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _unknown})
     app.router.redirect_slashes = False
     paths = frozenset(route.path for route in routes)
-    return Measured(Guard(app, settings.token), service.metrics, paths)
-
-
-_PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+    return Measured(Guard(app, settings.token), metrics, paths)
 
 
 def _get(make: Callable[[], Response]) -> Callable[[Request], Awaitable[Response]]:
@@ -85,32 +121,89 @@ def _get(make: Callable[[], Response]) -> Callable[[Request], Awaitable[Response
     return answer
 
 
-async def _model(openai: OpenAiApi, request: Request) -> Response:
-    try:
-        return json_response(openai.model(request.path_params["name"]))
-    except ApiError as error:
-        return openai_error(error)
-
-
-def _health(service: Service) -> Response:
-    alive = service.engine.alive
-    return json_response({"status": "ok" if alive else "stopped"}, 200 if alive else 503)
-
-
-def _page_file(name: str, kind: str) -> Response:
-    data = files("megatron.inference.server").joinpath("page", name).read_bytes()
-    return Response(data, headers=_PAGE_HEADERS, media_type=kind)
-
-
 async def _unknown(request: Request, error: Exception) -> Response:
-    """A path or method that there is not."""
+    """Answer a path or method that does not exist."""
     assert isinstance(error, HTTPException)
-    method, path = request.method, request.url.path
+    reason = error.detail
     if error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "")
-        message = f"{method} {path}: give {allowed}"
-    else:
-        message = f"{method} {path}: {error.detail}"
+        reason = f"give {(error.headers or {}).get('Allow', '')}"
+    message = f"{request.method} {request.url.path}: {reason}"
     response = openai_error(ApiError(error.status_code, message))
     response.headers.update(error.headers or {})
     return response
+
+
+def document(*, needs_token: bool, legacy_status_codes: bool) -> dict[str, Any]:
+    """Return the OpenAPI 3.1 document of this server, made from the request models."""
+    schemas: dict[str, Any] = {}
+
+    def schema_of(kind: Any) -> dict[str, Any]:
+        template = "#/components/schemas/{model}"
+        schema = TypeAdapter(kind).json_schema(ref_template=template)
+        schemas.update(schema.pop("$defs", {}))
+        return schema
+
+    openai_error_schema = schema_of(ErrorBody)
+
+    def operation(
+        summary: str,
+        request: type[BaseModel],
+        answer: dict[str, Any],
+        error: dict[str, Any],
+        **more: str,
+    ) -> dict[str, Any]:
+        content = {"application/json": {"schema": answer}}
+        if "stream" in request.model_fields:
+            content["text/event-stream"] = {"schema": {"type": "string"}}
+        responses = {"200": {"description": "the answer", "content": content}}
+        for status, text in _STATUSES.items():
+            told = openai_error_schema if status in (401, 403) else error
+            responses[str(status)] = {
+                "description": text,
+                "content": {"application/json": {"schema": told}},
+            }
+        body = {"application/json": {"schema": schema_of(request)}}
+        return {
+            "summary": summary,
+            **more,
+            "requestBody": {"required": True, "content": body},
+            "responses": responses,
+        }
+
+    def plain(summary: str, kind: str = "application/json", **more: Any) -> dict[str, Any]:
+        answer = {"description": "the answer", "content": {kind: {"schema": {}}}}
+        return {"get": {"summary": summary, "responses": {"200": answer}, **more}}
+
+    name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+    more = {}
+    if legacy_status_codes:
+        more["description"] = "Most mistakes are answered with status 200 and a string."
+    api = operation(
+        "Megatron-LM's API: whole texts",
+        MegatronRequest,
+        schema_of(MegatronAnswer),
+        {"type": "string", "description": "the message"},
+        **more,
+    )
+    any_object = {"type": "object"}
+    completion = operation("Continue a text", CompletionRequest, any_object, openai_error_schema)
+    chat = operation("Answer a conversation", ChatRequest, any_object, openai_error_schema)
+    bearer = {"type": "http", "scheme": "bearer"}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Megatron text generation", "version": __version__},
+        "paths": {
+            "/api": {"put": api, "post": api},
+            "/v1/completions": {"post": completion},
+            "/v1/chat/completions": {"post": chat},
+            "/v1/models": plain("The model that is served"),
+            "/v1/models/{name}": {**plain("The same, by its name"), "parameters": [name]},
+            "/health": plain("Whether the engine runs", security=[]),
+            "/metrics": plain("Figures for Prometheus", "text/plain"),
+        },
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {"token": bearer} if needs_token else {},
+        },
+        "security": [{"token": []}] if needs_token else [],
+    }

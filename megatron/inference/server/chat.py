@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron.errors import ConfigError
-from megatron.inference.server.errors import ApiError
+from megatron.inference.server.endpoint import ApiError
 
 if TYPE_CHECKING:
     from jinja2.ext import Extension

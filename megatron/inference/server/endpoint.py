@@ -1,4 +1,4 @@
-"""From an HTTP request to an answer: body, deadline, a client that leaves, errors."""
+"""From an HTTP request to an answer: body, deadline, clients that leave, errors."""
 
 from __future__ import annotations
 
@@ -6,90 +6,138 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import orjson
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+from typing_extensions import TypedDict  # pydantic asks for this one before Python 3.12
 
-from megatron.inference.server.body import read_object
-from megatron.inference.server.errors import ApiError, ClientGoneError
-from megatron.inference.server.limits import Limits
+from megatron.inference.server.settings import ServerLimits
+
+# A body that is a little too large is still read to its end, because clients that send everything
+# before they read would lose an earlier answer.
+_DRAINED = 16  # times the limit
+_SERVER_FAULT = "internal server error; the server's log has the details"
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-class Events:
-    """A streamed answer: JSON objects as they come.
-
-    Args:
-        objects: the answer.
-        close: ends the work behind it; called once, whether or not anything was streamed.
-    """
+class ApiError(Exception):
+    """A request that is not served, as its client sees it: an HTTP status and one sentence."""
 
     def __init__(
-        self, objects: AsyncGenerator[dict[str, Any], None], close: Callable[[], None]
+        self, status: int, message: str, *, field: str | None = None, always: bool = True
     ) -> None:
-        self.objects = objects
-        self.close = close
+        """Describe the refusal.
+
+        Args:
+            status: HTTP status code.
+            message: What is wrong and what to do about it.
+            field: Field of the request that is wrong.
+            always: Whether the status stays the same under `--legacy-status-codes`, which
+                otherwise makes it 200.
+        """
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.field = field
+        self.always = always
 
 
-Answered = dict[str, Any] | Events
-Handler = Callable[[dict[str, Any]], Awaitable[Answered]]
+class ClientGoneError(Exception):
+    """The client has closed its connection, so nobody is left to answer."""
+
+
+class ErrorDetail(TypedDict):
+    """What went wrong, in OpenAI's form."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(TypedDict):
+    """The body of a response that is not 200, in OpenAI's form."""
+
+    error: ErrorDetail
+
+
+def error_body(error: ApiError) -> ErrorBody:
+    """Return an error in OpenAI's form."""
+    kinds = {
+        401: "authentication_error",
+        403: "permission_error",
+        404: "not_found_error",
+        429: "rate_limit_error",
+    }
+    kind = "server_error" if error.status >= 500 else "invalid_request_error"
+    kind = kinds.get(error.status, kind)
+    return {"error": {"message": error.message, "type": kind, "param": error.field, "code": None}}
 
 
 def json_response(
     value: object, status: int = 200, headers: dict[str, str] | None = None
 ) -> Response:
-    """`value` as JSON."""
+    """Return a response with `value` as JSON."""
     return Response(orjson.dumps(value), status, headers, media_type="application/json")
 
 
 def openai_error(error: ApiError) -> Response:
-    """As OpenAI's clients read it."""
-    return json_response(error_object(error), error.status, _headers(error))
-
-
-def error_object(error: ApiError) -> dict[str, Any]:
-    """OpenAI's form of an error."""
-    kinds = {404: "not_found_error", 429: "rate_limit_error"}
-    kind = "server_error" if error.status >= 500 else "invalid_request_error"
-    fields = {"type": kinds.get(error.status, kind), "param": error.field, "code": None}
-    return {"error": {"message": error.message, **fields}}
+    """Return an error as OpenAI's clients read it."""
+    return json_response(error_body(error), error.status, _error_headers(error))
 
 
 def megatron_error(error: ApiError, *, legacy: bool) -> Response:
-    """A JSON string, as Megatron answers; its status too, where the old behaviour is asked for."""
+    """Return an error as Megatron does: a JSON string, with its old status if `legacy`."""
     status = error.status if error.always or not legacy else 200
-    return json_response(error.message, status, _headers(error))
+    return json_response(error.message, status, _error_headers(error))
 
 
-def _headers(error: ApiError) -> dict[str, str]:
+def _error_headers(error: ApiError) -> dict[str, str]:
     if error.status == 429:
         return {"Retry-After": "1"}
-    # What is left of a body that was not read to its end is not a next request.
+    # The unread rest of a body must not be taken for the next request.
     return {"Connection": "close"} if error.status in (408, 413) else {}
 
 
+@dataclass(frozen=True)
+class Events:
+    """A streamed answer.
+
+    Attributes:
+        objects: JSON objects as they become ready.
+        close: Ends the work behind the answer. Called once, even if nothing was streamed.
+    """
+
+    objects: AsyncGenerator[dict[str, Any], None]
+    close: Callable[[], None]
+
+
+Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any] | Events]]
+
+
+@dataclass(frozen=True)
 class Endpoint:
     """An ASGI application that answers one kind of request.
 
-    Args:
-        handle: its body to its answer; raises ApiError for what it does not serve.
-        show_error: how a client of this endpoint is told.
+    Attributes:
+        handle: Turns a body into an answer. Raises `ApiError` for requests it does not serve.
+        limits: What the server accepts.
+        show_error: Turns an error into this endpoint's response.
     """
 
-    def __init__(
-        self, handle: Handler, limits: Limits, show_error: Callable[[ApiError], Response]
-    ) -> None:
-        self._handle = handle
-        self._limits = limits
-        self._show_error = show_error
+    handle: Handler
+    limits: ServerLimits
+    show_error: Callable[[ApiError], Response]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        deadline = asyncio.get_running_loop().time() + self._limits.generate_seconds
+        """Answer one request."""
+        deadline = asyncio.get_running_loop().time() + self.limits.generate_seconds
         with contextlib.suppress(ClientGoneError):
             answer = await self._answer(scope, receive, deadline)
             if isinstance(answer, Response):
@@ -102,68 +150,117 @@ class Endpoint:
 
     async def _answer(self, scope: Scope, receive: Receive, deadline: float) -> Response | Events:
         try:
-            body = await read_object(Request(scope, receive), self._limits)
-            answer = await _until(deadline, receive, self._handle(body))
+            body = await read_object(Request(scope, receive), self.limits)
+            answer = await _until(deadline, receive, self.handle(body))
             return answer if isinstance(answer, Events) else json_response(answer)
         except ApiError as error:
-            return self._show_error(error)
+            return self.show_error(error)
         except ClientGoneError:
             raise
         except Exception:
             logger.exception("%s failed", scope["path"])
-            return self._show_error(_our_mistake())
+            return self.show_error(ApiError(500, _SERVER_FAULT))
 
     async def _stream(self, answer: Events, receive: Receive, send: Send, deadline: float) -> None:
-        """Server-sent events. An error comes as one of them: the status is already sent."""
+        """Send server-sent events. An error is one of them, because the status is already sent."""
+
+        async def put(data: bytes, *, more: bool = True) -> None:
+            try:
+                async with asyncio.timeout(self.limits.write_seconds):
+                    await send({"type": "http.response.body", "body": data, "more_body": more})
+            except TimeoutError:
+                raise ClientGoneError from None
+
+        async def put_all() -> None:
+            async with contextlib.aclosing(answer.objects) as objects:
+                async for value in objects:
+                    await put(b"data: " + orjson.dumps(value) + b"\n\n")
+
         headers = [
             (b"content-type", b"text/event-stream; charset=utf-8"),
             (b"cache-control", b"no-store"),
             (b"x-accel-buffering", b"no"),
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
+        failure = None
         try:
-            await _until(deadline, receive, self._send_events(answer, send))
+            await _until(deadline, receive, put_all())
         except ApiError as error:
-            await self._send(send, _event(error_object(error)))
+            failure = error
         except ClientGoneError:
             raise
         except Exception:
             logger.exception("a stream failed")
-            await self._send(send, _event(error_object(_our_mistake())))
-        await self._send(send, b"data: [DONE]\n\n")
-        await self._send(send, b"", more=False)
-
-    async def _send_events(self, answer: Events, send: Send) -> None:
-        async with contextlib.aclosing(answer.objects) as objects:
-            async for value in objects:
-                await self._send(send, _event(value))
-
-    async def _send(self, send: Send, data: bytes, *, more: bool = True) -> None:
-        """Raises ClientGoneError where the client does not take it."""
-        try:
-            async with asyncio.timeout(self._limits.write_seconds):
-                await send({"type": "http.response.body", "body": data, "more_body": more})
-        except TimeoutError:
-            raise ClientGoneError from None
+            failure = ApiError(500, _SERVER_FAULT)
+        if failure is not None:
+            await put(b"data: " + orjson.dumps(error_body(failure)) + b"\n\n")
+        await put(b"data: [DONE]\n\n")
+        await put(b"", more=False)
 
 
-def _event(value: dict[str, Any]) -> bytes:
-    return b"data: " + orjson.dumps(value) + b"\n\n"
+async def read_object(request: Request, limits: ServerLimits) -> dict[str, Any]:
+    """Return the JSON object that a request carries.
+
+    Raises:
+        ApiError: 400 if there is no JSON object, 408 if it came too slowly, 413 if it is too
+            large, 415 for another content type.
+        ClientGoneError: The client left in the meantime.
+    """
+    # A web page of another site can post plain text here, but not JSON.
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(
+            415, f"Content-Type is {kind or 'not given'}: send the header application/json"
+        )
+    try:
+        async with asyncio.timeout(limits.read_seconds):
+            data = await _read_body(request, limits.body_bytes)
+    except TimeoutError:
+        raise ApiError(
+            408, f"the body did not arrive within {limits.read_seconds:g} seconds"
+        ) from None
+    except ClientDisconnect:
+        raise ClientGoneError from None
+    try:
+        value = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ApiError(400, "the body is not a JSON object")
+    return value
 
 
-def _our_mistake() -> ApiError:
-    return ApiError(500, "the server made a mistake; its log says which")
+async def _read_body(request: Request, limit: int) -> bytes:
+    announced = request.headers.get("content-length", "0")
+    too_large = ApiError(413, f"the body is larger than {limit:,} bytes")
+    if int(announced) > _DRAINED * limit:
+        raise too_large
+    data, size = bytearray(), 0
+    async for part in request.stream():
+        size += len(part)
+        if size > _DRAINED * limit:
+            raise too_large
+        if size <= limit:
+            data += part
+    if size > limit:
+        raise too_large
+    return bytes(data)
 
 
 async def _until(deadline: float, receive: Receive, work: Awaitable[T]) -> T:
-    """Do the work, unless the client leaves or time is over: then cancel it.
+    """Do the work, but cancel it if the client leaves or time is up.
 
     Raises:
-        ClientGoneError: it left.
-        ApiError: 504.
+        ClientGoneError: The client left.
+        ApiError: 504 if time is up.
     """
+
+    async def wait_for_disconnect() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_gone(receive))
+    gone = asyncio.ensure_future(wait_for_disconnect())
     seconds = deadline - asyncio.get_running_loop().time()
     try:
         await asyncio.wait({task, gone}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -176,8 +273,3 @@ async def _until(deadline: float, receive: Receive, work: Awaitable[T]) -> T:
         for each in (task, gone):
             each.cancel()
         await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -1,9 +1,9 @@
-"""The front process: started by rank 0 with two sockets, ends when rank 0 does.
+"""The web server's process. Rank 0 starts it with two sockets, and it ends when rank 0 does.
 
     python -m megatron.inference.server.front CHANNEL LISTENER
 
 CHANNEL and LISTENER are file descriptors: of the socket to rank 0, whose first message is the
-settings, and of the bound socket that clients connect to.
+settings, and of the bound socket that clients connect to. No torch is imported here.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import socket
 import sys
 from dataclasses import replace
 
+import h11
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from megatron.inference.messages import Unpacker
 from megatron.inference.server.app import build_app
 from megatron.inference.server.chat import ChatTemplate, special_tokens
-from megatron.inference.server.connections import protocol_with
-from megatron.inference.server.engine_client import EngineClient
-from megatron.inference.server.framing import Unpacker
-from megatron.inference.server.metrics import Metrics
-from megatron.inference.server.service import Service
-from megatron.inference.server.settings import FrontSettings
+from megatron.inference.server.middleware import Metrics
+from megatron.inference.server.service import EngineClient, Service
+from megatron.inference.server.settings import FrontSettings, ServerLimits
 from megatron.tokenizer import build_tokenizer
 
 _CHUNK = 1 << 16
@@ -33,7 +33,7 @@ _LAST_ANSWERS = 5  # seconds for requests that run when the server ends
 
 
 def main() -> int:
-    """Serve until rank 0 is gone; the exit code."""
+    """Serve until rank 0 is gone, and return the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     channel, listener = (socket.socket(fileno=int(word)) for word in sys.argv[1:])
     asyncio.run(serve(channel, listener))
@@ -41,12 +41,28 @@ def main() -> int:
 
 
 async def serve(channel: socket.socket, listener: socket.socket) -> None:
-    """Answer clients until the channel closes."""
+    """Answer clients until the channel closes.
+
+    Args:
+        channel: Socket to rank 0.
+        listener: Bound socket that clients connect to.
+    """
     reader, writer = await asyncio.open_connection(sock=channel)
-    settings = _with_descriptors(await _receive_settings(reader))
-    engine = EngineClient(reader, writer, settings.limits.queued)
-    service = Service(settings, build_tokenizer(settings.tokenizer), engine, Metrics(engine))
-    server = uvicorn.Server(_configure(service))
+    settings = await _receive_settings(reader)
+    if settings is None:  # rank 0 has ended before it had a model, and said why
+        return
+    # Every connection takes a file descriptor: have as many as needed, or fewer connections.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limits = settings.limits
+    files = limits.connections + _SPARE_FILES
+    if hard != resource.RLIM_INFINITY:
+        files = min(files, hard)
+    if soft < files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+    limits = replace(limits, connections=min(limits.connections, files - _SPARE_FILES))
+    settings = replace(settings, limits=limits)
+    engine = EngineClient(reader, writer, limits.queued)
+    server = uvicorn.Server(_configure(settings, engine))
     events = asyncio.create_task(engine.run())
     events.add_done_callback(lambda _: setattr(server, "should_exit", True))
     try:
@@ -57,14 +73,23 @@ async def serve(channel: socket.socket, listener: socket.socket) -> None:
         events.result()  # raises what went wrong with the channel
 
 
-def _configure(service: Service) -> uvicorn.Config:
-    settings = service.settings
+async def _receive_settings(reader: asyncio.StreamReader) -> FrontSettings | None:
+    """Return rank 0's first message. It sends no other before it is asked for something."""
+    unpacker = Unpacker[FrontSettings](FrontSettings)
+    while data := await reader.read(_CHUNK):
+        for message in unpacker.feed(data):
+            return message
+    return None
+
+
+def _configure(settings: FrontSettings, engine: EngineClient) -> uvicorn.Config:
     template = None
     if settings.chat_template is not None:
         special = special_tokens(settings.tokenizer.tokenizer_model)
         template = ChatTemplate(settings.chat_template, special)
+    service = Service(settings, build_tokenizer(settings.tokenizer), engine)
     return uvicorn.Config(
-        build_app(service, template),
+        build_app(service, template, Metrics(engine)),
         http=protocol_with(settings.limits),
         ws="none",
         lifespan="off",
@@ -78,25 +103,58 @@ def _configure(service: Service) -> uvicorn.Config:
     )
 
 
-async def _receive_settings(reader: asyncio.StreamReader) -> FrontSettings:
-    """Rank 0's first message. It sends no other before it is asked for something."""
-    unpacker = Unpacker()
-    while data := await reader.read(_CHUNK):
-        for message in unpacker.feed(data):
-            return FrontSettings.from_json(message)
-    raise EOFError("rank 0 left before it sent the settings")
+def protocol_with(limits: ServerLimits) -> type[H11Protocol]:
+    """Return uvicorn's `http=` class, which closes connections that send no request in time.
 
+    uvicorn itself waits for headers forever, and any byte stops its keep-alive timer, so a few
+    clients that send a byte a minute would hold all connections.
+    """
 
-def _with_descriptors(settings: FrontSettings) -> FrontSettings:
-    """Every connection takes a file descriptor: have as many as needed, or fewer connections."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = settings.limits.connections + _SPARE_FILES
-    if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    if soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    connections = min(settings.limits.connections, wanted - _SPARE_FILES)
-    return replace(settings, limits=replace(settings.limits, connections=connections))
+    class TimelyProtocol(H11Protocol):
+        _timer: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            super().connection_made(transport)  # type: ignore[arg-type]
+            if len(self.connections) > limits.connections:
+                self.transport.abort()
+                return
+            self._start_timer()
+
+        def data_received(self, data: bytes) -> None:
+            request = self.cycle
+            super().data_received(data)
+            if self.cycle is not request:
+                self._stop_timer()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if self.cycle.response_complete:  # otherwise a pipelined request has begun
+                self._start_timer()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop_timer()
+            super().connection_lost(exc)
+
+        def _start_timer(self) -> None:
+            self._stop_timer()
+            self._timer = self.loop.call_later(limits.read_seconds, self._end_slow)
+
+        def _stop_timer(self) -> None:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+        def _end_slow(self) -> None:
+            if self.transport.is_closing():
+                return
+            if self.conn.our_state is h11.IDLE:
+                headers = [("content-length", "0"), ("connection", "close")]
+                response = h11.Response(status_code=408, headers=headers)
+                for event in (response, h11.EndOfMessage()):
+                    self.transport.write(self.conn.send(event) or b"")
+            self.transport.close()
+
+    return TimelyProtocol
 
 
 if __name__ == "__main__":

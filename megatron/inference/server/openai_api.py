@@ -6,95 +6,183 @@ import asyncio
 import contextlib
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron.inference.server.answer import Answer, Piece, Spelled, spell_prompt
+from megatron.inference.request import Sampling
 from megatron.inference.server.chat import ChatTemplate
-from megatron.inference.server.endpoint import Answered, Events
-from megatron.inference.server.errors import ApiError
-from megatron.inference.server.fields import read_fields
-from megatron.inference.server.openai_asked import (
-    chat_tokens,
-    completion_tokens,
-    make_asked,
-    read_messages,
-    read_prompts,
+from megatron.inference.server.endpoint import ApiError, Events
+from megatron.inference.server.schema import (
+    ChatRequest,
+    CompletionRequest,
+    Message,
+    OpenAiRequest,
+    read_request,
 )
-from megatron.inference.server.openai_fields import (
-    CHAT,
-    COMPLETION,
-    REFUSED_CHAT,
-    REFUSED_COMPLETION,
+from megatron.inference.server.service import (
+    Asked,
+    Service,
+    Spelled,
+    TextAnswer,
+    TextPiece,
+    spell_prompt,
 )
-from megatron.inference.server.openai_forms import ChatForm, CompletionForm, Form
-from megatron.inference.server.service import Asked, Service
+from megatron.inference.server.settings import MAX_PROMPTS
+
+Choice = dict[str, Any]
+
+
+class ResponseForm(ABC):
+    """The shape of an endpoint's answers."""
+
+    prefix: str  # of ids
+    whole: str  # `object` of an answer
+    part: str  # `object` of a streamed bit
+    first: Choice | None = None  # what a stream begins with, before any text
+
+    @abstractmethod
+    def choice(self, piece: TextPiece, *, logprobs: bool) -> Choice:
+        """Return a whole answer, without its index."""
+
+    @abstractmethod
+    def delta(self, piece: TextPiece, *, logprobs: bool) -> Choice:
+        """Return a bit of a streamed answer, without its index."""
+
+
+class CompletionForm(ResponseForm):
+    """`text_completion`: text, and the tokens in four lists."""
+
+    prefix, whole, part = "cmpl-", "text_completion", "text_completion"
+
+    def choice(self, piece: TextPiece, *, logprobs: bool) -> Choice:
+        """Return a whole answer, without its index."""
+        if not logprobs:
+            return {"text": piece.text, "logprobs": None}
+        lists = {
+            "tokens": [token.text for token in piece.tokens],
+            "token_logprobs": [token.logprob for token in piece.tokens],
+            "top_logprobs": [dict(token.top) if token.top else None for token in piece.tokens],
+            "text_offset": [token.offset for token in piece.tokens],
+        }
+        return {"text": piece.text, "logprobs": lists}
+
+    delta = choice
+
+
+class ChatForm(ResponseForm):
+    """`chat.completion`: a message, and a list of tokens."""
+
+    prefix, whole, part = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+    first = {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
+
+    def choice(self, piece: TextPiece, *, logprobs: bool) -> Choice:
+        """Return a whole answer, without its index."""
+        message = {"role": "assistant", "content": piece.text, "refusal": None}
+        return {"message": message, "logprobs": _token_objects(piece.tokens) if logprobs else None}
+
+    def delta(self, piece: TextPiece, *, logprobs: bool) -> Choice:
+        """Return a bit of a streamed answer, without its index."""
+        return {
+            "delta": {"content": piece.text} if piece.text else {},
+            "logprobs": _token_objects(piece.tokens) if logprobs else None,
+        }
+
+
+def _token_objects(tokens: Sequence[Spelled]) -> dict[str, Any]:
+    def one(text: str, logprob: float | None) -> dict[str, Any]:
+        # The bytes of a partial character cannot be found from its text.
+        known = None if "\ufffd" in text else list(text.encode())
+        return {"token": text, "logprob": logprob, "bytes": known}
+
+    content = [
+        {**one(token.text, token.logprob), "top_logprobs": [one(*other) for other in token.top]}
+        for token in tokens
+    ]
+    return {"content": content, "refusal": None}
 
 
 @dataclass(frozen=True)
-class Plan:
+class Job:
     """A request that has been read.
 
     Attributes:
-        asked: a sequence for each choice.
-        copies: choices for each prompt.
+        request: As the client sent it.
+        form: The shape of the answer.
+        asked: A sequence for each choice.
+        logprobs: Whether to return log probabilities.
+        echo: Whether each answer begins with its prompt.
+        started: When it had been read, by `time.perf_counter`.
     """
 
+    request: OpenAiRequest
+    form: ResponseForm
     asked: list[Asked]
-    copies: int
-    stream: bool
-    include_usage: bool
     logprobs: bool
     echo: bool = False
+    started: float = field(default_factory=time.perf_counter)
 
 
 class OpenAiApi:
     """Both endpoints over one service."""
 
-    def __init__(self, service: Service, template: ChatTemplate | None) -> None:
+    def __init__(
+        self,
+        service: Service,
+        template: ChatTemplate | None,
+        observe_first: Callable[[float], None] = lambda seconds: None,
+    ) -> None:
+        """Join the parts.
+
+        Args:
+            service: Tokenizer and engine.
+            template: The model's chat template, or `None` if it has none.
+            observe_first: Called with the seconds from a request to its first text.
+        """
         self._service = service
         self._template = template
+        self._observe_first = observe_first
 
-    async def complete(self, body: Mapping[str, Any]) -> Answered:
-        """`POST /v1/completions`."""
-        values = read_fields(body, COMPLETION, REFUSED_COMPLETION)
-        self._check_model(values["model"])
-        usage = _include_usage(values)
-        prompts = await read_prompts(self._service, values["prompt"])
-        echo, logprobs = values["echo"], values["logprobs"]
-        new_tokens = completion_tokens(values)
-        asked = make_asked(
-            self._service, prompts, values, new_tokens=new_tokens, logprobs=logprobs, echo=echo
+    async def complete(self, body: Mapping[str, Any]) -> dict[str, Any] | Events:
+        """Answer `POST /v1/completions`."""
+        request = read_request(CompletionRequest, body)
+        self._check_model(request.model)
+        prompts = await self._read_prompts(request.prompt)
+        asked = self._make_asked(
+            request,
+            prompts,
+            new_tokens=request.max_tokens,
+            tops=request.logprobs,
+            prompt_logprobs=request.echo and request.logprobs is not None,
         )
-        plan = Plan(asked, values["n"], values["stream"], usage, logprobs is not None, echo)
-        return await self._answer(plan, CompletionForm())
+        logprobs = request.logprobs is not None
+        return await self._answer(Job(request, CompletionForm(), asked, logprobs, request.echo))
 
-    async def chat(self, body: Mapping[str, Any]) -> Answered:
-        """`POST /v1/chat/completions`."""
-        values = read_fields(body, CHAT, REFUSED_CHAT)
-        self._check_model(values["model"])
-        usage = _include_usage(values)
-        prompt = await read_messages(self._service, self._template, values["messages"])
-        if values["top_logprobs"] and not values["logprobs"]:
-            raise ApiError(400, "top_logprobs goes with logprobs true", field="top_logprobs")
-        logprobs = (values["top_logprobs"] or 0) if values["logprobs"] else None
-        new_tokens = chat_tokens(self._service, prompt, values)
-        asked = make_asked(
-            self._service, [prompt], values, new_tokens=new_tokens, logprobs=logprobs
+    async def chat(self, body: Mapping[str, Any]) -> dict[str, Any] | Events:
+        """Answer `POST /v1/chat/completions`."""
+        request = read_request(ChatRequest, body)
+        self._check_model(request.model)
+        prompt = await self._read_messages(request.messages)
+        limit = self._service.settings.limits.tokens // request.n
+        room = min(self._service.max_length, limit) - len(prompt)
+        asked = self._make_asked(
+            request,
+            [prompt],
+            new_tokens=request.max_completion_tokens or request.max_tokens or max(1, room),
+            tops=request.top_logprobs if request.logprobs else None,
         )
-        plan = Plan(asked, values["n"], values["stream"], usage, logprobs is not None)
-        return await self._answer(plan, ChatForm())
+        return await self._answer(Job(request, ChatForm(), asked, request.logprobs))
 
     def models(self) -> dict[str, Any]:
-        """`GET /v1/models`."""
+        """Return the answer to `GET /v1/models`."""
         return {"object": "list", "data": [self.model(self._service.settings.model)]}
 
     def model(self, name: str) -> dict[str, Any]:
-        """`GET /v1/models/NAME`.
+        """Return the answer to `GET /v1/models/NAME`.
 
         Raises:
-            ApiError: 404 it is not served here.
+            ApiError: 404 if there is no such model.
         """
         self._check_model(name)
         settings = self._service.settings
@@ -110,55 +198,157 @@ class OpenAiApi:
     def _check_model(self, name: str | None) -> None:
         served = self._service.settings.model
         if name is not None and name != served:
+            raise ApiError(404, f"unknown model {name[:100]!r}; available: {served}", field="model")
+
+    async def _read_prompts(
+        self, prompt: str | list[str] | list[int] | list[list[int]]
+    ) -> list[tuple[int, ...]]:
+        """Return the token ids of every prompt.
+
+        An empty text becomes the end-of-document token, which texts begin after.
+
+        Raises:
+            ApiError: 400 if there are too few or too many prompts, or ids outside the vocabulary.
+        """
+        is_single = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))
+        given: list[Any] = [prompt] if is_single else list(prompt)
+        if not 0 < len(given) <= MAX_PROMPTS or [] in given:
+            raise ApiError(400, f"prompt: give 1 to {MAX_PROMPTS} prompts", field="prompt")
+        vocab_size = self._service.settings.engine.vocab_size
+        prompts = []
+        for each in given:
+            if isinstance(each, str):
+                prompts.append(self._service.begun(await self._service.tokenize(each)))
+                continue
+            wrong = next((token for token in each if not 0 <= token < vocab_size), None)
+            if wrong is not None:
+                raise ApiError(
+                    400,
+                    f"prompt: token id {wrong} is outside the vocabulary (0 to {vocab_size - 1})",
+                    field="prompt",
+                )
+            prompts.append(tuple(each))
+        return prompts
+
+    async def _read_messages(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Return the token ids of a conversation.
+
+        Raises:
+            ApiError: 400 if the model has no template, or the template refuses the messages.
+        """
+        if self._template is None:
             raise ApiError(
-                404, f"model {name[:100]!r} is not served here: {served!r} is", field="model"
+                400,
+                "this model's tokenizer has no chat template: use /v1/completions, or start the "
+                "server with --chat-template",
+                field="messages",
             )
+        text = self._template.render([message.for_template() for message in messages])
+        ids = await self._service.tokenize(text, spelled=True)
+        if not ids:
+            raise ApiError(
+                400, "the chat template makes no text of these messages", field="messages"
+            )
+        return ids
 
-    async def _answer(self, plan: Plan, form: Form) -> Answered:
-        start = time.perf_counter()
-        answers, close = self._service.start(plan.asked, silent=self._service.ends)
+    def _make_asked(
+        self,
+        request: OpenAiRequest,
+        prompts: Sequence[tuple[int, ...]],
+        *,
+        new_tokens: int,
+        tops: int | None,
+        prompt_logprobs: bool = False,
+    ) -> list[Asked]:
+        """Return n sequences for each prompt, in the order of OpenAI's `choices`.
 
-        def count() -> None:
-            self._service.metrics.first_token_seconds.observe(time.perf_counter() - start)
+        Args:
+            request: As the client sent it.
+            prompts: Token ids of each prompt.
+            new_tokens: Largest number of new tokens.
+            tops: Number of most likely tokens to report beside the chosen one. `None`: no log
+                probabilities at all.
+            prompt_logprobs: Whether to report those of the prompt's tokens too.
 
-        source = _Source(answers, plan, self._service, count)
-        if plan.stream:
-            return Events(self._stream(source, plan, form), close)
+        Raises:
+            ApiError: 400 or 422 if the request is over the limits.
+        """
+        service, copies = self._service, request.n
+        if len(prompts) * copies > MAX_PROMPTS:
+            raise ApiError(
+                400, f"{len(prompts)} prompts times n {copies}: at most {MAX_PROMPTS}", field="n"
+            )
+        longest = max(len(prompt) for prompt in prompts)
+        if longest + new_tokens > service.max_length:
+            raise ApiError(
+                422,
+                f"a prompt of {longest} tokens and max_tokens {new_tokens} are more than the "
+                f"model's {service.max_length}",
+                field="max_tokens",
+            )
+        service.check_total(prompts, new_tokens, copies)
+        defaults = service.settings.defaults
+        top_k, top_p = defaults.choose(request.top_k, request.top_p)
+        if request.top_p == 0:  # OpenAI's clients mean the smallest possible set; our 0 means all
+            top_k = 1
+        temperature = request.temperature
+        sampling = Sampling(
+            max_new_tokens=new_tokens,
+            temperature=defaults.temperature if temperature is None else temperature,
+            top_k=top_k,
+            top_p=top_p,
+            repetition_penalty=request.repetition_penalty,
+            stop_tokens=tuple(sorted(service.ends)),
+            logprobs=tops is not None,
+            top_logprobs=tops or 0,
+            prompt_logprobs=prompt_logprobs,
+        )
+        return [
+            Asked(
+                prompt, replace(sampling, seed=service.seed_of(request.seed, copy)), request.stops
+            )
+            for prompt in prompts
+            for copy in range(copies)
+        ]
+
+    async def _answer(self, job: Job) -> dict[str, Any] | Events:
+        answers, close = self._service.start(job.asked, silent=self._service.ends)
+        if job.request.stream:
+            return Events(self._stream(job, answers), close)
         try:
-            return await self._whole(source, plan, form)
+            pieces = await asyncio.gather(*(_joined(each) for each in self._sources(job, answers)))
         finally:
             close()
-
-    async def _whole(self, source: _Source, plan: Plan, form: Form) -> dict[str, Any]:
-        pieces = await asyncio.gather(*(_joined(each) for each in source.all()))
         choices = [
             {
                 "index": index,
-                **form.choice(piece, logprobs=plan.logprobs),
+                **job.form.choice(piece, logprobs=job.logprobs),
                 "finish_reason": answer.reason,
             }
-            for index, (piece, answer) in enumerate(zip(pieces, source.answers, strict=True))
+            for index, (piece, answer) in enumerate(zip(pieces, answers, strict=True))
         ]
-        head = self._head(form.prefix, form.whole)
-        return {**head, "choices": choices, "usage": _usage(source.answers, plan.copies)}
+        head = self._head(job.form.prefix, job.form.whole)
+        return {**head, "choices": choices, "usage": _usage(answers, job.request.n)}
 
     async def _stream(
-        self, source: _Source, plan: Plan, form: Form
+        self, job: Job, answers: Sequence[TextAnswer]
     ) -> AsyncGenerator[dict[str, Any], None]:
+        form, usage = job.form, job.request.include_usage
         head = self._head(form.prefix, form.part)
-        tail = {"usage": None} if plan.include_usage else {}
-        first = form.first()
-        if first is not None:
-            for index in range(len(source.answers)):
-                choice = {"index": index, **first, "finish_reason": None}
+        tail = {"usage": None} if usage else {}
+        if form.first is not None:
+            for index in range(len(answers)):
+                choice = {"index": index, **form.first, "finish_reason": None}
                 yield {**head, "choices": [choice], **tail}
-        async with contextlib.aclosing(_merged(source.all())) as merged:
+        async with contextlib.aclosing(_merged(self._sources(job, answers))) as merged:
             async for index, piece in merged:
-                end = source.answers[index].reason if piece is None else None
-                told = form.delta(piece or Piece("", ()), logprobs=plan.logprobs and bool(piece))
-                yield {**head, "choices": [{"index": index, **told, "finish_reason": end}], **tail}
-        if plan.include_usage:
-            yield {**head, "choices": [], "usage": _usage(source.answers, plan.copies)}
+                end = answers[index].reason if piece is None else None
+                logprobs = job.logprobs and piece is not None
+                delta = form.delta(piece or TextPiece("", ()), logprobs=logprobs)
+                choice = {"index": index, **delta, "finish_reason": end}
+                yield {**head, "choices": [choice], **tail}
+        if usage:
+            yield {**head, "choices": [], "usage": _usage(answers, job.request.n)}
 
     def _head(self, prefix: str, kind: str) -> dict[str, Any]:
         return {
@@ -168,74 +358,55 @@ class OpenAiApi:
             "model": self._service.settings.model,
         }
 
+    def _sources(
+        self, job: Job, answers: Sequence[TextAnswer]
+    ) -> list[AsyncGenerator[TextPiece, None]]:
+        """Return the pieces of every choice, the echoed prompt first. No piece is empty."""
+        is_first = True
 
-class _Source:
-    """The pieces of every choice, the echoed prompt first."""
-
-    def __init__(
-        self,
-        answers: Sequence[Answer],
-        plan: Plan,
-        service: Service,
-        count_first: Callable[[], None],
-    ) -> None:
-        self.answers = answers
-        self._plan = plan
-        self._tokenizer = service.tokenizer
-        self._count_first: Callable[[], None] | None = count_first
-
-    def all(self) -> list[AsyncGenerator[Piece, None]]:
-        """One generator for each choice, none of whose pieces is empty."""
-        return [self._pieces(answer) for answer in self.answers]
-
-    async def _pieces(self, answer: Answer) -> AsyncGenerator[Piece, None]:
-        offset = 0
-        if self._plan.echo and not self._plan.logprobs:
-            prompt = self._tokenizer.detokenize(answer.prompt_ids)
-            offset = len(prompt)
-            yield Piece(prompt, ())
-        async for piece in answer.pieces():
-            if self._plan.echo and self._plan.logprobs and not offset:
-                assert answer.prompt is not None
-                prompt = self._tokenizer.detokenize(answer.prompt_ids)
-                spelled = await asyncio.to_thread(
-                    spell_prompt, self._tokenizer, answer.prompt_ids, answer.prompt
-                )
+        async def pieces(answer: TextAnswer) -> AsyncGenerator[TextPiece, None]:
+            nonlocal is_first
+            offset, told = 0, not job.echo
+            if job.echo:
+                prompt = self._service.tokenizer.detokenize(answer.prompt_ids)
                 offset = len(prompt)
-                yield Piece(prompt, tuple(spelled))
-            if piece.text or piece.tokens:
-                self._count()
-                yield Piece(piece.text, tuple(_moved(token, offset) for token in piece.tokens))
+                if not job.logprobs:
+                    told = True
+                    yield TextPiece(prompt, ())
+            async for piece in answer.pieces():
+                if not told:
+                    told = True
+                    assert answer.prompt is not None
+                    spelled = await asyncio.to_thread(
+                        spell_prompt, self._service.tokenizer, answer.prompt_ids, answer.prompt
+                    )
+                    yield TextPiece(prompt, tuple(spelled))
+                if piece.text or piece.tokens:
+                    if is_first:
+                        is_first = False
+                        self._observe_first(time.perf_counter() - job.started)
+                    tokens = (replace(t, offset=t.offset + offset) for t in piece.tokens)
+                    yield TextPiece(piece.text, tuple(tokens) if offset else piece.tokens)
 
-    def _count(self) -> None:
-        if self._count_first is not None:
-            self._count_first()
-            self._count_first = None
+        return [pieces(answer) for answer in answers]
 
 
-def _moved(token: Spelled, by: int) -> Spelled:
-    return Spelled(token.id, token.text, token.offset + by, token.logprob, token.top)
-
-
-async def _joined(pieces: AsyncGenerator[Piece, None]) -> Piece:
-    texts: list[str] = []
-    tokens: list[Spelled] = []
-    async for piece in pieces:
-        texts.append(piece.text)
-        tokens.extend(piece.tokens)
-    return Piece("".join(texts), tuple(tokens))
+async def _joined(pieces: AsyncGenerator[TextPiece, None]) -> TextPiece:
+    every = [piece async for piece in pieces]
+    text = "".join(piece.text for piece in every)
+    return TextPiece(text, tuple(token for piece in every for token in piece.tokens))
 
 
 async def _merged(
-    sources: Sequence[AsyncGenerator[Piece, None]],
-) -> AsyncGenerator[tuple[int, Piece | None], None]:
-    """(index, piece) as they come, and (index, None) at the end of each."""
+    sources: Sequence[AsyncGenerator[TextPiece, None]],
+) -> AsyncGenerator[tuple[int, TextPiece | None], None]:
+    """Yield (index, piece) as they come, and (index, None) at the end of each source."""
     if len(sources) == 1:
         async for piece in sources[0]:
             yield 0, piece
         yield 0, None
         return
-    ready: asyncio.Queue[tuple[int, Piece | None | BaseException]] = asyncio.Queue()
+    ready: asyncio.Queue[tuple[int, TextPiece | None | BaseException]] = asyncio.Queue()
 
     async def forward(index: int) -> None:
         try:
@@ -260,24 +431,8 @@ async def _merged(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _include_usage(values: Mapping[str, Any]) -> bool:
-    options = values["stream_options"]
-    if options is None:
-        return False
-    right = isinstance(options, dict) and set(options) <= {"include_usage"}
-    if not right or type(options.get("include_usage", False)) is not bool:
-        raise ApiError(
-            400,
-            'stream_options: give {"include_usage": true} or leave it out',
-            field="stream_options",
-        )
-    if not values["stream"]:
-        raise ApiError(400, "stream_options goes with stream true", field="stream_options")
-    return bool(options.get("include_usage", False))
-
-
-def _usage(answers: Sequence[Answer], copies: int) -> dict[str, Any]:
-    """Each prompt counts once, however many answers it has."""
+def _usage(answers: Sequence[TextAnswer], copies: int) -> dict[str, Any]:
+    """Return token counts. Each prompt counts once, however many answers it has."""
     prompts = sum(len(answer.prompt_ids) for answer in answers[::copies])
     new = sum(answer.new_tokens for answer in answers)
     cached = sum(answer.finished.cached_tokens for answer in answers[::copies] if answer.finished)

@@ -2,39 +2,49 @@
 
 from __future__ import annotations
 
+import errno
+import ipaddress
 import json
+import queue
 import signal
+import socket
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 from megatron.checkpoint.huggingface.files import COMPANION_FOLDER, GENERATION_CONFIG
 from megatron.command import say
-from megatron.config import RunConfig
 from megatron.config.server import ServerConfig, problems_of
 from megatron.environment import Launch
-from megatron.errors import EXIT_OK
+from megatron.errors import EXIT_OK, ConfigError, UserError
 from megatron.inference.arguments import parse_generation
 from megatron.inference.build import EngineOptions, engine_of
 from megatron.inference.engine import BatchEngine
 from megatron.inference.load import Loaded, load_gpt
+from megatron.inference.messages import Command, MessageError, Report, Shutdown, Unpacker, pack
 from megatron.inference.panel import engine_rows
+from megatron.inference.request import Event, RequestError, Stats
 from megatron.inference.server.chat import ChatTemplate, find_template, special_tokens
-from megatron.inference.server.launch import find_token, front, take_address, url_of
-from megatron.inference.server.limits import Limits
-from megatron.inference.server.settings import Defaults, FrontSettings
+from megatron.inference.server.settings import LOOPBACK, Defaults, FrontSettings, ServerLimits
 from megatron.inference.worker import serve
 from megatron.training.panel import Row, format_panel
 from megatron.training.process import processes, run_process, show_notices
 
 PROGRAM = "run_text_generation_server.py"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_MIN_TOKEN = 16  # characters
+_BACKLOG = 2048  # connections that wait to be accepted
+_LEAVE = 15.0  # seconds that the web server has for its last answers
+_CHUNK = 1 << 16
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one process of the server until it is told to end; the exit code."""
+    """Run one process of the server until it is told to end, and return the exit code."""
     return run_process(arguments, lambda launch: _serve(arguments, launch))
 
 
@@ -48,50 +58,51 @@ def _serve(arguments: Sequence[str], launch: Launch) -> int:
     )
     (server,) = parsed.extra
     show_notices(parsed.notices, launch)
-    # What can be wrong is found before the model is loaded.
+    # Mistakes are found before the model is loaded, which may take minutes.
     token = find_token(server)
-    template = _find_template(server, parsed.config)
+    tokenizer_model = parsed.config.tokenizer.tokenizer_model
+    template = find_template(server.chat_template, tokenizer_model)
+    if template is not None:
+        ChatTemplate(template, special_tokens(tokenizer_model))
     listener = take_address(server) if launch.rank == 0 else None
-    with processes(parsed.config, launch) as (device, layout):
-        assert parsed.config.checkpoint.load is not None
-        loaded = load_gpt(parsed.config.checkpoint.load, device, layout, config=parsed.config)
-        options = EngineOptions(
-            max_sequences=server.max_batch_size,
-            max_step_tokens=max(EngineOptions.max_step_tokens, server.max_batch_size),
-            cache_tokens=server.cache_tokens,
-            seed=parsed.config.training.seed,
-        )
-        engine = engine_of(loaded, device, options)
+    options = EngineOptions(
+        max_sequences=server.max_batch_size,
+        max_step_tokens=max(EngineOptions.max_step_tokens, server.max_batch_size),
+        cache_tokens=server.cache_tokens,
+        seed=parsed.config.training.seed,
+    )
+    with processes(parsed.config, launch) as (device, layout), _restored_handlers():
+
+        def load() -> tuple[Loaded, BatchEngine]:
+            assert parsed.config.checkpoint.load is not None
+            loaded = load_gpt(parsed.config.checkpoint.load, device, layout, config=parsed.config)
+            return loaded, engine_of(loaded, device, options)
+
         if listener is None:
-            with _kept_handlers():
-                # Rank 0 hears them, and ends the others; one that left first would strand them.
-                for number in _SIGNALS:
-                    signal.signal(number, signal.SIG_IGN)
-                serve(engine, None, layout.world, device=device.torch_device)
-            return EXIT_OK
-        settings = _settings(server, loaded, engine, token, template)
-        say(_panel(settings, url_of(listener), engine_rows(loaded, engine, device)))
-        with _kept_handlers(), front(listener, settings, lambda: engine.stats) as inbox:
-            # Also while the front ends: a second Ctrl-C does not leave it behind.
+            _, engine = load()
+            # Rank 0 hears the signals and ends the others. A rank that left first would strand
+            # them.
             for number in _SIGNALS:
-                signal.signal(number, lambda *_: inbox.shut_down())
-            serve(engine, inbox, layout.world, device=device.torch_device)
+                signal.signal(number, signal.SIG_IGN)
+            serve(engine, None, layout.world, device=device.torch_device)
+            return EXIT_OK
+        url = url_of(listener)
+        with web_server(listener) as connection:
+            loaded, engine = load()
+            settings = _settings(server, loaded, engine, token, template)
+            say(_panel(settings, url, engine_rows(loaded, engine, device)))
+            with SocketInbox.open(connection, settings, lambda: engine.stats) as inbox:
+                # They end the server on all ranks, between two steps. They stay in place while
+                # the web server ends, so that a second Ctrl-C does not leave it behind.
+                for number in _SIGNALS:
+                    signal.signal(number, lambda *_: inbox.shut_down())
+                serve(engine, inbox, layout.world, device=device.torch_device)
     return EXIT_OK
 
 
-def _find_template(server: ServerConfig, config: RunConfig) -> str | None:
-    """The chat template, tried."""
-    folder = config.tokenizer.tokenizer_model
-    template = find_template(server.chat_template, folder)
-    if template is not None:
-        ChatTemplate(template, special_tokens(folder))
-    return template
-
-
 @contextmanager
-def _kept_handlers() -> Iterator[None]:
-    """What the block does with Ctrl-C and SIGTERM is undone behind it. On rank 0 they end the
-    server on all ranks, between two steps."""
+def _restored_handlers() -> Iterator[None]:
+    """Restore the handlers of Ctrl-C and SIGTERM after the block."""
     before = [signal.getsignal(number) for number in _SIGNALS]
     try:
         yield
@@ -107,21 +118,24 @@ def _settings(
     token: str | None,
     template: str | None,
 ) -> FrontSettings:
-    load = loaded.config.checkpoint.load
-    assert load is not None
+    assert loaded.config.checkpoint.load is not None
+    folder = Path(loaded.config.checkpoint.load)
     longest = server.out_seq_length or engine.limits.max_length
+    real = folder.resolve()
+    # `demo` for runs/demo/checkpoints.
+    name = real.parent.name if real.name.startswith("checkpoint") else real.name
     return FrontSettings(
-        model=server.served_model_name or _name_of(Path(load)),
+        model=server.served_model_name or name,
         tokenizer=loaded.config.tokenizer,
         engine=replace(engine.limits, max_length=min(longest, engine.limits.max_length)),
-        limits=Limits(
+        limits=ServerLimits(
             body_bytes=server.max_body_bytes,
             queued=server.max_queued_requests,
             tokens=server.max_tokens_to_oom,
             generate_seconds=server.request_timeout,
         ),
         defaults=Defaults(server.temperature, server.top_k, server.top_p),
-        stop_tokens=_stop_tokens(Path(load), engine.limits.vocab_size),
+        stop_tokens=_stop_tokens(folder, engine.limits.vocab_size),
         chat_template=template,
         token=token,
         legacy_status_codes=server.legacy_status_codes,
@@ -129,21 +143,15 @@ def _settings(
     )
 
 
-def _name_of(folder: Path) -> str:
-    """`demo` of runs/demo/checkpoints."""
-    folder = folder.resolve()
-    return folder.parent.name if folder.name.startswith("checkpoint") else folder.name
-
-
 def _stop_tokens(folder: Path, vocab_size: int) -> tuple[int, ...]:
-    """What an imported chat model's generation_config.json says that ends a turn."""
+    """Return the tokens that end a turn by an imported chat model's generation_config.json."""
     path = folder / COMPANION_FOLDER / GENERATION_CONFIG
     if not path.is_file():
         return ()
     try:
         value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
     except (ValueError, AttributeError):
-        return ()  # the import has checked what matters of it
+        return ()  # the import has checked the parts of it that matter
     tokens = value if isinstance(value, list) else [value]
     return tuple(token for token in tokens if type(token) is int and 0 <= token < vocab_size)
 
@@ -160,3 +168,192 @@ def _panel(settings: FrontSettings, url: str, engine: Sequence[Row]) -> str:
         *engine,
     ]
     return format_panel(f"{PROGRAM}: serving {settings.model}", rows)
+
+
+def find_token(server: ServerConfig) -> str | None:
+    """Return the token that clients must send, or `None` if only this machine's can reach us.
+
+    Raises:
+        ConfigError: The token is missing, cannot be read or is easy to guess.
+    """
+    path = server.auth_token_file
+    if path is None:
+        if server.host in LOOPBACK:
+            return None
+        raise ConfigError(
+            f"--host {server.host} can be reached from other machines: give --auth-token-file FILE "
+            "with a token that clients must send, or --host 127.0.0.1"
+        )
+    try:
+        token = Path(path).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--auth-token-file {path} cannot be read: {error}") from error
+    if len(token) < _MIN_TOKEN or not token.isprintable() or " " in token:
+        raise ConfigError(
+            f"--auth-token-file {path}: give one word of at least {_MIN_TOKEN} ASCII characters, "
+            "for example from: openssl rand -hex 32"
+        )
+    return token
+
+
+def take_address(server: ServerConfig) -> socket.socket:
+    """Return the socket that clients will connect to, bound so that nobody else has it.
+
+    Raises:
+        ConfigError: The address is in use, or not this machine's.
+    """
+    family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((server.host, server.port))
+        # Two servers can bind one address under SO_REUSEADDR, but only one can listen.
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        address = f"--host {server.host} --port {server.port}"
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"{address} is already in use: give another port, or 0 for any free one"
+            ) from error
+        raise ConfigError(
+            f"cannot listen on {address} ({error.strerror or error}): give another --host or --port"
+        ) from error
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """Return where a browser finds the server."""
+    host, port = listener.getsockname()[:2]
+    if ipaddress.ip_address(host).is_unspecified:
+        host = socket.gethostname()
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+@contextmanager
+def web_server(listener: socket.socket) -> Iterator[socket.socket]:
+    """Run the web server's process during the block.
+
+    It starts while the model is loaded, and waits for its settings as its first message.
+
+    Args:
+        listener: Bound socket that clients connect to. It is handed over.
+
+    Yields:
+        The socket to the process. Closing it ends the process.
+
+    Raises:
+        UserError: The process ended by itself, with an error that it has shown.
+    """
+    ours, theirs = socket.socketpair()
+    with listener, theirs:
+        handed = (theirs.fileno(), listener.fileno())
+        words = [str(number) for number in handed]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "megatron.inference.server.front", *words],
+            pass_fds=handed,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for us; the web server ends when we do
+        )
+    try:
+        yield ours
+    finally:
+        ours.close()
+        try:
+            code = process.wait(_LEAVE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            code = process.wait()
+    if code:
+        raise UserError(f"the web server ended with code {code}: its message is above")
+
+
+class SocketInbox:
+    """The `worker.Inbox` of a server. Two threads do the waiting, so that the engine never does.
+
+    When the web server ends, for whatever reason, that is a command to shut down.
+    """
+
+    def __init__(self, connection: socket.socket, stats: Callable[[], Stats]) -> None:
+        """Start the threads.
+
+        Args:
+            connection: Socket to the web server. `close` closes it.
+            stats: Returns what the engine is doing, which is sent along with events.
+        """
+        self._connection = connection
+        self._stats = stats
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._reports: queue.SimpleQueue[Report | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=work, name=f"front-{work.__name__}", daemon=True)
+            for work in (self._receive, self._transmit)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @classmethod
+    @contextmanager
+    def open(
+        cls, connection: socket.socket, settings: FrontSettings, stats: Callable[[], Stats]
+    ) -> Iterator[SocketInbox]:
+        """Send the settings, and be the inbox during the block.
+
+        Args:
+            connection: Socket to the web server.
+            settings: Its first message.
+            stats: Returns what the engine is doing.
+        """
+        with suppress(BrokenPipeError):  # it has died, which shows when we read
+            connection.sendall(pack(FrontSettings, settings))
+        inbox = cls(connection, stats)
+        try:
+            yield inbox
+        finally:
+            inbox.close()
+
+    def poll(self, wait: float) -> list[Command]:
+        """Return the commands that have arrived, in order.
+
+        Args:
+            wait: Longest time to wait for the first one, in seconds.
+        """
+        commands: list[Command] = []
+        try:
+            commands.append(self._commands.get(block=wait > 0, timeout=wait or None))
+            while True:
+                commands.append(self._commands.get_nowait())
+        except queue.Empty:
+            return commands
+
+    def send(self, events: Sequence[Event]) -> None:
+        """Hand events on, with the statistics after them."""
+        self._reports.put(Report.of(events, self._stats()))
+
+    def shut_down(self) -> None:
+        """Act as if the web server were gone."""
+        self._commands.put(Shutdown())
+
+    def close(self) -> None:
+        """Send what is left, and close."""
+        self._reports.put(None)
+        self._threads[1].join(timeout=5.0)
+        self._connection.close()
+
+    def _receive(self) -> None:
+        try:
+            unpacker = Unpacker[Command](Command)
+            while data := self._connection.recv(_CHUNK):
+                for command in unpacker.feed(data):
+                    self._commands.put(command)
+        except (OSError, MessageError, RequestError):
+            pass  # our web server sends no such thing: it has gone wrong, and is as good as gone
+        self._commands.put(Shutdown())
+
+    def _transmit(self) -> None:
+        try:
+            while (report := self._reports.get()) is not None:
+                self._connection.sendall(pack(Report, report))
+            self._connection.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # the web server is gone: `_receive` says so

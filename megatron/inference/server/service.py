@@ -1,22 +1,332 @@
-"""What every endpoint does with the engine: prompts to tokens, limits, answers."""
+"""What all endpoints share: prompts to tokens, the way to the engine, and answers as text."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from megatron.inference.request import LARGEST_SEED, Sampling
-from megatron.inference.server.answer import Answer
-from megatron.inference.server.engine_client import EngineClient
-from megatron.inference.server.errors import ApiError
-from megatron.inference.server.metrics import Metrics
+from megatron.inference.messages import Add, Cancel, Command, Report, Unpacker, pack
+from megatron.inference.request import (
+    LARGEST_SEED,
+    Event,
+    Finished,
+    Prompt,
+    Request,
+    Sampling,
+    Stats,
+    Token,
+    TopLogprobs,
+)
+from megatron.inference.server.endpoint import ApiError
 from megatron.inference.server.settings import FrontSettings
+from megatron.inference.text import Detokenizer, StopStrings
 from megatron.tokenizer import Tokenizer
 
-# Shorter texts are tokenized at once: handing them to a thread takes longer.
+_CHUNK = 1 << 16
+_GONE = "the engine has stopped; the server's log has the reason"
+# Shorter texts are tokenized at once, because handing them to a thread takes longer.
 _LONG_TEXT = 4096  # characters
+
+
+class EventStream:
+    """The events of one request, in order. It must be closed, which frees its place."""
+
+    def __init__(self, client: EngineClient, request: Request) -> None:
+        """Start without events.
+
+        Args:
+            client: The way to the engine.
+            request: What the events answer.
+        """
+        self._client = client
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._finished = False
+        self.request = request
+
+    async def batches(self) -> AsyncIterator[list[Event]]:
+        """Yield all events, as many at a time as are there. The last one is a `Finished`.
+
+        When many clients share the server, they get fewer and larger batches instead of ever
+        later ones.
+        """
+        while True:
+            events = [await self._events.get()]
+            while not self._events.empty():
+                events.append(self._events.get_nowait())
+            yield events
+            if isinstance(events[-1], Finished):
+                return
+
+    def close(self) -> None:
+        """End the request if it still runs."""
+        if not self._finished:
+            self._client.cancel(self.request.id)
+
+    def put(self, event: Event) -> None:
+        """Take the next event from the client."""
+        self._finished = self._finished or isinstance(event, Finished)
+        self._events.put_nowait(event)
+
+
+class EngineClient:
+    """The web server's end of the socket to rank 0: admits and sends requests, sorts events."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, most: int
+    ) -> None:
+        """Start with no requests.
+
+        Args:
+            reader: Reads what rank 0 sends.
+            writer: Writes to rank 0.
+            most: Largest number of sequences that may run or wait.
+        """
+        self._reader = reader
+        self._writer = writer
+        self._most = most
+        self._streams: dict[str, EventStream] = {}
+        self._numbers = itertools.count(1)
+        self.stats = Stats()
+        self.alive = True
+
+    @property
+    def active(self) -> int:
+        """Number of sequences that the engine has not ended."""
+        return len(self._streams)
+
+    def start(self, prompts: Sequence[tuple[tuple[int, ...], Sampling]]) -> list[EventStream]:
+        """Send the sequences of one client's request, all or none.
+
+        Raises:
+            ApiError: 429 if too many sequences run or wait, 503 if the engine is gone.
+        """
+        if not self.alive:
+            raise ApiError(503, _GONE)
+        if self.active + len(prompts) > self._most:
+            raise ApiError(
+                429,
+                f"{self.active} sequences run or wait and {len(prompts)} more would be over "
+                f"{self._most}: try again in a moment",
+            )
+        streams = []
+        for prompt, sampling in prompts:
+            request = Request(f"r{next(self._numbers)}", prompt, sampling)
+            self._streams[request.id] = stream = EventStream(self, request)
+            self._send(Add(request))
+            streams.append(stream)
+        return streams
+
+    def cancel(self, request: str) -> None:
+        """Ask for the end of a request. It keeps its place until the engine has ended it."""
+        if request in self._streams:
+            self._send(Cancel(request))
+
+    async def run(self) -> None:
+        """Hand events to their streams until rank 0 is gone, then end all streams."""
+        unpacker = Unpacker[Report](Report)
+        try:
+            while data := await self._reader.read(_CHUNK):
+                for report in unpacker.feed(data):
+                    for event in report.events:
+                        self._hand_on(event)
+                    self.stats = report.stats
+        finally:
+            self.alive = False
+            for name in list(self._streams):
+                self._hand_on(Finished(name, "error", _GONE))
+            self._writer.close()
+
+    def _hand_on(self, event: Event) -> None:
+        stream = self._streams.get(event.request)
+        if stream is None:
+            return
+        if isinstance(event, Finished):
+            del self._streams[event.request]
+        stream.put(event)
+
+    def _send(self, command: Command) -> None:
+        if self.alive:
+            self._writer.write(pack(Command, command))
+
+
+@dataclass(frozen=True)
+class Spelled:
+    """A token with its text.
+
+    Attributes:
+        id: The token.
+        text: Text of this token alone; U+FFFD if it holds part of a character.
+        offset: Number of characters of the answer before it.
+        logprob: Its log probability. `None` if it was not asked for, or for a prompt's first
+            token.
+        top: Text and log probability of the most likely tokens in its place.
+    """
+
+    id: int
+    text: str
+    offset: int
+    logprob: float | None = None
+    top: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class TextPiece:
+    """Text that can be shown now, with the tokens that began in it or in what is held no more."""
+
+    text: str
+    tokens: tuple[Spelled, ...]
+
+
+class Speller:
+    """Spells tokens one after another, in the context of those before."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
+        """Start after a prompt.
+
+        Args:
+            tokenizer: Of the model.
+            prompt: Tokens before the first one; they are not spelled.
+        """
+        self._tokenizer = tokenizer
+        self._text = Detokenizer(tokenizer, prompt)
+        self._last = tuple(prompt[-1:])
+        self._characters = 0
+        self._holding = False
+
+    def add(
+        self, token: int, logprob: float | None = None, top: TopLogprobs = ()
+    ) -> tuple[str, Spelled]:
+        """Return the text that can be shown now, and the spelled token."""
+        offset = self._characters
+        shown = self._text.add(token)
+        own = shown if shown and not self._holding else self._tokenizer.detokenize([token])
+        others: tuple[tuple[str, float], ...] = ()
+        if top:  # tokens that could have come here instead
+            before = len(self._tokenizer.detokenize(self._last))
+            others = tuple(
+                (self._tokenizer.detokenize([*self._last, other])[before:], value)
+                for other, value in top
+            )
+        self._holding = not shown
+        self._characters += len(shown)
+        self._last = (token,)
+        return shown, Spelled(token, own, offset, logprob, others)
+
+    def rest(self) -> str:
+        """Return the text that is held back, at the end."""
+        return self._text.rest()
+
+
+def spell_prompt(
+    tokenizer: Tokenizer, prompt: Sequence[int], scores: Prompt | None = None
+) -> list[Spelled]:
+    """Return a prompt's tokens. The first follows nothing, so it has no log probability."""
+    speller = Speller(tokenizer)
+    logprobs = (None, *scores.logprobs) if scores else (None,) * len(prompt)
+    tops = ((), *scores.top) if scores and scores.top else ((),) * len(prompt)
+    return [
+        speller.add(token, logprob, top)[1]
+        for token, logprob, top in zip(prompt, logprobs, tops, strict=True)
+    ]
+
+
+class TextAnswer:
+    """The engine's answer to one sequence, as text.
+
+    Attributes:
+        prompt: Log probabilities of the prompt, once they are there.
+        new_tokens: New tokens so far, silent ones included.
+        finished: The engine's last event. `None` if a stop string ended the answer before.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stream: EventStream,
+        stops: Sequence[str],
+        silent: frozenset[int],
+    ) -> None:
+        """Start without text.
+
+        Args:
+            tokenizer: Of the model.
+            stream: The sequence's events. Whoever makes the answer closes it.
+            stops: Strings that end the answer and are not part of it.
+            silent: Stop tokens, which end the answer and are not part of its text.
+        """
+        self._stream = stream
+        self._speller = Speller(tokenizer, stream.request.prompt)
+        self._stops = StopStrings(stops)
+        self._silent = silent
+        self._waiting: list[Spelled] = []  # tokens whose text is held back
+        self._shown = 0  # characters
+        self._stopped = False  # by a stop string
+        self.prompt: Prompt | None = None
+        self.new_tokens = 0
+        self.finished: Finished | None = None
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """Tokens of the prompt."""
+        return self._stream.request.prompt
+
+    @property
+    def reason(self) -> Literal["stop", "length"]:
+        """Why the answer ended."""
+        ended_by_length = self.finished is not None and self.finished.reason == "length"
+        return "length" if ended_by_length and not self._stopped else "stop"
+
+    async def pieces(self) -> AsyncIterator[TextPiece]:
+        """Yield the answer bit by bit. The prompt's log probabilities are there before the first.
+
+        Raises:
+            ApiError: 422 if the engine cannot answer this, 500 if it failed.
+        """
+        async for events in self._stream.batches():
+            text = ""
+            for event in events:
+                text += self._take(event)
+                if self._stopped:
+                    break
+            self._shown += len(text)
+            # At the end nothing is held back, so tokens also pass that hold only the beginning of
+            # a character, or no text.
+            upto = self._shown + (self.finished is not None)
+            count = sum(token.offset < upto for token in self._waiting)
+            tokens, self._waiting = self._waiting[:count], self._waiting[count:]
+            yield TextPiece(text, tuple(tokens))
+            if self._stopped:
+                self._stream.close()
+                return
+
+    def _take(self, event: Event) -> str:
+        """Return the text that can be shown because of an event."""
+        if isinstance(event, Prompt):
+            self.prompt = event
+            return ""
+        if isinstance(event, Token):
+            self.new_tokens += 1
+            if event.token in self._silent:
+                return ""
+            text, spelled = self._speller.add(event.token, event.logprob, event.top)
+            self._waiting.append(spelled)
+            return self._until_stop(text)
+        if event.reason == "refused":
+            raise ApiError(422, event.message, always=False)
+        if event.reason in ("error", "cancelled"):
+            raise ApiError(500, f"the engine gave up: {event.message or event.reason}")
+        self.finished = event
+        text = self._until_stop(self._speller.rest())
+        return text if self._stopped else text + self._stops.rest()
+
+    def _until_stop(self, text: str) -> str:
+        shown = self._stops.add(text)
+        self._stopped = shown.stop is not None
+        return shown.text
 
 
 @dataclass(frozen=True)
@@ -24,8 +334,9 @@ class Asked:
     """One sequence to be answered.
 
     Attributes:
-        prompt: token ids, at least one.
-        stops: strings that end the answer.
+        prompt: Token ids, at least one.
+        sampling: How to continue it.
+        stops: Strings that end the answer.
     """
 
     prompt: tuple[int, ...]
@@ -36,31 +347,32 @@ class Asked:
 class Service:
     """The tokenizer, the engine and the settings, joined."""
 
-    def __init__(
-        self,
-        settings: FrontSettings,
-        tokenizer: Tokenizer,
-        engine: EngineClient,
-        metrics: Metrics,
-    ) -> None:
+    def __init__(self, settings: FrontSettings, tokenizer: Tokenizer, engine: EngineClient) -> None:
+        """Join the parts.
+
+        Args:
+            settings: Of the server.
+            tokenizer: Of the model.
+            engine: The way to the engine.
+        """
         self.settings = settings
         self.tokenizer = tokenizer
         self.engine = engine
-        self.metrics = metrics
-        ends = tokenizer.special_ids("eod", "eos")
-        self.ends = ends | frozenset(settings.stop_tokens)  # end a document or a turn
+        # Tokens that end a document or a turn.
+        self.ends = tokenizer.special_ids("eod", "eos") | frozenset(settings.stop_tokens)
 
     @property
     def max_length(self) -> int:
-        """Tokens of one prompt and its answer."""
+        """Largest number of tokens of a prompt and its answer."""
         engine = self.settings.engine
         return min(engine.max_length, engine.cache_tokens)
 
     async def tokenize(self, text: str, *, spelled: bool = False) -> tuple[int, ...]:
-        """Ids of a text. A long one does not keep the others waiting.
+        """Return the ids of a text. A long one does not keep other requests waiting.
 
         Args:
-            spelled: the text spells its special tokens out.
+            text: Any text.
+            spelled: Whether special tokens in the text stand for themselves.
         """
         tokenizer = self.tokenizer
         tokenize = tokenizer.tokenize_spelled if spelled else tokenizer.tokenize_open
@@ -69,10 +381,10 @@ class Service:
         return tuple(await asyncio.to_thread(tokenize, text))
 
     def begun(self, prompt: tuple[int, ...]) -> tuple[int, ...]:
-        """`prompt`; of an empty one the end of document, which is also what a text begins after.
+        """Return the prompt, or the end-of-document token if it is empty: texts begin after that.
 
         Raises:
-            ApiError: 400 it is empty, and the tokenizer has no such token.
+            ApiError: 400 if the prompt is empty and the tokenizer has no such token.
         """
         eod = tuple(self.tokenizer.special_ids("eod"))
         if not prompt and not eod:
@@ -82,7 +394,7 @@ class Service:
     def check_total(
         self, prompts: Sequence[Sequence[int]], new_tokens: int, copies: int = 1
     ) -> None:
-        """Raises ApiError 422 where one request has too many tokens."""
+        """Raise `ApiError` 422 if one request has too many tokens."""
         total = copies * len(prompts) * (max(len(prompt) for prompt in prompts) + new_tokens)
         if total > self.settings.limits.tokens:
             raise ApiError(
@@ -93,13 +405,15 @@ class Service:
 
     @staticmethod
     def seed_of(seed: int | None, number: int) -> int | None:
-        """The seed of a request's sequence number so and so: equal prompts get different answers.
-        None, or less than 0: none was given."""
+        """Return the seed of a request's n-th sequence, so that equal prompts differ.
+
+        `None` and negative seeds stand for "not given".
+        """
         return None if seed is None or seed < 0 else (seed + number) & LARGEST_SEED
 
     @contextlib.contextmanager
-    def answers(self, asked: Sequence[Asked], silent: frozenset[int]) -> Iterator[list[Answer]]:
-        """Send the sequences to the engine; on leaving, those that still run are ended."""
+    def answers(self, asked: Sequence[Asked], silent: frozenset[int]) -> Iterator[list[TextAnswer]]:
+        """Send sequences to the engine. On leaving, end those that still run."""
         answers, close = self.start(asked, silent)
         try:
             yield answers
@@ -108,18 +422,22 @@ class Service:
 
     def start(
         self, asked: Sequence[Asked], silent: frozenset[int]
-    ) -> tuple[list[Answer], Callable[[], None]]:
-        """The same for answers that outlive the caller: they, and what ends those that run.
+    ) -> tuple[list[TextAnswer], Callable[[], None]]:
+        """Send sequences to the engine, for answers that outlive the caller.
 
         Args:
-            silent: stop tokens that are no part of an answer's text.
+            asked: The sequences.
+            silent: Stop tokens that are not part of an answer's text.
+
+        Returns:
+            The answers, and a function that ends those that still run.
 
         Raises:
-            ApiError: 429 too much to do, 503 no engine.
+            ApiError: 429 if there is too much to do, 503 if there is no engine.
         """
         streams = self.engine.start([(each.prompt, each.sampling) for each in asked])
         answers = [
-            Answer(self.tokenizer, stream, each.stops, silent)
+            TextAnswer(self.tokenizer, stream, each.stops, silent)
             for each, stream in zip(asked, streams, strict=True)
         ]
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from megatron.inference.request import (
     Beam,
+    EngineLimits,
     Event,
     Finished,
-    Limits,
     Prompt,
     Request,
     RequestError,
@@ -41,7 +41,7 @@ class FakeEngine:
     def __init__(
         self, *, vocab_size: int = 400, max_length: int = 256, places: int = 4, seconds: float = 0
     ) -> None:
-        self.limits = Limits(vocab_size, max_length, cache_tokens=100_000, max_beams=8)
+        self.limits = EngineLimits(vocab_size, max_length, cache_tokens=100_000, max_beams=8)
         self.places = places
         self.seconds = seconds
         self.fails: tuple[int, ...] | None = None

@@ -15,10 +15,10 @@ from typing import Any
 import httpx2 as httpx
 
 from megatron.config.data import TokenizerConfig
+from megatron.inference.messages import pack
 from megatron.inference.request import Engine
 from megatron.inference.server import front
-from megatron.inference.server.framing import pack
-from megatron.inference.server.inbox import SocketInbox
+from megatron.inference.server.run import SocketInbox
 from megatron.inference.server.settings import FrontSettings
 from megatron.inference.worker import serve
 from megatron.parallel.layout import Axis
@@ -102,7 +102,7 @@ def running(engine: FakeEngine, settings: FrontSettings) -> Iterator[Live]:
     ours, theirs = socket.socketpair()
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    ours.sendall(pack(settings.to_json()))
+    ours.sendall(pack(FrontSettings, settings))
     inbox = SocketInbox(ours, lambda: engine.stats)
     threads = [
         threading.Thread(target=asyncio.run, args=(front.serve(theirs, listener),), daemon=True),

@@ -9,7 +9,7 @@ import pytest
 
 from megatron.errors import ConfigError
 from megatron.inference.server.chat import ChatTemplate, find_template, special_tokens
-from megatron.inference.server.errors import ApiError
+from megatron.inference.server.endpoint import ApiError
 
 MESSAGES = [
     {"role": "system", "content": "Be brief."},

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.inference.server.limits import Limits
+from megatron.inference.server.settings import ServerLimits
 from tests.inference.server.fake_engine import FakeEngine
 from tests.inference.server.fuzz import fuzz
 from tests.inference.server.live import make_settings, running
@@ -17,7 +17,7 @@ from tests.inference.server.live import make_settings, running
 def test_nothing_that_is_sent_brings_it_down(tokenizer_folder: Path) -> None:
     count = 5000
     engine = FakeEngine()
-    limits = Limits(read_seconds=1.0)
+    limits = ServerLimits(read_seconds=1.0)
     with running(engine, make_settings(tokenizer_folder, engine, limits=limits)) as live:
         outcome = fuzz("127.0.0.1", live.port, count)
         assert not outcome.faults, "\n".join(outcome.faults[:5])

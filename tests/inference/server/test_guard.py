@@ -10,7 +10,7 @@ import pytest
 
 from megatron.config.server import ServerConfig
 from megatron.errors import ConfigError
-from megatron.inference.server.launch import find_token, take_address, url_of
+from megatron.inference.server.run import find_token, take_address, url_of
 from tests.inference.server.fake_engine import FakeEngine
 from tests.inference.server.live import Live, make_settings, running
 
@@ -83,7 +83,7 @@ def test_a_token_that_is_none_is_refused(content: str, tmp_path: Path) -> None:
 def test_a_taken_port_and_a_foreign_address_are_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"--port {port} cannot be listened on"):
+        with pytest.raises(ConfigError, match=f"--port {port} is already in use"):
             take_address(ServerConfig(port=port))
     with pytest.raises(ConfigError, match=r"--host 192\.0\.2\.1"):
         take_address(ServerConfig(host="192.0.2.1", port=0))

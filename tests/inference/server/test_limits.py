@@ -14,11 +14,11 @@ from pathlib import Path
 import httpx2 as httpx
 import pytest
 
-from megatron.inference.server.limits import Limits
+from megatron.inference.server.settings import ServerLimits
 from tests.inference.server.fake_engine import FakeEngine
 from tests.inference.server.live import Live, make_settings, running
 
-LIMITS = Limits(body_bytes=20_000, queued=4, read_seconds=0.5, generate_seconds=5.0)
+LIMITS = ServerLimits(body_bytes=20_000, queued=4, read_seconds=0.5, generate_seconds=5.0)
 LONG = {"prompt": "x", "max_tokens": 200}
 
 
@@ -235,8 +235,8 @@ def test_the_figures_count(tokenizer_folder: Path) -> None:
 
 
 def test_without_an_engine_requests_are_503() -> None:
-    from megatron.inference.server.engine_client import EngineClient
-    from megatron.inference.server.errors import ApiError
+    from megatron.inference.server.endpoint import ApiError
+    from megatron.inference.server.service import EngineClient
 
     class Gone:
         def close(self) -> None:

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from megatron.inference.server.limits import Limits
+from megatron.inference.server.settings import ServerLimits
 from tests.inference.server.fake_engine import FakeEngine
 from tests.inference.server.fuzz import GOOD, fuzz
 from tests.inference.server.live import Live, make_settings, running, write_tokenizer
@@ -49,7 +49,7 @@ def crowded_server(folder: Path, count: int) -> Trials:
     """Row 32: slow clients, large bodies, clients that leave; the others as ever."""
     write_tokenizer(folder)
     trials = Trials()
-    limits = Limits(read_seconds=2.0, queued=256)
+    limits = ServerLimits(read_seconds=2.0, queued=256)
     engine = FakeEngine(places=64, seconds=0.001)
     with running(engine, make_settings(folder, engine, limits=limits)) as live:
         _times_of_good(live)  # warm

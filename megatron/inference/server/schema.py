@@ -1,0 +1,291 @@
+"""Schemas of OpenAI's requests, from which mistakes are told and the OpenAPI document is made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import ErrorDetails
+
+from megatron.config.fields import suggestion
+from megatron.inference.request import LARGEST_SEED
+from megatron.inference.server.endpoint import ApiError
+from megatron.inference.server.settings import MAX_PROMPTS
+
+_MAX_STOPS = 16
+_MAX_STOP_LENGTH = 256  # characters
+_MAX_TOP_LOGPROBS = 20
+_DEFAULT_NEW_TOKENS = 16  # OpenAI's default for completions
+_SHOWN = 64  # characters of a field name that a client made up
+
+_Stop = Annotated[str, StringConstraints(min_length=1, max_length=_MAX_STOP_LENGTH)]
+
+
+class _Schema(BaseModel):
+    """A JSON object with exactly these fields and types, in which null means "not given"."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {name: each for name, each in value.items() if each is not None}
+
+
+class StreamOptions(_Schema):
+    """Options of a streamed answer."""
+
+    include_usage: bool = Field(False, description="end the stream with token counts")
+
+
+class TextPart(_Schema):
+    """A part of a message."""
+
+    model_config = ConfigDict(extra="ignore")
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Schema):
+    """One turn of a conversation."""
+
+    role: str
+    content: str | list[TextPart]
+    name: str | None = None
+
+    def for_template(self) -> dict[str, str]:
+        """Return the fields that were given, with the content as one text."""
+        content = self.content
+        if not isinstance(content, str):
+            content = "".join(part.text for part in content)
+        name = {} if self.name is None else {"name": self.name}
+        return {"role": self.role, "content": content, **name}
+
+
+class OpenAiRequest(_Schema):
+    """Fields that both endpoints have."""
+
+    model: str | None = Field(
+        None, description="name of the model, as in /v1/models; default: the one being served"
+    )
+    n: int = Field(1, ge=1, le=MAX_PROMPTS, description="number of answers to each prompt")
+    temperature: float | None = Field(
+        None,
+        ge=0,
+        le=100,
+        description="divide the scores by this before sampling; 0 always takes the most likely "
+        "token",
+    )
+    top_p: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="sample from the most likely tokens that together have this probability; "
+        "1: all; 0: only the most likely",
+    )
+    top_k: int | None = Field(
+        None,
+        ge=0,
+        le=1000,
+        description="sample from the k most likely tokens; 0: all (not in OpenAI's API)",
+    )
+    repetition_penalty: float = Field(
+        1.0,
+        ge=0.01,
+        le=100,
+        description="weaken the scores of tokens that have occurred; 1: off (not in OpenAI's API)",
+    )
+    seed: int | None = Field(
+        None, ge=0, le=LARGEST_SEED, description="the same seed gives the same answers"
+    )
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=_MAX_STOPS)] = Field(
+        [], description="texts that end an answer and are not part of it"
+    )
+    stream: bool = Field(False, description="send the answer as server-sent events, bit by bit")
+    stream_options: StreamOptions | None = Field(None, description="options of a stream")
+    user: str | None = Field(None, description="who asks; not used")
+
+    @model_validator(mode="after")
+    def _check_stream(self) -> OpenAiRequest:
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options requires stream: true", field="stream_options")
+        return self
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with token counts."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class CompletionRequest(OpenAiRequest):
+    """The body of `POST /v1/completions`."""
+
+    prompt: Annotated[
+        str | list[str] | list[int] | list[list[int]], Field(union_mode="left_to_right")
+    ] = Field(description=f"a text, up to {MAX_PROMPTS} texts, or the token ids of either")
+    max_tokens: int = Field(
+        _DEFAULT_NEW_TOKENS, ge=0, description="largest number of new tokens of an answer"
+    )
+    logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=_MAX_TOP_LOGPROBS,
+        description="return the log probability of each token and of this many most likely ones",
+    )
+    echo: bool = Field(False, description="put the prompt before the answer")
+
+    @model_validator(mode="after")
+    def _check_tokens(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not (self.echo and self.logprobs is not None):
+            raise ApiError(
+                400,
+                "max_tokens 0 only scores the prompt: it requires echo: true and logprobs",
+                field="max_tokens",
+            )
+        return self
+
+
+class ChatRequest(OpenAiRequest):
+    """The body of `POST /v1/chat/completions`."""
+
+    messages: list[Message] = Field(min_length=1, description="the conversation so far")
+    max_tokens: int | None = Field(
+        None, ge=1, description="largest number of new tokens of an answer; default: all that fit"
+    )
+    max_completion_tokens: int | None = Field(
+        None, ge=1, description="the same; has precedence over max_tokens"
+    )
+    logprobs: bool = Field(False, description="return the log probability of each token")
+    top_logprobs: int = Field(
+        0,
+        ge=0,
+        le=_MAX_TOP_LOGPROBS,
+        description="with logprobs: also return this many most likely tokens",
+    )
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs requires logprobs: true", field="top_logprobs")
+        return self
+
+
+# What is said about fields whose value has more than one form.
+_FORMS = {
+    "prompt": "prompt: give a text, a list of texts, a list of token ids, or a list of such lists",
+    "messages": 'messages: give a list of objects like {"role": "user", "content": "text"}; '
+    'content may also be a list of {"type": "text", "text": "..."}',
+    "stop": f"stop: give a text or up to {_MAX_STOPS} of them, each of 1 to {_MAX_STOP_LENGTH} "
+    "characters",
+    "stream_options": 'stream_options: give {"include_usage": true} or omit it',
+}
+_TYPES = {
+    "int_type": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "a string",
+}
+
+
+class _Refused(NamedTuple):
+    """Why a field of OpenAI's is refused, and its values that ask for nothing and so pass."""
+
+    reason: str
+    harmless: tuple[Any, ...] = ()
+
+
+_PENALTY = _Refused("use repetition_penalty", (0, 0.0))
+_NO_FUNCTIONS = "functions are not called: omit it"
+_TEXT_ONLY = "the model answers in text only"
+_NO_SETTING = "there is no such setting: omit it"
+_REFUSED = {
+    "frequency_penalty": _PENALTY,
+    "presence_penalty": _PENALTY,
+    "logit_bias": _Refused("scores cannot be shifted: omit it", ({},)),
+}
+_REFUSED_BY: dict[type[OpenAiRequest], dict[str, _Refused]] = {
+    CompletionRequest: {
+        **_REFUSED,
+        "best_of": _Refused("ask for n answers and choose among them", (1,)),
+        "suffix": _Refused("text is only continued, never inserted: omit it", ("",)),
+    },
+    ChatRequest: {
+        **_REFUSED,
+        "tools": _Refused(_NO_FUNCTIONS, ([],)),
+        "tool_choice": _Refused(_NO_FUNCTIONS, ("none",)),
+        "parallel_tool_calls": _Refused(_NO_FUNCTIONS, (True, False)),
+        "functions": _Refused(_NO_FUNCTIONS, ([],)),
+        "function_call": _Refused(_NO_FUNCTIONS, ("none",)),
+        "response_format": _Refused(
+            "the form of answers is not enforced: omit it", ({"type": "text"},)
+        ),
+        "modalities": _Refused(_TEXT_ONLY, (["text"],)),
+        "audio": _Refused(_TEXT_ONLY),
+        "prediction": _Refused("omit it"),
+        "reasoning_effort": _Refused(_NO_SETTING, ("none",)),
+        "verbosity": _Refused(_NO_SETTING),
+        "web_search_options": _Refused("nothing is searched: omit it"),
+        "store": _Refused("nothing is kept: omit it", (False,)),
+        "metadata": _Refused("nothing is kept: omit it", ({},)),
+        "service_tier": _Refused("there is only one: omit it", ("auto", "default")),
+    },
+}
+
+AnyRequest = TypeVar("AnyRequest", CompletionRequest, ChatRequest)
+
+
+def read_request(kind: type[AnyRequest], body: Mapping[str, Any]) -> AnyRequest:
+    """Return a request that holds to its schema.
+
+    Raises:
+        ApiError: 400 about the first mistake.
+    """
+    refused, values = _REFUSED_BY[kind], {}
+    for name, value in body.items():
+        if name not in refused:
+            values[name] = value
+        elif value is not None and value not in refused[name].harmless:
+            raise ApiError(400, f"{name} is not supported: {refused[name].reason}", field=name)
+    for name in values:
+        if name not in kind.model_fields:
+            shown = name[:_SHOWN]
+            hint = suggestion(shown, kind.model_fields)
+            raise ApiError(400, f"there is no field {shown!r}{hint}", field=shown)
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = str(first["loc"][0])
+        raise ApiError(400, _complaint(kind, name, first), field=name) from None
+
+
+def _complaint(kind: type[BaseModel], name: str, error: ErrorDetails) -> str:
+    """Return what is wrong with a field, in a sentence that says what to give."""
+    if error["type"] == "missing" and len(error["loc"]) == 1:
+        return f"{name} is required"
+    if name == "messages" and error["type"] == "extra_forbidden":
+        return f"messages: {str(error['loc'][-1])[:_SHOWN]!r} is not supported"
+    if name in _FORMS:
+        return _FORMS[name]
+    if error["type"] in _TYPES:
+        return f"{name}: give {_TYPES[error['type']]}"
+    bounds: dict[str, float] = {}
+    for part in kind.model_fields[name].metadata:
+        bounds |= {side: getattr(part, side) for side in ("ge", "le") if hasattr(part, side)}
+    high = f"to {bounds['le']}" if "le" in bounds else "or more"
+    return f"{name} {error['input']}: give {bounds['ge']} {high}"
