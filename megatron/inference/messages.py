@@ -142,6 +142,7 @@ class Unpacker(Generic[Record]):
             kind: Dataclass of every record, or a union of dataclasses.
         """
         self._kind = kind
+        _adapter(kind)  # made now, so that the first message does not wait for it
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Record]:
