@@ -34,7 +34,7 @@ from megatron.data.gpt import (
 )
 from megatron.data.sample import SEGMENT_ENDS
 from megatron.device import Device
-from megatron.kernels.segments import Segments
+from megatron.kernels.attention import Segments
 from megatron.models.construct import build_model
 from megatron.models.gpt import GPTModel
 from megatron.models.sizes import IN_WORDS

@@ -1,4 +1,4 @@
-"""AdamW over many tensors: one pass that also makes the 16-bit weights from the fp32 ones."""
+"""AdamW over many tensors: one pass that also rounds the fp32 weights to the 16-bit ones."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import torch
 from torch import Tensor
 
 from megatron.kernels.library import DTYPE_CODES, Kernel, KernelLibrary
-from megatron.kernels.tensor_table import CHUNK, TensorTable
+from megatron.kernels.tensor_sums import CHUNK, TensorTable
 
 ADAM_UPDATE = Kernel("adam_update", "pppppiiiiddddd")
 
 
 @dataclass(frozen=True)
 class AdamTensors:
-    """What updates change, tensor by tensor. All contiguous, staying where they are.
+    """The tensors that updates read and change, contiguous and never moving.
 
     Attributes:
         weights: fp32.
-        copies: the same in 16 bits, written with each update; None where nobody needs them.
-        gradients: in fp32 or 16 bits. The plain form may change them.
-        exp_avg: fp32, mean of the gradients.
-        exp_avg_sq: fp32, mean of their squares.
+        copies: The weights in 16 bits, written with each update; None where nobody needs them.
+        gradients: fp32 or 16 bits. The plain form may change them.
+        exp_avg: Mean of the gradients, fp32.
+        exp_avg_sq: Mean of their squares, fp32.
     """
 
     weights: Sequence[Tensor]
@@ -36,14 +36,17 @@ class AdamTensors:
 
 @dataclass(frozen=True)
 class AdamNumbers:
-    """One update.
+    """The numbers of one update.
 
     Attributes:
-        lr: learning rate.
-        weight_decay: decoupled.
-        step: scalar fp32 on the device: which update this is, from 1.
-        gradient_scale: scalar fp32 on the device: gradients are divided by it.
-        found_nonfinite: scalar fp32 on the device: unless 0 nothing changes.
+        lr: Learning rate.
+        beta1: Decay of the mean of gradients.
+        beta2: Decay of the mean of their squares.
+        eps: Added to the root of the mean square.
+        weight_decay: Decoupled weight decay.
+        step: Number of the update, from 1: scalar fp32 on the device.
+        gradient_scale: Gradients are divided by it: scalar fp32 on the device.
+        found_nonfinite: Unless it is 0 nothing changes: scalar fp32 on the device.
     """
 
     lr: float
@@ -59,7 +62,7 @@ class AdamNumbers:
 def choose_adam(
     tensors: AdamTensors, library: KernelLibrary | None
 ) -> Callable[[AdamNumbers], None]:
-    """What carries out an update of these tensors, with kernels or (None) plain PyTorch."""
+    """Choose how to update these tensors: by a kernel, or without a library by plain PyTorch."""
     if library is None or not tensors.weights:
         return partial(adam_reference, tensors)
     by_formats: dict[tuple[torch.dtype, torch.dtype], list[tuple[Tensor | None, ...]]] = {}
@@ -83,8 +86,10 @@ def choose_adam(
 
 
 def adam_reference(tensors: AdamTensors, numbers: AdamNumbers) -> None:
-    """m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;  with bias-corrected m', v':
-    w = w - lr (m' / (sqrt(v') + eps) + weight_decay w), by PyTorch's fused kernel; then copies.
+    """Update the weights with PyTorch's fused kernel, then their copies.
+
+    m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;  with bias-corrected m', v':
+    w = w - lr (m' / (sqrt(v') + eps) + weight_decay w).
     """
     if not tensors.weights:
         return
@@ -109,7 +114,7 @@ def adam_reference(tensors: AdamTensors, numbers: AdamNumbers) -> None:
 
 
 def copy_weights(weights: Sequence[Tensor], copies: Sequence[Tensor | None]) -> None:
-    """Round each fp32 weight into its copy, where it has one."""
+    """Round each fp32 weight into its copy, if it has one."""
     pairs = [(copy, w) for copy, w in zip(copies, weights, strict=True) if copy is not None]
     if pairs:
         torch._foreach_copy_([copy for copy, _ in pairs], [weight for _, weight in pairs])
@@ -121,18 +126,8 @@ def _adam(
     for table, gradient, copy in tables:
         library.launch(
             ADAM_UPDATE,
-            table.tensors,
-            table.pieces,
-            numbers.step,
-            numbers.gradient_scale,
-            numbers.found_nonfinite,
-            len(table.pieces),
-            CHUNK,
-            gradient,
-            copy,
-            numbers.beta1,
-            numbers.beta2,
-            numbers.eps,
-            numbers.lr,
-            numbers.weight_decay,
+            *(table.tensors, table.pieces),
+            *(numbers.step, numbers.gradient_scale, numbers.found_nonfinite),
+            *(len(table.pieces), CHUNK, gradient, copy),
+            *(numbers.beta1, numbers.beta2, numbers.eps, numbers.lr, numbers.weight_decay),
         )

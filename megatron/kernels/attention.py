@@ -1,21 +1,30 @@
-"""The attention core: softmax(Q K^T / sqrt(d)) V, plain or by PyTorch's fused kernels.
-
-A model may have another factor of the scores than 1 / sqrt(d).
+"""The attention core: softmax(Q K^T / sqrt(d)) V, in plain PyTorch or by fused kernels.
 
 Queries are [s, b, n, d]; keys and values [s, b, g, d], where each of the g groups serves n / g
-consecutive query heads; there may be fewer or more keys than queries. A mask is boolean, True where
-a query may attend, or of numbers that are added to the scores (a bias that learns, such as that of
-T5's positions); either replaces `causal`. That of padding has one row for all queries of a sample.
-PyTorch's fused kernels take it as it is. `Segments` stand for a mask; the flash kernel goes through
-them without one.
+consecutive query heads. There may be fewer or more keys than queries.
+
+A mask is boolean, True where a query may attend, or holds numbers that are added to the scores (a
+learned bias, such as the one for T5's positions); either replaces `causal`. A padding mask has one
+row for all queries of a sample, and PyTorch's fused kernels take it as it is. `Segments` stand for
+a mask that the flash kernel does not need.
+
+FlashAttention 4 (https://github.com/Dao-AILab/flash-attention, package `flash-attn-4`) runs only
+where --use-flash-attn asks for it: its kernels, for Hopper and later GPUs, are compiled when they
+are first needed, 15 s with the package's own start. They are faster than cuDNN's on contiguous
+tensors [b, s, n, d] (docs/benchmarks/kernels.md), and far slower on ours, [s, b, n, d] transposed,
+unless b is 1, where the two are the same.
 """
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple, Protocol
+from functools import cached_property, partial
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,10 +34,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatron.config.model import ModelConfig, flash_head_misfit
 from megatron.config.precision import PrecisionConfig
 from megatron.device import Device
-from megatron.kernels.flash_package import FlashPackage, find_flash_package
-from megatron.kernels.segments import Mask, Segments
-from megatron.kernels.softmax import masked_softmax
 
+MASKED = -10000.0  # score of a pair that may not attend, as in Megatron
 # Fastest first where more than one applies. cuDNN steps aside in deterministic mode.
 _GPU_KERNELS = [
     SDPBackend.CUDNN_ATTENTION,
@@ -36,10 +43,67 @@ _GPU_KERNELS = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-# Of those, the ones that give a bias of the scores its gradient.
+# Those of them that compute the gradient of a bias of the scores.
 _BIAS_KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-# And those that never hold all scores; a mask is not for the second.
+# Those that never hold all scores; the second does not take a mask.
 _FLASH_KERNELS = _GPU_KERNELS[:-1]
+
+_FLASH_DISTRIBUTION = "flash-attn-4"
+_LARGEST_FLASH_HEAD = 128  # that the package's kernels take on all of its GPUs
+_WITHOUT_DETERMINISM = (12, 0)  # GPUs for which the package has no repeatable backward pass
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Segments:
+    """A batch of b samples of s tokens, cut into k segments: tokens attend within their own.
+
+    Attributes:
+        ends: int32 [k + 1]: 0, then where each segment ends, counted over all tokens, sample after
+            sample. A segment begins where the one before it ends, lies in a single sample, and may
+            be empty.
+        shape: b, s.
+        causal: Whether a token attends to itself and earlier ones only.
+        longest: No segment has more tokens; None stands for s.
+    """
+
+    ends: Tensor
+    shape: tuple[int, int]
+    causal: bool = True
+    longest: int | None = None
+
+    @classmethod
+    def of(cls, ends: Tensor, tokens: Tensor) -> Segments:
+        """Return the segments of tokens [b, s], from ends of any integer type."""
+        samples, length = tokens.shape
+        return cls(ends.int(), (samples, length))
+
+    @classmethod
+    def of_padded(cls, padding: Tensor) -> Segments:
+        """Return the segments of padded samples [b, s], joined to a single sample [1, b s].
+
+        Args:
+            padding: True for tokens, which come first in each sample. They and the padding behind
+                them are separate segments, in which attention goes both ways.
+        """
+        samples, length = padding.shape
+        starts = torch.arange(samples, device=padding.device) * length
+        ends = torch.stack((starts + padding.sum(dim=1), starts + length), dim=1).flatten()
+        ends = F.pad(ends, (1, 0)).int()
+        return cls(ends, (1, samples * length), causal=False, longest=length)
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """The equivalent mask: bool [b, 1, queries, keys], True where a query may attend."""
+        samples, length = self.shape
+        tokens = torch.arange(samples * length, device=self.ends.device, dtype=torch.int32)
+        segment = torch.searchsorted(self.ends[1:], tokens, right=True).view(self.shape)
+        same = segment[:, :, None] == segment[:, None, :]
+        return (same.tril() if self.causal else same).unsqueeze(1)
+
+
+Mask = Tensor | Segments
 
 
 class AttentionOptions(NamedTuple):
@@ -83,7 +147,7 @@ class AttentionFunction(Protocol):
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """Which form runs, and why."""
+    """The form that runs, and the reason."""
 
     name: str
     reason: str
@@ -93,7 +157,7 @@ class AttentionChoice:
 def choose_attention(
     model: ModelConfig, precision: PrecisionConfig, device: torch.device
 ) -> AttentionChoice:
-    """Pick the form once, when a model is built."""
+    """Choose the form, once, when a model is built."""
     if not model.masked_softmax_fusion and not model.use_flash_attn:
         by_layer = precision.apply_query_key_layer_scaling
         function = partial(
@@ -137,7 +201,15 @@ def attention_reference(
     query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, n or g, s, d]
     key, value = _expand_groups(query, key, value)
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    scores = _scaled_product(query, key, factor / layer)  # [b, n, s, s]
+    # The factor comes before the scores are rounded to the inputs' type. The first argument counts
+    # for nothing with beta 0.
+    scores = torch.baddbmm(
+        query.new_zeros(1),
+        query.flatten(0, 1),
+        key.flatten(0, 1).transpose(1, 2),
+        beta=0,
+        alpha=factor / layer,
+    ).unflatten(0, query.shape[:2])  # [b, n, s, s]
     if softmax_in_fp32:
         scores = scores.float()
     if mask is not None and mask.is_floating_point():
@@ -147,13 +219,29 @@ def attention_reference(
     return (weights @ value).permute(2, 0, 1, 3).flatten(2)
 
 
-def _scaled_product(query: Tensor, key: Tensor, factor: float) -> Tensor:
-    """factor * Q K^T, multiplied before the result is rounded to the inputs' type."""
-    heads = query.shape[:2]
-    query, key = query.flatten(0, 1), key.flatten(0, 1)
-    nothing = query.new_zeros(1)  # unused with beta 0
-    product = torch.baddbmm(nothing, query, key.transpose(1, 2), beta=0, alpha=factor)
-    return product.unflatten(0, heads)
+def masked_softmax(
+    scores: Tensor, mask: Tensor | None, *, causal: bool, factor: float, dtype: torch.dtype
+) -> Tensor:
+    """Return softmax(factor * scores) over keys, computed in the type of the scores.
+
+    Args:
+        scores: [b, n, s, keys].
+        mask: bool [b or 1, 1, s or 1, keys], True where a query may attend; replaces `causal`.
+        causal: Without a mask, query i sees keys up to i + keys - s.
+        factor: Factor of the scores.
+        dtype: Type of the result.
+
+    Returns:
+        Weights [b, n, s, keys]. Where a query may attend to nothing, all its weights are equal.
+    """
+    scores = scores * factor
+    if mask is None and causal:
+        queries, keys = scores.shape[-2:]
+        everything = torch.ones(queries, keys, dtype=torch.bool, device=scores.device)
+        mask = everything.tril(keys - queries)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, MASKED)
+    return scores.softmax(dim=-1).to(dtype)
 
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
@@ -210,7 +298,7 @@ def flash_attention(
 
 
 def flash_misfit(head_size: int, dtype: torch.dtype, device: torch.device) -> str:
-    """Why the flash kernel cannot run; empty if it can."""
+    """Return why PyTorch's flash kernel cannot run, or "" if it can."""
     if not Device(device).has_flash:
         return f"no flash kernel on {device.type}"
     if dtype not in (torch.float16, torch.bfloat16):
@@ -229,22 +317,18 @@ def _has_bias(mask: Mask | None) -> bool:
 def _segment_attention(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, options: AttentionOptions
 ) -> Tensor:
-    """Attend within each stretch by itself, by the flash kernel, which reads no mask.
+    """Attend within each segment by the flash kernel, which reads no mask.
 
     PyTorch has a public form of it (`torch.nn.attention.varlen`), but that has no dropout.
     """
     length, samples = query.shape[:2]
-    query, key, value = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
+    tensors = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
     ends, longest, debug = segments.ends, segments.longest or length, False
     places = (ends, ends, longest, longest)  # of queries and keys, and the longest of each
-    out = torch.ops.aten._flash_attention_forward(
-        *(query, key, value),
-        *places,
-        options.dropout,
-        segments.causal,
-        debug,
-        scale=options.scale,
-    )[0]  # [b s, n, d]
+    rest = (options.dropout, segments.causal, debug)
+    out = torch.ops.aten._flash_attention_forward(*tensors, *places, *rest, scale=options.scale)[
+        0
+    ]  # [b s, n, d]
     return out.unflatten(0, (samples, length)).transpose(0, 1).flatten(2)  # [s, b, n d]
 
 
@@ -258,3 +342,64 @@ def _expand_groups(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, T
     if times == 1:
         return key, value
     return key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
+
+
+class FlashPackage:
+    """Attention by the package `flash-attn-4`."""
+
+    def __init__(self, function: Callable[..., Any], release: str) -> None:
+        """Wrap the package.
+
+        Args:
+            function: Its `flash_attn_func`.
+            release: Its version.
+        """
+        self._function = function
+        self.release = release
+
+    def takes(self, query: Tensor, mask: Mask | None, dropout: float) -> bool:
+        """Return whether it has a fast kernel: 16 bits, one sample, no dropout and no mask."""
+        return (
+            query.dtype in (torch.float16, torch.bfloat16)
+            and not flash_head_misfit(query.shape[-1], largest=_LARGEST_FLASH_HEAD)
+            and query.shape[1] == 1
+            and dropout == 0
+            and mask is None
+        )
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float | None
+    ) -> Tensor:
+        """Attend; shapes and options are those of `AttentionFunction`."""
+        result = self._function(
+            *(x.transpose(0, 1) for x in (query, key, value)),  # [b, s, n or g, d]
+            causal=causal,
+            softmax_scale=scale,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+        # Some releases also return the logarithms of the sums.
+        out: Tensor = result[0] if isinstance(result, tuple) else result
+        return out.transpose(0, 1).flatten(2)  # [s, b, n d]
+
+
+def find_flash_package(device: torch.device) -> FlashPackage | None:
+    """Return the package if it is installed and has kernels for the device.
+
+    With --deterministic-mode these must be repeatable.
+    """
+    capability = Device(device).capability
+    if capability < (9, 0):
+        return None
+    if capability >= _WITHOUT_DETERMINISM and torch.are_deterministic_algorithms_enabled():
+        return None
+    try:
+        release = version(_FLASH_DISTRIBUTION)
+    except PackageNotFoundError:
+        return None
+    try:
+        return FlashPackage(import_module("flash_attn.cute").flash_attn_func, release)
+    except (ImportError, AttributeError) as error:
+        logger.warning(
+            "--use-flash-attn: %s %s is not used: %s", _FLASH_DISTRIBUTION, release, error
+        )
+        return None

@@ -1,23 +1,65 @@
-"""Sum of squares and number of nonzero elements over many tensors, in fp64, bitwise repeatable."""
+"""Many tensors in a single launch: the table of their addresses, and sums over them.
+
+The kernels here and in `adam` are no PyTorch operators: they find their tensors by address, so a
+compiler could not see what they read and write. No model contains them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from megatron.kernels.library import DTYPE_CODES, Kernel, KernelLibrary
-from megatron.kernels.tensor_table import CHUNK, TensorTable
 
+CHUNK = 2**16  # elements that a block takes; a multiple of what any access needs
 TENSOR_SUMS = Kernel("tensor_sums", "ppppiii")
 
-# Elements whose squares are added in fp32, on a CPU nearly one after another: short rows keep the
-# relative error below 1e-5 where long ones lose 1e-2. The rows' sums are added in fp64.
+# Elements whose squares are added in fp32. A CPU adds them nearly one after another: short rows
+# keep the relative error below 1e-5, where long ones lose 1e-2. Rows are added in fp64.
 ROW = 2**12
 
 Sums = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class TensorTable:
+    """What a kernel reads to find its tensors, which must not move.
+
+    Attributes:
+        tensors: int64 [tensors, fields + 1]: addresses (0 for None), then the size in elements.
+        pieces: int64 [pieces, 2]: tensor and first element of each block's part.
+        held: The tensors, kept alive.
+    """
+
+    tensors: Tensor
+    pieces: Tensor
+    held: tuple[Sequence[Tensor | None], ...]
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[Tensor | None]], device: torch.device) -> TensorTable:
+        """Make a table of rows of contiguous tensors.
+
+        Args:
+            rows: Tensors of the same size in each row, the first of them not None.
+            device: Where the kernel runs.
+        """
+        table, pieces = [], []
+        for i, row in enumerate(rows):
+            assert row[0] is not None
+            size = row[0].numel()
+            for tensor in row:
+                assert tensor is None or (tensor.numel() == size and tensor.is_contiguous())
+            table.append([0 if x is None else x.data_ptr() for x in row] + [size])
+            pieces += [(i, start) for start in range(0, size, CHUNK)]
+        return cls(
+            torch.tensor(table, dtype=torch.int64).to(device),
+            torch.tensor(pieces, dtype=torch.int64).reshape(-1, 2).to(device),
+            tuple(rows),
+        )
 
 
 def choose_tensor_sums(
@@ -27,14 +69,14 @@ def choose_tensor_sums(
     *,
     counts: bool = True,
 ) -> Sums:
-    """What gives (sum of squares, nonzero elements), fp64 [2] on `device`, whenever it is called.
+    """Choose how to compute (sum of squares, nonzero elements), fp64 [2], bitwise repeatable.
 
     Args:
-        tensors: contiguous, staying where they are.
-        device: theirs; where there are none, of the result.
-        library: of kernels; None: plain PyTorch.
-        counts: somebody asks for the second number, which plain PyTorch gets by reading all again;
-            off: it may be 0.
+        tensors: Contiguous tensors that do not move.
+        device: Their device, and that of the result.
+        library: Compiled kernels; None for plain PyTorch.
+        counts: Whether the second number is needed. Plain PyTorch reads everything again for it;
+            without this it may be 0.
     """
     if library is None:
         return partial(tensor_sums_reference, tensors, device, counts=counts)
@@ -50,13 +92,15 @@ def choose_tensor_sums(
 def tensor_sums_reference(
     tensors: Sequence[Tensor], device: torch.device, *, counts: bool = True
 ) -> Tensor:
-    """(sum of squares, nonzero elements or 0): fp64 [2] on `device`."""
-    counted = tensors if counts else []
-    return torch.stack([sum_of_squares(tensors, device), count_nonzero(counted, device)])
+    """Compute (sum of squares, nonzero elements or 0) in PyTorch: fp64 [2] on `device`."""
+    nonzero = torch.zeros((), dtype=torch.float64, device=device)  # exact to 2**53
+    for tensor in tensors if counts else ():
+        nonzero = nonzero + torch.count_nonzero(tensor)
+    return torch.stack([sum_of_squares(tensors, device), nonzero])
 
 
 def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Scalar fp64 on `device`. 16-bit tensors are squared in fp32."""
+    """Return the sum of all squares, a scalar in fp64. 16-bit tensors are squared in fp32."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for tensor in tensors:
         flat = tensor.detach().reshape(-1)
@@ -68,18 +112,10 @@ def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     return total
 
 
-def count_nonzero(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Scalar fp64 (exact to 2**53) on `device`."""
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for tensor in tensors:
-        total = total + torch.count_nonzero(tensor)
-    return total
-
-
 def _tensor_sums(
     tables: Sequence[tuple[TensorTable, int]], device: torch.device, library: KernelLibrary
 ) -> Tensor:
-    """Two launches a dtype, of which there is mostly one."""
+    """Launch two kernels for each dtype; there is mostly one."""
     totals = torch.zeros(len(tables), 2, dtype=torch.float64, device=device)
     for total, (table, dtype) in zip(totals, tables, strict=True):
         count = len(table.pieces)

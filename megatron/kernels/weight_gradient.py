@@ -1,25 +1,39 @@
-"""Gradient of a linear layer's weight, added to what a gradient buffer holds, by the product
-itself: no 16-bit result that another pass would add."""
+"""Gradients of weights, added straight into a gradient buffer.
+
+Neither a linear layer nor an embedding makes a 16-bit gradient of the size of its weight, which
+another pass over memory would have to add.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from megatron.device import Device
+from megatron.kernels.library import DTYPE_CODES, Kernel, KernelLibrary, Operator
+
+EMBEDDING_GRADIENT = Kernel("embedding_gradient", "pppppiiii")
+WIDTH = 8  # the kernel needs a hidden size that this divides
+CHUNK = 32  # sorted rows that are summed side by side; embedding_gradient.cu has the same
+
+# (entries [n], where those outside of the table count for nothing; grad [n, h]; into [rows, h])
+EmbeddingGradient = Callable[[Tensor, Tensor, Tensor], None]
 
 
 def weight_gradient(grad: Tensor, x: Tensor, into: Tensor, *, accumulate: bool) -> None:
-    """into = grad^T x, or into += grad^T x, summed in fp32.
+    """Compute into = grad^T x, or into += grad^T x, summed in fp32.
 
-    On a GPU a library product with 16-bit inputs and fp32 output, which runs at full speed;
-    elsewhere the inputs are converted.
+    On a GPU this is a library product with 16-bit inputs and fp32 output, which runs at full
+    speed; elsewhere the inputs are converted.
 
     Args:
-        grad: [..., out], of the layer's output.
-        x: [..., in], its input, in the same format.
+        grad: Gradient of the layer's output, [..., out].
+        x: Input of the layer, [..., in], in the same format.
         into: [out, in], in fp32 or the inputs' format.
-        accumulate: add to what `into` holds, else write over it, whatever it is.
+        accumulate: Add to what `into` holds; otherwise overwrite it, whatever it is.
     """
     left, right = grad.flatten(0, -2).t(), x.flatten(0, -2)
     beta = 1 if accumulate else 0
@@ -29,3 +43,39 @@ def weight_gradient(grad: Tensor, x: Tensor, into: Tensor, *, accumulate: bool) 
         torch.addmm(into, left, right, beta=beta, out_dtype=into.dtype, out=into)
     else:
         torch.addmm(into, left.to(into.dtype), right.to(into.dtype), beta=beta, out=into)
+
+
+def choose_embedding_gradient(library: KernelLibrary | None, hidden: int) -> EmbeddingGradient:
+    """Choose how to add grad[i] to into[entries[i]]: in fp32, bitwise repeatable."""
+    if library is None or hidden % WIDTH:
+        return embedding_gradient_reference
+    return partial(_EMBEDDING_GRADIENT, library)
+
+
+def embedding_gradient_reference(entries: Tensor, grad: Tensor, into: Tensor) -> None:
+    """Add in PyTorch; repeatable on a GPU too, because entries are taken in sorted order."""
+    inside = (entries >= 0) & (entries < into.shape[0])
+    rows = torch.where(inside, entries, 0)
+    values = torch.where(inside[:, None], grad, 0).to(into.dtype)
+    into.index_put_((rows,), values, accumulate=True)
+
+
+def _embedding_gradient(
+    library: KernelLibrary, entries: Tensor, grad: Tensor, into: Tensor
+) -> None:
+    if into.dtype != torch.float32:
+        embedding_gradient_reference(entries, grad, into)
+        return
+    count, (rows, hidden) = len(entries), into.shape
+    pairs = entries.new_empty(2, count)
+    parts = into.new_empty(-(-count // CHUNK), 2, hidden)
+    inputs = (entries.contiguous(), grad.contiguous())
+    sizes = (count, hidden, rows, DTYPE_CODES[grad.dtype])
+    library.launch(EMBEDDING_GRADIENT, *inputs, into, pairs, parts, *sizes)
+
+
+_EMBEDDING_GRADIENT = Operator(
+    "embedding_gradient(str library, Tensor entries, Tensor grad, Tensor(a!) into) -> ()",
+    _embedding_gradient,
+    fake=lambda *_: None,
+)

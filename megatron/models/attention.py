@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
+from megatron.kernels.attention import Mask
 from megatron.kernels.rope import Rotation, choose_split_rotate, rotate
-from megatron.kernels.segments import Mask
 from megatron.models.cache import KeyValueCache
 from megatron.models.core import AttentionCore
 from megatron.models.initial import weight_init

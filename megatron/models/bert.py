@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.stages import ModelPart, whole_model
-from megatron.kernels.attention import flash_misfit
-from megatron.kernels.segments import Mask, Segments
+from megatron.kernels.attention import Mask, Segments, flash_misfit
 from megatron.models.embedding import Embedding, RotaryTable, new_embedding
 from megatron.models.head import Output, TokenLoss
 from megatron.models.initial import weight_init

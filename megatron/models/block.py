@@ -8,9 +8,9 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
+from megatron.kernels.attention import Mask
 from megatron.kernels.dropout import choose_bias_dropout_add
 from megatron.kernels.rope import Rotation
-from megatron.kernels.segments import Mask
 from megatron.models.attention import SelfAttention
 from megatron.models.cache import KeyValueCache
 from megatron.models.cross_attention import CrossAttention, Memory

@@ -7,8 +7,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.config.model import ModelConfig
-from megatron.kernels.attention import AttentionOptions
-from megatron.kernels.segments import Mask
+from megatron.kernels.attention import AttentionOptions, Mask
 from megatron.parallel.build import BuildContext
 from megatron.parallel.layout import Axis
 from megatron.parallel.random import split_region

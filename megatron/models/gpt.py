@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.stages import ModelPart, whole_model
-from megatron.kernels.segments import Mask
+from megatron.kernels.attention import Mask
 from megatron.models.cache import KeyValueCache
 from megatron.models.embedding import Embedding, RotaryTable, new_embedding
 from megatron.models.head import Output, TokenLoss

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.kernels.embedding_gradient import EmbeddingGradient, choose_embedding_gradient
+from megatron.kernels.weight_gradient import EmbeddingGradient, choose_embedding_gradient
 from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import reduce_from, reduce_scatter_from
 from megatron.parallel.communication import Communication

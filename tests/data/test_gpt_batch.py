@@ -10,7 +10,7 @@ import torch
 from megatron.data.gpt import DocumentEnds, make_batch
 from megatron.data.loader import collate
 from megatron.data.sample import SEGMENT_ENDS
-from megatron.kernels.segments import Segments
+from megatron.kernels.attention import Segments
 
 EOD = 0
 

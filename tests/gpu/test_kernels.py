@@ -12,9 +12,9 @@ from megatron.kernels.attention import (
     AttentionOptions,
     attention_reference,
     choose_attention,
+    find_flash_package,
     flash_attention,
 )
-from megatron.kernels.flash_package import find_flash_package
 from megatron.models.gpt import GPTModel
 from megatron.models.recompute import RecomputePlan
 from megatron.parallel.communication import Communication

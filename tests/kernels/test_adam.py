@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.kernels.adam import AdamNumbers, AdamTensors, choose_adam
-from megatron.kernels.tensor_table import CHUNK
+from megatron.kernels.tensor_sums import CHUNK
 from tests.kernels.compare import seed_afresh
 
 SIZES = [1, 3, 2048, CHUNK + 5]

@@ -9,14 +9,15 @@ import torch
 
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
-from megatron.kernels import attention, flash_package
+from megatron.kernels import attention
 from megatron.kernels.attention import (
     AttentionOptions,
+    FlashPackage,
     attention_reference,
     choose_attention,
+    find_flash_package,
     fused_attention,
 )
-from megatron.kernels.flash_package import FlashPackage, find_flash_package
 from tests.config.command import parse, problems
 
 S, B, N, D = 9, 2, 4, 8
@@ -245,9 +246,9 @@ def test_the_package_is_not_taken_where_it_cannot_repeat_itself(
     capability, deterministic, found, monkeypatch
 ):
     device = SimpleNamespace(capability=capability)
-    monkeypatch.setattr(flash_package, "Device", lambda _: device)
-    monkeypatch.setattr(flash_package, "version", lambda _: "4.0")
+    monkeypatch.setattr(attention, "Device", lambda _: device)
+    monkeypatch.setattr(attention, "version", lambda _: "4.0")
     package = SimpleNamespace(flash_attn_func=None)
-    monkeypatch.setattr(flash_package, "import_module", lambda _: package)
+    monkeypatch.setattr(attention, "import_module", lambda _: package)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
     assert (find_flash_package(CPU) is not None) == found

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.kernels.embedding_gradient import (
+from megatron.kernels.weight_gradient import (
     CHUNK,
     choose_embedding_gradient,
     embedding_gradient_reference,

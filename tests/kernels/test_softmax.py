@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.kernels.softmax import masked_softmax
+from megatron.kernels.attention import masked_softmax
 from tests.kernels.compare import BF16, FP32, fresh
 
 B, N = 2, 3

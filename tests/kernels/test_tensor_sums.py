@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from megatron.kernels.tensor_sums import choose_tensor_sums
-from megatron.kernels.tensor_table import CHUNK
+from megatron.kernels.tensor_sums import CHUNK, choose_tensor_sums
 from tests.kernels.compare import seed_afresh
 
 CPU = torch.device("cpu")

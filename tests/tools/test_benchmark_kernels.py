@@ -11,8 +11,7 @@ import torch.nn.functional as F
 
 from megatron.device import Device
 from megatron.kernels import library
-from megatron.kernels.attention import AttentionOptions, fused_attention
-from megatron.kernels.flash_package import FlashPackage
+from megatron.kernels.attention import AttentionOptions, FlashPackage, fused_attention
 from tools import benchmark_kernels
 from tools.kernel_benchmarks import attention, generation, operation, training
 from tools.kernel_benchmarks.operation import Ceilings, Operation, measure

@@ -15,11 +15,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron.kernels.attention import AttentionOptions, attention_reference, gpu_attention
-from megatron.kernels.flash_package import FlashPackage, find_flash_package
+from megatron.kernels.attention import (
+    AttentionOptions,
+    FlashPackage,
+    Mask,
+    Segments,
+    attention_reference,
+    find_flash_package,
+    gpu_attention,
+    masked_softmax,
+)
 from megatron.kernels.library import KernelLibrary
-from megatron.kernels.segments import Mask, Segments
-from megatron.kernels.softmax import masked_softmax
 from tools.kernel_benchmarks.operation import Form, Inputs, Operation
 
 BF16 = torch.bfloat16

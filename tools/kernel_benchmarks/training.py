@@ -11,11 +11,10 @@ from torch import Tensor
 
 from megatron.kernels.adam import AdamNumbers, AdamTensors, adam_reference, choose_adam
 from megatron.kernels.cross_entropy import CrossEntropy, choose_cross_entropy
-from megatron.kernels.embedding_gradient import choose_embedding_gradient
 from megatron.kernels.fp8 import E4M3, Fp8, Fp8Casts, ReferenceCasts, choose_fp8_casts
 from megatron.kernels.library import KernelLibrary
 from megatron.kernels.tensor_sums import choose_tensor_sums
-from megatron.kernels.weight_gradient import weight_gradient
+from megatron.kernels.weight_gradient import choose_embedding_gradient, weight_gradient
 from megatron.parallel.communication import Communication
 from megatron.parallel.cross_entropy import linear_cross_entropy, vocabulary_cross_entropy
 from megatron.parallel.layout import Axis
