@@ -9,15 +9,14 @@ head there is a single segment and no second [SEP]. s is the sequence length.
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
-from typing import TypedDict
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.datasets import DataRequest, Datasets
 from megatron.data.masking import SpecialIds, choose_runs, hidden_budget, whole_words
-from megatron.data.sample import IGNORED_LABEL, filled_up
+from megatron.data.sample import IGNORED_LABEL, Sample, filled_up
 from megatron.data.sentences import (
     SentenceRequest,
     SentenceSource,
@@ -33,28 +32,6 @@ _SHARES = 1.0 / np.arange(1, 4)
 _SHARES /= _SHARES.sum()
 _CUMULATIVE = (_SHARES / _SHARES.sum()).cumsum()
 _RUN_LENGTHS: list[float] = (_CUMULATIVE / _CUMULATIVE[-1]).tolist()
-
-
-class BertSample(TypedDict):
-    """One sample, arrays `[s]` int64.
-
-    Attributes:
-        text: Tokens, some of them replaced.
-        types: 0 in segment A (and padding), 1 in segment B.
-        labels: The token that was replaced, or -1 where none was.
-        is_random: 1 if the segments are swapped.
-        loss_mask: 1 where a token was replaced.
-        padding_mask: 0 where a token is padding, otherwise 1.
-        id: The sample's number.
-    """
-
-    text: NDArray[np.int64]
-    types: NDArray[np.int64]
-    labels: NDArray[np.int64]
-    is_random: int
-    loss_mask: NDArray[np.int64]
-    padding_mask: NDArray[np.int64]
-    id: int
 
 
 @dataclass(frozen=True)
@@ -74,14 +51,23 @@ class BertOptions:
     binary_head: bool = True
 
 
+@dataclass(eq=False)
 class BertDataset:
-    """BERT's samples, made from runs of sentences."""
+    """BERT's samples, made from runs of sentences. A sample holds arrays `[s]` of int64.
 
-    def __init__(self, source: SentenceSource, ids: SpecialIds, options: BertOptions) -> None:
-        self.source = source
-        self.ids = ids
-        self.options = options
-        self._random = np.random.RandomState()  # seeded again for every sample
+    `text`: Tokens, some of them replaced.
+    `types`: 0 in segment A (and padding), 1 in segment B.
+    `labels`: The token that was replaced, or -1 where none was.
+    `is_random`: A number, 1 if the segments are swapped.
+    `loss_mask`: 1 where a token was replaced.
+    `padding_mask`: 0 where a token is padding, otherwise 1.
+    `id`: The sample's number.
+    """
+
+    source: SentenceSource
+    ids: SpecialIds
+    options: BertOptions
+    _random: np.random.RandomState = field(default_factory=np.random.RandomState)
 
     @property
     def description(self) -> str:
@@ -89,9 +75,10 @@ class BertDataset:
         return f"BERT Dataset\n\n{self.source.description}{self.options}\n"
 
     def __len__(self) -> int:
+        """Return the number of samples."""
         return len(self.source)
 
-    def __getitem__(self, i: int) -> BertSample:
+    def __getitem__(self, i: int) -> Sample:
         """Return sample `i`.
 
         Raises:
@@ -99,7 +86,7 @@ class BertDataset:
         """
         sentences, target = self.source[i]
         random = self._random
-        random.seed((self.options.seed + i) % 2**32)  # a fifth of the time a new generator takes
+        random.seed((self.options.seed + i) % 2**32)  # a fifth of the time of a new generator
         a, b, is_swapped = _segments(sentences, random, two=self.options.binary_head)
         a, b = truncate(a, b, target, random)
         second = [b, [self.ids.sep]] if len(b) else []
@@ -183,7 +170,7 @@ def _hide(
 def build_bert_datasets(
     request: DataRequest, *, seq_length: int, tokenizer: Tokenizer, binary_head: bool
 ) -> Datasets:
-    """Build the datasets of `BertSample`s that the flags name. Every process calls this.
+    """Build BERT's datasets that the flags name. Every process calls this.
 
     Args:
         request: What the run asks for.

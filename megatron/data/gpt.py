@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -187,43 +187,29 @@ def is_sound_gpt_index(plan: GPTIndexPlan, index: GPTIndex, first_document: int)
     )
 
 
-class GPTSample(TypedDict):
-    """One sample: its tokens `[s + 1]` int64, and its number in the dataset's order."""
-
-    text: NDArray[np.int64]
-    id: int
-
-
+@dataclass(eq=False)
 class GPTDataset:
-    """The samples of one part of an indexed dataset.
+    """The samples of one part of an indexed dataset: `text`, the tokens `[s + 1]`, and `id`.
 
-    Args:
+    Attributes:
         data: The tokens.
         index: Which of them make up each sample.
-        seq_length: Tokens of a sample, but for the last label.
+        seq_length: s, tokens of a sample without the last label.
         description: Megatron's text that names the index.
         vocab_size: Token ids from here on are refused.
     """
 
-    def __init__(
-        self,
-        data: IndexedDataset,
-        index: GPTIndex,
-        seq_length: int,
-        *,
-        description: str,
-        vocab_size: int,
-    ) -> None:
-        self.data = data
-        self.index = index
-        self.seq_length = seq_length
-        self.description = description
-        self.vocab_size = vocab_size
+    data: IndexedDataset
+    index: GPTIndex
+    seq_length: int
+    description: str
+    vocab_size: int
 
     def __len__(self) -> int:
+        """Return the number of samples."""
         return len(self.index.shuffle)
 
-    def __getitem__(self, i: int) -> GPTSample:
+    def __getitem__(self, i: int) -> Sample:
         """Return sample `i`: the tokens from the start of its row to that of the next, inclusive.
 
         Raises:
@@ -296,14 +282,13 @@ def build_gpt_part(
         is_sound=lambda arrays: is_sound_gpt_index(plan, GPTIndex(*arrays), start),
         source=idx_path(data.prefix),
     )
-    index = GPTIndex(*arrays)
-    dataset = GPTDataset(data, index, seq_length, description=description, vocab_size=vocab_size)
+    dataset = GPTDataset(data, GPTIndex(*arrays), seq_length, description, vocab_size)
     _ = dataset[0]  # finds out now, not at some later step, if another tokenizer made the dataset
     return dataset
 
 
 def build_gpt_datasets(request: DataRequest, *, seq_length: int, vocab_size: int) -> Datasets:
-    """Build the datasets of `GPTSample`s that the flags name. Every process calls this.
+    """Build the GPT datasets that the flags name. Every process calls this.
 
     Args:
         request: What the run asks for.
@@ -319,32 +304,35 @@ def build_gpt_datasets(request: DataRequest, *, seq_length: int, vocab_size: int
         return build_gpt_part(part, request, seq_length=seq_length, vocab_size=vocab_size)
 
     def build_mock(count: int, split: int) -> MockDataset:
-        return MockDataset(count, seq_length, vocab_size, seed=request.seed, split=split)
+        return MockDataset(count, seq_length, vocab_size, request.seed, split)
 
     return build_datasets(request, build_part, build_mock)
 
 
+@dataclass(eq=False)
 class DocumentEnds:
     """A dataset's samples, each with the ends of the documents in its inputs as `SEGMENT_ENDS`.
 
     The last of the ends is s. An end-of-document token belongs to the document that it ends.
 
-    Args:
+    Attributes:
         dataset: Samples with `text`, [s + 1].
         eod: Id of the end-of-document token.
     """
 
-    def __init__(self, dataset: SampleDataset, eod: int) -> None:
-        self._dataset, self._eod = dataset, eod
+    dataset: SampleDataset
+    eod: int
 
     def __len__(self) -> int:
-        return len(self._dataset)
+        """Return the number of samples."""
+        return len(self.dataset)
 
     def __getitem__(self, i: int) -> Sample:
-        sample: Sample = self._dataset[i]
+        """Return sample `i` with its `SEGMENT_ENDS`."""
+        sample: Sample = self.dataset[i]
         text = np.asarray(sample["text"])
         length = len(text) - 1
-        ends = np.flatnonzero(text[: length - 1] == self._eod) + 1
+        ends = np.flatnonzero(text[: length - 1] == self.eod) + 1
         return {**sample, SEGMENT_ENDS: np.append(ends, length)}
 
 
@@ -365,11 +353,7 @@ class TokenBatch(NamedTuple):
 
 
 def make_batch(
-    text: Tensor,
-    *,
-    eod: int,
-    reset_position_ids: bool = False,
-    eod_mask_loss: bool = False,
+    text: Tensor, *, eod: int, reset_position_ids: bool = False, eod_mask_loss: bool = False
 ) -> TokenBatch:
     """Cut `text` into inputs and labels, and number the positions.
 

@@ -96,6 +96,7 @@ class CyclicSampler(_Sampler):
     data_sharding: bool = True
 
     def __post_init__(self) -> None:
+        """Check that the consumed samples are whole blocks."""
         super().__post_init__()
         if self.consumed_samples % self.epoch_samples % self.block:
             raise DataError(

@@ -115,9 +115,6 @@ class WordSpans(NamedTuple):
     positions: list[int]
     bounds: list[int]
 
-    def __len__(self) -> int:
-        return len(self.bounds) - 1
-
 
 def whole_words(tokens: NDArray[np.int64], ids: SpecialIds) -> WordSpans:
     """Return the words of `tokens` `[s]`, without [CLS] and [SEP].
@@ -138,10 +135,7 @@ def hidden_budget(mask_prob: float, tokens: int, target_length: int) -> float:
 
 
 def choose_runs(
-    words: WordSpans,
-    budget: float,
-    draw_words: Callable[[], int],
-    random: np.random.RandomState,
+    words: WordSpans, budget: float, draw_words: Callable[[], int], random: np.random.RandomState
 ) -> Iterator[list[int]]:
     """Yield the positions of one run of words after another, until `budget` positions are chosen.
 
@@ -157,7 +151,7 @@ def choose_runs(
         draw_words: Draws the length of a run in words; called for every word that is tried.
         random: Source of the order in which words are tried.
     """
-    count = len(words)
+    count = len(words.bounds) - 1
     order = np.arange(count)
     random.shuffle(order)
     chosen = bytearray(count)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -14,13 +16,14 @@ _LARGEST_STEP = 4
 _SENTENCE = 20  # tokens, about
 
 
+@dataclass(eq=False)
 class MockDataset:
     """GPT samples that count up from a random token by a random step, modulo a small vocabulary.
 
     The step is constant within a sample, so that a model can predict every token but the first
     two. Sample `i` depends on the seed, the split and `i` only.
 
-    Args:
+    Attributes:
         num_samples: Length of the dataset.
         seq_length: s, in tokens.
         vocab_size: Ids stay below it, and below 256.
@@ -28,49 +31,46 @@ class MockDataset:
         split: Number that keeps training, validation and test samples apart.
     """
 
-    def __init__(
-        self, num_samples: int, seq_length: int, vocab_size: int, *, seed: int, split: int
-    ) -> None:
-        self.num_samples = num_samples
-        self.seq_length = seq_length
-        self.vocabulary = min(vocab_size, _LARGEST_VOCABULARY)
-        self.place = (seed, split)
-        self.description = "Generated tokens\n"
+    num_samples: int
+    seq_length: int
+    vocab_size: int
+    seed: int
+    split: int
+    description: str = "Generated tokens\n"
 
     def __len__(self) -> int:
+        """Return the number of samples."""
         return self.num_samples
 
     def __getitem__(self, i: int) -> Sample:
         """Return sample `i`: tokens `[s + 1]`."""
         if not 0 <= i < self.num_samples:
             raise IndexError(f"sample {i} of {self.num_samples}")
-        random = np.random.default_rng([*self.place, i])
-        return {"text": _count_up(random, self.seq_length + 1, self.vocabulary), "id": i}
+        random = np.random.default_rng([self.seed, self.split, i])
+        return {"text": _count_up(random, self.seq_length + 1, self.vocab_size), "id": i}
 
 
+@dataclass(eq=False)
 class MockSentences:
     """Sentences of BERT and T5 samples; a sample counts up like those of `MockDataset`.
 
     Hidden tokens follow from their neighbors, and the order of two segments from their ends.
 
-    Args:
+    Attributes:
         num_samples: Number of samples.
         plan: Longest sample, share of short ones, seed.
         ids: Special ids, which stay out of the sentences.
         split: Number that keeps training, validation and test samples apart.
     """
 
-    def __init__(
-        self, num_samples: int, plan: SentenceMapPlan, ids: SpecialIds, *, split: int
-    ) -> None:
-        self.num_samples = num_samples
-        self.plan = plan
-        self.first = max(ids.eos, *ids.sentinels) + 1
-        self.vocabulary = min(ids.size - self.first, _LARGEST_VOCABULARY)
-        self.split = split
-        self.description = "Generated sentences\n"
+    num_samples: int
+    plan: SentenceMapPlan
+    ids: SpecialIds
+    split: int
+    description: str = "Generated sentences\n"
 
     def __len__(self) -> int:
+        """Return the number of samples."""
         return self.num_samples
 
     def __getitem__(self, i: int) -> tuple[list[NDArray[np.int64]], int]:
@@ -81,13 +81,15 @@ class MockSentences:
         is_short = random.random() < self.plan.short_seq_prob
         longest = self.plan.max_length
         length = int(random.integers(2, longest + 1)) if is_short else longest
-        text = self.first + _count_up(random, length, self.vocabulary)
+        first = max(self.ids.eos, *self.ids.sentinels) + 1
+        text = first + _count_up(random, length, self.ids.size - first)
         cuts = np.unique(random.integers(1, length, max(1, length // _SENTENCE)))
         return np.split(text, cuts), length
 
 
 def _count_up(random: np.random.Generator, length: int, vocabulary: int) -> NDArray[np.int64]:
-    """Return `[length]` ids below `vocabulary`, from a random one on, by a random step."""
+    """Return `[length]` ids below `vocabulary` and 256, from a random one on, by a random step."""
+    vocabulary = min(vocabulary, _LARGEST_VOCABULARY)
     start = random.integers(vocabulary)
     step = random.integers(1, _LARGEST_STEP + 1)
     return np.asarray((start + step * np.arange(length, dtype=np.int64)) % vocabulary)

@@ -9,9 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
+import signal
+import sys
+import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,10 +24,15 @@ from numpy.typing import NDArray
 from megatron.config.data import TokenizerConfig
 from megatron.data.indexed import IndexedDatasetBuilder, best_dtype
 from megatron.data.text_input import BadLine, TextBlock, Value, parse_lines, read_blocks
-from megatron.data.worker_pool import map_in_order
 from megatron.environment import usable_cores
-from megatron.errors import ConfigError, DataError
+from megatron.errors import ConfigError, DataError, UserError
 from megatron.tokenizer import Tokenizer, build_tokenizer
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
 
 # A worker's start costs about as much as encoding this many bytes.
 _BYTES_PER_WORKER = 8 << 20
@@ -30,25 +40,25 @@ _BYTES_PER_WORKER = 8 << 20
 _SLICE = 1_000_000
 
 
+@dataclass(frozen=True)
 class SentenceSplitter:
     """Cuts text at the ends of sentences.
 
-    Args:
+    Attributes:
         punkt: An NLTK Punkt tokenizer.
         keep_newlines: Whether the white space after a sentence stays with it.
     """
 
-    def __init__(self, punkt: Any, *, keep_newlines: bool) -> None:
-        self._punkt = punkt
-        self._keep_newlines = keep_newlines
+    punkt: Any
+    keep_newlines: bool
 
     def split(self, text: str) -> list[str]:
         """Return the sentences of `text` in order."""
         sentences: list[str] = []
         for first in range(0, len(text), _SLICE):
             part = text[first : first + _SLICE]
-            spans = list(self._punkt.span_tokenize(part))
-            if self._keep_newlines:  # a sentence then reaches to the start of the next
+            spans = list(self.punkt.span_tokenize(part))
+            if self.keep_newlines:  # a sentence then reaches to the start of the next
                 starts = [start for start, _ in spans]
                 spans = list(zip(starts, [*starts[1:], len(part)], strict=True))
             sentences += [part[start:end] for start, end in spans]
@@ -107,8 +117,7 @@ class EncodingOptions:
     splitter: SentenceSplitter | None = None
 
 
-@dataclass(frozen=True)
-class Column:
+class Column(NamedTuple):
     """The documents of one key.
 
     Attributes:
@@ -122,8 +131,7 @@ class Column:
     sequences_per_document: NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class EncodedBlock:
+class EncodedBlock(NamedTuple):
     """What a block of lines became: one column per key."""
 
     block: TextBlock
@@ -151,6 +159,7 @@ class BlockEncoder:
     """
 
     def __init__(self, options: EncodingOptions, tokenizer: Tokenizer | None = None) -> None:
+        """Find out how documents end."""
         self.options = options
         self.tokenizer = tokenizer or build_tokenizer(options.tokenizer)
         self.dtype = best_dtype(self.tokenizer.vocab_size)
@@ -160,6 +169,7 @@ class BlockEncoder:
         self._ends_texts = options.append_eod and list(self.tokenizer.appended_ids[-1:]) == eod
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Send the options alone."""
         return BlockEncoder, (self.options,)
 
     def __call__(self, block: TextBlock) -> EncodedBlock:
@@ -259,8 +269,11 @@ def preprocess(
             )
             for key in keys
         ]
-        for encoded, first_line in _with_line_numbers(results):
+        path, first_line = None, 1
+        for encoded in results:
             block = encoded.block
+            if block.path != path:
+                path, first_line = block.path, 1
             for bad in encoded.bad:
                 where = f"{block.path}:{first_line + bad.line}"
                 what = f"{bad.reason} (line starts at byte {block.offset + bad.offset})"
@@ -271,11 +284,12 @@ def preprocess(
                     )
                 on_bad_line(f"{where}: {what}")
             for builder, column in zip(builders, encoded.columns, strict=True):
-                builder.add_documents(column.tokens, column.lengths, column.sequences_per_document)
+                builder.add_documents(*column)
             counts.documents += len(encoded.columns[0].sequences_per_document)
             counts.bad_lines += len(encoded.bad)
             counts.text_bytes += block.size
             on_block(counts, block)
+            first_line += encoded.lines
     counts.tokens = {key: b.num_tokens for key, b in zip(keys, builders, strict=True)}
     return counts
 
@@ -286,11 +300,125 @@ def choose_workers(paths: Sequence[str]) -> int:
     return max(1, min(usable_cores(), size // _BYTES_PER_WORKER))
 
 
-def _with_line_numbers(results: Iterator[EncodedBlock]) -> Iterator[tuple[EncodedBlock, int]]:
-    """Yield each block with the number of its first line in its file, from 1."""
-    path, line = None, 1
-    for encoded in results:
-        if encoded.block.path != path:
-            path, line = encoded.block.path, 1
-        yield encoded, line
-        line += encoded.lines
+@contextlib.contextmanager
+def map_in_order(
+    function: Callable[[Task], Result], tasks: Iterable[Task], workers: int
+) -> Iterator[Iterator[Result]]:
+    """Yield `function(task)` for each task, in order, computed by `workers` processes.
+
+    This is a context manager: workers leave while the caller finishes with the last results, and
+    the exit waits for them. With one worker everything happens in this process. With more, at most
+    two tasks per worker are under way, so neither tasks nor results pile up. If processes cannot
+    be forked, `function` travels to them by its `__reduce__`. No task may be `None`.
+
+    Raises:
+        UserError: `function` or `tasks` raised it.
+        RuntimeError: A worker failed in another way or was killed.
+    """
+    if workers <= 1:
+        yield map(function, tasks)
+        return
+    pool = _Pool(function, tasks, workers)
+    try:
+        yield pool.results()
+    finally:
+        pool.close()
+
+
+class _Pool:
+    """Several workers. Task i goes to worker i modulo their number, sent by a thread of its own."""
+
+    def __init__(self, function: Callable[[Any], Any], tasks: Iterable[Any], workers: int) -> None:
+        import multiprocessing  # 25 ms that one worker need not spend
+
+        # Forking shares what is loaded already. macOS offers it, but its libraries do not bear it.
+        context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+        self._ends: list[Connection] = []
+        self._processes: list[Any] = []
+        for _ in range(workers):
+            ours, theirs = context.Pipe()
+            self._ends.append(ours)
+            # A forked worker must not hold our ends, or it would never see that we are gone.
+            inherited = list(self._ends) if sys.platform == "linux" else []
+            process = context.Process(
+                target=_serve, args=(theirs, function, inherited), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+        self._free = threading.Semaphore(2 * workers)
+        self._order: queue.SimpleQueue[int | Exception | None] = queue.SimpleQueue()
+        self._stopped = False
+        threading.Thread(target=self._hand_out, args=(tasks,), daemon=True).start()
+
+    def _hand_out(self, tasks: Iterable[Any]) -> None:
+        try:
+            for i, task in enumerate(tasks):
+                self._free.acquire()
+                if self._stopped:
+                    return
+                worker = i % len(self._ends)
+                self._order.put(worker)
+                # Whoever waits for the result reports that its worker died.
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    self._ends[worker].send(task)
+            # No task is left. Workers take 8 ms to free their 70 MB, during the last writing.
+            for end in self._ends:
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    end.send(None)
+            self._order.put(None)
+        except Exception as error:  # passed to the caller's thread, which raises it
+            self._order.put(error)
+
+    def results(self) -> Iterator[Any]:
+        """Yield the results in the order of the tasks."""
+        while (worker := self._order.get()) is not None:
+            if isinstance(worker, Exception):
+                raise worker
+            try:
+                result, error = self._ends[worker].recv()
+            except (EOFError, OSError):  # before a result, or in the middle of one
+                process = self._processes[worker]
+                process.join(timeout=5)
+                raise RuntimeError(
+                    f"a worker process ended with exit code {process.exitcode} (-9: killed, most "
+                    "often for lack of memory; then use fewer --workers)"
+                ) from None
+            if error is not None:
+                raise error if isinstance(error, UserError) else RuntimeError(error)
+            yield result
+            self._free.release()
+
+    def close(self) -> None:
+        """Stop everything, finished or not."""
+        self._stopped = True
+        self._free.release()
+        for process in self._processes:
+            # Workers hold nothing to save; a fresh one still has the parent's SIGTERM handler.
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for end in self._ends:
+            end.close()
+
+
+def _serve(
+    connection: Connection, function: Callable[[Any], Any], inherited: list[Connection]
+) -> None:
+    """Answer tasks until none is left or the other end closes."""
+    # Ctrl-C reaches every process of the terminal; the parent decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for end in inherited:
+        end.close()
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        while (task := connection.recv()) is not None:
+            result: Any = None
+            failure: UserError | str | None = None
+            try:
+                result = function(task)
+            except UserError as error:
+                failure = error
+            except Exception:
+                failure = traceback.format_exc()
+            connection.send((result, failure))

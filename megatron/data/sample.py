@@ -24,11 +24,11 @@ its number there."""
 class SampleDataset(Protocol):
     """A dataset whose sample `i` is a pure function of seed, data and `i`."""
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        """Return the number of samples."""
 
     def __getitem__(self, i: int) -> Any:
         """Return a `Sample`."""
-        ...
 
 
 class DescribedDataset(SampleDataset, Protocol):
@@ -37,7 +37,6 @@ class DescribedDataset(SampleDataset, Protocol):
     @property
     def description(self) -> str:
         """Text that differs wherever the samples differ."""
-        ...
 
 
 def filled_up(values: ArrayLike, length: int, filler: int) -> NDArray[np.int64]:

@@ -31,10 +31,6 @@ LONGEST_SENTENCE = 512  # tokens; a document of several sentences with a longer 
 _DRAWS = 1 << 16  # of a step, so that memory stays flat
 _BLOCKS = 256  # state updates in each array of 64-bit draws
 _WORDS, _MIDDLE = 312, 156
-_LOW = np.uint64(0x7FFFFFFF)
-_HIGH = np.uint64(0xFFFFFFFF80000000)
-_TWIST = np.uint64(0xB5026F5AA96619E9)
-_ONE = np.uint64(1)
 
 
 @dataclass(frozen=True)
@@ -269,13 +265,13 @@ def mt19937_64(seed: int) -> Iterator[NDArray[np.uint64]]:
             state = new
         state = state.copy()
         draws = block.reshape(-1)
-        draws ^= (draws >> np.uint64(29)) & np.uint64(0x5555555555555555)
-        draws ^= (draws << np.uint64(17)) & np.uint64(0x71D67FFFEDA60000)
-        draws ^= (draws << np.uint64(37)) & np.uint64(0xFFF7EEE000000000)
-        draws ^= draws >> np.uint64(43)
+        draws ^= (draws >> 29) & 0x5555555555555555
+        draws ^= (draws << 17) & 0x71D67FFFEDA60000
+        draws ^= (draws << 37) & 0xFFF7EEE000000000
+        draws ^= draws >> 43
         yield draws
 
 
-def _mix(word: NDArray[np.uint64], following: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    joined = (word & _HIGH) | (following & _LOW)
-    return (joined >> _ONE) ^ (joined & _ONE) * _TWIST
+def _mix(word: NDArray[Any], following: NDArray[Any]) -> NDArray[Any]:
+    joined = (word & 0xFFFFFFFF80000000) | (following & 0x7FFFFFFF)
+    return (joined >> 1) ^ (joined & 1) * 0xB5026F5AA96619E9

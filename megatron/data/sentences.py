@@ -49,34 +49,32 @@ class SentenceSource(Protocol):
     @property
     def description(self) -> str:
         """Text that differs wherever the sentences differ."""
-        ...
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        """Return the number of samples."""
 
     def __getitem__(self, i: int) -> tuple[list[Tokens], int]:
         """Return the sentences of sample `i`, and how many of their tokens it may hold."""
-        ...
 
 
+@dataclasses.dataclass(eq=False)
 class MappedSentences:
     """The sentences that a map names, from an indexed dataset.
 
-    Args:
+    Attributes:
         data: The dataset.
         rows: The map, as `build_sentence_map` returns it.
         description: Text that describes the map.
         vocab_size: Token ids from here on are refused.
     """
 
-    def __init__(
-        self, data: IndexedDataset, rows: NDArray[Any], *, description: str, vocab_size: int
-    ) -> None:
-        self.data = data
-        self.rows = rows
-        self.description = description
-        self.vocab_size = vocab_size
+    data: IndexedDataset
+    rows: NDArray[Any]
+    description: str
+    vocab_size: int
 
     def __len__(self) -> int:
+        """Return the number of samples."""
         return len(self.rows)
 
     def __getitem__(self, i: int) -> tuple[list[Tokens], int]:
@@ -155,7 +153,7 @@ def build_sentence_datasets(
         return dataset
 
     def build_mock(count: int, split: int) -> DescribedDataset:
-        return build(MockSentences(count, plan, ids, split=split), ids)
+        return build(MockSentences(count, plan, ids, split), ids)
 
     return build_datasets(
         request,
@@ -237,8 +235,7 @@ def map_sentences(
             # Mapped pages are shared by all processes of a node; newly built rows are not.
             mapped = _load(path, description, source)
             rows = rows if mapped is None else mapped
-    described = f"Data prefix {data.prefix}\n{description}"
-    return MappedSentences(data, rows, description=described, vocab_size=vocab_size)
+    return MappedSentences(data, rows, f"Data prefix {data.prefix}\n{description}", vocab_size)
 
 
 def _load(path: Path, description: str, source: Path) -> NDArray[Any] | None:

@@ -12,15 +12,14 @@ as in `transformers`. e is the encoder's sequence length, d the decoder's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TypedDict
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.datasets import DataRequest, Datasets
 from megatron.data.masking import SpecialIds, choose_runs, hidden_budget, whole_words
-from megatron.data.sample import IGNORED_LABEL, filled_up
+from megatron.data.sample import IGNORED_LABEL, Sample, filled_up
 from megatron.data.sentences import SentenceRequest, SentenceSource, build_sentence_datasets
 from megatron.tokenizer.base import Tokenizer
 
@@ -29,31 +28,6 @@ from megatron.tokenizer.base import Tokenizer
 _RESERVED_TOKENS = 2
 _LONGEST_RUN = 10  # words
 _RUN_END = 0.2  # chance that a run ends after each word
-
-
-class T5Sample(TypedDict):
-    """One sample, arrays of int64.
-
-    Megatron's masks `[e, e]`, `[d, d]` and `[d, e]` follow from the two here, on the device: only
-    tokens that are not padding attend and are attended to (in the decoder, no later ones).
-
-    Attributes:
-        text_enc: What the encoder reads, `[e]`.
-        text_dec: What the decoder reads, `[d]`.
-        labels: The token after each of the decoder's, -1 at padding, `[d]`.
-        loss_mask: 1 where a label counts, `[d]`.
-        enc_mask: 0 where a token of `text_enc` is padding, otherwise 1, `[e]`.
-        dec_mask: 0 where a token of `text_dec` is padding, otherwise 1, `[d]`.
-        id: The sample's number.
-    """
-
-    text_enc: NDArray[np.int64]
-    text_dec: NDArray[np.int64]
-    labels: NDArray[np.int64]
-    loss_mask: NDArray[np.int64]
-    enc_mask: NDArray[np.int64]
-    dec_mask: NDArray[np.int64]
-    id: int
 
 
 @dataclass(frozen=True)
@@ -73,14 +47,26 @@ class T5Options:
     seed: int
 
 
+@dataclass(eq=False)
 class T5Dataset:
-    """T5's samples, made from runs of sentences."""
+    """T5's samples, made from runs of sentences. A sample holds arrays of int64.
 
-    def __init__(self, source: SentenceSource, ids: SpecialIds, options: T5Options) -> None:
-        self.source = source
-        self.ids = ids
-        self.options = options
-        self._random = np.random.RandomState()  # seeded again for every sample
+    Megatron's masks `[e, e]`, `[d, d]` and `[d, e]` follow from the two here, on the device: only
+    tokens that are not padding attend and are attended to (in the decoder, no later ones).
+
+    `text_enc`: What the encoder reads, `[e]`.
+    `text_dec`: What the decoder reads, `[d]`.
+    `labels`: The token after each of the decoder's, -1 at padding, `[d]`.
+    `loss_mask`: 1 where a label counts, `[d]`.
+    `enc_mask`: 0 where a token of `text_enc` is padding, otherwise 1, `[e]`.
+    `dec_mask`: 0 where a token of `text_dec` is padding, otherwise 1, `[d]`.
+    `id`: The sample's number.
+    """
+
+    source: SentenceSource
+    ids: SpecialIds
+    options: T5Options
+    _random: np.random.RandomState = field(default_factory=np.random.RandomState)
 
     @property
     def description(self) -> str:
@@ -88,9 +74,10 @@ class T5Dataset:
         return f"T5 Dataset\n\n{self.source.description}{self.options}\n"
 
     def __len__(self) -> int:
+        """Return the number of samples."""
         return len(self.source)
 
-    def __getitem__(self, i: int) -> T5Sample:
+    def __getitem__(self, i: int) -> Sample:
         """Return sample `i`.
 
         Raises:
@@ -151,13 +138,9 @@ def take_out(
 
 
 def build_t5_datasets(
-    request: DataRequest,
-    *,
-    encoder_seq_length: int,
-    decoder_seq_length: int,
-    tokenizer: Tokenizer,
+    request: DataRequest, *, encoder_seq_length: int, decoder_seq_length: int, tokenizer: Tokenizer
 ) -> Datasets:
-    """Build the datasets of `T5Sample`s that the flags name. Every process calls this.
+    """Build T5's datasets that the flags name. Every process calls this.
 
     Args:
         request: What the run asks for.

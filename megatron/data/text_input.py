@@ -22,14 +22,9 @@ from megatron.errors import DataError
 
 BLOCK_BYTES = 2 << 20
 _JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
-_TEXT_SUFFIXES = (".txt",)
-_PARQUET_SUFFIXES = (".parquet",)
-_SUFFIXES = (*_JSON_SUFFIXES, *_PARQUET_SUFFIXES, *_TEXT_SUFFIXES)
+_PARQUET, _TEXT = ".parquet", ".txt"
 _PACKED_SUFFIXES = (".gz", ".zst")
-_KNOWN = (
-    f"{', '.join(_JSON_SUFFIXES)}, each also with .gz or .zst; "
-    f"{', '.join((*_PARQUET_SUFFIXES, *_TEXT_SUFFIXES))}"
-)
+_KNOWN = f"{', '.join(_JSON_SUFFIXES)}, each also with .gz or .zst; {_PARQUET}, {_TEXT}"
 _PARQUET_ROWS = 1000
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _JSON_KINDS = {
@@ -222,9 +217,9 @@ def read_blocks(
     for path in paths:
         suffix = _suffix(path)
         try:
-            if suffix in _PARQUET_SUFFIXES:
+            if suffix == _PARQUET:
                 yield from _parquet_blocks(path, keys)
-            elif suffix in _TEXT_SUFFIXES:
+            elif suffix == _TEXT:
                 yield _text_block(path, keys[0])
             elif path.lower().endswith(_PACKED_SUFFIXES) or not os.path.isfile(path):
                 yield from _streamed_blocks(path, block_bytes)
@@ -239,7 +234,8 @@ def _suffix(path: str) -> str | None:
     name = Path(path).name.lower()
     for packed in _PACKED_SUFFIXES:
         name = name.removesuffix(packed)
-    return next((suffix for suffix in _SUFFIXES if name.endswith(suffix)), None)
+    known = (*_JSON_SUFFIXES, _PARQUET, _TEXT)
+    return next((suffix for suffix in known if name.endswith(suffix)), None)
 
 
 def _plain_blocks(path: str, block_bytes: int) -> Iterator[TextBlock]:

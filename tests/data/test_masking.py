@@ -75,7 +75,9 @@ def test_runs_are_whole_words_apart_and_within_the_budget(ids: SpecialIds) -> No
     for _ in range(200):
         tokens = random.randint(WORD, 405, random.randint(1, 80))
         words = whole_words(tokens, ids)
-        whole = {position: k for k in range(len(words)) for position in words_at(words, k)}
+        whole = {
+            position: k for k in range(len(words.bounds) - 1) for position in words_at(words, k)
+        }
         budget = float(random.choice([0, 0.5, 1, 7.5, 20]))
         runs = list(choose_runs(words, budget, lambda: random.randint(1, 5), random))
         hidden = [position for run in runs for position in run]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron.config.data import DataConfig, TokenizerConfig
-from megatron.data.t5 import T5Dataset, T5Sample, build_t5_datasets, take_out
+from megatron.data.t5 import Sample, T5Dataset, build_t5_datasets, take_out
 from megatron.errors import ConfigError
 from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.build import build_tokenizer
@@ -50,7 +50,7 @@ def on_file(prefix: Path) -> DataConfig:
     return DataConfig(data_path=(str(prefix),), split="1")
 
 
-def put_back(sample: T5Sample, ids: object) -> tuple[list[int], list[list[int]]]:
+def put_back(sample: Sample, ids: object) -> tuple[list[int], list[list[int]]]:
     """The text of a sample, and the runs that were taken out of it."""
     encoder = sample["text_enc"][sample["enc_mask"] == 1].tolist()
     labels = sample["labels"][sample["loss_mask"] == 1].tolist()
