@@ -1,4 +1,4 @@
-"""Which parameters decay, and which have a learning rate of their own."""
+"""Parameter groups: what is updated alike, and by which rule."""
 
 from __future__ import annotations
 
@@ -7,16 +7,22 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from megatron.optimizer.rules import RuleChoice, UpdateRule
+
 
 @dataclass(frozen=True)
 class ParameterGroup:
     """Parameters that are updated alike, in the model's order.
 
     Attributes:
+        rule: how they are updated.
         is_decayed: weight decay applies.
         is_decoupled: the learning rate is that of --decoupled-lr.
+        names: of the parameters.
+        parameters: the parameters themselves.
     """
 
+    rule: UpdateRule
     is_decayed: bool
     is_decoupled: bool
     names: tuple[str, ...]
@@ -24,35 +30,51 @@ class ParameterGroup:
 
 
 def is_decayed(name: str, parameter: nn.Parameter) -> bool:
-    """Matrices and embeddings decay; biases (of any shape) and 1-D tensors do not."""
+    """Return whether weight decay applies: to matrices and embeddings.
+
+    Biases (of any shape) and 1-D tensors do not decay.
+    """
     is_bias = name.rpartition(".")[2] == "bias"
     return not is_bias and parameter.ndim > 1
 
 
 def is_vocabulary(parameter: nn.Parameter) -> bool:
-    """The weights of the word embeddings and of the output layer: what Megatron Core calls
-    embedding or output parameters. Positions, token types, biases and other heads are not."""
+    """Return whether this is a weight of the word embeddings or of the output layer.
+
+    Megatron Core calls these embedding or output parameters. Positions, token types, biases and
+    other heads are not among them.
+    """
     spec = getattr(parameter, "spec", None)
     return spec is not None and spec.is_vocabulary
 
 
 def split_groups(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], *, decouples: bool = False
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    choose_rule: RuleChoice,
+    *,
+    decouples: bool = False,
 ) -> list[ParameterGroup]:
-    """The decayed group, then the other; an empty one is left out.
+    """Split parameters into groups, for each rule the decayed group and then the other.
+
+    Empty groups and parameters without gradients are left out.
 
     Args:
-        decouples: of both what has a learning rate of its own stands apart, at the end.
+        named_parameters: of the model here.
+        choose_rule: gives each parameter its update rule.
+        decouples: parameters with a learning rate of their own stand apart, at the end.
     """
-    members: dict[tuple[bool, bool], list[tuple[str, nn.Parameter]]] = {
-        (decays, apart): [] for apart in (False, True) for decays in (True, False)
-    }
+    members: dict[tuple[UpdateRule, bool, bool], list[tuple[str, nn.Parameter]]] = {}
     for name, p in named_parameters:
         if p.requires_grad:
-            members[is_decayed(name, p), decouples and is_vocabulary(p)].append((name, p))
+            rule = choose_rule(name, p)
+            for apart in (False, True):  # a rule's groups in a fixed order
+                for decays in (True, False):
+                    members.setdefault((rule, apart, decays), [])
+            key = (rule, decouples and is_vocabulary(p), is_decayed(name, p))
+            members[key].append((name, p))
     groups = []
-    for (decays, apart), group in members.items():
+    for (rule, apart, decays), group in members.items():
         if group:
             names, parameters = zip(*group, strict=True)
-            groups.append(ParameterGroup(decays, apart, names, parameters))
+            groups.append(ParameterGroup(rule, decays, apart, names, parameters))
     return groups

@@ -6,7 +6,8 @@
     layers, linear       layers whose weights are split; `products` multiply for them
     every_layer          what is set or attached in all layers of a model
     parameter            which part of a whole tensor a parameter is; `initialization` fills it
-    gradients, reducer   gradients in flat buffers, averaged; `weights` gathers each one's update
+    buckets              the plan of flat buffers, as data
+    gradients, weights   carry it out: gradients averaged, updated weights gathered
     sharded              ZeRO stage 3 instead of these
     tied                 parameters that several pipeline stages hold
     pipeline             schedules as data, and what carries them out

@@ -1,17 +1,27 @@
-"""Where tensors lie in a flat buffer, and how it is cut into buckets and shards: pure plans.
+"""The bucket plan: where gradients and weights lie in flat buffers, and what is sent when.
 
-Backward reaches the last layers first, so parameters lie in reverse order: the buffer fills
-front to back. A bucket holds neighbouring parameters and is communicated as one message. Where
-processes share the work of the update, each owns an equal part of every bucket.
+A plan is pure data. It is computed from the names, shapes and traits of parameters, without a
+tensor or a process, and can be printed, compared and tested alone. `gradients` and `weights` carry
+it out.
+
+Backward reaches the last layers first, so parameters lie in reverse order and a buffer fills front
+to back. A bucket holds neighboring parameters and is communicated as one message. Where processes
+share the work of the update, each owns an equal part of every bucket, its shard.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+import torch
 
 ALIGNMENT_BYTES = 256  # of every tensor's start: whole vector loads and cache lines
 BUCKET_BYTES = 64 * 2**20  # large enough that a collective runs at full bandwidth
+
+WireFormat = Literal["fp32", "16 bit", "8 bit"]
 
 
 @dataclass(frozen=True)
@@ -23,60 +33,328 @@ class Span:
 
     @property
     def size(self) -> int:
+        """Number of elements."""
         return self.end - self.start
 
     def intersect(self, other: Span) -> Span | None:
-        """The elements in both; None where there is none."""
+        """Return the elements in both, or `None` if there are none."""
         start, end = max(self.start, other.start), min(self.end, other.end)
         return Span(start, end) if start < end else None
 
     def within(self, outer: Span) -> slice:
-        """What picks this span out of a tensor that holds `outer`."""
+        """Return what picks this span out of a tensor that holds `outer`."""
         return slice(self.start - outer.start, self.end - outer.start)
 
     def relative_to(self, outer: Span) -> Span:
-        """The same elements counted from the start of `outer`."""
+        """Return the same elements counted from the start of `outer`."""
         return Span(self.start - outer.start, self.end - outer.start)
 
     def shard(self, rank: int, shards: int) -> Span:
-        """Part `rank` of `shards` equal ones."""
+        """Return part `rank` of `shards` equal ones."""
         size = self.size // shards
         assert size * shards == self.size, f"{self} does not divide into {shards}"
         return Span(self.start + rank * size, self.start + (rank + 1) * size)
 
 
 @dataclass(frozen=True)
+class ParameterTraits:
+    """What a plan has to know about a parameter.
+
+    Attributes:
+        name: unique among the parameters of this process.
+        shape: of the part that this tensor rank holds.
+        dtype: of the weight.
+        replica_axis: the processes that hold the same weight, over which its gradient is averaged:
+            "data", or "expert_data" for the weights of an expert.
+        waves: for stage 2, the operations of a pipeline schedule that each add to the gradient.
+        gathered_in_8_bits: updated weights are cast to fp8 before they are gathered.
+        is_partial: each tensor rank sees only a part of the sequence or some of the heads, so the
+            gradient must be added over the tensor axis before it is averaged.
+        is_tied: a copy on another pipeline stage adds to the gradient after backward, so its
+            bucket and those after it wait for that. In stage 2 it has a bucket of its own, so that
+            both stages cut it at the same rows.
+        comes_first: for stage 2, backward reaches a tied parameter first: words that the output
+            layer shares, though they are the model's first parameter.
+        may_be_idle: an iteration may bring no gradient (an idle expert, an unused adapter). Such
+            parameters lie apart and are sent last, so that no other bucket waits for them.
+        needs_whole: the update needs the whole tensor on one process, not a shard of it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    replica_axis: str = "data"
+    waves: tuple[Hashable, ...] = (None,)
+    gathered_in_8_bits: bool = False
+    is_partial: bool = False
+    is_tied: bool = False
+    comes_first: bool = False
+    may_be_idle: bool = False
+    needs_whole: bool = False
+
+    @property
+    def elements(self) -> int:
+        """Number of elements on this process."""
+        return torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True)
+class PlannedParameter:
+    """A parameter's place.
+
+    Attributes:
+        traits: of the parameter.
+        slot: its elements in the flat buffer.
+    """
+
+    traits: ParameterTraits
+    slot: Span
+
+
+@dataclass(frozen=True)
 class Bucket:
-    """Neighbouring tensors: the span they fill together, and the slot of each in the buffer."""
+    """Neighboring parameters that are communicated as one message.
+
+    Attributes:
+        span: all of its elements, padding included.
+        members: its parameters in the order of their slots.
+        waves: for stage 2, the operations that each add to all of its gradients.
+        has_forced_end: it ends here whatever its size: the next parameter belongs to another
+            wave, or one of the two is tied, or too large to share a bucket with small ones.
+    """
 
     span: Span
-    slots: tuple[Span, ...]
+    members: tuple[PlannedParameter, ...]
+    waves: tuple[Hashable, ...] = (None,)
+    has_forced_end: bool = False
+
+
+@dataclass(frozen=True)
+class FlatPlan:
+    """A flat buffer.
+
+    Attributes:
+        axis: name of the axis whose processes hold the same parameters.
+        replicas: number of these processes.
+        dtype: of the weights.
+        gradient_dtype: of the gradients, in the buffer and on the wire.
+        wire: what updated weights travel in.
+        buckets: they follow one another without gaps.
+    """
+
+    axis: str
+    replicas: int
+    dtype: torch.dtype
+    gradient_dtype: torch.dtype
+    wire: WireFormat
+    buckets: tuple[Bucket, ...]
+
+    @property
+    def elements(self) -> int:
+        """Number of elements, padding included."""
+        return self.buckets[-1].span.end
+
+    @property
+    def members(self) -> Iterator[PlannedParameter]:
+        """All parameters in the order of their slots."""
+        return (member for bucket in self.buckets for member in bucket.members)
+
+
+class Place(NamedTuple):
+    """Where a parameter is in a plan: the numbers of its buffer and bucket, and its slot."""
+
+    flat: int
+    bucket: int
+    slot: Span
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """Flat buffers, their buckets, and the order in which all processes send these.
+
+    Attributes:
+        zero_stage: 0 to 2; 0 if nobody else holds the same weights.
+        flats: the buffers.
+        order: of sending: the numbers of a buffer and of a bucket in it.
+    """
+
+    zero_stage: int
+    flats: tuple[FlatPlan, ...]
+    order: tuple[tuple[int, int], ...]
+
+    def find(self, name: str) -> Place:
+        """Return where a parameter is.
+
+        Raises:
+            KeyError: the plan has no such parameter.
+        """
+        for i, flat in enumerate(self.flats):
+            for j, bucket in enumerate(flat.buckets):
+                for member in bucket.members:
+                    if member.traits.name == name:
+                        return Place(i, j, member.slot)
+        raise KeyError(name)
+
+    def owner(self, name: str) -> tuple[int, ...]:
+        """Return the ranks, along its replica axis, that update some of a parameter."""
+        flat, bucket, slot = self.find(name)
+        shards, span = self.flats[flat].replicas, self.flats[flat].buckets[bucket].span
+        if self.zero_stage == 0:
+            return tuple(range(shards))
+        return tuple(r for r in range(shards) if slot.intersect(span.shard(r, shards)))
+
+    def __str__(self) -> str:
+        """Return the plan as a table, a line for each bucket in the order of sending."""
+        lines = [f"ZeRO stage {self.zero_stage}"]
+        for i, flat in enumerate(self.flats):
+            lines.append(
+                f"buffer {i}: {flat.elements:,} elements over {flat.replicas} {flat.axis} ranks, "
+                f"weights {str(flat.dtype).removeprefix('torch.')} gathered in {flat.wire}, "
+                f"gradients {str(flat.gradient_dtype).removeprefix('torch.')}"
+            )
+        for place, (i, j) in enumerate(self.order):
+            bucket = self.flats[i].buckets[j]
+            names = ", ".join(member.traits.name for member in bucket.members)
+            span = f"[{bucket.span.start:,}, {bucket.span.end:,})"
+            lines.append(f"send {place}: buffer {i} bucket {j} {span} {names}")
+        return "\n".join(lines)
 
 
 def plan_buckets(
+    parameters: Sequence[ParameterTraits],
+    *,
+    replicas: Mapping[str, int],
+    zero_stage: int,
+    gradients_in_fp32: bool,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> BucketPlan:
+    """Plan the buffers and buckets of a process's parameters.
+
+    Parameters share a buffer if they have the same dtypes, replica axis, wire format and needs.
+
+    Args:
+        parameters: in the model's order.
+        replicas: number of processes along each replica axis.
+        zero_stage: 0 to 2. A single replica has nothing to share, so its stage is always 0.
+        gradients_in_fp32: keep 16-bit parameters' gradients in fp32.
+        bucket_bytes: smallest piece (but the last) that is reduced on its own.
+    """
+    stage = zero_stage if any(size > 1 for size in replicas.values()) else 0
+    arranged = list(parameters)[::-1]
+    if stage == 2:
+        waves = list(dict.fromkeys(p.waves for p in arranged))
+        arranged.sort(key=lambda p: (waves.index(p.waves), not p.comes_first))
+
+    def is_cast(p: ParameterTraits) -> bool:  # alone there is nothing to gather
+        return p.gathered_in_8_bits and replicas[p.replica_axis] > 1
+
+    by_kind: dict[tuple[Hashable, ...], list[ParameterTraits]] = {}
+    for p in arranged:
+        kind = (p.dtype, is_cast(p), p.replica_axis, p.may_be_idle, p.needs_whole)
+        by_kind.setdefault(kind, []).append(p)
+    has_cast = any(is_cast(p) for p in arranged)
+    flats = []
+    for members in by_kind.values():
+        first = members[0]
+        gradient_dtype = torch.float32 if gradients_in_fp32 else first.dtype
+        limit = bucket_bytes // gradient_dtype.itemsize
+        forced: set[int] = set()
+        if stage == 2:
+            groups = [(p.waves, p.name if p.is_tied else None) for p in members]
+            forced = {i for i, (a, b) in enumerate(pairwise(groups)) if a != b}
+            if has_cast and not is_cast(first):
+                # The first small vector would hold room for the words' gradients all through
+                # backward.
+                forced |= {i for i, p in enumerate(members[1:]) if p.elements >= limit}
+        wire: WireFormat = "fp32" if first.dtype.itemsize == 4 else "16 bit"
+        smallest = gradient_dtype.itemsize  # bytes of an element
+        if is_cast(first):
+            wire, smallest = "8 bit", 1
+        shards = replicas[first.replica_axis]  # at every stage: sums are in one order then
+        buckets = [
+            Bucket(
+                span,
+                tuple(PlannedParameter(members[i], slot) for i, slot in places),
+                members[places[0][0]].waves if stage == 2 else (None,),
+                max(i for i, _ in places) in forced,
+            )
+            for span, places in lay_out(
+                [p.elements for p in members],
+                alignment=ALIGNMENT_BYTES // smallest,
+                limit=limit,
+                shards=shards,
+                ends=forced,
+                keeps_whole=first.needs_whole,
+            )
+        ]
+        flats.append(
+            FlatPlan(first.replica_axis, shards, first.dtype, gradient_dtype, wire, tuple(buckets))
+        )
+    # Buckets are sent as backward completes them, whichever buffer they are of.
+    reached = {p.name: (p.may_be_idle, i) for i, p in enumerate(arranged)}
+    places = [(i, j) for i, flat in enumerate(flats) for j in range(len(flat.buckets))]
+
+    def completed(place: tuple[int, int]) -> tuple[bool, int]:
+        bucket = flats[place[0]].buckets[place[1]]
+        return max(reached[member.traits.name] for member in bucket.members)
+
+    return BucketPlan(stage, tuple(flats), tuple(sorted(places, key=completed)))
+
+
+def lay_out(
     sizes: Sequence[int],
     *,
     alignment: int,
     limit: int,
     shards: int = 1,
     ends: Collection[int] = (),
-) -> list[Bucket]:
-    """Places for tensors of `sizes` elements, in order, in buckets of at least `limit` elements.
+    keeps_whole: bool = False,
+) -> list[tuple[Span, list[tuple[int, Span]]]]:
+    """Place tensors in buckets of at least `limit` elements.
 
     Every slot starts at a multiple of `alignment`. Buckets follow one another without gaps; only
-    the last may be smaller than the limit, and those that must end with a tensor in `ends` (its
-    place among the sizes). Each is padded at its end, so that it divides into `shards` equal parts
-    that start at multiples of the alignment too.
+    the last may be smaller than the limit, and those that must end. Each is padded, so that it
+    divides into `shards` equal parts that start at multiples of the alignment too.
+
+    Args:
+        sizes: of the tensors, in elements, in the order of the buffer.
+        alignment: of every start.
+        limit: smallest size of a bucket.
+        shards: equal parts of each bucket.
+        ends: indices of tensors that must end a bucket.
+        keeps_whole: no tensor may cross the border of a shard. A bucket then has at least as many
+            tensors as shards, dealt out to the shards by size, the largest first.
+
+    Returns:
+        For each bucket its span, and the index and slot of each tensor in the order of the slots.
     """
     unit = alignment * shards
-    buckets: list[Bucket] = []
-    slots: list[Span] = []
-    start = end = 0
-    for i, size in enumerate(sizes):
-        slots.append(Span(end, end + size))
-        end += -(-size // alignment) * alignment
-        if i == len(sizes) - 1 or i in ends or end - start >= limit:
-            end = start + -(-(end - start) // unit) * unit
-            buckets.append(Bucket(Span(start, end), tuple(slots)))
-            slots, start = [], end
+    aligned = [-(-size // alignment) * alignment for size in sizes]
+    buckets = []
+    group: list[int] = []
+    start = 0
+    for i in range(len(sizes)):
+        group.append(i)
+        is_full = sum(aligned[j] for j in group) >= limit
+        is_full = is_full and (not keeps_whole or len(group) >= shards)
+        if i < len(sizes) - 1 and i not in ends and not is_full:
+            continue
+        starts: dict[int, int] = {}
+        if keeps_whole:
+            filled = [0] * shards
+            shard_of = {}
+            for j in sorted(group, key=lambda j: -sizes[j]):
+                shard_of[j] = shard = filled.index(min(filled))
+                starts[j] = filled[shard]
+                filled[shard] += aligned[j]
+            starts = {j: start + shard_of[j] * max(filled) + starts[j] for j in group}
+            end = start + shards * max(filled)
+        else:
+            place = start
+            for j in group:
+                starts[j], place = place, place + aligned[j]
+            end = start + -(-(place - start) // unit) * unit
+        slots = [(j, Span(starts[j], starts[j] + sizes[j])) for j in group]
+        buckets.append((Span(start, end), sorted(slots, key=lambda pair: pair[1].start)))
+        group, start = [], end
     return buckets

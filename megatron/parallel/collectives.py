@@ -7,6 +7,7 @@ return before the data has arrived.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,13 +116,31 @@ def all_reduce(x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceO
     return start_all_reduce(x, axis, op).wait()
 
 
+@torch.no_grad()
+def add_over_ranks(tensors: Iterable[Tensor], axis: Axis) -> None:
+    """Add tensors over an axis, in place, by one all-reduce for each dtype.
+
+    Collective over the axis; every rank gets the same bits.
+    """
+    if axis.size == 1:
+        return
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for alike in by_dtype.values():
+        total = all_reduce(torch.cat([tensor.flatten() for tensor in alike]), axis)
+        sizes = [tensor.numel() for tensor in alike]
+        for tensor, part in zip(alike, total.split(sizes), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+
 def all_gather(x: Tensor, axis: Axis) -> Tensor:
-    """See `start_all_gather`."""
+    """Join the parts along dimension 0: [s, ...] -> [t s, ...]."""
     return start_all_gather(x, axis).wait()
 
 
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
-    """See `start_reduce_scatter`."""
+    """Sum over the axis, each rank its part of dimension 0: [t s, ...] -> [s, ...]."""
     return start_reduce_scatter(x, axis).wait()
 
 

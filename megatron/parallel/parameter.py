@@ -37,7 +37,7 @@ class ParameterSpec:
         init: how the whole tensor starts.
         split_dim: the dimension split over tensor ranks; None where every rank holds all of it.
         partial_gradient: every tensor rank holds all of it but sees a part of the sequence, or
-            some heads, only: gradients must be added over them, see `partial_gradients`.
+            some heads, only: gradients must be added over them.
         is_copy: another pipeline stage holds the original, see `tied`.
         is_vocabulary: a row for each vocabulary entry, where a model begins (word vectors) or ends
             (output layer): what --decoupled-lr is for.

@@ -28,7 +28,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from megatron.parallel.buckets import Span
-from megatron.parallel.collectives import all_gather_single, reduce_scatter_single
+from megatron.parallel.collectives import (
+    add_over_ranks,
+    all_gather_single,
+    reduce_scatter_single,
+)
 from megatron.parallel.fp8_products import Fp8Products
 from megatron.parallel.layout import Axis, Layout
 from megatron.parallel.parameter import spec_of
@@ -42,12 +46,11 @@ class ShardedModel:
 
     Args:
         parts: built with fp32 parameters, without memory ("meta"), or not to be missed.
-        layout: who shares: its replica axis, of several processes.
+        layout: its replica axis, of several processes, shares the model; partial gradients are
+            added over its tensor axis.
         device: of the shards.
         compute_dtype: what forward computes in.
         reduce_dtype: what gradients travel in.
-        before_update: called with all parameters when the last backward is done: what must happen
-            to `main_grad` (sums over the tensor axis).
     """
 
     is_sharded = True
@@ -61,12 +64,11 @@ class ShardedModel:
         device: torch.device,
         compute_dtype: torch.dtype,
         reduce_dtype: torch.dtype,
-        before_update: Callable[[list[nn.Parameter]], None] | None = None,
     ) -> None:
         self.axis = layout.replica
         assert self.axis.group is not None, "one process has nobody to share with"
         self._compute_dtype = compute_dtype
-        self._before_update = before_update
+        self._tensor = layout.tensor
         mesh = DeviceMesh.from_group(self.axis.group, device.type)
         policy = MixedPrecisionPolicy(
             param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
@@ -168,11 +170,11 @@ class ShardedModel:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Finish the average: only what `before_update` does is left."""
+        """Add partial gradients over the tensor axis: backward has averaged them already."""
         for parameter, gradient in self._gradients:
             assert parameter.grad is gradient, "backward has put a gradient elsewhere"
-        if self._before_update is not None:
-            self._before_update(self._parameters)
+        partial = (p for p in self._parameters if spec_of(p).partial_gradient)
+        add_over_ranks((self.gradient(p) for p in partial), self._tensor)
 
 
 def _shard(

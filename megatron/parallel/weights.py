@@ -3,24 +3,66 @@
 The second half of a sharded update. The buffers are laid out as the gradients', so that a
 process's shard of a bucket holds the weights whose reduced gradients it has.
 
-Weights that are multiplied in 8 bits, and read by nothing else, may be gathered in 8 bits. Then a
-process has in 16 bits what it updates, until somebody asks for the rest: `wait`.
+Weights that are multiplied in 8 bits, and read by nothing else, may be gathered in 8 bits. A scale
+is of a whole weight, of which a process knows its shard only. With current scaling the processes
+first take the maximum of what they find in their parts, all weights at once. With delayed scaling
+they know it, and what a part holds goes into the history, which takes the maximum later. Each
+process casts its shard, and the bytes of the casts travel, half as many. They are those of a cast
+of the gathered weight, bit for bit. In 16 bits a process then has what it updates, until somebody
+asks for the rest by `wait`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.parallel.collectives import Pending, start_all_gather
-from megatron.parallel.flat import Flat
-from megatron.parallel.fp8_products import Fp8Products
-from megatron.parallel.fp8_weights import Fp8Weights
+from megatron.kernels.fp8 import Fp8, inverses_of
+from megatron.parallel.buckets import ALIGNMENT_BYTES, FlatPlan, Span
+from megatron.parallel.collectives import Pending, all_reduce, start_all_gather
+from megatron.parallel.fp8_products import ArrivingWeight, Fp8Products
 from megatron.parallel.layout import Axis
+
+
+@dataclass(frozen=True)
+class FlatBuffer:
+    """Parameters side by side in a flat buffer, and what this process keeps of it.
+
+    Attributes:
+        plan: of the buffer.
+        axis: the processes that hold the same parameters.
+        members: the parameters, each with its slot, in the order of the slots.
+        regions: what this process keeps after the reduction: spans, and their gradients.
+    """
+
+    plan: FlatPlan
+    axis: Axis
+    members: list[tuple[nn.Parameter, Span]]
+    regions: list[tuple[Span, Tensor]]
+
+    def runs(self, select: Callable[[nn.Parameter], bool]) -> list[Tensor]:
+        """Return the fewest 1-D views of gradients that hold all selected parameters.
+
+        Between two parameters they hold zeros.
+        """
+        runs = []
+        for is_selected, members in groupby(self.members, key=lambda member: select(member[0])):
+            slots = [slot for _, slot in members]
+            if not is_selected:
+                continue
+            span = Span(slots[0].start, slots[-1].end)
+            for region, held in self.regions:
+                common = span.intersect(region)
+                if common is not None:
+                    runs.append(held[common.within(region)])
+        return runs
 
 
 class WeightBuffer:
@@ -28,44 +70,45 @@ class WeightBuffer:
 
     Args:
         flats: what a sharded gradient buffer consists of.
-        axis: the processes that share the update.
         overlap_in: models whose forward may begin while weights are still under way: their
-            outermost modules wait for what they use. Whoever else reads a weight must `wait`.
-            None: `gather` waits.
+            outermost modules wait for what they use. Any other reader must `wait`. With `None`,
+            `gather` waits.
         in_8_bits: weights that are gathered in 8 bits, with what multiplies by them. They fill
-            flats of their own.
+            buffers of their own.
     """
 
     def __init__(
         self,
-        flats: Iterable[Flat],
-        axis: Axis,
+        flats: Sequence[FlatBuffer],
         *,
         overlap_in: Sequence[nn.Module] | None = None,
         in_8_bits: Mapping[nn.Parameter, Fp8Products] | None = None,
     ) -> None:
-        self._axis = axis
         self._is_overlapped = overlap_in is not None
-        self._buckets: list[Tensor] = []
+        self._buckets: list[tuple[Tensor, Axis]] = []
         self._works: dict[int, Pending] = {}
         self._casts: list[Fp8Weights] = []
-        self._beneath: list[Tensor] = []  # of what is gathered in 8 bits the 16-bit buckets
-        self._is_behind = False  # these hold others' weights of an update before
+        # The 16-bit buckets of what is gathered in 8 bits.
+        self._beneath: list[tuple[Tensor, Axis]] = []
+        self._is_behind = False  # they hold others' weights of an update before
         bucket_of: dict[nn.Parameter, int] = {}
         for flat in flats:
             storage = _move(flat)
-            spans = [slice(bucket.span.start, bucket.span.end) for bucket in flat.buckets]
+            spans = [slice(bucket.span.start, bucket.span.end) for bucket in flat.plan.buckets]
             travels = storage
             if in_8_bits and flat.members[0][0] in in_8_bits:
-                cast = Fp8Weights(flat, storage, in_8_bits, axis)
+                cast = Fp8Weights(flat, storage, in_8_bits)
                 self._casts.append(cast)
-                self._beneath += [storage[span] for span in spans]
+                self._beneath += [(storage[span], flat.axis) for span in spans]
                 travels = cast.bytes
-            for bucket, span in zip(flat.buckets, spans, strict=True):
-                inside = [p for p, slot in flat.members if slot.intersect(bucket.span) is not None]
-                bucket_of.update({p: len(self._buckets) for p in inside})
-                self._buckets.append(travels[span])
-        self._order = _in_order_of_use(overlap_in or (), bucket_of, len(self._buckets))
+            members = iter(flat.members)
+            for bucket, span in zip(flat.plan.buckets, spans, strict=True):
+                for _ in bucket.members:
+                    bucket_of[next(members)[0]] = len(self._buckets)
+                self._buckets.append((travels[span], flat.axis))
+        used = (parameter for model in overlap_in or () for parameter in model.parameters())
+        met = [bucket_of[parameter] for parameter in used if parameter in bucket_of]
+        self._order = list(dict.fromkeys([*met, *range(len(self._buckets))]))  # of first use
         for model in overlap_in or ():
             self._wait_in(model, bucket_of)
 
@@ -80,19 +123,15 @@ class WeightBuffer:
         self._order.sort(key=lambda index: index not in at_once)
 
     def gather(self) -> None:
-        """Fetch the shards that others have updated. Collective over the axis."""
+        """Fetch the shards that others have updated. Collective over the replicas."""
         self.settle()
         for cast in self._casts:
             cast.cast()
         for index in self._order:
-            self._works[index] = self._start(self._buckets[index])
+            self._works[index] = _start(*self._buckets[index])
         self._is_behind = bool(self._beneath)
         if not self._is_overlapped:
             self.settle()
-
-    def _start(self, whole: Tensor) -> Pending:
-        shard = whole.chunk(self._axis.size)[self._axis.rank]
-        return start_all_gather(shard, self._axis, into=whole)
 
     def settle(self) -> None:
         """Return once what `gather` fetches has arrived."""
@@ -100,15 +139,18 @@ class WeightBuffer:
             self._works.pop(index).wait()
 
     def wait(self) -> None:
-        """Return once all weights may be read, or changed, in 16 bits. Collective over the axis."""
+        """Return once all weights may be read, or changed, in 16 bits.
+
+        Collective over the replicas.
+        """
         self.settle()
         if self._is_behind:
-            for work in [self._start(whole) for whole in self._beneath]:
+            for work in [_start(*each) for each in self._beneath]:
                 work.wait()
             self._is_behind = False
 
     def forget(self) -> None:
-        """All weights have been given other values, on all processes: what was gathered is void."""
+        """Discard what was gathered, because all processes have given the weights other values."""
         assert not self._works and not self._is_behind, "wait before you change a weight"
         for cast in self._casts:
             cast.forget()
@@ -120,20 +162,15 @@ class WeightBuffer:
             self._works.pop(index).wait()
 
 
-def _in_order_of_use(
-    models: Sequence[nn.Module], bucket_of: Mapping[nn.Parameter, int], count: int
-) -> list[int]:
-    """The buckets, as forward first needs something of them."""
-    parameters = [parameter for model in models for parameter in model.parameters()]
-    met = [bucket_of[parameter] for parameter in parameters if parameter in bucket_of]
-    return list(dict.fromkeys([*met, *range(count)]))
+def _start(whole: Tensor, axis: Axis) -> Pending:
+    return start_all_gather(whole.chunk(axis.size)[axis.rank], axis, into=whole)
 
 
 @torch.no_grad()
-def _move(flat: Flat) -> Tensor:
-    """Put the parameters into one buffer; the buffer."""
+def _move(flat: FlatBuffer) -> Tensor:
+    """Put the parameters into one buffer, and return it."""
     first = flat.members[0][0]
-    storage = torch.zeros(flat.buckets[-1].span.end, dtype=first.dtype, device=first.device)
+    storage = torch.zeros(flat.plan.elements, dtype=first.dtype, device=first.device)
     for parameter, slot in flat.members:
         view = storage[slot.start : slot.end].view_as(parameter)
         view.copy_(parameter)
@@ -142,20 +179,104 @@ def _move(flat: Flat) -> Tensor:
 
 
 def first_users(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
-    """Every parameter with the module whose forward starts before any use of it.
+    """Yield every parameter with the module whose forward starts before any use of it.
 
     That is the outermost module below the model that is called (a list or dict of modules is
-    not), whoever inside of it reads the parameter; or the model, for what it uses itself.
+    not), whichever module inside of it reads the parameter; or the model, for what it uses itself.
     """
-    yield from _users_below(model, model)
+
+    def below(module: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
+        for parameter in module.parameters(recurse=False):
+            yield model, parameter
+        for child in module.children():
+            if type(child).forward is nn.Module.forward:
+                yield from below(child)
+            else:
+                for parameter in child.parameters():
+                    yield child, parameter
+
+    yield from below(model)
 
 
-def _users_below(module: nn.Module, model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
-    for parameter in module.parameters(recurse=False):
-        yield model, parameter
-    for child in module.children():
-        if type(child).forward is nn.Module.forward:
-            yield from _users_below(child, model)
-        else:
-            for parameter in child.parameters():
-                yield child, parameter
+@dataclass(frozen=True)
+class _OwnPart:
+    """The part of a weight that this process updates.
+
+    Attributes:
+        place: place of the weight among those of the buffer.
+        values: in 16 bits, [n].
+        cast: in 8 bits, [n].
+    """
+
+    place: int
+    values: Tensor
+    cast: Tensor
+
+
+class Fp8Weights:
+    """The weights of a flat buffer of a sharded update in 8 bits, as their products take them.
+
+    Args:
+        flat: the weights, all [..., out, in], and the shards of this process.
+        storage: their memory in 16 bits.
+        products: what multiplies by each weight, all of one form. Nothing else reads the weights.
+
+    Attributes:
+        bytes: the whole buffer as uint8 (gloo knows no fp8), to be gathered.
+    """
+
+    def __init__(
+        self,
+        flat: FlatBuffer,
+        storage: Tensor,
+        products: Mapping[nn.Parameter, Fp8Products],
+    ) -> None:
+        self._axis = flat.axis
+        self._products = [products[parameter] for parameter, _ in flat.members]
+        fp8 = self._products[0].weight_format
+        assert fp8 is not None, "shards cut rows, which would each need a scale"
+        self._fp8 = fp8
+        self.bytes = torch.zeros(storage.numel(), dtype=torch.uint8, device=storage.device)
+        # Each where a tensor of its own would start: libraries may expect that.
+        apart = ALIGNMENT_BYTES // torch.float32.itemsize
+        self._inverses = torch.zeros(len(self._products), apart, device=storage.device)[:, 0]
+        self._is_there = False
+        self._pieces: list[_OwnPart] = []
+        values = self.bytes.view(fp8)
+        for place, (parameter, slot) in enumerate(flat.members):
+            whole = values[slot.start : slot.end].view(-1, parameter.shape[-1])
+            cast = Fp8(whole, self._inverses[place])
+            self._products[place].arriving = ArrivingWeight(cast, lambda: self._is_there)
+            for span, _ in flat.regions:
+                own = slot.intersect(span)
+                if own is not None:
+                    part = slice(own.start, own.end)
+                    self._pieces.append(_OwnPart(place, storage[part], values[part]))
+
+    @torch.no_grad()
+    def cast(self) -> None:
+        """Cast this process's shard after an update. Collective with current scaling."""
+        amaxes = self._amaxes()
+        self._inverses.copy_(inverses_of(amaxes, self._fp8))
+        each = amaxes.unbind()
+        for piece in self._pieces:
+            products = self._products[piece.place]
+            products.cast_part(piece.values, each[piece.place], piece.cast)
+        self._is_there = True
+
+    def forget(self) -> None:
+        """Note that the weights have changed, in 16 bits and on all processes."""
+        self._is_there = False
+
+    def _amaxes(self) -> Tensor:
+        """Return what each weight scales by: fp32, [weights]."""
+        known = [products.amax_of_weight() for products in self._products]
+        held = [amax for amax in known if amax is not None]
+        if len(held) == len(known):
+            return torch.stack(held)
+        found = list(torch.zeros(len(known), device=self.bytes.device).unbind())
+        for piece in self._pieces:
+            found[piece.place] = self._products[piece.place].measure_part(piece.values)
+        # No backend says what a maximum makes of nan; inf makes the weight nan just as well.
+        amaxes = torch.stack(found).nan_to_num(nan=torch.inf, posinf=torch.inf)
+        return all_reduce(amaxes, self._axis, dist.ReduceOp.MAX)

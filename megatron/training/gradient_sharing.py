@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import nn
@@ -13,11 +12,12 @@ from megatron.config import RunConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.device import Device
 from megatron.models.position_bias import POSITION_TABLES
+from megatron.optimizer.rules import rules_of
+from megatron.parallel.buckets import BUCKET_BYTES, plan_buckets
 from megatron.parallel.every_layer import attach_slots, fp8_weights
 from megatron.parallel.fp8_products import Fp8Products
-from megatron.parallel.gradients import GradientBuffer
+from megatron.parallel.gradients import GradientBuffer, traits_of
 from megatron.parallel.layout import Axis, Layout
-from megatron.parallel.partial_gradients import sum_partial_gradients
 from megatron.parallel.pipeline.schedule import schedule_kind
 from megatron.parallel.pipeline.waves import parameter_waves
 from megatron.parallel.replicas import Gradients, shares_weights
@@ -75,7 +75,6 @@ def _sharded_model(
         device=device.torch_device,
         compute_dtype=config.precision.weight_dtype,
         reduce_dtype=_gradient_dtype(config.precision),
-        before_update=_sum_over_tensor_ranks(layout),
     )
 
 
@@ -89,22 +88,36 @@ def _buffer(
     """
     is_torch = uses_torch_ddp(config, layout)
     named_parameters = _named_parameters(parts)
-    late = {id(p) for name, p in named_parameters if name in tied}
-    scored = {id(p) for name, p in named_parameters if name == WORDS and layout.pipeline.is_last}
     waves = parameter_waves(parts, schedule_kind(config.parallel, len(parts)))
     in_8_bits = gathered_in_8_bits(config, parts)
+    choose_rule = rules_of(config.optimizer)
+    traits = [
+        replace(
+            traits_of(name, parameter),
+            waves=waves[id(parameter)],
+            gathered_in_8_bits=parameter in in_8_bits,
+            is_tied=name in tied,
+            comes_first=name in tied and name == WORDS and layout.pipeline.is_last,
+            needs_whole=choose_rule(name, parameter).needs_whole,
+        )
+        for name, parameter in named_parameters
+        if parameter.requires_grad
+    ]
+    # Alone: PyTorch's data parallelism averages the gradients in place.
+    replicas = Axis() if is_torch else layout.replica
+    plan = plan_buckets(
+        traits,
+        replicas={"data": replicas.size},
+        zero_stage=config.parallel.zero_stage or 0,
+        gradients_in_fp32=config.precision.accumulate_allreduce_grads_in_fp32,
+        bucket_bytes=BUCKET_BYTES,
+    )
     gradients = GradientBuffer(
         named_parameters,
-        # Alone: PyTorch's averages the gradients in place.
-        replace(layout, replica=Axis()) if is_torch else layout,
-        accumulate_in_fp32=config.precision.accumulate_allreduce_grads_in_fp32,
-        zero_stage=config.parallel.zero_stage or 0,
+        plan,
+        {"data": replicas},
+        tensor=layout.tensor,
         overlap=config.parallel.overlap_grad_reduce,
-        late=lambda parameter: id(parameter) in late,
-        early=lambda parameter: id(parameter) in late & scored,
-        waves_of=lambda parameter: waves[id(parameter)],
-        apart=lambda parameter: parameter in in_8_bits,
-        before_send=_sum_over_tensor_ranks(layout),
     )
     if config.precision.gradient_accumulation_fusion and not is_torch:  # which waits for autograd
         for part in parts:
@@ -114,10 +127,6 @@ def _buffer(
 
 def _named_parameters(parts: list[nn.Module]) -> list[tuple[str, nn.Parameter]]:
     return [pair for part in parts for pair in part.named_parameters()]
-
-
-def _sum_over_tensor_ranks(layout: Layout) -> Callable[[list[nn.Parameter]], None]:
-    return partial(sum_partial_gradients, axis=layout.tensor)
 
 
 def _gradient_dtype(numbers: PrecisionConfig) -> torch.dtype:

@@ -16,7 +16,9 @@ from megatron.data.datasets import corpus_fingerprint
 from megatron.device import Device
 from megatron.environment import Launch
 from megatron.errors import ConfigError
+from megatron.optimizer.groups import split_groups
 from megatron.optimizer.optimizer import Optimizer
+from megatron.optimizer.rules import rules_of
 from megatron.optimizer.schedule import Schedules
 from megatron.parallel.amax_history import AmaxHistory, DelayedScaling
 from megatron.parallel.every_layer import attach_exchange, attach_history, forget_weights
@@ -147,16 +149,23 @@ def _build_parts(
 def _optimizer(
     config: RunConfig, parts: list[torch.nn.Module], gradients: Gradients, layout: Layout
 ) -> Optimizer:
-    return Optimizer(
+    weights = gradients.share_weights(
+        parts if config.parallel.overlap_param_gather else None,
+        gathered_in_8_bits(config, parts),
+    )
+    groups = split_groups(
         [pair for part in parts for pair in part.named_parameters()],
+        rules_of(config.optimizer),
+        decouples=config.schedule.decoupled_lr is not None,
+    )
+    return Optimizer(
+        groups,
         gradients,
         config.optimizer,
         config.precision,
         layout,
-        decouples_vocabulary=config.schedule.decoupled_lr is not None,
+        weights=weights,
         count_zeros=config.logging.log_num_zeros_in_grad,
-        overlap_gather_in=parts if config.parallel.overlap_param_gather else None,
-        gather_in_8_bits=gathered_in_8_bits(config, parts),
     )
 
 

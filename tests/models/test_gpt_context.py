@@ -6,10 +6,10 @@ import torch
 from megatron.data.gpt import context_part, make_batch
 from megatron.models.recompute import RecomputePlan
 from megatron.parallel.context.split import join_sequence
-from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.layout import Layout
 from tests.distributed import run_distributed
 from tests.models.small import LLAMA, VOCAB, gpt
+from tests.parallel.buffers import new_buffer
 from tests.parallel.test_layers import take_part
 
 S = 16
@@ -41,7 +41,7 @@ def whole_batch():
 
 def step(model, layout):
     """Loss [b, s/C] and gradients of the mean over the whole batch, reduced as in training."""
-    gradients = GradientBuffer(model.named_parameters(), layout, accumulate_in_fp32=False)
+    gradients = new_buffer(model.named_parameters(), layout, accumulate_in_fp32=False)
     gradients.zero()
     batch = whole_batch()
     counted = batch.loss_mask.sum()

@@ -9,9 +9,9 @@ import torch
 from megatron.config.precision import PrecisionConfig
 from megatron.models.gpt import GPTModel
 from megatron.models.recompute import RecomputePlan
+from megatron.parallel.collectives import add_over_ranks
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import spec_of
-from megatron.parallel.partial_gradients import sum_partial_gradients
 from tests.distributed import run_distributed
 from tests.models.small import LLAMA, VOCAB, batch, config, gpt, loss_and_gradients, new_context
 from tests.parallel.test_layers import take_part
@@ -54,7 +54,8 @@ def _train_split(layout, flags, sequence, plan=None, precision=None, overlap=Tru
     layout = _layout(layout, sequence)
     model = gpt(flags, precision, layout=layout, recompute=plan, overlap=overlap)
     loss, grads = loss_and_gradients(model)
-    sum_partial_gradients(model.parameters(), layout.tensor)
+    partial = [p.grad for p in model.parameters() if spec_of(p).partial_gradient]
+    add_over_ranks(partial, layout.tensor)
     with torch.no_grad():
         logits = model.eval()(batch()[0])
     return loss, logits, grads

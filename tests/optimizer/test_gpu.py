@@ -8,9 +8,8 @@ from torch import nn
 
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.precision import PrecisionConfig
-from megatron.optimizer.optimizer import Optimizer
-from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.layout import Layout
+from tests.parallel.buffers import new_buffer, new_optimizer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,9 +29,9 @@ def _train(device, precision, dtype, rule):
     model = nn.Sequential(nn.Linear(64, 96), nn.LayerNorm(96), nn.Linear(96, 32)).to(device, dtype)
     named = list(model.named_parameters())
     layout = Layout.single()
-    gradients = GradientBuffer(named, layout, accumulate_in_fp32=precision.bf16)
+    gradients = new_buffer(named, layout, accumulate_in_fp32=precision.bf16)
     config = OptimizerConfig(optimizer=rule)
-    optimizer = Optimizer(named, gradients, config, precision, layout, count_zeros=True)
+    optimizer = new_optimizer(named, gradients, config, precision, layout, count_zeros=True)
     results, waits = [], 0
     for seed in range(5):
         generator = torch.Generator().manual_seed(seed)

@@ -4,7 +4,12 @@ import torch
 from torch import nn
 
 from megatron.optimizer.groups import split_groups
+from megatron.optimizer.rules import SGD
 from megatron.parallel.parameter import ZEROS, new_parameter
+
+
+def _one_rule(name, parameter):
+    return SGD(0.0)
 
 
 def _parameter(*shape):
@@ -21,7 +26,7 @@ def test_matrices_and_embeddings_decay_and_biases_and_vectors_do_not():
         "head.unbiased.weight": _parameter(8, 4),
         "bias": _parameter(2, 2),
     }
-    decayed, kept = split_groups(named.items())
+    decayed, kept = split_groups(named.items(), _one_rule)
     assert decayed.is_decayed
     assert decayed.names == (
         "embedding.word_embeddings.weight",
@@ -41,7 +46,7 @@ def test_matrices_and_embeddings_decay_and_biases_and_vectors_do_not():
 def test_empty_groups_and_frozen_parameters_are_left_out():
     frozen = _parameter(3)
     frozen.requires_grad_(False)
-    groups = split_groups([("a.weight", _parameter(2, 2)), ("a.bias", frozen)])
+    groups = split_groups([("a.weight", _parameter(2, 2)), ("a.bias", frozen)], _one_rule)
     assert [group.names for group in groups] == [("a.weight",)]
 
 
@@ -56,12 +61,23 @@ def test_vocabularies_stand_apart_where_they_have_a_rate_of_their_own():
         }.items()
     }
     named["head.weight"] = _parameter(2, 4)  # of no model: it has no spec
-    together = [group.names for group in split_groups(named.items())]
+    together = [group.names for group in split_groups(named.items(), _one_rule)]
     assert together == [("words", "a.weight", "output", "head.weight"), ("a.bias",)]
-    groups = split_groups(named.items(), decouples=True)
+    groups = split_groups(named.items(), _one_rule, decouples=True)
     assert [group.names for group in groups] == [
         ("a.weight", "head.weight"),
         ("a.bias",),
         ("words", "output"),
     ]
     assert [group.is_decoupled for group in groups] == [False, False, True]
+
+
+def test_different_rules_have_different_groups():
+    named = {"a.weight": _parameter(4, 4), "b.weight": _parameter(4, 4), "a.bias": _parameter(4)}
+    rules = {"a": SGD(0.5), "b": SGD(0.9)}
+    groups = split_groups(named.items(), lambda name, parameter: rules[name[0]])
+    assert [(group.rule, group.names) for group in groups] == [
+        (rules["a"], ("a.weight",)),
+        (rules["a"], ("a.bias",)),
+        (rules["b"], ("b.weight",)),
+    ]

@@ -10,11 +10,10 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.kernels.tensor_sums import ROW, sum_of_squares
 from megatron.optimizer.norms import parameters_norm
-from megatron.optimizer.optimizer import Optimizer
-from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import ZEROS, new_parameter
 from tests.distributed import run_distributed
+from tests.parallel.buffers import new_buffer, new_optimizer
 
 CPU = torch.device("cpu")
 
@@ -48,14 +47,14 @@ def _split_model(layout):
     rows = weight.shape[0]
     first = layout.tensor.rank * rows
     named = [("weight", weight), ("bias", bias)]
-    gradients = GradientBuffer(named, layout, accumulate_in_fp32=False)
+    gradients = new_buffer(named, layout, accumulate_in_fp32=False)
     gradients.gradient(weight).copy_(whole[first : first + rows])
     gradients.gradient(bias).copy_(torch.tensor([3.0, 0.0, 4.0]))
     with torch.no_grad():
         weight.copy_(whole[first : first + rows])
         bias.fill_(2.0)
     norm = parameters_norm([weight, bias], layout)
-    optimizer = Optimizer(
+    optimizer = new_optimizer(
         named, gradients, OptimizerConfig(), PrecisionConfig(), layout, count_zeros=True
     )
     result = optimizer.step(1e-2, 0.0)

@@ -9,11 +9,10 @@ from torch import nn
 
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.precision import PrecisionConfig
-from megatron.optimizer.optimizer import Optimizer
-from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import ZEROS, ParameterSpec
 from tests.distributed import run_distributed
+from tests.parallel.buffers import new_buffer, new_optimizer
 
 SHAPES = {"a.weight": (5, 7), "a.bias": (2, 5), "norm.weight": (7,)}
 FP32 = PrecisionConfig()
@@ -39,9 +38,9 @@ def _parameters(dtype=torch.float32):
 
 def _optimizer(named, config=None, precision=FP32, layout=None, **options):
     layout = layout or Layout.single()
-    gradients = GradientBuffer(named.items(), layout, accumulate_in_fp32=precision.bf16)
+    gradients = new_buffer(named.items(), layout, accumulate_in_fp32=precision.bf16)
     config = config or OptimizerConfig()
-    return Optimizer(named.items(), gradients, config, precision, layout, **options)
+    return new_optimizer(named.items(), gradients, config, precision, layout, **options)
 
 
 def _draw(seed, size=1.0):
@@ -115,7 +114,7 @@ def test_a_rate_of_their_own_equals_adam_with_groups():
     named["a.weight"].spec = spec
     named["b.weight"] = nn.Parameter(named["a.weight"].detach().clone())
     theirs = {name: nn.Parameter(p.detach().clone()) for name, p in named.items()}
-    optimizer = _optimizer(named, OptimizerConfig(clip_grad=0.0), decouples_vocabulary=True)
+    optimizer = _optimizer(named, OptimizerConfig(clip_grad=0.0), decouples=True)
     vectors = [theirs["a.bias"], theirs["norm.weight"]]
     reference = torch.optim.AdamW(
         [
@@ -314,8 +313,8 @@ def _data_parallel_run(layout, steps):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 1))
     named = list(model.named_parameters())
-    gradients = GradientBuffer(named, layout, accumulate_in_fp32=False)
-    optimizer = Optimizer(named, gradients, OptimizerConfig(), FP32, layout)
+    gradients = new_buffer(named, layout, accumulate_in_fp32=False)
+    optimizer = new_optimizer(named, gradients, OptimizerConfig(), FP32, layout)
     mine = range(layout.data.rank, 4, layout.data.size)
     norms = []
     for step in range(steps):

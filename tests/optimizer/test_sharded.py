@@ -8,11 +8,10 @@ from torch import nn
 
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.precision import PrecisionConfig
-from megatron.optimizer.optimizer import Optimizer
-from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import ZEROS, new_parameter
 from tests.distributed import run_distributed
+from tests.parallel.buffers import new_buffer, new_optimizer
 
 PRECISIONS = {
     "fp32": (torch.float32, PrecisionConfig()),
@@ -22,7 +21,7 @@ PRECISIONS = {
 
 
 def _build(named, layout, stage, precision, bucket_bytes=2**16, config=None, **options):
-    gradients = GradientBuffer(
+    gradients = new_buffer(
         named,
         layout,
         accumulate_in_fp32=precision.bf16,
@@ -30,7 +29,7 @@ def _build(named, layout, stage, precision, bucket_bytes=2**16, config=None, **o
         zero_stage=stage,
     )
     config = config or OptimizerConfig()
-    return gradients, Optimizer(named, gradients, config, precision, layout, **options)
+    return gradients, new_optimizer(named, gradients, config, precision, layout, **options)
 
 
 def _held_bytes():

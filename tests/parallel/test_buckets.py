@@ -1,33 +1,50 @@
-"""The plan of a flat buffer: slots, buckets and shards."""
+"""The plan of flat buffers: slots, buckets, shards, and the order of sending."""
+
+from dataclasses import replace
 
 import pytest
+import torch
 
-from megatron.parallel.buckets import Span, plan_buckets
+from megatron.parallel.buckets import ParameterTraits, Span, lay_out, plan_buckets
 
 
 def test_slots_are_aligned_and_do_not_overlap():
-    (bucket,) = plan_buckets([3, 8, 1], alignment=4, limit=100)
-    assert bucket.slots == (Span(0, 3), Span(4, 12), Span(12, 13))
-    assert bucket.span == Span(0, 16)
+    ((span, slots),) = lay_out([3, 8, 1], alignment=4, limit=100)
+    assert slots == [(0, Span(0, 3)), (1, Span(4, 12)), (2, Span(12, 13))]
+    assert span == Span(0, 16)
 
 
 @pytest.mark.parametrize("limit", [1, 4, 5, 9, 100])
 @pytest.mark.parametrize("shards", [1, 2, 3])
-def test_buckets_cover_every_slot_once_and_reach_the_limit(limit, shards):
+@pytest.mark.parametrize("keeps_whole", [False, True])
+def test_buckets_cover_every_slot_once_and_reach_the_limit(limit, shards, keeps_whole):
     sizes = [3, 8, 1, 4, 2]
-    buckets = plan_buckets(sizes, alignment=4, limit=limit, shards=shards)
-    assert buckets[0].span.start == 0
-    assert all(a.span.end == b.span.start for a, b in zip(buckets, buckets[1:], strict=False))
-    assert all(bucket.span.size >= limit for bucket in buckets[:-1])
-    slots = [slot for bucket in buckets for slot in bucket.slots]
-    assert [slot.size for slot in slots] == sizes
+    buckets = lay_out(sizes, alignment=4, limit=limit, shards=shards, keeps_whole=keeps_whole)
+    spans = [span for span, _ in buckets]
+    assert spans[0].start == 0
+    assert all(a.end == b.start for a, b in zip(spans, spans[1:], strict=False))
+    assert all(span.size >= limit for span in spans[:-1])
+    slots = [slot for _, inside in buckets for _, slot in inside]
+    indices = [i for _, inside in buckets for i, _ in inside]
+    assert sorted(indices) == list(range(len(sizes)))
+    assert [slot.size for slot in slots] == [sizes[i] for i in indices]
     assert all(a.end <= b.start for a, b in zip(slots, slots[1:], strict=False))
-    for bucket in buckets:
-        parts = [bucket.span.shard(rank, shards) for rank in range(shards)]
-        assert [part.size for part in parts] == [bucket.span.size // shards] * shards
+    if not keeps_whole:
+        assert indices == sorted(indices)
+    for span, inside in buckets:
+        parts = [span.shard(rank, shards) for rank in range(shards)]
+        assert [part.size for part in parts] == [span.size // shards] * shards
         assert all(part.start % 4 == 0 for part in parts)
-        inside = [slot.intersect(bucket.span) for slot in bucket.slots]
-        assert inside == list(bucket.slots)
+        for _, slot in inside:
+            assert slot.intersect(span) == slot
+            if keeps_whole:
+                assert sum(slot.intersect(part) is not None for part in parts) == 1
+
+
+def test_whole_tensors_are_dealt_out_evenly():
+    ((span, slots),) = lay_out([8] * 6, alignment=4, limit=100, shards=3, keeps_whole=True)
+    assert span.size == 48  # no padding
+    assert [slot.start // 16 for _, slot in slots] == [0, 0, 1, 1, 2, 2]
 
 
 def test_spans_meet_where_both_are():
@@ -35,3 +52,138 @@ def test_spans_meet_where_both_are():
     assert Span(2, 5).intersect(Span(5, 9)) is None
     assert list(range(10, 20))[Span(12, 15).within(Span(10, 20))] == [12, 13, 14]
     assert Span(12, 15).relative_to(Span(10, 20)) == Span(2, 5)
+
+
+def _traits(name, elements=64, dtype=torch.bfloat16, **more):
+    return ParameterTraits(name, (elements,), dtype, **more)
+
+
+def _plan(parameters, *, replicas=None, stage=1, bucket_bytes=1, in_fp32=True):
+    return plan_buckets(
+        parameters,
+        replicas=replicas or {"data": 2},
+        zero_stage=stage,
+        gradients_in_fp32=in_fp32,
+        bucket_bytes=bucket_bytes,
+    )
+
+
+def _sent(plan):
+    """The names in each bucket, in the order of sending."""
+    return [
+        [member.traits.name for member in plan.flats[i].buckets[j].members] for i, j in plan.order
+    ]
+
+
+def test_the_last_parameters_are_sent_first():
+    plan = _plan([_traits("first"), _traits("middle"), _traits("last")])
+    assert _sent(plan) == [["last"], ["middle"], ["first"]]
+    assert plan.find("last") == (0, 0, Span(0, 64))
+    with pytest.raises(KeyError):
+        plan.find("other")
+
+
+def test_experts_have_a_replica_axis_of_their_own():
+    """Their weights have fewer replicas: other shards, other processes to average over."""
+    parameters = [
+        _traits("attention.0"),
+        _traits("experts.0", replica_axis="expert_data"),
+        _traits("attention.1"),
+        _traits("experts.1", replica_axis="expert_data"),
+    ]
+    plan = _plan(parameters, replicas={"data": 8, "expert_data": 2})
+    dense, experts = (
+        next(flat for flat in plan.flats if flat.axis == axis) for axis in ("data", "expert_data")
+    )
+    assert (dense.replicas, experts.replicas) == (8, 2)
+    assert dense.elements == 2 * 512  # each of 8 shards starts at a multiple of 256 bytes
+    assert experts.elements == 2 * 128
+    assert _sent(plan) == [["experts.1"], ["attention.1"], ["experts.0"], ["attention.0"]]
+    assert plan.owner("experts.1") == (0,)
+    alone = _plan(parameters, replicas={"data": 2, "expert_data": 1})
+    assert alone.zero_stage == 1
+    assert alone.flats[0].replicas == 1  # of the experts nobody else has a copy
+    assert _plan(parameters, replicas={"data": 1, "expert_data": 1}).zero_stage == 0
+
+
+def test_dtypes_and_wire_formats_have_buffers_of_their_own():
+    parameters = [
+        _traits("bias", dtype=torch.float32),
+        _traits("norm"),
+        _traits("weight", gathered_in_8_bits=True),
+    ]
+    plan = _plan(parameters)
+    kinds = {
+        flat.buckets[0].members[0].traits.name: (flat.wire, flat.dtype, flat.gradient_dtype)
+        for flat in plan.flats
+    }
+    assert kinds == {
+        "weight": ("8 bit", torch.bfloat16, torch.float32),
+        "norm": ("16 bit", torch.bfloat16, torch.float32),
+        "bias": ("fp32", torch.float32, torch.float32),
+    }
+    in_16_bits = _plan(parameters, in_fp32=False)
+    assert [flat.gradient_dtype for flat in in_16_bits.flats] == [
+        torch.bfloat16,
+        torch.bfloat16,
+        torch.float32,
+    ]
+    alone = _plan(parameters, replicas={"data": 1})  # nothing is gathered
+    assert [flat.wire for flat in alone.flats] == ["16 bit", "fp32"]
+
+
+def test_what_may_be_idle_is_sent_last():
+    parameters = [_traits("first"), _traits("adapter", may_be_idle=True), _traits("last")]
+    assert _sent(_plan(parameters)) == [["last"], ["first"], ["adapter"]]
+
+
+def test_stage_2_ends_buckets_at_waves_and_tied_parameters():
+    chunk = {name: (("backward", i),) for i, name in enumerate("ab")}
+    parameters = [
+        _traits("words", is_tied=True, waves=chunk["a"]),
+        _traits("a.0", waves=chunk["a"]),
+        _traits("a.1", waves=chunk["a"]),
+        _traits("b.0", waves=chunk["b"]),
+    ]
+    plan = _plan(parameters, stage=2, bucket_bytes=2**20)
+    assert _sent(plan) == [["b.0"], ["a.1", "a.0"], ["words"]]
+    (flat,) = plan.flats
+    assert [bucket.waves for bucket in flat.buckets] == [chunk["b"], chunk["a"], chunk["a"]]
+    assert [bucket.has_forced_end for bucket in flat.buckets] == [True, True, False]
+    parameters[0] = replace(parameters[0], comes_first=True)
+    scored = _plan(parameters, stage=2, bucket_bytes=2**20)
+    assert _sent(scored) == [["b.0"], ["words"], ["a.1", "a.0"]]
+    assert _sent(_plan(parameters, stage=1, bucket_bytes=2**20)) == [["b.0", "a.1", "a.0", "words"]]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_whole_tensors_have_one_owner(stage):
+    sizes = {"a": 1000, "b": 300, "c": 300, "d": 64}
+    parameters = [_traits(name, size, needs_whole=True) for name, size in sizes.items()]
+    plan = _plan([*parameters, _traits("bias")], replicas={"data": 3}, stage=stage)
+    owners = [plan.owner(name) for name in sizes]
+    if stage == 0:
+        assert owners == [(0, 1, 2)] * 4
+    else:
+        assert all(len(owner) == 1 for owner in owners)
+        assert len(set(owners)) == 3
+    assert sum(len(flat.buckets) for flat in plan.flats) == 3
+
+
+def test_a_plan_can_be_printed():
+    parameters = [_traits("norm"), _traits("weight", 640, gathered_in_8_bits=True)]
+    assert str(_plan(parameters)).splitlines() == [
+        "ZeRO stage 1",
+        "buffer 0: 1,024 elements over 2 data ranks, weights bfloat16 gathered in 8 bit, "
+        "gradients float32",
+        "buffer 1: 128 elements over 2 data ranks, weights bfloat16 gathered in 16 bit, "
+        "gradients float32",
+        "send 0: buffer 0 bucket 0 [0, 1,024) weight",
+        "send 1: buffer 1 bucket 0 [0, 128) norm",
+    ]
+
+
+def test_plans_of_the_same_parameters_are_equal():
+    parameters = [_traits("a"), _traits("b", dtype=torch.float32)]
+    assert _plan(parameters) == _plan(parameters)
+    assert _plan(parameters) != _plan(parameters[:1])

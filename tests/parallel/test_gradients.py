@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from megatron.parallel.buckets import ALIGNMENT_BYTES
-from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.layout import Layout
 from tests.distributed import run_distributed
+from tests.parallel.buffers import new_buffer
 
 
 def _model(dtype=torch.float32):
@@ -17,7 +17,7 @@ def _model(dtype=torch.float32):
 
 def _buffer(model, layout=None, **options):
     options = {"accumulate_in_fp32": False, **options}
-    return GradientBuffer(model.named_parameters(), layout or Layout.single(), **options)
+    return new_buffer(model.named_parameters(), layout or Layout.single(), **options)
 
 
 def test_parameters_lie_in_reverse_order_at_aligned_starts():
@@ -65,7 +65,7 @@ def test_16bit_gradients_add_up_in_fp32():
 def test_a_tied_parameter_has_one_gradient():
     for dtype in (torch.float32, torch.bfloat16):
         table = nn.Parameter(torch.ones(3, 2, dtype=dtype))
-        buffer = GradientBuffer([("table", table)], Layout.single(), accumulate_in_fp32=True)
+        buffer = new_buffer([("table", table)], Layout.single(), accumulate_in_fp32=True)
         (table[0].sum() + 2 * table.sum()).backward()
         expected = torch.tensor([[3.0, 3], [2, 2], [2, 2]])
         assert torch.equal(buffer.gradient(table), expected)
@@ -89,7 +89,7 @@ def test_mixed_dtypes_and_frozen_parameters():
     full = nn.Parameter(torch.zeros(2))
     frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
     named = [("half", half), ("full", full), ("frozen", frozen)]
-    buffer = GradientBuffer(named, Layout.single(), accumulate_in_fp32=False)
+    buffer = new_buffer(named, Layout.single(), accumulate_in_fp32=False)
     assert buffer.gradient(half).dtype == torch.float16
     assert buffer.gradient(full).dtype == torch.float32
     assert not hasattr(frozen, "main_grad")
@@ -139,7 +139,7 @@ def test_averages_are_equal_on_all_ranks_and_for_all_sizes(dtype, bucket_bytes):
 
 def _reduced_over_context(layout):
     parameter = nn.Parameter(torch.zeros(3))
-    buffer = GradientBuffer([("p", parameter)], layout, accumulate_in_fp32=False)
+    buffer = new_buffer([("p", parameter)], layout, accumulate_in_fp32=False)
     (parameter.sum() * 2**layout.world.rank).backward()
     buffer.reduce()
     return buffer.gradient(parameter).tolist()

@@ -9,13 +9,13 @@ import torch
 from megatron.parallel import communication
 from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import Pending, gather_to
-from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.initialization import initialize
 from megatron.parallel.layers import Linear, VocabularyEmbedding
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import Init, spec_of
 from megatron.parallel.products import Plain
 from tests.distributed import run_distributed
+from tests.parallel.buffers import new_buffer
 
 INIT = Init("normal", 0.3)
 
@@ -145,7 +145,7 @@ def _two_backwards(layout, case, deferred, dtype, overlap=True):
     context = BuildContext(layout, dtype=dtype, overlap=overlap)
     module = Linear(8, 12, context, split=split, init=INIT)
     initialize(module.named_parameters(), seed=3)
-    buffer = GradientBuffer(module.named_parameters(), Layout.single(), accumulate_in_fp32=True)
+    buffer = new_buffer(module.named_parameters(), Layout.single(), accumulate_in_fp32=True)
     hooked = []
     module.weight.register_post_accumulate_grad_hook(lambda p: hooked.append(p.shape))
     queue = Queue() if deferred else None

@@ -11,13 +11,13 @@ from megatron.parallel.build import BuildContext
 from megatron.parallel.every_layer import attach_exchange, attach_history
 from megatron.parallel.exchange import GroupExchange
 from megatron.parallel.fp8_products import Fp8Format, Fp8Products
-from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.initialization import initialize
 from megatron.parallel.layers import Linear
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import Init
 from megatron.parallel.weight_gradients import WeightGradientQueue, attach
 from tests.distributed import run_distributed
+from tests.parallel.buffers import new_buffer
 
 HOW = ((False, False, False), (True, False, True), (True, True, False))
 CASES = [(split, *how) for split in ("column", "row") for how in HOW]
@@ -38,7 +38,7 @@ def two_passes(layout, case, exchange):
     if exchange is not None:
         attach_exchange(layer, exchange)
         assert layer.exchange is exchange
-    buffer = GradientBuffer(layer.named_parameters(), Layout.single(), accumulate_in_fp32=True)
+    buffer = new_buffer(layer.named_parameters(), Layout.single(), accumulate_in_fp32=True)
     if slots:
         layer.take_slots(buffer)
     queue = WeightGradientQueue() if deferred else None

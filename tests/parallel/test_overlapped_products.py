@@ -8,13 +8,13 @@ import torch
 from megatron.parallel.build import BuildContext
 from megatron.parallel.every_layer import attach_exchange
 from megatron.parallel.exchange import GroupExchange
-from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.initialization import initialize
 from megatron.parallel.layers import Linear
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import Init
 from megatron.parallel.weight_gradients import WeightGradientQueue, attach
 from tests.distributed import run_distributed
+from tests.parallel.buffers import new_buffer
 
 INIT = Init("normal", 0.3)
 TO = ("autograd", "slot", "queue", "slot and queue")
@@ -43,7 +43,7 @@ def two_passes(layout, case, dtype, exchange):
             layer.bias.fill_(0.25)
     if exchange is not None:
         attach_exchange(layer, exchange)
-    buffer = GradientBuffer(layer.named_parameters(), Layout.single(), accumulate_in_fp32=True)
+    buffer = new_buffer(layer.named_parameters(), Layout.single(), accumulate_in_fp32=True)
     if "slot" in to:
         layer.take_slots(buffer)
     queue = WeightGradientQueue() if "queue" in to else None

@@ -5,9 +5,13 @@ import torch
 from torch import nn
 
 from megatron.parallel import reducer
-from megatron.parallel.gradients import GradientBuffer
+from megatron.parallel.build import BuildContext
+from megatron.parallel.every_layer import attach_slots
+from megatron.parallel.layers import Linear
 from megatron.parallel.layout import Layout
+from megatron.parallel.parameter import Init
 from tests.distributed import run_distributed
+from tests.parallel.buffers import new_buffer
 
 BUCKET = 600  # bytes: several buckets, none of them of one size
 
@@ -35,7 +39,7 @@ def _backward(model, seed):
 def _reduce(layout, dtype, micro_batches, zero_stage, overlap):
     """Two updates' worth of gradients; what this process keeps of the second."""
     model = _Model(dtype)
-    buffer = GradientBuffer(
+    buffer = new_buffer(
         model.named_parameters(),
         layout,
         accumulate_in_fp32=dtype == torch.bfloat16,
@@ -104,7 +108,7 @@ def _sum_of(name, alone):
     return alone[name][1]
 
 
-def _log_sends(layout, stage, micro_batches, late=None, apart=()):
+def _log_sends(layout, stage, micro_batches, tied=(), apart=(), idle=()):
     """What happens in which order: backwards that end, and buckets that are sent."""
     log = []
     name = "start_reduce_scatter" if stage else "start_all_reduce"
@@ -116,23 +120,24 @@ def _log_sends(layout, stage, micro_batches, late=None, apart=()):
 
     setattr(reducer, name, logged)  # in this forked process only
     model = _Model(torch.float32)
-    buffer = GradientBuffer(
+    buffer = new_buffer(
         model.named_parameters(),
         layout,
         accumulate_in_fp32=False,
         bucket_bytes=BUCKET,
         zero_stage=stage,
         overlap=True,
-        late=None if late is None else lambda p: p is model.get_parameter(late),
-        apart=lambda p: any(p is model.get_parameter(name) for name in apart),
+        tied=tied,
+        in_8_bits=apart,
+        idle=idle,
     )
-    assert len(buffer.flats) == 1 + bool(apart)
+    assert len(buffer.flats) == 1 + bool(apart) + bool(idle)
     for i in range(micro_batches):
         with buffer.micro_batch(is_last=i == micro_batches - 1):
             _backward(model, i)
             log.append("backward")
     buffer.reduce()
-    return log, sum(len(flat.buckets) for flat in buffer.flats)
+    return log, len(buffer.plan.order)
 
 
 def test_complete_buckets_are_sent_during_the_last_backward():
@@ -144,15 +149,15 @@ def test_complete_buckets_are_sent_during_the_last_backward():
 def test_buckets_of_several_buffers_are_sent_as_backward_completes_them():
     apart = ("layers.0.weight", "layers.2.weight")
     for stage in (0, 1, 2):
-        for log, buckets in run_distributed(2, _log_sends, stage, 1, None, apart):
+        for log, buckets in run_distributed(2, _log_sends, stage, 1, (), apart):
             assert log == [*["send"] * (buckets - 1), "backward", "send"]
             assert buckets > 3
 
 
 def test_late_gradients_are_waited_for():
-    for log, _ in run_distributed(2, _log_sends, 1, 1, "layers.2.bias"):  # of the first bucket
+    for log, _ in run_distributed(2, _log_sends, 1, 1, ["layers.2.bias"]):  # of the first bucket
         assert log[0] == "backward"
-    for log, buckets in run_distributed(2, _log_sends, 1, 1, "layers.0.weight"):
+    for log, buckets in run_distributed(2, _log_sends, 1, 1, ["layers.0.weight"]):
         sent = log.index("backward")
         assert 0 < sent < buckets - 1
 
@@ -168,39 +173,152 @@ def test_context_ranks_share_the_shards_too():
     assert _joined(ranks, True) == reference
 
 
-def _doubled(layout, stage, overlap):
-    """Gradients that are doubled before they are sent, and what was called with what."""
-    model, calls = _Model(torch.float32), []
+def test_a_parameter_without_a_gradient_holds_up_only_itself():
+    """A bucket that waits for it stands in the way of those behind it, unless the plan knows."""
+    for stage in (0, 1, 2):
+        for log, buckets in run_distributed(2, _log_sends, stage, 1, (), (), ["unused"]):
+            assert log == [*["send"] * (buckets - 1), "backward", "send"]
 
-    def double(parameters):
-        calls.append(len(parameters))
-        for parameter in parameters:
-            parameter.main_grad.mul_(2)
 
-    buffer = GradientBuffer(
+class _Experts(nn.Module):
+    """Experts of which a process uses one: the others get no gradient in that iteration."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(7, 9)
+        self.experts = nn.ModuleList(nn.Linear(9, 9) for _ in range(3))
+        self.last = nn.Linear(9, 5)
+
+    def forward(self, x, expert):
+        return self.last(self.experts[expert](self.first(x)).tanh())
+
+
+def _train_experts(layout, stage, overlap, is_known, in_fp32):
+    """What each of three updates leaves, the rank and the update choosing the experts."""
+    model = _Experts().to(torch.bfloat16 if in_fp32 else torch.float32)
+    names = [name for name, _ in model.named_parameters()]
+    buffer = new_buffer(
+        model.named_parameters(),
+        layout,
+        accumulate_in_fp32=in_fp32,
+        bucket_bytes=200,
+        zero_stage=stage,
+        overlap=overlap,
+        idle=[name for name in names if name.startswith("experts")] if is_known else (),
+    )
+    for update in range(3):
+        buffer.zero()
+        for i in range(2):
+            with buffer.micro_batch(is_last=i == 1):
+                generator = torch.Generator().manual_seed(10 * update + i)
+                x = torch.randn(4, 7, generator=generator).to(next(model.parameters()).dtype)
+                # In the last micro-batch one update uses the same expert everywhere.
+                expert = (update + i * layout.data.rank) % 3
+                model(x, expert).float().square().mean().backward()
+        buffer.reduce()
+    kept = {}
+    for name, parameter in model.named_parameters():
+        values = buffer.gradient(parameter).flatten().float().tolist()
+        kept[name] = (buffer.owned(parameter).start, values)
+    return kept, 0.0
+
+
+@pytest.mark.parametrize("in_fp32", [False, True])
+def test_idle_experts_count_as_zero_and_stall_nothing(in_fp32):
+    """Each process uses other experts, and all of them other ones in each update."""
+    options = (0, False, False, in_fp32)
+    reference = _joined(run_distributed(2, _train_experts, *options), False)
+    assert any(reference["experts.2.weight"])
+    assert not any(reference["experts.1.weight"])  # of an update before, nothing is left
+    for stage in (0, 1, 2):
+        for is_known in (False, True):
+            ranks = run_distributed(2, _train_experts, stage, True, is_known, in_fp32)
+            joined = _joined(ranks, stage > 0)
+            for name, values in reference.items():
+                if stage == 2:  # adds micro-batches in another order
+                    assert joined[name] == pytest.approx(values, rel=1e-2 if in_fp32 else 1e-5)
+                else:
+                    assert joined[name] == values, (name, stage, is_known)
+
+
+def _idle_slots(layout, stage):
+    """Slots that an update leaves out hold nothing of the update before."""
+    options = {"split": None, "init": Init("normal", 1.0)}
+    layers = [Linear(8, 8, BuildContext(Layout.single()), **options) for _ in range(2)]
+    model = nn.ModuleList(layers)
+    for i, parameter in enumerate(model.parameters()):
+        nn.init.constant_(parameter, i + 1.0)
+    buffer = new_buffer(
+        model.named_parameters(),
+        layout,
+        accumulate_in_fp32=True,
+        bucket_bytes=1,
+        zero_stage=stage,
+        overlap=True,
+    )
+    attach_slots(model, buffer)
+    sums = []
+    for update in range(2):
+        buffer.zero()
+        with buffer.micro_batch(is_last=True):
+            # First each its own layer, then both the first one.
+            chosen = layers[layout.data.rank if update == 0 else 0]
+            chosen(torch.ones(1, 1, 8)).sum().backward()
+        buffer.reduce()
+        sums.append([buffer.gradient(layer.weight).sum().item() for layer in layers])
+    return sums
+
+
+def test_idle_slots_count_as_zero_and_stall_nothing():
+    for stage in (0, 1, 2):
+        ranks = run_distributed(2, _idle_slots, stage)
+        if stage:  # each holds half of each
+            whole = [
+                [sum(each) for each in zip(*update, strict=True)]
+                for update in zip(*ranks, strict=True)
+            ]
+        else:
+            assert ranks[0] == ranks[1]
+            whole = ranks[0]
+        assert whole == [[32.0, 32.0], [64.0, 0.0]]
+
+
+def _partial(layout, stage, overlap):
+    """The bias is a partial gradient: rank t of the tensor axis adds t + 1 times what it sees."""
+    model = _Model(torch.float32)
+    buffer = new_buffer(
         model.named_parameters(),
         layout,
         accumulate_in_fp32=False,
         bucket_bytes=BUCKET,
         zero_stage=stage,
         overlap=overlap,
-        before_send=double,
+        partial=["layers.0.bias", "table"],
     )
-    with buffer.micro_batch(is_last=True):
-        _backward(model, 1)
-    buffer.reduce()
-    assert sum(calls) == len(list(model.parameters()))
-    return sum(view.double().sum().item() for view in buffer.views(lambda p: True))
+    for _ in range(2):
+        buffer.zero()
+        with buffer.micro_batch(is_last=True):
+            tokens = torch.tensor([1, 2, 3])
+            factor = layout.tensor.rank + 1.0
+            (factor * model(tokens).square().mean()).backward()
+        buffer.reduce()
+    return {
+        name: (buffer.owned(p).start, buffer.gradient(p).flatten().tolist())
+        for name, p in model.named_parameters()
+    }, 0.0
 
 
-def test_what_must_happen_before_sending_happens_once():
-    alone = _doubled(Layout.single(), 0, False)
-    model = _Model(torch.float32)
-    _backward(model, 1)
-    expected = 2 * sum(
-        p.grad.double().sum().item() for p in model.parameters() if p is not model.unused
-    )
-    assert alone == pytest.approx(expected, rel=1e-5)
+def test_partial_gradients_are_added_once_over_tensor_ranks():
+    alone = _joined([_partial(Layout.single(), 0, False)], False)
     for stage, overlap in ((0, False), (0, True), (1, True), (2, False), (2, True)):
-        sums = run_distributed(2, _doubled, stage, overlap)
-        assert (sum(sums) if stage else sums[0]) == pytest.approx(expected, rel=1e-5)
+        ranks = run_distributed(4, _partial, stage, overlap, tensor=2)
+        for rank, others in ((0, ranks[0::2]), (1, ranks[1::2])):
+            joined = _joined(others, stage > 0)
+            for name, values in alone.items():
+                factor = 3 if name in ("layers.0.bias", "table") else rank + 1
+                expected = [factor * value for value in values]
+                assert joined[name] == pytest.approx(expected, rel=1e-5, abs=1e-9), name
+    both = run_distributed(2, _partial, 0, True, tensor=2)  # nobody to average with
+    for kept, _ in both:
+        assert kept["table"][1] == pytest.approx([3 * value for value in alone["table"]], rel=1e-5)

@@ -7,12 +7,12 @@ from torch import nn
 from megatron.parallel.build import BuildContext
 from megatron.parallel.communication import Communication
 from megatron.parallel.every_layer import attach_slots
-from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.layers import Linear, VocabularyEmbedding
 from megatron.parallel.layout import Layout
 from megatron.parallel.linear import parallel_linear
 from megatron.parallel.parameter import Init
 from tests.distributed import run_distributed
+from tests.parallel.buffers import new_buffer
 from tests.training.toy import train_toy
 
 VOCAB, WIDTH = 13, 8
@@ -44,7 +44,7 @@ class _Tied(nn.Module):
 def _gradients(layout, dtype, slots, options, micro_batches=2):
     """What this process keeps after each of two updates."""
     model = _Tied(Layout.single(), dtype)
-    buffer = GradientBuffer(
+    buffer = new_buffer(
         model.named_parameters(), layout, accumulate_in_fp32=True, bucket_bytes=300, **options
     )
     if slots:
@@ -109,7 +109,7 @@ def _sent_in_backward(layout):
     model = _Tied(Layout.single(), torch.bfloat16)
     model.unused.weight.requires_grad_(False)
     model.unused.bias.requires_grad_(False)
-    buffer = GradientBuffer(
+    buffer = new_buffer(
         model.named_parameters(), layout, accumulate_in_fp32=True, bucket_bytes=1, overlap=True
     )
     attach_slots(model, buffer)
@@ -118,7 +118,7 @@ def _sent_in_backward(layout):
         model(torch.zeros(2, 1, dtype=torch.long)).float().sum().backward()
     sent = len(buffer._reducer._sent)
     buffer.reduce()
-    return sent, sum(len(flat.buckets) for flat in buffer.flats)
+    return sent, len(buffer.plan.order)
 
 
 def test_buckets_leave_during_backward():
@@ -132,7 +132,7 @@ def test_all_parameters_may_have_slots():
         VOCAB, WIDTH, BuildContext(Layout.single()), init=Init("normal", 1.0)
     )
     nn.init.ones_(word.weight)
-    buffer = GradientBuffer(word.named_parameters(), Layout.single(), accumulate_in_fp32=True)
+    buffer = new_buffer(word.named_parameters(), Layout.single(), accumulate_in_fp32=True)
     word.slot = buffer.slot(word.weight)
     for _ in range(2):
         buffer.zero()
@@ -147,14 +147,14 @@ def test_only_fp32_gradients_have_slots():
     weight = nn.Parameter(torch.zeros(2, 2, dtype=torch.float16))
     frozen = nn.Parameter(torch.zeros(2, 2), requires_grad=False)
     named = [("weight", weight), ("frozen", frozen)]
-    buffer = GradientBuffer(named, Layout.single(), accumulate_in_fp32=False)
+    buffer = new_buffer(named, Layout.single(), accumulate_in_fp32=False)
     assert buffer.slot(weight) is None
     assert buffer.slot(frozen) is None
 
 
 def test_autograd_may_not_add_to_a_slots_parameter():
     weight = nn.Parameter(torch.zeros(2, 2, dtype=torch.bfloat16))
-    buffer = GradientBuffer([("weight", weight)], Layout.single(), accumulate_in_fp32=True)
+    buffer = new_buffer([("weight", weight)], Layout.single(), accumulate_in_fp32=True)
     buffer.slot(weight)
     with pytest.raises(AssertionError, match="outside of autograd"):
         weight.sum().backward()

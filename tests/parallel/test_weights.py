@@ -9,10 +9,10 @@ from megatron.models.gpt import GPTModel
 from megatron.parallel import weights
 from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import Pending
-from megatron.parallel.gradients import GradientBuffer
-from megatron.parallel.layout import Axis, Layout
+from megatron.parallel.layout import Layout
 from megatron.parallel.weights import WeightBuffer, first_users
 from tests.models.small import config
+from tests.parallel.buffers import new_buffer
 
 
 class _Table(nn.Module):
@@ -69,10 +69,10 @@ def test_a_copy_of_tied_words_is_waited_for_by_the_model_itself():
 def _gathering(monkeypatch, log, *, overlap):
     """A model with a bucket for every weight."""
     model = _Model(log)
-    gradients = GradientBuffer(
+    gradients = new_buffer(
         model.named_parameters(), Layout.single(), accumulate_in_fp32=False, bucket_bytes=256
     )
-    starts = [bucket.span.start for flat in gradients.flats for bucket in flat.buckets]
+    starts = [bucket.span.start for flat in gradients.plan.flats for bucket in flat.buckets]
 
     class Work:
         def __init__(self, whole):
@@ -82,7 +82,7 @@ def _gathering(monkeypatch, log, *, overlap):
             log.append(self.name)
 
     monkeypatch.setattr(weights, "start_all_gather", lambda shard, axis, into: Work(into))
-    buffer = WeightBuffer(gradients.flats, Axis(), overlap_in=[model] if overlap else None)
+    buffer = WeightBuffer(gradients.flats, overlap_in=[model] if overlap else None)
     return model, buffer, len(starts)
 
 
@@ -120,13 +120,13 @@ def test_without_overlap_and_on_demand_everything_is_waited_for(monkeypatch):
 def test_buckets_of_several_buffers_are_gathered_as_forward_needs_them(monkeypatch):
     model = _Model([])
     names = {parameter: name for name, parameter in model.named_parameters()}
-    gradients = GradientBuffer(
+    gradients = new_buffer(
         model.named_parameters(),
         Layout.at(0, 2),
         accumulate_in_fp32=False,
         bucket_bytes=256,
         zero_stage=1,
-        apart=lambda parameter: names[parameter] in ("first.1.weight", "blocks.1.weight"),
+        in_8_bits=("first.1.weight", "blocks.1.weight"),
     )
     assert len(gradients.flats) == 2
     order = []
@@ -136,7 +136,7 @@ def test_buckets_of_several_buffers_are_gathered_as_forward_needs_them(monkeypat
         return Pending(into)
 
     monkeypatch.setattr(weights, "start_all_gather", start)
-    WeightBuffer(gradients.flats, gradients.axis, overlap_in=[model]).gather()
+    WeightBuffer(gradients.flats, overlap_in=[model]).gather()
     layers = ["first.0", "first.1", "blocks.0", "blocks.1"]
     assert order == ["output.weight", *(f"{layer}.weight" for layer in layers)]
 
@@ -144,8 +144,8 @@ def test_buckets_of_several_buffers_are_gathered_as_forward_needs_them(monkeypat
 def test_moved_parameters_keep_values_and_identity():
     model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
     before = {name: (p, p.detach().clone()) for name, p in model.named_parameters()}
-    gradients = GradientBuffer(model.named_parameters(), Layout.single(), accumulate_in_fp32=False)
-    WeightBuffer(gradients.flats, Axis())
+    gradients = new_buffer(model.named_parameters(), Layout.single(), accumulate_in_fp32=False)
+    WeightBuffer(gradients.flats)
     storages = {p.untyped_storage().data_ptr() for p in model.parameters()}
     assert len(storages) == 1
     for name, parameter in model.named_parameters():

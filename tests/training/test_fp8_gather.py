@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import partial
 
 import pytest
 import torch
 
-from megatron.optimizer.optimizer import Optimizer
 from megatron.parallel import weights
 from megatron.parallel.every_layer import fp8_weights
-from megatron.parallel.gradients import GradientBuffer
 from megatron.training import gradient_sharing, setup
 from megatron.training.step import Updates
 from tests.checkpoint.states import read_all
@@ -26,16 +23,16 @@ OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
 OURS = "--fp8-param-gather"
 
 
-def _in_16_bits(*arguments, gather_in_8_bits, **options):
-    """The optimizer of a run with the flag, that gathers the same buffers as without."""
-    return Optimizer(*arguments, gather_in_8_bits={}, **options)
+def _in_16_bits(config, parts):
+    """Nothing: a run with the flag gathers the same buffers as one without."""
+    return {}
 
 
-def _train(layout, words, kind="gpt", optimizer=Optimizer):
+def _train(layout, words, kind="gpt", in_8_bits=gradient_sharing.gathered_in_8_bits):
     """What was logged, the digest of what a checkpoint holds, and bytes gathered by format."""
     # In this process only.
-    gradient_sharing.GradientBuffer = partial(GradientBuffer, bucket_bytes=2**13)
-    setup.Optimizer = optimizer
+    gradient_sharing.BUCKET_BYTES = 2**13
+    setup.gathered_in_8_bits = in_8_bits
     gathered: Counter[torch.dtype] = Counter()
     start = weights.start_all_gather
 
@@ -199,7 +196,8 @@ def test_checkpoints_hold_whole_weights_and_runs_go_on_from_them(tmp_path, recip
     saves = "--save-interval 1 --exit-interval 3 --async-save"
     folders = [tmp_path / name for name in ("theirs", "ours")]
     whole = run_distributed(2, _train, f"{words} {OURS}", "gpt", _in_16_bits)
-    for folder, optimizer in zip(folders, (_in_16_bits, Optimizer), strict=True):
+    in_8_bits = gradient_sharing.gathered_in_8_bits
+    for folder, optimizer in zip(folders, (_in_16_bits, in_8_bits), strict=True):
         run_distributed(2, _train, f"{words} {OURS} {saves} --save {folder}", "gpt", optimizer)
     theirs, ours = (read_all(folder) for folder in folders)
     assert theirs.keys() == ours.keys()

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from megatron.parallel.build import BuildContext
-from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.journal import Journal
 from megatron.parallel.layers import Linear
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import ZEROS
 from megatron.training import recorded_passes
 from megatron.training.recorded_passes import RecordedPasses
+from tests.parallel.buffers import new_buffer
 
 
 class _CountingRecorder:
@@ -45,7 +45,7 @@ class _Passes:
         self.layer = Linear(4, 3, BuildContext(Layout.single()), split=None, init=ZEROS)
         nn.init.ones_(self.layer.weight)
         nn.init.zeros_(self.layer.get_parameter("bias"))
-        self.gradients = GradientBuffer(
+        self.gradients = new_buffer(
             self.layer.named_parameters(), Layout.single(), accumulate_in_fp32=True
         )
         self.layer.take_slots(self.gradients)

@@ -1,7 +1,6 @@
 """Training with shared optimizer states and overlap: the numbers of a single process."""
 
 from contextlib import contextmanager
-from functools import partial
 
 import pytest
 import torch
@@ -27,13 +26,13 @@ UNCLIPPED = ["--clip-grad", "0", "--eval-interval", "100", "--eval-iters", "0"]
 
 def _small_buckets():
     """In this process only."""
-    gradient_sharing.GradientBuffer = partial(GradientBuffer, bucket_bytes=2**13)
+    gradient_sharing.BUCKET_BYTES = 2**13
 
 
 def _train(layout, arguments):
     _small_buckets()
     recorder, run = train_toy(layout, [*UNCLIPPED, *arguments])
-    assert len(run.gradients.flats[0].buckets) > 5
+    assert len(run.gradients.plan.flats[0].buckets) > 5
     return recorder.values("lm loss"), recorder.values("grad-norm"), fingerprint(run)
 
 
@@ -88,9 +87,9 @@ def _train_pipeline(layout, arguments):
     GradientBuffer.micro_batch = watched  # in this process only
     recorder, run = train_toy(layout, [*DEEPER, "--pipeline-model-parallel-size", "2", *arguments])
     buffer = run.gradients
-    assert sum(len(flat.buckets) for flat in buffer.flats) > 4
+    assert len(buffer.plan.order) > 4
     kept = sum(storage.numel() for storage in buffer._storages)
-    assert kept * layout.replica.size == sum(flat.buckets[-1].span.end for flat in buffer.flats)
+    assert kept * layout.replica.size == sum(flat.elements for flat in buffer.plan.flats)
     tied = [tie.copy.detach().float().sum(dim=0).tolist() for tie in run.ties]
     return recorder.values("lm loss"), recorder.values("grad-norm"), tied, left
 
@@ -122,7 +121,7 @@ def test_stage_2_in_a_pipeline_keeps_shards_only(flags):
 
 def _most_whole_buckets(layout, words):
     """How many buckets of stage 2 are whole at once at most, and how many there are."""
-    gradient_sharing.GradientBuffer = partial(GradientBuffer, bucket_bytes=2**10)
+    gradient_sharing.BUCKET_BYTES = 2**10
     most, whole = 0, Reducer.whole
 
     def watched(reducer, bucket):
@@ -134,7 +133,7 @@ def _most_whole_buckets(layout, words):
     Reducer.whole = watched  # in this process only
     kind = "t5" if "relative" in words else "gpt"
     _, run = train_toy(layout, [*DEEPER, *words, "--train-iters", "1"], kind)
-    return most, sum(len(flat.buckets) for flat in run.gradients.flats)
+    return most, len(run.gradients.plan.order)
 
 
 RELATIVE = (
