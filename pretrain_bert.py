@@ -29,9 +29,9 @@ from megatron.data.bert import build_bert_datasets
 from megatron.data.datasets import DataRequest
 from megatron.device import Device
 from megatron.models.bert import BertModel
-from megatron.models.construct import build_model
+from megatron.models.build import build_model
 from megatron.models.head import masked_mean
-from megatron.models.sizes import IN_WORDS
+from megatron.models.plan import LANGUAGE_MODEL_HEAD
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer
 from megatron.training.pretrain import main
@@ -43,7 +43,7 @@ class BertRecipe:
 
     program = "pretrain_bert.py"
     architecture = "bert"
-    ending = IN_WORDS
+    head = LANGUAGE_MODEL_HEAD
 
     def loss_names(self, config: RunConfig) -> tuple[str, ...]:
         return ("lm loss", "sop loss") if config.model.bert_binary_head else ("lm loss",)

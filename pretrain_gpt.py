@@ -35,9 +35,9 @@ from megatron.data.gpt import (
 from megatron.data.sample import SEGMENT_ENDS
 from megatron.device import Device
 from megatron.kernels.attention import Segments
-from megatron.models.construct import build_model
+from megatron.models.build import build_model
 from megatron.models.gpt import GPTModel
-from megatron.models.sizes import IN_WORDS
+from megatron.models.plan import LANGUAGE_MODEL_HEAD
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer
 from megatron.training.pretrain import main
@@ -49,7 +49,7 @@ class GPTRecipe:
 
     program = "pretrain_gpt.py"
     architecture = "gpt"
-    ending = IN_WORDS
+    head = LANGUAGE_MODEL_HEAD
 
     def loss_names(self, config: RunConfig) -> tuple[str, ...]:
         return ("lm loss",)

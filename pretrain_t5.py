@@ -27,9 +27,9 @@ from megatron.config.stages import ModelPart
 from megatron.data.datasets import DataRequest
 from megatron.data.t5 import build_t5_datasets
 from megatron.device import Device
-from megatron.models.construct import build_model
+from megatron.models.build import build_model
 from megatron.models.head import masked_mean
-from megatron.models.sizes import IN_WORDS
+from megatron.models.plan import LANGUAGE_MODEL_HEAD
 from megatron.models.t5 import T5Model
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer
@@ -42,7 +42,7 @@ class T5Recipe:
 
     program = "pretrain_t5.py"
     architecture = "t5"
-    ending = IN_WORDS
+    head = LANGUAGE_MODEL_HEAD
 
     def loss_names(self, config: RunConfig) -> tuple[str, ...]:
         return ("lm loss",)

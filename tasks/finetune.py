@@ -13,9 +13,9 @@ from megatron.config import RunConfig
 from megatron.config.run import known
 from megatron.config.stages import ModelPart
 from megatron.device import Device
-from megatron.models.bert_heads import BertChooser
-from megatron.models.construct import build_model
-from megatron.models.sizes import Ending
+from megatron.models.bert import BertChooser
+from megatron.models.build import build_model
+from megatron.models.plan import HeadSpec
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer
 from megatron.training.recipe import Batch, SampleCounts, Splits
@@ -51,8 +51,8 @@ class FinetuneRecipe:
         self._used = used
 
     @property
-    def ending(self) -> Ending:
-        return self.target.ending
+    def head(self) -> HeadSpec:
+        return self.target.head
 
     def loss_names(self, config: RunConfig) -> tuple[str, ...]:
         return ("lm loss",)
@@ -65,10 +65,8 @@ class FinetuneRecipe:
         padded_vocab_size: int,
         part: ModelPart,
     ) -> BertChooser:
-        network = partial(
-            BertChooser, head_name=self.target.head_name, outputs=known(self.ending.outputs)
-        )
-        return build_model(network, config, layout, device, padded_vocab_size, part)
+        network = partial(BertChooser, head_name=self.target.head_name)
+        return build_model(network, config, layout, device, padded_vocab_size, part, self.head)
 
     def describe_kernels(self, part: BertChooser) -> str:
         choice = part.attention_choice

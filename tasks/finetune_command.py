@@ -25,11 +25,11 @@ from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig, ScheduleConfig
 from megatron.config.run import flatten, known
 from megatron.config.tasks import FinetuneConfig, TaskConfig
+from megatron.environment import Launch
 from megatron.errors import CheckpointError, ConfigError
 from megatron.inference.load import check_architecture, open_existing, saved_config
-from megatron.processes.launch import Launch
-from megatron.processes.process import show_notices
 from megatron.training.pretrain import dry_run, pretrain
+from megatron.training.process import show_notices
 from tasks.classify_files import GLUE, Example, read_glue, read_race
 from tasks.files import find_missing, find_repeated
 from tasks.finetune import FinetuneRecipe
@@ -295,11 +295,11 @@ def _check_head(reader: Reader, target: Target, shown: str, *, only_evaluates: b
             f"{shown}: has no head of a finetuned model{why}: name the folder of a finetuned one, "
             f"such as its `best`, or {instead}"
         )
-    if heads.get(target.head_name) != target.ending.outputs:
+    if heads.get(target.head_name) != target.head.outputs:
         found = " and ".join(f"{name} with {outputs}" for name, outputs in heads.items())
         raise CheckpointError(
             f"{shown}: is finetuned for another task: it has {found} output(s), and --task "
-            f"{target.task} takes {target.head_name} with {target.ending.outputs}: name the folder "
+            f"{target.task} takes {target.head_name} with {target.head.outputs}: name the folder "
             "of a model that is finetuned for this one"
         )
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.models.sizes import Ending
+from megatron.models.plan import HeadSpec
 from tasks import confusion, correlation
 from tasks.results import Numbers, format_table
 
@@ -54,10 +54,10 @@ class Target:
         return HEADS[self.texts > 1]
 
     @property
-    def ending(self) -> Ending:
-        """Of the model that is to find it."""
+    def head(self) -> HeadSpec:
+        """The head of the model that is to find it."""
         outputs = 1 if self.span is not None else len(self.classes) // self.texts
-        return Ending(outputs, self.texts)
+        return HeadSpec(outputs, self.texts)
 
     @property
     def score_name(self) -> str:

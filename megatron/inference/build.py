@@ -20,7 +20,7 @@ from megatron.kernels.library import find_library
 from megatron.kernels.paged_attention import PagedAttention, choose_paged_attention, describe_chunks
 from megatron.kernels.row_product import choose_row_product
 from megatron.models.gpt import GPTModel
-from megatron.models.sizes import Sizes, sizes_of
+from megatron.models.plan import ModelPlan
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.every_layer import set_products
 from megatron.parallel.layout import Axis, Layout
@@ -121,14 +121,15 @@ def build_engine(
         assert not layout.sequence_parallel, "a step's tokens do not divide over tensor ranks"
     copy = copy or layout.world
     dtype = config.precision.weight_dtype
-    sizes = sizes_of(config.model)
+    plan = model.plan
+    head_size = plan.attention.head_size
     row_product = choose_row_product(device.torch_device)
     set_products(model, PLAIN if row_product is None else RowByRow(row_product))
-    blocks, memory = _cache(model, options, sizes, layout, device, dtype)
+    blocks, memory = _cache(model, options, layout, device, dtype)
     library = find_library(device.torch_device)
-    paged = choose_paged_attention(library.library, sizes.head_size, dtype)
+    paged = choose_paged_attention(library.library, head_size, dtype)
     without = _why_no_graphs(options, paged, device, copy)
-    graphs = None if without else _graphs(model, memory, paged, options, sizes.positions, device)
+    graphs = None if without else _graphs(model, memory, paged, options, plan.positions, device)
     executor = Executor(
         model.eval(),
         layout,
@@ -137,7 +138,7 @@ def build_engine(
         paged=paged,
         graphs=graphs,
         vocab_size=vocab_size,
-        hidden=sizes.hidden,
+        hidden=plan.hidden,
         stream_dtype=config.precision.stream_dtype,
         device=device,
     )
@@ -147,12 +148,12 @@ def build_engine(
         max_sequences=options.max_sequences,
         max_tokens=options.max_step_tokens,
     )
-    chunks = describe_chunks(sizes.head_size, dtype, device.torch_device)
+    chunks = describe_chunks(head_size, dtype, device.torch_device)
     return BatchEngine(
         executor,
         settings,
         vocab_size=vocab_size,
-        max_length=sizes.positions,
+        max_length=plan.positions,
         seed=options.seed,
         looks_ahead=queues_on(device),
         choices=[
@@ -169,21 +170,21 @@ def build_engine(
 def _cache(
     model: GPTModel,
     options: EngineOptions,
-    sizes: Sizes,
     layout: Layout,
     device: Device,
     dtype: torch.dtype,
 ) -> tuple[int, CacheMemory]:
     """Blocks of the cache, and their memory. Collective."""
-    groups = max(1, sizes.kv_heads // layout.tensor.size)
-    token_bytes = 2 * len(model.part.layers) * groups * sizes.head_size * dtype.itemsize
-    blocks = _blocks(options, sizes, token_bytes, layout, device)
+    attention = model.plan.attention
+    groups = max(1, attention.kv_heads // layout.tensor.size)
+    token_bytes = 2 * len(model.part.layers) * groups * attention.head_size * dtype.itemsize
+    blocks = _blocks(options, model.plan, token_bytes, layout, device)
     memory = CacheMemory(
         model.part.layers,
         blocks=blocks,
         block_size=options.block_size,
         groups=groups,
-        head_size=sizes.head_size,
+        head_size=attention.head_size,
         device=device.torch_device,
         dtype=dtype,
     )
@@ -241,10 +242,10 @@ def records_on(device: Device) -> bool:
 
 
 def _blocks(
-    options: EngineOptions, sizes: Sizes, token_bytes: int, layout: Layout, device: Device
+    options: EngineOptions, plan: ModelPlan, token_bytes: int, layout: Layout, device: Device
 ) -> int:
     """How many, the same on every rank."""
-    most = options.max_sequences * sizes.positions
+    most = options.max_sequences * plan.positions
     tokens = options.cache_tokens
     if tokens is None:
         tokens = min(most, _cache_bytes(device) // token_bytes)

@@ -48,7 +48,7 @@ class CacheMemory:
 
 @dataclass(frozen=True)
 class StepCache:
-    """A step's tokens in the cache: what `models.cache.KeyValueCache` asks for.
+    """A step's tokens in the cache: what `models.attention.KeyValueCache` asks for.
 
     Attributes:
         memory: of the cache.

@@ -18,7 +18,7 @@ from megatron.device import Device
 from megatron.errors import CheckpointError, UserError
 from megatron.inference.load import open_existing, saved_config
 from megatron.models.bert import BertModel, BertResult
-from megatron.models.construct import build_model
+from megatron.models.build import build_model
 from megatron.models.t5 import T5Model
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer, build_tokenizer

@@ -19,7 +19,7 @@ from megatron.config.yaml_file import from_dict
 from megatron.device import Device
 from megatron.errors import CheckpointError, ConfigError
 from megatron.kernels.row_product import GRANULE
-from megatron.models.construct import build_model
+from megatron.models.build import build_model
 from megatron.models.gpt import GPTModel
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer, build_tokenizer

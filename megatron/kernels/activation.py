@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.config.model import ModelConfig
 from megatron.device import Device
 from megatron.kernels.amax import Amaxes
 from megatron.kernels.library import (
@@ -41,19 +40,24 @@ class Activation(Protocol):
 
 
 def choose_activation(
-    model: ModelConfig, library: KernelLibrary | None = None, amaxes: Amaxes | None = None
+    name: str,
+    library: KernelLibrary | None = None,
+    amaxes: Amaxes | None = None,
+    *,
+    fuses_gelu: bool = True,
 ) -> Activation:
-    """The activation that the flags ask for, see `ModelConfig.activation`.
+    """Choose the form of an activation.
 
     Args:
-        model: flags. --no-bias-gelu-fusion also keeps GeLU off the fused kernels.
-        library: of fused kernels; None: PyTorch's operations.
+        name: as `ModelConfig.activation` gives it.
+        library: of fused kernels; `None` means PyTorch's operations.
         amaxes: where the kernel leaves the largest magnitudes of its result and of the gradient of
-            x; None: it measures none.
+            x; `None` measures nothing.
+        fuses_gelu: False keeps GeLU off the fused kernels (--no-bias-gelu-fusion).
     """
-    plain = _FORMULAS[model.activation]
+    plain = _FORMULAS[name]
     gated_or_squared = plain in (swiglu, squared_relu)
-    has_kernel = gated_or_squared or (plain in (gelu, gelu_tanh) and model.bias_gelu_fusion)
+    has_kernel = gated_or_squared or (plain in (gelu, gelu_tanh) and fuses_gelu)
     if library is None or not has_kernel:
         return plain
     return partial(fused_activation, library, plain, amaxes=amaxes)

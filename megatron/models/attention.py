@@ -1,78 +1,171 @@
-"""Self-attention with any number of key-value heads."""
+"""Self-attention, attention of a decoder to its encoder, and the core that both share."""
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from typing import NamedTuple, Protocol
 
-from megatron.config.model import ModelConfig
-from megatron.kernels.attention import Mask
-from megatron.kernels.rope import Rotation, choose_split_rotate, rotate
-from megatron.models.cache import KeyValueCache
-from megatron.models.core import AttentionCore
-from megatron.models.initial import weight_init
-from megatron.models.norm import Stream, new_head_norm
-from megatron.models.residual import residual_linear
-from megatron.models.sizes import sizes_of
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron.kernels.attention import AttentionOptions, Mask
+from megatron.kernels.rope import Rotation, rotate
+from megatron.models.norm import Stream, new_head_norm, norm_parameters
+from megatron.models.plan import AttentionPlan, MicroBatch, Work
 from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import gather_to
 from megatron.parallel.layers import Linear
+from megatron.parallel.layout import Axis
+from megatron.parallel.random import split_region
+
+
+class KeyValueCache(Protocol):
+    """Keys and values of earlier tokens, which inference gives a model besides new tokens.
+
+    Such a pass has one sample of s tokens: they may be of any number of sequences, each token at
+    its own place in its own sequence.
+    """
+
+    @property
+    def positions(self) -> Tensor:
+        """Place of each token in its sequence, int64 [s]."""
+        ...
+
+    @property
+    def outputs(self) -> Tensor:
+        """Indices of the k tokens whose logits are wanted, int64 [k]."""
+        ...
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, layer_number: int) -> Tensor:
+        """Keep the tokens' keys and values, and attend to all of each one's sequence up to it.
+
+        Args:
+            query: [s, 1, n/t, d].
+            key: [s, 1, g/t (at least 1), d].
+            value: as key.
+            layer_number: from 1.
+
+        Returns:
+            [s, 1, n d / t].
+        """
+        ...
+
+
+class AttentionCore(nn.Module):
+    """Attention of this rank's heads, without weights, with dropout.
+
+    Args:
+        plan: of the attention around it.
+        context: what it is built in.
+        layer_number: from 1.
+        recompute: compute it again in backward instead of keeping its insides.
+        site: tells it from the layer's other core, for dropout.
+    """
+
+    def __init__(
+        self,
+        plan: AttentionPlan,
+        context: BuildContext,
+        layer_number: int,
+        *,
+        recompute: bool,
+        site: str,
+    ) -> None:
+        super().__init__()
+        self.axis = context.layout.tensor
+        self.attend = context.kernels.attention.function
+        self.causal = plan.causal
+        self.dropout = plan.dropout
+        self.scale = plan.scale
+        self.layer_number = layer_number
+        self.recompute = recompute
+        self.site = site
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None) -> Tensor:
+        """[s, b, n/t, d], keys and values [keys, b, g/t (at least 1), d] -> [s, b, (n/t) d]."""
+        if self.recompute and torch.is_grad_enabled():
+            out: Tensor = checkpoint(self._attend, query, key, value, mask, use_reentrant=False)
+            return out
+        return self._attend(query, key, value, mask)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None) -> Tensor:
+        dropout = self.dropout if self.training else 0.0
+        drawn = self.axis if dropout > 0 else Axis()
+        options = AttentionOptions(mask, self.causal, dropout, self.layer_number, self.scale)
+        with split_region(drawn, query.device, self.layer_number, self.site):
+            return self.attend(query, key, value, options)
 
 
 class SelfAttention(nn.Module):
     """Queries, keys and values of one layer, the attention core, and the output projection.
 
     Rows of the QKV weight are ordered by group: the group's query heads, its key, its value. A
-    tensor rank holds whole groups, so its part is contiguous. Where there are fewer groups than
-    ranks, a rank still has an even part of the rows; it takes its query heads and their group from
-    the product of all ranks.
+    tensor rank holds whole groups, so its part is contiguous. If there are fewer groups than ranks,
+    a rank still has an even part of the rows; it takes its query heads and their group from the
+    product of all ranks.
 
     Args:
-        model: network flags.
+        plan: its sizes.
         context: what it is built in.
         layer_number: from 1.
-        causal: without a mask, attend to the past only.
         recompute_core: compute the core again in backward instead of keeping its insides.
     """
 
     def __init__(
         self,
-        model: ModelConfig,
+        plan: AttentionPlan,
         context: BuildContext,
         layer_number: int,
         *,
-        causal: bool = True,
         recompute_core: bool = False,
     ) -> None:
         super().__init__()
-        sizes = sizes_of(model)
-        self.head_size = sizes.head_size
+        self.plan = plan
         self.axis = context.layout.tensor
-        self.groups = sizes.kv_heads
-        self.heads_per_group = sizes.heads // sizes.kv_heads
         self.layer_number = layer_number
-        kernels = context.kernels
-        self.split_rotate = choose_split_rotate(model, kernels.library, kernels.amaxes)
+        self.split_rotate = context.kernels.split_rotate
         self.qkv = Linear(
-            sizes.hidden,
-            sizes.qkv,
+            plan.hidden,
+            plan.qkv,
             context,
             split="column",
-            init=weight_init(model, sizes.hidden, sizes.qkv),
-            bias=model.add_bias_linear or model.add_qkv_bias,
+            init=plan.init.weight(plan.hidden, plan.qkv),
+            bias=plan.bias or plan.qkv_bias,
         )
         self.core = AttentionCore(
-            model,
-            context,
-            layer_number,
-            causal=causal,
-            recompute=recompute_core,
-            site="attention",
+            plan, context, layer_number, recompute=recompute_core, site="attention"
         )
-        self.output = residual_linear(model, context, inputs=sizes.query)
+        self.output = _output_projection(plan, context)
         self.query_norm = self.key_norm = None
-        if model.qk_layernorm:
-            self.query_norm = new_head_norm(model, context)
-            self.key_norm = new_head_norm(model, context)
+        if plan.head_norm is not None:
+            self.query_norm = new_head_norm(plan.head_norm, plan.head_size, context)
+            self.key_norm = new_head_norm(plan.head_norm, plan.head_size, context)
+
+    @staticmethod
+    def matrices(plan: AttentionPlan) -> list[tuple[int, int]]:
+        """Return (outputs, inputs) of its weights."""
+        return [(plan.qkv, plan.hidden), (plan.hidden, plan.query)]
+
+    @staticmethod
+    def vectors(plan: AttentionPlan, tensor: int) -> int:
+        """Count the parameters of biases and normalizations on one of `tensor` ranks."""
+        count = plan.qkv // tensor if plan.bias or plan.qkv_bias else 0
+        count += plan.hidden if plan.bias else 0
+        norm = plan.head_norm
+        return count + (0 if norm is None else 2 * norm_parameters(norm, plan.head_size))
+
+    @staticmethod
+    def work(plan: AttentionPlan, length: int, encoder_length: int) -> Work:
+        """Count operations; of a causal mask's square one half."""
+        products = 6 * length * plan.hidden * (plan.qkv + plan.query)
+        return Work(products, (6 if plan.causal else 12) * length * length * plan.query)
+
+    @staticmethod
+    def activation_bytes(plan: AttentionPlan, batch: MicroBatch) -> int:
+        """Count query, key, value, output, and scores where they are kept."""
+        elements = (plan.query + plan.qkv) // batch.tensor
+        saved = batch.width * batch.tokens * elements
+        return saved + _score_bytes(plan, batch, batch.length)
 
     def forward(
         self,
@@ -81,8 +174,11 @@ class SelfAttention(nn.Module):
         rotation: Rotation | None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """[s, b, h] -> [s, b, h], to which `bias_to_add` remains to be added; [s/t, b, h] with
-        sequence parallelism."""
+        """[s, b, h] -> [s, b, h], to which `bias_to_add` remains to be added.
+
+        With sequence parallelism [s/t, b, h].
+        """
+        rotation = None if self.plan.rotary is None else rotation
         if self.query_norm is None or self.key_norm is None:
             query, key, value = self._split_heads(self.qkv(x), rotation)
         else:
@@ -99,21 +195,141 @@ class SelfAttention(nn.Module):
 
     @property
     def bias_to_add(self) -> Tensor | None:
-        """[h]; see `Linear`."""
+        """What the residual sum still adds, [h]; `None` if nothing is left."""
         return self.output.bias_to_add
 
     def _split_heads(self, qkv: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
-        """[s, b, (n + 2g) d / t] -> this rank's queries [s, b, n/t, d], keys and values
-        [s, b, g/t (at least 1), d]; queries and keys rotated."""
-        ranks = self.axis.size
-        if self.groups >= ranks:
-            return self.split_rotate(qkv, self.groups // ranks, self.head_size, rotation)
-        per_group = self.heads_per_group + 2
-        by_group = gather_to(qkv, self.axis).unflatten(2, (self.groups, per_group, -1))
-        sharing = ranks // self.groups  # ranks a group
+        """Split [s, b, (n + 2g) d / t] into this rank's heads; rotate queries and keys.
+
+        Returns:
+            Queries [s, b, n/t, d], keys and values [s, b, g/t (at least 1), d].
+        """
+        ranks, groups = self.axis.size, self.plan.kv_heads
+        if groups >= ranks:
+            return self.split_rotate(qkv, groups // ranks, self.plan.head_size, rotation)
+        per_group = self.plan.heads // groups + 2
+        by_group = gather_to(qkv, self.axis).unflatten(2, (groups, per_group, -1))
+        sharing = ranks // groups  # ranks a group
         mine = by_group[:, :, self.axis.rank // sharing]  # [s, b, n/g + 2, d]
         query = mine[:, :, :-2].chunk(sharing, dim=2)[self.axis.rank % sharing]
         key, value = mine[:, :, -2:-1], mine[:, :, -1:]
         if rotation is None:
             return query, key, value
         return rotate(query, rotation), rotate(key, rotation), value
+
+
+class EncoderOutput(NamedTuple):
+    """What a decoder reads of its encoder; e counts the encoder's tokens.
+
+    Attributes:
+        states: normalized hidden states [e, b, h]; [e/t, b, h] with sequence parallelism.
+        mask: bool [b, 1, 1, e], True for a token and False for padding.
+    """
+
+    states: Tensor
+    mask: Tensor
+
+
+class CrossAttention(nn.Module):
+    """Queries of the decoder's tokens, keys and values of the encoder's.
+
+    Rows of the key-value weight are ordered by head: its key, its value. A tensor rank holds whole
+    heads.
+
+    Args:
+        plan: its sizes; every head has a key and a value.
+        context: what it is built in.
+        layer_number: from 1.
+        recompute_core: compute the core again in backward instead of keeping its insides.
+    """
+
+    def __init__(
+        self,
+        plan: AttentionPlan,
+        context: BuildContext,
+        layer_number: int,
+        *,
+        recompute_core: bool = False,
+    ) -> None:
+        super().__init__()
+        self.head_size = plan.head_size
+        self.query = Linear(
+            plan.hidden,
+            plan.query,
+            context,
+            split="column",
+            init=plan.init.weight(plan.hidden, plan.query),
+            bias=plan.bias,
+        )
+        self.key_value = Linear(
+            plan.hidden,
+            2 * plan.query,
+            context,
+            split="column",
+            init=plan.init.weight(plan.hidden, 2 * plan.query),
+            bias=plan.bias,
+        )
+        self.core = AttentionCore(
+            plan, context, layer_number, recompute=recompute_core, site="cross attention"
+        )
+        self.output = _output_projection(plan, context)
+
+    @staticmethod
+    def matrices(plan: AttentionPlan) -> list[tuple[int, int]]:
+        """Return (outputs, inputs) of its weights."""
+        hidden, query = plan.hidden, plan.query
+        return [(query, hidden), (2 * query, hidden), (hidden, query)]
+
+    @staticmethod
+    def vectors(plan: AttentionPlan, tensor: int) -> int:
+        """Count the parameters of its biases on one of `tensor` ranks."""
+        return 3 * plan.query // tensor + plan.hidden if plan.bias else 0
+
+    @staticmethod
+    def work(plan: AttentionPlan, length: int, encoder_length: int) -> Work:
+        """Count operations; keys and values are products over the encoder's tokens."""
+        products = 12 * (length + encoder_length) * plan.hidden * plan.query
+        return Work(products, 12 * length * encoder_length * plan.query)
+
+    @staticmethod
+    def activation_bytes(plan: AttentionPlan, batch: MicroBatch) -> int:
+        """Count query, output, the encoder's keys and values, and scores where they are kept."""
+        each = 2 * plan.query // batch.tensor
+        saved = batch.width * (batch.tokens + batch.encoder_tokens) * each
+        return saved + _score_bytes(plan, batch, batch.encoder_length)
+
+    def forward(self, x: Tensor, encoder: EncoderOutput) -> Tensor:
+        """[s, b, h] -> [s, b, h], to which `bias_to_add` remains to be added.
+
+        With sequence parallelism [s/t, b, h].
+        """
+        query = self.query(x).unflatten(2, (-1, self.head_size))  # [s, b, n/t, d]
+        states = encoder.states.to(x.dtype)  # an fp32 residual stream carries them in fp32
+        both = self.key_value(states).unflatten(2, (-1, 2, self.head_size))  # [e, b, n/t, 2, d]
+        key, value = both.unbind(3)
+        return self.output(self.core(query, key, value, encoder.mask))
+
+    @property
+    def bias_to_add(self) -> Tensor | None:
+        """What the residual sum still adds, [h]; `None` if nothing is left."""
+        return self.output.bias_to_add
+
+
+def _output_projection(plan: AttentionPlan, context: BuildContext) -> Linear:
+    return Linear(
+        plan.query,
+        plan.hidden,
+        context,
+        split="row",
+        init=plan.init.weight(plan.query, plan.hidden, into_residual=True),
+        bias=plan.bias,
+        adds_bias=not plan.defers_bias,
+    )
+
+
+def _score_bytes(plan: AttentionPlan, batch: MicroBatch, keys: int) -> int:
+    """Count the scores of queries with so many keys, their weights, and the dropout mask."""
+    if not batch.keeps_scores:
+        return 0
+    scores = batch.tokens * keys * plan.heads // batch.tensor
+    return scores * (2 * batch.width + (1 if plan.dropout > 0 else 0))

@@ -6,39 +6,80 @@ Shapes: s sequence, b micro-batch, h hidden, v padded vocabulary, t tensor-paral
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
-from megatron.config.precision import PrecisionConfig
+from megatron.config.run import known
 from megatron.config.stages import ModelPart, whole_model
 from megatron.kernels.attention import Mask, Segments, flash_misfit
-from megatron.models.embedding import Embedding, RotaryTable, new_embedding
-from megatron.models.head import Output, TokenLoss
-from megatron.models.initial import weight_init
-from megatron.models.norm import Stream, new_norm
+from megatron.models.block import LayerStack
+from megatron.models.embedding import Embedding, new_embedding, new_rotary_table
+from megatron.models.head import Output
+from megatron.models.norm import Stream, new_norm, norm_parameters
+from megatron.models.plan import (
+    AttentionPlan,
+    ClassifierPlan,
+    HeadPlan,
+    HeadSpec,
+    MaskedTokenPlan,
+    MicroBatch,
+    ModelPlan,
+    OutputPlan,
+    embedding_plan,
+    init_plan,
+    layer_plan,
+    norm_plan,
+    output_plan,
+)
 from megatron.models.recompute import RecomputePlan
-from megatron.models.sizes import sizes_of
-from megatron.models.stack import LayerStack
 from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import reduce_from
 from megatron.parallel.layers import Linear
-from megatron.parallel.products import PLAIN, Plain, Products
+from megatron.parallel.products import InFp32, Plain
 
-TOKEN_TYPES = 2  # the two segments of a sample
-SHORTEST_IN_ONE = 256  # tokens of a sample; at 128 the flash kernel is the slower one
+_SEGMENTS = 2  # of a sample: token types, and classes of the binary head
+SHORTEST_IN_ONE = 256  # tokens of a sample; at 128 the flash kernel is slower
+
+
+def bert_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
+    """Return the plan of a BERT: layers that see both ways, heads of pretraining or a task's."""
+    options: dict[str, Any] = {"hidden": known(model.hidden_size), "init": init_plan(model)}
+    heads: list[HeadPlan] = []
+    if model.bert_binary_head:
+        heads.append(HeadPlan(kind="pooler", **options))
+    if head.outputs is not None:
+        assert heads, "without a binary head there is no pooler"
+        heads.append(
+            ClassifierPlan(kind="task_head", outputs=head.outputs, in_fp32=True, **options)
+        )
+    else:
+        heads.append(MaskedTokenPlan(norm=norm_plan(model), tanh=model.openai_gelu, **options))
+        heads.append(output_plan(model, vocabulary, bias=True))
+        if model.bert_binary_head:
+            heads.append(ClassifierPlan(kind="binary_head", outputs=_SEGMENTS, **options))
+    return ModelPlan(
+        embedding=embedding_plan(
+            model, vocabulary, token_types=_SEGMENTS if model.bert_binary_head else 0
+        ),
+        layers=(layer_plan(model, causal=False),) * known(model.num_layers),
+        final_norm=norm_plan(model),
+        heads=tuple(heads),
+        head_spec=head,
+        positions=known(model.max_position_embeddings),
+    )
 
 
 class BertResult(NamedTuple):
     """What the end of a BERT gives.
 
     Attributes:
-        tokens: with labels the loss of each token, fp32 [b, s]; else logits [b, s, v/t].
+        tokens: with labels the loss of each token, fp32 [b, s]; otherwise logits [b, s, v/t].
         order: logits of the two segments standing as in the text (0) or the other way round (1),
-            [b, 2]; None without a binary head.
+            [b, 2]; `None` without a binary head.
     """
 
     tokens: Tensor
@@ -48,91 +89,54 @@ class BertResult(NamedTuple):
 class BertModel(nn.Module):
     """Embedding, layers, final normalization, heads.
 
-    Parameters are as those of a GPT, and
+    Parameters are those of a GPT, and
 
         embedding.token_type.weight   [2, h]   segments    (these three with a pooler)
         pooler.dense.weight, .bias    [h, h]
-        binary_head.weight, .bias     [2, h]   are the segments in order?
+        binary_head.weight, .bias     [2, h]   whether the segments are in order
         head.dense.weight, .bias      [h, h]   of the masked tokens, before their scores
         head.norm.weight, .bias       [h]
         output.bias                   [v]
 
+    Heads that the plan lacks are left out.
+
     Args:
-        model: network flags, resolved (no None among the sizes).
-        precision: number formats.
+        plan: the whole network.
         context: what it is built in.
-        padded_vocab_size: v.
-        part: the layers that this process holds, and whether it begins or ends the model; None:
-            the whole model.
-        recompute: what to compute again in backward; None: nothing.
-        pretraining_heads: False leaves out what only pretraining needs: `head`, `output` and
-            `binary_head`.
+        part: the layers that this process holds, and whether it begins or ends the model; `None`
+            stands for the whole model.
+        recompute: what to compute again in backward; `None` keeps everything.
     """
 
     def __init__(
         self,
-        model: ModelConfig,
-        precision: PrecisionConfig,
+        plan: ModelPlan,
         context: BuildContext,
-        *,
-        padded_vocab_size: int,
         part: ModelPart | None = None,
         recompute: RecomputePlan | None = None,
-        pretraining_heads: bool = True,
     ) -> None:
         super().__init__()
-        self.part = part or whole_model(sizes_of(model).layers)
+        self.plan = plan
+        self.part = part or whole_model(len(plan.layers))
         self.attention_choice = context.kernels.attention
-        in_one = self._may_go_in_one(model, context)
-        self.shortest_in_one = SHORTEST_IN_ONE if in_one else None
-        has_pooler = model.bert_binary_head
-        types = TOKEN_TYPES if has_pooler else 0
-        self.embedding = new_embedding(
-            model,
-            precision,
-            context,
-            self.part,
-            padded_vocab_size=padded_vocab_size,
-            token_types=types,
-            has_output=pretraining_heads,
-        )
-        has_rope = model.position_embedding_type == "rope"
-        self.rotary = RotaryTable(model, device=context.device) if has_rope else None
-        self.layers = LayerStack(
-            model,
-            context,
-            self.part.layers,
-            causal=False,
-            recompute=recompute,
-        )
+        self.shortest_in_one = SHORTEST_IN_ONE if _may_join_samples(plan, context) else None
+        self.embedding = new_embedding(plan, context, self.part)
+        self.rotary = new_rotary_table(plan, context)
+        self.layers = LayerStack(plan.layers, context, self.part.layers, recompute=recompute)
         self.final_norm = self.head = self.output = self.pooler = self.binary_head = None
-        if self.part.head:
-            self.final_norm = new_norm(model, context)
-            self.pooler = Pooler(model, context) if has_pooler else None
-        if self.part.head and pretraining_heads:
-            self.head = MaskedTokenHead(model, context)
-            token_loss = TokenLoss.from_config(precision, context.device)
-            self.output = Output(
-                model,
-                context,
-                token_loss,
-                self.embedding,
-                padded_vocab_size=padded_vocab_size,
-                has_bias=True,
-            )
-            if has_pooler:
-                self.binary_head = whole_linear(model, context, outputs=2)
-
-    def _may_go_in_one(self, model: ModelConfig, context: BuildContext) -> bool:
-        """Whether layers take long samples one after the other, as one: no mask is needed then, and
-        the flash kernel reads no padding. Without dropout cuDNN's with a mask is the faster one."""
-        return (
-            self.attention_choice.name != "plain"
-            and model.attention_dropout > 0
-            and model.position_embedding_type != "rope"
-            and not context.layout.sequence_parallel
-            and not flash_misfit(sizes_of(model).head_size, context.dtype, context.device)
-        )
+        if not self.part.head:
+            return
+        self.final_norm = new_norm(plan.final_norm, plan.hidden, context)
+        for head in plan.heads:
+            match head:
+                case OutputPlan():
+                    self.output = Output(head, context, self.embedding)
+                case MaskedTokenPlan():
+                    self.head = MaskedTokenHead(head, context)
+                case ClassifierPlan(kind="binary_head"):
+                    self.binary_head = Classifier(head, context)
+                case HeadPlan(kind="pooler"):
+                    self.pooler = Pooler(head, context)
 
     def forward(
         self,
@@ -143,19 +147,20 @@ class BertModel(nn.Module):
         hidden: Tensor | None = None,
         loss_mask: Tensor | None = None,
     ) -> Tensor | BertResult:
-        """One pass through the layers held here.
+        """Run the layers held here once.
 
         Args:
             tokens: [b, s].
-            padding: bool [b, s], True where there is a token; padding is behind the tokens.
-            token_types: [b, s], the segment of each token; None: all are of the first.
+            padding: bool [b, s], True for a token; padding stands behind the tokens.
+            token_types: [b, s], the segment of each token; `None` means all are of the first.
             labels: [b, s], the token that belongs in each place.
-            hidden: [s, b, h], from the part before; None where this part begins the model.
-            loss_mask: [b, s], by what each loss will count, see `Output`.
+            hidden: [s, b, h], from the part before; `None` if this part begins the model.
+            loss_mask: [b, s], the weight of each loss (`Output`).
 
         Returns:
-            What the heads say at the end of the model; elsewhere, and without heads, hidden states
-            [s, b, h] ([s/t, b, h] with sequence parallelism), normalized where the model ends.
+            What the heads give at the end of the model. If it goes on in another part, or has no
+            heads of pretraining, hidden states [s, b, h] ([s/t, b, h] with sequence parallelism),
+            normalized at the end of the model.
         """
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         rotation = None if self.rotary is None else self.rotary(positions)
@@ -165,12 +170,12 @@ class BertModel(nn.Module):
         shortest = self.shortest_in_one
         in_one = self.training and shortest is not None and tokens.shape[1] >= shortest
         if in_one:
-            hidden = _joined(hidden)
+            hidden = hidden.transpose(0, 1).flatten(0, 1).unsqueeze(1)  # [b s, 1, h]
         mask: Mask = Segments.of_padded(padding) if in_one else padding_mask(padding)
         stream = self.layers.run(Stream(hidden), mask, rotation)
         x: Tensor = stream.join() if self.final_norm is None else self.final_norm(stream)[1]
         if in_one:
-            x = _apart(x, samples=len(tokens))
+            x = x.squeeze(1).unflatten(0, (len(tokens), -1)).transpose(0, 1).contiguous()
         if self.final_norm is None:
             return x
         if self.head is None or self.output is None:
@@ -181,46 +186,84 @@ class BertModel(nn.Module):
         return BertResult(self.output(self.head(x), labels, loss_mask), order)
 
 
-def _joined(x: Tensor) -> Tensor:
-    """[s, b, h] -> [b s, 1, h]."""
-    return x.transpose(0, 1).flatten(0, 1).unsqueeze(1)
+def _may_join_samples(plan: ModelPlan, context: BuildContext) -> bool:
+    """Return whether layers may take long samples one after the other, as a single sequence.
 
-
-def _apart(x: Tensor, samples: int) -> Tensor:
-    """[b s, 1, h] -> [s, b, h]."""
-    return x.squeeze(1).unflatten(0, (samples, -1)).transpose(0, 1).contiguous()
+    No mask is needed then, and the flash kernel reads no padding. Without dropout cuDNN's kernel
+    with a mask is the faster one.
+    """
+    return (
+        context.kernels.attention.name != "plain"
+        and not context.layout.sequence_parallel
+        and all(
+            isinstance(layer.mixer, AttentionPlan)
+            and layer.mixer.dropout > 0
+            and layer.mixer.rotary is None
+            and not flash_misfit(layer.mixer.head_size, context.dtype, context.device)
+            for layer in plan.layers
+        )
+    )
 
 
 def padding_mask(padding: Tensor) -> Tensor:
-    """Bool [b, s], True for a token -> which keys may be attended to, [b, 1, 1, s].
+    """Return which keys may be attended to, [b, 1, 1, s], from bool [b, s], True for a token.
 
-    Padding attends too: nobody reads what becomes of it.
+    Padding attends too: nobody reads the result.
     """
     return padding[:, None, None, :]
 
 
-def whole_linear(
-    model: ModelConfig, context: BuildContext, *, outputs: int, products: Products = PLAIN
-) -> Linear:
-    """A layer over vectors of whole samples, which every tensor rank holds and computes."""
-    hidden = sizes_of(model).hidden
-    whole = replace(context, layout=replace(context.layout, sequence_parallel=False))
-    return Linear(
-        hidden,
-        outputs,
-        whole.multiplying_by(lambda: products),
-        split=None,
-        init=weight_init(model, hidden, outputs),
-    )
+class Classifier(Linear):
+    """A linear layer over vectors of whole samples, which every tensor rank holds and computes."""
+
+    def __init__(self, plan: ClassifierPlan, context: BuildContext) -> None:
+        whole = replace(context, layout=replace(context.layout, sequence_parallel=False))
+        super().__init__(
+            plan.hidden,
+            plan.outputs,
+            whole.multiplying_by(InFp32 if plan.in_fp32 else Plain),
+            split=None,
+            init=plan.init.weight(plan.hidden, plan.outputs),
+        )
+
+    @staticmethod
+    def parameter_count(plan: ClassifierPlan, tensor: int) -> int:
+        """Count weight and bias."""
+        return plan.outputs * (plan.hidden + 1)
+
+    @staticmethod
+    def flops(plan: ClassifierPlan, length: int) -> int:
+        """Count the operations of forward and backward for a sequence: one vector of it."""
+        return 6 * plan.outputs * plan.hidden
+
+    @staticmethod
+    def activation_bytes(plan: ClassifierPlan, batch: MicroBatch) -> int:
+        """Return 0: a few vectors of a sequence, while a layer keeps that many of each token."""
+        return 0
 
 
 class Pooler(nn.Module):
     """A vector of the whole sample: tanh of a layer over its first token."""
 
-    def __init__(self, model: ModelConfig, context: BuildContext) -> None:
+    def __init__(self, plan: HeadPlan, context: BuildContext) -> None:
         super().__init__()
         self.sequence = context.layout.sequence
-        self.dense = whole_linear(model, context, outputs=sizes_of(model).hidden)
+        self.dense = Classifier(_square(plan), context)
+
+    @staticmethod
+    def parameter_count(plan: HeadPlan, tensor: int) -> int:
+        """Count weight and bias."""
+        return Classifier.parameter_count(_square(plan), tensor)
+
+    @staticmethod
+    def flops(plan: HeadPlan, length: int) -> int:
+        """Count the operations of forward and backward for a sequence: one vector of it."""
+        return Classifier.flops(_square(plan), length)
+
+    @staticmethod
+    def activation_bytes(plan: HeadPlan, batch: MicroBatch) -> int:
+        """Return 0, as of `Classifier`."""
+        return 0
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, h], or with sequence parallelism [s/t, b, h] -> [b, h] on every rank."""
@@ -231,24 +274,99 @@ class Pooler(nn.Module):
         return torch.tanh(self.dense(first)).squeeze(0)
 
 
-class MaskedTokenHead(nn.Module):
-    """What stands between BERT's last layer and the scores of the vocabulary."""
+def _square(plan: HeadPlan) -> ClassifierPlan:
+    """Return the plan of a pooler's layer, as wide as the residual stream."""
+    return ClassifierPlan(
+        kind="pooler.dense", hidden=plan.hidden, init=plan.init, outputs=plan.hidden
+    )
 
-    def __init__(self, model: ModelConfig, context: BuildContext) -> None:
+
+class MaskedTokenHead(nn.Module):
+    """The layer between BERT's last one and the scores of the vocabulary."""
+
+    def __init__(self, plan: MaskedTokenPlan, context: BuildContext) -> None:
         super().__init__()
-        hidden = sizes_of(model).hidden
-        self.approximate = "tanh" if model.openai_gelu else "none"
+        self.approximate = "tanh" if plan.tanh else "none"
         self.dense = Linear(
-            hidden,
-            hidden,
+            plan.hidden,
+            plan.hidden,
             context.multiplying_by(Plain),
             split=None,
-            init=weight_init(model, hidden, hidden),
+            init=plan.init.weight(plan.hidden, plan.hidden),
         )
-        self.norm = new_norm(model, context)
+        self.norm = new_norm(plan.norm, plan.hidden, context)
+
+    @staticmethod
+    def parameter_count(plan: MaskedTokenPlan, tensor: int) -> int:
+        """Count the dense layer and the normalization."""
+        return plan.hidden * (plan.hidden + 1) + norm_parameters(plan.norm, plan.hidden)
+
+    @staticmethod
+    def flops(plan: MaskedTokenPlan, length: int) -> int:
+        """Count the operations of forward and backward for a sequence."""
+        return 6 * length * plan.hidden * plan.hidden
+
+    @staticmethod
+    def activation_bytes(plan: MaskedTokenPlan, batch: MicroBatch) -> int:
+        """Count outputs of the dense layer, of its activation and of the normalization."""
+        return batch.losses * 3 * batch.width * batch.tokens * plan.hidden // batch.sequence
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, h] -> [s, b, h]; [s/t, b, h] with sequence parallelism."""
         _, normal = self.norm(Stream(F.gelu(self.dense(x), approximate=self.approximate)))
         result: Tensor = normal
         return result
+
+
+class BertChooser(BertModel):
+    """BERT with a task's head that chooses among classes, or among several texts.
+
+    It has BERT's layers and pooler, dropout, and one linear layer, but no heads of pretraining.
+    Parameters are those of a BERT, and `HEAD.weight` [outputs, h], `HEAD.bias` [outputs].
+
+    Args:
+        plan: the whole network, with a task's head.
+        context: what it is built in.
+        part: as of `BertModel`.
+        recompute: as of `BertModel`.
+        head_name: HEAD, Megatron's: "classification_head" or "multichoice_head".
+    """
+
+    def __init__(
+        self,
+        plan: ModelPlan,
+        context: BuildContext,
+        part: ModelPart | None = None,
+        recompute: RecomputePlan | None = None,
+        *,
+        head_name: str,
+    ) -> None:
+        super().__init__(plan, context, part, recompute)
+        self.head_name = head_name
+        self.dropout = plan.embedding.dropout
+        if self.part.head:
+            task = plan.head("task_head")
+            assert isinstance(task, ClassifierPlan), "the plan has no head of a task"
+            self.add_module(head_name, Classifier(task, context))
+
+    def choose(
+        self, tokens: Tensor, padding: Tensor, token_types: Tensor, hidden: Tensor | None = None
+    ) -> Tensor:
+        """Score each text of each sample once; classes are chosen among with c = 1 text.
+
+        Args:
+            tokens: [b, c, s].
+            padding: bool [b, c, s], True for a token.
+            token_types: [b, c, s].
+            hidden: [s, b c, h], from the part before; `None` if this part begins the model.
+
+        Returns:
+            Hidden states for the next part, [s, b c, h]; at the end scores in fp32 [b, c outputs].
+        """
+        flat = (tokens.flatten(0, 1), padding.flatten(0, 1), token_types.flatten(0, 1))
+        x = self(*flat, hidden=hidden)
+        if self.pooler is None:
+            return x
+        pooled = F.dropout(self.pooler(x), self.dropout, self.training)
+        scores: Tensor = self.get_submodule(self.head_name)(pooled[None])[0]
+        return scores.view(len(tokens), -1)

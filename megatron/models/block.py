@@ -1,75 +1,141 @@
-"""One transformer layer: attention, then MLP, each behind a normalization, each added back.
+"""Transformer layers: one `Block` for each record of a plan, and the stack that runs them.
 
-A decoder's layer has a third part between the two: attention to an encoder's output.
+A mixer or an MLP is one class in a module of its own, named in `MIXERS` or `MLPS` by the `kind` of
+its record. Beside its constructor it states what it costs: `matrices`, `vectors`, `work` and
+`activation_bytes` are functions of the record, so that nothing has to be built to count.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
 from torch import Tensor, nn
 
-from megatron.config.model import ModelConfig
 from megatron.kernels.attention import Mask
-from megatron.kernels.dropout import choose_bias_dropout_add
 from megatron.kernels.rope import Rotation
-from megatron.models.attention import SelfAttention
-from megatron.models.cache import KeyValueCache
-from megatron.models.cross_attention import CrossAttention, Memory
+from megatron.models.attention import (
+    CrossAttention,
+    EncoderOutput,
+    KeyValueCache,
+    SelfAttention,
+)
 from megatron.models.mlp import MLP
-from megatron.models.norm import Stream, new_norm
+from megatron.models.norm import Stream, new_norm, norm_parameters
+from megatron.models.plan import LayerPlan, MicroBatch, SublayerPlan, Work
+from megatron.models.recompute import RecomputePlan, layer_groups, recompute
 from megatron.parallel.build import BuildContext
+from megatron.parallel.layout import Axis
 from megatron.parallel.random import split_region
 
 
-class Block(nn.Module):
-    """A pre-norm layer.
+class Sublayer(Protocol):
+    """What the class of a mixer or an MLP states about a record, without building anything."""
 
-    The residual is each part's input, or with --apply-residual-connection-post-layernorm the
-    normalized input. What a half computes is added to it by the next normalization (see `Stream`),
-    or by its dropout where it has one. An fp32 residual stream stays fp32: 16-bit outputs are added
-    to it. With sequence parallelism all of it but the split layers runs on this rank's part of the
-    sequence.
+    def matrices(self, plan: Any, /) -> list[tuple[int, int]]:
+        """Return (outputs, inputs) of its weight matrices, which tensor ranks split evenly."""
+        ...
+
+    def vectors(self, plan: Any, tensor: int, /) -> int:
+        """Count all other parameters that one of `tensor` ranks holds."""
+        ...
+
+    def work(self, plan: Any, length: int, encoder_length: int, /) -> Work:
+        """Count the operations of forward and backward for a sequence of `length` tokens."""
+        ...
+
+    def activation_bytes(self, plan: Any, batch: MicroBatch, /) -> int:
+        """Count what it keeps for the backward pass of a micro-batch."""
+        ...
+
+
+# Built as `MIXERS[kind](plan, context, layer_number, recompute_core=...)`, called with (x, mask,
+# rotation, cache); `bias_to_add` is what the residual sum still adds.
+MIXERS: dict[str, Any] = {"attention": SelfAttention, "cross_attention": CrossAttention}
+# Built as `MLPS[kind](plan, context)`, called with x.
+MLPS: dict[str, Any] = {"dense": MLP}
+
+
+def class_of(plan: SublayerPlan) -> Sublayer:
+    """Return the class that carries out a record."""
+    tables: Mapping[str, Sublayer] = {**MIXERS, **MLPS}
+    return tables[plan.kind]
+
+
+class Block(nn.Module):
+    """A pre-norm layer: a mixer, then an MLP, each behind a normalization, each added back.
+
+    A decoder's layer has a third part between the two: attention to an encoder's output. The
+    residual is each part's input, or with --apply-residual-connection-post-layernorm the normalized
+    input. What a half computes is added to it by the next normalization (see `Stream`), or by its
+    dropout if it has one. An fp32 residual stream stays fp32: 16-bit outputs are added to it. With
+    sequence parallelism all of it but the split layers runs on this rank's part of the sequence.
 
     Args:
-        model: network flags.
+        plan: what it consists of.
         context: what it is built in.
         layer_number: from 1.
-        causal: without a mask, tokens attend to those before them only.
-        reads_memory: between the two halves it attends to an encoder's output too.
-        recompute_core: compute the core again in backward instead of keeping its insides.
+        recompute_core: compute the attention core again in backward instead of keeping its insides.
     """
 
     def __init__(
         self,
-        model: ModelConfig,
+        plan: LayerPlan,
         context: BuildContext,
         layer_number: int,
         *,
-        causal: bool = True,
-        reads_memory: bool = False,
         recompute_core: bool = False,
     ) -> None:
         super().__init__()
-        self.residual_after_norm = model.apply_residual_connection_post_layernorm
-        self.dropout = model.hidden_dropout
-        self.bias_dropout_add = choose_bias_dropout_add(model, context.kernels.library)
+        hidden = plan.mixer.hidden
+        self.residual_after_norm = plan.residual_after_norm
+        self.dropout = plan.dropout
+        self.bias_dropout_add = context.kernels.bias_dropout_add
         self.sequence = context.layout.sequence
         self.layer_number = layer_number
-        self.attention_norm = new_norm(model, context)
-        self.attention = SelfAttention(
-            model,
-            context,
-            layer_number,
-            causal=causal,
-            recompute_core=recompute_core,
+        self.attention_norm = new_norm(plan.norm, hidden, context)
+        self.attention = MIXERS[plan.mixer.kind](
+            plan.mixer, context, layer_number, recompute_core=recompute_core
         )
         self.cross_norm = self.cross_attention = None
-        if reads_memory:
-            self.cross_norm = new_norm(model, context)
+        if plan.cross_attention is not None:
+            self.cross_norm = new_norm(plan.norm, hidden, context)
             self.cross_attention = CrossAttention(
-                model, context, layer_number, recompute_core=recompute_core
+                plan.cross_attention, context, layer_number, recompute_core=recompute_core
             )
-        self.mlp_norm = new_norm(model, context)
-        self.mlp = MLP(model, context)
+        self.mlp_norm = new_norm(plan.norm, hidden, context)
+        self.mlp = MLPS[plan.mlp.kind](plan.mlp, context)
+
+    @staticmethod
+    def matrix_parameters(plan: LayerPlan) -> int:
+        """Count the weights of a layer's matrices, on all tensor ranks together."""
+        return sum(
+            outputs * inputs
+            for sublayer in plan.sublayers
+            for outputs, inputs in class_of(sublayer).matrices(sublayer)
+        )
+
+    @staticmethod
+    def parameter_count(plan: LayerPlan, tensor: int) -> int:
+        """Count the parameters that one of `tensor` ranks holds."""
+        each = norm_parameters(plan.norm, plan.mixer.hidden)
+        vectors = sum(class_of(part).vectors(part, tensor) + each for part in plan.sublayers)
+        return Block.matrix_parameters(plan) // tensor + vectors
+
+    @staticmethod
+    def work(plan: LayerPlan, length: int, encoder_length: int = 0) -> Work:
+        """Count the operations of forward and backward for one sample."""
+        each = [class_of(part).work(part, length, encoder_length) for part in plan.sublayers]
+        return Work(sum(work.products for work in each), sum(work.scores for work in each))
+
+    @staticmethod
+    def activation_bytes(plan: LayerPlan, batch: MicroBatch) -> int:
+        """Count what is kept for backward: of each part also its norm's input and output."""
+        # And of dropout one byte for each entry of the mask.
+        entry = 2 * batch.width + (1 if plan.dropout > 0 else 0)
+        around = entry * (batch.tokens * plan.mixer.hidden // batch.sequence)
+        return sum(around + class_of(part).activation_bytes(part, batch) for part in plan.sublayers)
 
     def forward(
         self,
@@ -77,7 +143,7 @@ class Block(nn.Module):
         mask: Mask | None,
         rotation: Rotation | None,
         cache: KeyValueCache | None = None,
-        memory: Memory | None = None,
+        encoder: EncoderOutput | None = None,
     ) -> Stream:
         """[s, b, h] -> [s, b, h]; [s/t, b, h] with sequence parallelism."""
         x, normal = self.attention_norm(stream)
@@ -85,18 +151,75 @@ class Block(nn.Module):
         update = self.attention(normal, mask, rotation, cache)
         stream = self._add(residual, update, self.attention.bias_to_add, "attention output")
         if self.cross_norm is not None and self.cross_attention is not None:
-            assert memory is not None, "a decoder's layer reads what the encoder has made"
+            assert encoder is not None, "a decoder's layer reads the encoder's output"
             x, normal = self.cross_norm(stream)
             residual = normal if self.residual_after_norm else x
-            update = self.cross_attention(normal, memory)
+            update = self.cross_attention(normal, encoder)
             stream = self._add(residual, update, self.cross_attention.bias_to_add, "cross output")
         x, normal = self.mlp_norm(stream)
         residual = normal if self.residual_after_norm else x
         return self._add(residual, self.mlp(normal), self.mlp.bias_to_add, "mlp output")
 
     def _add(self, residual: Tensor, update: Tensor, bias: Tensor | None, site: str) -> Stream:
-        """residual + dropout(update + bias), or without dropout the sum still to be taken."""
+        """Return residual + dropout(update + bias), without dropout as a sum still to be taken."""
         if not self.training or self.dropout == 0:
             return Stream(residual, update if bias is None else update + bias)
         with split_region(self.sequence, update.device, self.layer_number, site):
             return Stream(self.bias_dropout_add(update, bias, residual, self.dropout))
+
+
+class LayerStack(nn.ModuleDict):
+    """Consecutive layers of a stack, by their number in it.
+
+    It is run, not called: a weight that is still being gathered is waited for by the layer that
+    reads it, not by all of them together (`parallel.weights`).
+
+    Args:
+        plans: of all layers of the stack.
+        context: what they are built in.
+        layers: numbers, from 0, of those that this process holds.
+        numbered_after: layers of the model before the first of the stack (an encoder's).
+        recompute: what to compute again in backward; `None` keeps everything.
+    """
+
+    def __init__(
+        self,
+        plans: tuple[LayerPlan, ...],
+        context: BuildContext,
+        layers: range,
+        *,
+        numbered_after: int = 0,
+        recompute: RecomputePlan | None = None,
+    ) -> None:
+        super().__init__()
+        for index in layers:
+            self[str(index)] = Block(
+                plans[index],
+                context,
+                numbered_after + index + 1,
+                recompute_core=recompute is not None and recompute.granularity == "selective",
+            )
+        self.groups = layer_groups(recompute, layers)
+        layout = context.layout
+        splits = recompute is not None and recompute.split_inputs and layout.sequence.size == 1
+        self.saved_by = layout.tensor if splits else Axis()
+
+    def run(self, stream: Stream, *inputs: Any) -> Stream:
+        """[s, b, h] -> [s, b, h]; every layer is given `inputs` after the stream."""
+        for group in self.groups:
+            if group.recomputed and torch.is_grad_enabled():
+                # Joined: a group keeps one tensor.
+                x = stream.join()
+                x = recompute(self._joined, group.layers, x, *inputs, split_over=self.saved_by)
+                stream = Stream(x)
+            else:
+                stream = self._run(group.layers, stream, *inputs)
+        return stream
+
+    def _joined(self, layers: range, x: Tensor, *inputs: Any) -> Tensor:
+        return self._run(layers, Stream(x), *inputs).join()
+
+    def _run(self, layers: range, stream: Stream, *inputs: Any) -> Stream:
+        for index in layers:
+            stream = self[str(index)](stream, *inputs)
+        return stream

@@ -8,12 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.config.model import ModelConfig
-from megatron.config.precision import PrecisionConfig
 from megatron.config.stages import ModelPart
 from megatron.kernels.rope import Rotation, rotation_table
-from megatron.models.initial import weight_init
-from megatron.models.sizes import sizes_of
+from megatron.models.plan import EmbeddingPlan, InitPlan, ModelPlan, RotaryPlan
 from megatron.parallel.build import BuildContext
 from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.layers import VocabularyEmbedding
@@ -24,18 +21,12 @@ from megatron.parallel.random import split_region
 class VectorTable(nn.Module):
     """A learned vector for each of a few numbers, such as positions; whole on every rank."""
 
-    def __init__(
-        self,
-        entries: int,
-        model: ModelConfig,
-        context: BuildContext,
-    ) -> None:
+    def __init__(self, entries: int, hidden: int, init: InitPlan, context: BuildContext) -> None:
         super().__init__()
         self.sequence = context.layout.sequence
-        hidden = sizes_of(model).hidden
         self.weight = context.new_parameter(
             (entries, hidden),
-            init=weight_init(model, hidden, entries),
+            init=init.weight(hidden, entries),
             partial_gradient=self.sequence.size > 1,
         )
 
@@ -46,44 +37,40 @@ class VectorTable(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Words plus learned positions and token types (where the model has them), with dropout.
+    """Words plus learned positions and token types (if the model has them), with dropout.
 
     Args:
-        token_types: how many there are.
-        calls: of one pass: an encoder and a decoder have one each.
+        plan: its sizes.
+        context: what it is built in.
     """
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        precision: PrecisionConfig,
-        context: BuildContext,
-        *,
-        padded_vocab_size: int,
-        token_types: int = 0,
-        calls: int = 1,
-    ) -> None:
+    def __init__(self, plan: EmbeddingPlan, context: BuildContext) -> None:
         super().__init__()
-        self.calls = calls
-        hidden = sizes_of(model).hidden
+        self.calls = plan.calls
+        self.dropout = plan.dropout
         self.sequence = context.layout.sequence
-        self.dropout = model.hidden_dropout
-        self.fp32_residual = precision.fp32_residual_connection
+        self.fp32_residual = context.precision.fp32_residual_connection
         self.word = VocabularyEmbedding(
-            padded_vocab_size,
-            hidden,
+            plan.vocabulary,
+            plan.hidden,
             context,
-            init=weight_init(model, hidden, padded_vocab_size),
-            lookup_in_fp32=precision.embedding_weights_in_fp32,
+            init=plan.init.weight(plan.hidden, plan.vocabulary),
+            lookup_in_fp32=context.precision.embedding_weights_in_fp32,
         )
         self.position = self.token_type = None
-        if model.position_embedding_type == "learned_absolute":
-            self.position = VectorTable(sizes_of(model).positions, model, context)
-        if token_types:
-            self.token_type = VectorTable(token_types, model, context)
+        if plan.positions:
+            self.position = VectorTable(plan.positions, plan.hidden, plan.init, context)
+        if plan.token_types:
+            self.token_type = VectorTable(plan.token_types, plan.hidden, plan.init, context)
+
+    @staticmethod
+    def parameter_count(plan: EmbeddingPlan, tensor: int) -> int:
+        """Count the parameters that one of `tensor` ranks holds."""
+        rows = plan.vocabulary // tensor + plan.positions + plan.token_types
+        return rows * plan.hidden
 
     def take_slots(self, gradients: GradientBuffer) -> None:
-        """See `parallel.every_layer.attach_slots`."""
+        """Let each call write its gradient of the word table where the buffer keeps it."""
         for _ in range(self.calls):  # each call is a use, after which the gradient is waited for
             self.word.slot = gradients.slot(self.word.weight)
 
@@ -95,12 +82,12 @@ class Embedding(nn.Module):
         *,
         site: str = "embedding",
     ) -> Tensor:
-        """Vectors of whole sequences.
+        """Return the vectors of whole sequences.
 
         Args:
             tokens: [b, s].
             position_ids: [b, s].
-            token_types: [b, s], for a model that has them; None: all are 0.
+            token_types: [b, s], for a model that has them; `None` means all are 0.
             site: tells one call from another in a pass, for dropout.
 
         Returns:
@@ -121,13 +108,12 @@ class Embedding(nn.Module):
 
 
 def vocabulary_matrix(
-    model: ModelConfig, context: BuildContext, padded_vocab_size: int
+    vocabulary: int, hidden: int, init: InitPlan, context: BuildContext
 ) -> nn.Parameter:
-    """A row for every vocabulary entry, [v, h]; rows are split over tensor ranks."""
-    hidden = sizes_of(model).hidden
+    """Allocate a row for every vocabulary entry, [v, h]; rows are split over tensor ranks."""
     return context.new_parameter(
-        (padded_vocab_size, hidden),
-        init=weight_init(model, hidden, padded_vocab_size),
+        (vocabulary, hidden),
+        init=init.weight(hidden, vocabulary),
         split_dim=0,
         is_vocabulary=True,
     )
@@ -140,64 +126,45 @@ class TiedWordEmbedding(nn.Module):
     them equal by adding their gradients (`parallel.tied`).
     """
 
-    def __init__(
-        self, model: ModelConfig, context: BuildContext, *, padded_vocab_size: int
-    ) -> None:
+    def __init__(self, plan: EmbeddingPlan, context: BuildContext) -> None:
         super().__init__()
         self.word = nn.Module()  # never called: who waits for its weight is the model
-        weight = vocabulary_matrix(model, context, padded_vocab_size)
+        weight = vocabulary_matrix(plan.vocabulary, plan.hidden, plan.init, context)
         weight.spec = replace(spec_of(weight), is_copy=True)  # type: ignore[attr-defined]
         self.word.weight = weight
 
 
 def new_embedding(
-    model: ModelConfig,
-    precision: PrecisionConfig,
-    context: BuildContext,
-    part: ModelPart,
-    *,
-    padded_vocab_size: int,
-    token_types: int = 0,
-    calls: int = 1,
-    has_output: bool = True,
+    plan: ModelPlan, context: BuildContext, part: ModelPart
 ) -> Embedding | TiedWordEmbedding | None:
-    """What a part of a model needs of the embeddings; None: nothing.
-
-    Args:
-        has_output: the model ends in scores of the words.
-    """
+    """Build what a part of a model needs of the embeddings, or return `None` if it needs none."""
     if part.embedding:
-        return Embedding(
-            model,
-            precision,
-            context,
-            padded_vocab_size=padded_vocab_size,
-            token_types=token_types,
-            calls=calls,
-        )
-    if part.head and has_output and not model.untie_embeddings_and_output_weights:
-        return TiedWordEmbedding(model, context, padded_vocab_size=padded_vocab_size)
-    return None
+        return Embedding(plan.embedding, context)
+    return TiedWordEmbedding(plan.embedding, context) if part.head and plan.ties_words else None
 
 
 class RotaryTable(nn.Module):
     """Cosines and sines up to the longest sequence: made once, shared by all layers, not saved."""
 
-    def __init__(self, model: ModelConfig, *, device: torch.device | None = None) -> None:
+    def __init__(self, plan: RotaryPlan, device: torch.device) -> None:
         super().__init__()
-        sizes = sizes_of(model)
         table = rotation_table(
-            sizes.positions,
-            int(sizes.head_size * model.rotary_percent),
-            base=model.rotary_base,
-            interpolation=model.rotary_seq_len_interpolation_factor,
-            scaling=model.rope_scaling_factor if model.use_rope_scaling else None,
+            plan.positions,
+            plan.channels,
+            base=plan.base,
+            interpolation=plan.interpolation,
+            scaling=plan.scaling,
             device=device,
         )
         self.register_buffer("table", table[:, :, None, None], persistent=False)
         self.table: Tensor
 
     def forward(self, positions: Tensor) -> Rotation:
-        """The rotation of these positions [s]: cosines and sines [s, 1, 1, r]."""
+        """Return the rotation of these positions [s]: cosines and sines [s, 1, 1, r]."""
         cosine, sine = self.table[:, positions]
         return cosine, sine
+
+
+def new_rotary_table(plan: ModelPlan, context: BuildContext) -> RotaryTable | None:
+    """Build the table of a model whose queries and keys rotate."""
+    return None if plan.rotary is None else RotaryTable(plan.rotary, context.device)

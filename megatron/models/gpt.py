@@ -8,68 +8,73 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
-from megatron.config.precision import PrecisionConfig
+from megatron.config.run import known
 from megatron.config.stages import ModelPart, whole_model
 from megatron.kernels.attention import Mask
-from megatron.models.cache import KeyValueCache
-from megatron.models.embedding import Embedding, RotaryTable, new_embedding
-from megatron.models.head import Output, TokenLoss
+from megatron.models.attention import KeyValueCache
+from megatron.models.block import LayerStack
+from megatron.models.embedding import Embedding, new_embedding, new_rotary_table
+from megatron.models.head import Output
 from megatron.models.norm import Stream, new_norm
+from megatron.models.plan import (
+    HeadSpec,
+    ModelPlan,
+    embedding_plan,
+    layer_plan,
+    norm_plan,
+    output_plan,
+)
 from megatron.models.recompute import RecomputePlan
-from megatron.models.sizes import sizes_of
-from megatron.models.stack import LayerStack
 from megatron.parallel.build import BuildContext
 from megatron.parallel.context.split import local_positions
+
+
+def gpt_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
+    """Return the plan of a GPT, whose layers are alike."""
+    assert head.is_language_model, "tasks' heads stand on a BERT"
+    return ModelPlan(
+        embedding=embedding_plan(model, vocabulary),
+        layers=(layer_plan(model, causal=True),) * known(model.num_layers),
+        final_norm=norm_plan(model),
+        heads=(output_plan(model, vocabulary),),
+        positions=known(model.max_position_embeddings),
+    )
 
 
 class GPTModel(nn.Module):
     """Embedding, layers, final normalization, output.
 
-    Parameters are allocated on `device`, not filled: see `parallel.initialization.initialize`.
-    Their names are global: layer i is `layers.i` whatever part of the model this process holds.
+    Parameters are allocated, not filled: `parallel.initialization.initialize` does that. Their
+    names are global: layer i is `layers.i` whatever part of the model this process holds.
 
     Args:
-        model: network flags, resolved (no None among the sizes).
-        precision: number formats.
+        plan: the whole network.
         context: what it is built in.
-        padded_vocab_size: v.
-        part: the layers that this process holds, and whether it begins or ends the model; None:
-            the whole model.
-        recompute: what to compute again in backward; None: nothing.
+        part: the layers that this process holds, and whether it begins or ends the model; `None`
+            stands for the whole model.
+        recompute: what to compute again in backward; `None` keeps everything.
     """
 
     def __init__(
         self,
-        model: ModelConfig,
-        precision: PrecisionConfig,
+        plan: ModelPlan,
         context: BuildContext,
-        *,
-        padded_vocab_size: int,
         part: ModelPart | None = None,
         recompute: RecomputePlan | None = None,
     ) -> None:
         super().__init__()
-        self.part = part or whole_model(sizes_of(model).layers)
+        self.plan = plan
+        self.part = part or whole_model(len(plan.layers))
         self.layout = context.layout
         self.attention_choice = context.kernels.attention
-        self.embedding = new_embedding(
-            model, precision, context, self.part, padded_vocab_size=padded_vocab_size
-        )
-        has_rope = model.position_embedding_type == "rope"
-        self.rotary = RotaryTable(model, device=context.device) if has_rope else None
-        self.layers = LayerStack(
-            model,
-            context,
-            self.part.layers,
-            recompute=recompute,
-        )
+        self.embedding = new_embedding(plan, context, self.part)
+        self.rotary = new_rotary_table(plan, context)
+        self.layers = LayerStack(plan.layers, context, self.part.layers, recompute=recompute)
         self.final_norm = self.output = None
         if self.part.head:
-            self.final_norm = new_norm(model, context)
-            token_loss = TokenLoss.from_config(precision, context.device)
-            self.output = Output(
-                model, context, token_loss, self.embedding, padded_vocab_size=padded_vocab_size
-            )
+            assert plan.output is not None
+            self.final_norm = new_norm(plan.final_norm, plan.hidden, context)
+            self.output = Output(plan.output, context, self.embedding)
 
     def forward(
         self,
@@ -81,23 +86,24 @@ class GPTModel(nn.Module):
         cache: KeyValueCache | None = None,
         loss_mask: Tensor | None = None,
     ) -> Tensor:
-        """One pass through the layers held here.
+        """Run the layers held here once.
 
         With context parallelism s counts this rank's tokens: its part of every sequence.
 
         Args:
             tokens: [b, s].
-            position_ids: [b, s], for learned positions; None: places in the sequence.
+            position_ids: [b, s], for learned positions; `None` stands for places in the sequence.
             labels: [b, s], the token that follows each.
-            mask: bool [b or 1, 1, s, s], True where a query may attend, or documents; None: causal.
-            hidden: [s, b, h], from the part before; None where this part begins the model.
-            cache: of earlier tokens, with the places of these; b is 1 then. None: the tokens are
-                whole sequences.
-            loss_mask: [b, s], by what each loss will count, see `Output`.
+            mask: bool [b or 1, 1, s, s], True where a query may attend, or documents; `None` is
+                causal.
+            hidden: [s, b, h], from the part before; `None` if this part begins the model.
+            cache: of earlier tokens, with the places of these; b is 1 then. `None` means that the
+                tokens are whole sequences.
+            loss_mask: [b, s], the weight of each loss (`Output`).
 
         Returns:
-            Where the model goes on in another part: hidden states [s, b, h]. At its end, with
-            labels the loss of each token, fp32 [b, s]; else logits [b, s, v/t], with a cache of
+            If the model goes on in another part, hidden states [s, b, h]. At its end with labels
+            the loss of each token, fp32 [b, s]; otherwise logits [b, s, v/t], with a cache only of
             the tokens that it wants them of.
         """
         if cache is None:

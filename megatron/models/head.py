@@ -8,14 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.kernels.cross_entropy import CrossEntropy, choose_cross_entropy
 from megatron.kernels.library import find_library
 from megatron.models.embedding import Embedding, TiedWordEmbedding, vocabulary_matrix
+from megatron.models.plan import MicroBatch, OutputPlan
 from megatron.parallel.build import BuildContext
 from megatron.parallel.communication import Communication
-from megatron.parallel.cross_entropy import linear_cross_entropy, vocabulary_cross_entropy
+from megatron.parallel.cross_entropy import (
+    CHUNK_LOGITS,
+    linear_cross_entropy,
+    vocabulary_cross_entropy,
+)
 from megatron.parallel.gradients import GradientBuffer, GradientSlot
 from megatron.parallel.layout import Layout
 from megatron.parallel.linear import parallel_linear
@@ -33,15 +37,15 @@ def vocabulary_logits(
     slot: GradientSlot | None = None,
     products: Products = PLAIN,
 ) -> Tensor:
-    """Scores of this rank's part of the vocabulary.
+    """Return the scores of this rank's part of the vocabulary.
 
     Args:
         x: [s, b, h]; [s/t, b, h] with sequence parallelism.
         weight: [v/t, h], this rank's rows of an embedding or output matrix.
-        layout: who this process is.
+        layout: this process among the others.
         bias: [v/t].
-        overlap: communicate while computing; off: the same results.
-        slot: where the weight's gradient goes; None: to autograd.
+        overlap: communicate while computing; off gives the same results.
+        slot: where the weight's gradient goes; `None` leaves it to autograd.
         products: how it multiplies.
 
     Returns:
@@ -53,11 +57,11 @@ def vocabulary_logits(
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """How hidden states become the loss of each token: decided when a model is built.
+    """How hidden states become the loss of each token, decided when a model is built.
 
     Attributes:
         form: of the cross entropy.
-        is_chunked: never hold all logits: `linear_cross_entropy`.
+        is_chunked: never hold all logits (`linear_cross_entropy`).
     """
 
     form: CrossEntropy
@@ -65,7 +69,7 @@ class TokenLoss:
 
     @classmethod
     def from_config(cls, precision: PrecisionConfig, device: torch.device) -> TokenLoss:
-        """What the flags ask for, with kernels where they run."""
+        """Choose what the flags ask for, with kernels if the device has them."""
         fuses = precision.cross_entropy_loss_fusion
         library = find_library(device).library if fuses else None
         return cls(
@@ -85,9 +89,9 @@ class TokenLoss:
         overlap: bool = True,
         slot: GradientSlot | None = None,
     ) -> Tensor:
-        """[s, b, h] or [s/t, b, h], as `vocabulary_logits`; labels [s, b] -> fp32 [s, b].
+        """[s, b, h] or [s/t, b, h], and labels [s, b] -> fp32 [s, b].
 
-        The mask [s, b] changes no loss: see `linear_cross_entropy`.
+        The mask [s, b] changes no loss; `linear_cross_entropy` says what it is for.
         """
         if self.is_chunked:
             communication = Communication(layout.tensor, layout.sequence_parallel, overlap)
@@ -104,66 +108,84 @@ class TokenLoss:
 class Output(nn.Module):
     """The end of a language model: a score for every vocabulary entry, or each token's loss.
 
-    The matrix [v, h] is that of the word embeddings, or the output's own where they are untied.
+    The matrix [v, h] is the word table, or the output's own if they are untied.
 
     Args:
-        model: network flags.
+        plan: its sizes.
         context: what it is built in.
-        token_loss: how the loss is computed.
-        embedding: of this part of the model; None where it has none, which only untied ones do.
-        padded_vocab_size: v.
-        has_bias: add a bias for every vocabulary entry.
+        embedding: of this part of the model; `None` if it has none, which only untied ones do.
 
     Attributes:
-        overlap: communicate while computing; off: the same results.
-        slot: where the matrix's gradient of this use goes; None: to autograd.
+        overlap: communicate while computing; off gives the same results.
+        slot: where the matrix's gradient of this use goes; `None` leaves it to autograd.
         products: how scores are multiplied.
     """
 
     def __init__(
         self,
-        model: ModelConfig,
+        plan: OutputPlan,
         context: BuildContext,
-        token_loss: TokenLoss,
         embedding: Embedding | TiedWordEmbedding | None,
-        *,
-        padded_vocab_size: int,
-        has_bias: bool = False,
     ) -> None:
         super().__init__()
         self.layout = context.layout
-        self.token_loss = token_loss
+        self.scale = plan.scale
+        self.token_loss = TokenLoss.from_config(context.precision, context.device)
         self.overlap = context.overlap
         self.slot: GradientSlot | None = None
         self.products: Products = PLAIN
         # In a tuple: no child of this module, so that its parameter keeps one name.
         self._tied: tuple[nn.Module, ...] = ()
-        if model.untie_embeddings_and_output_weights:
-            self.weight = vocabulary_matrix(model, context, padded_vocab_size)
+        if not plan.tied:
+            self.weight = vocabulary_matrix(plan.vocabulary, plan.hidden, plan.init, context)
         else:
             assert embedding is not None, "tied to an embedding that is not here"
             self._tied = (embedding.word,)
         self.bias = None
-        if has_bias:
-            self.bias = context.new_parameter((padded_vocab_size,), init=ZEROS, split_dim=0)
+        if plan.bias:
+            self.bias = context.new_parameter((plan.vocabulary,), init=ZEROS, split_dim=0)
+
+    @staticmethod
+    def parameter_count(plan: OutputPlan, tensor: int) -> int:
+        """Count the parameters that one of `tensor` ranks holds, a tied word table aside."""
+        own = 0 if plan.tied else plan.hidden
+        return plan.vocabulary // tensor * (own + plan.bias)
+
+    @staticmethod
+    def flops(plan: OutputPlan, length: int) -> int:
+        """Count the operations of forward and backward for a sequence."""
+        return 6 * length * plan.vocabulary * plan.hidden
+
+    @staticmethod
+    def activation_bytes(plan: OutputPlan, batch: MicroBatch) -> int:
+        """Count the logits, whose gradient takes their place, of all losses that wait."""
+        rows = plan.vocabulary // batch.tensor
+        if not batch.chunked_loss:
+            return batch.losses * batch.width * batch.tokens * rows
+        # Some logits at a time, and until backward the gradients.
+        gradients = plan.hidden * (4 * rows + batch.width * batch.tokens)
+        logits = min(batch.tokens * rows, CHUNK_LOGITS)
+        return batch.width * logits + batch.losses * gradients
 
     def take_slots(self, gradients: GradientBuffer) -> None:
-        """See `parallel.every_layer.attach_slots`."""
+        """Let the use of the matrix write its gradient where the buffer keeps it."""
         self.slot = gradients.slot(self._matrix())
 
     def forward(self, x: Tensor, labels: Tensor | None, loss_mask: Tensor | None = None) -> Tensor:
-        """Scores, or with labels the loss.
+        """Return scores, or with labels the loss.
 
         Args:
             x: normalized hidden states [s, b, h]; [s/t, b, h] with sequence parallelism.
             labels: [b, s].
-            loss_mask: [b, s], by what each token's loss will count; None: by 1. With
+            loss_mask: [b, s], the weight of each token's loss; `None` stands for 1. With
                 --cross-entropy-fusion-impl linear only sum(losses * loss_mask), times anything, can
                 be differentiated: gradients of another function become nan.
 
         Returns:
-            With labels the loss of each token, fp32 [b, s]; else logits [b, s, v/t].
+            With labels the loss of each token, fp32 [b, s]; otherwise logits [b, s, v/t].
         """
+        if self.scale is not None:
+            x = x * self.scale
         options: dict[str, Any] = {"bias": self.bias, "overlap": self.overlap, "slot": self.slot}
         if labels is None:  # [s, b, v/t]
             options["products"] = self.products
@@ -180,5 +202,5 @@ class Output(nn.Module):
 
 
 def masked_mean(losses: Tensor, mask: Tensor) -> Tensor:
-    """Mean of the losses [b, s] where the mask is 1; 0 where nothing counts, not nan."""
+    """Return the mean of the losses [b, s] where the mask is 1; 0, not nan, if nothing counts."""
     return (losses * mask).sum() / mask.sum().clamp(min=1)

@@ -4,38 +4,61 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from megatron.config.model import ModelConfig
-from megatron.kernels.activation import choose_activation
-from megatron.models.initial import weight_init
-from megatron.models.residual import residual_linear
-from megatron.models.sizes import sizes_of
+from megatron.models.plan import MicroBatch, MLPPlan, Work
 from megatron.parallel.build import BuildContext
 from megatron.parallel.layers import Linear
 
 
 class MLP(nn.Module):
-    """h -> f -> h with a non-linearity; a gated one's up projection holds gate and up."""
+    """h -> f -> h with a non-linearity; the up projection of a gated one holds gate and up.
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        context: BuildContext,
-    ) -> None:
+    Args:
+        plan: its sizes.
+        context: what it is built in.
+    """
+
+    def __init__(self, plan: MLPPlan, context: BuildContext) -> None:
         super().__init__()
-        kernels = context.kernels
-        sizes = sizes_of(model)
-        self.activation = choose_activation(model, kernels.library, kernels.amaxes)
+        self.activation = context.kernels.activation(plan.activation)
         self.up = Linear(
-            sizes.hidden,
-            sizes.up,
+            plan.hidden,
+            plan.up,
             context,
             split="column",
-            init=weight_init(model, sizes.hidden, sizes.up),
-            bias=model.add_bias_linear,
+            init=plan.init.weight(plan.hidden, plan.up),
+            bias=plan.bias,
             adds_bias=False,  # the activation does
-            parts=sizes.up_parts,
+            parts=2 if plan.gated else 1,
         )
-        self.down = residual_linear(model, context, inputs=sizes.ffn)
+        self.down = Linear(
+            plan.inner,
+            plan.hidden,
+            context,
+            split="row",
+            init=plan.init.weight(plan.inner, plan.hidden, into_residual=True),
+            bias=plan.bias,
+            adds_bias=not plan.defers_bias,
+        )
+
+    @staticmethod
+    def matrices(plan: MLPPlan) -> list[tuple[int, int]]:
+        """Return (outputs, inputs) of its weights."""
+        return [(plan.up, plan.hidden), (plan.hidden, plan.inner)]
+
+    @staticmethod
+    def vectors(plan: MLPPlan, tensor: int) -> int:
+        """Count the parameters of its biases on one of `tensor` ranks."""
+        return plan.up // tensor + plan.hidden if plan.bias else 0
+
+    @staticmethod
+    def work(plan: MLPPlan, length: int, encoder_length: int) -> Work:
+        """Count operations."""
+        return Work(6 * length * plan.hidden * (plan.up + plan.inner))
+
+    @staticmethod
+    def activation_bytes(plan: MLPPlan, batch: MicroBatch) -> int:
+        """Count what enters and what leaves the activation."""
+        return batch.width * batch.tokens * ((plan.up + plan.inner) // batch.tensor)
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, h] -> [s, b, h], to which `bias_to_add` remains to be added."""
@@ -43,5 +66,5 @@ class MLP(nn.Module):
 
     @property
     def bias_to_add(self) -> Tensor | None:
-        """[h]; see `Linear`."""
+        """What the residual sum still adds, [h]; `None` if nothing is left."""
         return self.down.bias_to_add

@@ -14,25 +14,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.config.model import ModelConfig
-from megatron.models.initial import weight_init
-from megatron.models.sizes import sizes_of
+from megatron.models.plan import MicroBatch, PositionBiasPlan
 from megatron.parallel.build import BuildContext
 from megatron.parallel.parameter import spec_of
 from megatron.parallel.tied import SharedTable
 
-POSITION_TABLES = ("encoder.position_bias.weight", "decoder.position_bias.weight")  # of a T5
+POSITION_TABLES = ("encoder.position_bias.weight", "decoder.position_bias.weight")  # in a T5
 
 
 def relative_buckets(distances: Tensor, *, both_ways: bool, buckets: int, longest: int) -> Tensor:
-    """The bucket of each distance.
+    """Return the bucket of each distance.
 
     Half of the buckets of a direction hold one distance each, the others share the rest up to
     `longest`; the last has all that are longer.
 
     Args:
         distances: place of the key less that of the query, of any shape.
-        both_ways: later keys have buckets of their own; else they are in the first one's.
+        both_ways: later keys have buckets of their own; otherwise they share the first one.
         buckets: of both directions.
         longest: distance, in tokens.
 
@@ -56,54 +54,67 @@ def relative_buckets(distances: Tensor, *, both_ways: bool, buckets: int, longes
 class PositionBias(SharedTable):
     """The table of one stack of layers, [buckets, n]; a tensor rank holds its heads' columns.
 
-    Every part of the model that has layers of the stack has a copy under the same name. That with
-    the stack's first layer is the original; see `parallel.tied` for how the others stay equal.
+    Every part of the model that has layers of the stack has a copy under the same name. The one
+    with the stack's first layer is the original; `parallel.tied` keeps the others equal to it.
 
     Args:
-        both_ways: an encoder's; else a decoder's, which adds the causal mask too.
-        is_copy: another part of the model holds the original.
-        model: network flags.
+        plan: its sizes.
         context: what it is built in.
+        both_ways: an encoder's; otherwise a decoder's, which adds the causal mask too.
+        is_copy: another part of the model holds the original.
     """
 
     def __init__(
         self,
-        model: ModelConfig,
+        plan: PositionBiasPlan,
         context: BuildContext,
         *,
         both_ways: bool,
         is_copy: bool,
     ) -> None:
         super().__init__()
-        sizes, buckets = sizes_of(model), model.relative_attention_num_buckets
         self.both_ways = both_ways
         self.weight = context.new_parameter(
-            (buckets, sizes.heads),
-            init=weight_init(model, buckets, sizes.heads),
+            (plan.buckets, plan.heads),
+            init=plan.init.weight(plan.buckets, plan.heads),
             split_dim=1,
         )
         spec = replace(spec_of(self.weight), is_copy=is_copy)
         self.weight.spec = spec  # type: ignore[attr-defined]
         # Computed on the CPU, so that every device has the same.
-        reach = sizes.positions - 1
+        reach = plan.positions - 1
         found = relative_buckets(
             torch.arange(-reach, reach + 1),
             both_ways=both_ways,
-            buckets=buckets,
-            longest=model.relative_attention_max_distance,
+            buckets=plan.buckets,
+            longest=plan.longest,
         )
         self.register_buffer("buckets", found.to(context.device), persistent=False)
         self.buckets: Tensor
 
+    @staticmethod
+    def parameter_count(plan: PositionBiasPlan, tensor: int) -> int:
+        """Count the parameters that one of `tensor` ranks holds of a stack's table."""
+        return plan.buckets * plan.heads // tensor
+
+    @staticmethod
+    def activation_bytes(plan: PositionBiasPlan, batch: MicroBatch, *, both_ways: bool) -> int:
+        """Count what is added to scores: an encoder's is another one for each sample, because it
+        has the padding's mask in it."""
+        samples = batch.sequences if both_ways else 1
+        return batch.width * plan.heads // batch.tensor * samples * batch.length**2
+
     def forward(self, length: int, mask: Tensor | None) -> Tensor:
-        """What is added to the scores of a sequence with itself.
+        """Return what is added to the scores of a sequence with itself.
 
         Args:
             length: s.
-            mask: bool [b, 1, 1, s], True where a query may attend; None: all, or the past.
+            mask: bool [b, 1, 1, s], True where a query may attend; `None` allows all, or the
+                past.
 
         Returns:
-            [b or 1, n/t, s, s] in the table's type: its lowest number where a query may not attend.
+            [b or 1, n/t, s, s] in the table's type, with its lowest number where a query may not
+            attend.
         """
         if self.original is not None:
             shared: Tensor = self.original(length, mask)

@@ -18,26 +18,63 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
-from megatron.config.precision import PrecisionConfig
+from megatron.config.run import known
 from megatron.config.stages import ModelPart, whole_model
 from megatron.kernels.rope import Rotation
+from megatron.models.attention import EncoderOutput
 from megatron.models.bert import padding_mask
-from megatron.models.cross_attention import Memory
-from megatron.models.embedding import Embedding, RotaryTable, new_embedding
-from megatron.models.head import Output, TokenLoss
+from megatron.models.block import LayerStack
+from megatron.models.embedding import Embedding, new_embedding, new_rotary_table
+from megatron.models.head import Output
 from megatron.models.norm import Stream, new_norm
+from megatron.models.plan import (
+    HeadSpec,
+    ModelPlan,
+    PositionBiasPlan,
+    embedding_plan,
+    init_plan,
+    layer_plan,
+    norm_plan,
+    output_plan,
+)
 from megatron.models.position_bias import PositionBias
 from megatron.models.recompute import RecomputePlan
-from megatron.models.sizes import sizes_of
-from megatron.models.stack import LayerStack
 from megatron.parallel.build import BuildContext
+
+
+def t5_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
+    """Return the plan of a T5: layers of the encoder, then of the decoder."""
+    assert head.is_language_model, "tasks' heads stand on a BERT"
+    encoder, decoder = known(model.num_layers), known(model.decoder_num_layers)
+    positions = known(model.max_position_embeddings)
+    bias = None
+    if model.position_embedding_type == "relative":
+        bias = PositionBiasPlan(
+            heads=known(model.num_attention_heads),
+            buckets=model.relative_attention_num_buckets,
+            longest=model.relative_attention_max_distance,
+            positions=positions,
+            init=init_plan(model),
+        )
+    return ModelPlan(
+        embedding=embedding_plan(model, vocabulary, calls=2),
+        layers=(layer_plan(model, causal=False),) * encoder
+        + (layer_plan(model, causal=True, crosses=True),) * decoder,
+        final_norm=norm_plan(model),
+        heads=(output_plan(model, vocabulary, bias=model.add_output_bias),),
+        positions=positions,
+        encoder_layers=encoder,
+        position_bias=bias,
+    )
 
 
 class Half(nn.Module):
     """Layers of the encoder or of the decoder, and the normalization after the last of them.
 
     Args:
-        position_bias: with relative positions, where there are layers.
+        layers: those held here.
+        final_norm: if the half ends here.
+        position_bias: with relative positions, if there are layers.
     """
 
     def __init__(
@@ -52,13 +89,13 @@ class Half(nn.Module):
         self.final_norm = final_norm
 
     def run(self, hidden: Tensor, length: int, mask: Tensor | None, *inputs: Any) -> Tensor:
-        """[s, b, h] -> [s, b, h], normalized where the half ends.
+        """[s, b, h] -> [s, b, h], normalized if the half ends here.
 
         Args:
             hidden: [s, b, h]; [s/t, b, h] with sequence parallelism.
             length: s.
-            mask: bool [b, 1, 1, s], True where there is a token; None: see `LayerStack`.
-            inputs: what every layer is given besides.
+            mask: bool [b, 1, 1, s], True for a token; `None` leaves it to the plan.
+            inputs: what else every layer is given.
         """
         if self.position_bias is not None:
             mask = self.position_bias(length, mask)
@@ -72,8 +109,8 @@ class Half(nn.Module):
 class T5Model(nn.Module):
     """Embeddings of both halves, encoder, decoder, output.
 
-    Parameters are allocated on `device`, not filled: see `parallel.initialization.initialize`.
-    Their names are global, whatever part of the model this process holds:
+    Parameters are allocated, not filled: `parallel.initialization.initialize` does that. Their
+    names are global, whatever part of the model this process holds:
 
         embedding.word.weight, embedding.position.weight            [v, h], [positions, h]
         encoder.position_bias, decoder.position_bias                [buckets, n], relative ones
@@ -84,71 +121,61 @@ class T5Model(nn.Module):
             .cross_norm, .cross_attention.query, .cross_attention.key_value,
             .cross_attention.output, .mlp_norm, .mlp.up, .mlp.down
         decoder.final_norm
-        output.bias, output.weight where it has them                [v], [v, h]
+        output.bias, output.weight if it has them                   [v], [v, h]
 
     Args:
-        model: network flags, resolved (no None among the sizes).
-        precision: number formats.
+        plan: the whole network.
         context: what it is built in.
-        padded_vocab_size: v.
         part: the layers that this process holds, the decoder's counted after the encoder's, and
-            whether it begins or ends the model; None: the whole model.
-        recompute: what to compute again in backward; None: nothing.
+            whether it begins or ends the model; `None` stands for the whole model.
+        recompute: what to compute again in backward; `None` keeps everything.
     """
 
     def __init__(
         self,
-        model: ModelConfig,
-        precision: PrecisionConfig,
+        plan: ModelPlan,
         context: BuildContext,
-        *,
-        padded_vocab_size: int,
         part: ModelPart | None = None,
         recompute: RecomputePlan | None = None,
     ) -> None:
         super().__init__()
-        first = sizes_of(model).layers  # of the decoder
-        self.part = part or whole_model(model.all_layers)
+        self.plan = plan
+        self.part = part or whole_model(len(plan.layers))
         self.layout = context.layout
         self.attention_choice = context.kernels.attention
-        self.embedding = new_embedding(
-            model, precision, context, self.part, padded_vocab_size=padded_vocab_size, calls=2
-        )
-        has_rope = model.position_embedding_type == "rope"
-        self.rotary = RotaryTable(model, device=context.device) if has_rope else None
+        self.embedding = new_embedding(plan, context, self.part)
+        self.rotary = new_rotary_table(plan, context)
+        first = plan.encoder_layers  # the decoder's
 
-        def new_half(layers: range, ends: bool, **options: Any) -> Half | None:
+        def new_half(layers: range, *, is_decoder: bool, ends: bool) -> Half | None:
             if not layers and not ends:
                 return None
-            stack = LayerStack(model, context, layers, recompute=recompute, **options)
-            norm = new_norm(model, context) if ends else None
+            stack = LayerStack(
+                plan.layers[first:] if is_decoder else plan.layers[:first],
+                context,
+                layers,
+                numbered_after=first if is_decoder else 0,
+                recompute=recompute,
+            )
             bias = None
-            if model.position_embedding_type == "relative" and layers:
+            if plan.position_bias is not None and layers:
                 bias = PositionBias(
-                    model,
+                    plan.position_bias,
                     context,
-                    both_ways=not options["causal"],
+                    both_ways=not is_decoder,
                     is_copy=layers.start > 0,
                 )
-            return Half(stack, norm, bias)
+            return Half(
+                stack, new_norm(plan.final_norm, plan.hidden, context) if ends else None, bias
+            )
 
         of_encoder, of_decoder = self.part.halves(first)
-        self.encoder = new_half(of_encoder, ends=first - 1 in of_encoder, causal=False)
-        self.decoder = new_half(
-            of_decoder, ends=self.part.head, causal=True, reads_memory=True, numbered_after=first
-        )
+        self.encoder = new_half(of_encoder, is_decoder=False, ends=first - 1 in of_encoder)
+        self.decoder = new_half(of_decoder, is_decoder=True, ends=self.part.head)
         self.output = None
-        hidden_size = sizes_of(model).hidden
-        self.output_scale = hidden_size**-0.5 if model.scale_decoder_outputs else None
         if self.part.head:
-            self.output = Output(
-                model,
-                context,
-                TokenLoss.from_config(precision, context.device),
-                self.embedding,
-                padded_vocab_size=padded_vocab_size,
-                has_bias=model.add_output_bias,
-            )
+            assert plan.output is not None
+            self.output = Output(plan.output, context, self.embedding)
 
     def forward(
         self,
@@ -159,52 +186,52 @@ class T5Model(nn.Module):
         hidden: Tensor | None = None,
         loss_mask: Tensor | None = None,
     ) -> Tensor:
-        """One pass through the layers held here.
+        """Run the layers held here once.
 
         Padding may stand at the end of the decoder's sequences too: no token before it sees it.
 
         Args:
             tokens: the encoder's, [b, e].
             decoder_tokens: [b, d].
-            padding: bool [b, e], True where there is a token of the encoder's and not only padding.
+            padding: bool [b, e], True for a token of the encoder's, False for padding.
             labels: [b, d], the token that follows each of the decoder's.
-            hidden: [e + d, b, h], from the part before; None where this part begins the model.
-            loss_mask: [b, d], by what each loss will count, see `Output`.
+            hidden: [e + d, b, h], from the part before; `None` if this part begins the model.
+            loss_mask: [b, d], the weight of each loss (`Output`).
 
         Returns:
-            Where the model goes on in another part: both halves' hidden states [e + d, b, h]. At
-            its end, with labels the loss of each token, fp32 [b, d]; else logits [b, d, v/t].
+            If the model goes on in another part, both halves' hidden states [e + d, b, h]. At its
+            end with labels the loss of each token, fp32 [b, d]; otherwise logits [b, d, v/t].
         """
         states, x = self.states(tokens, decoder_tokens, padding, hidden)
         if self.output is None:
             return torch.cat((states.to(x.dtype), x))
-        if self.output_scale is not None:
-            x = x * self.output_scale
         scores: Tensor = self.output(x, labels, loss_mask)
         return scores
 
     def states(
         self, tokens: Tensor, decoder_tokens: Tensor, padding: Tensor, hidden: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Both halves' hidden states behind the layers held here, [e, b, h] and [d, b, h].
+        """Return both halves' hidden states behind the layers held here, [e, b, h] and [d, b, h].
 
-        See `forward`; with sequence parallelism this rank's part of each.
+        With sequence parallelism this rank's part of each; the arguments are those of `forward`.
         """
         states, x = self._halves(tokens, decoder_tokens, hidden)
         mask = padding_mask(padding)
         if self.encoder is not None:
             states = self.encoder.run(states, tokens.shape[1], mask, self._rotation(tokens))
         if self.decoder is not None:
-            memory = Memory(states, mask)
+            encoder = EncoderOutput(states, mask)
             rotation = self._rotation(decoder_tokens)
-            x = self.decoder.run(x, decoder_tokens.shape[1], None, rotation, None, memory)
+            x = self.decoder.run(x, decoder_tokens.shape[1], None, rotation, None, encoder)
         return states, x
 
     def _halves(
         self, tokens: Tensor, decoder_tokens: Tensor, hidden: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """What goes into the layers held here, [e, b, h] and [d, b, h]; with sequence parallelism
-        this rank's part of each."""
+        """Return what goes into the layers held here, [e, b, h] and [d, b, h].
+
+        With sequence parallelism this rank's part of each.
+        """
         if hidden is not None:
             lengths = [
                 ids.shape[1] // self.layout.sequence.size for ids in (tokens, decoder_tokens)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.run import known
 from megatron.errors import ConfigError
+from megatron.kernels.activation import Activation, choose_activation
 from megatron.kernels.amax import Amaxes
 from megatron.kernels.attention import (
     AttentionChoice,
@@ -24,9 +26,15 @@ from megatron.kernels.attention import (
     flash_misfit,
     fused_attention,
 )
+from megatron.kernels.dropout import (
+    BiasDropoutAdd,
+    bias_dropout_add,
+    choose_bias_dropout_add,
+)
 from megatron.kernels.fp8 import E4M3, E5M2, choose_fp8_casts
 from megatron.kernels.fp8_product import choose_fp8_product
 from megatron.kernels.library import KernelLibrary, find_library
+from megatron.kernels.rope import SplitRotate, choose_split_rotate, split_rotate
 from megatron.parallel.context.block import (
     BlockAttention,
     choose_block,
@@ -55,12 +63,18 @@ class Kernels:
         amaxes: where kernels leave the largest magnitudes of what they write for such a layer to
             cast; `None` if layers do not ask.
         attention: form of the attention core.
+        activation: returns the form of an MLP's activation, by its name.
+        split_rotate: splits queries, keys and values, and rotates them.
+        bias_dropout_add: adds an update to the residual stream.
     """
 
     library: KernelLibrary | None = None
     new_products: Callable[[], Products] = Plain
     amaxes: Amaxes | None = None
     attention: AttentionChoice = AttentionChoice("fused", "PyTorch's", fused_attention)
+    activation: Callable[[str], Activation] = choose_activation
+    split_rotate: SplitRotate = split_rotate
+    bias_dropout_add: BiasDropoutAdd = bias_dropout_add
 
 
 @dataclass(frozen=True)
@@ -73,6 +87,7 @@ class BuildContext:
         parameter_device: where its parameters are allocated; "meta" leaves them without memory.
             `None` stands for `device`.
         dtype: of the parameters.
+        precision: number formats of everything else.
         kernels: forms of the operations.
         overlap: communicate while computing; off gives the same results.
         exchange: what split layers send each other's rows through beside their products, part by
@@ -85,6 +100,7 @@ class BuildContext:
     device: torch.device = _ON_CPU
     parameter_device: torch.device | None = None
     dtype: torch.dtype = torch.float32
+    precision: PrecisionConfig = PrecisionConfig()
     kernels: Kernels = Kernels()
     overlap: bool = True
     exchange: Exchange | None = None
@@ -153,8 +169,18 @@ def choose_kernels(
         precision,
         device,
     )
+    options: dict[str, Any] = {
+        "library": library,
+        "attention": attention,
+        "bias_dropout_add": choose_bias_dropout_add(model, library),
+    }
+    fuses_gelu = model.bias_gelu_fusion
     if precision.fp8_format is None:
-        return Kernels(library, attention=attention)
+        return Kernels(
+            **options,
+            activation=partial(choose_activation, library=library, fuses_gelu=fuses_gelu),
+            split_rotate=choose_split_rotate(model, library),
+        )
     form = Fp8Format(
         values=E4M3,
         gradients=E5M2 if precision.fp8_format == "hybrid" else E4M3,
@@ -166,7 +192,15 @@ def choose_kernels(
     product = choose_fp8_product(device)
     # Only casts by a tensor's own largest magnitude, of which there is one, ask for it.
     measured = amaxes if precision.fp8_recipe == "tensorwise" else None
-    return Kernels(library, lambda: Fp8Products(form, casts, product), measured, attention)
+    return Kernels(
+        **options,
+        new_products=lambda: Fp8Products(form, casts, product),
+        amaxes=measured,
+        activation=partial(
+            choose_activation, library=library, amaxes=measured, fuses_gelu=fuses_gelu
+        ),
+        split_rotate=choose_split_rotate(model, library, measured),
+    )
 
 
 def over_context(

@@ -64,7 +64,7 @@ def evaluate_and_report(
     if losses is None:
         return
     if run.is_log_rank:
-        say(validation_lines(where, losses, has_perplexity=run.recipe.ending.guesses_tokens))
+        say(validation_lines(where, losses, has_perplexity=run.recipe.head.is_language_model))
     for listener in listeners:
         listener.after_evaluation(run, split, losses)
     if run.config.training.empty_unused_memory_level == 2:

@@ -33,7 +33,7 @@ def share_gradients(
 
     Stage 3 of ZeRO puts shards in the place of the parts' parameters.
     """
-    words = recipe.ending.guesses_tokens and not config.model.untie_embeddings_and_output_weights
+    words = recipe.head.is_language_model and not config.model.untie_embeddings_and_output_weights
     tables = POSITION_TABLES if config.model.position_embedding_type == "relative" else ()
     gradients: Gradients
     if shares_weights(config.parallel, layout):

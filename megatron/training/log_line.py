@@ -91,7 +91,7 @@ def validation_lines(
     Args:
         where: "iteration N" or "the end of training ...".
         losses: by name.
-        has_perplexity: they are of tokens, see `Recipe.ending`.
+        has_perplexity: they are of tokens, see `Recipe.head`.
     """
     text = f" validation loss at {where} | "
     for name, value in losses.items():

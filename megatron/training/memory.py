@@ -9,48 +9,56 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from megatron.config import RunConfig
 from megatron.config.run import known
 from megatron.config.stages import ModelPart, parts_of_stage, plan_model
-from megatron.models.arithmetic import count_part_matrices, count_part_parameters
-from megatron.models.sizes import IN_WORDS, Ending, sizes_of
+from megatron.models.arithmetic import count_part_matrices, count_part_parameters, heads_of
+from megatron.models.block import Block, class_of
+from megatron.models.plan import MicroBatch, ModelPlan
+from megatron.models.position_bias import PositionBias
 from megatron.parallel.buckets import BUCKET_BYTES
-from megatron.parallel.cross_entropy import CHUNK_LOGITS
 from megatron.parallel.layout import Layout
 from megatron.parallel.pipeline.schedule import activation_bound, loss_bound, schedule_kind
 from megatron.parallel.replicas import shares_weights
 from megatron.training.tensor_overlap import exchange_bytes
 
-_GIB = 1024.0**3
-_MIB = 1024.0**2
+_GIB, _MIB = 1024.0**3, 1024.0**2
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of one process."""
+    """Bytes of one process.
+
+    Attributes:
+        parameters: weights, and their copies in 8 bits.
+        gradients: until the update.
+        optimizer: moments and fp32 copies.
+        activations: kept for backward.
+        messages: what other processes write into beside products.
+        host: what offloading keeps in host memory.
+    """
 
     parameters: int
     gradients: int
     optimizer: int
     activations: int
     messages: int = 0
-    """What other processes write into beside products."""
     host: int = 0
-    """What offloading keeps in host memory."""
 
     @property
     def total(self) -> int:
+        """Everything on the device."""
         kept = self.parameters + self.gradients + self.optimizer
         return kept + self.activations + self.messages
 
     @property
     def amount(self) -> str:
-        """All of it, with its unit."""
+        """The total, with its unit."""
         return _amount(self.total)
 
     def describe(self) -> str:
+        """Return the total and what it consists of."""
         names = ["parameters", "gradients", "optimizer", "activations"]
         names += ["messages"] if self.messages else []
         parts = ", ".join(f"{name} {_amount(getattr(self, name))}" for name in names)
@@ -59,130 +67,12 @@ class MemoryEstimate:
 
 
 def _amount(size: int) -> str:
-    """Bytes in the unit that keeps digits readable."""
+    """Format bytes in the unit that keeps digits readable."""
     return f"{size / _GIB:.2f} GiB" if size >= _GIB else f"{size / _MIB:.1f} MiB"
 
 
-def estimate_memory(
-    config: RunConfig,
-    padded_vocab_size: int,
-    layout: Layout,
-    micro_batches: int,
-    ending: Ending = IN_WORDS,
-) -> MemoryEstimate:
-    """Memory of the process that `layout` describes, with `micro_batches` an update."""
-    half = config.precision.fp16 or config.precision.bf16
-    width = 2 if half else 4
-    plan = plan_model(config.model, config.parallel)
-    parts = parts_of_stage(plan, layout.pipeline.rank, layout.pipeline.size)
-    kept = _kept_for_weights(config, padded_vocab_size, layout, parts, ending)
-    kind = schedule_kind(config.parallel, len(parts))
-    held = activation_bound(
-        kind, layout.pipeline.rank, layout.pipeline.size, len(parts), micro_batches
-    )
-    messages = exchange_bytes(config, layout, ending.texts)
-    config = _with_sequences(config, ending.texts)
-    activations = sum(
-        _part_activations(config, part, layout, width) * held // len(parts) for part in parts
-    )
-    if parts[-1].head:
-        losses = loss_bound(kind, micro_batches)
-        activations += _end_activations(config, layout, width, padded_vocab_size, ending, losses)
-    return replace(kept, activations=activations, messages=messages)
-
-
-def _with_sequences(config: RunConfig, texts: int) -> RunConfig:
-    """With as many samples in a micro-batch as there are sequences in those of so many texts."""
-    samples = known(config.training.micro_batch_size) * texts
-    return replace(config, training=replace(config.training, micro_batch_size=samples))
-
-
-def _kept_for_weights(
-    config: RunConfig,
-    padded_vocab_size: int,
-    layout: Layout,
-    parts: Sequence[ModelPart],
-    ending: Ending,
-) -> MemoryEstimate:
-    """Weights, gradients and optimizer states of the parts that a process holds."""
-    half = config.precision.fp16 or config.precision.bf16
-    in_fp32 = not half or config.precision.accumulate_allreduce_grads_in_fp32
-    width, summed = 2 if half else 4, 4 if in_fp32 else 2
-    layer, outside, parameters = _count_weights(config, padded_vocab_size, layout, parts, ending)
-    of_8_bits = _count_8_bit_weights(config, layout, parts)
-    moments = 2 if config.optimizer.optimizer == "adam" else int(config.optimizer.sgd_momentum > 0)
-    on_host, stage = config.optimizer.optimizer_cpu_offload, config.parallel.zero_stage or 0
-    updated = parameters // layout.replica.size if stage > 0 else parameters
-    copies = 4 if on_host or (half and not shares_weights(config.parallel, layout)) else 0
-    states = (4 * moments + copies) * updated
-    if shares_weights(config.parallel, layout):
-        # Whole for a while: this layer and the next, which arrives in one piece and is cut then.
-        gathered = width * (outside + 3 * layer)
-        leaving = width * outside + (width + summed) * layer
-        weights, gradients, summed = 4 * updated + gathered, 4 * updated + leaving, 4
-    else:
-        weights = width * parameters + 2 * of_8_bits  # these and their transposes
-        gradients = summed * parameters
-        if stage == 2 and layout.replica.size > 1:
-            passing = 2 * max(
-                BUCKET_BYTES, summed * _largest_weight(config, padded_vocab_size, layout)
-            )
-            if config.precision.fp8_param_gather:  # all small ones fill a bucket of their own
-                passing += min(BUCKET_BYTES, summed * (parameters - outside - of_8_bits))
-            gradients = summed * updated + min(passing, summed * parameters)
-        if config.parallel.ddp_impl == "torch" and layout.replica.size > 1:
-            gradients *= 2  # its own buckets
-    return MemoryEstimate(
-        parameters=weights,
-        gradients=gradients,
-        optimizer=0 if on_host else states,
-        activations=0,
-        host=states + summed * updated if on_host else 0,
-    )
-
-
-def _count_weights(
-    config: RunConfig,
-    padded_vocab_size: int,
-    layout: Layout,
-    parts: Sequence[ModelPart],
-    ending: Ending,
-) -> tuple[int, int, int]:
-    """Parameters of the largest layer, of all outside of layers, and of the parts in all."""
-    count = partial(
-        count_part_parameters,
-        config.model,
-        padded_vocab_size,
-        tensor=layout.tensor.size,
-        ending=ending,
-    )
-    layer = max(
-        count(part=ModelPart(range(index, index + 1), embedding=False, head=False))
-        for index in (0, config.model.all_layers - 1)
-    )
-    outside = sum(count(part=replace(part, layers=range(0))) for part in parts)
-    return layer, outside, sum(count(part=part) for part in parts)
-
-
-def _count_8_bit_weights(config: RunConfig, layout: Layout, parts: Sequence[ModelPart]) -> int:
-    """Elements of the matrices that fp8 products multiply by."""
-    if config.precision.fp8_format is None:
-        return 0
-    size = layout.tensor.size
-    return sum(count_part_matrices(config.model, part, tensor=size) for part in parts)
-
-
-def _largest_weight(config: RunConfig, padded_vocab_size: int, layout: Layout) -> int:
-    """Elements of the largest matrix that one tensor rank may hold."""
-    sizes = sizes_of(config.model)
-    rows = max(padded_vocab_size, sizes.up, sizes.ffn, sizes.qkv)
-    return rows * sizes.hidden // layout.tensor.size
-
-
-def largest_process(
-    config: RunConfig, padded_vocab_size: int, world_size: int, ending: Ending = IN_WORDS
-) -> MemoryEstimate:
-    """Memory of the process that needs the most: stages differ, ranks of one stage do not."""
+def largest_process(config: RunConfig, plan: ModelPlan, world_size: int) -> MemoryEstimate:
+    """Estimate the process that needs the most: stages differ, ranks of one stage do not."""
     parallel, training = config.parallel, config.training
     stages = parallel.pipeline_model_parallel_size
     layouts = [
@@ -197,112 +87,135 @@ def largest_process(
     ]
     samples = known(training.micro_batch_size) * layouts[0].data.size
     micro_batches = known(training.global_batch_size) // samples
-    estimates = [
-        estimate_memory(config, padded_vocab_size, layout, micro_batches, ending)
-        for layout in layouts
-    ]
+    estimates = [estimate_memory(config, plan, layout, micro_batches) for layout in layouts]
     return max(estimates, key=lambda estimate: estimate.total)
 
 
-def _tokens(config: RunConfig, layout: Layout, sequence: int | None = None) -> int:
-    """Of one micro-batch of sequences (unset: --seq-length) on one process."""
-    length = known(config.data.seq_length) if sequence is None else sequence
-    return length * known(config.training.micro_batch_size) // layout.context.size
+def estimate_memory(
+    config: RunConfig, plan: ModelPlan, layout: Layout, micro_batches: int
+) -> MemoryEstimate:
+    """Estimate the process that `layout` describes, with `micro_batches` an update."""
+    cut = plan_model(config.model, config.parallel)
+    parts = parts_of_stage(cut, layout.pipeline.rank, layout.pipeline.size)
+    kind = schedule_kind(config.parallel, len(parts))
+    held = activation_bound(
+        kind, layout.pipeline.rank, layout.pipeline.size, len(parts), micro_batches
+    )
+    texts, numbers = plan.head_spec.sequences, config.precision
+    batch = MicroBatch(
+        sequences=known(config.training.micro_batch_size) * texts,
+        length=config.data.decoder_seq_length or known(config.data.seq_length),
+        tensor=layout.tensor.size,
+        sequence=layout.tensor.size if config.parallel.sequence_parallel else 1,
+        context=layout.context.size,
+        width=2 if numbers.fp16 or numbers.bf16 else 4,
+        keeps_scores=not config.model.masked_softmax_fusion
+        and config.training.recompute_granularity != "selective",
+        losses=loss_bound(kind, micro_batches),
+        chunked_loss=numbers.cross_entropy_fusion_impl == "linear",
+    )
+    activations = sum(
+        _part_activations(config, plan, part, batch) * held // len(parts) for part in parts
+    )
+    if parts[-1].head:
+        activations += sum(kind.activation_bytes(head, batch) for kind, head in heads_of(plan))
+    return replace(
+        _kept_for_weights(config, plan, layout, parts),
+        activations=activations,
+        messages=exchange_bytes(config, layout, texts),
+    )
 
 
-def _end_activations(
-    config: RunConfig,
-    layout: Layout,
-    width: int,
-    padded_vocab_size: int,
-    ending: Ending,
-    losses: int,
+def _part_activations(
+    config: RunConfig, plan: ModelPlan, part: ModelPart, batch: MicroBatch
 ) -> int:
-    """The logits, whose gradient takes their place, and BERT's layer before them: of as many
-    micro-batches as have a loss and wait for its backward."""
-    if not ending.guesses_tokens:
-        return 0  # some vectors of a sequence, where a layer keeps that many of each token
-    hidden = known(config.model.hidden_size)
-    tokens = _tokens(config, layout, config.data.decoder_seq_length)
-    size = padded_vocab_size // layout.tensor.size
-    if config.precision.cross_entropy_fusion_impl == "linear":  # and gradients, until backward
-        gradients = hidden * (4 * size + width * tokens)
-        bytes_ = width * min(tokens * size, CHUNK_LOGITS) + losses * gradients
-    else:
-        bytes_ = losses * width * tokens * size
-    if config.model.architecture != "bert":
-        return bytes_
-    outside = layout.tensor.size if config.parallel.sequence_parallel else 1
-    # Output of the dense layer, of its activation, of the normalization.
-    return bytes_ + losses * 3 * width * tokens * hidden // outside
-
-
-def _part_activations(config: RunConfig, part: ModelPart, layout: Layout, width: int) -> int:
-    """Bytes saved for the backward of one micro-batch through the layers of a part."""
-    training, count = config.training, len(part.layers)
-    outside = layout.tensor.size if config.parallel.sequence_parallel else 1
-    message = _tokens(config, layout, config.data.sample_tokens)
-    boundary = width * message * known(config.model.hidden_size) // outside
-    encoder = known(config.model.num_layers)
-    of_layers = [
-        _layer_activations(config, layout, width, is_decoder=index >= encoder)
-        for index in part.layers
-    ]
+    """Count the bytes saved for the backward of one micro-batch through the layers of a part."""
+    training, data, count = config.training, config.data, len(part.layers)
+    passing = replace(batch, length=data.sample_tokens)  # a T5's halves travel together
+    boundary = batch.width * passing.tokens * plan.hidden // batch.sequence
+    of_layers = []
+    for index in part.layers:
+        length, read = plan.lengths(index, known(data.seq_length), data.decoder_seq_length)
+        seen = replace(batch, length=length, encoder_length=read)
+        of_layers.append(Block.activation_bytes(plan.layers[index], seen))
     layers = sum(of_layers)
     if training.recompute_granularity == "full":
         group = training.recompute_num_layers or 1
         saved = boundary
-        if config.parallel.distribute_saved_activations and outside == 1:
-            saved //= layout.tensor.size
+        if config.parallel.distribute_saved_activations and batch.sequence == 1:
+            saved //= batch.tensor
         largest = max(of_layers, default=0)
         if training.recompute_method == "uniform":
             layers = -(-count // group) * saved + min(group, count) * largest
         else:
             kept = of_layers[group:]
             layers = (count - len(kept)) * saved + max(sum(kept), largest)
-    layers += _position_biases(config, part, layout, width)
+    if plan.position_bias is not None:
+        for stack in plan.stacks(part):
+            length, read = plan.lengths(
+                stack.start, known(data.seq_length), data.decoder_seq_length
+            )
+            layers += PositionBias.activation_bytes(
+                plan.position_bias, replace(batch, length=length), both_ways=read == 0
+            )
     return layers + (int(part.embedding) + int(part.head)) * boundary
 
 
-def _position_biases(config: RunConfig, part: ModelPart, layout: Layout, width: int) -> int:
-    """What a T5 with relative positions adds to scores: the encoder's is another for each sample,
-    as it has the padding's mask too."""
-    model, data = config.model, config.data
-    if model.position_embedding_type != "relative":
-        return 0
-    of_encoder, of_decoder = part.halves(known(model.num_layers))
-    scores = known(data.decoder_seq_length) ** 2 if of_decoder else 0
-    if of_encoder:
-        scores += known(config.training.micro_batch_size) * known(data.seq_length) ** 2
-    return width * known(model.num_attention_heads) // layout.tensor.size * scores
+def _kept_for_weights(
+    config: RunConfig, plan: ModelPlan, layout: Layout, parts: Sequence[ModelPart]
+) -> MemoryEstimate:
+    """Count weights, gradients and optimizer states of the parts that a process holds."""
+    numbers, tensor = config.precision, layout.tensor.size
+    half = numbers.fp16 or numbers.bf16
+    in_fp32 = not half or numbers.accumulate_allreduce_grads_in_fp32
+    width, summed = 2 if half else 4, 4 if in_fp32 else 2
+    parameters = sum(count_part_parameters(plan, part, tensor=tensor) for part in parts)
+    outside = sum(
+        count_part_parameters(plan, replace(part, layers=range(0)), tensor=tensor) for part in parts
+    )
+    of_8_bits = 0
+    if numbers.fp8_format is not None:
+        of_8_bits = sum(count_part_matrices(plan, part, tensor=tensor) for part in parts)
+    moments = 2 if config.optimizer.optimizer == "adam" else int(config.optimizer.sgd_momentum > 0)
+    on_host, stage = config.optimizer.optimizer_cpu_offload, config.parallel.zero_stage or 0
+    is_shared = shares_weights(config.parallel, layout)
+    updated = parameters // layout.replica.size if stage > 0 else parameters
+    copies = 4 if on_host or (half and not is_shared) else 0
+    states = (4 * moments + copies) * updated
+    if is_shared:
+        # Whole for a while: this layer and the next, which arrives in one piece and is cut then.
+        layer = max(
+            count_part_parameters(
+                plan, ModelPart(range(i, i + 1), embedding=False, head=False), tensor=tensor
+            )
+            for i in range(len(plan.layers))
+        )
+        gathered = width * (outside + 3 * layer)
+        leaving = width * outside + (width + summed) * layer
+        weights, gradients, summed = 4 * updated + gathered, 4 * updated + leaving, 4
+    else:
+        weights = width * parameters + 2 * of_8_bits  # these and their transposes
+        gradients = summed * parameters
+        if stage == 2 and layout.replica.size > 1:
+            passing = 2 * max(BUCKET_BYTES, summed * _largest_matrix(plan, tensor))
+            if numbers.fp8_param_gather:  # all small ones fill a bucket of their own
+                passing += min(BUCKET_BYTES, summed * (parameters - outside - of_8_bits))
+            gradients = summed * updated + min(passing, summed * parameters)
+        if config.parallel.ddp_impl == "torch" and layout.replica.size > 1:
+            gradients *= 2  # its own buckets
+    return MemoryEstimate(
+        parameters=weights,
+        gradients=gradients,
+        optimizer=0 if on_host else states,
+        activations=0,
+        host=states + summed * updated if on_host else 0,
+    )
 
 
-def _layer_activations(
-    config: RunConfig, layout: Layout, width: int, *, is_decoder: bool = False
-) -> int:
-    """Of one layer; of a T5's decoder with its attention to the encoder."""
-    model, tensor = config.model, layout.tensor.size
-    length = config.data.decoder_seq_length if is_decoder else config.data.seq_length
-    tokens = _tokens(config, layout, length)
-    outside = tensor if config.parallel.sequence_parallel else 1
-    hidden = known(model.hidden_size)
-    heads = known(model.num_attention_heads) * known(model.kv_channels)
-    keys_values = 2 * model.kv_heads * known(model.kv_channels)
-    inner = known(model.ffn_hidden_size) * (3 if model.is_gated else 2)
-    # Two norm inputs, two norm outputs; query, key, value; attention output; MLP inner tensors.
-    elements = 4 * hidden // outside + (2 * heads + keys_values + inner) // tensor
-    total = width * tokens * elements
-    masks = 2  # of hidden dropout
-    read = known(length)  # keys that a query meets, in all its attentions
-    if is_decoder:
-        # Norm input and output, query, attention output; key and value of the encoder's tokens.
-        total += width * tokens * (2 * hidden // outside + 2 * heads // tensor)
-        total += width * _tokens(config, layout) * 2 * heads // tensor
-        masks, read = 3, read + known(config.data.seq_length)
-    if model.hidden_dropout > 0:
-        total += masks * tokens * hidden // outside  # one byte a mask entry
-    plain_scores = not model.masked_softmax_fusion
-    if plain_scores and config.training.recompute_granularity != "selective":
-        scores = tokens * read * known(model.num_attention_heads) // tensor
-        total += scores * (2 * width + (1 if model.attention_dropout > 0 else 0))
-    return total
+def _largest_matrix(plan: ModelPlan, tensor: int) -> int:
+    """Count the elements of the largest matrix that one tensor rank may hold."""
+    largest = plan.embedding.vocabulary * plan.hidden
+    for sublayer in {part for layer in plan.layers for part in layer.sublayers}:
+        shapes = class_of(sublayer).matrices(sublayer)
+        largest = max([largest, *(outputs * inputs for outputs, inputs in shapes)])
+    return largest // tensor

@@ -15,7 +15,8 @@ from megatron.config.training import TrainingConfig
 from megatron.device import Device
 from megatron.kernels.library import find_library
 from megatron.models.arithmetic import count_parameters, flops_per_token
-from megatron.models.sizes import IN_WORDS, Ending
+from megatron.models.build import model_plan
+from megatron.models.plan import ModelPlan
 from megatron.parallel.layout import Layout
 from megatron.training.memory import largest_process
 from megatron.training.pipeline_balance import pipeline_rows
@@ -38,15 +39,11 @@ def format_panel(title: str, rows: Iterable[Row]) -> str:
 def start_panel(run: Run, seconds: float) -> str:
     """Every decision and its reason, before the first iteration."""
     config = run.config
+    plan = model_plan(config.model, run.padded_vocab_size, run.recipe.head)
     rows: list[Row] = [
         *device_rows(config, run.device, run.recipe.describe_kernels(run.parts[0])),
         *_recording_rows(config.training),
-        *size_rows(
-            config,
-            run.layout.world.size,
-            run.padded_vocab_size,
-            ending=run.recipe.ending,
-        ),
+        *size_rows(config, run.layout.world.size, plan),
         ("data", _describe_data(run)),
         ("tokenizer", f"{config.tokenizer.tokenizer_type}, {run.tokenizer.vocab_size:,} entries"),
         ("checkpoints", _describe_checkpoints(run)),
@@ -73,7 +70,7 @@ def _describe_data(run: Run) -> str:
         for name, split in zip(("training", "validation", "test"), run.datasets, strict=True)
         if split or not of_task
     )
-    texts = run.recipe.ending.texts
+    texts = run.recipe.head.sequences
     of_each = f"{texts} x " * (texts > 1) + describe_lengths(data)
     return f"{source}; samples of {of_each} tokens{sizes and ': '}{sizes}"
 
@@ -119,23 +116,17 @@ def _describe_kept(options: CheckpointConfig) -> str:
     return f", keeping the newest{'' if latest is None else f' {latest}'}{multiples}"
 
 
-_ATTENTION = {
-    "gpt": "causal attention counted half",
-    "bert": "attention counted whole",
-    "t5": "the decoder's causal attention counted half",
-}
+def model_flops(config: RunConfig, plan: ModelPlan) -> int:
+    """Return the model FLOPs of one token (`flops_per_token`)."""
+    return flops_per_token(plan, known(config.data.seq_length), config.data.decoder_seq_length)
 
 
-def model_flops(config: RunConfig, padded_vocab_size: int, ending: Ending = IN_WORDS) -> int:
-    """Of a token, see `flops_per_token`."""
-    data = config.data
-    return flops_per_token(
-        config.model,
-        known(data.seq_length),
-        padded_vocab_size,
-        decoder_seq_length=data.decoder_seq_length,
-        ending=ending,
-    )
+def _describe_attention(plan: ModelPlan) -> str:
+    """Say how attention is counted."""
+    kinds = {layer.mixer.causal for layer in plan.layers}
+    if kinds == {True, False}:
+        return "the decoder's causal attention counted half"
+    return "causal attention counted half" if True in kinds else "attention counted whole"
 
 
 def describe_lengths(data: DataConfig) -> str:
@@ -144,13 +135,13 @@ def describe_lengths(data: DataConfig) -> str:
     return " + ".join(str(length) for length in lengths if length is not None)
 
 
-def size_rows(
-    config: RunConfig, world_size: int, padded_vocab_size: int, *, ending: Ending = IN_WORDS
-) -> list[Row]:
-    """What follows from the flags alone, for any world size: nothing is touched.
+def size_rows(config: RunConfig, world_size: int, plan: ModelPlan) -> list[Row]:
+    """Return what follows from the flags alone, for any world size: nothing is touched.
 
     Args:
-        ending: of the model.
+        config: of the run.
+        world_size: processes.
+        plan: of the network.
     """
     layout = Layout.at(
         0,
@@ -160,10 +151,10 @@ def size_rows(
         pipeline=config.parallel.pipeline_model_parallel_size,
     )
     assert config.training.global_batch_size and config.training.micro_batch_size
-    parameters = count_parameters(config.model, padded_vocab_size, ending)
-    flops = model_flops(config, padded_vocab_size, ending)
+    parameters, sequences = count_parameters(plan), plan.head_spec.sequences
+    flops = model_flops(config, plan)
     batch, micro = config.training.global_batch_size, config.training.micro_batch_size
-    memory = largest_process(config, padded_vocab_size, world_size, ending)
+    memory = largest_process(config, plan, world_size)
     micro_batches = batch // (micro * layout.data.size)
     return [
         ("layout", layout.describe()),
@@ -172,14 +163,17 @@ def size_rows(
             f"{batch} samples = {micro_batches} micro-batch(es) x "
             f"{micro} samples x {layout.data.size} data-parallel process(es)",
         ),
-        ("tokens an iteration", f"{batch * ending.texts * config.data.sample_tokens:,}"),
-        ("parameters", f"{parameters:,} (vocabulary padded to {padded_vocab_size:,})"),
+        (
+            "tokens an iteration",
+            f"{batch * sequences * config.data.sample_tokens:,}",
+        ),
+        ("parameters", f"{parameters:,} (vocabulary padded to {plan.embedding.vocabulary:,})"),
         (
             "model FLOPs a token",
-            f"{flops / 1e9:.4g} GFLOP ({_ATTENTION[config.model.architecture]})",
+            f"{flops / 1e9:.4g} GFLOP ({_describe_attention(plan)})",
         ),
         ("memory a process", f"at most about {memory.describe()}"),
-        *pipeline_rows(config, padded_vocab_size, micro_batches, world_size, ending),
+        *pipeline_rows(config, plan, micro_batches, world_size),
     ]
 
 

@@ -17,9 +17,9 @@ from megatron.config.yaml_file import dump
 from megatron.data.loader import lost_workers
 from megatron.device import shortage_errors
 from megatron.durable import writing_to
+from megatron.environment import Launch
 from megatron.errors import EXIT_OK, EXIT_SAVED_ON_SIGNAL, StorageError
-from megatron.processes.launch import Launch
-from megatron.processes.process import processes, run_process, show_notices
+from megatron.models.build import model_plan
 from megatron.tokenizer import padded_vocabulary
 from megatron.training.callbacks.base import Callback
 from megatron.training.callbacks.standard import standard_callbacks
@@ -27,6 +27,7 @@ from megatron.training.checkpointing import network_of
 from megatron.training.evaluation import final_evaluation
 from megatron.training.loop import train
 from megatron.training.panel import format_panel, size_rows, start_panel
+from megatron.training.process import processes, run_process, show_notices
 from megatron.training.recipe import Recipe
 from megatron.training.run import Run
 from megatron.training.setup import build_run
@@ -76,7 +77,8 @@ def dry_run(config: RunConfig, recipe: Recipe, launch: Launch) -> int:
     if launch.rank:
         return EXIT_OK
     world_size = config.training.dry_run_world_size or launch.world_size
-    rows = size_rows(config, world_size, padded_vocabulary(config), ending=recipe.ending)
+    plan = model_plan(config.model, padded_vocabulary(config), recipe.head)
+    rows = size_rows(config, world_size, plan)
     say(format_panel("Dry run: the configuration is valid", rows))
     return EXIT_OK
 

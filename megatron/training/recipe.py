@@ -11,7 +11,7 @@ from megatron.config import RunConfig
 from megatron.config.stages import ModelPart
 from megatron.data.sample import SampleDataset
 from megatron.device import Device
-from megatron.models.sizes import Ending
+from megatron.models.plan import HeadSpec
 from megatron.parallel.layout import Layout
 from megatron.tokenizer.base import Tokenizer
 
@@ -30,9 +30,12 @@ class Recipe(Protocol):
     """Kind of network, see `ModelConfig.architecture`."""
 
     @property
-    def ending(self) -> Ending:
-        """What the model ends in. Where it guesses tokens, losses are mean negative log likelihoods
-        of them, and exp(loss) stands beside them, as Megatron prints it."""
+    def head(self) -> HeadSpec:
+        """What the model ends in.
+
+        Losses of a language-model head are mean negative log likelihoods of tokens, and exp(loss)
+        stands beside them, as Megatron prints it.
+        """
         ...
 
     def loss_names(self, config: RunConfig) -> tuple[str, ...]:

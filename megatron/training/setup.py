@@ -14,6 +14,7 @@ from megatron.config.run import known
 from megatron.config.stages import parts_of_stage, plan_model
 from megatron.data.datasets import corpus_fingerprint
 from megatron.device import Device
+from megatron.environment import Launch
 from megatron.errors import ConfigError
 from megatron.optimizer.groups import split_groups
 from megatron.optimizer.optimizer import Optimizer
@@ -32,8 +33,6 @@ from megatron.parallel.replicas import Gradients
 from megatron.parallel.tied import unite_copies
 from megatron.parallel.torch_ddp import TorchDataParallel
 from megatron.parallel.weight_gradients import WeightGradientQueue, attach
-from megatron.processes.ending import ExitRequest
-from megatron.processes.launch import Launch
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tokenizer.vocabulary import padded_vocab_size
 from megatron.training.batch_size import BatchPlan
@@ -44,6 +43,7 @@ from megatron.training.checkpointing import (
     shard_state,
 )
 from megatron.training.data import batches_from, samples_needed
+from megatron.training.exit import ExitRequest
 from megatron.training.gradient_sharing import gathered_in_8_bits, share_gradients, uses_torch_ddp
 from megatron.training.operation_clock import OperationClock
 from megatron.training.recipe import Batch, Recipe
@@ -97,7 +97,7 @@ def build_run(
         schedules=Schedules.from_config(
             config.schedule, config.optimizer, config.training, global_batch=batches.global_batch
         ),
-        channel=_connect(config, layout, device, chunks=len(parts), texts=recipe.ending.texts),
+        channel=_connect(config, layout, device, chunks=len(parts), texts=recipe.head.sequences),
         weight_gradients=_deferred_weight_gradients(config, parts),
         batches=batches,
         train_iterations=train_iterations,
@@ -190,7 +190,7 @@ def _tensor_exchange(
     over tensor ranks."""
     if not config.parallel.tp_comm_overlap or layout.tensor.size == 1:
         return None
-    exchange = new_exchange(config, layout, device, recipe.ending.texts)
+    exchange = new_exchange(config, layout, device, recipe.head.sequences)
     for part in parts:
         attach_exchange(part, exchange)
     return exchange

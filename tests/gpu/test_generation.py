@@ -13,7 +13,7 @@ from megatron.device import Device
 from megatron.inference.build import EngineOptions, build_engine
 from megatron.inference.engine import BatchEngine
 from megatron.inference.request import Event, Finished, Request, Sampling
-from megatron.models.construct import build_model
+from megatron.models.build import build_model
 from megatron.models.gpt import GPTModel
 from megatron.parallel.initialization import initialize
 from megatron.parallel.layout import Layout

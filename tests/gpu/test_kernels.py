@@ -22,7 +22,7 @@ from megatron.parallel.cross_entropy import linear_cross_entropy, vocabulary_cro
 from megatron.parallel.initialization import initialize
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import Init, new_parameter
-from tests.models.small import LLAMA, VOCAB, batch, config, new_context
+from tests.models.small import LLAMA, batch, config, new_context
 
 DEVICE = Device.pick()
 pytestmark = [
@@ -155,7 +155,7 @@ def test_model_equals_that_of_a_cpu(flags, dtype):
     def run(flags, device, dtype, recompute=None):
         network, numbers = config(**flags), PrecisionConfig(bf16=dtype == torch.bfloat16)
         context = new_context(network, numbers, device=device, dtype=dtype)
-        model = GPTModel(network, numbers, context, padded_vocab_size=VOCAB, recompute=recompute)
+        model = GPTModel(plan(network), context, recompute=recompute)
         initialize(model.named_parameters(), seed=1)
         DEVICE.seed(1)
         tokens, labels = (x.to(device) for x in batch())

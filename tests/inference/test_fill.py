@@ -12,11 +12,11 @@ import torch
 from megatron.config import RunConfig
 from megatron.config.data import DataConfig, TokenizerConfig
 from megatron.config.model import ModelConfig
-from megatron.config.precision import PrecisionConfig
 from megatron.data.t5 import take_out
 from megatron.errors import UserError
 from megatron.inference.fill import Filler
 from megatron.models.bert import BertModel, BertResult
+from megatron.models.build import model_plan
 from megatron.models.t5 import T5Model
 from megatron.parallel.build import BuildContext
 from megatron.parallel.initialization import initialize
@@ -44,6 +44,7 @@ def _tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 def new_model(cls: Any, tokenizer: Tokenizer, **sizes: object) -> Any:
     flags: dict[str, Any] = {
+        "architecture": "t5" if cls is T5Model else "bert",
         "num_layers": 1,
         "hidden_size": 32,
         "ffn_hidden_size": 64,
@@ -55,10 +56,8 @@ def new_model(cls: Any, tokenizer: Tokenizer, **sizes: object) -> Any:
         **sizes,
     }
     model = cls(
-        ModelConfig(**flags),
-        PrecisionConfig(),
+        model_plan(ModelConfig(**flags), 128),
         BuildContext(Layout.single()),
-        padded_vocab_size=128,
     )
     initialize(model.named_parameters(), 1)
     assert tokenizer.vocab_size < 128

@@ -20,7 +20,7 @@ from megatron.inference import build
 from megatron.inference.build import EngineOptions, build_engine
 from megatron.inference.engine import BatchEngine
 from megatron.inference.request import Event, Finished, Prompt, Request, Sampling, Token
-from megatron.models.construct import build_model
+from megatron.models.build import build_model
 from megatron.models.gpt import GPTModel
 from megatron.parallel.layout import Layout
 from megatron.training.checkpointing import model_state

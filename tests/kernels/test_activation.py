@@ -61,4 +61,4 @@ def test_the_two_gelus_differ():
     ],
 )
 def test_choice(flags, name):
-    assert choose_activation(ModelConfig(**flags)) is getattr(activation, name)
+    assert choose_activation(ModelConfig(**flags).activation) is getattr(activation, name)

@@ -82,6 +82,7 @@ def test_odd_sizes_take_the_plain_form(kernels, name):
     ],
 )
 def test_choice(kernels, flags, fused):
-    plain = choose_activation(ModelConfig(**flags))
-    chosen = choose_activation(ModelConfig(**flags), kernels[0])
+    model = ModelConfig(**flags)
+    plain = choose_activation(model.activation)
+    chosen = choose_activation(model.activation, kernels[0], fuses_gelu=model.bias_gelu_fusion)
     assert (chosen.args[1] if fused else chosen) is plain

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from megatron.config.precision import PrecisionConfig
 from megatron.models.bert import BertModel
+from megatron.models.plan import LANGUAGE_MODEL_HEAD, HeadSpec
 from megatron.models.t5 import T5Model
 from megatron.parallel.initialization import initialize
 from megatron.parallel.layout import Layout
-from tests.models.small import BATCH, SEQUENCE, VOCAB, config, new_context
+from tests.models.small import BATCH, SEQUENCE, VOCAB, config, new_context, plan
 
 NETWORKS: dict[str, type[nn.Module]] = {"bert": BertModel, "t5": T5Model}
 DECODER = 8  # tokens of the T5's decoder
@@ -26,6 +27,7 @@ def build(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     precision: PrecisionConfig | None = None,
+    head: HeadSpec = LANGUAGE_MODEL_HEAD,
     **options: Any,
 ) -> Any:
     """A model of a kind; without dropout unless the flags say so."""
@@ -34,7 +36,7 @@ def build(
     network = config(architecture=kind, **{**own, **quiet, **(flags or {})})
     numbers = precision or PrecisionConfig()
     context = new_context(network, numbers, layout, device=device, dtype=dtype)
-    model: Any = NETWORKS[kind](network, numbers, context, padded_vocab_size=VOCAB, **options)
+    model: Any = NETWORKS[kind](plan(network, head), context, **options)
     initialize(model.named_parameters(), 1)
     return model
 

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
+from megatron.models.build import model_plan
 from megatron.models.gpt import GPTModel
+from megatron.models.plan import LANGUAGE_MODEL_HEAD, HeadSpec, ModelPlan
 from megatron.models.recompute import RecomputePlan
 from megatron.parallel.build import BuildContext, choose_kernels
 from megatron.parallel.initialization import initialize
@@ -43,6 +45,11 @@ def config(**flags: Any) -> ModelConfig:
     return ModelConfig(**{**sizes, **flags})
 
 
+def plan(model: ModelConfig, head: HeadSpec = LANGUAGE_MODEL_HEAD) -> ModelPlan:
+    """The network's plan, with the vocabulary of these tests."""
+    return model_plan(model, VOCAB, head)
+
+
 def new_context(
     model: ModelConfig,
     precision: PrecisionConfig | None = None,
@@ -56,7 +63,7 @@ def new_context(
     layout, where = layout or Layout.single(), torch.device(device)
     numbers = precision or PrecisionConfig()
     kernels = choose_kernels(model, numbers, layout, where, cp_comm_type=cp_comm_type)
-    return BuildContext(layout, where, kernels=kernels, **options)
+    return BuildContext(layout, where, precision=numbers, kernels=kernels, **options)
 
 
 def gpt(
@@ -74,7 +81,7 @@ def gpt(
     context = new_context(
         network, numbers, layout, cp_comm_type=cp_comm_type, dtype=dtype, overlap=overlap
     )
-    model = GPTModel(network, numbers, context, padded_vocab_size=VOCAB, recompute=recompute)
+    model = GPTModel(plan(network), context, recompute=recompute)
     initialize(model.named_parameters(), seed)
     return model
 

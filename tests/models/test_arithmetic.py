@@ -3,8 +3,8 @@
 import pytest
 
 from megatron.config.model import ModelConfig
-from megatron.config.precision import PrecisionConfig
 from megatron.models.arithmetic import count_parameters, flops_per_token
+from megatron.models.build import model_plan
 from megatron.models.gpt import GPTModel
 from tests.models.small import LLAMA, VOCAB, config, new_context
 from tests.models.test_gpt import KNOBS
@@ -40,19 +40,14 @@ WORKLOAD_S = ModelConfig(
 
 
 def built(model, vocab):
-    network = GPTModel(
-        model,
-        PrecisionConfig(),
-        new_context(model, device="meta"),
-        padded_vocab_size=vocab,
-    )
+    network = GPTModel(model_plan(model, vocab), new_context(model, device="meta"))
     return sum(parameter.numel() for parameter in network.parameters())
 
 
 @pytest.mark.parametrize("knob", KNOBS)
 def test_every_knob_counts(knob):
     model = config(**KNOBS[knob])
-    assert count_parameters(model, VOCAB) == built(model, VOCAB)
+    assert count_parameters(model_plan(model, VOCAB)) == built(model, VOCAB)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +56,7 @@ def test_every_knob_counts(knob):
     ids=["gpt2-medium", "llama3-8b"],
 )
 def test_published_sizes(model, vocab, published):
-    assert count_parameters(model, vocab) == published == built(model, vocab)
+    assert count_parameters(model_plan(model, vocab)) == published == built(model, vocab)
 
 
 @pytest.mark.parametrize(
@@ -70,4 +65,4 @@ def test_published_sizes(model, vocab, published):
     ids=["S", "L"],
 )
 def test_flops_of_the_benchmark_workloads(model, sequence, vocab, gflop):
-    assert round(flops_per_token(model, sequence, vocab) / 1e9, 1) == gflop
+    assert round(flops_per_token(model_plan(model, vocab), sequence) / 1e9, 1) == gflop

@@ -4,15 +4,14 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.config.precision import PrecisionConfig
 from megatron.config.stages import ModelPart
 from megatron.models.arithmetic import count_parameters, count_part_parameters, flops_per_token
-from megatron.models.bert import BertModel
-from megatron.models.bert_heads import BertChooser
-from megatron.models.sizes import Ending
+from megatron.models.bert import BertChooser, BertModel
+from megatron.models.build import model_plan
+from megatron.models.plan import HeadSpec
 from megatron.models.t5 import T5Model
 from megatron.parallel.layout import Layout
-from tests.models.small import VOCAB, config, new_context
+from tests.models.small import VOCAB, config, new_context, plan
 
 BERT = {"architecture": "bert"}
 T5 = {"architecture": "t5", "decoder_num_layers": 2}
@@ -35,25 +34,13 @@ NETWORKS = {
 
 def _build(model, *, part=None, layout=None, device="meta", vocab=VOCAB):
     network = BertModel if model.architecture == "bert" else T5Model
-    return network(
-        model,
-        PrecisionConfig(),
-        new_context(model, layout=layout, device=device),
-        padded_vocab_size=vocab,
-        part=part,
-    )
+    context = new_context(model, layout=layout, device=device)
+    return network(model_plan(model, vocab), context, part)
 
 
-def _build_chooser(model, ending, *, device="meta", **options):
-    return BertChooser(
-        model,
-        PrecisionConfig(),
-        new_context(model, layout=options.pop("layout", None), device=device),
-        head_name="multichoice_head",
-        outputs=ending.outputs,
-        padded_vocab_size=VOCAB,
-        **options,
-    )
+def _build_chooser(model, head, *, device="meta", layout=None, part=None):
+    context = new_context(model, layout=layout, device=device)
+    return BertChooser(plan(model, head), context, part, head_name="multichoice_head")
 
 
 def _held(network):
@@ -63,7 +50,7 @@ def _held(network):
 @pytest.mark.parametrize("name", NETWORKS)
 def test_every_network_counts(name):
     model = config(**NETWORKS[name])
-    assert count_parameters(model, VOCAB) == _held(_build(model))
+    assert count_parameters(plan(model)) == _held(_build(model))
 
 
 @pytest.mark.parametrize(
@@ -76,17 +63,17 @@ def test_every_part_counts(name, cut):
         ModelPart(range(cut, model.all_layers), embedding=False, head=True),
     ):
         network = _build(model, part=part, layout=Layout.at(0, 2, tensor=2))
-        assert count_part_parameters(model, VOCAB, part, tensor=2) == _held(network)
+        assert count_part_parameters(plan(model), part, tensor=2) == _held(network)
 
 
 @pytest.mark.parametrize("name", ["bert", "bert, untied"])
 def test_a_tasks_head_stands_in_the_place_of_those_of_pretraining(name):
-    model, ending = config(**NETWORKS[name]), Ending(outputs=3, texts=4)
-    assert count_parameters(model, VOCAB, ending) == _held(_build_chooser(model, ending))
+    model, head = config(**NETWORKS[name]), HeadSpec(outputs=3, sequences=4)
+    assert count_parameters(plan(model, head)) == _held(_build_chooser(model, head))
     last = ModelPart(range(2, model.all_layers), embedding=False, head=True)
-    network = _build_chooser(model, ending, part=last, layout=Layout.at(0, 2, tensor=2))
+    network = _build_chooser(model, head, part=last, layout=Layout.at(0, 2, tensor=2))
     assert network.embedding is None  # nothing here reads words or scores them
-    counted = count_part_parameters(model, VOCAB, last, tensor=2, ending=ending)
+    counted = count_part_parameters(plan(model, head), last, tensor=2)
     assert counted == _held(network)
 
 
@@ -95,7 +82,7 @@ def test_published_sizes():
     sizes = {"hidden_size": 1024, "ffn_hidden_size": 4096, "num_attention_heads": 16}
     sizes |= {"kv_channels": 64, "num_layers": 24, "max_position_embeddings": 512}
     model = config(**{**BERT, **sizes})
-    assert count_parameters(model, 30522) == 336_226_108
+    assert count_parameters(model_plan(model, 30522)) == 336_226_108
 
 
 def _counted(network, passing, *given):
@@ -109,10 +96,10 @@ def _counted(network, passing, *given):
 
 def test_flops_of_a_task_are_those_that_pytorch_counts():
     model = config(**BERT, masked_softmax_fusion=False, max_position_embeddings=12)
-    network, e = _build_chooser(model, Ending(outputs=3), device="cpu"), 12
+    network, e = _build_chooser(model, HeadSpec(outputs=3), device="cpu"), 12
     ones = torch.ones(1, 1, e, dtype=torch.int64)
     counted = _counted(network, network.choose, ones, ones.bool(), ones)
-    ours = flops_per_token(model, e, VOCAB, ending=Ending(outputs=3))
+    ours = flops_per_token(plan(model, HeadSpec(outputs=3)), e)
     assert ours * e / 3 == pytest.approx(counted, rel=1e-3)
 
 
@@ -126,7 +113,7 @@ def test_flops_are_those_that_pytorch_counts(kind):
     decoder = torch.ones(1, d, dtype=torch.int64)
     given = (tokens, padding) if kind == "bert" else (tokens, decoder, padding)
     counted = _counted(network, network, *given)
-    ours = flops_per_token(model, e, VOCAB, decoder_seq_length=d if kind == "t5" else None)
+    ours = flops_per_token(plan(model), e, d if kind == "t5" else None)
     count = e if kind == "bert" else e + d
     causal = 0 if kind == "bert" else 2 * 2 * d * d * 16  # the half that is not counted
     assert ours * count / 3 == pytest.approx(counted - causal, rel=1e-3)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megatron.models.plan import HeadSpec
 from megatron.models.recompute import RecomputePlan
 from tests.models.others import DECODER, batch_of, build, losses
 from tests.models.small import BATCH, SEQUENCE, VOCAB
@@ -124,7 +125,7 @@ def test_names_of_a_bert():
         "pooler",
         "binary_head",
     }
-    headless = {n for n, _ in build("bert", pretraining_heads=False).named_parameters()}
+    headless = {n for n, _ in build("bert", head=HeadSpec(outputs=1)).named_parameters()}
     assert {name.split(".")[0] for name in names - headless} == {"head", "output", "binary_head"}
 
 
@@ -176,7 +177,7 @@ def test_recomputation_gives_the_same_bits(kind, flags, plan):
 
 def test_a_headless_bert_gives_normalized_hidden_states():
     tokens, padding, types, _ = batch_of("bert")
-    model = build("bert", pretraining_heads=False)
+    model = build("bert", head=HeadSpec(outputs=1))
     hidden = model(tokens, padding, types)
     assert hidden.shape == (SEQUENCE, BATCH, 16)
     torch.testing.assert_close(hidden.mean(-1), torch.zeros(SEQUENCE, BATCH), atol=1e-5, rtol=0)

@@ -21,6 +21,7 @@ from tests.models.small import (
     gpt,
     loss_and_gradients,
     new_context,
+    plan,
 )
 
 NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
@@ -190,7 +191,7 @@ def test_kernels_are_those_of_the_device_it_runs_on(monkeypatch):
 
     monkeypatch.setattr("megatron.parallel.build.find_library", find)
     context = new_context(config(), parameter_device=torch.device("meta"))
-    model = GPTModel(config(), PrecisionConfig(), context, padded_vocab_size=VOCAB)
+    model = GPTModel(plan(config()), context)
     assert asked == ["cpu"]
     assert all(parameter.is_meta for parameter in model.parameters())
     block = model.layers["0"]
@@ -346,13 +347,12 @@ def test_recomputation_runs_the_forward_twice(plan):
 
 
 def test_builds_on_the_meta_device():
-    from megatron.config.precision import PrecisionConfig
     from megatron.models.gpt import GPTModel
 
     layout = Layout.at(1, 2, tensor=2)
     network, numbers = config(**LLAMA), PrecisionConfig(bf16=True)
     context = new_context(network, numbers, layout, device="meta", dtype=torch.bfloat16)
-    model = GPTModel(network, numbers, context, padded_vocab_size=VOCAB)
+    model = GPTModel(plan(network), context)
     for name, parameter in model.named_parameters():
         assert parameter.is_meta, name
         assert parameter.dtype == torch.bfloat16, name

@@ -6,14 +6,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.config.precision import PrecisionConfig
 from megatron.models.gpt import GPTModel
 from megatron.models.recompute import RecomputePlan
 from megatron.parallel.collectives import add_over_ranks
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import spec_of
 from tests.distributed import run_distributed
-from tests.models.small import LLAMA, VOCAB, batch, config, gpt, loss_and_gradients, new_context
+from tests.models.small import (
+    LLAMA,
+    batch,
+    config,
+    gpt,
+    loss_and_gradients,
+    new_context,
+    plan,
+)
 from tests.parallel.test_layers import take_part
 
 NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
@@ -50,9 +57,9 @@ def _layout(layout, sequence):
     return replace(layout, sequence_parallel=sequence)
 
 
-def _train_split(layout, flags, sequence, plan=None, precision=None, overlap=True):
+def _train_split(layout, flags, sequence, recompute=None, precision=None, overlap=True):
     layout = _layout(layout, sequence)
-    model = gpt(flags, precision, layout=layout, recompute=plan, overlap=overlap)
+    model = gpt(flags, precision, layout=layout, recompute=recompute, overlap=overlap)
     loss, grads = loss_and_gradients(model)
     partial = [p.grad for p in model.parameters() if spec_of(p).partial_gradient]
     add_over_ranks(partial, layout.tensor)
@@ -74,12 +81,9 @@ def _check_equal(flags, results):
     torch.testing.assert_close(torch.cat([r[1] for r in results], -1), logits, rtol=0, atol=1e-5)
     for rank, (part_loss, _, part_grads) in enumerate(results):
         torch.testing.assert_close(part_loss, loss, rtol=1e-5, atol=0)
-        shapes = GPTModel(
-            config(**flags),
-            PrecisionConfig(),
-            new_context(config(**flags), layout=Layout.at(rank, size, tensor=size), device="meta"),
-            padded_vocab_size=VOCAB,
-        )
+        layout = Layout.at(rank, size, tensor=size)
+        network = config(**flags)
+        shapes = GPTModel(plan(network), new_context(network, layout=layout, device="meta"))
         for name, parameter in shapes.named_parameters():
             expected = take_part(grads[name], parameter)
             torch.testing.assert_close(part_grads[name], expected, rtol=1e-5, atol=1e-6, msg=name)

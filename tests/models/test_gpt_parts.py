@@ -4,22 +4,19 @@ import pytest
 import torch
 
 from megatron.config.parallel import ParallelConfig
-from megatron.config.precision import PrecisionConfig
 from megatron.config.stages import plan_parts
 from megatron.models.arithmetic import count_part_parameters
 from megatron.models.gpt import GPTModel
 from megatron.parallel.initialization import initialize
 from megatron.parallel.layout import Layout
-from tests.models.small import LLAMA, VOCAB, batch, config, new_context
+from tests.models.small import LLAMA, batch, config, new_context, plan
 
 NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
 
 
 def _build(flags, part=None):
     network = config(num_layers=4, **NO_DROPOUT, **flags)
-    model = GPTModel(
-        network, PrecisionConfig(), new_context(network), padded_vocab_size=VOCAB, part=part
-    )
+    model = GPTModel(plan(network), new_context(network), part)
     initialize(model.named_parameters(), 1)
     return model
 
@@ -28,8 +25,8 @@ def _build(flags, part=None):
 def test_parts_in_a_row_equal_the_whole(tied):
     flags = {"untie_embeddings_and_output_weights": not tied}
     whole = _build(flags)
-    plan = plan_parts(4, ParallelConfig(pipeline_model_parallel_size=2))
-    first, last = (_build(flags, part) for part in plan)
+    cut = plan_parts(4, ParallelConfig(pipeline_model_parallel_size=2))
+    first, last = (_build(flags, part) for part in cut)
     tokens, labels = batch()
     expected = whole(tokens, labels=labels)
     loss = last(tokens, labels=labels, hidden=first(tokens))
@@ -50,16 +47,10 @@ def test_parts_in_a_row_equal_the_whole(tied):
 @pytest.mark.parametrize("flags", [{}, {"untie_embeddings_and_output_weights": True}, LLAMA])
 def test_arithmetic_counts_what_each_process_holds(flags):
     network = config(**{"num_layers": 4, **flags})
-    plan = plan_parts(4, ParallelConfig(pipeline_model_parallel_size=2))
+    cut = plan_parts(4, ParallelConfig(pipeline_model_parallel_size=2))
     for rank in range(4):
         layout = Layout.at(rank, 4, tensor=2, pipeline=2)
-        part = plan[layout.pipeline.rank]
-        model = GPTModel(
-            network,
-            PrecisionConfig(),
-            new_context(network, layout=layout, device="meta"),
-            padded_vocab_size=VOCAB,
-            part=part,
-        )
+        part = cut[layout.pipeline.rank]
+        model = GPTModel(plan(network), new_context(network, layout=layout, device="meta"), part)
         held = sum(parameter.numel() for parameter in model.parameters())
-        assert count_part_parameters(network, VOCAB, part, tensor=2) == held
+        assert count_part_parameters(plan(network), part, tensor=2) == held

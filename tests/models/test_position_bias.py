@@ -13,7 +13,7 @@ from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import spec_of
 from megatron.parallel.tied import unite_copies
 from tests.models.others import DECODER, batch_of, build, losses
-from tests.models.small import SEQUENCE, config
+from tests.models.small import SEQUENCE, config, plan
 
 RELATIVE = {
     "position_embedding_type": "relative",
@@ -50,7 +50,7 @@ def test_buckets(both_ways, buckets, longest):
 
 def table(both_ways, layout=None):
     module = PositionBias(
-        config(**RELATIVE),
+        plan(config(architecture="t5", decoder_num_layers=1, **RELATIVE)).position_bias,
         BuildContext(layout or Layout.single()),
         both_ways=both_ways,
         is_copy=False,

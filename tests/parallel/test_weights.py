@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from megatron.config.precision import PrecisionConfig
 from megatron.config.stages import ModelPart
+from megatron.models.build import model_plan
 from megatron.models.gpt import GPTModel
 from megatron.parallel import weights
 from megatron.parallel.build import BuildContext
@@ -54,11 +54,9 @@ def test_a_copy_of_tied_words_is_waited_for_by_the_model_itself():
     model = config()
     part = ModelPart(range(2, 3), embedding=False, head=True)
     network = GPTModel(
-        model,
-        PrecisionConfig(),
+        model_plan(model, 8),
         BuildContext(Layout.single()),
-        padded_vocab_size=8,
-        part=part,
+        part,
     )
     users = {id(parameter): user for user, parameter in first_users(network)}
     parameters = dict(network.named_parameters())

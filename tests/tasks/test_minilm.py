@@ -1,7 +1,6 @@
 """A real small BERT, all-MiniLM-L6-v2, from the package that carries it."""
 
 import importlib.util
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,8 @@ from megatron.data.loader import collate
 from megatron.device import Device
 from megatron.inference.load import open_existing, saved_config
 from megatron.models.bert import BertModel
-from megatron.models.construct import build_model
+from megatron.models.build import build_model
+from megatron.models.plan import HeadSpec
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import build_tokenizer
 from megatron.training.checkpointing import model_state
@@ -38,9 +38,10 @@ def minilm():
 def test_sentence_embeddings_are_those_of_transformers(minilm):
     reader = open_existing(str(minilm))
     config = saved_config(reader, str(minilm))
-    network = partial(BertModel, pretraining_heads=False)
     rows = reader.meta["padded_vocab_size"]
-    model = build_model(network, config, Layout.single(), Device.cpu(), rows).eval()
+    model = build_model(
+        BertModel, config, Layout.single(), Device.cpu(), rows, head=HeadSpec(outputs=1)
+    ).eval()
     restore(reader, model_state([model]), prefixes=("model.",))
     samples = TextSamples(
         [Example(((text, None),), 0) for text in TEXTS], build_tokenizer(config.tokenizer), 32

@@ -12,6 +12,7 @@ import pytest
 
 from megatron.data.indexed import IndexedDataset
 from megatron.models.arithmetic import flops_per_token
+from megatron.models.build import model_plan
 from megatron.tokenizer import padded_vocabulary
 from tests.repository import ROOT
 from tools import benchmark
@@ -48,7 +49,7 @@ def test_workloads_are_those_of_the_peers(name, gpus, vocabulary, gigaflops, tok
     config = _config(name, gpus)
     assert padded_vocabulary(config) == vocabulary
     assert tokens_of_step(config) == tokens
-    flops = flops_per_token(config.model, config.data.seq_length, vocabulary)
+    flops = flops_per_token(model_plan(config.model, vocabulary), config.data.seq_length)
     assert round(flops / 1e9, 1) == gigaflops
     assert config.precision.bf16
     assert config.training.recompute_granularity is None
@@ -117,9 +118,9 @@ def test_peaks_of_memory_are_those_of_the_whole_run(tmp_path) -> None:
 
 
 def test_a_log_that_measures_nothing_is_refused() -> None:
-    with pytest.raises(BenchmarkError, match="log lines are missing"):
+    with pytest.raises(BenchmarkError, match="no log lines"):
         measure(LOG, warmup=6, last=9)
-    with pytest.raises(BenchmarkError, match="up to iteration 9: the run ended early"):
+    with pytest.raises(BenchmarkError, match="up to iteration 9: the run ended before"):
         measure(LOG, warmup=2, last=9)
     with pytest.raises(BenchmarkError, match="not finite"):
         measure([*LOG, (100.0, _line(7, 1.0, "NAN"))], warmup=2, last=5)
@@ -282,8 +283,7 @@ def test_two_commits_beside_each_other() -> None:
     assert ["ms:", "matrix", "products", "80.00", "80.00", "+0.00"] in rows
     assert "overlap" not in text
     new.runs[0] = _run(0.105)
-    text = report.describe(_facts(), [old, new], [])
-    assert "the runs overlap, so they show no difference" in text
+    assert "the runs overlap: no difference was shown" in report.describe(_facts(), [old, new], [])
     record = json.loads(report.to_json(_facts(), [old, new], ["--x"]))
     assert [result["summary"]["median_run"] for result in record["results"]] == [0.11, 0.09]
 
@@ -298,8 +298,8 @@ def test_a_whole_benchmark_on_a_cpu(tmp_path, capsys) -> None:
     out = capsys.readouterr().out
     for text in ("ceilings of CPU", "tokens/s per GPU", "MFU", "peak memory", "roofline"):
         assert text in out
-    assert "breakdown of a step: not available (" in out  # no kernels on a CPU
-    assert "contains no GPU kernels" in out
+    assert "where the time of a step goes: not available (" in out  # no kernels on a CPU
+    assert "no kernel of a GPU in it" in out
     folder = tmp_path / "demo-fp32-2gpu"
     record = json.loads((folder / "result.json").read_text())
     (result,) = record["results"]
@@ -308,7 +308,9 @@ def test_a_whole_benchmark_on_a_cpu(tmp_path, capsys) -> None:
     assert run["peak_allocated"] > 1 << 20
     speed = record["tokens_per_step_per_gpu"] / run["median"]
     assert result["median"]["tokens_per_second_per_gpu"] == pytest.approx(speed)
-    assert record["model_flops_per_token"] == flops_per_token(_config("demo").model, 64, 1024)
+    assert record["model_flops_per_token"] == flops_per_token(
+        model_plan(_config("demo").model, 1024), 64
+    )
     assert run["first_loss"] == pytest.approx(np.log(1024), rel=0.02)
     ceilings = json.loads((tmp_path / "ceilings-demo-m2-tp1-cp1.json").read_text())
     assert ceilings["products"] > 0

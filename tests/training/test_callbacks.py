@@ -13,7 +13,7 @@ import pytest
 
 from megatron.device import Device
 from megatron.errors import ConfigError, StorageError
-from megatron.models.sizes import IN_WORDS, Ending
+from megatron.models.plan import LANGUAGE_MODEL_HEAD, HeadSpec
 from megatron.parallel.layout import Layout
 from megatron.training import panel
 from megatron.training.callbacks import garbage
@@ -259,21 +259,23 @@ def test_start_panel_tells_which_checkpoints_stay(tmp_path, words, told):
     assert told in " ".join(start_panel(build_toy(Layout.single(), saving), 1.0).split())
 
 
-@pytest.mark.parametrize("ending", [IN_WORDS, Ending(outputs=3), Ending(outputs=1, texts=4)])
-def test_start_panel_counts_by_what_the_model_ends_in(monkeypatch, ending):
-    run = build_toy(Layout.single())
-    monkeypatch.setattr(type(run.recipe), "ending", ending)
+@pytest.mark.parametrize(
+    "head", [LANGUAGE_MODEL_HEAD, HeadSpec(outputs=3), HeadSpec(outputs=1, sequences=4)]
+)
+def test_start_panel_counts_by_what_the_model_ends_in(monkeypatch, head):
+    run = build_toy(Layout.single(), kind="bert")
+    monkeypatch.setattr(type(run.recipe), "head", head)
     seen = []
 
-    def rows(*given):
-        seen.append(given[-1])
+    def rows(config, plan, *_):
+        seen.append(plan.head_spec)
         return ()
 
     monkeypatch.setattr(panel, "pipeline_rows", rows)
     told = start_panel(run, 1.0)
-    assert seen == [ending]
-    assert re.search(r"tokens an iteration +([\d,]+)\n", told)[1] == f"{4 * 16 * ending.texts}"
-    assert ("samples of 4 x 16 tokens" in told) == (ending.texts == 4)
+    assert seen == [head]
+    assert re.search(r"tokens an iteration +([\d,]+)\n", told)[1] == f"{4 * 16 * head.sequences}"
+    assert ("samples of 4 x 16 tokens" in told) == (head.sequences == 4)
 
 
 def _timed(layout):

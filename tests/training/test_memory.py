@@ -10,7 +10,8 @@ from megatron.config.parser import parse_config
 from megatron.config.stages import whole_model
 from megatron.device import Device
 from megatron.models.arithmetic import count_parameters, count_part_matrices
-from megatron.models.sizes import Ending
+from megatron.models.build import model_plan
+from megatron.models.plan import HeadSpec
 from megatron.parallel.every_layer import fp8_weights
 from megatron.parallel.layout import Layout
 from megatron.training.memory import estimate_memory, largest_process
@@ -20,11 +21,11 @@ from tests.training.toy import OF_KIND, TOY, build_toy
 def _estimate(*flags, world_size=1):
     words = [*TOY, "--train-iters", "1", *flags]
     config = parse_config(words, world_size=world_size).config
-    return largest_process(config, 104, world_size)
+    return largest_process(config, model_plan(config.model, 104), world_size)
 
 
 PARAMETERS = count_parameters(
-    parse_config([*TOY, "--train-iters", "1"], world_size=1).config.model, 104
+    model_plan(parse_config([*TOY, "--train-iters", "1"], world_size=1).config.model, 104)
 )
 
 
@@ -45,15 +46,16 @@ def test_the_other_kinds_are_counted_whole(kind):
     """On one process; cut in two, every layer is somewhere, and the tied words twice."""
     words = [*TOY, "--train-iters", "1", "--num-layers", "8", *OF_KIND[kind]]
     config = parse_config(words, world_size=1, architecture=kind).config
-    parameters = count_parameters(config.model, 104)
-    whole = largest_process(config, 104, 1)
+    plan = model_plan(config.model, 104)
+    parameters = count_parameters(plan)
+    whole = largest_process(config, plan, 1)
     assert (whole.parameters, whole.optimizer) == (4 * parameters, 8 * parameters)
     words += ["--pipeline-model-parallel-size", "2"]
     half = parse_config(words, world_size=2, architecture=kind).config
-    assert 0.5 < largest_process(half, 104, 2).parameters / whole.parameters < 0.8
+    assert 0.5 < largest_process(half, plan, 2).parameters / whole.parameters < 0.8
     words += ["--recompute-granularity", "full", "--recompute-method", "uniform"]
     less = parse_config(words, world_size=2, architecture=kind).config
-    assert largest_process(less, 104, 2).activations < largest_process(half, 104, 2).activations
+    assert largest_process(less, plan, 2).activations < largest_process(half, plan, 2).activations
 
 
 def test_shared_states_shrink_with_the_processes():
@@ -98,9 +100,8 @@ def test_8_bit_layers_are_counted_as_they_are_built(kind):
     flags = ["--bf16", "--fp8-format", "hybrid", "--micro-batch-size", "4"]
     run = build_toy(Layout.single(), flags, kind)
     built = sum(weight.numel() for weight in fp8_weights(run.parts))
-    counted = count_part_matrices(
-        run.config.model, whole_model(run.config.model.all_layers), tensor=1
-    )
+    plan = model_plan(run.config.model, run.padded_vocab_size)
+    counted = count_part_matrices(plan, whole_model(len(plan.layers)), tensor=1)
     assert counted == built
 
 
@@ -161,7 +162,12 @@ def test_gpipe_holds_what_every_loss_keeps_and_other_schedules_one(kind):
         ):
             config = parse_config([*words, *more], world_size=2, architecture=kind).config
             small, large = (
-                estimate_memory(config, rows, Layout.at(1, 2, pipeline=2), micro_batches)
+                estimate_memory(
+                    config,
+                    model_plan(config.model, rows),
+                    Layout.at(1, 2, pipeline=2),
+                    micro_batches,
+                )
                 for rows in (104, 208)
             )
             assert large.activations - small.activations == expected, (schedule, more)
@@ -198,10 +204,10 @@ def test_tensor_ranks_may_divide_what_recomputation_keeps(method):
 def test_each_text_of_a_sample_is_a_sequence():
     words = [*TOY, "--train-iters", "1", "--micro-batch-size", "2"]
     config = parse_config(words, world_size=1, architecture="bert").config
-    four = largest_process(config, 104, 1, Ending(outputs=1, texts=4))
+    four = largest_process(config, model_plan(config.model, 104, HeadSpec(1, sequences=4)), 1)
     words += ["--micro-batch-size", "8", "--global-batch-size", "8"]
     of_one = parse_config(words, world_size=1, architecture="bert").config
-    assert four == largest_process(of_one, 104, 1, Ending(outputs=1))
+    assert four == largest_process(of_one, model_plan(config.model, 104, HeadSpec(1)), 1)
 
 
 def test_what_neighbours_write_into_is_counted():
@@ -224,7 +230,7 @@ def test_relative_positions_keep_their_biases():
     for kind in ("none", "relative"):
         flags = ["--position-embedding-type", kind]
         config = parse_config([*words, *flags], world_size=1, architecture="t5").config
-        kept.append(largest_process(config, 104, 1).activations)
+        kept.append(largest_process(config, model_plan(config.model, 104), 1).activations)
     assert kept[1] - kept[0] == 4 * 4 * (2 * 16**2 + 12**2)  # bytes, heads, scores of both halves
 
 

@@ -1,10 +1,13 @@
 """What is foretold of a pipeline before it runs, and the layout that is proposed."""
 
+from dataclasses import replace
+
 import pytest
 
 from megatron.config import parse_config
 from megatron.config.stages import LAYOUT_FLAG, parse_layout
-from megatron.models.sizes import IN_WORDS, Ending
+from megatron.models.build import model_plan
+from megatron.models.plan import LANGUAGE_MODEL_HEAD, HeadSpec
 from megatron.parallel.pipeline.schedule import make_schedule
 from megatron.parallel.pipeline.simulate import Times, simulate, time_table
 from megatron.training.memory import largest_process
@@ -13,7 +16,13 @@ from megatron.training.pipeline_balance import Costs, Pipeline, layout_text, pip
 
 SHAPES = [("interleaved", 4, 4, 16), ("interleaved", 2, 2, 7), ("1f1b", 4, 1, 30)]
 SHAPES += [("gpipe", 3, 1, 8), ("zero-bubble", 4, 1, 16)]
-HEAVY = Costs(layer=1.0, head=1.95)
+
+
+def alike(layers, head=1.95, again=0):
+    """Costs of layers that take one unit each."""
+    return Costs((1.0,) * layers, head, again)
+
+
 NETWORK = (
     "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
     "--group-query-attention --num-query-groups 8 --seq-length 8192 --swiglu "
@@ -23,12 +32,13 @@ NETWORK = (
 ).split()
 
 
-@pytest.mark.parametrize("costs", [HEAVY, Costs(layer=1.0, head=1.95, again=1)])
+@pytest.mark.parametrize("again", [0, 1])
 @pytest.mark.parametrize(("kind", "stages", "chunks", "micro_batches"), SHAPES)
 def test_a_long_update_takes_what_all_of_its_simulation_takes(
-    kind, stages, chunks, micro_batches, costs
+    kind, stages, chunks, micro_batches, again
 ):
     counts = (2,) * (stages * chunks)
+    costs = alike(sum(counts), again=again)
     forward = costs.of_parts(counts)
     inputs = [x + 2 * costs.again for x in forward]
     tables = [time_table("", x, stages, chunks) for x in (forward, inputs, forward)]
@@ -43,8 +53,8 @@ def test_a_long_update_takes_what_all_of_its_simulation_takes(
 def test_a_proposal_has_all_layers_and_is_no_slower(kind, stages, chunks, micro_batches):
     pipeline = Pipeline(kind, stages, chunks, micro_batches)
     for layers in (stages * chunks, 3 * stages * chunks + 1):
-        for costs in (HEAVY, Costs(1.0, 0.0), Costs(1.0, 40.0)):
-            best = pipeline.best(layers, costs)
+        for costs in (alike(layers), alike(layers, 0.0), alike(layers, 40.0)):
+            best = pipeline.best(costs)
             assert parse_layout(layout_text(best), layers, stages, "") == list(best)
             assert len(best) == stages * chunks
             each, left = divmod(layers, stages * chunks)
@@ -52,9 +62,14 @@ def test_a_proposal_has_all_layers_and_is_no_slower(kind, stages, chunks, micro_
             assert pipeline.time(best, costs) <= pipeline.time(even, costs) * 1.001
 
 
+def _costs(*flags):
+    config = parse_config([*NETWORK, *flags], world_size=4).config
+    return Costs.of(config, model_plan(config.model, 128256))
+
+
 def _rows(*flags):
     config = parse_config([*NETWORK, *flags], world_size=4).config
-    return dict(pipeline_rows(config, 128256, 16, 4))
+    return dict(pipeline_rows(config, model_plan(config.model, 128256), 16, 4))
 
 
 def test_candidates_are_compared_by_one_schedule(monkeypatch):
@@ -78,7 +93,7 @@ def test_a_heavy_head_is_noticed_and_the_proposed_layout_is_not_improved_further
     # What it needs is what the run would say that takes the proposal.
     taken = [*NETWORK, "--pipeline-model-parallel-layout", layout]
     config = parse_config(taken, world_size=4).config
-    memory = largest_process(config, 128256, 4).amount
+    memory = largest_process(config, model_plan(config.model, 128256), 4).amount
     assert rows["less waiting"].endswith(f"(memory a process at most about {memory})")
 
 
@@ -105,25 +120,27 @@ def test_a_proposal_names_the_flags_that_it_cannot_stand_beside(flags):
 
 def test_a_head_on_one_vector_of_a_sample_takes_no_time():
     config = parse_config(NETWORK, world_size=4).config
-    assert list(dict(pipeline_rows(config, 128256, 16, 4, Ending(outputs=2)))) == ["pipeline"]
-    told = [dict(size_rows(config, 4, 128256, ending=end)) for end in (IN_WORDS, Ending(outputs=2))]
+    config = replace(config, model=replace(config.model, architecture="bert"))
+    heads = (LANGUAGE_MODEL_HEAD, HeadSpec(outputs=2))
+    plans = [model_plan(config.model, 128256, head) for head in heads]
+    assert list(dict(pipeline_rows(config, plans[1], 16, 4))) == ["pipeline"]
+    told = [dict(size_rows(config, 4, plan)) for plan in plans]
     assert "less waiting" in told[0]
     assert "less waiting" not in told[1]
 
 
 def test_numbers_in_8_bits_make_the_head_count_for_more_layers():
-    heavy = Costs.of(parse_config([*NETWORK, "--bf16"], world_size=4).config, 128256)
-    flags = [*NETWORK, "--bf16", "--fp8-format", "hybrid"]
-    heavier = Costs.of(parse_config(flags, world_size=4).config, 128256)
+    heavy = _costs("--bf16")
+    heavier = _costs("--bf16", "--fp8-format", "hybrid")
     assert heavy.head == heavier.head
-    assert 1.2 < heavy.layer / heavier.layer < 2
+    assert 1.2 < heavier.head_in_layers / heavy.head_in_layers < 2
 
 
 def test_recomputation_is_one_more_forward_pass_of_a_layer():
     full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    assert Costs.of(parse_config([*NETWORK, *full.split()], world_size=4).config, 128256).again == 1
+    assert _costs(*full.split()).again == 1
 
 
 def test_one_stage_has_nothing_to_tell():
     config = parse_config([*NETWORK, "--pipeline-model-parallel-size", "1"], world_size=4).config
-    assert not list(pipeline_rows(config, 128256, 4, 4))
+    assert not list(pipeline_rows(config, model_plan(config.model, 128256), 4, 4))

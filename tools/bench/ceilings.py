@@ -1,6 +1,6 @@
-"""Measure what this machine can do at a workload's shapes, and derive the highest possible speed.
+"""What this machine can do at a workload's shapes, measured, and the speed that follows from it.
 
-Every product runs for several seconds, because a card at its power limit is slower than a cold one.
+Every product is kept going for some seconds: a card at its power limit is slower than at the start.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,33 +20,31 @@ from megatron.config import RunConfig
 from megatron.config.run import known
 from megatron.device import Device
 from megatron.models.arithmetic import count_parameters
-from megatron.models.sizes import Sizes, sizes_of
+from megatron.models.build import model_plan
+from megatron.models.plan import AttentionPlan, MLPPlan, ModelPlan
 
 _BURST_SECONDS = 0.2  # of work queued at a time
-# Bytes per parameter and update: gradient, master weight and two moments are read; the last three
-# and the 16-bit weight are written.
+# Of the update, a parameter: gradient, master weight and two moments are read, the last three
+# and the 16-bit weight written.
 _OPTIMIZER_BYTES = 4 * 4 + 3 * 4 + 2
 _BACKWARD_OVER_FORWARD = 2.5  # attention: five products against two
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Measured limits of one device. A value is None if the device does not support the operation.
+    """Measured limits of one device; None: it cannot do that.
 
     Attributes:
-        device: Name of the device.
-        datasheet: Dense 16-bit peak, in FLOP/s.
-        seconds: How long each measurement ran.
-        products: FLOP/s of a layer's linear products, forward and both gradients.
-        products_fp8: The same in FP8.
-        head: FLOP/s of the output head's products.
-        attention_forward: FLOP/s of causal attention, counting half of the square.
-        attention_backward: The same for the backward pass, counted as 2.5 forward passes.
-        copy: Bytes/s of a copy on the device, counting bytes read and bytes written.
-        layer_seconds: Time of one micro-batch through one layer, forward and backward.
-        layer_seconds_fp8: The same in FP8.
-        head_seconds: The same for the output head.
-        attention_seconds: The same for the attention of one layer.
+        device: its name.
+        datasheet: dense 16-bit peak, FLOP/s.
+        seconds: how long each was kept going.
+        products, products_fp8: FLOP/s of a layer's linear products, forward and both gradients.
+        head: FLOP/s of the output head's.
+        attention_forward, attention_backward: FLOP/s of causal attention, half of the square
+            counted, backward as 2.5 times forward.
+        copy: bytes/s of a copy on the device, read and written counted.
+        layer_seconds, layer_seconds_fp8, head_seconds, attention_seconds: of one micro-batch
+            through one layer (or the head), forward and backward.
     """
 
     device: str
@@ -67,18 +65,11 @@ class Ceilings:
 def measure_ceilings(
     config: RunConfig, device: Device, vocabulary: int, *, seconds: float
 ) -> Ceilings:
-    """Measure the shapes that one process of `config` computes.
-
-    Args:
-        config: The run.
-        device: Where to measure.
-        vocabulary: Padded vocabulary size.
-        seconds: Duration of each measurement.
-    """
-    sizes, tensor = sizes_of(config.model), config.parallel.tensor_model_parallel_size
+    """At the shapes that one process of `config` computes, `seconds` for each measurement."""
+    plan, tensor = model_plan(config.model, vocabulary), config.parallel.tensor_model_parallel_size
     tokens = known(config.training.micro_batch_size) * known(config.data.seq_length)
     tokens //= config.parallel.context_parallel_size
-    layer, head = layer_products(sizes, tensor), [(vocabulary // tensor, sizes.hidden)]
+    layer, head = layer_products(plan, tensor), [(vocabulary // tensor, plan.hidden)]
 
     def timed(work: Callable[[], object]) -> float:
         return time_sustained(work, device, seconds)
@@ -87,9 +78,9 @@ def measure_ceilings(
     head_seconds = timed(products_16bit(head, tokens, device))
     fp8 = device.is_gpu and hasattr(torch, "_scaled_mm")
     layer_fp8 = timed(products_fp8(layer, tokens, device)) if fp8 else None
-    forward, backward = (timed(work) for work in attention_passes(config, sizes, device))
+    forward, backward = (timed(work) for work in attention_passes(config, plan.attention, device))
     samples, sequence = known(config.training.micro_batch_size), known(config.data.seq_length)
-    square = 2 * samples * sequence**2 * sizes.query / tensor
+    square = 2 * samples * sequence**2 * plan.attention.query / tensor
     flops = count_flops(layer, tokens)
     return Ceilings(
         device=device.name,
@@ -104,16 +95,16 @@ def measure_ceilings(
         layer_seconds=layer_seconds,
         layer_seconds_fp8=layer_fp8,
         head_seconds=head_seconds,
-        # Context-parallel processes share the square, however the sequence is split.
+        # Context-parallel processes share the square, whatever way the sequence is split.
         attention_seconds=(forward + backward) / config.parallel.context_parallel_size,
     )
 
 
 def shapes_of(config: RunConfig, vocabulary: int) -> dict[str, Any]:
-    """Return what a run's ceilings depend on besides its number format, for JSON."""
+    """What the ceilings of a run depend on, besides its number format; for JSON."""
     return {
         "host": socket.gethostname(),  # cards of one name differ
-        "sizes": asdict(sizes_of(config.model)),
+        "sizes": _sizes(model_plan(config.model, vocabulary)),
         "vocabulary": vocabulary,
         "micro_batch": known(config.training.micro_batch_size),
         "sequence": known(config.data.seq_length),
@@ -125,30 +116,52 @@ def shapes_of(config: RunConfig, vocabulary: int) -> dict[str, Any]:
 def rooflines(
     ceilings: Ceilings, config: RunConfig, gpus: int, vocabulary: int
 ) -> dict[str, float | None]:
-    """Return `roofline_step` for both number formats, by name."""
+    """`roofline_step` of either format, by name."""
     return {
         f"roofline_step_{name}": roofline_step(ceilings, config, gpus, vocabulary, fp8=fp8)
         for name, fp8 in (("16bit", False), ("fp8", True))
     }
 
 
-def layer_products(sizes: Sizes, tensor: int) -> list[tuple[int, int]]:
-    """Return (outputs, inputs) of each of a layer's matrices on one of `tensor` processes."""
+def layer_products(plan: ModelPlan, tensor: int) -> list[tuple[int, int]]:
+    """(outputs, inputs) of a layer's matrices on one of `tensor` processes."""
+    attention, mlp = plan.attention, _mlp(plan)
     return [
-        (sizes.qkv // tensor, sizes.hidden),
-        (sizes.hidden, sizes.query // tensor),
-        (sizes.up // tensor, sizes.hidden),
-        (sizes.hidden, sizes.ffn // tensor),
+        (attention.qkv // tensor, plan.hidden),
+        (plan.hidden, attention.query // tensor),
+        (mlp.up // tensor, plan.hidden),
+        (plan.hidden, mlp.inner // tensor),
     ]
 
 
+def _mlp(plan: ModelPlan) -> MLPPlan:
+    mlp = plan.layers[0].mlp
+    assert isinstance(mlp, MLPPlan), "layers have another kind of MLP"
+    return mlp
+
+
+def _sizes(plan: ModelPlan) -> dict[str, int]:
+    """Sizes of the network by the names that measured files have."""
+    attention, mlp = plan.attention, _mlp(plan)
+    return {
+        "layers": len(plan.layers),
+        "hidden": plan.hidden,
+        "ffn": mlp.inner,
+        "heads": attention.heads,
+        "kv_heads": attention.kv_heads,
+        "head_size": attention.head_size,
+        "positions": plan.positions,
+        "up_parts": 2 if mlp.gated else 1,
+    }
+
+
 def count_flops(matrices: list[tuple[int, int]], tokens: int) -> int:
-    """Return the FLOPs of the forward pass and both gradients."""
+    """Of forward and both gradients."""
     return sum(6 * tokens * outputs * inputs for outputs, inputs in matrices)
 
 
 def time_sustained(work: Callable[[], object], device: Device, seconds: float) -> float:
-    """Return the mean seconds of a call of `work`, repeated for about `seconds` after a warm-up."""
+    """Seconds of one call of `work`, over as many as take about `seconds` after a warm-up."""
     for _ in range(2):
         work()
     device.synchronize()
@@ -170,7 +183,7 @@ def time_sustained(work: Callable[[], object], device: Device, seconds: float) -
 def products_16bit(
     matrices: list[tuple[int, int]], tokens: int, device: Device
 ) -> Callable[[], None]:
-    """Return work that computes the output and both gradients of each matrix in bfloat16."""
+    """Forward, input gradient and weight gradient of each matrix in bfloat16."""
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=torch.bfloat16, device=device.torch_device)
@@ -189,14 +202,14 @@ def products_16bit(
 def products_fp8(
     matrices: list[tuple[int, int]], tokens: int, device: Device
 ) -> Callable[[], None]:
-    """Return the same work in float8 e4m3: tensorwise scales, fast accumulation, no casts."""
+    """The same in float8 e4m3 with one scale a tensor and fast accumulation; no casts."""
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, device=device.torch_device).to(torch.float8_e4m3fn)
 
     one = torch.ones((), device=device.torch_device)
-    # (rows, inner, columns) of the output, input gradient and weight gradient. The second factor is
-    # stored by columns, as the hardware requires.
+    # (rows, inner, columns) of forward, input gradient and weight gradient. The second factor is
+    # stored by columns, as the hardware wants it.
     shapes = [
         shape for o, i in matrices for shape in ((tokens, i, o), (tokens, o, i), (o, tokens, i))
     ]
@@ -212,15 +225,15 @@ def products_fp8(
 
 
 def attention_passes(
-    config: RunConfig, sizes: Sizes, device: Device
+    config: RunConfig, attention: AttentionPlan, device: Device
 ) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Return the forward and backward passes of causal attention, by cuDNN on a GPU."""
+    """Forward and backward of causal attention over a micro-batch, by cuDNN on a GPU."""
     tensor = config.parallel.tensor_model_parallel_size
     batch, sequence = known(config.training.micro_batch_size), known(config.data.seq_length)
-    heads, kv_heads = sizes.heads // tensor, max(1, sizes.kv_heads // tensor)
+    heads, kv_heads = attention.heads // tensor, max(1, attention.kv_heads // tensor)
 
     def random(count: int) -> Tensor:
-        shape = (batch, sequence, count, sizes.head_size)
+        shape = (batch, sequence, count, attention.head_size)
         x = torch.randn(shape, dtype=torch.bfloat16, device=device.torch_device)
         return x.transpose(1, 2).requires_grad_()  # [b, n, s, d]
 
@@ -249,7 +262,7 @@ def attention_passes(
 
 
 def copy_rate(device: Device, seconds: float) -> float:
-    """Return the bytes/s of a copy on the device, counting bytes read and bytes written."""
+    """Bytes/s of a copy on the device, read and written counted."""
     size = 2**31 if device.is_gpu else 2**26
     source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device.torch_device)
     target = torch.empty_like(source)
@@ -259,10 +272,10 @@ def copy_rate(device: Device, seconds: float) -> float:
 def roofline_step(
     ceilings: Ceilings, config: RunConfig, gpus: int, vocabulary: int, *, fp8: bool
 ) -> float | None:
-    """Return the seconds of an update that consists of its unavoidable work alone.
+    """Seconds of an update if a GPU did matrix products, attention and the update's memory
+    traffic at these rates and nothing else; None where it cannot do fp8.
 
-    That is matrix products, attention and memory traffic at the measured rates. Pipeline
-    stages count as equal and communication as free. Returns None if the device cannot do FP8.
+    A pipeline's stages are taken as equal and communication as free.
     """
     layer = ceilings.layer_seconds_fp8 if fp8 else ceilings.layer_seconds
     if layer is None:
@@ -274,7 +287,7 @@ def roofline_step(
     layers = known(config.model.num_layers)
     pass_seconds = layers * (layer + ceilings.attention_seconds) + ceilings.head_seconds
     passes = batch / micro / data / parallel.pipeline_model_parallel_size
-    parameters = count_parameters(config.model, vocabulary) / model
+    parameters = count_parameters(model_plan(config.model, vocabulary)) / model
     if parallel.zero_stage:
         parameters /= data
     return passes * pass_seconds + parameters * _OPTIMIZER_BYTES / ceilings.copy

@@ -1,4 +1,4 @@
-"""The measurements of `tools/benchmark_overlap.py`: variants of the products of split layers."""
+"""What `tools/benchmark_overlap.py` measures: forms of the products of split layers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron import environment
 from megatron.device import Device
+from megatron.environment import read_launch
 from megatron.errors import ConfigError
 from megatron.parallel.collectives import all_gather, reduce_scatter
 from megatron.parallel.exchange import Exchange, GroupExchange
 from megatron.parallel.layout import Layout
 from megatron.parallel.overlapped_products import ScatteredProduct, gathered_product
-from megatron.processes.launch import prepare, read_launch
 
 Form = Callable[[], Tensor]
 
@@ -25,10 +26,7 @@ Form = Callable[[], Tensor]
 def gathered(
     rows: Tensor, weight: Tensor, layout: Layout, exchange: Exchange
 ) -> dict[str, tuple[Form, bool]]:
-    """Return variants of the product of all ranks' rows [m, in] with [in, out].
-
-    Each comes with whether it communicates.
-    """
+    """Forms of the product of all ranks' rows [m, in] with [in, out], and whether they send."""
     axis, whole = layout.tensor, all_gather(rows, layout.tensor)
 
     def multiply(x: Tensor, into: Tensor) -> None:
@@ -58,10 +56,7 @@ def gathered(
 def scattered(
     rows: Tensor, weight: Tensor, layout: Layout, exchange: Exchange
 ) -> dict[str, tuple[Form, bool]]:
-    """Return variants of the sum over ranks of products of [t m, in], scattered by rows.
-
-    Each comes with whether it communicates.
-    """
+    """The same of the sum over ranks of the products of [t m, in], each its part of the rows."""
     axis = layout.tensor
 
     def multiply(x: Tensor, into: Tensor) -> None:
@@ -83,7 +78,7 @@ def scattered(
 
 
 def measure(forms: dict[str, tuple[Form, bool]], device: Device, rounds: int) -> dict[str, str]:
-    """Return the microseconds of each variant, and whether its result has the collective's bits."""
+    """Microseconds of each form, and what its result is beside the collective's."""
     if not device.is_gpu:
         del forms["PyTorch, fused"]
     expected = forms["collective"][0]()
@@ -109,22 +104,22 @@ def measure(forms: dict[str, tuple[Form, bool]], device: Device, rounds: int) ->
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure and print a table.
+    """Measure and print.
 
     Raises:
-        ConfigError: A single process, a size that does not divide, or nothing to measure.
+        ConfigError: one process, sizes that do not divide, or nothing to measure.
     """
     launch = read_launch()
     size = launch.world_size
     if size < 2:
-        raise ConfigError("a single process does not communicate: start several with torchrun")
+        raise ConfigError("one process has nothing to send: start with torchrun")
     for name in ("tokens", "hidden_size", "qkv_size", "ffn_hidden_size"):
         value, flag = getattr(options, name), f"--{name.replace('_', '-')}"
         if value < 1 or value % size:
-            raise ConfigError(f"{flag} {value} is not a multiple of the {size} processes")
+            raise ConfigError(f"{flag} {value} is not a multiple of {size}, the processes")
     if options.rounds < 1:
         raise ConfigError(f"--rounds {options.rounds}: must be at least 1")
-    prepare(launch, deterministic=False)
+    environment.prepare(launch, deterministic=False)
     device = Device.pick(launch.local_rank)
     device.activate()
     backend = f"cpu:gloo,{device.type}:nccl" if device.is_gpu else "gloo"
@@ -148,7 +143,8 @@ def run(options: argparse.Namespace) -> None:
 def cases(
     options: argparse.Namespace, layout: Layout, device: Device
 ) -> Iterator[tuple[str, dict[str, tuple[Form, bool]]]]:
-    """Yield each product of a layer that communicates: its name and its variants."""
+    """The products of a layer whose messages stand in the way, one after another: what they are,
+    and their forms."""
     size, hidden, ffn = layout.tensor.size, options.hidden_size, options.ffn_hidden_size
     part = options.tokens // size
     dtype = torch.bfloat16 if device.is_gpu else torch.float32

@@ -139,7 +139,7 @@ def our_outputs(reader: Reader, config: RunConfig, inputs: Inputs) -> dict[str, 
     from megatron.checkpoint.reader import restore
     from megatron.device import Device
     from megatron.models.bert import BertModel
-    from megatron.models.construct import build_model
+    from megatron.models.build import build_model
     from megatron.models.gpt import GPTModel
     from megatron.models.t5 import T5Model
     from megatron.parallel.layout import Layout

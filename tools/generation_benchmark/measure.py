@@ -13,9 +13,8 @@ from megatron.device import Device
 from megatron.inference.build import EngineOptions, build_engine
 from megatron.inference.engine import BatchEngine
 from megatron.inference.request import Request, Sampling, Token
-from megatron.models.construct import build_model
+from megatron.models.build import build_model
 from megatron.models.gpt import GPTModel
-from megatron.models.sizes import sizes_of
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import padded_vocabulary
 from tools.generation_benchmark.report import Decoding
@@ -124,13 +123,14 @@ class Subject:
 
     def _floor(self, batch: int, length: float) -> float:
         """Seconds to read all weights, and the keys and values of the batch."""
-        sizes = sizes_of(self._config.model)
         assert self._model is not None
+        plan = self._model.plan
+        attention = plan.attention
         itemsize = next(self._model.parameters()).element_size()
-        token = 2 * sizes.layers * sizes.kv_heads * sizes.head_size * itemsize
+        token = 2 * len(plan.layers) * attention.kv_heads * attention.head_size * itemsize
         weights = self._weight_bytes
         if not self._config.model.untie_embeddings_and_output_weights:
-            weights += self._vocab * sizes.hidden * itemsize
+            weights += self._vocab * plan.hidden * itemsize
         return (weights + batch * length * token) / self._bandwidth
 
 

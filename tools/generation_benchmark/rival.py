@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from megatron.config import RunConfig
+from megatron.config.run import known
 from megatron.device import Device
 from megatron.errors import ConfigError
-from megatron.models.sizes import sizes_of
 from megatron.tokenizer import padded_vocabulary
 from tools.generation_benchmark.report import Decoding
 
@@ -36,17 +36,17 @@ class Rival:
             import transformers
         except ImportError as error:
             raise ConfigError("--transformers: it is not installed: drop the flag") from error
-        sizes = sizes_of(config.model)
+        network = config.model
         self._device, self._compiles = device, compiles
         self._vocab = padded_vocabulary(config)
         shape = transformers.LlamaConfig(
             vocab_size=self._vocab,
-            hidden_size=sizes.hidden,
-            intermediate_size=sizes.ffn,
-            num_hidden_layers=sizes.layers,
-            num_attention_heads=sizes.heads,
-            num_key_value_heads=sizes.kv_heads,
-            max_position_embeddings=sizes.positions,
+            hidden_size=known(network.hidden_size),
+            intermediate_size=known(network.ffn_hidden_size),
+            num_hidden_layers=known(network.num_layers),
+            num_attention_heads=known(network.num_attention_heads),
+            num_key_value_heads=network.kv_heads,
+            max_position_embeddings=known(network.max_position_embeddings),
             tie_word_embeddings=not config.model.untie_embeddings_and_output_weights,
             bos_token_id=None,
             eos_token_id=None,

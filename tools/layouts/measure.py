@@ -15,6 +15,7 @@ from megatron.config import RunConfig
 from megatron.config.parser import parse_config
 from megatron.config.run import known
 from megatron.errors import UserError
+from megatron.models.build import model_plan
 from megatron.tokenizer import padded_vocabulary
 from megatron.training.memory import largest_process
 from tools.bench.launch import entry_command, run_to_end
@@ -134,4 +135,5 @@ def _mean_of(records: Sequence[dict[str, Any]], name: str, settled: int) -> floa
 
 def _predicted(config: RunConfig, processes: int) -> float:
     """GiB of the largest process, as `--dry-run` shows them."""
-    return largest_process(config, padded_vocabulary(config), processes).total / _GIB
+    plan = model_plan(config.model, padded_vocabulary(config))
+    return largest_process(config, plan, processes).total / _GIB

@@ -68,7 +68,7 @@ class LogLine(Callback):
             self._sums[name] = self._sums.get(name, 0.0) + value
 
     def _record(self, run: Run, outcome: StepOutcome, params_norm: float | None) -> LogRecord:
-        tokens = run.config.data.sample_tokens * run.recipe.ending.texts
+        tokens = run.config.data.sample_tokens * run.recipe.head.sequences
         rate = tokens_per_second(self._samples, tokens, self._seconds, run.layout.world.size)
         return LogRecord(
             iteration=run.progress.iteration,

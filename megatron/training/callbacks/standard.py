@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron.models.build import model_plan
 from megatron.training.callbacks.base import Callback
 from megatron.training.callbacks.bubble import PipelineBubble
 from megatron.training.callbacks.checkpoints import Checkpoints
@@ -32,7 +33,8 @@ def standard_callbacks(
     evaluation that fails must not cost the training before it. The line's time leaves both out.
     """
     config = run.config
-    flops = model_flops(config, run.padded_vocab_size, run.recipe.ending)
+    plan = model_plan(config.model, run.padded_vocab_size, run.recipe.head)
+    flops = model_flops(config, plan)
     scalars = Scalars(writers)
     callbacks: list[Callback] = []
     if config.profiling.profile and run.layout.world.rank in config.profiling.profile_ranks:

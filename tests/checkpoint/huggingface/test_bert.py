@@ -22,7 +22,7 @@ from megatron.config.yaml_file import from_dict
 from megatron.device import Device
 from megatron.errors import CheckpointError
 from megatron.models.bert import BertModel
-from megatron.models.construct import build_model
+from megatron.models.build import build_model
 from megatron.parallel.layout import Layout
 from megatron.training.checkpointing import model_state, network_of
 from megatron.training.pretrain import main

@@ -12,7 +12,7 @@ from megatron.checkpoint.reader import PaddedReader, restore
 from megatron.config.stages import parts_of_stage, plan_parts
 from megatron.config.yaml_file import from_dict
 from megatron.device import Device
-from megatron.models.construct import build_model
+from megatron.models.build import build_model
 from megatron.models.gpt import GPTModel
 from megatron.parallel.layout import Layout
 from megatron.training.checkpointing import model_state

@@ -23,7 +23,7 @@ from megatron.data.loader import collate
 from megatron.data.t5 import build_t5_datasets
 from megatron.device import Device
 from megatron.errors import CheckpointError
-from megatron.models.construct import build_model
+from megatron.models.build import build_model
 from megatron.models.t5 import T5Model
 from megatron.parallel.layout import Layout
 from megatron.training.checkpointing import model_state

@@ -1,4 +1,4 @@
-"""From a run's flags to one of the models, all of which are constructed alike."""
+"""From a run's configuration to the plan of its network, and to the network."""
 
 from __future__ import annotations
 
@@ -9,14 +9,38 @@ import torch
 from torch import nn
 
 from megatron.config import RunConfig
+from megatron.config.model import ModelConfig
 from megatron.config.stages import ModelPart
 from megatron.device import Device
+from megatron.models.bert import bert_plan
+from megatron.models.gpt import gpt_plan
+from megatron.models.plan import LANGUAGE_MODEL_HEAD, HeadSpec, ModelPlan
 from megatron.models.recompute import RecomputePlan
+from megatron.models.t5 import t5_plan
 from megatron.parallel.build import BuildContext, choose_kernels
 from megatron.parallel.layout import Layout
 from megatron.parallel.replicas import shares_weights
 
 Model = TypeVar("Model", bound=nn.Module)
+
+PLANS: dict[str, Callable[[ModelConfig, int, HeadSpec], ModelPlan]] = {
+    "gpt": gpt_plan,
+    "bert": bert_plan,
+    "t5": t5_plan,
+}
+
+
+def model_plan(
+    model: ModelConfig, padded_vocab_size: int, head: HeadSpec = LANGUAGE_MODEL_HEAD
+) -> ModelPlan:
+    """Return the plan of the network that flags describe.
+
+    Args:
+        model: network flags, resolved.
+        padded_vocab_size: entries of the vocabulary, padding included.
+        head: what the model ends in.
+    """
+    return PLANS[model.architecture](model, padded_vocab_size, head)
 
 
 def build_model(
@@ -26,10 +50,11 @@ def build_model(
     device: Device,
     padded_vocab_size: int,
     part: ModelPart | None = None,
+    head: HeadSpec = LANGUAGE_MODEL_HEAD,
 ) -> Model:
     """Build the model that a run's flags describe, or a part of it.
 
-    Weights that processes share are fp32 and have no memory yet: see `ShardedModel`.
+    Weights that processes share are fp32 and have no memory yet: `ShardedModel` gives them shards.
 
     Args:
         network: GPTModel, or what is constructed as it is.
@@ -38,7 +63,9 @@ def build_model(
         device: where the model runs.
         padded_vocab_size: entries of the vocabulary, padding included.
         part: what this process holds; `None` builds the whole model.
+        head: what the model ends in.
     """
+    plan = model_plan(config.model, padded_vocab_size, head)
     parallel, numbers = config.parallel, config.precision
     is_shared = shares_weights(parallel, layout)
     where = device.torch_device
@@ -47,18 +74,13 @@ def build_model(
         where,
         parameter_device=torch.device("meta") if is_shared else None,
         dtype=torch.float32 if is_shared else numbers.weight_dtype,
+        precision=numbers,
         kernels=choose_kernels(
             config.model, numbers, layout, where, cp_comm_type=parallel.cp_comm_type
         ),
         overlap=parallel.async_tensor_model_parallel_allreduce,
     )
-    return network(
-        config.model,
-        numbers,
-        context,
-        padded_vocab_size=padded_vocab_size,
-        part=part,
-        recompute=RecomputePlan.from_config(
-            config.training, split_inputs=parallel.distribute_saved_activations
-        ),
+    recompute = RecomputePlan.from_config(
+        config.training, split_inputs=parallel.distribute_saved_activations
     )
+    return network(plan, context, part, recompute)

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from megatron.processes.ending import ExitRequest
+from megatron.training.exit import ExitRequest
 
 
 @pytest.fixture
