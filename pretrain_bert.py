@@ -23,7 +23,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.config import RunConfig
-from megatron.config.run import known
 from megatron.config.stages import ModelPart
 from megatron.data.bert import build_bert_datasets
 from megatron.data.datasets import DataRequest
@@ -73,7 +72,7 @@ class BertRecipe:
                 is_builder=layout.world.rank == 0,
                 barrier=layout.wait_for_all,
             ),
-            seq_length=known(config.data.seq_length),
+            seq_length=config.data.seq_length,
             tokenizer=tokenizer,
             binary_head=config.model.bert_binary_head,
         )

@@ -22,7 +22,6 @@ if __name__ == "__main__":
 from torch import Tensor
 
 from megatron.config import RunConfig
-from megatron.config.run import known
 from megatron.config.stages import ModelPart
 from megatron.data.datasets import DataRequest
 from megatron.data.gpt import (
@@ -78,7 +77,7 @@ class GPTRecipe:
                 is_builder=layout.world.rank == 0,
                 barrier=layout.wait_for_all,
             ),
-            seq_length=known(config.data.seq_length),
+            seq_length=config.data.seq_length,
             vocab_size=tokenizer.vocab_size,
         )
         if not config.data.reset_attention_mask:

@@ -22,7 +22,6 @@ if __name__ == "__main__":
 from torch import Tensor
 
 from megatron.config import RunConfig
-from megatron.config.run import known
 from megatron.config.stages import ModelPart
 from megatron.data.datasets import DataRequest
 from megatron.data.t5 import build_t5_datasets
@@ -72,8 +71,8 @@ class T5Recipe:
                 is_builder=layout.world.rank == 0,
                 barrier=layout.wait_for_all,
             ),
-            encoder_seq_length=known(config.data.seq_length),
-            decoder_seq_length=known(config.data.decoder_seq_length),
+            encoder_seq_length=config.data.seq_length,
+            decoder_seq_length=config.data.decoder_tokens,
             tokenizer=tokenizer,
         )
 

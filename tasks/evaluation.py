@@ -9,7 +9,8 @@ from typing import Any
 
 from megatron import __version__
 from megatron.command import say
-from megatron.config import ParsedRun, RunConfig, parse_config
+from megatron.config import ParsedRun, parse_config
+from megatron.config.run import RunOptions
 from megatron.config.tasks import TaskConfig
 from megatron.device import Device
 from megatron.environment import Launch
@@ -41,7 +42,7 @@ def parse_evaluation(
     world_size: int,
     options: type,
     check: Callable[[TaskConfig, Any], Iterable[str]],
-    find_start: Callable[[Mapping[str, Any]], RunConfig] | None = None,
+    find_start: Callable[[Mapping[str, Any]], RunOptions] | None = None,
     unread: Collection[str] = (),
 ) -> ParsedRun:
     """The command line over what the checkpoint says; everything checked.

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.config import RunConfig
-from megatron.config.run import known
 from megatron.config.stages import ModelPart
 from megatron.device import Device
 from megatron.models.bert import BertChooser
@@ -75,7 +74,7 @@ class FinetuneRecipe:
     def build_datasets(
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
     ) -> Splits:
-        length = known(config.data.seq_length)
+        length = config.data.seq_length
         train = valid = None
         if self._train:
             train = Epochs(

@@ -21,9 +21,9 @@ from megatron.config import (
 from megatron.config.checks import RULES, Rule, find_problems
 from megatron.config.fields import fields_of
 from megatron.config.logging import ProfilingConfig
-from megatron.config.model import ModelConfig
+from megatron.config.model import ModelOptions
 from megatron.config.optimizer import OptimizerConfig, ScheduleConfig
-from megatron.config.run import flatten, known
+from megatron.config.run import RunOptions, flatten
 from megatron.config.tasks import FinetuneConfig, TaskConfig
 from megatron.environment import Launch
 from megatron.errors import CheckpointError, ConfigError
@@ -38,7 +38,7 @@ from tasks.results import check_results
 from tasks.table import PROGRAM, flags_elsewhere
 from tasks.target import HEADS, Target
 
-FindStart = Callable[[Mapping[str, Any]], RunConfig]
+FindStart = Callable[[Mapping[str, Any]], RunOptions]
 # What can only be said once the length of the run is known.
 _LATE: tuple[Rule, ...] = (
     rules_model.some_length,
@@ -126,7 +126,7 @@ def prepare(
     recipe = FinetuneRecipe(
         target, train, [example for examples in valid.values() for example in examples], used
     )
-    batch = known(config.training.global_batch_size)
+    batch = config.training.global_batch_size
     extras = Finetuning(
         recipe,
         pretrained=own.pretrained_checkpoint,
@@ -195,7 +195,7 @@ def _reads(given: Mapping[str, Any]) -> set[str] | None:
     if given.get("epochs") != 0:
         return None
     vain = {f"{section}.{name}" for section, names in _OF_TRAINING.items() for name in names}
-    return set(flatten(RunConfig())) - vain
+    return set(flatten(RunOptions())) - vain
 
 
 def find_target(task: str) -> tuple[Target, Callable[[str], list[Example]]]:
@@ -218,7 +218,7 @@ def with_length(
     Raises:
         ConfigError: what does not fit that length; less than a batch of samples.
     """
-    batch = known(config.training.global_batch_size)
+    batch = config.training.global_batch_size
     epochs = own.epochs or 0
     if epochs and samples < batch and not own.keep_last:
         raise ConfigError(
@@ -241,7 +241,7 @@ def epoch_ends(epochs: int, samples: int, batch: int) -> frozenset[int]:
     return frozenset(-(-epoch * samples // batch) for epoch in range(1, epochs + 1))
 
 
-def _pretrained(given: Mapping[str, Any], target: Target) -> RunConfig:
+def _pretrained(given: Mapping[str, Any], target: Target) -> RunOptions:
     """The run that flags change: of the pretrained checkpoint, or of --load."""
     named = {flag: given[flag] for flag in ("train_iters", "train_samples") if flag in given}
     if named:
@@ -255,7 +255,7 @@ def _pretrained(given: Mapping[str, Any], target: Target) -> RunConfig:
         ),
         ("", None),
     )
-    start = RunConfig(model=ModelConfig(architecture="bert"))
+    start = RunOptions(model=ModelOptions(architecture="bert"))
     only_evaluates = given.get("epochs") == 0
     if folder is not None:
         step = given.get("ckpt_step") if flag == "--load" else None
@@ -304,7 +304,7 @@ def _check_head(reader: Reader, target: Target, shown: str, *, only_evaluates: b
         )
 
 
-def _required(config: RunConfig, world_size: int) -> Iterator[str]:
+def _required(config: RunOptions, world_size: int) -> Iterator[str]:
     if config.model.num_layers is None:
         yield "--pretrained-checkpoint is required: give the folder of a pretrained BERT"
     else:  # which names its tokenizer, unless it is old
@@ -312,7 +312,7 @@ def _required(config: RunConfig, world_size: int) -> Iterator[str]:
         yield from rules_data.tokenizer(config, world_size)
 
 
-def _own_order(config: RunConfig, world_size: int) -> Iterator[str]:
+def _own_order(config: RunOptions, world_size: int) -> Iterator[str]:
     """What is of pretraining: what decides the order or the number of samples, and perplexities."""
     if config.data.dataloader_type == "cyclic":
         yield "--dataloader-type cyclic: each epoch is shuffled anyway: drop it"

@@ -13,7 +13,6 @@ import torch
 from megatron.checkpoint.exchange import JsonExchange
 from megatron.checkpoint.reader import PaddedReader
 from megatron.command import say
-from megatron.config.run import known
 from megatron.config.tasks import TaskConfig
 from megatron.durable import storage_errors
 from megatron.inference.load import open_existing
@@ -125,7 +124,7 @@ class Finetuning(Extras):
         return run.progress.iteration or self._start
 
     def _data(self, run: Run) -> list[tuple[str, TextSamples]]:
-        length = known(run.config.data.seq_length)
+        length = run.config.data.seq_length
         return [
             (name, TextSamples(examples, run.tokenizer, length))
             for name, examples in self._valid.items()

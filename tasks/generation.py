@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron.checkpoint.exchange import JsonExchange
-from megatron.config.run import known
 from megatron.device import Device
 from megatron.errors import UserError
 from megatron.inference.build import EngineOptions, engine_of
@@ -51,7 +50,7 @@ class Generator:
         self._data = loaded.layout.data
         self._is_speaker = loaded.layout.tensor.is_first and loaded.layout.pipeline.is_first
         self._tokenizer = loaded.tokenizer
-        self._window = known(loaded.config.data.seq_length)
+        self._window = loaded.config.data.seq_length
         self._engine = engine_of(
             loaded, device, EngineOptions(max_sequences=64), copy=ranks_of_copy(loaded.layout)
         )

@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.config import ParsedRun, RunConfig
-from megatron.config.run import known
+from megatron.config import ParsedRun
+from megatron.config.run import RunOptions
 from megatron.config.tasks import HarnessConfig, TaskConfig
 from megatron.device import Device
 from megatron.environment import Launch
@@ -39,7 +39,7 @@ def parse(
     task: str,
     arguments: list[str],
     world_size: int,
-    find_start: Callable[[Mapping[str, Any]], RunConfig] | None = None,
+    find_start: Callable[[Mapping[str, Any]], RunOptions] | None = None,
 ) -> ParsedRun:
     """The checked command line; see `parse_evaluation`."""
 
@@ -88,9 +88,7 @@ def evaluate(parsed: ParsedRun, device: Device, layout: Layout) -> Numbers | Non
     config = replace(config, parallel=replace(config.parallel, sequence_parallel=False))
     loaded = load_gpt(folder, device, layout, config=config)
     say_start("LM_EVAL", loaded, device, " ".join(own.lm_eval_tasks))
-    backend = Backend(
-        loaded, device, known(config.training.micro_batch_size), config.logging.log_interval
-    )
+    backend = Backend(loaded, device, config.training.micro_batch_size, config.logging.log_interval)
     workers = Workers(layout.world, {"score": backend.score, "generate": backend.generate})
     if layout.world.rank:
         workers.serve()

@@ -10,7 +10,6 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from megatron.config.run import known
 from megatron.inference.load import Loaded
 from tasks.workers import Workers
 from tasks.zero_shot import last_window
@@ -23,7 +22,7 @@ class HarnessModel(TemplateLM):
         super().__init__()
         self._text = loaded.tokenizer
         self._workers = workers
-        self._window = known(loaded.config.data.seq_length)
+        self._window = loaded.config.data.seq_length
         # Some tokenizers begin every text with a token of their own.
         self._start = self._text.tokenize_open("")
 

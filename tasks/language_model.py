@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any
 
 from megatron.command import say
-from megatron.config import ParsedRun, RunConfig
-from megatron.config.run import known
+from megatron.config import ParsedRun
+from megatron.config.run import RunOptions
 from megatron.config.tasks import LanguageModelTaskConfig, TaskConfig
 from megatron.device import Device
 from megatron.environment import Launch
@@ -34,7 +34,7 @@ def parse(
     task: str,
     arguments: list[str],
     world_size: int,
-    find_start: Callable[[Mapping[str, Any]], RunConfig] | None = None,
+    find_start: Callable[[Mapping[str, Any]], RunOptions] | None = None,
 ) -> ParsedRun:
     """The checked command line; see `parse_evaluation`."""
 
@@ -76,10 +76,10 @@ def evaluate(task: str, parsed: ParsedRun, device: Device, layout: Layout) -> Nu
     options, own = parsed.extra
     assert config.checkpoint.load is not None
     loaded = load_gpt(config.checkpoint.load, device, layout, config=config)
-    window = known(config.data.seq_length)
+    window = config.data.seq_length
     prepared = PREPARE[task](options.valid_data, own, loaded.tokenizer, window)
     say_start(task, loaded, device, prepared.data)
-    scorer = Scorer(loaded, device, known(config.training.micro_batch_size))
+    scorer = Scorer(loaded, device, config.training.micro_batch_size)
     is_main = layout.world.rank == 0
     started = time.monotonic()
     scores = scorer.score(

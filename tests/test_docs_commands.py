@@ -115,17 +115,17 @@ def _check_task(words: list[str], world_size: int) -> None:
     """Of tasks/main.py, without the checkpoint and the data that it names."""
     from dataclasses import replace
 
-    from megatron.config import RunConfig
     from megatron.config.data import TokenizerConfig
-    from megatron.config.model import ModelConfig
+    from megatron.config.model import ModelOptions
+    from megatron.config.run import RunOptions
     from tasks import finetune_command, harness, language_model
     from tasks.table import TASKS, find_task
 
-    def start(_: object) -> RunConfig:
+    def start(_: object) -> RunOptions:
         is_bert = TASKS[task].kind == "finetuning"
         return replace(
-            RunConfig(),
-            model=ModelConfig(
+            RunOptions(),
+            model=ModelOptions(
                 architecture="bert" if is_bert else "gpt",
                 num_layers=4,
                 hidden_size=64,

@@ -130,7 +130,7 @@ def _llama2_shape(folder: Path, script: Path) -> Path:
     from megatron.checkpoint.huggingface.families import families
     from megatron.checkpoint.huggingface.settings import Settings
     from megatron.checkpoint.store import save
-    from megatron.config.run import RunConfig
+    from megatron.config.run import RunOptions
     from megatron.config.yaml_file import to_dict
     from megatron.parallel.layout import Layout
 
@@ -152,7 +152,7 @@ def _llama2_shape(folder: Path, script: Path) -> Path:
     }
     model = families()["llama"].read(Settings(values, "config.json")).model
     state = {"model.final_norm.weight": Entry.whole(torch.ones(hidden))}
-    save(folder, 0, state, {"config": to_dict(RunConfig(model=model))}, Layout.single())
+    save(folder, 0, state, {"config": to_dict(RunOptions(model=model))}, Layout.single())
     return folder
 
 

@@ -55,7 +55,7 @@ from megatron.checkpoint.plan import (
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.retention import Keep, prune
 from megatron.checkpoint.shard import THREADS, digest_of, plan_shard, write_shard
-from megatron.config.run import RunConfig
+from megatron.config.run import ModelRun
 from megatron.config.yaml_file import to_dict
 from megatron.durable import (
     TEMPORARY,
@@ -330,7 +330,7 @@ def _deferred(reader: Reader, name: str) -> LazyTensor:
 def save_native(
     reader: Reader,
     root: Path,
-    config: RunConfig,
+    config: ModelRun,
     extra: Json | None = None,
     *,
     keep_optimizer: bool = False,

@@ -24,9 +24,9 @@ from megatron.config import (
     rules_training,
 )
 from megatron.config.fields import fields_of
-from megatron.config.run import RunConfig, flatten, sections
+from megatron.config.run import RunOptions, flatten, sections
 
-Rule = Callable[[RunConfig, int], Iterator[str]]
+Rule = Callable[[RunOptions, int], Iterator[str]]
 
 RULES: tuple[Rule, ...] = (
     rules_model.required,
@@ -80,7 +80,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def find_problems(
-    config: RunConfig,
+    config: RunOptions,
     world_size: int,
     spoilt: Iterable[str] = frozenset(),
     rules: Iterable[Rule] = RULES,
@@ -102,7 +102,7 @@ def find_problems(
     return [line for line in problems if flags.isdisjoint(re.findall(r"--[\w-]+", line))]
 
 
-def find_notices(config: RunConfig, world_size: int, start: RunConfig) -> list[str]:
+def find_notices(config: RunOptions, world_size: int, start: RunOptions) -> list[str]:
     """One line for each setting that is taken but changes nothing, with the reason.
 
     Args:
@@ -128,14 +128,14 @@ def find_notices(config: RunConfig, world_size: int, start: RunConfig) -> list[s
     ]
 
 
-def _not_kept(config: RunConfig) -> Iterator[str]:
+def _not_kept(config: RunOptions) -> Iterator[str]:
     """What a checkpoint of the run will lack."""
     if config.checkpoint.save is not None and config.checkpoint.ckpt_format == "legacy":
         style = config.schedule.lr_decay_style
         yield from rules_legacy.not_kept(config.precision, style, "--ckpt-format legacy")
 
 
-def _no_effect(config: RunConfig, start: RunConfig) -> Iterator[str]:
+def _no_effect(config: RunOptions, start: RunOptions) -> Iterator[str]:
     parallel = config.parallel
     alone = parallel.tensor_model_parallel_size == 1
     if parallel.sequence_parallel and alone:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron.config.flag import flag
 
@@ -79,7 +79,7 @@ class TokenizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataOptions:
     """Data."""
 
     data_path: tuple[str, ...] | None = flag(
@@ -140,8 +140,20 @@ class DataConfig:
         False, "Append each iteration's sample ids to samples.jsonl in the --save folder."
     )
 
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(DataOptions):
+    """Data as resolved: the length of a sample and the sample order are known."""
+
+    seq_length: int = field()
+    dataloader_type: str = "single"
+
+    @property
+    def decoder_tokens(self) -> int:
+        """Tokens of a sample that a T5's decoder reads; 0 in any other network."""
+        return self.decoder_seq_length or 0
+
     @property
     def sample_tokens(self) -> int:
         """Tokens of a sample that the model reads, of encoder and decoder together."""
-        assert self.seq_length is not None, "the configuration is not resolved"
-        return self.seq_length + (self.decoder_seq_length or 0)
+        return self.seq_length + self.decoder_tokens

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.data import SPLIT_NAMES
-from megatron.config.run import RunConfig, field_at, flatten
+from megatron.config.run import RunOptions, field_at, flatten
 
 _WHOLE, _EACH = "data.data_args_path", "data.per_split_data_args_path"
 # What names a file, and what the file stands for.
@@ -48,7 +48,7 @@ class Words:
 
 
 def read_data_files(
-    config: RunConfig, by_flag: Collection[str], unread: Collection[str] = ()
+    config: RunOptions, by_flag: Collection[str], unread: Collection[str] = ()
 ) -> Words:
     """The words of the files that a run names. What a flag says wins over what the YAML file says.
 

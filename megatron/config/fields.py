@@ -81,13 +81,9 @@ def _word(value: Any) -> str:
 
 @functools.cache
 def fields_of(config_type: type) -> tuple[Field, ...]:
-    """The flags of a dataclass whose fields are made by `flag()`."""
+    """The flags of a dataclass whose fields are made by `flag()`: of options, if those differ."""
     hints = typing.get_type_hints(config_type)
-    return tuple(
-        _field(entry, hints[entry.name])
-        for entry in dataclasses.fields(config_type)
-        if "flag" in entry.metadata
-    )
+    return tuple(_field(entry, hints[entry.name]) for entry in dataclasses.fields(config_type))
 
 
 def _field(entry: dataclasses.Field[Any], hint: Any) -> Field:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron.config.flag import flag, setting
 
@@ -11,7 +11,7 @@ _FLASH_HEAD_STEP, _LARGEST_FLASH_HEAD = 8, 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelOptions:
     """Network."""
 
     architecture: str = setting(
@@ -155,12 +155,6 @@ class ModelConfig:
     )
 
     @property
-    def all_layers(self) -> int:
-        """Transformer layers, those of a decoder beside an encoder included."""
-        assert self.num_layers is not None
-        return self.num_layers + (self.decoder_num_layers or 0)
-
-    @property
     def activation(self) -> str:
         """Name of the MLP's non-linearity, a function of `kernels.activation`.
 
@@ -184,13 +178,32 @@ class ModelConfig:
         """The MLP has a gate: its first matrix has two parts."""
         return self.swiglu or self.geglu
 
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(ModelOptions):
+    """The network as resolved: every size is known."""
+
+    num_layers: int = field()
+    hidden_size: int = field()
+    ffn_hidden_size: int = field()
+    num_attention_heads: int = field()
+    kv_channels: int = field()
+    max_position_embeddings: int = field()
+
+    @property
+    def decoder_layers(self) -> int:
+        """Layers of a T5's decoder; 0 in any other network."""
+        return self.decoder_num_layers or 0
+
+    @property
+    def all_layers(self) -> int:
+        """Transformer layers, those of a decoder beside an encoder included."""
+        return self.num_layers + self.decoder_layers
+
     @property
     def kv_heads(self) -> int:
         """Key-value heads: the query groups, or all heads without grouping."""
-        if self.group_query_attention:
-            return self.num_query_groups
-        assert self.num_attention_heads is not None
-        return self.num_attention_heads
+        return self.num_query_groups if self.group_query_attention else self.num_attention_heads
 
 
 # What gives the weights their shape and meaning: with other values it is another network.
@@ -244,7 +257,7 @@ ROTARY_SPEED = (
 WITHOUT_TABLE = ("rope", "none")  # kinds of positions that any sequence has, without weights
 
 
-def is_irrelevant(model: ModelConfig, name: str) -> bool:
+def is_irrelevant(model: ModelOptions, name: str) -> bool:
     """Whether a field of the network means nothing to this one, by its kind of positions."""
     positions = model.position_embedding_type
     if name in ("rotary_percent", "rotary_base", "rotary_seq_len_interpolation_factor"):

@@ -8,7 +8,7 @@ from megatron.config.flag import flag
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
+class ParallelOptions:
     """Parallelism."""
 
     tensor_model_parallel_size: int = flag(1, "Processes that split each layer.", unit="processes")
@@ -128,3 +128,10 @@ class ParallelConfig:
     use_mpi: bool = flag(
         False, "Started by mpirun: take ranks from OMPI_COMM_WORLD_* instead of torchrun's."
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig(ParallelOptions):
+    """Parallelism as resolved: it is known what data-parallel processes share."""
+
+    zero_stage: int = 0

@@ -1,4 +1,4 @@
-"""The command line and the YAML file to one checked `RunConfig`.
+"""The command line and the YAML file to one checked `RunOptions`.
 
     old flags translated  ->  argparse  ->  over YAML  ->  over defaults  ->  resolved  ->  checked
 
@@ -28,12 +28,20 @@ from megatron.config.data_files import DATA_FILES, read_data_files
 from megatron.config.model import ROTARY_SPEED, WITHOUT_TABLE
 from megatron.config.refused import HONOURED, REFUSED
 from megatron.config.resolve import forget_derived, longest_sequence, resolve
-from megatron.config.run import RunConfig, field_at, flatten, sections, with_values
+from megatron.config.run import (
+    RunConfig,
+    RunOptions,
+    field_at,
+    flatten,
+    narrow,
+    sections,
+    with_values,
+)
 from megatron.config.unknown import explain
 from megatron.errors import ConfigError, UserError
 
 ReadCheckpoint = Callable[[str, int | None], Mapping[str, Any]]
-FindStart = Callable[[Mapping[str, Any]], RunConfig]
+FindStart = Callable[[Mapping[str, Any]], RunOptions]
 FindReads = Callable[[Mapping[str, Any]], Collection[str] | None]
 Result = TypeVar("Result")
 
@@ -111,10 +119,9 @@ def parse_config(
     extra = tuple(extra)
     words = sys.argv[1:] if argv is None else argv
     line = _read_command_line(words, program, extra, elsewhere or {})
-    if find_start is None:
-        start = with_values(RunConfig(), {"model.architecture": architecture})
-    else:
-        start = line.ask(lambda: find_start(vars(line.namespace)))
+    start = with_values(RunOptions(), {"model.architecture": architecture})
+    if find_start is not None:
+        start = with_values(start, flatten(line.ask(lambda: find_start(vars(line.namespace)))))
     base = _read_yaml(getattr(line.namespace, "config", None), start, world_size, line)
     asked = with_values(base, _flag_values(line.namespace))
     unread = _unread(asked, start, reads(vars(line.namespace)), line)
@@ -140,7 +147,7 @@ def parse_config(
     # So that nothing depends on it: a device's rules neither. What files said is taken.
     config = resolve(with_values(config, unread | dict.fromkeys(DATA_FILES)), world_size)
     notices = find_notices(config, world_size, start)
-    return ParsedRun(config, notices=(*line.notices, *notices), extra=others)
+    return ParsedRun(narrow(config, RunConfig), notices=(*line.notices, *notices), extra=others)
 
 
 def build_parser(
@@ -293,8 +300,8 @@ def _other_kind(found: str, expected: str, program: str) -> list[str]:
 
 
 def _read_yaml(
-    path: str | None, start: RunConfig, world_size: int, line: _CommandLine
-) -> RunConfig:
+    path: str | None, start: RunOptions, world_size: int, line: _CommandLine
+) -> RunOptions:
     """`start` with the file's values."""
     if path is None:
         return start
@@ -317,14 +324,14 @@ def _flag_values(namespace: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _changes(before: RunConfig, after: RunConfig) -> dict[str, Any]:
+def _changes(before: RunOptions, after: RunOptions) -> dict[str, Any]:
     """What another run has in its place, by "section.field"."""
     old = flatten(before)
     return {path: value for path, value in flatten(after).items() if value != old[path]}
 
 
 def _unread(
-    asked: RunConfig, start: RunConfig, reads: Collection[str] | None, line: _CommandLine
+    asked: RunOptions, start: RunOptions, reads: Collection[str] | None, line: _CommandLine
 ) -> dict[str, Any]:
     """What the program does not read, as if nobody had asked for it; says which of it was given."""
     if reads is None:
@@ -338,7 +345,7 @@ def _unread(
     return unread
 
 
-def _with_data_files(config: RunConfig, unread: Collection[str], line: _CommandLine) -> RunConfig:
+def _with_data_files(config: RunOptions, unread: Collection[str], line: _CommandLine) -> RunOptions:
     """With the corpora that stand in files, which stay named until all is checked."""
     words = read_data_files(config, _flag_values(line.namespace), unread)
     line.problems += words.problems
@@ -347,7 +354,7 @@ def _with_data_files(config: RunConfig, unread: Collection[str], line: _CommandL
     return with_values(config, words.values)
 
 
-def _takes_network(config: RunConfig, line: _CommandLine) -> RunConfig:
+def _takes_network(config: RunOptions, line: _CommandLine) -> RunOptions:
     """Of programs that take up a trained model, which do what --use-checkpoint-args asks for."""
     if not config.checkpoint.use_checkpoint_args or config.checkpoint.load is None:
         return config
@@ -356,7 +363,7 @@ def _takes_network(config: RunConfig, line: _CommandLine) -> RunConfig:
 
 
 def _stretch(
-    values: dict[str, Any], config: RunConfig, given: Collection[str], line: _CommandLine
+    values: dict[str, Any], config: RunOptions, given: Collection[str], line: _CommandLine
 ) -> None:
     """Let a checkpoint's positions go as far as is asked for, where they need no weights.
 
@@ -377,8 +384,8 @@ def _stretch(
 
 
 def _from_checkpoint(
-    config: RunConfig, read_checkpoint: ReadCheckpoint | None, line: _CommandLine
-) -> RunConfig:
+    config: RunOptions, read_checkpoint: ReadCheckpoint | None, line: _CommandLine
+) -> RunOptions:
     checkpoint = config.checkpoint
     if not checkpoint.use_checkpoint_args or checkpoint.load is None:
         return config
@@ -387,7 +394,7 @@ def _from_checkpoint(
         return config
     folder, step = checkpoint.load, checkpoint.ckpt_step
     values = dict(line.ask(lambda: read_checkpoint(folder, step)))
-    before, default = flatten(config), flatten(RunConfig())
+    before, default = flatten(config), flatten(RunOptions())
     by_flag, file = _flag_values(line.namespace), getattr(line.namespace, "config", None)
     in_file = {path for path in values if file is not None and before[path] != default[path]}
     _stretch(values, config, in_file | by_flag.keys(), line)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron.config.data import DataConfig, TokenizerConfig
-from megatron.config.model import ModelConfig
+from megatron.config.data import DataOptions, TokenizerConfig
+from megatron.config.model import ModelOptions
 from megatron.config.optimizer import OptimizerConfig
-from megatron.config.parallel import ParallelConfig
-from megatron.config.run import RunConfig, with_values
-from megatron.config.training import TrainingConfig
+from megatron.config.parallel import ParallelOptions
+from megatron.config.run import RunOptions, with_values
+from megatron.config.training import TrainingOptions
 
 # What `resolve` derives from other flags. Not the global batch: once a run has one, it keeps it.
 _DERIVED = (
@@ -28,7 +28,7 @@ _DERIVED = (
 )
 
 
-def resolve(config: RunConfig, world_size: int) -> RunConfig:
+def resolve(config: RunOptions, world_size: int) -> RunOptions:
     """`config` with derived values filled in. Resolving twice changes nothing."""
     data, precision = config.data, config.precision
     return replace(
@@ -47,7 +47,7 @@ def resolve(config: RunConfig, world_size: int) -> RunConfig:
     )
 
 
-def data_parallel_size(config: RunConfig, world_size: int) -> int:
+def data_parallel_size(config: RunOptions, world_size: int) -> int:
     """Processes that hold a copy of the model; at least 1, so that derived values stay sensible."""
     parallel = config.parallel
     model = (
@@ -58,7 +58,7 @@ def data_parallel_size(config: RunConfig, world_size: int) -> int:
     return max(world_size // model, 1) if model > 0 else 1
 
 
-def forget_derived(config: RunConfig, world_size: int) -> RunConfig:
+def forget_derived(config: RunOptions, world_size: int) -> RunOptions:
     """Unset what `resolve` would derive again, so that a changed flag changes what follows from it.
 
     A saved `config.yaml` holds resolved values. Run again with another --hidden-size, its derived
@@ -72,13 +72,13 @@ def forget_derived(config: RunConfig, world_size: int) -> RunConfig:
     return config
 
 
-def longest_sequence(data: DataConfig) -> int | None:
+def longest_sequence(data: DataOptions) -> int | None:
     """Of a sample, in tokens; None where it is not given."""
     lengths = [length for length in (data.seq_length, data.decoder_seq_length) if length]
     return max(lengths, default=None)
 
 
-def _model(model: ModelConfig, seq_length: int | None) -> ModelConfig:
+def _model(model: ModelOptions, seq_length: int | None) -> ModelOptions:
     hidden, heads = model.hidden_size, model.num_attention_heads
     kv_channels, ffn_hidden = model.kv_channels, model.ffn_hidden_size
     if kv_channels is None and hidden and heads:
@@ -98,7 +98,7 @@ def _model(model: ModelConfig, seq_length: int | None) -> ModelConfig:
     )
 
 
-def _training(training: TrainingConfig, data_parallel: int) -> TrainingConfig:
+def _training(training: TrainingOptions, data_parallel: int) -> TrainingOptions:
     global_batch, granularity = training.global_batch_size, training.recompute_granularity
     if global_batch is None and training.micro_batch_size:
         global_batch = training.micro_batch_size * data_parallel
@@ -115,7 +115,7 @@ def _training(training: TrainingConfig, data_parallel: int) -> TrainingConfig:
     )
 
 
-def _parallel(parallel: ParallelConfig) -> ParallelConfig:
+def _parallel(parallel: ParallelOptions) -> ParallelOptions:
     if parallel.zero_stage is not None:
         return parallel
     return replace(parallel, zero_stage=1 if parallel.use_distributed_optimizer else 0)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.config.data import DataConfig
-from megatron.config.model import ModelConfig
-from megatron.config.run import RunConfig
+from megatron.config.data import DataOptions
+from megatron.config.model import ModelOptions
+from megatron.config.run import RunOptions
 from megatron.config.stages import plan_model
 from megatron.errors import ConfigError
 
@@ -14,7 +14,7 @@ _FEWEST_BUCKETS = 4
 _SHOWN = {"gpt": "GPT", "bert": "BERT", "t5": "T5"}
 
 
-def architecture(config: RunConfig, world_size: int) -> Iterator[str]:
+def architecture(config: RunOptions, world_size: int) -> Iterator[str]:
     """Flags that another kind of network has."""
     kind = config.model.architecture
     data, parallel, model = config.data, config.parallel, config.model
@@ -44,23 +44,23 @@ def architecture(config: RunConfig, world_size: int) -> Iterator[str]:
         )
 
 
-def _of_sentences(data: DataConfig) -> Iterator[str]:
+def _of_sentences(data: DataOptions) -> Iterator[str]:
     """Flags that change the samples of BERT and T5 only."""
     for name in ("mask_prob", "short_seq_prob"):
         value = getattr(data, name)
-        if value != getattr(DataConfig(), name):
+        if value != getattr(DataOptions(), name):
             flag = f"--{name.replace('_', '-')} {value}"
             yield f"{flag} belongs to a BERT or T5, and this is a GPT: drop it"
 
 
-def relative_positions(config: RunConfig, world_size: int) -> Iterator[str]:
+def relative_positions(config: RunOptions, world_size: int) -> Iterator[str]:
     """The buckets of --position-embedding-type relative, and what it does not go with."""
     model, parallel = config.model, config.parallel
     buckets, longest = model.relative_attention_num_buckets, model.relative_attention_max_distance
     if model.position_embedding_type != "relative":
         for field in ("relative_attention_num_buckets", "relative_attention_max_distance"):
             value = getattr(model, field)
-            if value != getattr(ModelConfig(), field):
+            if value != getattr(ModelOptions(), field):
                 yield (
                     f"--{field.replace('_', '-')} {value} belongs to --position-embedding-type "
                     "relative: add it, or drop this flag"
@@ -85,7 +85,7 @@ def relative_positions(config: RunConfig, world_size: int) -> Iterator[str]:
         )
 
 
-def _has_virtual_stages(config: RunConfig) -> bool:
+def _has_virtual_stages(config: RunOptions) -> bool:
     try:
         parts = plan_model(config.model, config.parallel)
     except (ConfigError, AssertionError):  # other rules say so
@@ -93,7 +93,7 @@ def _has_virtual_stages(config: RunConfig) -> bool:
     return len(parts) > config.parallel.pipeline_model_parallel_size
 
 
-def t5(config: RunConfig, world_size: int) -> Iterator[str]:
+def t5(config: RunOptions, world_size: int) -> Iterator[str]:
     """What an encoder and a decoder need."""
     if config.model.architecture != "t5":
         return

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.config.run import RunConfig
+from megatron.config.run import RunOptions
 
 
-def context(config: RunConfig, world_size: int) -> Iterator[str]:
+def context(config: RunOptions, world_size: int) -> Iterator[str]:
     size, length = config.parallel.context_parallel_size, config.data.seq_length
     if size <= 1:
         return
@@ -23,7 +23,7 @@ def context(config: RunConfig, world_size: int) -> Iterator[str]:
         yield from _all_to_all(config, shown)
 
 
-def _all_to_all(config: RunConfig, shown: str) -> Iterator[str]:
+def _all_to_all(config: RunOptions, shown: str) -> Iterator[str]:
     model, size = config.model, config.parallel.context_parallel_size
     tensor = max(config.parallel.tensor_model_parallel_size, 1)
     counts = {"--num-attention-heads": model.num_attention_heads}

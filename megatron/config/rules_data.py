@@ -9,11 +9,11 @@ from megatron.config.data import (
     MAY_HAVE_SENTINELS,
     SPLIT_NAMES,
     TOKENIZER_NEEDS,
-    DataConfig,
+    DataOptions,
     TokenizerConfig,
 )
 from megatron.config.fields import text_to
-from megatron.config.run import RunConfig
+from megatron.config.run import RunOptions
 
 
 def tokenizer_files(tokenizer_type: str | None) -> tuple[str, ...]:
@@ -22,14 +22,14 @@ def tokenizer_files(tokenizer_type: str | None) -> tuple[str, ...]:
     return (*TOKENIZER_NEEDS.get(tokenizer_type or "", ()), *also)
 
 
-def _given(data: DataConfig) -> dict[str, tuple[str, ...]]:
+def _given(data: DataOptions) -> dict[str, tuple[str, ...]]:
     """The words that name corpora, by the field of the flag that takes them."""
     fields = ("data_path", *(f"{split}_data_path" for split in SPLIT_NAMES))
     words = {field: getattr(data, field) for field in fields}
     return {field: given for field, given in words.items() if given is not None}
 
 
-def _spelt(data: DataConfig, field: str) -> str:
+def _spelt(data: DataOptions, field: str) -> str:
     """Where such words were given: a flag, or a flag and its file."""
     flag, file = "--data-args-path", data.data_args_path
     if field != "data_path":
@@ -37,7 +37,7 @@ def _spelt(data: DataConfig, field: str) -> str:
     return f"{flag} {file}" if file else f"--{field.replace('_', '-')}"
 
 
-def sources(config: RunConfig, world_size: int) -> Iterator[str]:
+def sources(config: RunOptions, world_size: int) -> Iterator[str]:
     data, given = config.data, _given(config.data)
     whole = [_spelt(data, field) for field in given if field == "data_path"]
     own = list(dict.fromkeys(_spelt(data, field) for field in given if field != "data_path"))
@@ -54,7 +54,7 @@ def sources(config: RunConfig, world_size: int) -> Iterator[str]:
         yield f"{', '.join(own)} without {without}: there is nothing to train on: add it"
 
 
-def blends(config: RunConfig, world_size: int) -> Iterator[str]:
+def blends(config: RunOptions, world_size: int) -> Iterator[str]:
     """One prefix, or pairs of a positive weight and a prefix."""
     data = config.data
     for field, words in _given(data).items():
@@ -86,7 +86,7 @@ def _is_weight(word: str) -> bool:
         return False
 
 
-def split(config: RunConfig, world_size: int) -> Iterator[str]:
+def split(config: RunOptions, world_size: int) -> Iterator[str]:
     text = config.data.split
     separator = "," if "," in text else "/"
     try:
@@ -100,7 +100,7 @@ def split(config: RunConfig, world_size: int) -> Iterator[str]:
         )
 
 
-def masking(config: RunConfig, world_size: int) -> Iterator[str]:
+def masking(config: RunOptions, world_size: int) -> Iterator[str]:
     """Shares of hidden tokens and of short samples."""
     for name in ("mask_prob", "short_seq_prob"):
         share = getattr(config.data, name)
@@ -108,7 +108,7 @@ def masking(config: RunConfig, world_size: int) -> Iterator[str]:
             yield f"--{name.replace('_', '-')} {share} is no share: give a number from 0 to 1"
 
 
-def tokenizer(config: RunConfig, world_size: int) -> Iterator[str]:
+def tokenizer(config: RunOptions, world_size: int) -> Iterator[str]:
     if config.tokenizer.tokenizer_type is None:
         yield (
             "--tokenizer-type is required: for example HuggingFaceTokenizer with "
@@ -130,7 +130,7 @@ def tokenizer_misfits(tokenizer: TokenizerConfig) -> Iterator[str]:
         )
 
 
-def sentinels(config: RunConfig, world_size: int) -> Iterator[str]:
+def sentinels(config: RunOptions, world_size: int) -> Iterator[str]:
     """Where T5's sentinels come from."""
     kind, count = config.tokenizer.tokenizer_type, config.tokenizer.vocab_extra_ids
     if kind is None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.config.data import APPENDS_SENTINELS
 from megatron.config.rules_data import tokenizer_files
-from megatron.config.run import RunConfig, field_at, flatten
+from megatron.config.run import RunOptions, field_at, flatten
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class _Dependent:
 
     section: str
     fields: tuple[str, ...]
-    on: Callable[[RunConfig], Any]
+    on: Callable[[RunOptions], Any]
     why: str
 
 
@@ -204,7 +204,7 @@ _DEPENDENT: tuple[_Dependent, ...] = (
 )
 
 
-def dependent(config: RunConfig, start: RunConfig) -> Iterator[str]:
+def dependent(config: RunOptions, start: RunOptions) -> Iterator[str]:
     """One line for each of these flags that was given in vain.
 
     Args:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megatron.config.run import RunConfig
+from megatron.config.run import RunOptions
 
 if TYPE_CHECKING:  # it imports torch
     from megatron.device import Device
@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # it imports torch
 _OLDEST_FP8 = (8, 9)
 
 
-def device(config: RunConfig, device: Device, neighbours: int) -> Iterator[str]:
+def device(config: RunOptions, device: Device, neighbours: int) -> Iterator[str]:
     """One line for each flag that the device has nothing for.
 
     Args:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megatron.config.fields import fields_of
 from megatron.config.precision import PrecisionConfig
-from megatron.config.run import RunConfig
+from megatron.config.run import RunOptions
 
 MULTIPLE = 16  # sizes of a matrix that hardware multiplies in 8 bits
 
@@ -19,7 +19,7 @@ _OF_HISTORY = {
 }
 
 
-def fp8(config: RunConfig, world_size: int) -> Iterator[str]:
+def fp8(config: RunOptions, world_size: int) -> Iterator[str]:
     numbers = config.precision
     yield from _history(numbers)
     yield from _gather(config)
@@ -56,7 +56,7 @@ def _history(numbers: PrecisionConfig) -> Iterator[str]:
             )
 
 
-def _gather(config: RunConfig) -> Iterator[str]:
+def _gather(config: RunOptions) -> Iterator[str]:
     numbers, stage = config.precision, config.parallel.zero_stage or 0
     if not numbers.fp8_param_gather:
         return
@@ -75,7 +75,7 @@ def _gather(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _sizes(config: RunConfig) -> Iterator[str]:
+def _sizes(config: RunOptions) -> Iterator[str]:
     model, parallel, data = config.model, config.parallel, config.data
     split = max(1, parallel.tensor_model_parallel_size)
     micro_batch, context = config.training.micro_batch_size or 0, parallel.context_parallel_size

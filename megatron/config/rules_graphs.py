@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.config.run import RunConfig
-from megatron.config.training import TrainingConfig
+from megatron.config.run import RunOptions
+from megatron.config.training import TrainingOptions
 
 
-def graphs(config: RunConfig, world_size: int) -> Iterator[str]:
+def graphs(config: RunOptions, world_size: int) -> Iterator[str]:
     training = config.training
     shown = f"--cuda-graph-impl {training.cuda_graph_impl}"
     if training.cuda_graph_impl == "none":
-        if training.cuda_graph_warmup_steps != TrainingConfig().cuda_graph_warmup_steps:
+        if training.cuda_graph_warmup_steps != TrainingOptions().cuda_graph_warmup_steps:
             yield (
                 f"--cuda-graph-warmup-steps {training.cuda_graph_warmup_steps} needs "
                 "--cuda-graph-impl local"
@@ -33,7 +33,7 @@ def graphs(config: RunConfig, world_size: int) -> Iterator[str]:
         yield f"{shown} with {flag}: {reason}: drop one"
 
 
-def _cannot(config: RunConfig) -> Iterator[tuple[str, str]]:
+def _cannot(config: RunOptions) -> Iterator[tuple[str, str]]:
     """Flags under which a pass cannot be recorded, or would differ from the recording; and why."""
     training, parallel, data = config.training, config.parallel, config.data
     if training.recompute_granularity is not None:
@@ -69,7 +69,7 @@ def _cannot(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "--reset-attention-mask", "the number of documents differs between micro-batches"
 
 
-def _cannot_when_split(config: RunConfig) -> Iterator[tuple[str, str]]:
+def _cannot_when_split(config: RunOptions) -> Iterator[tuple[str, str]]:
     """The same of layers that are split over processes."""
     model, parallel = config.model, config.parallel
     dropouts = {"--attention-dropout": model.attention_dropout}

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.config.model import ModelConfig
+from megatron.config.model import ModelOptions
 from megatron.config.precision import PrecisionConfig
 from megatron.config.rules_model import divisors
-from megatron.config.run import RunConfig
+from megatron.config.run import RunOptions
 from megatron.config.stages import megatron_misfit, plan_model
 from megatron.errors import ConfigError
 
 
-def legacy_files(config: RunConfig, world_size: int) -> Iterator[str]:
+def legacy_files(config: RunOptions, world_size: int) -> Iterator[str]:
     """See `checkpoint.legacy.places`, which refuses the same of a conversion."""
     checkpoint, model = config.checkpoint, config.model
     if checkpoint.ckpt_format != "legacy":
@@ -53,7 +53,7 @@ def legacy_files(config: RunConfig, world_size: int) -> Iterator[str]:
         yield f"--ckpt-format legacy: Megatron-LM 23.08 {misfit}: {remedy}"
 
 
-def not_computed(model: ModelConfig) -> Iterator[str]:
+def not_computed(model: ModelOptions) -> Iterator[str]:
     """Flags of a network that Megatron-LM 23.08 cannot compute from any weights."""
     for name, on in (
         ("--position-embedding-type relative", model.position_embedding_type == "relative"),
@@ -87,12 +87,12 @@ def not_kept(precision: PrecisionConfig, style: str | None, flag: str) -> Iterat
         )
 
 
-def tensor_misfit(model: ModelConfig, ranks: int) -> str:
+def tensor_misfit(model: ModelOptions, ranks: int) -> str:
     """Why Megatron-LM 23.08 cannot split attention among so many tensor-parallel ranks, and what it
     can; empty where it can. Ours repeats keys and values on ranks beyond their groups."""
     for flag, count in (
         ("--num-attention-heads", model.num_attention_heads),
-        ("--num-query-groups", model.kv_heads if model.group_query_attention else None),
+        ("--num-query-groups", model.num_query_groups if model.group_query_attention else None),
     ):
         if count and ranks > 0 and count % ranks:
             return (
@@ -102,7 +102,7 @@ def tensor_misfit(model: ModelConfig, ranks: int) -> str:
     return ""
 
 
-def _misfit(config: RunConfig) -> str:
+def _misfit(config: RunOptions) -> str:
     """Why the model is not cut as Megatron does; empty where other rules find the plan wanting."""
     stages, layers = config.parallel.pipeline_model_parallel_size, config.model.num_layers or 0
     if stages < 1 or layers < 1:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megatron.config.model import flash_head_misfit
 from megatron.config.resolve import longest_sequence
-from megatron.config.run import RunConfig
+from megatron.config.run import RunOptions
 from megatron.config.stages import MAX_LAYERS, plan_model
 from megatron.errors import ConfigError
 
@@ -20,7 +20,7 @@ def divisors(number: int) -> str:
     return values[0] if len(values) == 1 else f"{', '.join(values[:-1])} or {values[-1]}"
 
 
-def required(config: RunConfig, world_size: int) -> Iterator[str]:
+def required(config: RunOptions, world_size: int) -> Iterator[str]:
     model, training, data = config.model, config.training, config.data
     given: dict[str, float | None] = {
         "--num-layers": model.num_layers,
@@ -36,13 +36,13 @@ def required(config: RunConfig, world_size: int) -> Iterator[str]:
             yield f"{name} is required: give it a value"
 
 
-def some_length(config: RunConfig, world_size: int) -> Iterator[str]:
+def some_length(config: RunOptions, world_size: int) -> Iterator[str]:
     training = config.training
     if training.train_iters is None and training.train_samples is None:
         yield "the length of the run is required: give --train-iters or --train-samples"
 
 
-def layout(config: RunConfig, world_size: int) -> Iterator[str]:
+def layout(config: RunOptions, world_size: int) -> Iterator[str]:
     parallel, model = config.parallel, config.model
     tensor, pipeline, context = (
         max(parallel.tensor_model_parallel_size, 1),
@@ -68,7 +68,7 @@ def layout(config: RunConfig, world_size: int) -> Iterator[str]:
             )
 
 
-def pipeline(config: RunConfig, world_size: int) -> Iterator[str]:
+def pipeline(config: RunOptions, world_size: int) -> Iterator[str]:
     parallel, layers = config.parallel, config.model.num_layers
     stages = parallel.pipeline_model_parallel_size
     most = max(stages, layers or 0, config.model.decoder_num_layers or 0)
@@ -97,7 +97,7 @@ def pipeline(config: RunConfig, world_size: int) -> Iterator[str]:
         )
 
 
-def tensor_parallel(config: RunConfig, world_size: int) -> Iterator[str]:
+def tensor_parallel(config: RunOptions, world_size: int) -> Iterator[str]:
     parallel, model = config.parallel, config.model
     tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     groups, head, length = model.num_query_groups, model.kv_channels or 0, config.data.seq_length
@@ -132,7 +132,7 @@ def tensor_parallel(config: RunConfig, world_size: int) -> Iterator[str]:
         )
 
 
-def heads(config: RunConfig, world_size: int) -> Iterator[str]:
+def heads(config: RunOptions, world_size: int) -> Iterator[str]:
     model = config.model
     hidden, count, groups = model.hidden_size, model.num_attention_heads, model.num_query_groups
     if not count or count < 1:
@@ -149,7 +149,7 @@ def heads(config: RunConfig, world_size: int) -> Iterator[str]:
         )
 
 
-def positions(config: RunConfig, world_size: int) -> Iterator[str]:
+def positions(config: RunOptions, world_size: int) -> Iterator[str]:
     model, data, length = config.model, config.data, longest_sequence(config.data)
     longest = model.max_position_embeddings
     if length and longest and longest < length:
@@ -179,7 +179,7 @@ def positions(config: RunConfig, world_size: int) -> Iterator[str]:
         )
 
 
-def activation_function(config: RunConfig, world_size: int) -> Iterator[str]:
+def activation_function(config: RunOptions, world_size: int) -> Iterator[str]:
     model = config.model
     chosen = [
         name
@@ -197,7 +197,7 @@ def activation_function(config: RunConfig, world_size: int) -> Iterator[str]:
         yield f"{' and '.join(chosen)}: an MLP has one activation function: keep one"
 
 
-def normalization(config: RunConfig, world_size: int) -> Iterator[str]:
+def normalization(config: RunOptions, world_size: int) -> Iterator[str]:
     if config.model.apply_layernorm_1p and config.model.normalization != "LayerNorm":
         yield (
             f"--apply-layernorm-1p goes with LayerNorm, not --normalization "
@@ -205,7 +205,7 @@ def normalization(config: RunConfig, world_size: int) -> Iterator[str]:
         )
 
 
-def precision(config: RunConfig, world_size: int) -> Iterator[str]:
+def precision(config: RunOptions, world_size: int) -> Iterator[str]:
     numbers = config.precision
     half = numbers.fp16 or numbers.bf16
     if numbers.fp16 and numbers.bf16:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.config.run import RunConfig
+from megatron.config.run import RunOptions
 
 FLAG = "--tp-comm-overlap"
 
 
-def overlap(config: RunConfig, world_size: int) -> Iterator[str]:
+def overlap(config: RunOptions, world_size: int) -> Iterator[str]:
     parallel = config.parallel
     if not parallel.tp_comm_overlap or parallel.tensor_model_parallel_size <= 1:
         return  # of the latter there is a notice
@@ -22,7 +22,7 @@ def overlap(config: RunConfig, world_size: int) -> Iterator[str]:
         yield f"{FLAG} with {flag}: {reason}: drop one"
 
 
-def _cannot(config: RunConfig) -> Iterator[tuple[str, str]]:
+def _cannot(config: RunOptions) -> Iterator[tuple[str, str]]:
     """Flags with which it does not go, and why."""
     parallel, numbers, training = config.parallel, config.precision, config.training
     if numbers.fp8_format is not None and numbers.fp8_recipe == "rowwise":
@@ -46,7 +46,7 @@ def _cannot(config: RunConfig) -> Iterator[tuple[str, str]]:
         )
 
 
-def no_effect(config: RunConfig) -> Iterator[str]:
+def no_effect(config: RunOptions) -> Iterator[str]:
     """Notices: what changes nothing."""
     if config.parallel.tp_comm_overlap and config.parallel.tensor_model_parallel_size == 1:
         yield f"{FLAG}: one tensor-parallel process: there is nothing to send"

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from megatron.config.fields import fields_of
 from megatron.config.resolve import data_parallel_size
-from megatron.config.run import RunConfig, flatten, sections
+from megatron.config.run import RunOptions, flatten, sections
 from megatron.config.stages import MAX_LAYERS
 
 _AT_LEAST: Mapping[str, int] = {
@@ -134,7 +134,7 @@ def spellings() -> dict[str, str]:
     }
 
 
-def bounds(config: RunConfig, world_size: int) -> Iterator[str]:
+def bounds(config: RunOptions, world_size: int) -> Iterator[str]:
     names, values = spellings(), flatten(config)
     for path, least in _AT_LEAST.items():
         if values[path] is not None and values[path] < least:
@@ -150,7 +150,7 @@ def bounds(config: RunConfig, world_size: int) -> Iterator[str]:
             yield f"{names[path]} {values[path]}: must be at most {most}"
 
 
-def samples(config: RunConfig, world_size: int) -> Iterator[str]:
+def samples(config: RunOptions, world_size: int) -> Iterator[str]:
     """Numbers that are fine alone, and together count more samples than can be counted."""
     training, evaluation = config.training, config.evaluation
     iterations, batch = training.train_iters, training.global_batch_size
@@ -174,7 +174,7 @@ def samples(config: RunConfig, world_size: int) -> Iterator[str]:
         )
 
 
-def passes(config: RunConfig, world_size: int) -> Iterator[str]:
+def passes(config: RunOptions, world_size: int) -> Iterator[str]:
     """Micro-batches of one update."""
     micro, batch = config.training.micro_batch_size, config.training.global_batch_size
     if not micro or not batch or micro < 1:

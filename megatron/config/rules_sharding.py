@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.config.resolve import data_parallel_size
-from megatron.config.run import RunConfig
+from megatron.config.run import RunOptions
 
 
-def sharding(config: RunConfig, world_size: int) -> Iterator[str]:
+def sharding(config: RunOptions, world_size: int) -> Iterator[str]:
     parallel = config.parallel
     stage = parallel.zero_stage or 0
     if parallel.use_distributed_optimizer and stage == 0:
@@ -25,7 +25,7 @@ def sharding(config: RunConfig, world_size: int) -> Iterator[str]:
         )
 
 
-def torch_ddp(config: RunConfig, world_size: int) -> Iterator[str]:
+def torch_ddp(config: RunOptions, world_size: int) -> Iterator[str]:
     parallel = config.parallel
     if parallel.ddp_impl != "torch":
         return
@@ -47,7 +47,7 @@ def torch_ddp(config: RunConfig, world_size: int) -> Iterator[str]:
         )
 
 
-def no_effect(config: RunConfig, world_size: int) -> Iterator[str]:
+def no_effect(config: RunOptions, world_size: int) -> Iterator[str]:
     """Notices: what is done anyway, and what one process has nobody to do it with."""
     parallel = config.parallel
     if data_parallel_size(config, world_size) * parallel.context_parallel_size == 1:
@@ -64,7 +64,7 @@ def no_effect(config: RunConfig, world_size: int) -> Iterator[str]:
         yield "--overlap-grad-reduce: --DDP-impl torch always reduces during backward"
 
 
-def _alone(config: RunConfig) -> Iterator[str]:
+def _alone(config: RunOptions) -> Iterator[str]:
     parallel = config.parallel
     distributed = parallel.use_distributed_optimizer
     stage = "--use-distributed-optimizer" if distributed else f"--zero-stage {parallel.zero_stage}"

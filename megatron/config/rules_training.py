@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 from megatron.config.optimizer import ScheduleConfig
 from megatron.config.resolve import data_parallel_size
-from megatron.config.run import RunConfig
+from megatron.config.run import RunOptions
 
 _RAMP_WORDS = 3
 
 
-def batch_size(config: RunConfig, world_size: int) -> Iterator[str]:
+def batch_size(config: RunOptions, world_size: int) -> Iterator[str]:
     micro, total = config.training.micro_batch_size, config.training.global_batch_size
     copies = data_parallel_size(config, world_size)
     if micro and micro > 0 and total and total > 0 and total % (micro * copies):
@@ -24,7 +24,7 @@ def batch_size(config: RunConfig, world_size: int) -> Iterator[str]:
         )
 
 
-def batch_size_ramp(config: RunConfig, world_size: int) -> Iterator[str]:
+def batch_size_ramp(config: RunOptions, world_size: int) -> Iterator[str]:
     ramp, training = config.training.rampup_batch_size, config.training
     if ramp is None:
         return
@@ -55,7 +55,7 @@ def batch_size_ramp(config: RunConfig, world_size: int) -> Iterator[str]:
             )
 
 
-def length(config: RunConfig, world_size: int) -> Iterator[str]:
+def length(config: RunOptions, world_size: int) -> Iterator[str]:
     training, schedule = config.training, config.schedule
     iters, samples = training.train_iters, training.train_samples
     if iters is not None and samples is not None:
@@ -87,7 +87,7 @@ def length(config: RunConfig, world_size: int) -> Iterator[str]:
             )
 
 
-def left_out(config: RunConfig, world_size: int) -> Iterator[str]:
+def left_out(config: RunOptions, world_size: int) -> Iterator[str]:
     below = [number for number in config.training.iterations_to_skip or () if number < 0]
     if below:
         yield (
@@ -96,7 +96,7 @@ def left_out(config: RunConfig, world_size: int) -> Iterator[str]:
         )
 
 
-def learning_rate(config: RunConfig, world_size: int) -> Iterator[str]:
+def learning_rate(config: RunOptions, world_size: int) -> Iterator[str]:
     schedule = config.schedule
     if schedule.lr is not None and schedule.min_lr > schedule.lr:
         yield f"--min-lr {schedule.min_lr:g} is above --lr {schedule.lr:g}: lower it"
@@ -125,7 +125,7 @@ def _decoupled_learning_rate(schedule: ScheduleConfig) -> Iterator[str]:
         )
 
 
-def wsd_decay(config: RunConfig, world_size: int) -> Iterator[str]:
+def wsd_decay(config: RunOptions, world_size: int) -> Iterator[str]:
     schedule = config.schedule
     lengths = {
         "--lr-wsd-decay-iters": schedule.lr_wsd_decay_iters,
@@ -148,7 +148,7 @@ def wsd_decay(config: RunConfig, world_size: int) -> Iterator[str]:
         )
 
 
-def warm_up(config: RunConfig, world_size: int) -> Iterator[str]:
+def warm_up(config: RunOptions, world_size: int) -> Iterator[str]:
     """How the warm-up, and WSD's decay at the end, fit into the whole schedule. `length` sees to it
     that all are counted in one unit, so neither the global batch nor its ramp-up matters."""
     schedule, training = config.schedule, config.training
@@ -195,7 +195,7 @@ def _wsd_overlap(
         yield f"{first} and {shown} overlap: lower one, for both fit into {source} together"
 
 
-def weight_decay(config: RunConfig, world_size: int) -> Iterator[str]:
+def weight_decay(config: RunOptions, world_size: int) -> Iterator[str]:
     optimizer = config.optimizer
     start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
     style = optimizer.weight_decay_incr_style
@@ -217,7 +217,7 @@ def weight_decay(config: RunConfig, world_size: int) -> Iterator[str]:
         yield f"--end-weight-decay {end:g} is below --start-weight-decay {start:g}: raise it"
 
 
-def recomputation(config: RunConfig, world_size: int) -> Iterator[str]:
+def recomputation(config: RunOptions, world_size: int) -> Iterator[str]:
     training, layers = config.training, config.model.num_layers
     granularity, method = training.recompute_granularity, training.recompute_method
     count = training.recompute_num_layers
@@ -241,7 +241,7 @@ def recomputation(config: RunConfig, world_size: int) -> Iterator[str]:
         yield f"--recompute-num-layers {count} is above --num-layers {layers}: use 1 to {layers}"
 
 
-def per_token_loss(config: RunConfig, world_size: int) -> Iterator[str]:
+def per_token_loss(config: RunOptions, world_size: int) -> Iterator[str]:
     model = config.model
     has_order = model.architecture == "bert" and model.bert_binary_head
     if config.training.calculate_per_token_loss and has_order:
@@ -251,7 +251,7 @@ def per_token_loss(config: RunConfig, world_size: int) -> Iterator[str]:
         )
 
 
-def nonfinite(config: RunConfig, world_size: int) -> Iterator[str]:
+def nonfinite(config: RunOptions, world_size: int) -> Iterator[str]:
     training = config.training
     if training.on_nonfinite == "skip" and not training.check_for_nan_in_loss_and_grad:
         yield (
@@ -260,7 +260,7 @@ def nonfinite(config: RunConfig, world_size: int) -> Iterator[str]:
         )
 
 
-def save_interval(config: RunConfig, world_size: int) -> Iterator[str]:
+def save_interval(config: RunOptions, world_size: int) -> Iterator[str]:
     checkpoint = config.checkpoint
     intervals = (checkpoint.save_interval, checkpoint.save_interval_in_mins)
     if checkpoint.save is not None and intervals == (None, None):
@@ -270,7 +270,7 @@ def save_interval(config: RunConfig, world_size: int) -> Iterator[str]:
         )
 
 
-def retention(config: RunConfig, world_size: int) -> Iterator[str]:
+def retention(config: RunOptions, world_size: int) -> Iterator[str]:
     """What is kept for good must be saved."""
     checkpoint = config.checkpoint
     retained, interval = checkpoint.save_retain_interval, checkpoint.save_interval
@@ -287,7 +287,7 @@ def retention(config: RunConfig, world_size: int) -> Iterator[str]:
         )
 
 
-def checkpoint_names(config: RunConfig, world_size: int) -> Iterator[str]:
+def checkpoint_names(config: RunOptions, world_size: int) -> Iterator[str]:
     """safetensors opens no path of other bytes: what was saved could not be loaded."""
     for name, folder in (("--save", config.checkpoint.save), ("--load", config.checkpoint.load)):
         path = folder and os.path.abspath(folder)
@@ -297,7 +297,7 @@ def checkpoint_names(config: RunConfig, world_size: int) -> Iterator[str]:
             yield f"{name} {folder!a}: the path {path!a} is not UTF-8: rename the folder"
 
 
-def saving(config: RunConfig, world_size: int) -> Iterator[str]:
+def saving(config: RunOptions, world_size: int) -> Iterator[str]:
     checkpoint = config.checkpoint
     if checkpoint.load is None:
         for name, on in (
@@ -312,13 +312,13 @@ def saving(config: RunConfig, world_size: int) -> Iterator[str]:
         yield "--log-sample-ids writes into the --save folder: give --save"
 
 
-def dry_run(config: RunConfig, world_size: int) -> Iterator[str]:
+def dry_run(config: RunOptions, world_size: int) -> Iterator[str]:
     training = config.training
     if training.dry_run_world_size is not None and not training.dry_run:
         yield f"--dry-run-world-size {training.dry_run_world_size} needs --dry-run"
 
 
-def profiling(config: RunConfig, world_size: int) -> Iterator[str]:
+def profiling(config: RunOptions, world_size: int) -> Iterator[str]:
     profiling = config.profiling
     if not profiling.profile:
         return
@@ -333,7 +333,7 @@ def profiling(config: RunConfig, world_size: int) -> Iterator[str]:
         )
 
 
-def logging(config: RunConfig, world_size: int) -> Iterator[str]:
+def logging(config: RunOptions, world_size: int) -> Iterator[str]:
     logging = config.logging
     if logging.log_pipeline_bubble and config.parallel.pipeline_model_parallel_size == 1:
         yield (

@@ -1,45 +1,100 @@
-"""`RunConfig`: everything that was asked for, one frozen dataclass a concern."""
+"""A run as it was asked for (`RunOptions`) and as it will be (`RunConfig`).
+
+Both hold one frozen dataclass for each concern. The sections of a `RunConfig` are subclasses of
+those of `RunOptions` wherever resolving fills something in: a field is then known by its type.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.data import DataConfig, TokenizerConfig
+from megatron.config.data import DataConfig, DataOptions, TokenizerConfig
 from megatron.config.evaluation import EvaluationConfig
 from megatron.config.fields import Field, fields_of
 from megatron.config.logging import LoggingConfig, ProfilingConfig
-from megatron.config.model import ModelConfig
+from megatron.config.model import ModelConfig, ModelOptions
 from megatron.config.optimizer import OptimizerConfig, ScheduleConfig
-from megatron.config.parallel import ParallelConfig
+from megatron.config.parallel import ParallelConfig, ParallelOptions
 from megatron.config.precision import PrecisionConfig
-from megatron.config.training import TrainingConfig
+from megatron.config.training import TrainingConfig, TrainingOptions
+from megatron.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
-    """One run. Field names are the section names of the YAML file."""
+class RunOptions:
+    """A run as it was asked for. Field names are the section names of the YAML file.
 
-    model: ModelConfig = field(default_factory=ModelConfig)
-    training: TrainingConfig = field(default_factory=TrainingConfig)
+    A value that nobody gave is None where it has no default. `resolve` fills in what follows from
+    other values, and `narrow` turns the result into a `RunConfig`.
+    """
+
+    model: ModelOptions = field(default_factory=ModelOptions)
+    training: TrainingOptions = field(default_factory=TrainingOptions)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    parallel: ParallelOptions = field(default_factory=ParallelOptions)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
-    data: DataConfig = field(default_factory=DataConfig)
+    data: DataOptions = field(default_factory=DataOptions)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModelRun(RunOptions):
+    """A run whose model is resolved, as a checkpoint holds it: how it was trained may be unknown.
+
+    Programs that only build or convert a model need no more.
+    """
+
+    model: ModelConfig = field()
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(ModelRun):
+    """A run as it will be: resolved and checked, so nothing that must be known is None."""
+
+    training: TrainingConfig = field()
+    data: DataConfig = field()
+
+
+Run = TypeVar("Run", bound=RunOptions)
+
+
+def narrow(options: RunOptions, into: type[Run]) -> Run:
+    """Return resolved and checked options as the configuration that other code takes.
+
+    Args:
+        options: all that is known of the run.
+        into: `RunConfig`, or `ModelRun` for a program that does not train.
+
+    Raises:
+        ConfigError: a value is missing that must be known.
+    """
+    parts: dict[str, Any] = {entry.name: getattr(options, entry.name) for entry in fields(options)}
+    wide, missing = sections(), []
+    for name, narrowed in get_type_hints(into).items():
+        if narrowed is wide[name]:
+            continue
+        values = {entry.name: getattr(parts[name], entry.name) for entry in fields(parts[name])}
+        missing += [f"{name}.{key}" for key in narrowed.__annotations__ if values[key] is None]
+        parts[name] = narrowed(**values)
+    if missing:
+        names = [field_at(path).names[0] for path in missing]
+        raise ConfigError([f"{name} is required: give it a value" for name in names])
+    return into(**parts)
+
+
 def sections() -> dict[str, type]:
     """Section name to its dataclass, in the order of `--help`."""
-    hints = get_type_hints(RunConfig)
-    return {entry.name: hints[entry.name] for entry in fields(RunConfig)}
+    hints = get_type_hints(RunOptions)
+    return {entry.name: hints[entry.name] for entry in fields(RunOptions)}
 
 
 def field_at(path: str) -> Field:
@@ -49,7 +104,7 @@ def field_at(path: str) -> Field:
     return found
 
 
-def flatten(config: RunConfig) -> dict[str, Any]:
+def flatten(config: RunOptions) -> dict[str, Any]:
     """Every value by "section.field", for example "model.num_layers"."""
     return {
         f"{section.name}.{entry.name}": getattr(part, entry.name)
@@ -59,7 +114,7 @@ def flatten(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+def with_values(config: Run, values: Mapping[str, Any]) -> Run:
     """`config` with the given "section.field" values: `flatten` the other way round."""
     changed: dict[str, dict[str, Any]] = {}
     for path, value in values.items():
@@ -70,16 +125,10 @@ def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     )
 
 
-def evaluations_until(config: RunConfig, iteration: int) -> int:
+def evaluations_until(config: RunOptions, iteration: int) -> int:
     """How many times a run has evaluated once it has done so many iterations: at none of those that
     --iterations-to-skip leaves out."""
     interval = config.evaluation.eval_interval
     left_out = {number + 1 for number in config.training.iterations_to_skip or ()}
     missed = sum(number <= iteration and number % interval == 0 for number in left_out)
     return max(0, iteration) // interval - missed
-
-
-def known(value: int | None) -> int:
-    """A number that resolving has filled in."""
-    assert value is not None, "the configuration is not resolved"
-    return value

@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
-from megatron.config.model import ModelConfig
-from megatron.config.parallel import ParallelConfig
+from megatron.config.model import ModelOptions
+from megatron.config.parallel import ParallelOptions
 from megatron.errors import ConfigError
 
 LAYOUT_FLAG = "--pipeline-model-parallel-layout"
@@ -25,7 +26,8 @@ _DEALING = (
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
 )
-_UNSET = ParallelConfig()
+_UNSET = ParallelOptions()
+Parallel = TypeVar("Parallel", bound=ParallelOptions)
 _TOKEN = re.compile(r"\s*(?:(?P<symbol>[EtL|()])|\*(?P<count>\d{1,5})|(?P<comma>,))")
 
 
@@ -59,13 +61,15 @@ def whole_model(num_layers: int) -> ModelPart:
     return ModelPart(range(num_layers), embedding=True, head=True)
 
 
-def plan_model(model: ModelConfig, config: ParallelConfig) -> list[ModelPart]:
+def plan_model(model: ModelOptions, config: ParallelOptions) -> list[ModelPart]:
     """The parts of a model, first to last. A decoder's layers follow those of its encoder."""
-    return plan_parts(model.all_layers, config, decoder_layers=model.decoder_num_layers or 0)
+    encoder, decoder = model.num_layers, model.decoder_num_layers or 0
+    assert encoder is not None, "a rule asks for it"
+    return plan_parts(encoder + decoder, config, decoder_layers=decoder)
 
 
 def plan_parts(
-    num_layers: int, config: ParallelConfig, *, decoder_layers: int = 0
+    num_layers: int, config: ParallelOptions, *, decoder_layers: int = 0
 ) -> list[ModelPart]:
     """The parts of so many layers, as the flags ask.
 
@@ -98,18 +102,18 @@ def plan_parts(
     return parts
 
 
-def dealing_flags(config: ParallelConfig) -> list[str]:
+def dealing_flags(config: ParallelOptions) -> list[str]:
     """The given flags that deal out layers by numbers: none of them goes with a layout string."""
     return _shown(config, _DEALING)
 
 
-def with_layout(config: ParallelConfig, text: str) -> ParallelConfig:
+def with_layout(config: Parallel, text: str) -> Parallel:
     """With a layout string in the place of what else deals out layers."""
     unset = {name: getattr(_UNSET, name) for name in _DEALING}
     return replace(config, pipeline_model_parallel_layout=text, **unset)
 
 
-def _shown(config: ParallelConfig, names: Iterable[str]) -> list[str]:
+def _shown(config: ParallelOptions, names: Iterable[str]) -> list[str]:
     """Those that were given, as on a command line."""
     given = {name: getattr(config, name) for name in names}
     return [
@@ -149,7 +153,7 @@ def megatron_misfit(parts: list[ModelPart], stages: int, encoder: int | None) ->
     return ""
 
 
-def chunks_of(num_layers: int, config: ParallelConfig) -> int:
+def chunks_of(num_layers: int, config: ParallelOptions) -> int:
     """Model parts of each stage.
 
     Raises:
@@ -173,7 +177,7 @@ def chunks_of(num_layers: int, config: ParallelConfig) -> int:
     return slots // (stages * layers)
 
 
-def _check_sizes(config: ParallelConfig) -> None:
+def _check_sizes(config: ParallelOptions) -> None:
     """Numbers of layers and parts that can be, and no two answers to one question."""
     first, last = (
         config.decoder_first_pipeline_num_layers,
@@ -213,7 +217,7 @@ def _check_sizes(config: ParallelConfig) -> None:
         )
 
 
-def _check_no_idle_stage(parts: list[ModelPart], config: ParallelConfig) -> None:
+def _check_no_idle_stage(parts: list[ModelPart], config: ParallelOptions) -> None:
     """A stage may be without layers where it has the embedding or the loss, not without all."""
     stages = config.pipeline_model_parallel_size
     idle = [
@@ -234,19 +238,19 @@ def _check_no_idle_stage(parts: list[ModelPart], config: ParallelConfig) -> None
         )
 
 
-def _shown_ends(config: ParallelConfig) -> str:
+def _shown_ends(config: ParallelOptions) -> str:
     """The numbers of layers of the first and the last stage that were given."""
     return " and ".join(_shown(config, _ENDS))
 
 
-def _counted_extras(config: ParallelConfig) -> int:
+def _counted_extras(config: ParallelOptions) -> int:
     """Embedding and loss, where they count as a layer each."""
     return int(config.account_for_embedding_in_pipeline_split) + int(
         config.account_for_loss_in_pipeline_split
     )
 
 
-def _even_counts(num_layers: int, config: ParallelConfig, shown: str) -> list[int]:
+def _even_counts(num_layers: int, config: ParallelOptions, shown: str) -> list[int]:
     """Layers of each part: equal, but for fixed first and last stages and counted extras.
 
     Args:
@@ -274,7 +278,7 @@ def _even_counts(num_layers: int, config: ParallelConfig, shown: str) -> list[in
     return counts
 
 
-def _split_counts(encoder: int, decoder: int, config: ParallelConfig) -> list[int]:
+def _split_counts(encoder: int, decoder: int, config: ParallelOptions) -> list[int]:
     """Encoder layers on the stages below the split rank, decoder layers on the others."""
     stages, split = config.pipeline_model_parallel_size, config.pipeline_model_parallel_split_rank
     assert split is not None
@@ -311,7 +315,7 @@ def _split_counts(encoder: int, decoder: int, config: ParallelConfig) -> list[in
     return counts
 
 
-def _fixed_ends(num_layers: int, chunks: int, config: ParallelConfig, shown: str) -> list[int]:
+def _fixed_ends(num_layers: int, chunks: int, config: ParallelOptions, shown: str) -> list[int]:
     """The first and last stage hold a given number; the others share the rest equally."""
     stages, given = config.pipeline_model_parallel_size, _shown_ends(config)
     if stages == 1:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron.config.flag import flag
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingConfig:
+class TrainingOptions:
     """Training."""
 
     micro_batch_size: int | None = flag(
@@ -114,3 +114,11 @@ class TrainingConfig:
     dry_run_world_size: int | None = flag(
         None, "Pretend this many processes with --dry-run. Unset: as launched.", unit="processes"
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig(TrainingOptions):
+    """Training as resolved: both batch sizes are known."""
+
+    micro_batch_size: int = field()
+    global_batch_size: int = field()

@@ -1,4 +1,4 @@
-"""A run as a YAML file: sections are `RunConfig`'s fields, keys are the fields of each."""
+"""A run as a YAML file: sections are `RunOptions`'s fields, keys are the fields of each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from megatron.config.fields import fields_of, from_yaml, suggestion
-from megatron.config.run import RunConfig, sections, with_values
+from megatron.config.run import RunOptions, sections, with_values
 from megatron.errors import ConfigError
 
 
@@ -61,12 +61,12 @@ def read(path: Path) -> Content:
     return _read_sections({} if data is None else data, str(path))
 
 
-def dump(config: RunConfig) -> str:
+def dump(config: RunOptions) -> str:
     """Every value of a run, as text that `read` takes."""
     return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
 
 
-def to_dict(config: RunConfig) -> dict[str, dict[str, Any]]:
+def to_dict(config: RunOptions) -> dict[str, dict[str, Any]]:
     """Sections of plain values, fit for YAML and JSON."""
     return {
         name: {
@@ -77,7 +77,7 @@ def to_dict(config: RunConfig) -> dict[str, dict[str, Any]]:
     }
 
 
-def from_dict(data: Any, source: str) -> RunConfig:
+def from_dict(data: Any, source: str) -> RunOptions:
     """The run that `to_dict` took apart.
 
     Raises:
@@ -86,7 +86,7 @@ def from_dict(data: Any, source: str) -> RunConfig:
     content = _read_sections(data, source)
     if content.problems:
         raise ConfigError(content.problems)
-    return with_values(RunConfig(), content.values)
+    return with_values(RunOptions(), content.values)
 
 
 def _plain(value: Any) -> Any:

@@ -8,7 +8,6 @@ from typing import Any
 
 from megatron.config import (
     ParsedRun,
-    RunConfig,
     parse_config,
     rules_data,
     rules_model,
@@ -17,7 +16,8 @@ from megatron.config import (
 from megatron.config.checks import Rule
 from megatron.config.data import TokenizerConfig
 from megatron.config.fields import fields_of
-from megatron.config.model import ModelConfig
+from megatron.config.model import ModelOptions
+from megatron.config.run import RunOptions
 from megatron.inference.load import check_architecture, open_existing, saved_config
 
 
@@ -54,7 +54,7 @@ def parse_generation(
     )
 
 
-def saved_run(given: Mapping[str, Any], *, micro_batch: int = 1) -> RunConfig:
+def saved_run(given: Mapping[str, Any], *, micro_batch: int = 1) -> RunOptions:
     """The run of the GPT under --load, see `parse_config`'s find_start; without one the defaults.
 
     Raises:
@@ -62,20 +62,20 @@ def saved_run(given: Mapping[str, Any], *, micro_batch: int = 1) -> RunConfig:
     """
     folder = given.get("load")
     if folder is None:
-        return RunConfig()
+        return RunOptions()
     config = saved_config(open_existing(folder, step=given.get("ckpt_step"), verify=False), folder)
     check_architecture(config, "gpt", f"--load {folder}")
     return replace(config, training=replace(config.training, micro_batch_size=micro_batch))
 
 
-def _loads(config: RunConfig, world_size: int) -> Iterator[str]:
+def _loads(config: RunOptions, world_size: int) -> Iterator[str]:
     if config.checkpoint.load is None:
         yield "--load is required: give the folder of a trained model's checkpoints"
     else:  # which names its tokenizer, unless it is old
         yield from rules_data.tokenizer(config, world_size)
 
 
-def _no_training(config: RunConfig, world_size: int) -> Iterator[str]:
+def _no_training(config: RunOptions, world_size: int) -> Iterator[str]:
     """What a model may be trained with, and is not run with afterwards."""
     parallel, fp8 = config.parallel, config.precision.fp8_format
     if config.training.dry_run:
@@ -97,7 +97,7 @@ def _no_training(config: RunConfig, world_size: int) -> Iterator[str]:
         yield "--tp-comm-overlap cuts the products of training alone: drop it"
 
 
-def _one_copy(config: RunConfig, world_size: int) -> Iterator[str]:
+def _one_copy(config: RunOptions, world_size: int) -> Iterator[str]:
     """Tensor and pipeline ranks alone."""
     parallel = config.parallel
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
@@ -133,7 +133,7 @@ _OF_TRAINING = (
     *("perform_initialization", "make_vocab_size_divisible_by"),
 )
 _READ: dict[str, tuple[str, ...]] = {
-    "model": tuple(f.name for f in fields_of(ModelConfig) if f.name not in _OF_TRAINING),
+    "model": tuple(f.name for f in fields_of(ModelOptions) if f.name not in _OF_TRAINING),
     "tokenizer": tuple(f.name for f in fields_of(TokenizerConfig)),
     "precision": (
         *("fp16", "bf16", "fp8_format", "fp32_residual_connection", "embedding_weights_in_fp32"),

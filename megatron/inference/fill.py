@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.reader import restore
-from megatron.config import RunConfig
+from megatron.config.run import ModelRun
 from megatron.device import Device
 from megatron.errors import CheckpointError, UserError
 from megatron.inference.load import open_existing, saved_config
@@ -43,7 +43,7 @@ class Filler:
 
     model: BertModel | T5Model
     tokenizer: Tokenizer
-    config: RunConfig
+    config: ModelRun
 
     def fill(self, text: str, *, top: int = 1) -> list[list[Guess]]:
         """For each `[MASK]` of `text` the most likely fillings, the likeliest first.

@@ -10,10 +10,10 @@ from megatron.checkpoint.legacy.arguments import legacy_surroundings
 from megatron.checkpoint.loading import open_root
 from megatron.checkpoint.reader import PaddedReader, Reader, restore
 from megatron.config import RunConfig, rules_model
-from megatron.config.data import DataConfig, TokenizerConfig
+from megatron.config.data import DataOptions, TokenizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.resolve import resolve
-from megatron.config.run import known
+from megatron.config.run import ModelRun, RunOptions, narrow, with_values
 from megatron.config.stages import parts_of_stage, plan_parts
 from megatron.config.yaml_file import from_dict
 from megatron.device import Device
@@ -82,7 +82,7 @@ def load_gpt(
     tokenizer = build_tokenizer(config.tokenizer)
     rows = _rows(reader, layout.tensor.size)
     reader = PaddedReader(reader, rows=rows, entries=tokenizer.vocab_size)
-    plan = plan_parts(known(config.model.num_layers), config.parallel)
+    plan = plan_parts(config.model.num_layers, config.parallel)
     (part,) = parts_of_stage(plan, layout.pipeline.rank, layout.pipeline.size)
     model = build_model(GPTModel, config, layout, device, rows, part)
     # Under a pipeline no rank has a place for every parameter.
@@ -113,7 +113,7 @@ def open_existing(
     return reader
 
 
-def check_architecture(config: RunConfig, expected: str, where: str) -> None:
+def check_architecture(config: RunOptions, expected: str, where: str) -> None:
     """Whether a checkpoint is of the kind of network that is needed.
 
     Raises:
@@ -124,7 +124,7 @@ def check_architecture(config: RunConfig, expected: str, where: str) -> None:
         raise CheckpointError(f"{where}: holds a {found}, where a {expected} is needed")
 
 
-def saved_config(reader: Reader, folder: str) -> RunConfig:
+def saved_config(reader: Reader, folder: str) -> ModelRun:
     """Of the run that wrote a checkpoint, what its model runs with: network, precision, tokenizer
     and window. Resolved.
 
@@ -135,7 +135,7 @@ def saved_config(reader: Reader, folder: str) -> RunConfig:
     sections = reader.meta["config"]
     if reader.format == "legacy":
         sections = {**sections, **legacy_surroundings(reader.meta["legacy_args"])}
-    run = resolve(from_dict(sections, str(reader.path)), 1)
+    run = narrow(resolve(from_dict(sections, str(reader.path)), 1), ModelRun)
     if reader.format == "hf" and run.tokenizer.tokenizer_type is None:
         run = replace(run, tokenizer=tokenizer_in(reader.path, run.model.architecture))
     model = replace(
@@ -144,18 +144,18 @@ def saved_config(reader: Reader, folder: str) -> RunConfig:
         masked_softmax_fusion=run.model.masked_softmax_fusion or run.model.use_flash_attn,
         perform_initialization=True,
     )
-    return RunConfig(
+    return ModelRun(
         model=model,
         precision=run.precision.without_fp8(),
         tokenizer=_found_again(run.tokenizer, Path(folder) / COMPANION_FOLDER),
-        data=DataConfig(
+        data=DataOptions(
             seq_length=run.data.seq_length or run.model.max_position_embeddings,
             decoder_seq_length=run.data.decoder_seq_length,
         ),
     )
 
 
-def _over(config: RunConfig, layout: Layout) -> RunConfig:
+def _over(config: ModelRun, layout: Layout) -> RunConfig:
     """`config` in the layout.
 
     Raises:
@@ -167,15 +167,17 @@ def _over(config: RunConfig, layout: Layout) -> RunConfig:
         context_parallel_size=layout.context.size,
         sequence_parallel=layout.sequence_parallel,
     )
-    config = replace(config, parallel=parallel)
+    batch = {"training.micro_batch_size": 1, "training.global_batch_size": 1}
+    asked = with_values(replace(config, parallel=parallel), batch)
+    run = narrow(resolve(asked, 1), RunConfig)
     problems = [
         line
         for rule in (rules_model.layout, rules_model.pipeline, rules_model.tensor_parallel)
-        for line in rule(config, layout.world.size)
+        for line in rule(run, layout.world.size)
     ]
     if problems:
         raise ConfigError(problems)
-    return config
+    return run
 
 
 def _rows(reader: Reader, ranks: int) -> int:

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron.config.run import known
 from megatron.device import Device
 from megatron.inference.load import Loaded
 from megatron.parallel.collectives import all_reduce
@@ -99,7 +98,7 @@ class Scorer:
         self.loaded = loaded
         self.device = device.torch_device
         self.micro_batch = micro_batch
-        self.window = known(loaded.config.model.max_position_embeddings)
+        self.window = loaded.config.model.max_position_embeddings
         self._channel = _connect(loaded, self.device)
 
     def score(
@@ -167,7 +166,7 @@ class Scorer:
 
     def _message(self, batch: Batch) -> tuple[int, int, int]:
         """Shape of the hidden states between stages: [s, b, h], or this rank's part of it."""
-        hidden = known(self.loaded.config.model.hidden_size)
+        hidden = self.loaded.config.model.hidden_size
         return batch.length // self.loaded.layout.sequence.size, len(batch.samples), hidden
 
     def _scores(self, logits: Tensor, samples: Sequence[Sample]) -> Tensor:

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
-from megatron.config.run import known
 from megatron.config.stages import ModelPart, whole_model
 from megatron.kernels.attention import Mask, Segments, flash_misfit
 from megatron.models.block import LayerStack
@@ -47,7 +46,7 @@ SHORTEST_IN_ONE = 256  # tokens of a sample; at 128 the flash kernel is slower
 
 def bert_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
     """Return the plan of a BERT: layers that see both ways, heads of pretraining or a task's."""
-    options: dict[str, Any] = {"hidden": known(model.hidden_size), "init": init_plan(model)}
+    options: dict[str, Any] = {"hidden": model.hidden_size, "init": init_plan(model)}
     heads: list[HeadPlan] = []
     if model.bert_binary_head:
         heads.append(HeadPlan(kind="pooler", **options))
@@ -65,11 +64,11 @@ def bert_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
         embedding=embedding_plan(
             model, vocabulary, token_types=_SEGMENTS if model.bert_binary_head else 0
         ),
-        layers=(layer_plan(model, causal=False),) * known(model.num_layers),
+        layers=(layer_plan(model, causal=False),) * model.num_layers,
         final_norm=norm_plan(model),
         heads=tuple(heads),
         head_spec=head,
-        positions=known(model.max_position_embeddings),
+        positions=model.max_position_embeddings,
     )
 
 

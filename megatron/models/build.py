@@ -8,8 +8,8 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from megatron.config import RunConfig
 from megatron.config.model import ModelConfig
+from megatron.config.run import ModelRun
 from megatron.config.stages import ModelPart
 from megatron.device import Device
 from megatron.models.bert import bert_plan
@@ -45,7 +45,7 @@ def model_plan(
 
 def build_model(
     network: Callable[..., Model],
-    config: RunConfig,
+    config: ModelRun,
     layout: Layout,
     device: Device,
     padded_vocab_size: int,

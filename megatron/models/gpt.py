@@ -8,7 +8,6 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
-from megatron.config.run import known
 from megatron.config.stages import ModelPart, whole_model
 from megatron.kernels.attention import Mask
 from megatron.models.attention import KeyValueCache
@@ -34,10 +33,10 @@ def gpt_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
     assert head.is_language_model, "tasks' heads stand on a BERT"
     return ModelPlan(
         embedding=embedding_plan(model, vocabulary),
-        layers=(layer_plan(model, causal=True),) * known(model.num_layers),
+        layers=(layer_plan(model, causal=True),) * model.num_layers,
         final_norm=norm_plan(model),
         heads=(output_plan(model, vocabulary),),
-        positions=known(model.max_position_embeddings),
+        positions=model.max_position_embeddings,
     )
 
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron.config.model import ModelConfig
-from megatron.config.run import known
 from megatron.config.stages import ModelPart
 from megatron.parallel.parameter import Init
 
@@ -456,19 +455,19 @@ def layer_plan(model: ModelConfig, *, causal: bool, crosses: bool = False) -> La
         causal: without a mask, tokens see those before them only.
         crosses: it is a decoder's, which attends to an encoder's output too.
     """
-    heads, head_size = known(model.num_attention_heads), known(model.kv_channels)
+    heads, head_size = model.num_attention_heads, model.kv_channels
     init, norm = init_plan(model), norm_plan(model)
     rotary = None
     if model.position_embedding_type == "rope":
         rotary = RotaryPlan(
-            positions=known(model.max_position_embeddings),
+            positions=model.max_position_embeddings,
             channels=int(head_size * model.rotary_percent),
             base=model.rotary_base,
             interpolation=model.rotary_seq_len_interpolation_factor,
             scaling=model.rope_scaling_factor if model.use_rope_scaling else None,
         )
     attention = AttentionPlan(
-        hidden=known(model.hidden_size),
+        hidden=model.hidden_size,
         init=init,
         bias=model.add_bias_linear,
         defers_bias=model.hidden_dropout > 0,
@@ -496,7 +495,7 @@ def layer_plan(model: ModelConfig, *, causal: bool, crosses: bool = False) -> La
         init=init,
         bias=model.add_bias_linear,
         defers_bias=attention.defers_bias,
-        inner=known(model.ffn_hidden_size),
+        inner=model.ffn_hidden_size,
         activation=model.activation,
         gated=model.is_gated,
     )
@@ -512,9 +511,7 @@ def layer_plan(model: ModelConfig, *, causal: bool, crosses: bool = False) -> La
 
 def init_plan(model: ModelConfig) -> InitPlan:
     """Return how weights start."""
-    return InitPlan(
-        model.init_method_std, known(model.num_layers), model.init_method_xavier_uniform
-    )
+    return InitPlan(model.init_method_std, model.num_layers, model.init_method_xavier_uniform)
 
 
 def norm_plan(model: ModelConfig) -> NormPlan:
@@ -536,9 +533,9 @@ def embedding_plan(
     learned = model.position_embedding_type == "learned_absolute"
     return EmbeddingPlan(
         vocabulary=vocabulary,
-        hidden=known(model.hidden_size),
+        hidden=model.hidden_size,
         init=init_plan(model),
-        positions=known(model.max_position_embeddings) if learned else 0,
+        positions=model.max_position_embeddings if learned else 0,
         token_types=token_types,
         calls=calls,
         dropout=model.hidden_dropout,
@@ -553,7 +550,7 @@ def output_plan(model: ModelConfig, vocabulary: int, *, bias: bool = False) -> O
         vocabulary: entries, padding included.
         bias: each entry has one.
     """
-    hidden = known(model.hidden_size)
+    hidden = model.hidden_size
     return OutputPlan(
         hidden=hidden,
         init=init_plan(model),

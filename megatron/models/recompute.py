@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron.config.training import TrainingConfig
+from megatron.config.training import TrainingOptions
 from megatron.parallel.collectives import all_gather
 from megatron.parallel.layout import Axis
 
@@ -43,7 +43,7 @@ class RecomputePlan:
 
     @classmethod
     def from_config(
-        cls, training: TrainingConfig, *, split_inputs: bool = False
+        cls, training: TrainingOptions, *, split_inputs: bool = False
     ) -> RecomputePlan | None:
         """The plan that resolved flags ask for; None: keep everything."""
         if training.recompute_granularity is None:

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
-from megatron.config.run import known
 from megatron.config.stages import ModelPart, whole_model
 from megatron.kernels.rope import Rotation
 from megatron.models.attention import EncoderOutput
@@ -45,12 +44,12 @@ from megatron.parallel.build import BuildContext
 def t5_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
     """Return the plan of a T5: layers of the encoder, then of the decoder."""
     assert head.is_language_model, "tasks' heads stand on a BERT"
-    encoder, decoder = known(model.num_layers), known(model.decoder_num_layers)
-    positions = known(model.max_position_embeddings)
+    encoder, decoder = model.num_layers, model.decoder_layers
+    positions = model.max_position_embeddings
     bias = None
     if model.position_embedding_type == "relative":
         bias = PositionBiasPlan(
-            heads=known(model.num_attention_heads),
+            heads=model.num_attention_heads,
             buckets=model.relative_attention_num_buckets,
             longest=model.relative_attention_max_distance,
             positions=positions,

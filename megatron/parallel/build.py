@@ -16,7 +16,6 @@ from torch import nn
 
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
-from megatron.config.run import known
 from megatron.errors import ConfigError
 from megatron.kernels.activation import Activation, choose_activation
 from megatron.kernels.amax import Amaxes
@@ -230,7 +229,7 @@ def over_context(
         reason = f"{choice.reason}; all-to-all over {axis.size} context ranks"
         spread = partial(ulysses_attention, axis=axis, attend=choice.function)
         return AttentionChoice(choice.name, reason, spread)
-    head_size, dtype = known(model.kv_channels), precision.weight_dtype
+    head_size, dtype = model.kv_channels, precision.weight_dtype
     misfit = flash_misfit(head_size, dtype, device)
     if model.use_flash_attn and misfit:
         raise ConfigError(f"--use-flash-attn: {misfit}: drop the flag")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 from dataclasses import dataclass
 
-from megatron.config.run import known
 from megatron.config.training import TrainingConfig
 
 
@@ -43,8 +42,8 @@ class BatchPlan:
         """What the flags ask for; rules have found them to fit together."""
         ramp = training.rampup_batch_size
         return cls(
-            known(training.micro_batch_size),
-            known(training.global_batch_size),
+            training.micro_batch_size,
+            training.global_batch_size,
             Rampup(*ramp) if ramp is not None else None,
             data_parallel,
         )

@@ -22,7 +22,7 @@ from megatron.checkpoint.store import agree, write_checkpoint
 from megatron.command import say
 from megatron.config import RunConfig
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.model import NETWORK_FIELDS, ModelConfig
+from megatron.config.model import NETWORK_FIELDS, ModelOptions
 from megatron.config.yaml_file import to_dict
 from megatron.errors import CheckpointError
 from megatron.parallel.buckets import Span
@@ -39,7 +39,7 @@ from megatron.training.loaded_settings import (
 )
 from megatron.training.run import Run
 
-_PADDING = ModelConfig().make_vocab_size_divisible_by
+_PADDING = ModelOptions.make_vocab_size_divisible_by
 _MOST_RANKS = 64  # that split a vocabulary
 # Of a BERT: what guesses hidden tokens, and the order of the segments.
 _HEADS, _OF_ORDER = ("model.head.", "model.output."), ("model.pooler.", "model.binary_head.")

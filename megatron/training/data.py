@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from megatron.config import RunConfig
-from megatron.config.run import known
 from megatron.data.loader import CyclicSampler, SingleSampler, build_loader
 from megatron.data.sample import SampleDataset
 from megatron.errors import DataError
@@ -15,7 +14,7 @@ from megatron.training.run import Run
 
 def samples_needed(config: RunConfig, train_iterations: int) -> SampleCounts:
     """Training, validation and test samples of the whole run, as Megatron counts them."""
-    batch, evaluation = known(config.training.global_batch_size), config.evaluation
+    batch, evaluation = config.training.global_batch_size, config.evaluation
     train = config.training.train_samples or train_iterations * batch
     evaluations = train_iterations // evaluation.eval_interval + 1
     one_evaluation = evaluation.eval_iters * batch

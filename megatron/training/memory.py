@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron.config import RunConfig
-from megatron.config.run import known
 from megatron.config.stages import ModelPart, parts_of_stage, plan_model
 from megatron.models.arithmetic import count_part_matrices, count_part_parameters, heads_of
 from megatron.models.block import Block, class_of
@@ -85,8 +84,8 @@ def largest_process(config: RunConfig, plan: ModelPlan, world_size: int) -> Memo
         )
         for stage in range(stages)
     ]
-    samples = known(training.micro_batch_size) * layouts[0].data.size
-    micro_batches = known(training.global_batch_size) // samples
+    samples = training.micro_batch_size * layouts[0].data.size
+    micro_batches = training.global_batch_size // samples
     estimates = [estimate_memory(config, plan, layout, micro_batches) for layout in layouts]
     return max(estimates, key=lambda estimate: estimate.total)
 
@@ -103,8 +102,8 @@ def estimate_memory(
     )
     texts, numbers = plan.head_spec.sequences, config.precision
     batch = MicroBatch(
-        sequences=known(config.training.micro_batch_size) * texts,
-        length=config.data.decoder_seq_length or known(config.data.seq_length),
+        sequences=config.training.micro_batch_size * texts,
+        length=config.data.decoder_seq_length or config.data.seq_length,
         tensor=layout.tensor.size,
         sequence=layout.tensor.size if config.parallel.sequence_parallel else 1,
         context=layout.context.size,
@@ -135,7 +134,7 @@ def _part_activations(
     boundary = batch.width * passing.tokens * plan.hidden // batch.sequence
     of_layers = []
     for index in part.layers:
-        length, read = plan.lengths(index, known(data.seq_length), data.decoder_seq_length)
+        length, read = plan.lengths(index, data.seq_length, data.decoder_seq_length)
         seen = replace(batch, length=length, encoder_length=read)
         of_layers.append(Block.activation_bytes(plan.layers[index], seen))
     layers = sum(of_layers)
@@ -152,9 +151,7 @@ def _part_activations(
             layers = (count - len(kept)) * saved + max(sum(kept), largest)
     if plan.position_bias is not None:
         for stack in plan.stacks(part):
-            length, read = plan.lengths(
-                stack.start, known(data.seq_length), data.decoder_seq_length
-            )
+            length, read = plan.lengths(stack.start, data.seq_length, data.decoder_seq_length)
             layers += PositionBias.activation_bytes(
                 plan.position_bias, replace(batch, length=length), both_ways=read == 0
             )

@@ -10,7 +10,6 @@ import torch
 from megatron.config import RunConfig
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig
-from megatron.config.run import known
 from megatron.config.training import TrainingConfig
 from megatron.device import Device
 from megatron.kernels.library import find_library
@@ -118,7 +117,7 @@ def _describe_kept(options: CheckpointConfig) -> str:
 
 def model_flops(config: RunConfig, plan: ModelPlan) -> int:
     """Return the model FLOPs of one token (`flops_per_token`)."""
-    return flops_per_token(plan, known(config.data.seq_length), config.data.decoder_seq_length)
+    return flops_per_token(plan, config.data.seq_length, config.data.decoder_seq_length)
 
 
 def _describe_attention(plan: ModelPlan) -> str:

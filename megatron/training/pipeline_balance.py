@@ -10,7 +10,6 @@ from functools import cached_property
 from itertools import accumulate, groupby
 
 from megatron.config import RunConfig
-from megatron.config.run import known
 from megatron.config.stages import LAYOUT_FLAG, dealing_flags, plan_model, with_layout
 from megatron.models.block import Block
 from megatron.models.plan import ModelPlan
@@ -46,7 +45,7 @@ class Costs:
     @classmethod
     def of(cls, config: RunConfig, plan: ModelPlan) -> Costs:
         """Count FLOPs. The embedding and a task's head take no time to speak of."""
-        length = known(config.data.seq_length)
+        length = config.data.seq_length
         in_8_bits = 1.0 if config.precision.fp8_format is None else _OF_FP8
         each = 6 * length  # forward and backward are counted together
         works = [Block.work(layer, length) for layer in plan.layers]

@@ -10,7 +10,6 @@ import torch
 from megatron.checkpoint.entries import flatten
 from megatron.checkpoint.reader import PaddedReader
 from megatron.config import RunConfig
-from megatron.config.run import known
 from megatron.config.stages import parts_of_stage, plan_model
 from megatron.data.datasets import corpus_fingerprint
 from megatron.device import Device
@@ -238,7 +237,8 @@ def _train_iterations(config: RunConfig, batches: BatchPlan) -> int:
     training = config.training
     if training.train_samples is not None:
         return batches.iterations_for(training.train_samples)
-    return known(training.train_iters)
+    assert training.train_iters is not None, "a rule asks for a length"
+    return training.train_iters
 
 
 def _timers(config: RunConfig, device: Device, layout: Layout) -> Timers:
@@ -271,8 +271,8 @@ def _connect(
         dtype=config.precision.stream_dtype,
         shape=(
             sequence,
-            known(config.training.micro_batch_size) * texts,
-            known(config.model.hidden_size),
+            config.training.micro_batch_size * texts,
+            config.model.hidden_size,
         ),
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from megatron.config import RunConfig
-from megatron.config.run import known
 from megatron.device import Device
 from megatron.parallel.exchange import Exchange, GroupExchange
 from megatron.parallel.layout import Layout
@@ -22,10 +21,10 @@ def largest_message(config: RunConfig, layout: Layout, texts: int) -> int:
     """
     width = config.precision.weight_dtype.itemsize
     data = config.data
-    sequence = max(known(data.seq_length), data.decoder_seq_length or 0)
+    sequence = max(data.seq_length, data.decoder_seq_length or 0)
     rows = sequence // layout.context.size // layout.tensor.size
-    sequences = known(config.training.micro_batch_size) * texts
-    return width * rows * sequences * known(config.model.hidden_size)
+    sequences = config.training.micro_batch_size * texts
+    return width * rows * sequences * config.model.hidden_size
 
 
 def exchange_bytes(config: RunConfig, layout: Layout, texts: int) -> int:

@@ -11,7 +11,7 @@ from megatron.config.checks import find_problems
 from megatron.config.parser import parse_config
 from megatron.config.resolve import resolve
 from megatron.config.rules_model import divisors
-from megatron.config.run import RunConfig, with_values
+from megatron.config.run import RunOptions, with_values
 from tests.config.command import BASE, parse, problems
 
 _SAMPLES = ("--train-samples 1000", ("--train-iters",))
@@ -389,7 +389,7 @@ def test_nonsense_values_give_lines_not_crashes() -> None:
             "parallel.pipeline_model_parallel_size",
             "parallel.context_parallel_size",
         ]
-        config = resolve(with_values(RunConfig(), dict.fromkeys(paths, value)), 8)
+        config = resolve(with_values(RunOptions(), dict.fromkeys(paths, value)), 8)
         assert len(find_problems(config, 8)) >= len(paths)
 
 

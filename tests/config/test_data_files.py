@@ -206,11 +206,12 @@ def test_flags_win_over_the_yaml_file_and_it_keeps_the_words(folder: Path) -> No
 
 
 def test_a_program_that_reads_no_corpus_reads_no_file() -> None:
+    sizes = {"training.micro_batch_size", "data.seq_length"}
     parsed = parse_config(
         command("--data-args-path nowhere"),
         world_size=1,
         rules=(),
-        reads=lambda given: SAVED_MODEL_READS,
+        reads=lambda given: SAVED_MODEL_READS | sizes,
     )
     assert "--data-args-path" in parsed.notices[0]
     assert parsed.config.data.data_args_path is None

@@ -7,7 +7,7 @@ import pytest
 from megatron.config.fields import fields_of
 from megatron.config.parser import parse_config
 from megatron.config.rules_dependent import _DEPENDENT, dependent
-from megatron.config.run import RunConfig, sections, with_values
+from megatron.config.run import RunOptions, sections, with_values
 from tests.config.command import command, parse
 
 
@@ -24,7 +24,7 @@ def _changed(path: str) -> object:
 
 @pytest.mark.parametrize("entry", _DEPENDENT, ids=lambda entry: entry.fields[0])
 def test_each_is_said_where_it_is_in_vain(entry) -> None:
-    start = RunConfig()
+    start = RunOptions()
     if entry.on(start):  # what is on by default is turned off
         turned = {"training.manual_gc": False, "optimizer.optimizer": "sgd"}
         turned["evaluation.eval_iters"] = 0
@@ -70,7 +70,7 @@ def test_files_that_the_tokenizer_does_not_read() -> None:
 
 
 def test_what_a_checkpoint_brings_along_was_not_given() -> None:
-    inherited = with_values(RunConfig(), {"precision.hysteresis": 5})
+    inherited = with_values(RunOptions(), {"precision.hysteresis": 5})
     run = parse_config(command(), world_size=1, find_start=lambda _: inherited)
     assert run.notices == ()
 
@@ -91,6 +91,6 @@ def test_what_use_checkpoint_args_fills_in_was_not_given() -> None:
 
 
 def test_a_flag_with_nothing_to_do_is_noted_where_it_was_given_alone() -> None:
-    inherited = with_values(RunConfig(), {"parallel.use_cpu_initialization": True})
+    inherited = with_values(RunOptions(), {"parallel.use_cpu_initialization": True})
     run = parse_config(command(), world_size=1, find_start=lambda _: inherited)
     assert run.notices == ()

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import fields
+from typing import Any, get_type_hints
 
 import pytest
 
+from megatron.config.model import ModelConfig
 from megatron.config.resolve import data_parallel_size, resolve
-from megatron.config.run import RunConfig, flatten, with_values
+from megatron.config.run import (
+    ModelRun,
+    RunConfig,
+    RunOptions,
+    flatten,
+    narrow,
+    sections,
+    with_values,
+)
+from megatron.errors import ConfigError
 from tests.config.command import parse
 
 
@@ -42,7 +53,7 @@ def test_derived_values(words: str, path: str, expected: Any) -> None:
 # Hidden size to the MLP width that Llama-2 style training uses: 8/3 h in steps of 64.
 @pytest.mark.parametrize(("hidden", "ffn"), [(4096, 10880), (5120, 13632), (8192, 21824)])
 def test_the_width_of_swiglu(hidden: int, ffn: int) -> None:
-    config = with_values(RunConfig(), {"model.swiglu": True, "model.hidden_size": hidden})
+    config = with_values(RunOptions(), {"model.swiglu": True, "model.hidden_size": hidden})
     assert resolve(config, 1).model.ffn_hidden_size == ffn == int(4 * hidden * 2 / 3 / 64) * 64
 
 
@@ -55,11 +66,11 @@ def test_resolving_twice_changes_nothing(words: str) -> None:
 
 
 def test_what_cannot_be_derived_stays_unset() -> None:
-    config = resolve(RunConfig(), 4)
+    config = resolve(RunOptions(), 4)
     assert config.model.kv_channels is None
     assert config.training.global_batch_size is None
     broken = {"model.hidden_size": 64, "model.num_attention_heads": 0}
-    assert resolve(with_values(RunConfig(), broken), 4).model.kv_channels is None
+    assert resolve(with_values(RunOptions(), broken), 4).model.kv_channels is None
 
 
 def test_evaluating_only_needs_no_length() -> None:
@@ -76,4 +87,25 @@ def test_data_parallel_size(tensor: int, pipeline: int, world: int, expected: in
         "parallel.tensor_model_parallel_size": tensor,
         "parallel.pipeline_model_parallel_size": pipeline,
     }
-    assert data_parallel_size(with_values(RunConfig(), sizes), world) == expected
+    assert data_parallel_size(with_values(RunOptions(), sizes), world) == expected
+
+
+def test_what_must_be_known_is_known_by_its_type() -> None:
+    """A resolved run has the narrow types, and one that lacks a value is refused by its flag."""
+    config = parse("").config
+    assert type(config) is RunConfig
+    assert type(config.model) is ModelConfig
+    assert flatten(narrow(resolve(config, 1), RunConfig)) == flatten(config)
+    lacking = with_values(RunOptions(), flatten(config) | {"data.seq_length": None})
+    with pytest.raises(ConfigError, match="--seq-length is required"):
+        narrow(lacking, RunConfig)
+    assert type(narrow(lacking, ModelRun)) is ModelRun
+
+
+@pytest.mark.parametrize("name", sections())
+def test_a_section_has_the_same_fields_before_and_after(name: str) -> None:
+    """A narrowed field keeps its place and its flag, and has no default that hides a mistake."""
+    wide, narrowed = sections()[name], get_type_hints(RunConfig)[name]
+    assert [entry.name for entry in fields(wide)] == [entry.name for entry in fields(narrowed)]
+    for entry in fields(narrowed):
+        assert "flag" in entry.metadata or entry.default is not None

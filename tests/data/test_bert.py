@@ -47,7 +47,7 @@ def train(config: DataConfig, tokenizer: Tokenizer, **changes: object) -> BertDa
 
 
 def on_file(prefix: Path, **changes: object) -> DataConfig:
-    return DataConfig(data_path=(str(prefix),), split="1", **changes)  # type: ignore[arg-type]
+    return DataConfig(seq_length=16, data_path=(str(prefix),), split="1", **changes)  # type: ignore[arg-type]
 
 
 def original(sample: dict) -> list[int]:
@@ -212,22 +212,26 @@ def test_a_sequence_without_room_is_refused(tmp_path: Path, tokenizer: Tokenizer
 
 def test_splits_paths_and_blends(tmp_path: Path, tokenizer: Tokenizer) -> None:
     a, b = (str(write_sentences(tmp_path / name, seed=seed)) for seed, name in enumerate("ab"))
-    split = build(DataConfig(data_path=(a,), split="80,20"), tokenizer)
+    split = build(DataConfig(seq_length=16, data_path=(a,), split="80,20"), tokenizer)
     assert split.test is None
     ends = [int(d.source.rows[:, 1].max()) for d in split[:2]]  # type: ignore[union-attr]
     assert ends[0] < int(split.valid.source.rows[:, 0].min()) + 1  # type: ignore[union-attr]
-    own = build(DataConfig(train_data_path=(a,), valid_data_path=(b,)), tokenizer)
+    own = build(DataConfig(seq_length=16, train_data_path=(a,), valid_data_path=(b,)), tokenizer)
     assert own.valid.source.data.prefix == b  # type: ignore[union-attr]
-    blended = build(DataConfig(data_path=("3", a, "1", b), split="1"), tokenizer).train
+    blended = build(
+        DataConfig(seq_length=16, data_path=("3", a, "1", b), split="1"), tokenizer
+    ).train
     assert blended is not None
-    single = build(DataConfig(data_path=(a,), split="1"), tokenizer, samples=(227, 0, 0)).train
+    single = build(
+        DataConfig(seq_length=16, data_path=(a,), split="1"), tokenizer, samples=(227, 0, 0)
+    ).train
     assert single is not None
     assert blended[0]["text"].tolist() == single[0]["text"].tolist()  # ceil(300 * 3/4 * 1.005)
     assert [blended[i]["id"] for i in range(300)] == [*range(300)]
 
 
 def test_generated_sentences(tokenizer: Tokenizer) -> None:
-    dataset = train(DataConfig(mock_data=True), tokenizer, samples=(50, 0, 0))
+    dataset = train(DataConfig(seq_length=16, mock_data=True), tokenizer, samples=(50, 0, 0))
     for i in range(len(dataset)):
         a, b = (segment for segment in split_generated(dataset[i]))
         joined = b + a if dataset[i]["is_random"] else a + b
@@ -252,6 +256,7 @@ def test_samples_are_those_that_gave_the_golden_losses(
         )
     )
     config = DataConfig(
+        seq_length=16,
         data_path=(str(golden / "data" / "bert_text_sentence"),),
         split="949,50,1",
         data_cache_path=str(tmp_path),

@@ -46,7 +46,7 @@ def documents_of(dataset: object) -> set[int]:
 
 def test_one_path_is_split(tmp_path: Path) -> None:
     prefix = write_corpus(tmp_path / "x")
-    train, valid, test = build(DataConfig(data_path=(str(prefix),), split="80,15,5"))
+    train, valid, test = build(DataConfig(seq_length=16, data_path=(str(prefix),), split="80,15,5"))
     assert documents_of(train) == set(range(80))
     assert documents_of(valid) == set(range(80, 95))
     assert documents_of(test) == set(range(95, 100))
@@ -54,7 +54,9 @@ def test_one_path_is_split(tmp_path: Path) -> None:
 
 def test_a_path_a_split(tmp_path: Path) -> None:
     a, b = (str(write_corpus(tmp_path / name)) for name in "ab")
-    train, valid, test = build(DataConfig(train_data_path=(a,), valid_data_path=(b,)))
+    train, valid, test = build(
+        DataConfig(seq_length=16, train_data_path=(a,), valid_data_path=(b,))
+    )
     assert documents_of(train) == documents_of(valid) == set(range(100))
     assert isinstance(train, GPTDataset)
     assert isinstance(valid, GPTDataset)
@@ -63,11 +65,11 @@ def test_a_path_a_split(tmp_path: Path) -> None:
 
 def test_a_blend(tmp_path: Path) -> None:
     a, b = (str(write_corpus(tmp_path / name, seed=seed)) for seed, name in enumerate("ab"))
-    train, valid, test = build(DataConfig(data_path=("3", a, "1", b)))
+    train, valid, test = build(DataConfig(seq_length=16, data_path=("3", a, "1", b)))
     assert train is not None
     assert valid is not None
     assert len(train) == 38 + 13  # ceil(50 * 3/4 * 1.005) and ceil(50 * 1/4 * 1.005)
-    single = build(DataConfig(data_path=(a,)), samples=(38, 0, 0)).train
+    single = build(DataConfig(seq_length=16, data_path=(a,)), samples=(38, 0, 0)).train
     assert single is not None
     assert train[0]["text"].tolist() == single[0]["text"].tolist()
     assert [train[i]["id"] for i in range(50)] == [*range(50)]
@@ -78,7 +80,7 @@ def test_a_blend_member_without_documents_is_left_out(
 ) -> None:
     a = str(write_corpus(tmp_path / "a"))
     b = str(write_corpus(tmp_path / "b", documents=2, longest=90))
-    config = DataConfig(data_path=("3", a, "1", b), split="90,10")
+    config = DataConfig(seq_length=16, data_path=("3", a, "1", b), split="90,10")
     _, valid, test = build(config)
     assert f"no valid document in {b}" in capsys.readouterr().err
     assert valid is not None
@@ -88,14 +90,17 @@ def test_a_blend_member_without_documents_is_left_out(
 
 def test_no_samples_or_no_documents_give_no_dataset(tmp_path: Path) -> None:
     prefix = str(write_corpus(tmp_path / "x"))
-    assert build(DataConfig(data_path=(prefix,), split="1"))[1:] == (None, None)
-    assert build(DataConfig(data_path=(prefix,)), samples=(5, 0, 0))[1:] == (None, None)
+    assert build(DataConfig(seq_length=16, data_path=(prefix,), split="1"))[1:] == (None, None)
+    assert build(DataConfig(seq_length=16, data_path=(prefix,)), samples=(5, 0, 0))[1:] == (
+        None,
+        None,
+    )
     with pytest.raises(DataError, match=r"50 training samples .*x: 100; --split '0,1'"):
-        build(DataConfig(data_path=(prefix,), split="0,1"))
+        build(DataConfig(seq_length=16, data_path=(prefix,), split="0,1"))
 
 
 def test_mock_data() -> None:
-    train, valid, test = build(DataConfig(mock_data=True), samples=(5, 3, 0))
+    train, valid, test = build(DataConfig(seq_length=16, mock_data=True), samples=(5, 3, 0))
     assert train is not None
     assert valid is not None
     assert (len(train), len(valid), test) == (5, 3, None)
@@ -103,25 +108,25 @@ def test_mock_data() -> None:
     assert train[0]["text"].tolist() == train[0]["text"].tolist()
     assert train[0]["text"].tolist() != train[1]["text"].tolist()
     assert train[0]["text"].tolist() != valid[0]["text"].tolist()
-    other = build(DataConfig(mock_data=True), seed=2).train
+    other = build(DataConfig(seq_length=16, mock_data=True), seed=2).train
     assert other is not None
     assert train[0]["text"].tolist() != other[0]["text"].tolist()
     for i in range(5):
         assert len(set((np.diff(train[i]["text"]) % 256).tolist())) == 1  # learnable
-    small = build(DataConfig(mock_data=True), vocab_size=10).train
+    small = build(DataConfig(seq_length=16, mock_data=True), vocab_size=10).train
     assert small is not None
     assert max(small[i]["text"].max() for i in range(20)) < 10
 
 
 def test_no_data_is_refused() -> None:
     with pytest.raises(ConfigError, match="--mock-data"):
-        build(DataConfig())
+        build(DataConfig(seq_length=16))
 
 
 def test_a_missing_path_is_named_with_its_neighbours(tmp_path: Path) -> None:
     write_corpus(tmp_path / "corpus_text_document")
     with pytest.raises(DataError, match=r"corpus does not|corpus_text_document"):
-        build(DataConfig(data_path=(str(tmp_path / "corpus"),)))
+        build(DataConfig(seq_length=16, data_path=(str(tmp_path / "corpus"),)))
 
 
 def test_megatrons_cache_is_reproduced_to_the_byte(
@@ -130,7 +135,10 @@ def test_megatrons_cache_is_reproduced_to_the_byte(
     """The flags of the golden run: 40 iterations of 16, evaluated three times for 5 iterations."""
     monkeypatch.chdir(golden)  # names are made from the path as spelt
     config = DataConfig(
-        data_path=("data/gpt_text_document",), split="949,50,1", data_cache_path=str(tmp_path)
+        seq_length=16,
+        data_path=("data/gpt_text_document",),
+        split="949,50,1",
+        data_cache_path=str(tmp_path),
     )
     _, _, test = build(config, seq_length=128, samples=(640, 240, 80), vocab_size=5000)
     assert test is None
@@ -182,7 +190,7 @@ def _build_in_a_job(layout: Layout, config: DataConfig, node_local: bool) -> tup
 def test_one_rank_builds_unless_disks_are_local(tmp_path: Path, node_local: bool) -> None:
     prefix = str(write_corpus(tmp_path / "x"))
     config = DataConfig(
-        data_path=(prefix,), split="80,15,5", data_cache_path=str(tmp_path / "cache")
+        seq_length=16, data_path=(prefix,), split="80,15,5", data_cache_path=str(tmp_path / "cache")
     )
     results = run_distributed(3, _build_in_a_job, config, node_local)
     assert [built for built, _ in results] == ([3, 3, 3] if node_local else [3, 0, 0])
@@ -219,7 +227,7 @@ def test_mistakes_are_refused(text: str) -> None:
 
 
 def _of(*prefixes: object) -> str | None:
-    return corpus_fingerprint(DataConfig(data_path=tuple(map(str, prefixes))))
+    return corpus_fingerprint(DataConfig(seq_length=16, data_path=tuple(map(str, prefixes))))
 
 
 def test_it_follows_content_and_order_not_names(tmp_path):
@@ -231,7 +239,7 @@ def test_it_follows_content_and_order_not_names(tmp_path):
     assert _of(tmp_path / "copy") == fingerprint
     blended = _of(0.5, one, 0.5, other)
     assert blended not in (fingerprint, _of(0.5, other, 0.5, one))
-    assert corpus_fingerprint(DataConfig(train_data_path=(str(one),))) == fingerprint
+    assert corpus_fingerprint(DataConfig(seq_length=16, train_data_path=(str(one),))) == fingerprint
 
 
 @pytest.mark.parametrize("place", [0, 2000, -1])
@@ -245,6 +253,6 @@ def test_small_files_are_read_whole(tmp_path, place):
 
 
 def test_generated_tokens_have_none_and_a_missing_file_is_named(tmp_path):
-    assert corpus_fingerprint(DataConfig(mock_data=True)) is None
+    assert corpus_fingerprint(DataConfig(seq_length=16, mock_data=True)) is None
     with pytest.raises(DataError, match=r"absent\.idx: cannot be read: No such file"):
         _of(tmp_path / "absent")

@@ -19,7 +19,7 @@ def build(prefix: Path, **changes: object) -> GPTDataset:
     data = IndexedDataset(prefix)
     wanted: dict = {"num_samples": 300, "bounds": (0, len(data)), "vocab_size": 1000, **changes}
     part = DatasetPart("train", data, wanted["bounds"], wanted["num_samples"])
-    request = DataRequest(DataConfig(split="1"), seed=5, samples=(0, 0, 0))
+    request = DataRequest(DataConfig(seq_length=16, split="1"), seed=5, samples=(0, 0, 0))
     return build_gpt_part(part, request, seq_length=16, vocab_size=wanted["vocab_size"])
 
 

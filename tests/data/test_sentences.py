@@ -45,7 +45,7 @@ def rows_of(config: DataConfig, vocabulary: Path, **changes: object) -> list[lis
 def _corpus(tmp_path: Path) -> tuple[DataConfig, Path]:
     prefix = write_sentences(tmp_path / "x")
     return (
-        DataConfig(data_path=(str(prefix),), split="1"),
+        DataConfig(seq_length=16, data_path=(str(prefix),), split="1"),
         write_vocabulary(tmp_path / "vocab.txt"),
     )
 

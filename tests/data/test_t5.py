@@ -47,7 +47,7 @@ def train(config: DataConfig, tokenizer: Tokenizer, **changes: object) -> T5Data
 
 
 def on_file(prefix: Path) -> DataConfig:
-    return DataConfig(data_path=(str(prefix),), split="1")
+    return DataConfig(seq_length=16, data_path=(str(prefix),), split="1")
 
 
 def put_back(sample: Sample, ids: object) -> tuple[list[int], list[list[int]]]:
@@ -154,7 +154,7 @@ def test_without_sentinels_it_is_refused(tmp_path: Path, vocabulary: Path) -> No
 
 
 def test_generated_sentences(vocabulary: Path) -> None:
-    dataset = train(DataConfig(mock_data=True), tokenizer_with(vocabulary, 0))
+    dataset = train(DataConfig(seq_length=16, mock_data=True), tokenizer_with(vocabulary, 0))
     for i in range(20):
         text, runs = put_back(dataset[i], dataset.ids)
         assert len(set((np.diff(text) % 256).tolist())) == 1  # counts up: can be learnt

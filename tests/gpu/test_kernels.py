@@ -5,7 +5,6 @@ from functools import partial
 import pytest
 import torch
 
-from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.device import Device
 from megatron.kernels.attention import (
@@ -23,6 +22,7 @@ from megatron.parallel.initialization import initialize
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import Init, new_parameter
 from tests.models.small import LLAMA, batch, config, new_context
+from tests.models.small import config as model_config
 
 DEVICE = Device.pick()
 pytestmark = [
@@ -65,7 +65,7 @@ def test_fused_attention_equals_plain(groups, size, which, dtype):
         lengths = torch.tensor([S, S - 50], device=DEVICE.torch_device)
         mask = (torch.arange(S, device=DEVICE.torch_device) < lengths[:, None])[:, None, None, :]
     options = AttentionOptions(mask, which == "causal", layer_number=2)
-    choice = choose_attention(ModelConfig(), PrecisionConfig(), DEVICE.torch_device)
+    choice = choose_attention(model_config(), PrecisionConfig(), DEVICE.torch_device)
     inputs = heads(groups, size, dtype)
     ours = with_gradients(choice.function, inputs, options)
     doubles = [x.detach().double().requires_grad_() for x in inputs]

@@ -6,7 +6,6 @@ import re
 import pytest
 import torch
 
-from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.device import Device, gpu_count
 from megatron.parallel.build import BuildContext, Kernels, choose_kernels
@@ -15,6 +14,7 @@ from megatron.parallel.layers import Linear
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import Init
 from tests.gpu.processes import run_processes
+from tests.models.small import config as model_config
 
 pytestmark = [
     pytest.mark.gpu,
@@ -79,7 +79,7 @@ def _compare() -> None:
     layout = replace(layout, sequence_parallel=True)
     exchange = SymmetricExchange(layout.tensor, device.torch_device, 4 * 64 * 2 * 512, seconds=30.0)
     numbers = PrecisionConfig(bf16=True, fp8_format="hybrid")
-    in_8_bits = choose_kernels(ModelConfig(), numbers, layout, device.torch_device)
+    in_8_bits = choose_kernels(model_config(), numbers, layout, device.torch_device)
     for dtype, kernels in (
         (torch.float32, Kernels()),
         (torch.bfloat16, Kernels()),

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.config import RunConfig
 from megatron.config.data import DataConfig, TokenizerConfig
 from megatron.config.model import ModelConfig
+from megatron.config.run import RunOptions
 from megatron.data.t5 import take_out
 from megatron.errors import UserError
 from megatron.inference.fill import Filler
@@ -66,7 +66,7 @@ def new_model(cls: Any, tokenizer: Tokenizer, **sizes: object) -> Any:
 
 def filler(model: Any, tokenizer: Tokenizer) -> Filler:
     data = DataConfig(seq_length=16, decoder_seq_length=16)
-    return Filler(model.eval(), tokenizer, RunConfig(data=data))
+    return Filler(model.eval(), tokenizer, RunOptions(data=data))
 
 
 @pytest.fixture(name="bert", scope="module")
@@ -165,7 +165,7 @@ def test_more_places_than_sentinels(t5: Filler) -> None:
         t5.fill("[MASK] w1 [MASK] w2 [MASK] w3 [MASK]")
     narrow = DataConfig(seq_length=16, decoder_seq_length=4)
     with pytest.raises(UserError, match="at most 1 places"):
-        Filler(t5.model, t5.tokenizer, RunConfig(data=narrow)).fill("[MASK] w1 [MASK]")
+        Filler(t5.model, t5.tokenizer, RunOptions(data=narrow)).fill("[MASK] w1 [MASK]")
 
 
 def test_an_untrained_t5_keeps_to_the_form(tokenizer: Tokenizer) -> None:

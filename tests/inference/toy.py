@@ -12,7 +12,8 @@ import torch
 
 from megatron.checkpoint.huggingface.reader import HFReader
 from megatron.checkpoint.reader import PaddedReader, restore
-from megatron.config.run import known
+from megatron.config.resolve import resolve
+from megatron.config.run import ModelRun, narrow
 from megatron.config.stages import parts_of_stage, plan_parts
 from megatron.config.yaml_file import from_dict
 from megatron.device import Device
@@ -44,9 +45,9 @@ def toy_engine(
     """An engine over the model in a Hugging Face folder; `looks_ahead` as on a GPU."""
     layout = layout or Layout.single()
     reader = HFReader(folder)
-    config = from_dict(reader.meta["config"], str(folder))
+    config = narrow(resolve(from_dict(reader.meta["config"], str(folder)), 1), ModelRun)
     parallel = replace(config.parallel, pipeline_model_parallel_size=layout.pipeline.size)
-    plan = plan_parts(known(config.model.num_layers), parallel)
+    plan = plan_parts(config.model.num_layers, parallel)
     (part,) = parts_of_stage(plan, layout.pipeline.rank, layout.pipeline.size)
     rows = -(-reader.vocab // layout.tensor.size) * layout.tensor.size
     model = build_model(GPTModel, config, layout, Device.cpu(), rows, part)

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from megatron.config.model import ModelConfig
 from megatron.kernels import activation
 from megatron.kernels.activation import choose_activation
+from tests.models.small import config as model_config
 
 
 def tanh_form(x):
@@ -61,4 +61,4 @@ def test_the_two_gelus_differ():
     ],
 )
 def test_choice(flags, name):
-    assert choose_activation(ModelConfig(**flags).activation) is getattr(activation, name)
+    assert choose_activation(model_config(**flags).activation) is getattr(activation, name)

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.kernels import attention
 from megatron.kernels.attention import (
@@ -19,6 +18,7 @@ from megatron.kernels.attention import (
     fused_attention,
 )
 from tests.config.command import parse, problems
+from tests.models.small import config as model_config
 
 S, B, N, D = 9, 2, 4, 8
 CPU = torch.device("cpu")
@@ -137,10 +137,10 @@ def test_softmax_in_16_bits_keeps_rounded_weights_for_backward():
 
 
 def test_choice_on_cpu():
-    fused = choose_attention(ModelConfig(), PrecisionConfig(), CPU)
+    fused = choose_attention(model_config(), PrecisionConfig(), CPU)
     assert fused.function is fused_attention
     assert "CPU" in str(fused)
-    plain = choose_attention(ModelConfig(masked_softmax_fusion=False), PrecisionConfig(), CPU)
+    plain = choose_attention(model_config(masked_softmax_fusion=False), PrecisionConfig(), CPU)
     assert plain.function.func is attention_reference
     assert plain.function.keywords == {"scale_by_layer": True, "softmax_in_fp32": True}
     assert "--no-masked-softmax-fusion" in str(plain)
@@ -158,7 +158,7 @@ def test_the_choice_tells_which_kernels_may_run(monkeypatch):
         monkeypatch.setattr(
             torch, "are_deterministic_algorithms_enabled", lambda d=deterministic: d
         )
-        model = ModelConfig(use_flash_attn=flash)
+        model = model_config(use_flash_attn=flash)
         choice = choose_attention(model, PrecisionConfig(bf16=True), CPU)
         assert f"{choice.name} ({choice.reason})" == expected
 

@@ -5,11 +5,11 @@ from functools import partial
 import pytest
 import torch
 
-from megatron.config.model import ModelConfig
 from megatron.device import Device
 from megatron.kernels import activation
 from megatron.kernels.activation import KINDS, choose_activation, fused_activation
 from tests.kernels.compare import BF16, FP16, FP32, TOLERANCE, check, fresh, run
+from tests.models.small import config as model_config
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -82,7 +82,7 @@ def test_odd_sizes_take_the_plain_form(kernels, name):
     ],
 )
 def test_choice(kernels, flags, fused):
-    model = ModelConfig(**flags)
+    model = model_config(**flags)
     plain = choose_activation(model.activation)
     chosen = choose_activation(model.activation, kernels[0], fuses_gelu=model.bias_gelu_fusion)
     assert (chosen.args[1] if fused else chosen) is plain

@@ -5,7 +5,6 @@ from functools import partial
 import pytest
 import torch
 
-from megatron.config.model import ModelConfig
 from megatron.device import Device
 from megatron.kernels.dropout import (
     bias_dropout_add,
@@ -17,6 +16,7 @@ from megatron.models.recompute import RecomputePlan
 from megatron.parallel.initialization import philox
 from tests.kernels.compare import BF16, FP16, FP32, TOLERANCE, check, fresh
 from tests.models.small import batch, gpt, loss_and_gradients
+from tests.models.small import config as model_config
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 TYPES = [(FP32, FP32), (BF16, BF16), (FP16, FP16), (FP32, BF16)]
@@ -108,7 +108,7 @@ def test_a_model_recomputes_the_same(emulated, monkeypatch):
 
 
 def test_choice(kernels):
-    off = ModelConfig(bias_dropout_fusion=False)
-    assert choose_bias_dropout_add(ModelConfig(), None) is bias_dropout_add
+    off = model_config(bias_dropout_fusion=False)
+    assert choose_bias_dropout_add(model_config(), None) is bias_dropout_add
     assert choose_bias_dropout_add(off, kernels[0]) is bias_dropout_add
-    assert isinstance(choose_bias_dropout_add(ModelConfig(), kernels[0]), partial)
+    assert isinstance(choose_bias_dropout_add(model_config(), kernels[0]), partial)

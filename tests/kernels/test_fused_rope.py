@@ -5,7 +5,6 @@ from functools import partial
 import pytest
 import torch
 
-from megatron.config.model import ModelConfig
 from megatron.kernels.rope import (
     choose_split_rotate,
     fused_split_rotate,
@@ -13,6 +12,7 @@ from megatron.kernels.rope import (
     split_rotate,
 )
 from tests.kernels.compare import BF16, FP16, FP32, TOLERANCE, check, fresh, run
+from tests.models.small import config as model_config
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 S, B = 5, 3
@@ -92,7 +92,7 @@ def test_odd_heads_take_the_plain_form(kernels, size, rotary):
 
 
 def test_choice(kernels):
-    off = ModelConfig(apply_rope_fusion=False)
-    assert choose_split_rotate(ModelConfig(), None) is split_rotate
+    off = model_config(apply_rope_fusion=False)
+    assert choose_split_rotate(model_config(), None) is split_rotate
     assert choose_split_rotate(off, kernels[0]) is split_rotate
-    assert isinstance(choose_split_rotate(ModelConfig(), kernels[0]), partial)
+    assert isinstance(choose_split_rotate(model_config(), kernels[0]), partial)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.config.training import TrainingConfig
+from megatron.config.training import TrainingOptions
 from megatron.models.recompute import LayerGroup, RecomputePlan, layer_groups
 
 
@@ -43,4 +43,4 @@ def test_groups(plan, expected):
     ],
 )
 def test_plan_from_flags(flags, plan):
-    assert RecomputePlan.from_config(TrainingConfig(**flags)) == plan
+    assert RecomputePlan.from_config(TrainingOptions(**flags)) == plan

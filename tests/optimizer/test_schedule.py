@@ -15,7 +15,9 @@ def _schedules(schedule=None, optimizer=None, training=None, global_batch=10):
     return Schedules.from_config(
         ScheduleConfig(**{"lr": 1.0, **(schedule or {})}),
         OptimizerConfig(**(optimizer or {})),
-        TrainingConfig(**(training or {"train_iters": 100})),
+        TrainingConfig(
+            micro_batch_size=1, global_batch_size=1, **(training or {"train_iters": 100})
+        ),
         global_batch=global_batch,
     )
 

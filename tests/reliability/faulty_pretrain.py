@@ -17,7 +17,6 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.config.run import known
 from megatron.errors import DataError
 from megatron.training import step
 from megatron.training.pretrain import main
@@ -80,7 +79,7 @@ class FaultyRecipe(GPTRecipe):
     def build_datasets(self, *arguments: Any) -> Any:
         train, *others = super().build_datasets(*arguments)
         if self._fault.kind in {"load", "lose"}:
-            index = known(arguments[0].training.global_batch_size) * (self._fault.iteration - 1)
+            index = arguments[0].training.global_batch_size * (self._fault.iteration - 1)
             train = StuckDataset(train, index, lose=self._fault.kind == "lose")
         return (train, *others)
 

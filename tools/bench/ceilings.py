@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.config import RunConfig
-from megatron.config.run import known
 from megatron.device import Device
 from megatron.models.arithmetic import count_parameters
 from megatron.models.build import model_plan
@@ -67,7 +66,7 @@ def measure_ceilings(
 ) -> Ceilings:
     """At the shapes that one process of `config` computes, `seconds` for each measurement."""
     plan, tensor = model_plan(config.model, vocabulary), config.parallel.tensor_model_parallel_size
-    tokens = known(config.training.micro_batch_size) * known(config.data.seq_length)
+    tokens = config.training.micro_batch_size * config.data.seq_length
     tokens //= config.parallel.context_parallel_size
     layer, head = layer_products(plan, tensor), [(vocabulary // tensor, plan.hidden)]
 
@@ -79,7 +78,7 @@ def measure_ceilings(
     fp8 = device.is_gpu and hasattr(torch, "_scaled_mm")
     layer_fp8 = timed(products_fp8(layer, tokens, device)) if fp8 else None
     forward, backward = (timed(work) for work in attention_passes(config, plan.attention, device))
-    samples, sequence = known(config.training.micro_batch_size), known(config.data.seq_length)
+    samples, sequence = config.training.micro_batch_size, config.data.seq_length
     square = 2 * samples * sequence**2 * plan.attention.query / tensor
     flops = count_flops(layer, tokens)
     return Ceilings(
@@ -106,8 +105,8 @@ def shapes_of(config: RunConfig, vocabulary: int) -> dict[str, Any]:
         "host": socket.gethostname(),  # cards of one name differ
         "sizes": _sizes(model_plan(config.model, vocabulary)),
         "vocabulary": vocabulary,
-        "micro_batch": known(config.training.micro_batch_size),
-        "sequence": known(config.data.seq_length),
+        "micro_batch": config.training.micro_batch_size,
+        "sequence": config.data.seq_length,
         "tensor": config.parallel.tensor_model_parallel_size,
         "context": config.parallel.context_parallel_size,
     }
@@ -229,7 +228,7 @@ def attention_passes(
 ) -> tuple[Callable[[], object], Callable[[], object]]:
     """Forward and backward of causal attention over a micro-batch, by cuDNN on a GPU."""
     tensor = config.parallel.tensor_model_parallel_size
-    batch, sequence = known(config.training.micro_batch_size), known(config.data.seq_length)
+    batch, sequence = config.training.micro_batch_size, config.data.seq_length
     heads, kv_heads = attention.heads // tensor, max(1, attention.kv_heads // tensor)
 
     def random(count: int) -> Tensor:
@@ -283,8 +282,8 @@ def roofline_step(
     parallel = config.parallel
     model = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     data = gpus // model // parallel.context_parallel_size
-    batch, micro = known(config.training.global_batch_size), known(config.training.micro_batch_size)
-    layers = known(config.model.num_layers)
+    batch, micro = config.training.global_batch_size, config.training.micro_batch_size
+    layers = config.model.num_layers
     pass_seconds = layers * (layer + ceilings.attention_seconds) + ceilings.head_seconds
     passes = batch / micro / data / parallel.pipeline_model_parallel_size
     parameters = count_parameters(model_plan(config.model, vocabulary)) / model

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.config import RunConfig, parse_config
-from megatron.config.run import known
 
 _LLAMA = (
     "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
@@ -106,7 +105,7 @@ def read_flags(flags: Sequence[str], gpus: int) -> RunConfig:
 
 def tokens_of_step(config: RunConfig) -> int:
     """Tokens of one update over all GPUs."""
-    return known(config.training.global_batch_size) * known(config.data.seq_length)
+    return config.training.global_batch_size * config.data.seq_length
 
 
 def corpus_prefix(folder: Path, workload: Workload) -> Path:

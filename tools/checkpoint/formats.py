@@ -31,7 +31,7 @@ from megatron.checkpoint.store import WEIGHTS
 from megatron.config.arguments import from_namespace
 from megatron.config.data import TokenizerConfig
 from megatron.config.resolve import resolve
-from megatron.config.run import RunConfig
+from megatron.config.run import ModelRun, RunOptions, narrow
 from megatron.config.yaml_file import from_dict
 from megatron.durable import Check, replace_file, storage_errors
 from megatron.errors import CheckpointError, ConfigError, UserError
@@ -58,7 +58,7 @@ class Source:
     """
 
     reader: Reader
-    config: RunConfig
+    config: ModelRun
     companions: Path | None = None
     family: str | None = None
     bare_names: bool = False
@@ -157,7 +157,7 @@ def _load_own(options: argparse.Namespace, expected: str) -> Source:
     )
 
 
-def _find_companions(root: Path, config: RunConfig) -> Path | None:
+def _find_companions(root: Path, config: ModelRun) -> Path | None:
     """The folder that an import left: in the same place, or where a run's tokenizer lies."""
     tokenizer = [getattr(config.tokenizer, field) for field in files_of(config.tokenizer)]
     beside = [one / files.COMPANION_FOLDER for one in (root, root.absolute().parent)]
@@ -165,21 +165,21 @@ def _find_companions(root: Path, config: RunConfig) -> Path | None:
     return next((place for place in places if (place / files.CONFIG).is_file()), None)
 
 
-def _complete(config: RunConfig, reader: Reader) -> RunConfig:
+def _complete(config: RunOptions, reader: Reader) -> ModelRun:
     """What a converted model's configuration leaves open: derived sizes, window, precision."""
     positions = config.model.max_position_embeddings
     if positions is None and _POSITIONS in reader.names():
         positions = reader.global_shape(_POSITIONS)[0]
     model = replace(config.model, max_position_embeddings=positions)
-    config = resolve(replace(config, model=model), world_size=1)
+    run = narrow(resolve(replace(config, model=model), world_size=1), ModelRun)
     dtype = reader.dtype(_EMBEDDING)
-    precision = replace(config.precision, fp16=dtype == torch.float16, bf16=dtype == torch.bfloat16)
-    data, length = config.data, config.data.seq_length or config.model.max_position_embeddings
+    precision = replace(run.precision, fp16=dtype == torch.float16, bf16=dtype == torch.bfloat16)
+    data, length = run.data, run.data.seq_length or run.model.max_position_embeddings
     decoder = data.decoder_seq_length
-    if config.model.architecture == "t5" and decoder is None:
+    if run.model.architecture == "t5" and decoder is None:
         decoder = length
     data = replace(data, seq_length=length, decoder_seq_length=decoder)
-    return replace(config, precision=precision, data=data)
+    return replace(run, precision=precision, data=data)
 
 
 def save_native(source: Source, options: argparse.Namespace, check: Check | None) -> Path:

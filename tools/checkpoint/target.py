@@ -10,7 +10,6 @@ from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.rules_legacy import tensor_misfit
 from megatron.config.rules_model import divisors
-from megatron.config.run import known
 from megatron.config.stages import plan_model
 from megatron.errors import ConfigError
 
@@ -63,6 +62,6 @@ def _check_split(model: ModelConfig, parallel: ParallelConfig, options: argparse
         raise ConfigError(
             f"{stages}: --num-layers {model.num_layers} does not split so: in Megatron-LM's files "
             "every stage, and every virtual stage, has as many layers: use a "
-            f"--target-pipeline-parallel-size of {divisors(known(model.num_layers))}"
+            f"--target-pipeline-parallel-size of {divisors(model.num_layers)}"
             + (", and what divides a stage's layers for its virtual ones" * (virtual is not None))
         ) from None

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from megatron.checkpoint.huggingface.reader import HFReader
     from megatron.checkpoint.reader import Reader
-    from megatron.config.run import RunConfig
+    from megatron.config.run import ModelRun
     from megatron.models.bert import BertModel
 
 TOLERANCE = 1e-5
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_command(work)
 
 
-def verify(reader: Reader, config: RunConfig, folder: Path, *, tolerance: float) -> str:
+def verify(reader: Reader, config: ModelRun, folder: Path, *, tolerance: float) -> str:
     """Compare what a checkpoint and a Hugging Face folder compute, in fp32 on the CPU.
 
     Args:
@@ -84,9 +84,7 @@ def verify(reader: Reader, config: RunConfig, folder: Path, *, tolerance: float)
     from megatron.checkpoint.huggingface.reader import HFReader
 
     theirs_reader = HFReader(folder)
-    positions = config.model.max_position_embeddings
-    assert positions is not None
-    inputs = random_inputs(positions, theirs_reader.vocab)
+    inputs = random_inputs(config.model.max_position_embeddings, theirs_reader.vocab)
     ours = our_outputs(reader, config, inputs)
     theirs = their_outputs(theirs_reader, inputs)
     lines = []
@@ -129,7 +127,7 @@ def random_inputs(positions: int, vocab: int) -> Inputs:
     return Inputs(tokens, types, padding, decoder)
 
 
-def our_outputs(reader: Reader, config: RunConfig, inputs: Inputs) -> dict[str, Tensor]:
+def our_outputs(reader: Reader, config: ModelRun, inputs: Inputs) -> dict[str, Tensor]:
     """Return what a checkpoint's model computes, in fp32.
 
     These are logits, a T5's encoder and decoder states besides, and a BERT's `_bert_outputs`.

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from megatron.config import RunConfig
-from megatron.config.run import known
 from megatron.device import Device
 from megatron.errors import ConfigError
 from megatron.tokenizer import padded_vocabulary
@@ -41,12 +40,12 @@ class Rival:
         self._vocab = padded_vocabulary(config)
         shape = transformers.LlamaConfig(
             vocab_size=self._vocab,
-            hidden_size=known(network.hidden_size),
-            intermediate_size=known(network.ffn_hidden_size),
-            num_hidden_layers=known(network.num_layers),
-            num_attention_heads=known(network.num_attention_heads),
+            hidden_size=network.hidden_size,
+            intermediate_size=network.ffn_hidden_size,
+            num_hidden_layers=network.num_layers,
+            num_attention_heads=network.num_attention_heads,
             num_key_value_heads=network.kv_heads,
-            max_position_embeddings=known(network.max_position_embeddings),
+            max_position_embeddings=network.max_position_embeddings,
             tie_word_embeddings=not config.model.untie_embeddings_and_output_weights,
             bos_token_id=None,
             eos_token_id=None,

@@ -13,7 +13,6 @@ from typing import Any
 
 from megatron.config import RunConfig
 from megatron.config.parser import parse_config
-from megatron.config.run import known
 from megatron.errors import UserError
 from megatron.models.build import model_plan
 from megatron.tokenizer import padded_vocabulary
@@ -111,7 +110,7 @@ def read_measurement(
     steps = [record for record in records if "lm loss" in record]
     settled = len(steps) // 3
     seconds = median(record["iteration-time"] for record in steps[settled:])
-    tokens = known(config.training.global_batch_size) * known(config.data.seq_length)
+    tokens = config.training.global_batch_size * config.data.seq_length
     utilization = re.findall(r"MFU: ([\d.]+)%", log)  # of each iteration
     pace = steps[-1]["iteration-time"] / seconds
     memory = [float(text) for text in re.findall(r"max allocated: ([\d.]+)", log)]

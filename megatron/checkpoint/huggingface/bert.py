@@ -21,7 +21,6 @@ from megatron.checkpoint.huggingface.rules import (
 )
 from megatron.checkpoint.huggingface.settings import MOST_HEADS, MOST_LAYERS, Settings
 from megatron.config.model import ModelConfig
-from megatron.config.run import known
 
 _TANH = {"gelu": False, "gelu_new": True, "gelu_pytorch_tanh": True}
 # Pieces that files may lack as a whole.
@@ -100,8 +99,8 @@ class Bert:
 
     def rules(self, model: ModelConfig, vocab: int) -> list[ParameterRule]:
         """See `Family`."""
-        hidden, layers = known(model.hidden_size), known(model.num_layers)
-        places = known(model.max_position_embeddings)
+        hidden, layers = model.hidden_size, model.num_layers
+        places = model.max_position_embeddings
         rules = [
             _rule(f"embedding.{ours}.weight", (rows, hidden), f"bert.embeddings.{theirs}.weight")
             for ours, rows, theirs in (
@@ -131,8 +130,8 @@ class Bert:
 
 def _layer(model: ModelConfig, ours: str, theirs: str, norm_before: str) -> Iterator[ParameterRule]:
     """A layer of ours; `norm_before` follows their layer before it."""
-    hidden, ffn = known(model.hidden_size), known(model.ffn_hidden_size)
-    heads = known(model.num_attention_heads)
+    hidden, ffn = model.hidden_size, model.ffn_hidden_size
+    heads = model.num_attention_heads
     yield from _norm(f"{ours}.attention_norm", hidden, norm_before)
     for kind, shape in zip(_KINDS, ((3 * hidden, hidden), (3 * hidden,)), strict=True):
         names = (f"{theirs}.attention.self.{part}.{kind}" for part in ("query", "key", "value"))

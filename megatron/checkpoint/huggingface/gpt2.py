@@ -16,7 +16,6 @@ from megatron.checkpoint.huggingface.rules import (
 )
 from megatron.checkpoint.huggingface.settings import MOST_HEADS, MOST_LAYERS, Settings
 from megatron.config.model import ModelConfig
-from megatron.config.run import known
 
 _EXACT_GELU = {"gelu_new": False, "gelu_pytorch_tanh": False, "gelu": True}
 
@@ -85,13 +84,13 @@ class GPT2:
 
     def rules(self, model: ModelConfig, vocab: int) -> list[ParameterRule]:
         """See `Family`."""
-        hidden = known(model.hidden_size)
-        places = (known(model.max_position_embeddings), hidden)
+        hidden = model.hidden_size
+        places = (model.max_position_embeddings, hidden)
         rules = [
             _rule("embedding.word.weight", (vocab, hidden), "transformer.wte.weight"),
             _rule("embedding.position.weight", places, "transformer.wpe.weight"),
         ]
-        for layer in range(known(model.num_layers)):
+        for layer in range(model.num_layers):
             rules += _layer(model, f"layers.{layer}", f"transformer.h.{layer}")
         rules += _norm("final_norm", hidden, "transformer.ln_f")
         if model.untie_embeddings_and_output_weights:
@@ -104,8 +103,8 @@ class GPT2:
 
 
 def _layer(model: ModelConfig, ours: str, theirs: str) -> Iterator[ParameterRule]:
-    hidden, ffn = known(model.hidden_size), known(model.ffn_hidden_size)
-    by_head = FusedByHead(known(model.num_attention_heads))
+    hidden, ffn = model.hidden_size, model.ffn_hidden_size
+    by_head = FusedByHead(model.num_attention_heads)
     yield from _norm(f"{ours}.attention_norm", hidden, f"{theirs}.ln_1")
     for our_part, part, out, size, form in (
         ("attention.qkv", "attn.c_attn", 3 * hidden, hidden, by_head),

@@ -16,7 +16,6 @@ from megatron.checkpoint.huggingface.rules import (
 )
 from megatron.checkpoint.huggingface.settings import MOST_HEADS, MOST_LAYERS, Settings
 from megatron.config.model import ModelConfig
-from megatron.config.run import known
 
 # What --use-rope-scaling computes with; other values cannot be expressed.
 _LLAMA3 = {
@@ -144,9 +143,9 @@ class LlamaLike:
 
     def rules(self, model: ModelConfig, vocab: int) -> list[ParameterRule]:
         """See `Family`."""
-        hidden = known(model.hidden_size)
+        hidden = model.hidden_size
         rules = [_same("embedding.word.weight", (vocab, hidden), "model.embed_tokens.weight")]
-        for layer in range(known(model.num_layers)):
+        for layer in range(model.num_layers):
             rules += self._layer(model, f"layers.{layer}", f"model.layers.{layer}")
         rules.append(_same("final_norm.weight", (hidden,), "model.norm.weight"))
         if model.untie_embeddings_and_output_weights:
@@ -154,8 +153,8 @@ class LlamaLike:
         return rules
 
     def _layer(self, model: ModelConfig, ours: str, theirs: str) -> Iterator[ParameterRule]:
-        hidden, ffn = known(model.hidden_size), known(model.ffn_hidden_size)
-        heads, size = known(model.num_attention_heads), known(model.kv_channels)
+        hidden, ffn = model.hidden_size, model.ffn_hidden_size
+        heads, size = model.num_attention_heads, model.kv_channels
         groups, attention = model.kv_heads, f"{theirs}.self_attn"
         by_group, rows = ByGroup(heads, groups), (heads + 2 * groups) * size
         kinds = [("weight", (rows, hidden))] + [("bias", (rows,))] * self.qkv_bias

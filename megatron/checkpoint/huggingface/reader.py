@@ -16,7 +16,7 @@ from megatron.checkpoint.huggingface.rules import Family, ParameterRule, Shape, 
 from megatron.checkpoint.huggingface.settings import Settings, read_json
 from megatron.checkpoint.manifest import describe
 from megatron.config.model import ModelConfig
-from megatron.config.run import RunConfig
+from megatron.config.run import RunOptions
 from megatron.config.yaml_file import to_dict
 from megatron.errors import CheckpointError
 
@@ -66,7 +66,7 @@ class HFReader:
             "iteration": self.iteration,
             "consumed_train_samples": 0,
             "padded_vocab_size": described.vocab,
-            "config": to_dict(RunConfig(model=model)),
+            "config": to_dict(RunOptions(model=model)),
             "notices": list(self.notices),
             "huggingface": {
                 "family": self.family.name,

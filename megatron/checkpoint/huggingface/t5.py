@@ -22,7 +22,6 @@ from megatron.checkpoint.huggingface.rules import (
 )
 from megatron.checkpoint.huggingface.settings import MOST_HEADS, MOST_LAYERS, Settings
 from megatron.config.model import ModelConfig
-from megatron.config.run import known
 
 # `feed_forward_proj` with our flag.
 _ACTIVATIONS: Mapping[str, Mapping[str, bool]] = {
@@ -121,13 +120,13 @@ class T5:
 
     def rules(self, model: ModelConfig, vocab: int) -> list[ParameterRule]:
         """See `Family`."""
-        hidden = known(model.hidden_size)
+        hidden = model.hidden_size
         rules = [_rule("embedding.word.weight", (vocab, hidden), "shared.weight")]
         for stack, layers in (
-            ("encoder", known(model.num_layers)),
-            ("decoder", known(model.decoder_num_layers)),
+            ("encoder", model.num_layers),
+            ("decoder", model.decoder_layers),
         ):
-            table = (model.relative_attention_num_buckets, known(model.num_attention_heads))
+            table = (model.relative_attention_num_buckets, model.num_attention_heads)
             first = f"{stack}.block.0.layer.0.SelfAttention"
             name = f"{first}.relative_attention_bias.weight"
             rules.append(_rule(f"{stack}.position_bias.weight", table, name))
@@ -154,9 +153,9 @@ def _activation(settings: Settings) -> Mapping[str, Any]:
 
 
 def _layer(model: ModelConfig, stack: str, layer: int) -> Iterator[ParameterRule]:
-    hidden, ffn = known(model.hidden_size), known(model.ffn_hidden_size)
-    heads = known(model.num_attention_heads)
-    inner = heads * known(model.kv_channels)
+    hidden, ffn = model.hidden_size, model.ffn_hidden_size
+    heads = model.num_attention_heads
+    inner = heads * model.kv_channels
     ours, theirs = f"{stack}.layers.{layer}", f"{stack}.block.{layer}.layer"
     attention = f"{theirs}.0.SelfAttention"
     yield _rule(f"{ours}.attention_norm.weight", (hidden,), f"{theirs}.0.layer_norm.weight")

@@ -14,7 +14,7 @@ from megatron.checkpoint.legacy.unpickler import Namespace, Opaque
 from megatron.config.data import TOKENIZER_TYPES
 from megatron.config.model import NETWORK_FIELDS
 from megatron.config.optimizer import OptimizerConfig
-from megatron.config.run import RunConfig, evaluations_until, known
+from megatron.config.run import ModelRun, evaluations_until
 from megatron.config.stages import chunks_of, plan_model
 from megatron.config.yaml_file import to_dict
 from megatron.errors import CheckpointError
@@ -62,7 +62,7 @@ def _scalar(value: Any) -> Json:
 
 
 def legacy_surroundings(args: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
-    """What a model needs to run, beside its network, by `RunConfig`'s sections.
+    """What a model needs to run, beside its network, by `RunOptions`' sections.
 
     Files of a tokenizer are named as the run named them: they may be elsewhere now.
     """
@@ -122,7 +122,7 @@ def consumed_samples(args: Mapping[str, Json], iteration: int) -> int:
 
 
 def megatron_arguments(
-    config: RunConfig,
+    config: ModelRun,
     meta: Mapping[str, Json],
     *,
     dtype: torch.dtype,
@@ -143,7 +143,7 @@ def megatron_arguments(
     """
     values = {name: value for part in to_dict(config).values() for name, value in part.items()}
     model, parallel = config.model, config.parallel
-    chunks = chunks_of(known(model.num_layers), parallel)
+    chunks = chunks_of(model.num_layers, parallel)
     stages = parallel.pipeline_model_parallel_size
     values |= {
         "DDP_impl": parallel.ddp_impl,
@@ -162,7 +162,7 @@ def megatron_arguments(
         "transformer_pipeline_model_parallel_size": stages,
         "pipeline_model_parallel_split_rank": _split_rank(config),
         "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
-        "num_layers_per_virtual_pipeline_stage": known(model.num_layers) // (stages * chunks)
+        "num_layers_per_virtual_pipeline_stage": model.num_layers // (stages * chunks)
         if chunks > 1
         else None,
         "data_parallel_size": data_parallel,
@@ -180,15 +180,15 @@ def megatron_arguments(
     return argparse.Namespace(**values)
 
 
-def _split_rank(config: RunConfig) -> int | None:
+def _split_rank(config: ModelRun) -> int | None:
     """The stage on which a T5's decoder begins; None on a single one, and of other networks."""
     if config.model.architecture != "t5" or config.parallel.pipeline_model_parallel_size == 1:
         return None
     parts = plan_model(config.model, config.parallel)
-    return sum(part.layers.start < known(config.model.num_layers) for part in parts)
+    return sum(part.layers.start < config.model.num_layers for part in parts)
 
 
-def _evaluated(config: RunConfig, iteration: int) -> int:
+def _evaluated(config: ModelRun, iteration: int) -> int:
     """Validation samples that a run has seen; Megatron evaluates before it saves."""
     evaluation = config.evaluation
     if not evaluation.eval_interval:

@@ -43,7 +43,7 @@ from megatron.checkpoint.reader import NativeReader, PaddedReader, Reader
 from megatron.checkpoint.retention import Keep, mark_of
 from megatron.config.model import ModelConfig
 from megatron.config.rules_legacy import not_computed
-from megatron.config.run import RunConfig
+from megatron.config.run import ModelRun
 from megatron.config.stages import plan_model
 from megatron.durable import Check, remove_tree, storage_errors, sync_folder, write_file
 from megatron.errors import CheckpointError
@@ -124,7 +124,7 @@ class LegacyWriter:
     def __init__(
         self,
         reader: Reader,
-        config: RunConfig,
+        config: ModelRun,
         *,
         data_parallel: int = 1,
         keep_optimizer: bool = True,
@@ -324,7 +324,7 @@ def write_legacy(
     meta: Json,
     layout: Layout,
     *,
-    config: RunConfig,
+    config: ModelRun,
     vocabulary: int,
     keep: Keep | None = None,
 ) -> Path:
@@ -371,7 +371,7 @@ def write_legacy(
 def convert_to_legacy(
     reader: Reader,
     root: Path | str,
-    config: RunConfig,
+    config: ModelRun,
     *,
     keep_optimizer: bool,
     check: Check | None = None,
@@ -401,7 +401,7 @@ def convert_to_legacy(
         return _save(root, folder, writer.total_bytes, exchange, writer.write, check)
 
 
-def megatron_rows(vocabulary: int, config: RunConfig) -> int:
+def megatron_rows(vocabulary: int, config: ModelRun) -> int:
     """Rows of the word embedding by Megatron's rule: a multiple of --make-vocab-size-divisible-by
     times the tensor-parallel size."""
     multiple = config.model.make_vocab_size_divisible_by

@@ -17,6 +17,8 @@ from safetensors.torch import load_file, save_file
 from megatron.checkpoint.huggingface.reader import HFReader
 from megatron.checkpoint.loading import open_checkpoint
 from megatron.checkpoint.reader import PaddedReader, restore
+from megatron.config.resolve import resolve
+from megatron.config.run import ModelRun, narrow
 from megatron.config.stages import parts_of_stage, plan_parts
 from megatron.config.yaml_file import from_dict
 from megatron.device import Device
@@ -116,7 +118,7 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def _ours(layout: Layout, folder: Path) -> tuple[torch.Tensor, torch.Tensor] | None:
     """This rank's part of the logits, and those of the order."""
     reader = HFReader(folder)
-    config = from_dict(reader.meta["config"], str(folder))
+    config = narrow(resolve(from_dict(reader.meta["config"], str(folder)), 1), ModelRun)
     stages = layout.pipeline.size
     parallel = replace(config.parallel, pipeline_model_parallel_size=stages)
     (part,) = parts_of_stage(plan_parts(LAYERS, parallel), layout.pipeline.rank, stages)

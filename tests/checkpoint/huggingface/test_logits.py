@@ -9,6 +9,8 @@ import torch.distributed as dist
 
 from megatron.checkpoint.huggingface.reader import HFReader
 from megatron.checkpoint.reader import PaddedReader, restore
+from megatron.config.resolve import resolve
+from megatron.config.run import ModelRun, narrow
 from megatron.config.stages import parts_of_stage, plan_parts
 from megatron.config.yaml_file import from_dict
 from megatron.device import Device
@@ -33,7 +35,7 @@ TOKENS = torch.randint(70, (2, POSITIONS), generator=torch.Generator().manual_se
 def _logits(layout: Layout, folder: Path) -> torch.Tensor | None:
     """This rank's part of the logits of `TOKENS`, from its part of the folder's tensors."""
     reader = HFReader(folder)
-    config = from_dict(reader.meta["config"], str(folder))
+    config = narrow(resolve(from_dict(reader.meta["config"], str(folder)), 1), ModelRun)
     parallel = replace(config.parallel, pipeline_model_parallel_size=layout.pipeline.size)
     (part,) = parts_of_stage(
         plan_parts(LAYERS, parallel), layout.pipeline.rank, layout.pipeline.size

@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from megatron.checkpoint.huggingface.reader import HFReader
 from megatron.checkpoint.reader import PaddedReader, restore
 from megatron.config.data import DataConfig
+from megatron.config.resolve import resolve
+from megatron.config.run import ModelRun, narrow
 from megatron.config.stages import parts_of_stage, plan_model
 from megatron.config.yaml_file import from_dict
 from megatron.data.datasets import DataRequest
@@ -139,7 +141,7 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def _ours(layout: Layout, folder: Path, split: int | None) -> torch.Tensor | None:
     """This rank's part of the logits."""
     reader = HFReader(folder)
-    config = from_dict(reader.meta["config"], str(folder))
+    config = narrow(resolve(from_dict(reader.meta["config"], str(folder)), 1), ModelRun)
     stages = layout.pipeline.size
     parallel = replace(
         config.parallel,
@@ -279,7 +281,9 @@ def test_a_corpus_in_its_own_tokens_has_the_loss_of_transformers(tmp_path, capsy
     (loss,) = re.findall(r"lm loss: (\S+)", capsys.readouterr().out)
 
     dataset = build_t5_datasets(
-        DataRequest(DataConfig(data_path=(data[1],), split="1"), 1234, samples=(4, 0, 0)),
+        DataRequest(
+            DataConfig(seq_length=16, data_path=(data[1],), split="1"), 1234, samples=(4, 0, 0)
+        ),
         encoder_seq_length=24,
         decoder_seq_length=12,
         tokenizer=t5_tokenizer(tmp_path / "a"),

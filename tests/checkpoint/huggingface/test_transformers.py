@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from megatron.checkpoint.huggingface.reader import HFReader
+from megatron.config.resolve import resolve
+from megatron.config.run import ModelRun, narrow
 from megatron.config.yaml_file import from_dict
 from megatron.errors import CheckpointError
 from tests.checkpoint.huggingface.models import CASES, logits, tensors_of, write_folder
@@ -57,7 +59,7 @@ def test_verify_finds_another_model_out(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "a", case.config, tensors_of(case))
     other = write_folder(tmp_path / "b", case.config, tensors_of(case, seed=1))
     reader = HFReader(folder)
-    config = from_dict(reader.meta["config"], "a")
+    config = narrow(resolve(from_dict(reader.meta["config"], "a"), 1), ModelRun)
     assert "differ by at most" in verify(reader, config, folder, tolerance=1e-5)
     with pytest.raises(CheckpointError, match="more than 1e-05 of it"):
         verify(reader, config, other, tolerance=1e-5)

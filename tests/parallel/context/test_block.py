@@ -6,7 +6,6 @@ from functools import partial
 import pytest
 import torch
 
-from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.errors import ConfigError
 from megatron.kernels.attention import choose_attention
@@ -21,6 +20,7 @@ from megatron.parallel.context.block import (
 )
 from megatron.parallel.layout import Axis
 from tests.models.small import config
+from tests.models.small import config as model_config
 from tests.parallel.context.inputs import heads, one_process, weights_of
 
 CPU = torch.device("cpu")
@@ -178,7 +178,7 @@ def test_choice_on_a_cpu():
 
 def _choice(comm_type, axis=TWO, precision=None, **flags):
     model, precision = config(**flags), precision or PrecisionConfig()
-    alone = choose_attention(ModelConfig(), PrecisionConfig(), CPU)
+    alone = choose_attention(model_config(), PrecisionConfig(), CPU)
     return alone, over_context(alone, comm_type, axis, model, precision, CPU)
 
 
