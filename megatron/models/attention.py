@@ -15,7 +15,6 @@ from megatron.models.plan import AttentionPlan, MicroBatch, Work
 from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import gather_to
 from megatron.parallel.layers import Linear
-from megatron.parallel.layout import Axis
 from megatron.parallel.random import split_region
 
 
@@ -90,9 +89,10 @@ class AttentionCore(nn.Module):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None) -> Tensor:
         dropout = self.dropout if self.training else 0.0
-        drawn = self.axis if dropout > 0 else Axis()
         options = AttentionOptions(mask, self.causal, dropout, self.layer_number, self.scale)
-        with split_region(drawn, query.device, self.layer_number, self.site):
+        if dropout == 0:
+            return self.attend(query, key, value, options)
+        with split_region(self.axis, query.device, self.layer_number, self.site):
             return self.attend(query, key, value, options)
 
 

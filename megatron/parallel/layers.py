@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megatron.kernels.weight_gradient import EmbeddingGradient, choose_embedding_gradient
 from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import reduce_from, reduce_scatter_from
-from megatron.parallel.communication import Communication
+from megatron.parallel.communication import ALONE, Communication
 from megatron.parallel.exchange import Exchange
 from megatron.parallel.fp8_products import Fp8Products
 from megatron.parallel.gradients import GradientBuffer, GradientSlot
@@ -46,7 +46,7 @@ class Linear(nn.Module):
         init: of the weight; biases start at zero.
 
     Attributes:
-        overlap: communicate while computing; off: the same results.
+        communication: what its products do around themselves.
         weight_gradients: where backward leaves the weight's gradient for later; None: it is
             computed at once.
         slot: where the weight's gradient goes; None: to autograd.
@@ -69,7 +69,11 @@ class Linear(nn.Module):
         super().__init__()
         self.split = split
         self.layout = context.layout
-        self.overlap = context.overlap
+        self.communication = ALONE
+        if split == "column":
+            self.communication = Communication(
+                self.layout.tensor, self.layout.sequence_parallel, context.overlap
+            )
         self.weight_gradients: WorkQueue | None = context.weight_gradients
         self.slot: GradientSlot | None = None
         self.products = context.kernels.new_products()
@@ -114,15 +118,10 @@ class Linear(nn.Module):
         with sequence parallelism."""
         if self.exchange is not None and self._fits(x, self.exchange):
             return self._overlapped(x, self.exchange)
-        communication = Communication()
-        if self.split == "column":
-            communication = Communication(
-                self.layout.tensor, self.layout.sequence_parallel, self.overlap
-            )
         bias = self.bias if self.adds_bias else None
         if self.split != "row" or self.layout.tensor.size == 1:
-            return self._product(x, bias, communication)
-        out = sum_over_ranks(self._product(x, None, communication), self.layout)
+            return self._product(x, bias)
+        out = sum_over_ranks(self._product(x, None), self.layout)
         return out if bias is None else out + bias.flatten()
 
     def _fits(self, x: Tensor, exchange: Exchange) -> bool:
@@ -152,12 +151,12 @@ class Linear(nn.Module):
             out = overlapped_linear(x, self.weight, inside, exchange, scatters=is_row, **where)
         return out + bias.flatten() if is_row and bias is not None else out
 
-    def _product(self, x: Tensor, bias: Tensor | None, communication: Communication) -> Tensor:
+    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return parallel_linear(
             x,
             self.weight,
             bias,
-            communication,
+            self.communication,
             self.weight_gradients,
             self.slot,
             self.products,
