@@ -1,0 +1,141 @@
+"""A mixer and an MLP from outside the package: one module each and one line in a table."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron.checkpoint.loading import open_checkpoint
+from megatron.checkpoint.reader import restore
+from megatron.checkpoint.store import save
+from megatron.config.stages import ModelPart
+from megatron.models.arithmetic import (
+    count_parameters,
+    count_part_matrices,
+    count_part_parameters,
+    flops_per_token,
+)
+from megatron.models.block import MIXERS, MLPS, Block
+from megatron.models.gpt import GPTModel
+from megatron.models.plan import MicroBatch
+from megatron.parallel.build import BuildContext
+from megatron.parallel.initialization import initialize
+from megatron.parallel.layout import Layout
+from megatron.training.checkpointing import model_state
+from megatron.training.memory import largest_process
+from megatron.training.pipeline_balance import Costs, Pipeline
+from tests.models.small import SEQUENCE, batch, config, plan
+from tests.models.toy_mixer import RunningMean, RunningMeanPlan
+from tests.models.toy_mlp import Square, SquarePlan
+from tests.training.toy import build_toy
+
+NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
+
+
+@pytest.fixture(autouse=True)
+def tables(monkeypatch):
+    monkeypatch.setitem(MIXERS, "running_mean", RunningMean)
+    monkeypatch.setitem(MLPS, "square", Square)
+
+
+def toy_plan(network=None):
+    """Four layers: as always, with a toy mixer, with a toy MLP, and with a wider MLP."""
+    whole = plan(config(num_layers=4, **NO_DROPOUT) if network is None else network)
+    usual = whole.layers[0]
+    shared = {"hidden": whole.hidden, "init": usual.mixer.init}
+    mixed = replace(usual, mixer=RunningMeanPlan(width=24, **shared))
+    square = replace(usual, mlp=SquarePlan(**shared))
+    wide = replace(usual, mlp=replace(usual.mlp, inner=48, activation="swiglu", gated=True))
+    return replace(whole, layers=(usual, mixed, square, wide))
+
+
+def toy_model(part=None, layout=None, device="cpu", seed=1):
+    context = BuildContext(layout or Layout.single(), torch.device(device))
+    model = GPTModel(toy_plan(), context, part)
+    if device == "cpu":
+        initialize(model.named_parameters(), seed)
+    return model
+
+
+def train(model, steps):
+    tokens, labels = batch()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(tokens, labels=labels).mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_layers_of_several_kinds_train():
+    losses = train(toy_model(), 20)
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_no_layer_looks_ahead():
+    model = toy_model().eval()
+    tokens, _ = batch()
+    changed = tokens.clone()
+    changed[:, 7:] = (changed[:, 7:] + 1) % 64
+    before, after = model(tokens), model(changed)
+    torch.testing.assert_close(after[:, :7], before[:, :7])
+    assert not torch.allclose(after[:, 7:], before[:, 7:])
+
+
+def test_their_parameters_are_counted_as_they_are_built():
+    held = sum(parameter.numel() for parameter in toy_model(device="meta").parameters())
+    assert count_parameters(toy_plan()) == held
+    parts = (ModelPart(range(2), True, False), ModelPart(range(2, 4), False, True))
+    for part in parts:
+        model = toy_model(part, Layout.at(0, 2, tensor=2), device="meta")
+        counted = count_part_parameters(toy_plan(), part, tensor=2)
+        assert counted == sum(parameter.numel() for parameter in model.parameters())
+    usual, mixed = 4 * 16 * 16 + 2 * 16 * 32, 3 * 24 * 16 + 2 * 16 * 32
+    assert count_part_matrices(toy_plan(), parts[0], tensor=1) == usual + mixed
+
+
+def test_their_operations_are_those_that_pytorch_counts():
+    model, (tokens, _) = toy_model().eval(), batch()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(tokens[:1])
+    # PyTorch counts neither half of attention's square here: the fused form is one operation.
+    scores = sum(Block.work(layer, SEQUENCE).scores for layer in toy_plan().layers) / 3
+    counted = counter.get_total_flops()
+    ours = flops_per_token(toy_plan(), SEQUENCE) * SEQUENCE / 3
+    assert ours - scores <= counted <= ours + scores
+
+
+def test_a_checkpoint_holds_them(tmp_path):
+    trained = toy_model()
+    train(trained, 3)
+    save(tmp_path, 3, model_state([trained]), {}, Layout.single())
+    other = toy_model(seed=2)
+    restore(open_checkpoint(tmp_path), model_state([other]), prefixes=("model.",))
+    for (name, mine), theirs in zip(other.named_parameters(), trained.parameters(), strict=True):
+        assert torch.equal(mine, theirs), name
+    assert "layers.1.attention.scale" in dict(other.named_parameters())
+
+
+def test_memory_and_balance_read_each_layer():
+    run = build_toy(Layout.single(), ["--num-layers", "4"])
+    toys = toy_plan(run.config.model)
+    small = largest_process(run.config, plan(run.config.model), 1)
+    assert largest_process(run.config, toys, 1).parameters == 4 * count_parameters(toys)
+    assert small.activations != largest_process(run.config, toys, 1).activations
+    micro = MicroBatch(sequences=2, length=16)
+    assert len({Block.activation_bytes(layer, micro) for layer in toys.layers}) == 4
+    costs = Costs.of(run.config, toys)
+    assert len(set(costs.layers)) == 4
+    first, last = costs.of_parts((1, 3))
+    assert first == costs.layers[0]
+    assert last == pytest.approx(sum(costs.layers[1:]) + costs.head)
+    assert sum(Pipeline("1f1b", 2, 1, 8).best(costs)) == 4
+
+
+def test_a_plan_can_be_printed_and_compared():
+    assert "RunningMeanPlan(kind='running_mean'" in str(toy_plan())
+    assert len({toy_plan(), toy_plan(), plan(config(num_layers=4, **NO_DROPOUT))}) == 2

@@ -1,0 +1,86 @@
+"""A mixer from outside the package: each channel's running mean over the tokens so far, gated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatron.kernels.attention import Mask
+from megatron.kernels.rope import Rotation
+from megatron.models.attention import KeyValueCache
+from megatron.models.plan import MicroBatch, MixerPlan, Work
+from megatron.parallel.build import BuildContext
+from megatron.parallel.layers import Linear
+from megatron.parallel.parameter import ONES
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunningMeanPlan(MixerPlan):
+    """Sizes of a `RunningMean`."""
+
+    kind: str = "running_mean"
+    width: int
+
+
+class RunningMean(nn.Module):
+    """Gate and values, the values' mean over the tokens so far, and the way back."""
+
+    bias_to_add = None
+
+    def __init__(
+        self,
+        plan: RunningMeanPlan,
+        context: BuildContext,
+        layer_number: int,
+        *,
+        recompute_core: bool = False,
+    ) -> None:
+        super().__init__()
+        self.up = Linear(
+            plan.hidden,
+            2 * plan.width,
+            context,
+            split="column",
+            init=plan.init.weight(plan.hidden, 2 * plan.width),
+            bias=False,
+            parts=2,
+        )
+        self.scale = context.new_parameter((plan.width,), init=ONES, split_dim=0)
+        self.down = Linear(
+            plan.width,
+            plan.hidden,
+            context,
+            split="row",
+            init=plan.init.weight(plan.width, plan.hidden, into_residual=True),
+            bias=False,
+        )
+
+    @staticmethod
+    def matrices(plan: RunningMeanPlan) -> list[tuple[int, int]]:
+        return [(2 * plan.width, plan.hidden), (plan.hidden, plan.width)]
+
+    @staticmethod
+    def vectors(plan: RunningMeanPlan, tensor: int) -> int:
+        return plan.width // tensor
+
+    @staticmethod
+    def work(plan: RunningMeanPlan, length: int, encoder_length: int) -> Work:
+        return Work(6 * length * 3 * plan.width * plan.hidden)
+
+    @staticmethod
+    def activation_bytes(plan: RunningMeanPlan, batch: MicroBatch) -> int:
+        return batch.width * batch.tokens * 3 * plan.width // batch.tensor
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Mask | None,
+        rotation: Rotation | None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        gate, values = self.up(x).chunk(2, -1)
+        counts = torch.arange(1, len(x) + 1, device=x.device)[:, None, None]
+        mean = values.cumsum(0) / counts
+        return self.down(torch.sigmoid(gate) * mean * self.scale)
