@@ -13,14 +13,14 @@ from megatron.config import ParsedRun, parse_config
 from megatron.config.run import RunOptions
 from megatron.config.tasks import TaskConfig
 from megatron.device import Device
-from megatron.environment import Launch
 from megatron.errors import EXIT_OK, StorageError
 from megatron.inference.arguments import SAVED_MODEL_READS, SAVED_MODEL_RULES, saved_run
 from megatron.inference.load import Loaded
 from megatron.inference.panel import model_rows
 from megatron.parallel.layout import Layout
+from megatron.processes.launch import Launch
+from megatron.processes.process import processes, show_notices
 from megatron.training.panel import format_panel
-from megatron.training.process import processes, show_notices
 from tasks.results import (
     Numbers,
     check_results,

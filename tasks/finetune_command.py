@@ -25,11 +25,11 @@ from megatron.config.model import ModelOptions
 from megatron.config.optimizer import OptimizerConfig, ScheduleConfig
 from megatron.config.run import RunOptions, flatten
 from megatron.config.tasks import FinetuneConfig, TaskConfig
-from megatron.environment import Launch
 from megatron.errors import CheckpointError, ConfigError
 from megatron.inference.load import check_architecture, open_existing, saved_config
+from megatron.processes.launch import Launch
+from megatron.processes.process import show_notices
 from megatron.training.pretrain import dry_run, pretrain
-from megatron.training.process import show_notices
 from tasks.classify_files import GLUE, Example, read_glue, read_race
 from tasks.files import find_missing, find_repeated
 from tasks.finetune import FinetuneRecipe

@@ -17,11 +17,11 @@ from megatron.config import ParsedRun
 from megatron.config.run import RunOptions
 from megatron.config.tasks import HarnessConfig, TaskConfig
 from megatron.device import Device
-from megatron.environment import Launch
 from megatron.errors import ConfigError, DataError
 from megatron.inference.load import Loaded, load_gpt
 from megatron.inference.score import Sample, Scorer
 from megatron.parallel.layout import Layout
+from megatron.processes.launch import Launch
 from tasks.evaluation import parse_evaluation, publish, run_evaluation, say_start
 from tasks.generation import Generator, Wish
 from tasks.progress import Progress

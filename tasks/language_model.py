@@ -13,10 +13,10 @@ from megatron.config import ParsedRun
 from megatron.config.run import RunOptions
 from megatron.config.tasks import LanguageModelTaskConfig, TaskConfig
 from megatron.device import Device
-from megatron.environment import Launch
 from megatron.inference.load import load_gpt
 from megatron.inference.score import Scorer
 from megatron.parallel.layout import Layout
+from megatron.processes.launch import Launch
 from tasks import zero_shot
 from tasks.evaluation import parse_evaluation, publish, run_evaluation, say_start
 from tasks.files import find_missing, find_repeated

@@ -16,7 +16,7 @@ if __name__ == "__main__":  # the tasks are not part of the installed package
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from megatron.command import end_on_interrupt, run_command
-from megatron.environment import Launch
+from megatron.processes.launch import Launch
 from tasks.table import OPTIONS, PROGRAM, TASKS, find_task
 
 
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if {"-h", "--help"} & set(arguments):
         return run_command(_help)
-    from megatron.training.process import run_process
+    from megatron.processes.process import run_process
 
     def work(launch: Launch) -> int:
         task = find_task(arguments)

@@ -35,7 +35,7 @@ def test_a_run_whose_log_nobody_reads_says_why_it_ends() -> None:
     script = """
 import sys
 from megatron.command import say
-from megatron.training.process import run_process
+from megatron.processes.process import run_process
 sys.exit(run_process([], lambda launch: say("iteration 1")))
 """
     process = subprocess.Popen(
@@ -70,9 +70,9 @@ def test_a_run_goes_on_where_the_disk_of_its_log_is_full() -> None:
     script = """
 import sys
 from megatron.command import say
-from megatron.training.process import run_process
+from megatron.processes.process import run_process
 from megatron.errors import warn
-from megatron.training.process import show_notices
+from megatron.processes.process import show_notices
 def work(launch):
     show_notices(["iteration 0"], launch)
     warn("of it")
@@ -103,7 +103,7 @@ def test_an_error_keeps_its_exit_code_where_the_disk_of_its_log_is_full() -> Non
 import sys
 from megatron.command import run_command
 from megatron.errors import CheckpointError
-from megatron.training.process import run_process
+from megatron.processes.process import run_process
 def work(*launch):
     raise CheckpointError("not there")
 sys.exit(run_command(work) if len(sys.argv) > 1 else run_process([], work))
@@ -153,7 +153,7 @@ def test_an_interruption_of_a_run_unwinds_and_ends_it_in_silence() -> None:
 import os, signal, sys
 from megatron.command import end_on_interrupt, run_command
 end_on_interrupt()
-from megatron.training.process import run_process
+from megatron.processes.process import run_process
 def work(*launch):
     try:
         os.kill(os.getpid(), signal.SIGINT)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from megatron.config.samples import SamplesConfig, find_sample_notices, problems_of
 from megatron.device import Device
-from megatron.environment import Launch
 from megatron.errors import EXIT_OK, UserError, say_on_stderr
 from megatron.inference.arguments import parse_generation
 from megatron.inference.build import EngineOptions, engine_of
@@ -19,8 +18,9 @@ from megatron.inference.sample_settings import Settings, keep_settings, settings
 from megatron.inference.samples import Sample, SampleFile, SampleInbox, Writes, read_prompts
 from megatron.inference.worker import serve
 from megatron.parallel.layout import Layout
+from megatron.processes.launch import Launch
+from megatron.processes.process import processes, run_process, show_notices
 from megatron.training.panel import format_panel
-from megatron.training.process import processes, run_process, show_notices
 
 
 def main(program: str, arguments: Sequence[str]) -> int:

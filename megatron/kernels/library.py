@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from megatron.device import Device, current_gpu, stream_handle
-from megatron.environment import cache_folder, read_launch
+from megatron.environment import cache_folder, local_rank
 from megatron.errors import say_on_stderr
 from megatron.kernels.build import (
     PREBUILT,
@@ -309,7 +309,7 @@ def find_library(device: torch.device) -> LibraryChoice:
             return LibraryChoice(_load(find_or_build(architecture), ours), architecture)
         except (BuildError, OSError) as error:  # OSError: from a file system that has gone
             reason = str(error)
-    if read_launch().local_rank == 0:
+    if local_rank() == 0:
         say_on_stderr(f"fused kernels: off, plain PyTorch runs instead: {reason}")
     return LibraryChoice(None, reason)
 
@@ -345,7 +345,7 @@ def find_or_build(architecture: str) -> Path:
         folder = cache_folder() / "kernels"
     except RuntimeError:  # perhaps in a container that does not know its user
         raise BuildError("this user has no home folder: set MEGATRON_CACHE to a folder") from None
-    say_waiting = say_on_stderr if read_launch().local_rank == 0 else say_nothing
+    say_waiting = say_on_stderr if local_rank() == 0 else say_nothing
     return find_built(architecture, folder) or build(
         architecture, folder, say_on_stderr, say_waiting
     )

@@ -1,6 +1,5 @@
 """One training run, from its configuration to its last checkpoint. In the order of a run:
 
-    process        one process: it starts, meets the others, ends; `watchdog`, `hang`, `failure`
     pretrain       the run as a whole: build, show the panel, train, evaluate
     setup          builds `run.Run`, which everything below is given
     loop           updates, and callbacks around them

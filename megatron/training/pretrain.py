@@ -17,9 +17,10 @@ from megatron.config.yaml_file import dump
 from megatron.data.loader import lost_workers
 from megatron.device import shortage_errors
 from megatron.durable import writing_to
-from megatron.environment import Launch
 from megatron.errors import EXIT_OK, EXIT_SAVED_ON_SIGNAL, StorageError
 from megatron.models.build import model_plan
+from megatron.processes.launch import Launch
+from megatron.processes.process import processes, run_process, show_notices
 from megatron.tokenizer import padded_vocabulary
 from megatron.training.callbacks.base import Callback
 from megatron.training.callbacks.standard import standard_callbacks
@@ -27,7 +28,6 @@ from megatron.training.checkpointing import network_of
 from megatron.training.evaluation import final_evaluation
 from megatron.training.loop import train
 from megatron.training.panel import format_panel, size_rows, start_panel
-from megatron.training.process import processes, run_process, show_notices
 from megatron.training.recipe import Recipe
 from megatron.training.run import Run
 from megatron.training.setup import build_run

@@ -9,7 +9,6 @@ from torch import nn
 
 from megatron.config import RunConfig
 from megatron.device import Device
-from megatron.environment import Launch
 from megatron.optimizer.norms import parameters_norm
 from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.schedule import Schedules
@@ -21,9 +20,10 @@ from megatron.parallel.replicas import Gradients
 from megatron.parallel.tied import Tie
 from megatron.parallel.torch_ddp import TorchDataParallel
 from megatron.parallel.weight_gradients import WeightGradientQueue
+from megatron.processes.ending import ExitRequest
+from megatron.processes.launch import Launch
 from megatron.tokenizer.base import Tokenizer
 from megatron.training.batch_size import BatchPlan
-from megatron.training.exit import ExitRequest
 from megatron.training.operation_clock import OperationClock
 from megatron.training.recipe import Batch, Recipe, Splits
 from megatron.training.recorded_passes import RecordedPasses

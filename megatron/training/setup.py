@@ -13,7 +13,6 @@ from megatron.config import RunConfig
 from megatron.config.stages import parts_of_stage, plan_model
 from megatron.data.datasets import corpus_fingerprint
 from megatron.device import Device
-from megatron.environment import Launch
 from megatron.errors import ConfigError
 from megatron.optimizer.groups import split_groups
 from megatron.optimizer.optimizer import Optimizer
@@ -32,6 +31,8 @@ from megatron.parallel.replicas import Gradients
 from megatron.parallel.tied import unite_copies
 from megatron.parallel.torch_ddp import TorchDataParallel
 from megatron.parallel.weight_gradients import WeightGradientQueue, attach
+from megatron.processes.ending import ExitRequest
+from megatron.processes.launch import Launch
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tokenizer.vocabulary import padded_vocab_size
 from megatron.training.batch_size import BatchPlan
@@ -42,7 +43,6 @@ from megatron.training.checkpointing import (
     shard_state,
 )
 from megatron.training.data import batches_from, samples_needed
-from megatron.training.exit import ExitRequest
 from megatron.training.gradient_sharing import gathered_in_8_bits, share_gradients, uses_torch_ddp
 from megatron.training.operation_clock import OperationClock
 from megatron.training.recipe import Batch, Recipe

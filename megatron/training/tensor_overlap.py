@@ -7,7 +7,7 @@ from megatron.device import Device
 from megatron.parallel.exchange import Exchange, GroupExchange
 from megatron.parallel.layout import Layout
 from megatron.parallel.ledger import SLOTS
-from megatron.training.distributed import BACKSTOP
+from megatron.processes.groups import BACKSTOP
 
 
 def largest_message(config: RunConfig, layout: Layout, texts: int) -> int:

@@ -4,8 +4,8 @@ test_deterministic_mode.py, since the mode sets variables that CUDA reads when i
 import sys
 
 from megatron.config.parser import parse_config
-from megatron.environment import read_launch
-from megatron.training.process import processes
+from megatron.processes.launch import read_launch
+from megatron.processes.process import processes
 from tests.training.toy import TOY, fingerprint, train_toy
 
 # Long enough for attention to be of many blocks, whose sums may come in any order.

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron.config.parser import parse_config
-from megatron.environment import read_launch
-from megatron.training.process import processes
+from megatron.processes.launch import read_launch
+from megatron.processes.process import processes
 from megatron.training.run import Run
 from megatron.training.step import Updates
 from tests.training.toy import TOY, build_toy

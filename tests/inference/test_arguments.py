@@ -164,7 +164,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     for section, kind in sections().items():
         watch(section, kind)
     # It writes the launch into this process's environment, where later tests would find it.
-    monkeypatch.setattr("megatron.training.process.environment.prepare", lambda *_, **__: None)
+    monkeypatch.setattr("megatron.processes.process.prepare", lambda *_, **__: None)
     return found
 
 

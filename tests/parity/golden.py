@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.parser import parse_config
-from megatron.environment import Launch
 from megatron.parallel.layout import Layout
+from megatron.processes.launch import Launch
 from megatron.training.callbacks.standard import standard_callbacks
 from megatron.training.evaluation import final_evaluation
 from megatron.training.loop import train

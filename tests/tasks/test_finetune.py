@@ -13,9 +13,9 @@ import torch
 from megatron.checkpoint.entries import Box
 from megatron.checkpoint.loading import open_checkpoint
 from megatron.device import Device
-from megatron.environment import Launch
 from megatron.errors import CheckpointError, ConfigError
 from megatron.parallel.layout import Layout
+from megatron.processes.launch import Launch
 from megatron.training.callbacks.standard import standard_callbacks
 from megatron.training.loop import train
 from megatron.training.panel import start_panel
@@ -461,7 +461,7 @@ def test_pretrained_weights_are_taken_and_only_the_head_is_new(toy):
     parsed = finetune_command.parse("SST-2", _sst(toy, "--epochs", "1"), 1)
     config, recipe, extras = finetune_command.prepare("SST-2", parsed, 1)
     from megatron.device import Device
-    from megatron.environment import Launch
+    from megatron.processes.launch import Launch
     from megatron.training.setup import build_run
 
     run = build_run(config, recipe, Launch(), Device.cpu(), Layout.single())

@@ -8,8 +8,8 @@ from typing import Any
 
 from megatron.config import parse_config
 from megatron.device import Device
-from megatron.environment import Launch
 from megatron.parallel.layout import Layout
+from megatron.processes.launch import Launch
 from megatron.training.callbacks.standard import standard_callbacks
 from megatron.training.checkpointing import save_run
 from megatron.training.loop import train

@@ -19,8 +19,8 @@ from megatron.checkpoint.inspection import summarize
 from megatron.checkpoint.loading import open_checkpoint
 from megatron.config.parser import parse_config
 from megatron.device import Device
-from megatron.environment import Launch
 from megatron.parallel.layout import Layout
+from megatron.processes.launch import Launch
 from megatron.tokenizer.vocabulary import padded_vocab_size
 from megatron.training.checkpointing import network_of
 from megatron.training.pretrain import main

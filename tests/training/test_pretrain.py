@@ -7,7 +7,7 @@ import pytest
 
 from megatron.config import yaml_file
 from megatron.errors import ConfigError
-from megatron.training import process
+from megatron.processes import process
 from megatron.training.pretrain import main
 from pretrain_gpt import GPTRecipe
 from tests.data.corpus import write_corpus

@@ -9,7 +9,7 @@ import torch
 
 from megatron.errors import CheckpointError, NumericsError
 from megatron.parallel.layout import Layout
-from megatron.training import exit as leaving
+from megatron.processes import ending
 from megatron.training.callbacks.base import Callback
 from megatron.training.callbacks.standard import standard_callbacks
 from megatron.training.loop import train
@@ -175,7 +175,7 @@ def _timed(layout, folder):
     """Each update takes 5 s by the first process's clock, and 25 s by the second's."""
     seconds = 5 + 20 * layout.world.rank
     passed = [1000.0 * layout.world.rank]  # clocks that began at another time, too
-    leaving.time = SimpleNamespace(monotonic=lambda: passed[0])
+    ending.time = SimpleNamespace(monotonic=lambda: passed[0])
     arguments = ["--save", folder, "--save-interval", "100", "--exit-duration-in-mins", "1"]
     run = build_toy(layout, arguments)
     callbacks, _ = standard_callbacks(run, [])

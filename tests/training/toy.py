@@ -10,8 +10,8 @@ import torch
 
 from megatron.config.parser import parse_config
 from megatron.device import Device
-from megatron.environment import Launch
 from megatron.parallel.layout import Layout
+from megatron.processes.launch import Launch
 from megatron.training.callbacks.standard import standard_callbacks
 from megatron.training.loop import train
 from megatron.training.recipe import Recipe

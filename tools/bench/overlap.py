@@ -11,14 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron import environment
 from megatron.device import Device
-from megatron.environment import read_launch
 from megatron.errors import ConfigError
 from megatron.parallel.collectives import all_gather, reduce_scatter
 from megatron.parallel.exchange import Exchange, GroupExchange
 from megatron.parallel.layout import Layout
 from megatron.parallel.overlapped_products import ScatteredProduct, gathered_product
+from megatron.processes.launch import prepare, read_launch
 
 Form = Callable[[], Tensor]
 
@@ -119,7 +118,7 @@ def run(options: argparse.Namespace) -> None:
             raise ConfigError(f"{flag} {value} is not a multiple of {size}, the processes")
     if options.rounds < 1:
         raise ConfigError(f"--rounds {options.rounds}: must be at least 1")
-    environment.prepare(launch, deterministic=False)
+    prepare(launch, deterministic=False)
     device = Device.pick(launch.local_rank)
     device.activate()
     backend = f"cpu:gloo,{device.type}:nccl" if device.is_gpu else "gloo"

@@ -20,7 +20,6 @@ from pathlib import Path
 from megatron.checkpoint.huggingface.files import COMPANION_FOLDER, GENERATION_CONFIG
 from megatron.command import say
 from megatron.config.server import ServerConfig, problems_of
-from megatron.environment import Launch
 from megatron.errors import EXIT_OK, ConfigError, UserError
 from megatron.inference.arguments import parse_generation
 from megatron.inference.build import EngineOptions, engine_of
@@ -32,8 +31,9 @@ from megatron.inference.request import Event, RequestError, Stats
 from megatron.inference.server.chat import ChatTemplate, find_template, special_tokens
 from megatron.inference.server.settings import LOOPBACK, Defaults, FrontSettings, ServerLimits
 from megatron.inference.worker import serve
+from megatron.processes.launch import Launch
+from megatron.processes.process import processes, run_process, show_notices
 from megatron.training.panel import Row, format_panel
-from megatron.training.process import processes, run_process, show_notices
 
 PROGRAM = "run_text_generation_server.py"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -9,12 +9,12 @@ import torch
 
 from megatron.config import rules_device
 from megatron.device import Device
-from megatron.environment import Launch
 from megatron.errors import ConfigError
 from megatron.kernels.library import LibraryChoice
 from megatron.parallel.layout import Layout
-from megatron.training.devices import Found, problems_of
-from megatron.training.process import expect_same_kernels, processes
+from megatron.processes.groups import DeviceReport, problems_of
+from megatron.processes.launch import Launch
+from megatron.processes.process import expect_same_kernels, processes
 from tests.config.command import parse
 from tests.distributed import run_distributed
 from tests.launch import start_ranks
@@ -46,8 +46,8 @@ def test_fused_kernels_are_for_all_processes_or_none() -> None:
 
 
 def test_what_a_device_has_nothing_for_is_refused_before_the_processes_meet(monkeypatch) -> None:
-    monkeypatch.setattr("megatron.training.process.Device.pick", lambda _: Device.cpu())
-    monkeypatch.setattr("megatron.training.distributed._meet", None)
+    monkeypatch.setattr("megatron.processes.process.Device.pick", lambda _: Device.cpu())
+    monkeypatch.setattr("megatron.processes.groups._meet", None)
     config = parse("--bf16 --use-flash-attn --cuda-graph-impl local").config
     with pytest.raises(ConfigError) as caught, processes(config, Launch()):
         pass
@@ -80,7 +80,7 @@ import os, sys
 sys.path.insert(0, {root!r})
 import torch
 from megatron import device
-from megatron.training import process
+from megatron.processes import process
 import pretrain_gpt
 
 def pick(local_rank=0):  # a GPU on the first process alone
@@ -123,7 +123,7 @@ def test_all_processes_hear_what_one_of_them_lacks(tmp_path, gpus, message) -> N
 
 def test_a_line_names_the_ranks_that_it_is_of() -> None:
     def say(*found: tuple[str, str, list[str]]) -> list[str]:
-        return problems_of([Found(*each) for each in found])
+        return problems_of([DeviceReport(*each) for each in found])
 
     assert say(("cpu", "a", []), ("cpu", "b", [])) == []
     assert say(("cuda", "a", ["x", "y"]), ("cuda", "b", ["x", "z"]), ("cuda", "b", ["x"])) == [

@@ -9,28 +9,32 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from megatron import environment
 from megatron.command import open_missing_streams, say, take_interrupts
 from megatron.config import RunConfig, rules_device
 from megatron.config.parser import asks_for_mpi
 from megatron.device import Device
-from megatron.environment import Launch, read_launch
 from megatron.errors import ConfigError, UserError
 from megatron.kernels.library import LibraryChoice, find_library
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Axis, Layout
-from megatron.training.distributed import process_group
-from megatron.training.failure import RunEndedError, report
-from megatron.training.hang import ranks_text
+from megatron.processes.ending import RunEndedError, report
+from megatron.processes.groups import process_group
+from megatron.processes.launch import Launch, placed, prepare, read_launch
+from megatron.processes.watchdog import ranks_text
 
 _TURN = 2.0  # seconds
 
 
 def run_process(arguments: Sequence[str], work: Callable[[Launch], int]) -> int:
-    """Do `work` as the process that the launcher's variables name; the exit code.
+    """Do the work of the process that the launcher's variables name.
 
-    `work`'s own, or that of the error, whose message is printed once for all processes; 130 after
-    Ctrl-C, where `work` lets it through.
+    Args:
+        arguments: The command line, which may say which launcher to expect.
+        work: The job. It returns an exit code.
+
+    Returns:
+        The work's exit code, or that of the error, whose message is printed once for all
+        processes; 130 after Ctrl-C if the work lets it through.
     """
     open_missing_streams()
     launch = Launch()
@@ -38,7 +42,7 @@ def run_process(arguments: Sequence[str], work: Callable[[Launch], int]) -> int:
         take_interrupts()
         launch = read_launch(use_mpi=asks_for_mpi(arguments))
         return work(launch)
-    except UserError as error:  # before the processes have met, or with one alone
+    except UserError as error:  # before the processes have met, or with a single process
         if launch.rank == 0 or not isinstance(error, ConfigError):
             report(error, launch)
         else:
@@ -51,7 +55,7 @@ def run_process(arguments: Sequence[str], work: Callable[[Launch], int]) -> int:
 
 
 def show_notices(notices: Iterable[str], launch: Launch, tell: Callable[[str], None] = say) -> None:
-    """Print what the command line brought up, on rank 0: a line each."""
+    """Print the notices of the command line on rank 0, one per line."""
     if launch.rank == 0:
         for notice in notices:
             tell(f"note: {notice}")
@@ -61,20 +65,24 @@ def show_notices(notices: Iterable[str], launch: Launch, tell: Callable[[str], N
 def processes(
     config: RunConfig, launch: Launch, before_end: ExitStack | None = None
 ) -> Iterator[tuple[Device, Layout]]:
-    """This process's device, and the layout that all of them form inside the block. Collective.
+    """Yield this process's device, and the layout that all processes form. Collective.
 
     Args:
-        before_end: see `process_group`.
+        config: The run's.
+        launch: This process.
+        before_end: Callbacks to run before the process groups end (see `process_group`).
 
     Raises:
-        ConfigError: the device has nothing for a flag.
-        HangError: the processes did not come together.
-        RunEndedError: a process failed. It has said why.
+        ConfigError: The device lacks what a flag needs.
+        HangError: The processes did not come together.
+        RunEndedError: A process failed, and has said why.
     """
-    launch = environment.placed(launch, config.parallel.local_rank)
-    environment.prepare(launch, deterministic=config.training.deterministic_mode)
+    launch = placed(launch, config.parallel.local_rank)
+    prepare(launch, deterministic=config.training.deterministic_mode)
     if config.training.deterministic_mode:
-        _be_deterministic()
+        torch.use_deterministic_algorithms(True)
+        # Filling buffers that are written anyway costs time and changes nothing.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     device = Device.pick(launch.local_rank)
     misfits = list(rules_device.device(config, device, launch.local_world_size))
     kernels = None
@@ -83,17 +91,17 @@ def processes(
         kernels = find_library(device.torch_device)  # may compile for a minute: no group waits yet
     before_end = before_end or ExitStack()
     with process_group(config.parallel, launch, device, before_end, misfits) as layout:
-        assert kernels is not None, "who has misfits has no groups"
+        assert kernels is not None, "a process with misfits has no groups"
         expect_same_kernels(kernels, layout.world)
         yield device, layout
 
 
 def expect_same_kernels(kernels: LibraryChoice, world: Axis) -> None:
-    """Collective.
+    """Check that all processes have the fused kernels, or none. Collective.
 
     Raises:
-        ConfigError: some processes have fused kernels and some have none: those draw other masks
-            of dropout from the same seed, and copies of one value would differ.
+        ConfigError: Only some have them. Plain and fused forms draw different dropout masks from
+            the same seed, so copies of one value would differ.
     """
     if world.size == 1:
         return
@@ -106,9 +114,3 @@ def expect_same_kernels(kernels: LibraryChoice, world: Axis) -> None:
             "do: masks of dropout would differ. A line that begins with `fused kernels: off` says "
             "what their machine lacks (docs/kernels.md, Compiling)"
         )
-
-
-def _be_deterministic() -> None:
-    torch.use_deterministic_algorithms(True)
-    # Filling buffers that are written anyway costs time and changes nothing.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

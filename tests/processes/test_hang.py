@@ -1,6 +1,6 @@
 """Who is to blame for a hang, from what the processes say."""
 
-from megatron.training.hang import State, Wait, explain, ranks_text
+from megatron.processes.watchdog import State, Wait, explain, ranks_text
 
 ALL = (0, 1, 2, 3)
 

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from megatron.training.exit import ExitRequest
+from megatron.processes.ending import ExitRequest
 
 
 @pytest.fixture

@@ -3,10 +3,10 @@
 import pytest
 from torch.distributed import HashStore
 
-from megatron.environment import Launch, check_meeting_place, placed, read_launch
 from megatron.errors import ConfigError
-from megatron.training import distributed
-from megatron.training.process import processes
+from megatron.processes import groups
+from megatron.processes.launch import Launch, check_meeting_place, placed, read_launch
+from megatron.processes.process import processes
 from tests.config.command import parse
 
 
@@ -35,15 +35,13 @@ def test_processes_meet_also_where_nobody_tells_how_many_a_machine_has(monkeypat
             monkeypatch.setenv("LOCAL_RANK", str(rank))
         launches.append(placed(read_launch(), rank if by_flag else None))
     # All in one store, and each among those of its machine.
-    assert [distributed._of_this_attempt(store, launch) is store for launch in launches] == [
-        True
-    ] * 2
-    assert [distributed._machine(launch) for launch in launches] == [range(1), range(2)]
+    assert [groups._of_this_attempt(store, launch) is store for launch in launches] == [True] * 2
+    assert [groups._machine(launch) for launch in launches] == [range(1), range(2)]
 
 
 def test_a_run_reads_the_flag(monkeypatch):
     chosen = []
-    monkeypatch.setattr("megatron.training.process.Device.pick", chosen.append)
+    monkeypatch.setattr("megatron.processes.process.Device.pick", chosen.append)
     with pytest.raises(AttributeError), processes(parse("--local_rank 2").config, Launch()):
         pass
     assert chosen == [2]

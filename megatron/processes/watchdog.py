@@ -1,13 +1,13 @@
-"""Ends a run together: when a process hangs, when one fails, when one is gone.
+"""The end of a run on all processes together when one of them hangs, fails or is gone.
 
 Every process has two threads beside the one that trains. One talks: each second it publishes where
 the process is, and looks whether somebody has ended the run. The other watches the time, and never
 touches the network: it ends the process even if the first one is stuck in a connection that is cut.
 
-Whoever first sees a reason to end the run says so to all (`Verdict`). Of a hang, that is the first
-process that has waited for a communication longer than it may: it collects where the others are,
-prints why the run hangs, and all leave with the same exit code, whatever their main thread waits
-for.
+The first process to see a reason to end the run tells all others (`Verdict`). In a hang, that is
+the first process that has waited for a communication longer than it may: it collects where the
+others are, prints why the run hangs (`explain`, a pure function), and all leave with the same exit
+code, whatever their main thread waits for.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch.distributed as dist
 
 from megatron.errors import HangError, say_on_stderr
 from megatron.parallel.journal import Journal
-from megatron.training.hang import State, Wait, explain
 
 BEAT = 1.0  # seconds between two signs of life
 _SILENCE = 3 * BEAT  # without one for so long, a process is taken for dead
@@ -38,15 +40,178 @@ _GRACE = 5.0  # from another's failure until a process that does not notice by i
 _PACKAGE = Path(__file__).parents[1]
 _PLUMBING = {"journal.py", "collectives.py", "layout.py", "exchange.py", "symmetric_memory.py"}
 
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A communication that a process waits for (a `journal.Transfer`)."""
+
+    kind: str
+    ranks: Ranks
+    number: int | None
+
+
+@dataclass(frozen=True)
+class State:
+    """A process's account of itself.
+
+    Attributes:
+        beat: A count that grows as long as the process lives.
+        iteration: The update under way, from 1.
+        operation: What it is doing, in words.
+        place: The number of operations it has been in.
+        wait: The communication that it waits for.
+        device_is_behind: Whether it waits for its device, which may wait for a communication.
+        started: Communications started so far, by the ranks that take part.
+        source: Where in the source it stands.
+    """
+
+    beat: int
+    iteration: int
+    operation: str
+    place: int
+    wait: Wait | None
+    device_is_behind: bool
+    started: dict[Ranks, int]
+    source: str
+
+    @property
+    def waits(self) -> bool:
+        """Whether the process waits for a communication or for its device."""
+        return self.wait is not None or self.device_is_behind
+
+    def to_json(self) -> str:
+        """Return the state as JSON, with pairs for `started`: JSON keys cannot be tuples."""
+        return json.dumps(asdict(self) | {"started": list(self.started.items())})
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> State:
+        """Return the state that `to_json` wrote."""
+        fields: dict[str, Any] = json.loads(text)
+        wait = fields["wait"]
+        fields["wait"] = wait and Wait(wait["kind"], tuple(wait["ranks"]), wait["number"])
+        fields["started"] = {tuple(ranks): count for ranks, count in fields["started"]}
+        return cls(**fields)
+
+
+def explain(
+    states: Mapping[int, State | None], silent: frozenset[int], seconds: float
+) -> tuple[frozenset[int], str]:
+    """Find the ranks that kept the others waiting, and write the report to print.
+
+    Args:
+        states: The last state of each rank; `None` for a rank that never spoke.
+        silent: Ranks that have stopped speaking.
+        seconds: The time that was allowed.
+
+    Returns:
+        The missing ranks, and the report.
+    """
+    missed = {
+        rank: absent
+        for rank, state in states.items()
+        if state is not None and rank not in silent and state.waits
+        for absent in [_absent(state, rank, states, silent)]
+    }
+    missing = frozenset().union(*missed.values()) - missed.keys()
+    awaited = [rank for rank in missed if missed[rank] & missing] or list(missed)
+    first = min(awaited, key=lambda rank: _order(states[rank]), default=None)
+    if not missing and first is not None:  # all wait: whoever went past the first that is not done
+        missing = missed[first]
+    missing = missing or silent
+    lines = [_headline(missing, states[first] if first is not None else None, seconds)]
+    lines += [f"  {line}" for line in _describe_all(states, silent)]
+    lines.append(
+        "  If nothing is broken but something takes long, allow it more by "
+        "--distributed-timeout-minutes."
+    )
+    return missing, "\n".join(lines)
+
+
+def _order(state: State | None) -> tuple[int, int]:
+    """Return how far a rank has come. Ranks of one pipeline stage count alike."""
+    assert state is not None
+    return state.iteration, state.place
+
+
+def _absent(
+    state: State, rank: int, states: Mapping[int, State | None], silent: frozenset[int]
+) -> frozenset[int]:
+    """Return the ranks that a waiting process waits for, as far as can be seen."""
+    if state.wait is not None and state.wait.number is None:  # a message
+        return frozenset(state.wait.ranks)
+    if state.wait is not None:
+        expected = {state.wait.ranks: state.wait.number or 0}
+    else:  # its device waits, for something that the process has started
+        expected = state.started
+    absent = set()
+    for ranks, number in expected.items():
+        for other in set(ranks) - {rank}:
+            theirs = states.get(other)
+            if other in silent or theirs is None or theirs.started.get(ranks, 0) < number:
+                absent.add(other)
+    return frozenset(absent)
+
+
+def _headline(missing: frozenset[int], waiting: State | None, seconds: float) -> str:
+    limit = f"within {seconds:g} s (--distributed-timeout-minutes {seconds / 60:g})"
+    if waiting is None:
+        return f"hang: {ranks_text(missing)} did not get on {limit}"
+    where = f"iteration {waiting.iteration}, {waiting.operation}"
+    what = f"the {waiting.wait.kind}" if waiting.wait else "the communication"
+    if not missing:
+        return (
+            f"hang in {where}: every rank has joined {what}, which did not end {limit}: "
+            "look for a broken network or device"
+        )
+    return f"hang in {where}: {ranks_text(missing)} did not join {what} {limit}"
+
+
+def _describe_all(states: Mapping[int, State | None], silent: frozenset[int]) -> list[str]:
+    """Return a line for every set of ranks in the same state, those that do not wait first."""
+    said = sorted(
+        (state is not None and rank not in silent and state.waits, _describe(rank, state, silent))
+        for rank, state in states.items()
+    )
+    texts: dict[str, list[int]] = {text: [] for _, text in said}
+    for rank, state in sorted(states.items()):
+        texts[_describe(rank, state, silent)].append(rank)
+    return [f"{ranks_text(ranks)}: {text}" for text, ranks in texts.items()]
+
+
+def _describe(rank: int, state: State | None, silent: frozenset[int]) -> str:
+    if state is None:
+        return "never said anything"
+    where = f"iteration {state.iteration}, {state.operation}"
+    if rank in silent:
+        return f"no sign of life (stopped, killed, or cut off); was last seen in {where}"
+    if state.wait is not None:
+        others = ranks_text([other for other in state.wait.ranks if other != rank])
+        return f"waits in {where}, for {state.wait.kind} with {others}, at {state.source}"
+    if state.device_is_behind:
+        return f"waits for its device in {where}, at {state.source}"
+    return f"alive in {where}, at {state.source}"
+
+
+def ranks_text(ranks: Sequence[int] | frozenset[int]) -> str:
+    """Return ranks as text: "rank 3", "ranks 0-2, 5"."""
+    ordered = sorted(ranks)
+    runs = []
+    for _, members in groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0]):
+        run = [rank for _, rank in members]
+        runs.append(f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}")
+    return f"rank{'s' if len(ordered) != 1 else ''} {', '.join(runs)}"
+
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why the run ends.
+    """The reason why the run ends.
 
     Attributes:
-        code: exit code of every process.
-        rank: whose verdict; it has printed the whole story.
-        reason: in one line.
+        code: The exit code of every process.
+        rank: The author, which has printed the whole story.
+        reason: The story in one line.
     """
 
     code: int
@@ -55,16 +220,16 @@ class Verdict:
 
 
 class Watchdog:
-    """Watches one process of a run, from construction to `stop`.
+    """A watch over one process of a run, from construction to `stop`.
 
     Args:
-        store: a connection of its own: one that another thread waits on answers nobody else.
-        rank: this process.
-        world_size: how many there are.
-        machine: the ranks on this machine; the first prints why the run ends where a rank of
-            another machine has told the whole story.
-        journal: where this process is.
-        seconds: how long a process may wait for another.
+        store: A connection of its own: one that another thread waits on answers nobody else.
+        rank: This process.
+        world_size: The number of processes.
+        machine: The ranks on this machine. If a rank of another machine has told the whole story,
+            the first one prints why the run ends.
+        journal: The record of where this process is.
+        seconds: How long a process may wait for another.
     """
 
     def __init__(
@@ -95,35 +260,38 @@ class Watchdog:
             thread.start()
 
     def stop(self) -> None:
-        """All went well, or is being cleared up: watch no longer."""
+        """Stop watching: the run is done, or is being cleared up."""
         self._stopped.set()
         self._wake.set()
         self._threads[0].join(timeout=BEAT)
 
     def verdict_within(self, seconds: float) -> Verdict | None:
-        """The verdict, if one is known by then."""
+        """Return the verdict if one is known within so many seconds."""
         self._known.wait(seconds)
         return self._verdict
 
     def end_run(self, code: int, reason: str) -> Verdict:
-        """This process fails: tell the others, unless one of them has ended the run before.
+        """Tell the others that this process fails, unless one of them has ended the run before.
 
         Returns:
-            The verdict that counts; this process's own also where nobody can be reached.
+            The verdict that counts: this process's own if nobody can be reached.
         """
         own = self._claim = Verdict(code, self._rank, reason)
         self._wake.set()
         return self.verdict_within(_SILENCE) or own
 
     def missing(self) -> frozenset[int]:
-        """Ranks that give no sign of life; takes some seconds. None where nobody can be asked."""
+        """Return the ranks that give no sign of life, after some seconds of listening.
+
+        The set is empty if nobody can be asked.
+        """
         try:
             return self._survey()[1]
         except dist.DistError:
             return frozenset()
 
     def let_others_hear(self) -> None:
-        """Rank 0 leaves last: the store may end with it or with its launcher."""
+        """Make rank 0 leave last: the store may end with it or with its launcher."""
         if self._rank == 0:
             time.sleep(_LINGER)
 
@@ -154,7 +322,7 @@ class Watchdog:
                 self._leave(self._verdict.code, self.farewell(self._verdict))
 
     def _judge(self, verdict: Verdict) -> bool:
-        """Make it the verdict unless there is one; whether it is."""
+        """Make this the verdict unless there is one already, and return whether it counts."""
         if self._store.add("verdicts", 1) > 1:
             return False
         self._store.set("verdict", json.dumps(asdict(verdict)))
@@ -173,7 +341,7 @@ class Watchdog:
         self._leave(verdict.code)
 
     def _survey(self) -> tuple[dict[int, State | None], frozenset[int]]:
-        """What every rank says, and which say nothing any more."""
+        """Return the state of every rank, and the ranks that have stopped speaking."""
         before = self._states()
         time.sleep(_SILENCE)
         states = self._states() | {self._rank: self._state()}
@@ -237,7 +405,7 @@ class Watchdog:
         )
 
     def farewell(self, verdict: Verdict) -> str | None:
-        """Why this process leaves, where that must be said; None where it has been."""
+        """Return why this process leaves, or `None` if its machine's log says so already."""
         if verdict.rank in self._machine or self._rank != self._machine.start:
             return None
         return f"[rank {self._rank}] leaves: rank {verdict.rank} ended the run: {verdict.reason}"
@@ -254,7 +422,7 @@ class Watchdog:
 
 
 def source_of(frame: FrameType | None) -> str:
-    """Where a thread stands: the innermost line of ours that is not about communication itself."""
+    """Return where a thread stands: our innermost line that is not communication itself."""
     stack = traceback.extract_stack(frame) if frame is not None else []
     ours = [entry for entry in stack if Path(entry.filename).is_relative_to(_PACKAGE)]
     ours = [entry for entry in ours if Path(entry.filename).name not in _PLUMBING] or stack

@@ -1,0 +1,142 @@
+"""How a run ends before its work is done: because of an error, or because it was asked to."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+import traceback
+from types import FrameType
+
+import torch.distributed as dist
+
+from megatron.errors import ConfigError, NumericsError, UserError, say_on_stderr
+from megatron.parallel.journal import Journal
+from megatron.processes.launch import Launch
+from megatron.processes.watchdog import BEAT, Watchdog, ranks_text
+
+_CRASHED = 1  # as Python's own exit code after an exception
+_PATIENCE = 3  # Ctrl-C this often ends the process at once
+
+
+class RunEndedError(Exception):
+    """The run has ended and everything is said: the process only has to exit with `code`."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+def report(error: Exception, launch: Launch) -> None:
+    """Print a user's mistake with its remedy, and any other exception with its traceback."""
+    alike = isinstance(error, ConfigError | NumericsError)  # on all ranks
+    where = "" if alike or launch.world_size == 1 else f"[rank {launch.rank}] "
+    if isinstance(error, ConfigError):
+        text = "\n".join(f"error: {problem}" for problem in error.problems)
+    elif isinstance(error, UserError):
+        text = f"{where}error: {error}"
+    else:
+        text = f"{where}error: this is a bug, not a mistake of yours\n"
+        text += "".join(traceback.format_exception(error)).removesuffix("\n")
+    say_on_stderr(text)
+
+
+def end_run(
+    error: Exception, launch: Launch, journal: Journal, watchdog: Watchdog
+) -> RunEndedError:
+    """End the run of all processes because of an error in this one.
+
+    Only the first process to fail prints its error. Errors that others raise afterwards, because
+    it went away, say nothing new.
+
+    Returns:
+        What this process should raise, with the exit code that all processes share.
+    """
+    code = error.exit_code if isinstance(error, UserError) else _CRASHED
+    place = journal.place
+    where = str(place.operation)
+    if place.iteration:  # 0 before training, and if nothing is trained
+        where = f"iteration {place.iteration}, {where}"
+    said = (str(error) or type(error).__name__).splitlines()[0]
+    # Communication fails when the other end goes away.
+    may_follow_from_another = not isinstance(error, UserError) and (
+        isinstance(error, dist.DistError) or journal.waits_for is not None
+    )
+    if not may_follow_from_another:
+        is_ours = isinstance(error, UserError)
+        reason = said if is_ours else f"{type(error).__name__} in {where}: {said}"
+        verdict = watchdog.end_run(code, reason)
+        if verdict.rank == launch.rank:
+            report(error, launch)
+    elif (known := watchdog.verdict_within(3 * BEAT)) is not None:
+        verdict = known
+    else:
+        gone = watchdog.missing()
+        who = ranks_text(gone) + " went away without a word" if gone else "a connection broke"
+        # The communication library's message, without the place in its source and its advice.
+        brief = re.sub(r"^\[\S*\] ", "", said).split(". ")[0]
+        reason = f"{who}, in {where} ({brief})"
+        verdict = watchdog.end_run(code, reason)
+        if verdict.rank == launch.rank:
+            say_on_stderr(
+                f"[rank {launch.rank}] error: {reason}: killed, out of memory, or its machine "
+                "is gone? The launcher's report and the system's log say more"
+            )
+    farewell = watchdog.farewell(verdict)
+    if farewell is not None:
+        say_on_stderr(farewell)
+    watchdog.let_others_hear()
+    return RunEndedError(verdict.code)
+
+
+class ExitRequest:
+    """A request to leave early, by a signal or a time limit.
+
+    A signal handler only sets a flag. The flag travels with the losses that every step reduces
+    anyway, so all ranks leave after the same iteration, with a checkpoint.
+
+    Args:
+        handle_signals: Install handlers for SIGTERM and SIGINT.
+        duration_minutes: Leave after this many minutes; `None` for no limit.
+    """
+
+    def __init__(self, *, handle_signals: bool, duration_minutes: int | None) -> None:
+        self._signal: str | None = None
+        self._interrupts = 0
+        self._deadline = (
+            None if duration_minutes is None else time.monotonic() + 60.0 * duration_minutes
+        )
+        self._duration_minutes = duration_minutes
+        if handle_signals:
+            signal.signal(signal.SIGTERM, self._handle)
+            signal.signal(signal.SIGINT, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._signal = signal.Signals(number).name
+        if number == signal.SIGINT:
+            self._interrupts += 1
+            if self._interrupts >= _PATIENCE:
+                raise KeyboardInterrupt
+
+    @property
+    def by_signal(self) -> bool:
+        """Whether a signal asked this process to leave."""
+        return self._signal is not None
+
+    @property
+    def wanted(self) -> bool:
+        """Whether this process wants to leave. Other processes may not know yet."""
+        return self.by_signal or self._late
+
+    @property
+    def _late(self) -> bool:
+        return self._deadline is not None and time.monotonic() >= self._deadline
+
+    @property
+    def reason(self) -> str:
+        """Why the run leaves, for the log."""
+        if self._signal is not None:
+            return f"received {self._signal}"
+        if self._late:
+            return f"--exit-duration-in-mins {self._duration_minutes} is over"
+        return "another rank asked to leave"

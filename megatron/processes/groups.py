@@ -1,0 +1,226 @@
+"""Process groups: all processes check their devices together, then form groups, and end them."""
+
+from __future__ import annotations
+
+import json
+import platform
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import astuple, dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron.config.parallel import ParallelConfig
+from megatron.device import Device
+from megatron.errors import ConfigError, HangError
+from megatron.parallel.journal import Journal
+from megatron.parallel.layout import Layout
+from megatron.processes.ending import end_run
+from megatron.processes.launch import Launch, check_meeting_place
+from megatron.processes.watchdog import Watchdog, ranks_text
+
+# The communication library waits this much longer than we do: it aborts without saying for whom.
+BACKSTOP = timedelta(minutes=1)
+_LINGER = 0.5  # seconds until rank 0 leaves, and perhaps the store with it: the others read it
+_SHOWN = 4  # machines in a message
+
+
+@contextmanager
+def process_group(
+    config: ParallelConfig,
+    launch: Launch,
+    device: Device,
+    before_end: ExitStack,
+    misfits: Sequence[str] = (),
+) -> Iterator[Layout]:
+    """Yield the layout of this run, with its process groups alive inside the block.
+
+    A world of one starts no process group. On GPUs, tensors on the CPU (checkpoint receipts,
+    timers) travel over gloo through the same groups.
+
+    Args:
+        config: Sizes of the layout, backend and timeout.
+        launch: This process.
+        device: Its device.
+        before_end: Callbacks that run when the block ends: before the groups end, and after the
+            other processes have been told of an error.
+        misfits: What this process's device lacks (see `refuse_together`).
+
+    Raises:
+        ConfigError: The device of a process lacks what the run needs.
+        HangError: The processes did not come together.
+        RunEndedError: A process failed, and has said why.
+    """
+    sizes = {
+        "tensor": config.tensor_model_parallel_size,
+        "context": config.context_parallel_size,
+        "pipeline": config.pipeline_model_parallel_size,
+    }
+    if launch.world_size == 1:
+        if misfits:
+            raise ConfigError(list(misfits))
+        yield Layout.at(0, 1, **sizes)
+        return
+    backend = device.backend(config.distributed_backend)
+    timeout = timedelta(minutes=config.distributed_timeout_minutes)
+    with _coming_together(launch, timeout):
+        store = _meet(launch, timeout)
+        attempt = _of_this_attempt(store, launch)
+        refuse_together(attempt, launch, device, misfits)
+    dist.init_process_group(
+        backend if backend == "gloo" else f"cpu:gloo,{device.type}:{backend}",
+        store=attempt,
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=timeout + BACKSTOP,
+    )
+    journal = Journal(device.marks())
+    own_connection = dist.TCPStore(
+        store.host, store.port, is_master=False, wait_for_workers=False, timeout=timeout
+    )
+    watchdog = Watchdog(
+        dist.PrefixStore(f"watchdog/{_token(launch)}", own_connection),
+        launch.rank,
+        launch.world_size,
+        machine=_machine(launch),
+        journal=journal,
+        seconds=timeout.total_seconds(),
+    )
+    try:
+        yield Layout.create(device.type, launch.rank, launch.world_size, journal=journal, **sizes)
+    except Exception as error:
+        raise end_run(error, launch, journal, watchdog) from error
+    finally:
+        try:
+            before_end.close()
+        finally:
+            dist.destroy_process_group()
+            watchdog.stop()
+
+
+def _meet(launch: Launch, timeout: timedelta) -> dist.TCPStore:
+    """Return the launcher's store, once all processes are there."""
+    check_meeting_place(launch.world_size)
+    return next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))[0]
+
+
+@contextmanager
+def _coming_together(launch: Launch, timeout: timedelta) -> Iterator[None]:
+    """Raise a HangError if a process does not come, or the store does not answer."""
+    try:
+        yield
+    except dist.DistError as error:
+        raise HangError(
+            f"the {launch.world_size} processes did not come together within "
+            f"--distributed-timeout-minutes {timeout.total_seconds() / 60:g} ({error}): is the "
+            "command running on every machine, and does each reach the first one's address and "
+            "port?"
+        ) from error
+
+
+def _of_this_attempt(store: dist.Store, launch: Launch) -> dist.Store:
+    """Return a part of the store that no earlier attempt has written to.
+
+    torchrun keeps its store when it restarts the processes, and with it the addresses of those
+    that are gone. Each machine counts its own restarts, so runs on several machines need a new
+    store instead (docs/several-machines.md).
+    """
+    if launch.local_world_size < launch.world_size:
+        return store
+    return dist.PrefixStore(f"attempt/{launch.restart_count}", store)
+
+
+def _machine(launch: Launch) -> range:
+    """Return the ranks on this machine, up to this one if the launcher does not say how many."""
+    first = launch.rank - launch.local_rank
+    return range(first, first + max(launch.local_world_size, launch.local_rank + 1))
+
+
+def _token(launch: Launch) -> int:
+    """Return a number that no other attempt has. Collective."""
+    token = torch.tensor([secrets.randbits(62) if launch.rank == 0 else 0])
+    dist.all_reduce(token)
+    return int(token.item())
+
+
+@dataclass(frozen=True)
+class DeviceReport:
+    """One process's description of its device.
+
+    Attributes:
+        type: "cuda" or "cpu".
+        machine: The machine's name.
+        misfits: Lines of `config.rules_device`.
+    """
+
+    type: str
+    machine: str
+    misfits: Sequence[str]
+
+
+def refuse_together(
+    store: dist.Store, launch: Launch, device: Device, misfits: Sequence[str]
+) -> None:
+    """Refuse the run on all processes if the device of any lacks something. Collective.
+
+    A rule about the device is checked where the device is. A process that left alone would leave
+    the others waiting for it, and might not be heard.
+
+    Args:
+        store: Shared by all processes.
+        launch: This process.
+        device: Its device.
+        misfits: What the device lacks, one line each.
+
+    Raises:
+        ConfigError: Some process has misfits, or only some have a GPU. Raised on all of them.
+        torch.distributed.DistError: A process does not come, or the store is gone.
+    """
+    mine = DeviceReport(device.type, platform.node(), misfits)
+    store.set(f"device/{launch.rank}", json.dumps(astuple(mine)))
+    if launch.rank == 0:
+        reports = [
+            DeviceReport(*json.loads(store.get(f"device/{rank}")))
+            for rank in range(launch.world_size)
+        ]
+        store.set("misfits", json.dumps(problems_of(reports)))
+    problems = json.loads(store.get("misfits"))
+    if problems:
+        if launch.rank == 0:
+            time.sleep(_LINGER)
+        raise ConfigError(problems)
+
+
+def problems_of(reports: Sequence[DeviceReport]) -> list[str]:
+    """Return one line per misfit, with the ranks that have it unless all do.
+
+    If only some processes have a GPU, that is the only line: the CPUs' misfits follow from it.
+
+    Args:
+        reports: Of all ranks, in their order.
+    """
+
+    def where(ranks: Sequence[int]) -> str:
+        machines = list(dict.fromkeys(reports[rank].machine for rank in ranks))
+        more = ", ..." if len(machines) > _SHOWN else ""
+        return f"{ranks_text(ranks)} of {len(reports)} (on {', '.join(machines[:_SHOWN])}{more})"
+
+    cpus = [rank for rank, each in enumerate(reports) if each.type == "cpu"]
+    if 0 < len(cpus) < len(reports):
+        return [
+            f"{where(cpus)} found no GPU, and the others did: look there with nvidia-smi, "
+            "and whether CUDA_VISIBLE_DEVICES hides them; or launch as many processes as there are "
+            "GPUs"
+        ]
+    ranks: dict[str, list[int]] = {}
+    for rank, each in enumerate(reports):
+        for line in each.misfits:
+            ranks.setdefault(line, []).append(rank)
+    return [
+        line if len(those) == len(reports) else f"{where(those)}: {line}"
+        for line, those in ranks.items()
+    ]

@@ -1,0 +1,135 @@
+"""How this process was started, and the environment variables that its libraries read at start."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+from dataclasses import dataclass, replace
+
+from megatron.environment import LOCAL_RANK_ENV, whole_number
+from megatron.errors import ConfigError
+
+RANK_ENV = "RANK"
+WORLD_SIZE_ENV = "WORLD_SIZE"
+_GLOO_INTERFACE_ENV = "GLOO_SOCKET_IFNAME"
+_GET_ADDRESS = 0x8915  # ioctl SIOCGIFADDR
+
+
+@dataclass(frozen=True)
+class Launch:
+    """This process's place among those that the launcher (torchrun, mpirun, or nobody) started."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    restart_count: int = 0
+
+
+def read_launch(*, use_mpi: bool = False) -> Launch:
+    """Read the launcher's variables. A process started alone is a world of one.
+
+    Args:
+        use_mpi: Read mpirun's variables instead of torchrun's (`--use-mpi`).
+
+    Raises:
+        ConfigError: A variable is not a number, the rank is outside the world, or mpirun's
+            variables are asked for and absent.
+    """
+    launcher, rank, size = "torchrun", RANK_ENV, WORLD_SIZE_ENV
+    local_rank, local_size = LOCAL_RANK_ENV, "LOCAL_WORLD_SIZE"
+    if use_mpi:
+        prefix = "OMPI_COMM_WORLD_"
+        launcher, rank, size = "mpirun", prefix + "RANK", prefix + "SIZE"
+        local_rank, local_size = prefix + "LOCAL_RANK", prefix + "LOCAL_SIZE"
+        if rank not in os.environ:
+            raise ConfigError(
+                f"--use-mpi: {rank} is not set; start with mpirun, or drop the flag and start with "
+                "torchrun"
+            )
+    launch = Launch(
+        rank=whole_number(rank, 0),
+        world_size=whole_number(size, 1),
+        local_rank=whole_number(local_rank, 0),
+        local_world_size=whole_number(local_size, 1),
+        restart_count=0 if use_mpi else whole_number("TORCHELASTIC_RESTART_COUNT", 0),
+    )
+    if not 0 <= launch.rank < launch.world_size:
+        raise ConfigError(
+            f"{rank} is {launch.rank}, and {size} {launch.world_size} (unset: 1): ranks count from "
+            f"0 to one below it: set both, as {launcher} does, or neither"
+        )
+    return launch
+
+
+def placed(launch: Launch, local_rank: int | None) -> Launch:
+    """Return the launch with `--local_rank` as its place, unless the launcher names one."""
+    if local_rank is None or launch.local_rank or LOCAL_RANK_ENV in os.environ:
+        return launch
+    return replace(launch, local_rank=local_rank)
+
+
+def check_meeting_place(world_size: int) -> None:
+    """Check that the processes know where to meet.
+
+    Raises:
+        ConfigError: The launcher gave no address or no valid port.
+    """
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"{WORLD_SIZE_ENV} is {world_size}, and without {' and '.join(missing)} no process "
+            f"knows where to meet: start with torchrun, or unset {WORLD_SIZE_ENV} for one process"
+        )
+    port = whole_number("MASTER_PORT", 0)
+    if not 0 < port < 2**16:
+        raise ConfigError(f"MASTER_PORT is {port}: a port is a number from 1 to 65535")
+
+
+def prepare(launch: Launch, *, deterministic: bool) -> None:
+    """Set what CUDA, NCCL and OpenMP read once at start. Call before the first CUDA call.
+
+    Args:
+        launch: This process.
+        deterministic: Choose algorithms that give the same bits in every run.
+    """
+    os.environ[RANK_ENV] = str(launch.rank)
+    os.environ[WORLD_SIZE_ENV] = str(launch.world_size)
+    os.environ[LOCAL_RANK_ENV] = str(launch.local_rank)
+    if launch.local_world_size < launch.world_size and _GLOO_INTERFACE_ENV not in os.environ:
+        # By default gloo uses the address that the machine's name resolves to: often the
+        # loopback's, which no other machine reaches.
+        interface = _interface_towards(os.environ.get("MASTER_ADDR", ""))
+        if interface is not None:
+            os.environ[_GLOO_INTERFACE_ENV] = interface
+    # One hardware queue keeps kernels in launch order, so that communication launched before a
+    # matrix product also starts before it.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    # Mapped memory (`parallel.symmetric_memory`) does without, and a failure of NVLink's multicast
+    # can put all GPUs of a machine out of service.
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("NCCL_ALGO", "Ring")
+
+
+def _interface_towards(host: str) -> str | None:
+    """Return the network interface that reaches `host`, or `None` if that is unclear."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))  # sends nothing: it only chooses a route
+        except OSError:
+            return None
+        address = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(
+                    probe.fileno(), _GET_ADDRESS, struct.pack("256s", name.encode())
+                )
+            except OSError:  # an interface without an address
+                continue
+            if socket.inet_ntoa(answer[20:24]) == address and not address.startswith("127."):
+                return name
+    return None
