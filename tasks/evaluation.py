@@ -14,9 +14,13 @@ from megatron.config.run import RunOptions
 from megatron.config.tasks import TaskConfig
 from megatron.device import Device
 from megatron.errors import EXIT_OK, StorageError
-from megatron.inference.arguments import SAVED_MODEL_READS, SAVED_MODEL_RULES, saved_run
-from megatron.inference.load import Loaded
-from megatron.inference.panel import model_rows
+from megatron.inference.load import (
+    SAVED_MODEL_READS,
+    SAVED_MODEL_RULES,
+    Loaded,
+    model_rows,
+    saved_run,
+)
 from megatron.parallel.layout import Layout
 from megatron.processes.launch import Launch
 from megatron.processes.process import processes, show_notices

@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         build_parser(PROGRAM, (SamplesConfig,)).print_help()
         return 0
-    from megatron.inference.sample_run import main as run
+    from megatron.inference.samples import main as run
 
     return run(PROGRAM, arguments)
 

@@ -1,8 +1,15 @@
-"""The memory of the key-value cache, and a step's view of it for the model."""
+"""The KV cache: which sequence has which block, the memory of the blocks, and a step's view of it.
+
+A block holds the keys and values of consecutive tokens. A full block is known by a key that stands
+for its tokens and all before them, and sequences that begin alike share it. An unused block keeps
+its content until the block is needed, the longest unused first.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,54 +17,148 @@ from torch import Tensor
 
 from megatron.kernels.paged_attention import Chunks, PagedAttention, Singles, chunk_attention
 
+BlockKey = bytes
 
-class CacheMemory:
-    """Keys and values of every layer that this process holds, for its heads.
+FIRST_KEY: BlockKey = b""
+
+
+def next_key(previous: BlockKey, tokens: Sequence[int]) -> BlockKey:
+    """Return the key of a full block.
+
+    It is a cryptographic hash, so nobody can make two beginnings that are taken for one another.
 
     Args:
-        layers: their indices, from 0.
-        blocks: how many can be used; one more takes what fills batches up.
-        block_size: tokens of a block.
-        groups: key-value heads of this process.
-        head_size: channels of each.
+        previous: Key of the block before, `FIRST_KEY` if there is none.
+        tokens: Tokens of this block.
     """
+    text = ",".join(map(str, tokens)).encode()
+    return hashlib.blake2b(previous + text, digest_size=16).digest()
+
+
+class BlockPool:
+    """Blocks, counted from 0, and how many sequences use each. Numbers only, no memory."""
+
+    def __init__(self, count: int) -> None:
+        """Start with unused blocks.
+
+        Args:
+            count: Number of blocks.
+        """
+        self.count = count
+        self._users = [0] * count
+        self._keys: list[BlockKey | None] = [None] * count
+        self._blocks: dict[BlockKey, int] = {}
+        self._empty = deque(range(count))
+        self._kept: OrderedDict[int, None] = OrderedDict()  # unused with content, oldest first
+
+    @property
+    def available(self) -> int:
+        """Number of blocks that nobody uses."""
+        return len(self._empty) + len(self._kept)
+
+    def take(self) -> int | None:
+        """Return a block to write to, or `None` if all are in use."""
+        if self._empty:
+            block = self._empty.popleft()
+        elif self._kept:
+            block, _ = self._kept.popitem(last=False)
+            key = self._keys[block]
+            assert key is not None
+            del self._blocks[key]
+            self._keys[block] = None
+        else:
+            return None
+        self._users[block] = 1
+        return block
+
+    def is_known(self, key: BlockKey) -> bool:
+        """Return whether `share` would find a block."""
+        return key in self._blocks
+
+    def is_unused(self, key: BlockKey) -> bool:
+        """Return whether `share` would make one block less available."""
+        return self._users[self._blocks[key]] == 0
+
+    def share(self, key: BlockKey) -> int:
+        """Use the block of a known key as well, and return it."""
+        return self.share_block(self._blocks[key])
+
+    def share_block(self, block: int) -> int:
+        """Use a block as well that is in use or known by a key, and return it."""
+        if self._users[block] == 0:
+            del self._kept[block]
+        self._users[block] += 1
+        return block
+
+    def publish(self, block: int, key: BlockKey) -> None:
+        """Record that a block in use is full and holds what `key` stands for."""
+        if key not in self._blocks:  # otherwise another block has the same content
+            self._blocks[key] = block
+            self._keys[block] = key
+
+    def release(self, block: int) -> None:
+        """Use a block no more."""
+        assert self._users[block] > 0, f"block {block} is released twice"
+        self._users[block] -= 1
+        if self._users[block]:
+            return
+        if self._keys[block] is None:
+            self._empty.append(block)
+        else:
+            self._kept[block] = None
+
+
+class CacheMemory:
+    """Keys and values of every layer of this process, for its heads."""
 
     def __init__(
         self,
-        layers: Sequence[int],
+        shapes: Mapping[int, tuple[int, int]],
+        paged: PagedAttention,
         *,
         blocks: int,
         block_size: int,
-        groups: int,
-        head_size: int,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
+        """Allocate the memory.
+
+        Args:
+            shapes: KV heads of this process and channels of each, by the layer's index, from 0.
+            paged: Writes the cache, and attends for sequences that add one token.
+            blocks: Number of blocks. One more takes what fills batches up.
+            block_size: Tokens of a block.
+            device: Of the memory.
+            dtype: Of keys and values.
+        """
+        self.paged = paged
+        self.blocks = blocks
         self.block_size = block_size
         self.spare_slot = blocks * block_size
-        shape = (len(layers), 2, (blocks + 1) * block_size, groups, head_size)
-        memory = torch.zeros(shape, device=device, dtype=dtype)
-        self.size_bytes = memory.nbytes
-        self._layers = {index + 1: memory[place] for place, index in enumerate(layers)}
+        slots = (blocks + 1) * block_size
+        self._layers = {
+            index + 1: torch.zeros(2, slots, *shape, device=device, dtype=dtype)
+            for index, shape in shapes.items()
+        }
+        self.size_bytes = sum(memory.nbytes for memory in self._layers.values())
 
     def of_layer(self, layer_number: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [slots, g, d]; layers count from 1."""
+        """Return keys and values [slots, g, d] of a layer, counted from 1."""
         keys, values = self._layers[layer_number]
         return keys, values
 
 
 @dataclass(frozen=True)
 class StepCache:
-    """A step's tokens in the cache: what `models.attention.KeyValueCache` asks for.
+    """A step's tokens in the cache: the `models.attention.KeyValueCache` that a model is given.
 
     Attributes:
-        memory: of the cache.
-        positions: of each token in its sequence, int64 [s].
-        slots: where its key and value go, int64 [s].
-        outputs: tokens whose logits are wanted, int64 [k].
-        singles: the first tokens, one a sequence; None: there are none.
-        chunks: the tokens behind them; likewise.
-        paged: how the first attend, and how the cache is written.
+        memory: The cache.
+        positions: Place of each token in its sequence, int64 [s].
+        slots: Where its key and value go, int64 [s].
+        outputs: Tokens whose logits are wanted, int64 [k].
+        singles: The first tokens, one for each sequence, or `None` if there are none.
+        chunks: The tokens after them, or `None` if there are none.
     """
 
     memory: CacheMemory
@@ -66,17 +167,27 @@ class StepCache:
     outputs: Tensor
     singles: Singles | None
     chunks: Chunks | None
-    paged: PagedAttention
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, layer_number: int) -> Tensor:
-        """See `KeyValueCache`."""
+        """Keep the tokens' keys and values, and attend to each one's sequence up to it.
+
+        Args:
+            query: [s, 1, n/t, d].
+            key: [s, 1, g/t, d].
+            value: [s, 1, g/t, d].
+            layer_number: Counted from 1.
+
+        Returns:
+            [s, 1, n d / t].
+        """
         query, key, value = (x.squeeze(1) for x in (query, key, value))  # [s, heads, d]
         keys, values = self.memory.of_layer(layer_number)
-        self.paged.append(key, value, keys, values, self.slots)
+        paged = self.memory.paged
+        paged.append(key, value, keys, values, self.slots)
         parts, count = [], 0
         if self.singles is not None:
             count = self.singles.lengths.numel()
-            parts.append(self.paged.singles(query[:count], keys, values, self.singles).flatten(1))
+            parts.append(paged.singles(query[:count], keys, values, self.singles).flatten(1))
         if self.chunks is not None:
             query, key, value = (x[count:] for x in (query, key, value))
             parts.append(chunk_attention(query, key, value, keys, values, self.chunks))

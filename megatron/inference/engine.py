@@ -1,10 +1,11 @@
-"""The engine: requests in, steps, events out. It joins the scheduler, which plans, the executor,
-which computes, and answers, which say what to compute for; what is decided here is the same on
-every rank.
+"""The engine: requests in, steps, events out.
+
+It joins the scheduler, which plans, the executor, which computes, and answers, which say what to
+compute. All that is decided here is the same on every rank.
 
 On a GPU a step is queued before the results of the one before are read, so that no GPU waits for
-Python: its sequences have a token that only the GPU knows. Where that token ends an answer, what
-the queued step finds for it is dropped.
+Python: its sequences have a token that only the GPU knows. If that token ends an answer, what the
+queued step finds for it is dropped.
 """
 
 from __future__ import annotations
@@ -13,10 +14,9 @@ import hashlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
-from megatron.inference.answer import Answer, BeamAnswer, PlainAnswer
-from megatron.inference.executor import Output
+from megatron.inference.answers import Answer, BeamAnswer, PlainAnswer
+from megatron.inference.executor import Executor, StepUnderWay, WantedLogits
 from megatron.inference.request import (
     EngineLimits,
     Event,
@@ -27,53 +27,29 @@ from megatron.inference.request import (
     Stats,
     Token,
 )
-from megatron.inference.sampling import Chosen
-from megatron.inference.scheduler import Plan, Row, Scheduler, SchedulerSettings
-
-Totals = dict[str, int]
-
-
-class Runs(Protocol):
-    """What carries a plan out: `executor.Executor`."""
-
-    def begin(self, plan: Plan, outputs: list[Output]) -> Pending:
-        """Begin to compute the plan's tokens."""
-        ...
-
-
-class Pending(Protocol):
-    """Work that has begun: `executor.Begun`."""
-
-    def wait(self) -> list[Chosen]:
-        """What was chosen for each output."""
-        ...
+from megatron.inference.scheduler import Scheduler, SchedulerSettings, StepPlan
 
 
 @dataclass(frozen=True)
 class _Flight:
     """A step under way, and for each of its rows the number of results to come."""
 
-    plan: Plan
+    plan: StepPlan
     counts: list[int]
-    pending: Pending
+    step: StepUnderWay
 
 
 class BatchEngine:
-    """See `request.Engine`.
+    """Runs requests, whose steps are shared. All ranks make the same calls in the same order.
 
-    Args:
-        executor: computes.
-        settings: sizes of steps and of the cache.
-        vocab_size: entries that can be chosen.
-        max_length: of prompt and answer, as far as the model's positions go.
-        seed: of requests that have none of their own.
-        looks_ahead: queues a step before it reads the results of the one before.
-        choices: what all of it runs on and why, by name, for the start-up panel.
+    Attributes:
+        choices: What it runs on and why, by name, for the start-up panel.
+        limits: What `add` accepts.
     """
 
     def __init__(
         self,
-        executor: Runs,
+        executor: Executor,
         settings: SchedulerSettings,
         *,
         vocab_size: int,
@@ -82,13 +58,25 @@ class BatchEngine:
         looks_ahead: bool = False,
         choices: Sequence[tuple[str, str]] = (),
     ) -> None:
+        """Start without requests.
+
+        Args:
+            executor: Computes.
+            settings: Sizes of steps and of the cache.
+            vocab_size: Entries of the vocabulary that can be chosen.
+            max_length: Largest number of tokens of a prompt and its answer, by the model's
+                positions.
+            seed: For requests that have none of their own.
+            looks_ahead: Whether to queue a step before the results of the one before are read.
+            choices: Rows for the start-up panel.
+        """
         self.choices = tuple(choices)
         self._executor = executor
         self._looks_ahead = looks_ahead
         self._flight: _Flight | None = None
         self._scheduler = Scheduler(settings)
         self._seed = seed
-        self._limits = EngineLimits(
+        self.limits = EngineLimits(
             vocab_size=vocab_size,
             max_length=max_length,
             cache_tokens=settings.blocks * settings.block_size,
@@ -97,21 +85,16 @@ class BatchEngine:
         self._answers: dict[str, Answer] = {}
         # Beam searches run one after another: the beams of two could wait for each other's blocks.
         self._searches: deque[Answer] = deque()
-        self._totals: Totals = dict.fromkeys(("prompt_tokens", "cached_tokens", "new_tokens"), 0)
-
-    @property
-    def limits(self) -> EngineLimits:
-        """See `request.Engine`."""
-        return self._limits
+        self._totals = dict.fromkeys(("prompt_tokens", "cached_tokens", "new_tokens"), 0)
 
     @property
     def has_work(self) -> bool:
-        """See `request.Engine`."""
+        """Whether `step` has anything to do."""
         return bool(self._answers)
 
     @property
     def stats(self) -> Stats:
-        """See `request.Engine`."""
+        """What it is doing."""
         pool = self._scheduler.pool
         running = len({sequence.request for sequence in self._scheduler.running})
         return Stats(
@@ -124,35 +107,44 @@ class BatchEngine:
         )
 
     def add(self, request: Request) -> None:
-        """See `request.Engine`."""
+        """Take a request.
+
+        Raises:
+            RequestError: It is over the limits, or its id is in use. Nothing has happened then.
+        """
         if request.id in self._answers:
             raise RequestError(f"request id {request.id!r} is in use: choose another")
-        check(request, self._limits, self._scheduler.settings)
+        check(request, self.limits, self._scheduler.settings)
         self._totals["prompt_tokens"] += len(request.prompt)
+        answer: Answer
         if request.sampling.beam_width > 1:
-            answer: Answer = BeamAnswer(request, self._limits.vocab_size)
+            answer = BeamAnswer(request, self.limits.vocab_size)
             self._searches.append(answer)
-            if len(self._searches) == 1:
-                self._begin(answer)
         else:
             seed = request.sampling.seed
-            answer = PlainAnswer(
-                request, _seed_of(self._seed, request.id) if seed is None else seed
-            )
-            self._begin(answer)
+            if seed is None:
+                digest = hashlib.blake2b(f"{self._seed} {request.id}".encode(), digest_size=8)
+                seed = int.from_bytes(digest.digest(), "little")
+            answer = PlainAnswer(request, seed)
         self._answers[request.id] = answer
+        if answer not in self._searches or len(self._searches) == 1:
+            self._scheduler.add(*answer.sequences)
 
     def cancel(self, request: str) -> list[Event]:
-        """See `request.Engine`."""
+        """End a request now, and return its last event. Nothing happens if it has ended."""
         answer = self._answers.get(request)
         return [] if answer is None else [self._end_early(answer, "cancelled")]
 
     def abort(self, message: str) -> list[Event]:
-        """See `request.Engine`."""
+        """End all requests with an error, and return their last events."""
         return [self._end_early(answer, "error", message) for answer in [*self._answers.values()]]
 
     def step(self) -> list[Event]:
-        """See `request.Engine`."""
+        """Compute some tokens for the requests of the batch.
+
+        Returns:
+            What there is to report, in order for each request.
+        """
         flight, self._flight = self._flight or self._begin_step(), None
         if flight is None:
             assert not self._answers, "requests wait, and none can go on"
@@ -165,22 +157,25 @@ class BatchEngine:
         return events
 
     def _begin_step(self) -> _Flight | None:
-        """Plan a step and begin it; None where nothing is to do."""
+        """Plan a step and begin it. Return `None` if there is nothing to do."""
         plan = self._scheduler.plan()
         if not plan:
             return None
         wishes = [self._answers[row.sequence.request].wishes(row) for row in plan]
-        outputs = [
-            Output(index, place, choice)
+        wanted = [
+            WantedLogits(index, place, choice)
             for index, row_wishes in enumerate(wishes)
             for place, choice in row_wishes
         ]
-        pending = self._executor.begin(plan, outputs)
+        step = self._executor.begin(plan, wanted)
         self._scheduler.begun(plan)
-        return _Flight(plan, [len(row_wishes) for row_wishes in wishes], pending)
+        return _Flight(plan, [len(row_wishes) for row_wishes in wishes], step)
 
     def _expects(self, flight: _Flight) -> bool:
-        """Whether the next step can be planned already; sequences then count on their tokens."""
+        """Return whether the next step can be planned already.
+
+        If so, the sequences count on their next tokens.
+        """
         answers = [
             self._answers[row.sequence.request]
             for row in flight.plan
@@ -193,30 +188,25 @@ class BatchEngine:
         return True
 
     def _land(self, flight: _Flight) -> list[Event]:
-        """Take a step's results; what there is to tell."""
-        chosen = iter(flight.pending.wait())
+        """Hand a step's results to their answers, and return what there is to report."""
+        chosen = iter(flight.step.wait())
         self._scheduler.done(flight.plan)
         events: list[Event] = []
         for row, count in zip(flight.plan, flight.counts, strict=True):
             results = [next(chosen) for _ in range(count)]
-            if not row.sequence.is_over:
-                events += self._take(self._answers[row.sequence.request], row, results)
+            if row.sequence.is_over:
+                continue
+            answer = self._answers[row.sequence.request]
+            if any(result.token is None for result in results):
+                message = "the model's scores are not finite: its weights or precision are broken"
+                events.append(self._end_early(answer, "error", message))
+                continue
+            told = answer.take(row, results, self._scheduler)
+            self._totals["new_tokens"] += sum(isinstance(event, Token) for event in told)
+            if told and isinstance(told[-1], Finished):
+                self._end(answer, told[-1])
+            events += told
         return events
-
-    def _take(self, answer: Answer, row: Row, results: list[Chosen]) -> list[Event]:
-        """Hand results to their answer; what there is to tell."""
-        if any(result.token is None for result in results):
-            message = "the model's scores are not finite: its weights or its precision are broken"
-            return [self._end_early(answer, "error", message)]
-        events = answer.take(row, results, self._scheduler)
-        self._totals["new_tokens"] += sum(isinstance(event, Token) for event in events)
-        if events and isinstance(events[-1], Finished):
-            self._end(answer, events[-1])
-        return events
-
-    def _begin(self, answer: Answer) -> None:
-        for sequence in answer.sequences:
-            self._scheduler.add(sequence)
 
     def _end_early(self, answer: Answer, reason: Reason, message: str = "") -> Finished:
         event = replace(answer.finished(), reason=reason, message=message, beams=())
@@ -236,14 +226,19 @@ class BatchEngine:
         if answer in self._searches:
             self._searches.remove(answer)
             if is_begun and self._searches:
-                self._begin(self._searches[0])
+                self._scheduler.add(*self._searches[0].sequences)
 
 
 def check(request: Request, limits: EngineLimits, settings: SchedulerSettings) -> None:
-    """Whether the engine can answer a request.
+    """Check whether an engine can answer a request.
+
+    Args:
+        request: The request.
+        limits: Of the engine.
+        settings: Sizes of its cache.
 
     Raises:
-        RequestError: it cannot, and why.
+        RequestError: It cannot, and why.
     """
     sampling, vocab = request.sampling, limits.vocab_size
     length = len(request.prompt) + sampling.max_new_tokens
@@ -251,7 +246,7 @@ def check(request: Request, limits: EngineLimits, settings: SchedulerSettings) -
     named = {*request.prompt, *(token for pair in sampling.banned_pairs for token in pair)}
     wrong = sorted(token for token in named if not 0 <= token < vocab)
     if wrong:
-        raise RequestError(f"token {wrong[0]} is not in the vocabulary: give 0 to {vocab - 1}")
+        raise RequestError(f"token id {wrong[0]} is outside the vocabulary (0 to {vocab - 1})")
     if length > limits.max_length:
         raise RequestError(
             f"prompt of {len(request.prompt)} tokens and max_new_tokens {sampling.max_new_tokens} "
@@ -270,8 +265,3 @@ def check(request: Request, limits: EngineLimits, settings: SchedulerSettings) -
         raise RequestError("beam search has no repetition_penalty: give 1, or beam_width 1")
     if sampling.top_logprobs > vocab:
         raise RequestError(f"top_logprobs {sampling.top_logprobs}: there are {vocab} tokens")
-
-
-def _seed_of(seed: int, request: str) -> int:
-    digest = hashlib.blake2b(f"{seed} {request}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")

@@ -1,7 +1,15 @@
-"""Carries a plan out: tokens through the model, on every rank, and what was chosen back to all."""
+"""Carries a plan out: tokens through the model, on every rank, and what was chosen back to all.
+
+On a GPU, steps in which every sequence adds one token are recorded once and run again. The GPU then
+gets all kernels of a step in one call, for which a CPU would need longer than the GPU computes.
+Passes of training are recorded by `training/recorded_passes.py`, because they have a backward pass;
+both record by `megatron.device.Recorder`.
+"""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from operator import add
 from typing import NamedTuple
@@ -10,30 +18,32 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron.device import Device, Reading
 from megatron.inference.cache import CacheMemory, StepCache
-from megatron.inference.graphs import DecodeGraphs
 from megatron.inference.sampling import Choice, Chosen, choose, result_width, unpack
-from megatron.inference.scheduler import UNKNOWN, Plan, Row, Sequence
-from megatron.kernels.paged_attention import Chunks, PagedAttention, Singles
+from megatron.inference.scheduler import UNKNOWN, Row, Sequence, StepPlan
+from megatron.kernels.paged_attention import PART, Chunks, Singles
 from megatron.models.gpt import GPTModel
 from megatron.parallel.collectives import gather_to
 from megatron.parallel.layout import Axis, Layout
 from megatron.parallel.pipeline.p2p import PipelineChannel
 from megatron.parallel.pipeline.schedule import Operation
 
-Integers = np.ndarray
+Integers = NDArray[np.int64]
+
+logger = logging.getLogger(__name__)
 
 
-class Output(NamedTuple):
+class WantedLogits(NamedTuple):
     """Logits that are wanted, and what for.
 
     Attributes:
-        row: of the plan.
-        place: among the row's tokens.
-        choice: what to do with them.
+        row: Index in the plan.
+        place: Index among the row's tokens.
+        choice: What to do with them.
     """
 
     row: int
@@ -41,77 +51,83 @@ class Output(NamedTuple):
     choice: Choice
 
 
-class Begun:
+class StepUnderWay(NamedTuple):
     """A step under way.
 
-    Args:
-        reading: what `sampling.choose` gives; None: nothing is chosen.
-        choices: for what.
+    Attributes:
+        reading: What `sampling.choose` gives, or `None` if nothing is chosen.
+        choices: What was to be chosen.
     """
 
-    def __init__(self, reading: Reading | None, choices: Many[Choice]) -> None:
-        self._reading, self._choices = reading, choices
+    reading: Reading | None
+    choices: Many[Choice]
 
     def wait(self) -> list[Chosen]:
-        """What was chosen for each output, once the device has come to it."""
-        return [] if self._reading is None else unpack(self._reading.wait(), self._choices)
+        """Return what was chosen, once the device has come to it."""
+        return [] if self.reading is None else unpack(self.reading.wait(), self.choices)
 
 
 class Executor:
-    """One process's part of the work.
-
-    Args:
-        model: this process's part, in evaluation mode.
-        layout: who this process is.
-        memory: the cache of the part's layers.
-        copy: the ranks of the model's copy that this process is part of, stage by stage.
-        paged: how sequences attend that add one token.
-        graphs: runs steps in which every sequence adds one token; None: nothing special does.
-        vocab_size: entries that can be chosen; those behind are padding.
-        hidden: h.
-        stream_dtype: of hidden states between stages.
-        device: where all of it is.
-    """
+    """One process's part of the work."""
 
     def __init__(
         self,
         model: GPTModel,
         layout: Layout,
         memory: CacheMemory,
+        device: Device,
+        channel: Callable[[int], PipelineChannel],
         *,
         copy: Axis,
-        paged: PagedAttention,
         graphs: DecodeGraphs | None = None,
         vocab_size: int,
-        hidden: int,
-        stream_dtype: torch.dtype,
-        device: Device,
     ) -> None:
+        """Join the parts.
+
+        Args:
+            model: This process's part, in evaluation mode.
+            layout: Who this process is.
+            memory: The cache of the part's layers.
+            device: Where all of it is.
+            channel: Returns the way to the neighboring stages, for a number of tokens.
+            copy: Ranks of the model's copy that this process is part of, stage by stage.
+            graphs: Runs steps in which every sequence adds one token. `None`: as any other step.
+            vocab_size: Entries of the vocabulary that can be chosen. Those after them are padding.
+        """
         self._model = model
         self._layout = layout
         self._memory = memory
+        self._device = device
+        self._channel = channel
         self._copy = copy
-        self._paged = paged
         self._graphs = graphs
         self._vocab_size = vocab_size
-        self._hidden = hidden
-        self._device = device
         self._arrays: WeakKeyDictionary[Sequence, tuple[tuple[int, ...], Integers]]
         self._arrays = WeakKeyDictionary()
         self._chosen = torch.zeros(0, dtype=torch.int64)  # by the last step, on the device,
         self._places: dict[Sequence, int] = {}  # and where in it a sequence's next token is
-        self._channel = PipelineChannel.create(
-            layout, ring=False, device=device.torch_device, dtype=stream_dtype, shape=()
-        )
 
     @torch.no_grad()
-    def begin(self, plan: Plan, outputs: Many[Output]) -> Begun:
-        """Queue the work of a plan. Collective. Its tokens may be `UNKNOWN` where the step before
-        chooses them; no host needs to know that step's result."""
-        logits = self._logits(plan, outputs)
-        if not outputs:
-            return Begun(None, [])
-        choices = [output.choice for output in outputs]
+    def begin(self, plan: StepPlan, wanted: Many[WantedLogits]) -> StepUnderWay:
+        """Queue the work of a plan. Collective.
+
+        Its tokens may be `UNKNOWN` if the step before chooses them, whose result no host needs to
+        know for that.
+
+        Args:
+            plan: What to compute.
+            wanted: Logits that are wanted.
+        """
+        logits = None
+        # One token of each sequence, and for each the next one is wanted.
+        if self._graphs is not None and len(wanted) == len(plan) and plan[-1].goes_on:
+            blocks = [self._blocks(row) for row in plan]
+            logits = self._graphs.run(plan, blocks, self._sources(plan), self._chosen)
+        if logits is None:
+            logits = self._through_stages(*self._inputs(plan, wanted))
+        if not wanted:
+            return StepUnderWay(None, [])
+        choices = [each.choice for each in wanted]
         if self._layout.pipeline.is_last:
             logits = gather_to(logits[0], self._layout.tensor)[:, : self._vocab_size]
             result = choose(logits, choices)
@@ -119,32 +135,28 @@ class Executor:
             width = result_width(choices)
             device = self._device.torch_device
             result = torch.empty(len(choices), width, dtype=torch.float64, device=device)
-        result = self._tell_all(result)
-        self._remember(result[:, 0], plan, outputs)
-        return Begun(self._device.read(result.flatten()), choices)
-
-    def _remember(self, tokens: Tensor, plan: Plan, outputs: Many[Output]) -> None:
-        """Where the next step finds what is chosen now: one token a sequence at most. The prompt's
-        scores choose none; there can be more of them than a step has sequences."""
-        nexts = [i for i, output in enumerate(outputs) if output.choice.target is None]
-        if len(nexts) < len(outputs):
+        copy = self._copy
+        if copy.size > 1:  # all get the result of the last stage's first rank, so that none differs
+            source = copy.ranks[copy.size - self._layout.tensor.size]
+            work = dist.broadcast(result, src=source, group=copy.group, async_op=True)
+            copy.transfer("broadcast", work).wait()
+        # The next step finds here what is chosen now, at most one token for each sequence. Scores
+        # of prompts choose none, and there can be more of them than sequences in a step.
+        tokens = result[:, 0]
+        nexts = [i for i, choice in enumerate(choices) if choice.target is None]
+        if len(nexts) < len(wanted):
             tokens = tokens[self._tensor(np.array(nexts, dtype=np.int64))]
-        self._chosen = tokens.long().clamp(min=0)  # a token that is none ends its request
-        self._places = {plan[outputs[i].row].sequence: place for place, i in enumerate(nexts)}
-
-    def _logits(self, plan: Plan, outputs: Many[Output]) -> Tensor:
-        """See `_through_stages`."""
-        if self._graphs is not None and _all_add_one(plan, outputs):
-            blocks = [self._blocks(row) for row in plan]
-            logits = self._graphs.run(plan, blocks, self._sources(plan), self._chosen)
-            if logits is not None:
-                return logits
-        return self._through_stages(*self._inputs(plan, outputs))
+        self._chosen = tokens.long().clamp(min=0)  # a negative "token" ends its request
+        self._places = {plan[wanted[i].row].sequence: place for place, i in enumerate(nexts)}
+        return StepUnderWay(self._device.read(result.flatten()), choices)
 
     def _through_stages(self, tokens: Tensor, cache: StepCache) -> Tensor:
-        """This stage's result: hidden states [s, 1, h], or of the last one logits [1, k, v/t]."""
+        """Return this stage's result.
+
+        That is hidden states [s, 1, h], or on the last stage logits [1, k, v/t].
+        """
         pipeline, hidden = self._layout.pipeline, None
-        channel = self._channel.with_shape((tokens.shape[1], 1, self._hidden))
+        channel = self._channel(tokens.shape[1])
         if not pipeline.is_first:
             receive = Operation("receive_activation", 0, 0, pipeline.rank - 1)
             channel.post_receive(receive)
@@ -156,36 +168,26 @@ class Executor:
             channel.finish()
         return result
 
-    def _tell_all(self, result: Tensor) -> Tensor:
-        """The result of the last stage's first tensor rank, on every rank: none can differ."""
-        copy = self._copy
-        if copy.size > 1:
-            source = copy.ranks[copy.size - self._layout.tensor.size]
-            work = dist.broadcast(result, src=source, group=copy.group, async_op=True)
-            copy.transfer("broadcast", work).wait()
-        return result
-
-    def _sources(self, plan: Plan) -> list[int]:
-        """Where in `_chosen` the last token of each row is; -1: it is known."""
+    def _sources(self, plan: StepPlan) -> list[int]:
+        """Return where in `_chosen` the last token of each row is, -1 if it is known."""
         return [self._places[row.sequence] if row.tokens[-1] == UNKNOWN else -1 for row in plan]
 
-    def _inputs(self, plan: Plan, outputs: Many[Output]) -> tuple[Tensor, StepCache]:
-        """Token ids [1, s], and where they belong."""
+    def _inputs(self, plan: StepPlan, wanted: Many[WantedLogits]) -> tuple[Tensor, StepCache]:
+        """Return token ids [1, s], and where they belong."""
         size = self._memory.block_size
         firsts = np.cumsum([0] + [row.size for row in plan])
         blocks = [self._blocks(row) for row in plan]
         places = [np.arange(row.start, row.start + row.size) for row in plan]
         slots = [_slots(b, p, size) for b, p in zip(blocks, places, strict=True)]
         count = sum(row.goes_on for row in plan)  # these come first
-        wanted = [firsts[output.row] + output.place for output in outputs]
+        outputs = [firsts[each.row] + each.place for each in wanted]
         cache = StepCache(
             memory=self._memory,
             positions=self._tensor(np.concatenate(places)),
             slots=self._tensor(np.concatenate(slots)),
-            outputs=self._tensor(np.array(wanted, dtype=np.int64)),
+            outputs=self._tensor(np.array(outputs, dtype=np.int64)),
             singles=self._singles(plan[:count], blocks) if count else None,
             chunks=self._chunks(plan[count:], blocks[count:]) if count < len(plan) else None,
-            paged=self._paged,
         )
         known = np.array([token for row in plan for token in row.tokens], dtype=np.int64)
         tokens = self._tensor(known)
@@ -195,7 +197,7 @@ class Executor:
             tokens[self._tensor(unknown)] = self._chosen[self._tensor(np.array(sources))]
         return tokens.unsqueeze(0), cache
 
-    def _singles(self, rows: Plan, blocks: Many[Integers]) -> Singles:
+    def _singles(self, rows: StepPlan, blocks: Many[Integers]) -> Singles:
         lengths = np.array([row.start + 1 for row in rows], dtype=np.int32)
         longest = max(len(row.blocks) for row in rows)
         tables = np.zeros((len(rows), longest), dtype=np.int32)
@@ -208,7 +210,7 @@ class Executor:
             block_size=self._memory.block_size,
         )
 
-    def _chunks(self, rows: Plan, blocks: Many[Integers]) -> Chunks:
+    def _chunks(self, rows: StepPlan, blocks: Many[Integers]) -> Chunks:
         slots = None
         if any(row.start for row in rows):
             size = self._memory.block_size
@@ -221,21 +223,149 @@ class Executor:
         return Chunks(starts, sizes, self._tensor(ends), slots)
 
     def _blocks(self, row: Row) -> Integers:
-        """The row's blocks as an array, made when they change."""
+        """Return the row's blocks as an array, which is made when they change."""
         known = self._arrays.get(row.sequence)
         if known is None or known[0] is not row.blocks:
             known = self._arrays[row.sequence] = (row.blocks, np.array(row.blocks, dtype=np.int64))
         return known[1]
 
-    def _tensor(self, array: Integers) -> Tensor:
+    def _tensor(self, array: np.ndarray) -> Tensor:
         return self._device.send(array)
 
 
-def _all_add_one(plan: Plan, outputs: Many[Output]) -> bool:
-    """Whether the plan is one token of each sequence, and for each the next one is wanted."""
-    return len(outputs) == len(plan) and plan[-1].goes_on
-
-
 def _slots(blocks: Integers, places: Integers, block_size: int) -> Integers:
-    """Of these places of a sequence."""
     return blocks[places // block_size] * block_size + places % block_size
+
+
+def row_counts(most: int) -> list[int]:
+    """Return numbers of sequences to record for: few, and none much larger than the one before."""
+    counts = {1, 2, 4, 8, *range(16, 64, 16), *range(64, 128, 32), *range(128, most + 1, 64)}
+    return sorted({*(count for count in counts if count < most), most})
+
+
+def lengths_to_record(most: int) -> list[int]:
+    """Return longest lengths to record for, each four times the one before.
+
+    Parts of the keys that no sequence has cost little. The first length is a single part, because
+    nothing is joined then.
+    """
+    lengths = [PART]
+    while lengths[-1] < most:
+        lengths.append(4 * lengths[-1])
+    return [*lengths[:-1], -(-most // PART) * PART]
+
+
+class DecodeGraphs:
+    """Recordings of steps in which every sequence adds one token, made when first needed.
+
+    A recording is for a number of sequences and a longest length. A step takes the next larger one
+    and fills it up with rows without tokens. All recordings read the same input memory, which is
+    written in the device's queue, so a step may be queued while another one runs.
+    """
+
+    def __init__(
+        self,
+        model: GPTModel,
+        memory: CacheMemory,
+        device: Device,
+        *,
+        max_sequences: int,
+        max_length: int,
+    ) -> None:
+        """Allocate the input memory.
+
+        Args:
+            model: Of a process that is alone.
+            memory: The cache, with attention that can be recorded.
+            device: Where all of it is.
+            max_sequences: Sequences of a step.
+            max_length: Tokens of a sequence.
+        """
+        self._model, self._memory, self._device = model, memory, device
+        self._record = device.recorder()
+        self._counts = row_counts(max_sequences)
+        self._lengths = lengths_to_record(max_length)
+        self._recordings: dict[tuple[int, int], Callable[[], Tensor]] = {}
+        self._works = True
+        # Rows: token, where else it is (`sources`), position, slot, length (with the new token).
+        self._inputs = torch.zeros(5, max_sequences, dtype=torch.int64, device=device.torch_device)
+        self._chosen = torch.zeros_like(self._inputs[0])
+        width = -(-max_length // memory.block_size)
+        self._tables = self._inputs.new_zeros(max_sequences, width, dtype=torch.int32)
+        self._in_tables: list[tuple[int, ...] | None] = [None] * max_sequences
+
+    def run(
+        self, plan: StepPlan, blocks: Many[Integers], sources: Many[int], chosen: Tensor
+    ) -> Tensor | None:
+        """Return logits [1, u, v] of the plan's sequences, or `None` if recording fails here.
+
+        Args:
+            plan: One token of each sequence.
+            blocks: Blocks of each.
+            sources: Where each one's token is among `chosen`, -1 if the plan has it.
+            chosen: What the step before chose, or will choose, int64, at most `max_sequences`.
+        """
+        if not self._works:
+            return None
+        count = next(count for count in self._counts if count >= len(plan))
+        most = max(row.start for row in plan) + 1
+        longest = next(length for length in self._lengths if length >= most)
+        self._fill_in(plan, blocks, sources, count)
+        if max(sources) >= 0:
+            self._chosen[: len(chosen)] = chosen
+        replay = self._recordings.get((count, longest))
+        if replay is None:
+            try:
+                replay = self._record(lambda: self._step(count, longest))
+            except RuntimeError:  # any of CUDA's: without recordings everything runs, but slower
+                logger.exception("CUDA graphs: off: recording a step failed")
+                self._works = False
+                return None
+            self._recordings[count, longest] = replay
+        return replay()[:, : len(plan)]
+
+    def _step(self, count: int, longest: int) -> Tensor:
+        """Do the work of a step, from the input memory."""
+        known, sources, positions, slots, lengths = self._inputs[:, :count]
+        tokens = torch.where(sources >= 0, self._chosen[sources.clamp(min=0)], known)
+        cache = StepCache(
+            memory=self._memory,
+            positions=positions,
+            slots=slots,
+            outputs=torch.arange(count, device=tokens.device),
+            singles=Singles(
+                tables=self._tables[:count],
+                lengths=lengths.int(),
+                longest=longest,
+                block_size=self._memory.block_size,
+            ),
+            chunks=None,
+        )
+        return self._model(tokens.unsqueeze(0), cache=cache)
+
+    def _fill_in(
+        self, plan: StepPlan, blocks: Many[Integers], sources: Many[int], count: int
+    ) -> None:
+        """Put the step's tokens and tables into the input memory."""
+        size, used = self._memory.block_size, len(plan)
+        starts = np.fromiter((row.start for row in plan), np.int64, used)
+        last = np.fromiter((array[-1] for array in blocks), np.int64, used)
+        inputs = np.empty((5, count), np.int64)
+        inputs[:, used:] = np.array([[0], [-1], [0], [self._memory.spare_slot], [0]])
+        inputs[0, :used] = np.fromiter((row.tokens[0] for row in plan), np.int64, used)
+        inputs[1, :used] = sources
+        inputs[2, :used] = starts
+        inputs[3, :used] = last * size + starts % size
+        inputs[4, :used] = starts + 1
+        self._inputs[:, :count] = self._device.send(inputs)
+        # Of the tables only those that have changed in their place.
+        changed = [i for i, row in enumerate(plan) if self._in_tables[i] is not row.blocks]
+        if not changed:
+            return
+        longest = max(len(blocks[i]) for i in changed)
+        tables = np.zeros((len(changed), longest), np.int32)
+        for table, i in zip(tables, changed, strict=True):
+            table[: len(blocks[i])] = blocks[i]
+            self._in_tables[i] = plan[i].blocks
+        rows = self._device.send(np.array(changed))
+        self._tables[:, :longest].index_copy_(0, rows, self._device.send(tables))

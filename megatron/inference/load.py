@@ -1,16 +1,31 @@
-"""A trained model from its checkpoint alone: shape, tokenizer and precision are in it."""
+"""A trained model from its checkpoint alone, which holds shape, tokenizer and precision.
+
+Also the command line of programs that run such a model, and their rows of the start-up panel.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from megatron.checkpoint.huggingface.files import COMPANION_FOLDER, tokenizer_in
 from megatron.checkpoint.legacy.arguments import legacy_surroundings
 from megatron.checkpoint.loading import open_root
 from megatron.checkpoint.reader import PaddedReader, Reader, restore
-from megatron.config import RunConfig, rules_model
+from megatron.config import (
+    ParsedRun,
+    RunConfig,
+    parse_config,
+    rules_data,
+    rules_model,
+    rules_ranges,
+)
+from megatron.config.checks import Rule
 from megatron.config.data import DataOptions, TokenizerConfig
+from megatron.config.fields import fields_of
+from megatron.config.model import ModelOptions
 from megatron.config.parallel import ParallelConfig
 from megatron.config.resolve import resolve
 from megatron.config.run import ModelRun, RunOptions, narrow, with_values
@@ -18,6 +33,7 @@ from megatron.config.stages import parts_of_stage, plan_parts
 from megatron.config.yaml_file import from_dict
 from megatron.device import Device
 from megatron.errors import CheckpointError, ConfigError
+from megatron.inference.engine import BatchEngine
 from megatron.kernels.row_product import GRANULE
 from megatron.models.build import build_model
 from megatron.models.gpt import GPTModel
@@ -25,6 +41,7 @@ from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.checkpointing import model_state
 from megatron.training.loaded_settings import check_network
+from megatron.training.panel import Row, device_row
 
 
 @dataclass(frozen=True)
@@ -32,13 +49,13 @@ class Loaded:
     """A model ready to run, and what it was trained with.
 
     Attributes:
-        model: in evaluation mode; in a layout this process's part of it: its tensor rank's share
-            of its pipeline stage's layers.
-        tokenizer: the one that it was trained with.
-        config: the run's, without what only training needs: see `saved_config`.
-        iteration: training steps taken.
-        layout: who this process is.
-        padded_vocab_size: rows of the word embeddings over all tensor ranks.
+        model: The model in evaluation mode. In a layout it is this process's part: its tensor
+            rank's shard of its pipeline stage's layers.
+        tokenizer: The tokenizer it was trained with.
+        config: The run's configuration, without what only training needs (`saved_config`).
+        iteration: Number of training steps taken.
+        layout: Who this process is.
+        padded_vocab_size: Rows of the word embeddings over all tensor ranks.
     """
 
     model: GPTModel
@@ -52,22 +69,22 @@ class Loaded:
 def load_gpt(
     folder: str, device: Device, layout: Layout | None = None, *, config: RunConfig | None = None
 ) -> Loaded:
-    """The newest complete checkpoint under `folder`, or that of the configuration's --ckpt-step,
-    whatever the layout that it was saved in.
+    """Load the newest complete checkpoint of a folder, whatever layout it was saved in.
 
-    Collective over `layout`.
+    If the configuration has --ckpt-step, load the checkpoint of that iteration. Collective over
+    `layout`.
 
     Args:
-        folder: of checkpoints.
-        device: where to run.
-        layout: who this process is; None: one process.
-        config: a resolved run to take instead of the checkpoint's, whose network must be the same
-            and whose parallel sizes those of the layout; one part of the model a stage.
+        folder: Folder of checkpoints.
+        device: Where to run.
+        layout: Who this process is. `None`: a single process.
+        config: A resolved run to use instead of the checkpoint's. Its network must be the same, its
+            parallel sizes those of the layout, and each stage must have a single part of the model.
 
     Raises:
-        CheckpointError: there is none, or it is damaged, or of another network.
-        ConfigError: the network does not divide over the layout.
-        DataError: a file of the tokenizer is missing.
+        CheckpointError: There is no checkpoint, or it is damaged, or of another network.
+        ConfigError: The network does not divide over the layout.
+        DataError: A file of the tokenizer is missing.
     """
     layout = layout or Layout.single()
     step = None if config is None else config.checkpoint.ckpt_step
@@ -99,12 +116,17 @@ def open_existing(
     verify: bool = True,
     layout: Layout | None = None,
 ) -> Reader:
-    """The checkpoint that a flag names, of the iteration `step` where there is one (--ckpt-step).
+    """Open the checkpoint that a flag names. Collective over `layout`, if one is given.
 
-    Collective over `layout`, where one is given.
+    Args:
+        folder: Folder of checkpoints.
+        flag: The flag, for error messages.
+        step: Iteration to open (--ckpt-step). `None`: the newest.
+        verify: Whether to check the checkpoint's files.
+        layout: Processes that open it together.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: There is none, or it is damaged.
     """
     reader = open_root(Path(folder), step=step, verify=verify, layout=layout)
     if reader is None:
@@ -114,23 +136,32 @@ def open_existing(
 
 
 def check_architecture(config: RunOptions, expected: str, where: str) -> None:
-    """Whether a checkpoint is of the kind of network that is needed.
+    """Check that a checkpoint holds the kind of network that is needed.
+
+    Args:
+        config: The checkpoint's configuration.
+        expected: The architecture needed.
+        where: What names the checkpoint in error messages.
 
     Raises:
-        CheckpointError: it is of another.
+        CheckpointError: It holds another kind.
     """
     found = config.model.architecture
     if found != expected:
-        raise CheckpointError(f"{where}: holds a {found}, where a {expected} is needed")
+        raise CheckpointError(f"{where}: holds a {found}, but a {expected} is needed")
 
 
 def saved_config(reader: Reader, folder: str) -> ModelRun:
-    """Of the run that wrote a checkpoint, what its model runs with: network, precision, tokenizer
-    and window. Resolved.
+    """Return the configuration that a checkpoint's model runs with, resolved.
 
-    Products in 8 bits are an approximation that speeds training up: the weights have 16 bits, and
-    so they are used. What only said how that run was to compute on its device, or to begin, is not
-    taken: another has another device.
+    It has the network, precision, tokenizer and window of the run that wrote the checkpoint. FP8 is
+    an approximation that speeds training up; the weights have 16 bits and are used in these.
+    Settings that only say how that run was to compute on its device, or how to begin, are left
+    out, because another run has another device.
+
+    Args:
+        reader: Of the checkpoint.
+        folder: Folder of checkpoints, where an imported model's tokenizer may be.
     """
     sections = reader.meta["config"]
     if reader.format == "legacy":
@@ -156,10 +187,10 @@ def saved_config(reader: Reader, folder: str) -> ModelRun:
 
 
 def _over(config: ModelRun, layout: Layout) -> RunConfig:
-    """`config` in the layout.
+    """Return the configuration with the layout's parallel sizes.
 
     Raises:
-        ConfigError: the network does not divide over it.
+        ConfigError: The network does not divide over it.
     """
     parallel = ParallelConfig(
         tensor_model_parallel_size=layout.tensor.size,
@@ -181,14 +212,17 @@ def _over(config: ModelRun, layout: Layout) -> RunConfig:
 
 
 def _rows(reader: Reader, ranks: int) -> int:
-    """Vocabulary rows as saved, and as many more as it takes for every rank to have as many, by
-    the granule of matrix products (GPT-2's 50257 entries would keep to no order of sums)."""
+    """Return the number of vocabulary rows: as saved, padded so that it divides over the ranks.
+
+    Each rank's share is a multiple of the granule of matrix products, because with GPT-2's 50257
+    entries products would not keep to one order of sums.
+    """
     unit = ranks * GRANULE
     return -(-int(reader.meta["padded_vocab_size"]) // unit) * unit
 
 
 def _found_again(config: TokenizerConfig, beside: Path) -> TokenizerConfig:
-    """An imported model's tokenizer files are in `beside`, wherever the folder was moved to."""
+    """Find an imported model's tokenizer files in `beside`, wherever the folder was moved to."""
 
     def find(path: str | None) -> str | None:
         if path is None or Path(path).exists():
@@ -202,3 +236,167 @@ def _found_again(config: TokenizerConfig, beside: Path) -> TokenizerConfig:
         vocab_file=find(config.vocab_file),
         merge_file=find(config.merge_file),
     )
+
+
+def parse_generation(
+    arguments: Sequence[str],
+    *,
+    world_size: int,
+    program: str,
+    extra: Sequence[type],
+    check_extra: Callable[..., Iterable[str]],
+) -> ParsedRun:
+    """Parse the command line of a program that generates text, and check everything.
+
+    The run is what the checkpoint under `--load` says, changed by Megatron's flags, so `--load`
+    alone is enough. Flags of the network, as Megatron's own scripts give them, must be those of the
+    checkpoint; loading it compares them.
+
+    Args:
+        arguments: The command line.
+        world_size: Number of processes.
+        program: Name of the program.
+        extra: Dataclasses of the program's own flags.
+        check_extra: Returns the mistakes in instances of these.
+
+    Raises:
+        ConfigError: All mistakes.
+        CheckpointError: --load names no checkpoint of a GPT.
+    """
+    return parse_config(
+        arguments,
+        world_size=world_size,
+        program=program,
+        extra=extra,
+        find_start=saved_run,
+        rules=RULES,
+        reads=lambda given: SAVED_MODEL_READS | {"training.seed"},
+        check_extra=check_extra,
+    )
+
+
+def saved_run(given: Mapping[str, Any], *, micro_batch: int = 1) -> RunOptions:
+    """Return the run of the GPT under --load, for `parse_config`'s `find_start`.
+
+    Args:
+        given: Flags that were given. Without --load the run has the defaults.
+        micro_batch: Micro-batch size of the run.
+
+    Raises:
+        CheckpointError: There is no checkpoint, or it is of another network.
+    """
+    folder = given.get("load")
+    if folder is None:
+        return RunOptions()
+    config = saved_config(open_existing(folder, step=given.get("ckpt_step"), verify=False), folder)
+    check_architecture(config, "gpt", f"--load {folder}")
+    return replace(config, training=replace(config.training, micro_batch_size=micro_batch))
+
+
+def _loads(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Check that there is a model, and a tokenizer, which old checkpoints do not name."""
+    if config.checkpoint.load is None:
+        yield "--load is required: give the folder of a trained model's checkpoints"
+    else:
+        yield from rules_data.tokenizer(config, world_size)
+
+
+def _no_training(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Refuse what a model may be trained with, but is not run with afterwards."""
+    parallel, fp8 = config.parallel, config.precision.fp8_format
+    if config.training.dry_run:
+        yield "--dry-run is for training: drop it"
+    context = parallel.context_parallel_size
+    if context != 1:
+        yield f"--context-parallel-size {context}: sequences are split only in training: drop it"
+    for name, value in (
+        ("layers-per-virtual-pipeline-stage", parallel.num_layers_per_virtual_pipeline_stage),
+        ("virtual-stages-per-pipeline-rank", parallel.num_virtual_stages_per_pipeline_rank),
+    ):
+        if value is not None:
+            yield f"--num-{name} {value}: outside of training a stage has a single part: drop it"
+    if fp8 is not None:
+        yield f"--fp8-format {fp8}: a trained model multiplies in the weights' 16 bits: drop it"
+    if parallel.zero_stage == 3:
+        yield "--zero-stage 3 shares the weights of a training run: drop it"
+    if parallel.tp_comm_overlap:
+        yield "--tp-comm-overlap splits matrix products only in training: drop it"
+
+
+def _one_copy(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Check that the ranks are those of a single copy of the model."""
+    parallel = config.parallel
+    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    if tensor * pipeline != world_size:
+        yield (
+            f"--tensor-model-parallel-size {tensor} x --pipeline-model-parallel-size {pipeline} is "
+            f"not the {world_size} launched process(es): text generation runs a single copy of the "
+            f"model, so launch {tensor * pipeline}"
+        )
+    if parallel.sequence_parallel:
+        yield "--sequence-parallel is for training: drop it"
+
+
+# For every program that runs a saved model.
+SAVED_MODEL_RULES: tuple[Rule, ...] = (
+    _loads,
+    _no_training,
+    rules_ranges.bounds,
+    rules_model.layout,
+    rules_model.tensor_parallel,
+    rules_model.pipeline,
+    rules_model.heads,
+    rules_model.positions,
+    rules_model.activation_function,
+    rules_model.normalization,
+    rules_model.precision,
+)
+RULES: tuple[Rule, ...] = (*SAVED_MODEL_RULES, _one_copy)
+
+# Fields of a network that only its training, or a new network, depends on.
+_OF_TRAINING = (
+    *("attention_dropout", "hidden_dropout", "init_method_std", "init_method_xavier_uniform"),
+    *("perform_initialization", "make_vocab_size_divisible_by"),
+)
+_READ: dict[str, tuple[str, ...]] = {
+    "model": tuple(f.name for f in fields_of(ModelOptions) if f.name not in _OF_TRAINING),
+    "tokenizer": tuple(f.name for f in fields_of(TokenizerConfig)),
+    "precision": (
+        *("fp16", "bf16", "fp8_format", "fp32_residual_connection", "embedding_weights_in_fp32"),
+        *("apply_query_key_layer_scaling", "attention_softmax_in_fp32"),
+    ),
+    "parallel": (
+        *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
+        *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
+        *("pipeline_model_parallel_layout", "pipeline_model_parallel_split_rank"),
+        *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+        *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+        *("sequence_parallel", "tp_comm_overlap", "distributed_backend"),
+        *("distributed_timeout_minutes", "local_rank", "use_mpi"),
+    ),
+    "training": ("deterministic_mode", "dry_run"),
+    "checkpoint": ("load", "ckpt_step", "use_checkpoint_args"),
+}
+# What every program that runs a saved model depends on, or refuses by name.
+SAVED_MODEL_READS = frozenset(f"{section}.{name}" for section in _READ for name in _READ[section])
+
+
+def model_rows(loaded: Loaded, device: Device) -> list[Row]:
+    """Return panel rows: which model, where, in what number format and layout."""
+    config = loaded.config
+    model = config.model
+    dtype = str(next(loaded.model.parameters()).dtype).removeprefix("torch.")
+    return [
+        ("checkpoint", f"{config.checkpoint.load}, iteration {loaded.iteration:,}"),
+        ("network", f"{model.num_layers} layers, hidden size {model.hidden_size}"),
+        ("tokenizer", f"{loaded.tokenizer.kind}, {loaded.tokenizer.vocab_size:,} entries"),
+        device_row(device),
+        ("precision", f"{dtype} weights"),
+        ("layout", loaded.layout.describe()),
+    ]
+
+
+def engine_rows(loaded: Loaded, engine: BatchEngine, device: Device) -> list[Row]:
+    """Return the same rows, and what text generation chose there."""
+    window = f"{engine.limits.max_length:,} tokens, for a prompt and its answer together"
+    return [*model_rows(loaded, device), ("window", window), *engine.choices]

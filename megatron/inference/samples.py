@@ -1,19 +1,26 @@
-"""Many texts by one model: prompts in, JSON lines out, in their order, and on from where an
-earlier run was stopped."""
+"""Many texts by one model: prompts in, JSON lines out, in their order.
+
+A file that an earlier run was stopped in is continued. `FILE.settings.json` beside it says how its
+samples were drawn, as one JSON object from flag to value, so that the rest are drawn alike.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
+from megatron.config.samples import SamplesConfig, find_sample_notices, problems_of
 from megatron.data.text_input import load_line
-from megatron.durable import storage_errors
-from megatron.errors import DataError, StorageError
+from megatron.durable import replace_file, storage_errors
+from megatron.errors import EXIT_OK, DataError, StorageError, UserError, say_on_stderr
+from megatron.inference.build import EngineOptions, engine_of
+from megatron.inference.load import Loaded, engine_rows, load_gpt, parse_generation
 from megatron.inference.messages import Add, Command, Shutdown
 from megatron.inference.request import (
     EngineLimits,
@@ -25,19 +32,125 @@ from megatron.inference.request import (
     Token,
 )
 from megatron.inference.text import Detokenizer
+from megatron.inference.worker import serve
+from megatron.processes.launch import Launch
+from megatron.processes.process import processes, run_process, show_notices
 from megatron.tokenizer import Tokenizer
+from megatron.training.panel import format_panel
+
+_BEGINNING = b'{"prompt": '  # of every line: the first field of a GeneratedText
+
+DrawSettings = Mapping[str, str | int | float]
+
+
+def main(program: str, arguments: Sequence[str]) -> int:
+    """Run one process of `tools/generate_samples_gpt.py`, and return the exit code.
+
+    Args:
+        program: Name of the program.
+        arguments: Its command line.
+    """
+    return run_process(arguments, lambda launch: _run(program, arguments, launch))
+
+
+def _run(program: str, arguments: Sequence[str], launch: Launch) -> int:
+    parsed = parse_generation(
+        arguments,
+        world_size=launch.world_size,
+        program=program,
+        extra=(SamplesConfig,),
+        check_extra=problems_of,
+    )
+    samples: SamplesConfig
+    (samples,) = parsed.extra
+    # On stderr like the panel, because the samples on stdout may be piped on.
+    show_notices((*parsed.notices, *find_sample_notices(samples)), launch, say_on_stderr)
+    prompts: list[str] = []
+    if samples.sample_input_file is not None and launch.rank == 0:
+        prompts = read_prompts(Path(samples.sample_input_file))
+    seed = parsed.config.training.seed
+    options = EngineOptions(
+        max_sequences=samples.max_batch_size,
+        max_step_tokens=max(EngineOptions.max_step_tokens, samples.max_batch_size),
+        seed=seed,
+    )
+    with processes(parsed.config, launch) as (device, layout):
+        assert parsed.config.checkpoint.load is not None
+        loaded = load_gpt(parsed.config.checkpoint.load, device, layout, config=parsed.config)
+        engine = engine_of(loaded, device, options)
+        if layout.world.rank:
+            serve(engine, None, layout.world, device=device.torch_device)
+            return EXIT_OK
+        settings = settings_of(samples, loaded, seed)
+        answers = [  # without those of the model, which has a row of its own
+            f"{name} {value}"
+            for name, value in settings.items()
+            if name not in ("--load", "iteration")
+        ]
+        rows = [("answers", ", ".join(answers)), *engine_rows(loaded, engine, device)]
+        say_on_stderr(format_panel(program, rows))
+
+        def write(prompts: Iterable[tuple[int, str | None]], output: OrderedOutput) -> int:
+            """Answer all prompts, and return how many could not be answered."""
+            inbox = SampleInbox(
+                prompts,
+                loaded.tokenizer,
+                lambda room: _sampling(samples, loaded.tokenizer, room),
+                engine.limits,
+                output,
+                # More than are computed at a time, so that the next ones wait when some end.
+                at_a_time=2 * samples.max_batch_size,
+            )
+            serve(engine, inbox, layout.world, device=device.torch_device)
+            return inbox.failed
+
+        path = output_of(samples)
+        if path is None:
+            asked = [samples.prompt] * max(1, samples.num_samples)
+            failed = write(enumerate(asked), Printer(len(asked)))
+        else:
+            everything: list[str | None] = [*prompts, *[None] * samples.num_samples]
+            with SampleFile(path) as file:
+                rest = list(file.rest(everything))
+                print(f"{path}: {file.done} samples are there, {len(rest)} to come", flush=True)
+                told = keep_settings(path, file.done, settings)
+                if told:
+                    print(told, flush=True)
+                failed = file.failed + write(rest, file)
+            print(f"{path}: {len(rest)} samples written, {len(everything)} in all", flush=True)
+    if failed:
+        where = "above" if path is None else f"in {path}"
+        raise UserError(f'{failed} prompt(s) got no answer: see "error" {where}')
+    return EXIT_OK
+
+
+def output_of(samples: SamplesConfig) -> Path | None:
+    """Return the file for the samples, or `None` for the terminal."""
+    if samples.sample_input_file is not None:
+        return Path(samples.sample_output_file or f"{samples.sample_input_file}.out")
+    return None if samples.genfile is None else Path(samples.genfile)
+
+
+def _sampling(samples: SamplesConfig, tokenizer: Tokenizer, room: int) -> Sampling:
+    return Sampling(
+        max_new_tokens=min(samples.out_seq_length, room),
+        temperature=0.0 if samples.greedy else samples.temperature,
+        top_k=samples.top_k,
+        top_p=samples.top_p,
+        stop_tokens=(tokenizer.eod,),
+    )
 
 
 @dataclass(frozen=True)
-class Sample:
+class GeneratedText:
     """A line of the result.
 
     Attributes:
-        prompt: None: the text has none.
-        text: what follows it.
-        length: tokens of the text.
-        finished: the model has ended it, by its end-of-document token.
-        error: why there is no text; "" else.
+        prompt: The prompt, or `None` if there is none.
+        text: What follows it.
+        length: Number of tokens of the text.
+        finished: Whether the model ended it, by its end-of-document token.
+        error: Why there is no text, otherwise "".
     """
 
     prompt: str | None
@@ -47,24 +160,21 @@ class Sample:
     error: str = ""
 
 
-class Writes(Protocol):
-    """Where samples go."""
+@dataclass(frozen=True)
+class _Asked:
+    """A request under way, and its tokens so far."""
 
-    def put(self, index: int, sample: Sample) -> None:
-        """Take the sample of this index; every index once, in any order."""
-        ...
+    index: int
+    prompt: str | None
+    prompt_tokens: tuple[int, ...]
+    tokens: list[int]
 
 
 class SampleInbox:
-    """Asks for texts, so many at a time, and hands them on: a `worker.Inbox`.
+    """A `worker.Inbox` that asks for texts, some at a time, and hands them on.
 
-    Args:
-        prompts: with their indices; None: no prompt.
-        tokenizer: of the model.
-        sampling: for all of them; an answer ends with the end of a document too.
-        limits: of the engine; longer prompts are an error, answers are cut.
-        output: of the samples.
-        at_a_time: requests under way.
+    Attributes:
+        failed: Number of prompts that could not be answered.
     """
 
     def __init__(
@@ -73,18 +183,28 @@ class SampleInbox:
         tokenizer: Tokenizer,
         sampling: Callable[[int], Sampling],
         limits: EngineLimits,
-        output: Writes,
+        output: OrderedOutput,
         at_a_time: int,
     ) -> None:
+        """Start with nothing asked.
+
+        Args:
+            prompts: With their indices. `None` is no prompt.
+            tokenizer: Of the model.
+            sampling: Returns how to continue, for a number of tokens that there is room for.
+            limits: Of the engine. Longer prompts are an error, answers are cut.
+            output: Takes the texts.
+            at_a_time: Number of requests under way.
+        """
         self._prompts = iter(prompts)
         self._tokenizer, self._sampling, self._limits = tokenizer, sampling, limits
         self._output = output
         self._at_a_time = at_a_time
-        self._under_way: dict[str, _Answer] = {}
+        self._under_way: dict[str, _Asked] = {}
         self.failed = 0
 
     def poll(self, wait: float) -> list[Command]:
-        """See `worker.Inbox`."""
+        """Return the requests that come next, and in the end the command to shut down."""
         commands: list[Command] = []
         while len(self._under_way) < self._at_a_time:
             index, prompt = next(self._prompts, (None, None))
@@ -97,20 +217,20 @@ class SampleInbox:
         return commands
 
     def send(self, events: Sequence[Event]) -> None:
-        """See `worker.Inbox`."""
+        """Collect tokens, and hand on the texts that are complete."""
         for event in events:
-            answer = self._under_way[event.request]
-            match event:
-                case Token():
-                    answer.tokens.append(event.token)
-                case Finished():
-                    del self._under_way[event.request]
-                    self._end(answer, event)
+            asked = self._under_way[event.request]
+            if isinstance(event, Token):
+                asked.tokens.append(event.token)
+            elif isinstance(event, Finished):
+                del self._under_way[event.request]
+                self._end(asked, event)
 
     def _ask(self, index: int, prompt: str | None) -> Request:
-        """
+        """Return the request for a prompt.
+
         Raises:
-            RequestError: the prompt has no tokens, or leaves no room for an answer.
+            RequestError: The prompt has no tokens, or leaves no room for an answer.
         """
         eod = self._tokenizer.eod
         tokens = (eod,) if prompt is None else tuple(self._tokenizer.tokenize_open(prompt))
@@ -123,76 +243,108 @@ class SampleInbox:
                 "room for an answer: shorten it"
             )
         request = Request(str(index), tokens, self._sampling(room))
-        self._under_way[request.id] = _Answer(index, prompt, tokens, [])
+        self._under_way[request.id] = _Asked(index, prompt, tokens, [])
         return request
 
-    def _end(self, answer: _Answer, event: Finished) -> None:
+    def _end(self, asked: _Asked, event: Finished) -> None:
         if event.reason not in ("stop", "length"):
-            self._fail(answer.index, answer.prompt, event.message)
+            self._fail(asked.index, asked.prompt, event.message)
             return
-        tokens = answer.tokens
         ended = event.reason == "stop"
-        text = text_of(self._tokenizer, answer.prompt_tokens, tokens[:-1] if ended else tokens)
-        self._output.put(answer.index, Sample(answer.prompt, text, len(tokens) - ended, ended))
+        tokens = asked.tokens[:-1] if ended else asked.tokens
+        detokenizer = Detokenizer(self._tokenizer, asked.prompt_tokens)
+        text = "".join([*map(detokenizer.add, tokens), detokenizer.rest()])
+        self._output.put(asked.index, GeneratedText(asked.prompt, text, len(tokens), ended))
 
     def _fail(self, index: int, prompt: str | None, why: str) -> None:
         self.failed += 1
-        self._output.put(index, Sample(prompt, "", 0, finished=False, error=why))
+        self._output.put(index, GeneratedText(prompt, "", 0, finished=False, error=why))
 
 
-@dataclass(frozen=True)
-class _Answer:
-    index: int
-    prompt: str | None
-    prompt_tokens: tuple[int, ...]
-    tokens: list[int]
+class OrderedOutput(ABC):
+    """Writes texts in the order of their indices, whatever order they come in."""
+
+    def __init__(self, start: int = 0) -> None:
+        """Start with nothing.
+
+        Args:
+            start: The first index.
+        """
+        self._next = start
+        self._early: dict[int, GeneratedText] = {}
+
+    def put(self, index: int, sample: GeneratedText) -> None:
+        """Take the text of an index. Each index comes once."""
+        self._early[index] = sample
+        ready = []
+        while self._next in self._early:
+            ready.append(self._early.pop(self._next))
+            self._next += 1
+        self._write(ready)
+
+    @abstractmethod
+    def _write(self, samples: Sequence[GeneratedText]) -> None:
+        """Write the texts that come next."""
 
 
-def text_of(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int]) -> str:
-    """Of an answer, as it stands behind the prompt."""
-    detokenizer = Detokenizer(tokenizer, prompt)
-    return "".join([*(detokenizer.add(token) for token in tokens), detokenizer.rest()])
+class Printer(OrderedOutput):
+    """Texts to the terminal."""
+
+    def __init__(self, count: int) -> None:
+        """Start with nothing.
+
+        Args:
+            count: How many texts there will be. A single one gets no heading.
+        """
+        super().__init__()
+        self._count = count
+
+    def _write(self, samples: Sequence[GeneratedText]) -> None:
+        for number, sample in enumerate(samples, self._next - len(samples) + 1):
+            if self._count > 1:
+                print(f"----- sample {number}")
+            said = f'"error": {sample.error}' if sample.error else sample.text
+            print((sample.prompt or "") + said, flush=True)
 
 
-_BEGINNING = b'{"prompt": '  # of every line: the first field of a Sample
+class SampleFile(OrderedOutput):
+    """Texts to a file of JSON lines, which is continued if it exists.
 
-
-class SampleFile:
-    """JSON lines, in the order of the indices.
-
-    A file that is there is gone on with: `done` samples are in it, `failed` of them are errors. A
-    last line that was not written to its end is taken off.
-
-    Args:
-        path: of the file.
-
-    Raises:
-        StorageError: it holds something else, or cannot be written.
+    Attributes:
+        done: Number of texts that were already there.
+        failed: Number of errors among them.
     """
 
     def __init__(self, path: Path) -> None:
+        """Open the file, and remove a last line that was not completely written.
+
+        Args:
+            path: Of the file.
+
+        Raises:
+            StorageError: It holds something else, or cannot be written.
+        """
         self.path = path
         with storage_errors(path):
             self._file = path.open("a+b")
-            # A device would be read for ever.
+            # A device would be read forever.
             lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
             torn = lines.pop() if lines and not lines[-1].endswith(b"\n") else b""
-            samples = [_sample_of(path, number, line) for number, line in enumerate(lines, 1)]
+            samples = [self._read(line, number) for number, line in enumerate(lines, 1)]
             if torn[: len(_BEGINNING)] != _BEGINNING[: len(torn)]:
-                raise _no_sample(path, len(lines) + 1)
+                raise self._foreign(len(lines) + 1)
             if torn:  # only now: a file of something else stays as it is
                 self._file.truncate(sum(map(len, lines)))
         self._prompts = [sample["prompt"] for sample in samples]
         self.failed = sum("error" in sample for sample in samples)
         self.done = len(lines)
-        self._next = self.done
-        self._early: dict[int, Sample] = {}
+        super().__init__(self.done)
 
     def rest(self, prompts: Iterable[str | None]) -> Iterator[tuple[int, str | None]]:
-        """Those that the file has no samples of yet.
+        """Yield the prompts that the file has no texts for yet, with their indices.
 
         Raises:
-            StorageError: its samples are of other prompts.
+            StorageError: Its texts are for other prompts.
         """
         count = 0
         for index, prompt in enumerate(prompts):
@@ -201,28 +353,17 @@ class SampleFile:
                 yield index, prompt
             elif self._prompts[index] != prompt:
                 raise StorageError(
-                    f"{self.path}: line {index + 1} is of another prompt: name another file, or "
+                    f"{self.path}: line {index + 1} is for another prompt: name another file, or "
                     "remove this one"
                 )
         if count < self.done:
             raise StorageError(
-                f"{self.path} has {self.done} samples, and {count} are asked for: name another "
+                f"{self.path} has {self.done} samples, but {count} are asked for: name another "
                 "file, or remove this one"
             )
 
-    def put(self, index: int, sample: Sample) -> None:
-        """See `Writes`."""
-        self._early[index] = sample
-        with storage_errors(self.path):
-            while self._next in self._early:
-                fields = asdict(self._early.pop(self._next))
-                if not fields["error"]:
-                    del fields["error"]
-                self._file.write(json.dumps(fields, ensure_ascii=False).encode() + b"\n")
-                self._next += 1
-            self._file.flush()
-
     def __enter__(self) -> SampleFile:
+        """Return the file itself."""
         return self
 
     def __exit__(
@@ -231,34 +372,46 @@ class SampleFile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        """Close the file."""
         if error is not None:
-            # Of a full disk, what was not written fails once more.
+            # On a full disk, what was not written fails once more.
             with contextlib.suppress(OSError):
                 self._file.close()
             return
         with storage_errors(self.path):
             self._file.close()
 
+    def _write(self, samples: Sequence[GeneratedText]) -> None:
+        with storage_errors(self.path):
+            for sample in samples:
+                fields = asdict(sample)
+                if not fields["error"]:
+                    del fields["error"]
+                self._file.write(json.dumps(fields, ensure_ascii=False).encode() + b"\n")
+            self._file.flush()
 
-def _no_sample(path: Path, number: int) -> StorageError:
-    return StorageError(f"{path}: line {number} is no sample: name another file for the samples")
+    def _read(self, line: bytes, number: int) -> dict[str, Any]:
+        try:
+            fields = json.loads(line)
+        except ValueError:
+            fields = None
+        if not isinstance(fields, dict) or "prompt" not in fields:
+            raise self._foreign(number)
+        return fields
 
-
-def _sample_of(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    try:
-        fields = json.loads(line)
-    except ValueError:
-        fields = None
-    if not isinstance(fields, dict) or "prompt" not in fields:
-        raise _no_sample(path, number)
-    return fields
+    def _foreign(self, number: int) -> StorageError:
+        return StorageError(
+            f"{self.path}: line {number} is not a sample: name another file for the samples"
+        )
 
 
 def read_prompts(path: Path) -> list[str]:
-    """One a line; of *.jsonl the "prompt" or else the "text" of each object.
+    """Return the prompts of a file, one per line.
+
+    In *.jsonl, each line is an object whose "prompt", or otherwise "text", is taken.
 
     Raises:
-        DataError: the file is missing, or a line is no prompt.
+        DataError: The file is missing, or a line is not a prompt.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -267,18 +420,79 @@ def read_prompts(path: Path) -> list[str]:
     lines = text.removesuffix("\n").split("\n") if text else []
     if path.suffix != ".jsonl":
         return lines
-    return [_prompt_in(path, number, line) for number, line in enumerate(lines, 1)]
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        try:
+            fields = load_line(line.encode())
+            prompt = fields.get("prompt", fields.get("text"))
+        except (ValueError, AttributeError):
+            prompt = None
+        if not isinstance(prompt, str):
+            raise DataError(
+                f"--sample-input-file {path}: line {number} is not an object with a "
+                '"prompt" or a "text": fix it, or give the file another ending, for plain lines'
+            )
+        prompts.append(prompt)
+    return prompts
 
 
-def _prompt_in(path: Path, number: int, line: str) -> str:
+def settings_of(samples: SamplesConfig, loaded: Loaded, seed: int) -> DrawSettings:
+    """Return what decides on the text after a prompt. If nothing is drawn, the seed does not."""
+    temperature = 0.0 if samples.greedy else samples.temperature
+    found: dict[str, str | int | float] = {
+        "--load": str(Path(loaded.config.checkpoint.load or "").resolve()),
+        "iteration": loaded.iteration,
+        "--out-seq-length": samples.out_seq_length,
+        "--temperature": temperature,
+    }
+    if temperature:
+        found |= {"--top_k": samples.top_k, "--top_p": samples.top_p, "--seed": seed}
+    return found
+
+
+def keep_settings(path: Path, done: int, settings: DrawSettings) -> str:
+    """Save the settings beside a new file of samples, or compare them with a continued file's.
+
+    Args:
+        path: Of the samples. Beside anything but a plain file nothing is saved.
+        done: How many samples there are.
+        settings: How the rest will be drawn.
+
+    Returns:
+        A line for the log if there are samples and nothing says how they were drawn, otherwise "".
+
+    Raises:
+        StorageError: The samples were drawn with other settings. The message lists the flags and
+            both values.
+    """
+    if not path.is_file():  # /dev/null has no place beside it
+        return ""
+    beside = path.with_name(f"{path.name}.settings.json")
+    with storage_errors(beside):
+        if not done:
+            replace_file(beside, json.dumps(settings, indent=2).encode() + b"\n")
+            return ""
+        if not beside.exists():
+            return f"WARNING: {beside} is missing: nothing says how these were drawn"
+        data = beside.read_bytes()
     try:
-        fields = load_line(line.encode())
-        prompt = fields.get("prompt", fields.get("text"))
-    except (ValueError, AttributeError):
-        prompt = None
-    if not isinstance(prompt, str):
-        raise DataError(
-            f'--sample-input-file {path}: line {number} is no object with a "prompt" or a "text": '
-            "mend it, or give the file another ending, for plain lines"
+        before = json.loads(data)
+    except ValueError:
+        before = None
+    if not isinstance(before, dict):
+        raise StorageError(
+            f"{beside}: holds no settings of samples: remove it, or name another file"
         )
-    return prompt
+    differing = [
+        f"{name} is {settings.get(name, 'not used')} here and {before.get(name, 'not used')} there"
+        for name in (*settings, *(name for name in before if name not in settings))
+        if settings.get(name) != before.get(name)
+    ]
+    if differing:
+        raise StorageError(
+            f"{path}: its {done} samples were drawn with other settings:\n  "
+            + "\n  ".join(differing)
+            + f"\ngive its values, name another file, or remove this one (or {beside.name} alone, "
+            "to continue regardless)"
+        )
+    return ""

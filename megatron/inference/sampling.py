@@ -11,23 +11,27 @@ from torch import Tensor
 
 from megatron.device import Device
 
-NEVER = float("-inf")
-COLDEST = 1e-30  # scores over a lower temperature are no fp32 numbers: it is taken for 0
-MOST_SCORED_ROWS = 256  # at a time, so that fp32 copies of logits stay small
+_NEVER = float("-inf")
+_COLDEST = 1e-30  # scores divided by a lower temperature are not fp32 numbers: it is taken for 0
+_MOST_SCORED_ROWS = 256  # at a time, so that fp32 copies of logits stay small
 _NOT_FINITE = -1
 _MASK = 2**64 - 1
 
 
 class Choice(NamedTuple):
-    """What to do with one row of logits; see `request.Sampling`.
+    """What to do with one row of logits.
 
     Attributes:
-        target: the token that is known to follow; None: one is to be chosen.
-        uniform: in [0, 1), says which token is drawn.
-        history: tokens to which the repetition penalty applies.
-        banned: tokens that are out of question; their log probability is minus infinity.
-        logprob: tell the token's log probability.
-        tops: tell those of the so many most likely.
+        target: The token that is known to follow. `None`: one is to be chosen.
+        temperature: As in `request.Sampling`.
+        top_k: As in `request.Sampling`.
+        top_p: As in `request.Sampling`.
+        uniform: Number in [0, 1) that says which token is drawn.
+        repetition_penalty: As in `request.Sampling`.
+        history: Tokens to which the repetition penalty applies.
+        banned: Tokens that are never chosen. Their log probability is minus infinity.
+        logprob: Report the token's log probability.
+        tops: Report this many most likely tokens.
     """
 
     target: int | None = None
@@ -43,12 +47,12 @@ class Choice(NamedTuple):
 
     @property
     def is_drawn(self) -> bool:
-        """Whether chance decides."""
-        return self.target is None and self.temperature >= COLDEST and self.top_k != 1
+        """Whether the token is sampled."""
+        return self.target is None and self.temperature >= _COLDEST and self.top_k != 1
 
     @property
     def is_penalized(self) -> bool:
-        """Whether scores change with the history."""
+        """Whether scores depend on the history."""
         return self.target is None and self.repetition_penalty != 1
 
 
@@ -56,9 +60,9 @@ class Chosen(NamedTuple):
     """The result for one row.
 
     Attributes:
-        token: the target, or what was chosen; None: the logits are not finite.
-        logprob: anything where it was not asked for.
-        top: as many as asked for.
+        token: The target, or what was chosen. `None`: the logits are not finite.
+        logprob: Its log probability, meaningless if it was not asked for.
+        top: The most likely tokens, as many as were asked for.
     """
 
     token: int | None
@@ -67,7 +71,7 @@ class Chosen(NamedTuple):
 
 
 def uniform(seed: int, number: int) -> float:
-    """In [0, 1): a function of seed and number that looks random (SplitMix64)."""
+    """Return a number in [0, 1) that looks random and depends on seed and number (SplitMix64)."""
     state = (seed * 0x9E3779B97F4A7C15 + number + 1) * 0xD1B54A32D192ED03 & _MASK
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         state = ((state ^ state >> shift) * factor) & _MASK
@@ -75,24 +79,26 @@ def uniform(seed: int, number: int) -> float:
 
 
 def result_width(choices: Sequence[Choice]) -> int:
-    """Columns of `choose`'s result."""
+    """Return the number of columns of `choose`'s result."""
     return 2 + 2 * max(choice.tops for choice in choices)
 
 
 def choose(logits: Tensor, choices: Sequence[Choice]) -> Tensor:
-    """The next tokens.
+    """Choose the next tokens.
 
     Args:
         logits: [k, v], without padding entries.
-        choices: k.
+        choices: What to do with each of the k rows.
 
     Returns:
         fp64 [k, 2 + 2m], flat for `unpack`: token, its log probability, m tokens, their log
-        probabilities, where m is the most `tops` of a choice.
+        probabilities. m is the largest `tops` of a choice.
     """
     result = logits.new_zeros(len(choices), result_width(choices), dtype=torch.float64)
-    if any(choice.banned for choice in choices):
-        logits = _without_banned(logits, choices)
+    pairs = [(row, token) for row, choice in enumerate(choices) for token in choice.banned]
+    if pairs:
+        rows, banned = _send(np.array(pairs).T, logits)
+        logits = logits.index_put((rows, banned), logits.new_full((), _NEVER))
     largest, likeliest = logits.max(dim=-1)
     tokens = _tokens(logits, likeliest, choices)
     _tell_logprobs(logits, tokens, choices, result)
@@ -102,7 +108,7 @@ def choose(logits: Tensor, choices: Sequence[Choice]) -> Tensor:
 
 
 def unpack(result: Sequence[float], choices: Sequence[Choice]) -> list[Chosen]:
-    """`choose`'s result, flat, row by row."""
+    """Return `choose`'s flat result row by row."""
     width = result_width(choices)
     most = (width - 2) // 2
     if not most:
@@ -119,14 +125,8 @@ def unpack(result: Sequence[float], choices: Sequence[Choice]) -> list[Chosen]:
     return chosen
 
 
-def _without_banned(logits: Tensor, choices: Sequence[Choice]) -> Tensor:
-    pairs = [(row, token) for row, choice in enumerate(choices) for token in choice.banned]
-    rows, tokens = _send(np.array(pairs).T, logits)
-    return logits.index_put((rows, tokens), logits.new_full((), NEVER))
-
-
 def _tokens(logits: Tensor, tokens: Tensor, choices: Sequence[Choice]) -> Tensor:
-    """[k], int64: `tokens`, which are the likeliest, changed where others are asked for."""
+    """Return [k], int64: the most likely `tokens`, changed for rows that ask for others."""
     known = {i: choice.target for i, choice in enumerate(choices) if choice.target is not None}
     if known:
         rows, targets = _send(np.array([*known.items()]).T, logits)
@@ -140,17 +140,13 @@ def _tokens(logits: Tensor, tokens: Tensor, choices: Sequence[Choice]) -> Tensor
 
 
 def _penalized(scores: Tensor, choices: Sequence[Choice]) -> Tensor:
-    """Changes `scores` and returns them."""
+    """Apply repetition penalties in place, and return the scores."""
     for row, choice in zip(scores, choices, strict=True):
         if choice.is_penalized:
             seen = _send(np.array(sorted(set(choice.history))), scores)
             before = row[seen]
-            weaker = torch.where(
-                before > 0,
-                before / choice.repetition_penalty,
-                before * choice.repetition_penalty,
-            )
-            row[seen] = weaker
+            penalty = choice.repetition_penalty
+            row[seen] = torch.where(before > 0, before / penalty, before * penalty)
     return scores
 
 
@@ -163,14 +159,14 @@ def _drawn(scores: Tensor, choices: Sequence[Choice]) -> Tensor:
         if not drawn:
             continue
         mine, rows = [choices[i] for i in drawn], _send(np.array(drawn), scores)
-        heat = _send(_floats(choice.temperature for choice in mine), scores).unsqueeze(1)
+        heat = _send_floats((choice.temperature for choice in mine), scores)
         hot = scores[rows] / heat
         tokens[rows] = _draw_among_best(hot, mine) if cuts else _draw(hot, mine)
     return tokens
 
 
 def _draw(scores: Tensor, choices: Sequence[Choice]) -> Tensor:
-    """[k]: places in the rows of [k, v], each with its softmax's probability."""
+    """Sample places [k] in the rows of scores [k, v], each with its softmax's probability."""
     upto = scores.double().softmax(dim=-1).cumsum(dim=-1)
     at = _send(np.array([choice.uniform for choice in choices]), scores).unsqueeze(1)
     at = at * upto[:, -1:]
@@ -183,22 +179,22 @@ def _draw_among_best(scores: Tensor, choices: Sequence[Choice]) -> Tensor:
     kept = [min(choice.top_k or vocab, vocab) for choice in choices]
     best, tokens = scores.topk(max(kept), dim=-1)  # in falling order
     place = torch.arange(best.shape[1], device=scores.device)
-    best = best.masked_fill(place >= _send(np.array(kept), scores).unsqueeze(1), NEVER)
+    best = best.masked_fill(place >= _send(np.array(kept), scores).unsqueeze(1), _NEVER)
     share = best.softmax(dim=-1)
     before = share.cumsum(dim=-1) - share
-    top_p = _send(_floats(choice.top_p or 2.0 for choice in choices), scores).unsqueeze(1)
-    best = best.masked_fill((before > top_p) & (place > 0), NEVER)
+    top_p = _send_floats((choice.top_p or 2.0 for choice in choices), scores)
+    best = best.masked_fill((before > top_p) & (place > 0), _NEVER)
     return tokens.gather(1, _draw(best, choices).unsqueeze(1)).squeeze(1)
 
 
 def _tell_logprobs(
     logits: Tensor, tokens: Tensor, choices: Sequence[Choice], result: Tensor
 ) -> None:
-    """Fill in all but the tokens."""
+    """Fill in all columns of the result but the tokens."""
     most = (result.shape[1] - 2) // 2
     told = [i for i, choice in enumerate(choices) if choice.logprob or choice.tops]
-    for start in range(0, len(told), MOST_SCORED_ROWS):
-        rows = _send(np.array(told[start : start + MOST_SCORED_ROWS]), logits)
+    for start in range(0, len(told), _MOST_SCORED_ROWS):
+        rows = _send(np.array(told[start : start + _MOST_SCORED_ROWS]), logits)
         logprobs = logits[rows].float().log_softmax(dim=-1)
         own = logprobs.gather(1, tokens[rows].unsqueeze(1)).squeeze(1)
         result[rows, 1] = own.double()
@@ -209,10 +205,11 @@ def _tell_logprobs(
             result[rows, 2 + most : 2 + most + count] = best.values.double()
 
 
-def _floats(numbers: Iterable[float]) -> np.ndarray:
-    return np.fromiter(numbers, np.float32)
+def _send_floats(numbers: Iterable[float], like: Tensor) -> Tensor:
+    """Return numbers [k, 1] as fp32, on the device of `like`."""
+    return _send(np.fromiter(numbers, np.float32), like).unsqueeze(1)
 
 
 def _send(array: np.ndarray, like: Tensor) -> Tensor:
-    """To where `like` is. Nothing here waits for a GPU, which may still be at an earlier step."""
+    """Copy to the device of `like`, without waiting for a GPU that is still at an earlier step."""
     return Device(like.device).send(np.ascontiguousarray(array))

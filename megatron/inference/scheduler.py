@@ -1,9 +1,10 @@
 """Which sequences a step computes, how many tokens of each, and in which blocks: no tensors here.
 
-A step has a budget of tokens. Sequences that only need their next token come first, then the rest
-of prompts begun, then new prompts in the order of their arrival; a prompt that does not fit is cut
-into chunks, and one that begins like another of the same step comes a step later, to share. Where
-blocks run out, the sequence that began last gives its own back and is computed again later.
+A step has a budget of tokens. Sequences that need only their next token come first, then prompts
+that have begun, then new prompts in the order of their arrival. A prompt that does not fit is cut
+into chunks, and one that begins like another of the same step comes a step later, to share its
+blocks. If blocks run out, the sequence that began last gives its own back and is computed again
+later.
 """
 
 from __future__ import annotations
@@ -12,20 +13,20 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megatron.inference.blocks import FIRST_KEY, BlockPool, Key, next_key
+from megatron.inference.cache import FIRST_KEY, BlockKey, BlockPool, next_key
 
 UNKNOWN = -1  # a token that a step under way chooses
 
 
 @dataclass(frozen=True)
 class SchedulerSettings:
-    """Sizes.
+    """Sizes of steps and of the cache.
 
     Attributes:
-        blocks: of the cache.
-        block_size: tokens of a block.
-        max_sequences: of a step.
-        max_tokens: of a step; at least `max_sequences`, so that every sequence can go on.
+        blocks: Blocks of the cache.
+        block_size: Tokens of a block.
+        max_sequences: Sequences of a step.
+        max_tokens: Tokens of a step; at least `max_sequences`, so that every sequence can go on.
     """
 
     blocks: int
@@ -34,11 +35,12 @@ class SchedulerSettings:
     max_tokens: int
 
     def __post_init__(self) -> None:
+        """Check that steps can hold something."""
         assert min(self.blocks, self.block_size, self.max_sequences) >= 1, self
         assert self.max_tokens >= self.max_sequences, self
 
     def blocks_for(self, tokens: int) -> int:
-        """How many hold so many tokens."""
+        """Return how many blocks hold this many tokens."""
         return -(-tokens // self.block_size)
 
 
@@ -47,16 +49,17 @@ class Sequence:
     """Tokens whose keys and values belong together.
 
     Attributes:
-        request: whose it is.
-        tokens: so far; who owns the sequence appends. The last may be `UNKNOWN`.
-        reuses: may begin with blocks that others have computed.
-        prompt: of the tokens, so many at the beginning are read and not written, all that there
-            are at first: they are computed as a prompt is, also where a single one is left.
-        computed: so many tokens are in the cache, or will be after the steps under way.
-        cached: of these found there, when it began first.
-        blocks: that hold them, and those of the step under way.
-        keys: of the full ones among them that are published.
-        is_over: it has been removed; what a step under way finds for it is of no use.
+        request: Id of the request that it belongs to.
+        tokens: Tokens so far. The owner of the sequence appends. The last may be `UNKNOWN`.
+        reuses: Whether it may begin with blocks that others have computed.
+        computed: Number of tokens in the cache, or that will be after the steps under way.
+        cached: Number of tokens that were found there when it first began.
+        blocks: Blocks that hold them, and those of the step under way.
+        keys: Keys of the full blocks among them that are published.
+        is_new: Whether it has not begun yet.
+        is_over: Whether it has been removed. Results of a step under way are then of no use.
+        prompt: Number of tokens that were there at the beginning. They are computed as a prompt
+            is, even if a single one is left.
     """
 
     request: str
@@ -65,28 +68,31 @@ class Sequence:
     computed: int = 0
     cached: int = 0
     blocks: tuple[int, ...] = ()
-    keys: list[Key] = field(default_factory=list)
+    keys: list[BlockKey] = field(default_factory=list)
     is_new: bool = True
     is_over: bool = False
     prompt: int = -1
 
     def __post_init__(self) -> None:
+        """Take all tokens for the prompt, unless it is said how many are."""
         if self.prompt < 0:
             self.prompt = len(self.tokens)
 
     @property
     def missing(self) -> int:
-        """Tokens that are not computed."""
+        """Number of tokens that are not computed."""
         return len(self.tokens) - self.computed
 
 
 class Row(NamedTuple):
-    """What a step does for one sequence: computes tokens `start` to `start + size`.
+    """What a step does for one sequence: it computes tokens `start` to `start + size`.
 
     Attributes:
-        tokens: these.
-        blocks: of the sequence up to them; the same object until it changes.
-        is_last: after them all known tokens are computed: the next can be chosen.
+        sequence: The sequence.
+        start: First token computed.
+        tokens: The tokens computed.
+        blocks: Blocks of the sequence up to them; the same object until it changes.
+        is_last: Whether all known tokens are computed after this, so the next can be chosen.
     """
 
     sequence: Sequence
@@ -97,88 +103,96 @@ class Row(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Tokens computed."""
+        """Number of tokens computed."""
         return len(self.tokens)
 
     @property
     def goes_on(self) -> bool:
-        """It is one token, and not of a prompt."""
+        """Whether this is a single token, and not one of the prompt."""
         return len(self.tokens) == 1 and self.start >= self.sequence.prompt
 
 
-Plan = tuple[Row, ...]  # those that go on first
+StepPlan = tuple[Row, ...]  # rows that go on come first
 
 
 class Scheduler:
-    """Plans steps. Call `begun` with a plan once it is under way, before the next `plan`, and
-    `done` once it is carried out. Steps are carried out in the order of their plans."""
+    """Plans steps.
+
+    Call `begun` with a plan once it is under way, before the next `plan`, and `done` once it is
+    carried out. Steps are carried out in the order of their plans.
+    """
 
     def __init__(self, settings: SchedulerSettings) -> None:
+        """Start without sequences.
+
+        Args:
+            settings: Sizes of steps and of the cache.
+        """
         self.settings = settings
         self.pool = BlockPool(settings.blocks)
         self.preempted = 0
+        self.running: list[Sequence] = []  # those that have a place, in the order they began
         self._waiting: deque[Sequence] = deque()
-        self._running: list[Sequence] = []  # in the order in which they began
 
-    @property
-    def running(self) -> tuple[Sequence, ...]:
-        """Those that have a place, in the order in which they began."""
-        return tuple(self._running)
-
-    def add(self, sequence: Sequence) -> None:
-        """Take a sequence; it waits for its turn."""
-        self._waiting.append(sequence)
+    def add(self, *sequences: Sequence) -> None:
+        """Take sequences, which wait for their turn."""
+        self._waiting.extend(sequences)
 
     def fork(self, parent: Sequence, tokens: list[int]) -> Sequence:
-        """A second sequence that begins like `parent`, a running one, whose full blocks it shares.
+        """Return a second sequence that begins like a running one and shares its full blocks.
 
-        It comes after all others in line where there is no place for it now.
+        If there is no place for it now, it comes after all others in line.
         """
         size = self.settings.block_size
         child = Sequence(parent.request, tokens, parent.reuses, is_new=False, prompt=parent.prompt)
-        if len(self._running) >= self.settings.max_sequences or parent not in self._running:
+        if len(self.running) >= self.settings.max_sequences or parent not in self.running:
             self.add(child)
             return child
         full = parent.computed // size
         child.blocks = tuple(self.pool.share_block(block) for block in parent.blocks[:full])
         child.keys = parent.keys[:full]
         child.computed = full * size
-        self._running.append(child)
+        self.running.append(child)
         return child
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence, and give its blocks back."""
-        if sequence in self._running:
-            self._running.remove(sequence)
+        if sequence in self.running:
+            self.running.remove(sequence)
         else:
             self._waiting.remove(sequence)
         self._release(sequence)
         sequence.is_over = True
 
-    def plan(self) -> Plan:
-        """The next step; empty where nothing is to do."""
-        step = _Step(self.settings.max_tokens)
-        going_on = [s for s in self._running if s.missing == 1]
-        begun = [s for s in self._running if s.missing > 1]
+    def plan(self) -> StepPlan:
+        """Return the next step, which is empty if there is nothing to do."""
+        step = _OpenPlan(self.settings.max_tokens)
+        going_on = [s for s in self.running if s.missing == 1]
+        begun = [s for s in self.running if s.missing > 1]
         for sequence in going_on + begun:
             count = min(sequence.missing, step.budget)
             if count and sequence not in step.preempted and self._make_room(sequence, count, step):
                 step.put(sequence, count)
         self._begin_waiting(step)
-        if not step.rows and self._waiting:
-            self._begin_stuck(step)
+        # If nobody who runs has anything to compute and yet they leave no room to the first in
+        # line, they are beams that wait for one another: they give up theirs and go to the end.
+        while not step.rows and self._waiting and self.running:
+            last = self.running[-1]
+            self._preempt(last)
+            self._waiting.append(last)
+            self._begin_waiting(step)
         return tuple(sorted(step.rows.values(), key=lambda row: not row.goes_on))
 
-    def begun(self, plan: Plan) -> None:
-        """Steps that come later find the plan's tokens in the cache."""
+    def begun(self, plan: StepPlan) -> None:
+        """Record that later steps will find the plan's tokens in the cache."""
         for row in plan:
             row.sequence.computed = row.start + row.size
 
-    def done(self, plan: Plan) -> None:
-        """The plan's tokens are in the cache, and all of them are known.
+    def done(self, plan: StepPlan) -> None:
+        """Record that the plan's tokens are in the cache, and all of them are known.
 
-        Others can begin with the prompt's. What was written behind it was computed token by token,
-        and its last bits may not be those that it has as part of another prompt.
+        Others can begin with the prompt's blocks only. What comes after it was computed token by
+        token, and its last bits may differ from those it would have as part of another prompt.
         """
         size = self.settings.block_size
         for row in plan:
@@ -186,14 +200,19 @@ class Scheduler:
             # It may have lost its place, and begun again, since the step began.
             computed = min(row.start + row.size, sequence.computed, sequence.prompt)
             for index in range(len(sequence.keys), computed // size):
-                key = _key(sequence, index, size)
+                previous = sequence.keys[index - 1] if index else FIRST_KEY
+                key = next_key(previous, sequence.tokens[index * size : (index + 1) * size])
                 self.pool.publish(sequence.blocks[index], key)
                 sequence.keys.append(key)
 
-    def _make_room(self, sequence: Sequence, count: int, step: _Step) -> bool:
-        """Give it blocks for so many tokens more, others' where needed; False: it lost its own."""
+    def _make_room(self, sequence: Sequence, count: int, step: _OpenPlan) -> bool:
+        """Give a sequence blocks for more tokens, taking others' if need be.
+
+        Returns:
+            Whether it has them. Otherwise it lost its own.
+        """
         while not self._grow(sequence, count):
-            last = self._running[-1]
+            last = self.running[-1]
             self._preempt(last)
             self._waiting.appendleft(last)
             step.drop(last)
@@ -201,32 +220,26 @@ class Scheduler:
                 return False
         return True
 
-    def _begin_waiting(self, step: _Step) -> None:
-        """Those that come next and fit."""
-        while self._waiting and step.budget and len(self._running) < self.settings.max_sequences:
+    def _begin_waiting(self, step: _OpenPlan) -> None:
+        """Begin the sequences that come next, as long as they fit."""
+        size = self.settings.block_size
+        while self._waiting and step.budget and len(self.running) < self.settings.max_sequences:
             sequence = self._waiting[0]
-            first = self._first_key(sequence)
+            first = None  # key of the first block, if others can begin with it
+            if sequence.reuses and len(sequence.tokens) > size:
+                first = next_key(FIRST_KEY, sequence.tokens[:size])
             if first in step.coming or not self._begin(sequence):
                 return
             if first is not None and not sequence.computed:
                 step.coming.add(first)
             self._waiting.popleft()
-            self._running.append(sequence)
+            self.running.append(sequence)
             count = min(sequence.missing, step.budget)
             self._grow(sequence, count)
             step.put(sequence, count)
 
-    def _begin_stuck(self, step: _Step) -> None:
-        """Nobody who runs has anything to compute, and they leave no room to the first in line:
-        beams that wait for one another. They give up theirs and go to the end of the line."""
-        while self._running and not step.rows:
-            last = self._running[-1]
-            self._preempt(last)
-            self._waiting.append(last)
-            self._begin_waiting(step)
-
     def _grow(self, sequence: Sequence, count: int) -> bool:
-        """Give it free blocks for so many tokens more; False, and nothing, where too few are."""
+        """Give a sequence free blocks for more tokens, and return whether there were enough."""
         needed = self.settings.blocks_for(sequence.computed + count) - len(sequence.blocks)
         if needed > self.pool.available:
             return False
@@ -236,7 +249,7 @@ class Scheduler:
         return True
 
     def _begin(self, sequence: Sequence) -> bool:
-        """Give it the blocks that are computed already, if all that it needs can be had."""
+        """Give a sequence the blocks that are computed already, if it can get all it needs."""
         known = self._known_keys(sequence)
         unused = sum(self.pool.is_unused(key) for key in known)
         needed = self.settings.blocks_for(len(sequence.tokens)) - len(known)
@@ -249,17 +262,12 @@ class Scheduler:
             sequence.cached, sequence.is_new = sequence.computed, False
         return True
 
-    def _first_key(self, sequence: Sequence) -> Key | None:
-        """Of the first block, if others can begin with it."""
-        size = self.settings.block_size
-        if not sequence.reuses or len(sequence.tokens) <= size:
-            return None
-        return next_key(FIRST_KEY, sequence.tokens[:size])
+    def _known_keys(self, sequence: Sequence) -> list[BlockKey]:
+        """Return the keys of the blocks that a sequence can begin with.
 
-    def _known_keys(self, sequence: Sequence) -> list[Key]:
-        """Of the blocks it can begin with. The last token is always computed: it says what is
-        next."""
-        keys: list[Key] = []
+        Its last token is always computed, because that is what tells the next one.
+        """
+        keys: list[BlockKey] = []
         size = self.settings.block_size
         most = (len(sequence.tokens) - 1) // size if sequence.reuses else 0
         for index in range(most):
@@ -271,7 +279,7 @@ class Scheduler:
         return keys
 
     def _preempt(self, sequence: Sequence) -> None:
-        self._running.remove(sequence)
+        self.running.remove(sequence)
         self._release(sequence)
         self.preempted += 1
 
@@ -282,36 +290,31 @@ class Scheduler:
 
 
 @dataclass
-class _Step:
-    """A plan in the making."""
+class _OpenPlan:
+    """A plan in the making.
 
-    budget: int  # tokens left
+    Attributes:
+        budget: Tokens left.
+        rows: What it does so far.
+        preempted: Sequences that lost their place.
+        coming: First blocks that this step computes. Who begins alike waits for the next step.
+    """
+
+    budget: int
     rows: dict[Sequence, Row] = field(default_factory=dict)
     preempted: set[Sequence] = field(default_factory=set)
-    coming: set[Key | None] = field(default_factory=set)
-    """First blocks that are computed in this step: who begins like that waits for the next one."""
+    coming: set[BlockKey | None] = field(default_factory=set)
 
     def put(self, sequence: Sequence, count: int) -> None:
-        self.rows[sequence] = _row(sequence, count)
+        """Compute this many more tokens of a sequence."""
+        start = sequence.computed
+        tokens = tuple(sequence.tokens[start : start + count])
+        is_last = start + count == len(sequence.tokens)
+        self.rows[sequence] = Row(sequence, start, tokens, sequence.blocks, is_last)
         self.budget -= count
 
     def drop(self, sequence: Sequence) -> None:
+        """Compute nothing of a sequence that lost its place."""
         self.preempted.add(sequence)
         row = self.rows.pop(sequence, None)
         self.budget += 0 if row is None else row.size
-
-
-def _row(sequence: Sequence, count: int) -> Row:
-    start = sequence.computed
-    return Row(
-        sequence,
-        start,
-        tuple(sequence.tokens[start : start + count]),
-        sequence.blocks,
-        is_last=start + count == len(sequence.tokens),
-    )
-
-
-def _key(sequence: Sequence, index: int, size: int) -> Key:
-    previous = sequence.keys[index - 1] if index else FIRST_KEY
-    return next_key(previous, sequence.tokens[index * size : (index + 1) * size])

@@ -1,7 +1,7 @@
 """The loop of every rank that serves: commands in, steps, events out.
 
-Rank 0 takes commands from outside and tells them to the other ranks, so that every engine gets the
-same calls in the same order; all decisions follow from these. Only rank 0 sends events.
+Rank 0 takes commands from outside and sends them to the other ranks, so that every engine gets the
+same calls in the same order. All decisions follow from these. Only rank 0 sends events.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.inference.engine import BatchEngine
 from megatron.inference.messages import Add, Cancel, Command, Shutdown, read, write
-from megatron.inference.request import Engine, Event, Finished, RequestError
+from megatron.inference.request import Event, Finished, RequestError
 from megatron.parallel.layout import Axis
 
-# An idle rank 0 speaks to the others this often: far below any timeout of a collective.
-IDLE_SECONDS = 5.0
+# An idle rank 0 sends to the others this often, which is far below any timeout of a collective.
+_IDLE_SECONDS = 5.0
 
 logger = logging.getLogger(__name__)
 
@@ -28,33 +29,37 @@ class Inbox(Protocol):
     """Rank 0's way to those who ask."""
 
     def poll(self, wait: float) -> list[Command]:
-        """What has arrived, in order. Waits up to `wait` seconds for the first; 0: not at all."""
+        """Return the commands that have arrived, in order.
+
+        Args:
+            wait: Longest time to wait for the first one, in seconds.
+        """
         ...
 
     def send(self, events: Sequence[Event]) -> None:
-        """Hand these on. Must not wait for slow readers."""
+        """Hand events on, without waiting for slow readers."""
         ...
 
 
 def serve(
-    engine: Engine, inbox: Inbox | None, world: Axis, *, device: torch.device | None = None
+    engine: BatchEngine, inbox: Inbox | None, world: Axis, *, device: torch.device | None = None
 ) -> None:
     """Run until the command to shut down. Collective over `world`.
 
     Args:
-        engine: this rank's; they are equal.
-        inbox: of rank 0; None on the others.
-        world: all ranks of the layout; `Layout.single().world` of one process.
-        device: where tensors of the world's collectives are; None: the CPU.
+        engine: This rank's. All of them are equal.
+        inbox: Rank 0's, `None` on the others.
+        world: All ranks of the layout; `Layout.single().world` for a single process.
+        device: Where tensors of the world's collectives are. `None`: the CPU.
     """
     assert (inbox is not None) == (world.rank == 0), "rank 0, and no other, has an inbox"
-    channel = _Channel(world, device or torch.device("cpu"))
+    device = device or torch.device("cpu")
     world.journal.enter("text generation")
     running = True
     while running:
-        mine = [] if inbox is None else inbox.poll(0.0 if engine.has_work else IDLE_SECONDS)
+        mine = [] if inbox is None else inbox.poll(0.0 if engine.has_work else _IDLE_SECONDS)
         events: list[Event] = []
-        for command in channel.share(mine):
+        for command in _share(mine, world, device):
             running = running and not isinstance(command, Shutdown)
             events += obey(engine, command)
         if engine.has_work:
@@ -63,8 +68,8 @@ def serve(
             inbox.send(events)
 
 
-def obey(engine: Engine, command: Command) -> list[Event]:
-    """Carry out one command; what it leads to at once."""
+def obey(engine: BatchEngine, command: Command) -> list[Event]:
+    """Carry out one command, and return the events that it leads to at once."""
     match command:
         case Add(request):
             try:
@@ -77,10 +82,10 @@ def obey(engine: Engine, command: Command) -> list[Event]:
     return engine.abort("the server is shutting down")
 
 
-def _step(engine: Engine, *, alone: bool) -> list[Event]:
-    """One step. What goes wrong in it ends the requests and not the process, where it is alone.
+def _step(engine: BatchEngine, *, alone: bool) -> list[Event]:
+    """Run one step. If the process is alone, an error in it ends the requests, not the process.
 
-    Among several ranks an unexpected error ends this one, and with it, through its launcher, all:
+    Among several ranks an unexpected error ends this one and with it, through its launcher, all:
     others may wait for it in a collective that it will never enter.
     """
     try:
@@ -92,30 +97,24 @@ def _step(engine: Engine, *, alone: bool) -> list[Event]:
         return engine.abort(f"{type(error).__name__}: {error}")
 
 
-class _Channel:
-    """Rank 0's commands to all ranks: the number of bytes, then the bytes."""
+def _share(commands: list[Command], world: Axis, device: torch.device) -> list[Command]:
+    """Return rank 0's commands on every rank: first the number of bytes, then the bytes.
 
-    def __init__(self, world: Axis, device: torch.device) -> None:
-        self._world = world
-        self._device = device
+    Collective.
+    """
+    if world.size == 1:
+        return commands
 
-    def share(self, commands: list[Command]) -> list[Command]:
-        """Rank 0's commands, on every rank. Collective."""
-        if self._world.size == 1:
-            return commands
-        data = write(Command, commands) if self._world.rank == 0 and commands else b""
-        size = torch.tensor([len(data)], dtype=torch.int64, device=self._device)
-        self._broadcast(size)
-        if not int(size):
-            return []
-        body = torch.empty(int(size), dtype=torch.uint8, device=self._device)
-        if self._world.rank == 0:
-            body.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        self._broadcast(body)
-        return read(Command, body.cpu().numpy().tobytes())
+    def broadcast(tensor: Tensor) -> Tensor:
+        work = dist.broadcast(tensor, src=world.ranks[0], group=world.group, async_op=True)
+        world.transfer("broadcast", work).wait()
+        return tensor
 
-    def _broadcast(self, tensor: Tensor) -> None:
-        work = dist.broadcast(
-            tensor, src=self._world.ranks[0], group=self._world.group, async_op=True
-        )
-        self._world.transfer("broadcast", work).wait()
+    data = write(Command, commands) if world.rank == 0 and commands else b""
+    size = int(broadcast(torch.tensor([len(data)], dtype=torch.int64, device=device)))
+    if not size:
+        return []
+    body = torch.empty(size, dtype=torch.uint8, device=device)
+    if world.rank == 0:
+        body.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    return read(Command, broadcast(body).cpu().numpy().tobytes())

@@ -11,7 +11,7 @@ import pytest
 from megatron.config.data import DataConfig
 from megatron.config.parser import parse_config
 from megatron.config.yaml_file import dump
-from megatron.inference.arguments import SAVED_MODEL_READS
+from megatron.inference.load import SAVED_MODEL_READS
 from tests.config.command import command, parse, problems
 
 _EACH = '{"train": ["0.3", "A", "0.7", "B"], "valid": "C", "test": null}'

@@ -12,8 +12,7 @@ from megatron.config import ParsedRun
 from megatron.config.run import sections
 from megatron.config.samples import SamplesConfig
 from megatron.errors import CheckpointError, ConfigError
-from megatron.inference.arguments import SAVED_MODEL_READS, parse_generation
-from megatron.inference.load import load_gpt
+from megatron.inference.load import SAVED_MODEL_READS, load_gpt, parse_generation
 from megatron.parallel.layout import Layout
 from megatron.training.checkpointing import save_run
 from tasks import harness, language_model
@@ -188,5 +187,5 @@ def test_what_a_program_reads_is_not_called_vain(toy: Path, read: set[str], caps
 def test_another_kind_of_network_is_refused(tmp_path: Path) -> None:
     flags = ["--save", str(tmp_path / "model"), "--save-interval", "1"]
     save_run(build_toy(Layout.single(), flags, "bert"))
-    with pytest.raises(CheckpointError, match="holds a bert, where a gpt is needed"):
+    with pytest.raises(CheckpointError, match="holds a bert, but a gpt is needed"):
         _generation(tmp_path)

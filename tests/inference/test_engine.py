@@ -170,7 +170,7 @@ def test_a_cancelled_request_frees_its_blocks(llama: Path) -> None:
 def test_what_cannot_be_done_is_refused_at_the_door(llama: Path) -> None:
     engine = toy_engine(llama, replace(OPTIONS, cache_tokens=20))
     cases = {
-        "not in the vocabulary": Request("a", (VOCAB,), greedy(1)),
+        "outside the vocabulary": Request("a", (VOCAB,), greedy(1)),
         f"model's {POSITIONS} positions": Request("a", (1,) * POSITIONS, greedy(1)),
         "do not fit in the cache": Request("a", (1,) * 12, greedy(12)),
         "sequences": Request("a", (1,), greedy(1, beam_width=9)),

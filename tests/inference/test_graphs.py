@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron.inference import build
 from megatron.inference.build import EngineOptions
 from megatron.inference.engine import BatchEngine
-from megatron.inference.graphs import lengths_to_record, row_counts
+from megatron.inference.executor import lengths_to_record, row_counts
 from megatron.inference.request import Request
 from megatron.kernels.paged_attention import PART, PlainPaged
 from tests.checkpoint.huggingface.models import VOCAB

@@ -13,7 +13,7 @@ import pytest
 from megatron.errors import DataError, StorageError
 from megatron.inference.messages import Add
 from megatron.inference.request import EngineLimits, Finished
-from megatron.inference.samples import Sample, SampleFile, SampleInbox, read_prompts
+from megatron.inference.samples import GeneratedText, SampleFile, SampleInbox, read_prompts
 from tests.checkpoint.huggingface.models import CASES, POSITIONS, VOCAB, tensors_of, write_folder
 from tests.inference.toy import expected_greedy, greedy
 from tests.tools.test_checkpoint_util import convert, write_word_tokenizer
@@ -87,7 +87,7 @@ def test_a_file_of_samples_that_were_drawn_otherwise_is_not_gone_on_with(
     said = capsys.readouterr().err
     for name, here, there in (("temperature", 0.5, 1.5), ("top_k", 5, 0), ("seed", 1234, 7)):
         assert f"--{name} is {here} here and {there} there" in said
-    assert "--top_p" not in said.split("drawn otherwise")[1]
+    assert "--top_p" not in said.split("other settings")[1]
     assert "name another file, or remove this one" in said
     assert run(model, *few, "--num-samples", 2, "--greedy") == 8
     assert "--seed is not used here and 7 there" in capsys.readouterr().err
@@ -132,7 +132,7 @@ def test_the_choices_are_said_and_not_among_the_samples(
 def test_a_last_line_of_something_else_is_left_alone_too(tmp_path: Path, content: str) -> None:
     target = tmp_path / "prompts.txt"
     target.write_text(content)
-    with pytest.raises(StorageError, match="is no sample"):
+    with pytest.raises(StorageError, match="is not a sample"):
         SampleFile(target)
     assert target.read_text() == content
 
@@ -140,7 +140,7 @@ def test_a_last_line_of_something_else_is_left_alone_too(tmp_path: Path, content
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has this device")
 def test_a_device_is_not_read() -> None:
     with pytest.raises(StorageError, match="/dev/full"), SampleFile(Path("/dev/full")) as samples:
-        samples.put(0, Sample("a", "b", 1, finished=True))
+        samples.put(0, GeneratedText("a", "b", 1, finished=True))
 
 
 def test_a_file_of_something_else_is_left_alone(
@@ -149,9 +149,9 @@ def test_a_file_of_something_else_is_left_alone(
     source, target = tmp_path / "prompts.txt", tmp_path / "prompts.txt.out"
     source.write_text("w1\n")
     for content, said in (
-        ('{"prompt": "w2", "text": ""}\n', "line 1 is of another prompt"),
-        ("my notes\n", "line 1 is no sample"),
-        ('{"prompt": "w1"}\n{"prompt": "w1"}\n', "has 2 samples, and 1 are asked for"),
+        ('{"prompt": "w2", "text": ""}\n', "line 1 is for another prompt"),
+        ("my notes\n", "line 1 is not a sample"),
+        ('{"prompt": "w1"}\n{"prompt": "w1"}\n', "has 2 samples, but 1 are asked for"),
     ):
         target.write_text(content)
         assert run(model, "--sample-input-file", source) == 8
@@ -162,7 +162,7 @@ def test_a_file_of_something_else_is_left_alone(
 def test_half_a_surrogate_pair_is_no_prompt(tmp_path: Path) -> None:
     source = tmp_path / "prompts.jsonl"
     source.write_text('{"prompt": "w1"}\n{"prompt": "\\ud800"}\n')
-    with pytest.raises(DataError, match="line 2 is no object with"):
+    with pytest.raises(DataError, match="line 2 is not an object with"):
         read_prompts(source)
 
 
@@ -187,7 +187,7 @@ def test_a_prompt_without_an_answer_does_not_stop_the_others(
 
 def test_a_cache_shorter_than_the_model_bounds_answers() -> None:
     """And a request that the engine refuses all the same is an error, no empty answer."""
-    written: dict[int, Sample] = {}
+    written: dict[int, GeneratedText] = {}
     writer = SimpleNamespace(put=written.__setitem__)
     tokenizer = SimpleNamespace(eod=0, tokenize_open=lambda text: [1] * len(text))
     limits = EngineLimits(vocab_size=9, max_length=100, cache_tokens=10, max_beams=1)

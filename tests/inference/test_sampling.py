@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.inference.answer import PlainAnswer, ends
+from megatron.inference.answers import PlainAnswer, ends
 from megatron.inference.request import Request, Sampling
 from megatron.inference.sampling import Choice, choose, uniform, unpack
 from megatron.inference.scheduler import Row

@@ -6,14 +6,14 @@ import random
 
 import pytest
 
-from megatron.inference.blocks import FIRST_KEY, BlockPool, next_key
-from megatron.inference.scheduler import Plan, Scheduler, SchedulerSettings, Sequence
+from megatron.inference.cache import FIRST_KEY, BlockPool, next_key
+from megatron.inference.scheduler import Scheduler, SchedulerSettings, Sequence, StepPlan
 
 SETTINGS = SchedulerSettings(blocks=12, block_size=4, max_sequences=3, max_tokens=8)
 
 
 def carry_out(scheduler: Scheduler) -> list[tuple[int, int]]:
-    """Plan and do a step; (start, count) of each row."""
+    """StepPlan and do a step; (start, count) of each row."""
     plan = scheduler.plan()
     scheduler.begun(plan)
     scheduler.done(plan)
@@ -187,7 +187,7 @@ def test_every_sequence_is_computed_once_and_in_order_and_no_block_leaks(seed: i
     assert scheduler.pool.available == settings.blocks
 
 
-def check(plan: Plan, settings: SchedulerSettings) -> None:
+def check(plan: StepPlan, settings: SchedulerSettings) -> None:
     kinds = [row.goes_on for row in plan]
     assert kinds == sorted(kinds, reverse=True)
     assert sum(row.size for row in plan) <= settings.max_tokens

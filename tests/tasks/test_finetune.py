@@ -448,7 +448,7 @@ def test_a_model_without_a_binary_head_gets_what_it_lacks(toy, tmp_path):
 
 
 def test_another_kind_of_network_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="holds a gpt, where a bert is needed"):
+    with pytest.raises(CheckpointError, match="holds a gpt, but a bert is needed"):
         finetune_command.parse(
             "MNLI", ["--pretrained-checkpoint", save_toy(str(tmp_path)), "--epochs", "1"], 1
         )

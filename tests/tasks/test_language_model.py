@@ -221,10 +221,13 @@ def test_a_misspelt_task_flag_is_told_beside_the_missing_one(flag):
     [
         ([], "--load is required"),
         (["--valid-data", "/no", "/no"], "--valid-data /no: is given twice: give it once"),
-        (["--dry-run"], "--dry-run is of training: drop it"),
-        (["--tp-comm-overlap"], "--tp-comm-overlap cuts the products of training alone: drop it"),
+        (["--dry-run"], "--dry-run is for training: drop it"),
+        (
+            ["--tp-comm-overlap"],
+            "--tp-comm-overlap splits matrix products only in training: drop it",
+        ),
         (["--valid-data", "/no/such"], "--valid-data /no/such: no such file"),
-        (["--context-parallel-size", "2"], "sequences are split in training alone"),
+        (["--context-parallel-size", "2"], "sequences are split only in training"),
         (
             ["--fp8-format", "hybrid"],
             "--fp8-format hybrid: a trained model",

@@ -21,12 +21,10 @@ from megatron.checkpoint.huggingface.files import COMPANION_FOLDER, GENERATION_C
 from megatron.command import say
 from megatron.config.server import ServerConfig, problems_of
 from megatron.errors import EXIT_OK, ConfigError, UserError
-from megatron.inference.arguments import parse_generation
 from megatron.inference.build import EngineOptions, engine_of
 from megatron.inference.engine import BatchEngine
-from megatron.inference.load import Loaded, load_gpt
+from megatron.inference.load import Loaded, engine_rows, load_gpt, parse_generation
 from megatron.inference.messages import Command, MessageError, Report, Shutdown, Unpacker, pack
-from megatron.inference.panel import engine_rows
 from megatron.inference.request import Event, RequestError, Stats
 from megatron.inference.server.chat import ChatTemplate, find_template, special_tokens
 from megatron.inference.server.settings import LOOPBACK, Defaults, FrontSettings, ServerLimits

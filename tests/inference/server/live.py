@@ -16,7 +16,6 @@ import httpx2 as httpx
 
 from megatron.config.data import TokenizerConfig
 from megatron.inference.messages import pack
-from megatron.inference.request import Engine
 from megatron.inference.server import front
 from megatron.inference.server.run import SocketInbox
 from megatron.inference.server.settings import FrontSettings
@@ -81,7 +80,7 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
-def make_settings(folder: Path, engine: Engine, **changes: Any) -> FrontSettings:
+def make_settings(folder: Path, engine: FakeEngine, **changes: Any) -> FrontSettings:
     """Settings of a server of the test tokenizer."""
     tokenizer = TokenizerConfig(
         tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder / "tokenizer.json")
