@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Pretrain a BERT: what to train. How it is trained stands in `megatron/training`.
+"""Pretrain a BERT. This script says what to train; `megatron/training` says how.
 
 python pretrain_bert.py --help                                all flags
 python pretrain_bert.py --mock-data ...                       one process
@@ -45,6 +45,7 @@ class BertRecipe:
     head = LANGUAGE_MODEL_HEAD
 
     def loss_names(self, config: RunConfig) -> tuple[str, ...]:
+        """Return the log names of the losses: of tokens, and of the segments' order."""
         return ("lm loss", "sop loss") if config.model.bert_binary_head else ("lm loss",)
 
     def build_part(
@@ -55,15 +56,18 @@ class BertRecipe:
         padded_vocab_size: int,
         part: ModelPart,
     ) -> BertModel:
+        """Build what a pipeline stage holds of the model."""
         return build_model(BertModel, config, layout, device, padded_vocab_size, part)
 
     def describe_kernels(self, part: BertModel) -> str:
+        """Name the form of attention and say why it was chosen."""
         choice = part.attention_choice
         return f"{choice.name} attention with padding masks ({choice.reason})"
 
     def build_datasets(
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
     ) -> Splits:
+        """Build samples of two segments with masked tokens. Collective."""
         return build_bert_datasets(
             DataRequest(
                 config.data,
@@ -78,6 +82,7 @@ class BertRecipe:
         )
 
     def loss_mask(self, batch: Batch, config: RunConfig, tokenizer: Tokenizer) -> Tensor:
+        """Return 1 for each masked token."""
         return batch["loss_mask"]
 
     def forward(
@@ -89,6 +94,7 @@ class BertRecipe:
         tokenizer: Tokenizer,
         layout: Layout,
     ) -> Tensor | Mapping[str, Tensor]:
+        """Run one micro-batch through a part of the model; at its end return the losses."""
         padding = batch["padding_mask"].bool()
         words = (batch["text"], padding, batch["types"], batch["labels"])
         result = part(*words, hidden, loss_mask=batch["loss_mask"])

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Pretrain a GPT: what to train. How it is trained stands in `megatron/training`.
+"""Pretrain a GPT. This script says what to train; `megatron/training` says how.
 
 python pretrain_gpt.py --help                                all flags
 python pretrain_gpt.py --mock-data ...                       one process
@@ -51,6 +51,7 @@ class GPTRecipe:
     head = LANGUAGE_MODEL_HEAD
 
     def loss_names(self, config: RunConfig) -> tuple[str, ...]:
+        """Return the log name of the only loss."""
         return ("lm loss",)
 
     def build_part(
@@ -61,14 +62,17 @@ class GPTRecipe:
         padded_vocab_size: int,
         part: ModelPart,
     ) -> GPTModel:
+        """Build what a pipeline stage holds of the model."""
         return build_model(GPTModel, config, layout, device, padded_vocab_size, part)
 
     def describe_kernels(self, part: GPTModel) -> str:
+        """Name the form of attention and say why it was chosen."""
         return f"{part.attention_choice.name} attention ({part.attention_choice.reason})"
 
     def build_datasets(
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
     ) -> Splits:
+        """Build samples of a stream of documents. Collective."""
         splits = build_gpt_datasets(
             DataRequest(
                 config.data,
@@ -88,6 +92,7 @@ class GPTRecipe:
         return train, valid, test
 
     def loss_mask(self, batch: Batch, config: RunConfig, tokenizer: Tokenizer) -> Tensor:
+        """Return 1 for each label that counts, of a micro-batch of whole sequences."""
         inputs = batch["text"][:, :-1]
         return make_loss_mask(inputs, eod=tokenizer.eod, eod_mask_loss=config.data.eod_mask_loss)
 
@@ -100,6 +105,7 @@ class GPTRecipe:
         tokenizer: Tokenizer,
         layout: Layout,
     ) -> Tensor | Mapping[str, Tensor]:
+        """Run one micro-batch through a part of the model; at its end return the loss."""
         whole = make_batch(
             batch["text"],
             eod=tokenizer.eod,
@@ -107,7 +113,7 @@ class GPTRecipe:
             eod_mask_loss=config.data.eod_mask_loss,
         )
         mine = context_part(whole, layout.context)
-        ends = batch.get(SEGMENT_ENDS)  # a rule refuses them where the context is split
+        ends = batch.get(SEGMENT_ENDS)  # a rule refuses them with context parallelism
         documents = None if ends is None else Segments.of(ends, mine.tokens)
         result = part(
             mine.tokens,

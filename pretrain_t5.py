@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Pretrain a T5: what to train. How it is trained stands in `megatron/training`.
+"""Pretrain a T5. This script says what to train; `megatron/training` says how.
 
 python pretrain_t5.py --help                                all flags
 python pretrain_t5.py --mock-data ...                       one process
@@ -37,13 +37,14 @@ from megatron.training.recipe import Batch, SampleCounts, Splits
 
 
 class T5Recipe:
-    """Runs of words taken out of the encoder's text are the decoder's."""
+    """The decoder writes the runs of words that were taken out of the encoder's text."""
 
     program = "pretrain_t5.py"
     architecture = "t5"
     head = LANGUAGE_MODEL_HEAD
 
     def loss_names(self, config: RunConfig) -> tuple[str, ...]:
+        """Return the log name of the only loss."""
         return ("lm loss",)
 
     def build_part(
@@ -54,15 +55,18 @@ class T5Recipe:
         padded_vocab_size: int,
         part: ModelPart,
     ) -> T5Model:
+        """Build what a pipeline stage holds of the model."""
         return build_model(T5Model, config, layout, device, padded_vocab_size, part)
 
     def describe_kernels(self, part: T5Model) -> str:
+        """Name the form of attention and say why it was chosen."""
         choice = part.attention_choice
         return f"{choice.name} attention, with padding masks but in the decoder ({choice.reason})"
 
     def build_datasets(
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
     ) -> Splits:
+        """Build samples of texts with runs of words taken out. Collective."""
         return build_t5_datasets(
             DataRequest(
                 config.data,
@@ -77,6 +81,7 @@ class T5Recipe:
         )
 
     def loss_mask(self, batch: Batch, config: RunConfig, tokenizer: Tokenizer) -> Tensor:
+        """Return 1 for each label that counts."""
         return batch["loss_mask"]
 
     def forward(
@@ -88,6 +93,7 @@ class T5Recipe:
         tokenizer: Tokenizer,
         layout: Layout,
     ) -> Tensor | Mapping[str, Tensor]:
+        """Run one micro-batch through a part of the model; at its end return the loss."""
         padding = batch["enc_mask"].bool()
         words = (batch["text_enc"], batch["text_dec"], padding, batch["labels"])
         result = part(*words, hidden, loss_mask=batch["loss_mask"])

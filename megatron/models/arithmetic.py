@@ -1,18 +1,20 @@
-"""Parameters and FLOPs of a network, summed over its plan: nothing is built."""
+"""Parameters, FLOPs and activations of a network, summed over its plan: nothing is built."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from megatron.config.stages import ModelPart, whole_model
 from megatron.models.bert import Classifier, MaskedTokenHead, Pooler
-from megatron.models.block import Block
+from megatron.models.block import Block, class_of
 from megatron.models.embedding import Embedding
 from megatron.models.head import Output
 from megatron.models.norm import norm_parameters
-from megatron.models.plan import HeadPlan, ModelPlan
+from megatron.models.plan import HeadPlan, MicroBatch, ModelPlan
 from megatron.models.position_bias import PositionBias
+from megatron.models.recompute import RecomputePlan
 
 # Which class carries out the record of a head, and states what it costs.
 HEADS: dict[str, Any] = {
@@ -60,6 +62,64 @@ def count_part_parameters(plan: ModelPlan, part: ModelPart, *, tensor: int) -> i
 def count_part_matrices(plan: ModelPlan, part: ModelPart, *, tensor: int) -> int:
     """Count those of them that are matrices of layers."""
     return sum(Block.matrix_parameters(plan.layers[i]) for i in part.layers) // tensor
+
+
+def largest_layer(plan: ModelPlan, *, tensor: int) -> int:
+    """Count the parameters that one of `tensor` ranks holds of the largest layer."""
+    alone = (
+        ModelPart(range(i, i + 1), embedding=False, head=False) for i in range(len(plan.layers))
+    )
+    return max(count_part_parameters(plan, part, tensor=tensor) for part in alone)
+
+
+def largest_matrix(plan: ModelPlan, *, tensor: int) -> int:
+    """Count the elements of the largest matrix that one of `tensor` ranks may hold."""
+    sizes = [plan.embedding.vocabulary * plan.hidden]
+    for sublayer in {part for layer in plan.layers for part in layer.sublayers}:
+        sizes += [a * b for a, b in class_of(sublayer).matrices(sublayer)]
+    return max(sizes) // tensor
+
+
+def part_activations(
+    plan: ModelPlan,
+    part: ModelPart,
+    batch: MicroBatch,
+    recompute: RecomputePlan | None,
+    seq_length: int,
+    decoder_seq_length: int | None = None,
+) -> int:
+    """Count the bytes that a part keeps for the backward pass of one micro-batch.
+
+    Args:
+        plan: the whole network.
+        part: which layers.
+        batch: the micro-batch, whatever its length.
+        recompute: what is computed again instead.
+        seq_length: tokens of a sequence, or of the encoder's.
+        decoder_seq_length: tokens of the decoder's, if there is one.
+    """
+    passing = replace(batch, length=seq_length + (decoder_seq_length or 0))  # halves go together
+    boundary = batch.width * passing.tokens * plan.hidden // batch.sequence
+    of_layers = []
+    for index in part.layers:
+        length, read = plan.lengths(index, seq_length, decoder_seq_length)
+        seen = replace(batch, length=length, encoder_length=read)
+        of_layers.append(Block.activation_bytes(plan.layers[index], seen))
+    total = sum(of_layers)
+    if recompute is not None:
+        total = recompute.bytes_kept(of_layers, boundary, batch)
+    if plan.position_bias is not None:
+        for stack in plan.stacks(part):
+            length, read = plan.lengths(stack.start, seq_length, decoder_seq_length)
+            total += PositionBias.activation_bytes(
+                plan.position_bias, replace(batch, length=length), both_ways=read == 0
+            )
+    return total + (int(part.embedding) + int(part.head)) * boundary
+
+
+def head_activations(plan: ModelPlan, batch: MicroBatch) -> int:
+    """Count the bytes that the heads keep until the backward pass of their losses."""
+    return sum(kind.activation_bytes(head, batch) for kind, head in heads_of(plan))
 
 
 def flops_per_token(plan: ModelPlan, seq_length: int, decoder_seq_length: int | None = None) -> int:

@@ -54,8 +54,8 @@ class AttentionCore(nn.Module):
     """Attention of this rank's heads, without weights, with dropout.
 
     Args:
-        plan: of the attention around it.
-        context: what it is built in.
+        plan: the record of the attention around it.
+        context: layout, device, kernels and number formats.
         layer_number: from 1.
         recompute: compute it again in backward instead of keeping its insides.
         site: tells it from the layer's other core, for dropout.
@@ -70,6 +70,7 @@ class AttentionCore(nn.Module):
         recompute: bool,
         site: str,
     ) -> None:
+        """Take the form of the core from the context."""
         super().__init__()
         self.axis = context.layout.tensor
         self.attend = context.kernels.attention.function
@@ -81,7 +82,17 @@ class AttentionCore(nn.Module):
         self.site = site
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None) -> Tensor:
-        """[s, b, n/t, d], keys and values [keys, b, g/t (at least 1), d] -> [s, b, (n/t) d]."""
+        """Attend.
+
+        Args:
+            query: [s, b, n/t, d].
+            key: [keys, b, g/t (at least 1), d].
+            value: as key.
+            mask: which keys a query may attend to (`AttentionOptions`).
+
+        Returns:
+            [s, b, (n/t) d].
+        """
         if self.recompute and torch.is_grad_enabled():
             out: Tensor = checkpoint(self._attend, query, key, value, mask, use_reentrant=False)
             return out
@@ -105,8 +116,8 @@ class SelfAttention(nn.Module):
     product of all ranks.
 
     Args:
-        plan: its sizes.
-        context: what it is built in.
+        plan: the record of its sizes.
+        context: layout, device, kernels and number formats.
         layer_number: from 1.
         recompute_core: compute the core again in backward instead of keeping its insides.
     """
@@ -119,6 +130,7 @@ class SelfAttention(nn.Module):
         *,
         recompute_core: bool = False,
     ) -> None:
+        """Allocate the projections and the head norms."""
         super().__init__()
         self.plan = plan
         self.axis = context.layout.tensor
@@ -156,13 +168,13 @@ class SelfAttention(nn.Module):
 
     @staticmethod
     def work(plan: AttentionPlan, length: int, encoder_length: int) -> Work:
-        """Count operations; of a causal mask's square one half."""
+        """Count operations; a causal mask leaves half of the square."""
         products = 6 * length * plan.hidden * (plan.qkv + plan.query)
         return Work(products, (6 if plan.causal else 12) * length * length * plan.query)
 
     @staticmethod
     def activation_bytes(plan: AttentionPlan, batch: MicroBatch) -> int:
-        """Count query, key, value, output, and scores where they are kept."""
+        """Count query, key, value, output, and scores if they are kept."""
         elements = (plan.query + plan.qkv) // batch.tensor
         saved = batch.width * batch.tokens * elements
         return saved + _score_bytes(plan, batch, batch.length)
@@ -174,9 +186,16 @@ class SelfAttention(nn.Module):
         rotation: Rotation | None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """[s, b, h] -> [s, b, h], to which `bias_to_add` remains to be added.
+        """Let the tokens attend to each other, or to the cache.
 
-        With sequence parallelism [s/t, b, h].
+        Args:
+            x: [s, b, h]; [s/t, b, h] with sequence parallelism.
+            mask: which keys a query may attend to (`AttentionOptions`).
+            rotation: of queries and keys, if the model has rotary positions.
+            cache: keys and values of earlier tokens.
+
+        Returns:
+            As x; `bias_to_add` remains to be added.
         """
         rotation = None if self.plan.rotary is None else rotation
         if self.query_norm is None or self.key_norm is None:
@@ -199,7 +218,7 @@ class SelfAttention(nn.Module):
         return self.output.bias_to_add
 
     def _split_heads(self, qkv: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Split [s, b, (n + 2g) d / t] into this rank's heads; rotate queries and keys.
+        """Split [s, b, (n + 2g) d / t] into this rank's heads, and rotate queries and keys.
 
         Returns:
             Queries [s, b, n/t, d], keys and values [s, b, g/t (at least 1), d].
@@ -237,8 +256,8 @@ class CrossAttention(nn.Module):
     heads.
 
     Args:
-        plan: its sizes; every head has a key and a value.
-        context: what it is built in.
+        plan: the record of its sizes; every head has a key and a value.
+        context: layout, device, kernels and number formats.
         layer_number: from 1.
         recompute_core: compute the core again in backward instead of keeping its insides.
     """
@@ -251,6 +270,7 @@ class CrossAttention(nn.Module):
         *,
         recompute_core: bool = False,
     ) -> None:
+        """Allocate the projections."""
         super().__init__()
         self.head_size = plan.head_size
         self.query = Linear(
@@ -293,15 +313,20 @@ class CrossAttention(nn.Module):
 
     @staticmethod
     def activation_bytes(plan: AttentionPlan, batch: MicroBatch) -> int:
-        """Count query, output, the encoder's keys and values, and scores where they are kept."""
+        """Count query, output, the encoder's keys and values, and scores if they are kept."""
         each = 2 * plan.query // batch.tensor
         saved = batch.width * (batch.tokens + batch.encoder_tokens) * each
         return saved + _score_bytes(plan, batch, batch.encoder_length)
 
     def forward(self, x: Tensor, encoder: EncoderOutput) -> Tensor:
-        """[s, b, h] -> [s, b, h], to which `bias_to_add` remains to be added.
+        """Let the decoder's tokens attend to the encoder's.
 
-        With sequence parallelism [s/t, b, h].
+        Args:
+            x: [s, b, h]; [s/t, b, h] with sequence parallelism.
+            encoder: what they attend to.
+
+        Returns:
+            As x; `bias_to_add` remains to be added.
         """
         query = self.query(x).unflatten(2, (-1, self.head_size))  # [s, b, n/t, d]
         states = encoder.states.to(x.dtype)  # an fp32 residual stream carries them in fp32

@@ -101,7 +101,7 @@ class BertModel(nn.Module):
 
     Args:
         plan: the whole network.
-        context: what it is built in.
+        context: layout, device, kernels and number formats.
         part: the layers that this process holds, and whether it begins or ends the model; `None`
             stands for the whole model.
         recompute: what to compute again in backward; `None` keeps everything.
@@ -114,6 +114,7 @@ class BertModel(nn.Module):
         part: ModelPart | None = None,
         recompute: RecomputePlan | None = None,
     ) -> None:
+        """Build what the part holds."""
         super().__init__()
         self.plan = plan
         self.part = part or whole_model(len(plan.layers))
@@ -216,6 +217,7 @@ class Classifier(Linear):
     """A linear layer over vectors of whole samples, which every tensor rank holds and computes."""
 
     def __init__(self, plan: ClassifierPlan, context: BuildContext) -> None:
+        """Allocate the layer, whole on every tensor rank."""
         whole = replace(context, layout=replace(context.layout, sequence_parallel=False))
         super().__init__(
             plan.hidden,
@@ -232,12 +234,12 @@ class Classifier(Linear):
 
     @staticmethod
     def flops(plan: ClassifierPlan, length: int) -> int:
-        """Count the operations of forward and backward for a sequence: one vector of it."""
+        """Count the operations of forward and backward for one vector of a sequence."""
         return 6 * plan.outputs * plan.hidden
 
     @staticmethod
     def activation_bytes(plan: ClassifierPlan, batch: MicroBatch) -> int:
-        """Return 0: a few vectors of a sequence, while a layer keeps that many of each token."""
+        """Return 0: it keeps a few vectors a sequence, a layer that many a token."""
         return 0
 
 
@@ -245,6 +247,7 @@ class Pooler(nn.Module):
     """A vector of the whole sample: tanh of a layer over its first token."""
 
     def __init__(self, plan: HeadPlan, context: BuildContext) -> None:
+        """Allocate the layer over the first token."""
         super().__init__()
         self.sequence = context.layout.sequence
         self.dense = Classifier(_square(plan), context)
@@ -256,16 +259,16 @@ class Pooler(nn.Module):
 
     @staticmethod
     def flops(plan: HeadPlan, length: int) -> int:
-        """Count the operations of forward and backward for a sequence: one vector of it."""
+        """Count the operations of forward and backward for one vector of a sequence."""
         return Classifier.flops(_square(plan), length)
 
     @staticmethod
     def activation_bytes(plan: HeadPlan, batch: MicroBatch) -> int:
-        """Return 0, as of `Classifier`."""
+        """Return 0: it keeps a few vectors a sequence, a layer that many a token."""
         return 0
 
     def forward(self, x: Tensor) -> Tensor:
-        """[s, b, h], or with sequence parallelism [s/t, b, h] -> [b, h] on every rank."""
+        """Map [s, b, h], or [s/t, b, h] with sequence parallelism, to [b, h] on every rank."""
         first = x[:1]
         if self.sequence.size > 1:
             # The others' count for nothing, but backward passes through them on every rank.
@@ -284,6 +287,7 @@ class MaskedTokenHead(nn.Module):
     """The layer between BERT's last one and the scores of the vocabulary."""
 
     def __init__(self, plan: MaskedTokenPlan, context: BuildContext) -> None:
+        """Allocate the layer and its normalization."""
         super().__init__()
         self.approximate = "tanh" if plan.tanh else "none"
         self.dense = Linear(
@@ -311,7 +315,7 @@ class MaskedTokenHead(nn.Module):
         return batch.losses * 3 * batch.width * batch.tokens * plan.hidden // batch.sequence
 
     def forward(self, x: Tensor) -> Tensor:
-        """[s, b, h] -> [s, b, h]; [s/t, b, h] with sequence parallelism."""
+        """Map [s, b, h] to [s, b, h]; both are [s/t, b, h] with sequence parallelism."""
         _, normal = self.norm(Stream(F.gelu(self.dense(x), approximate=self.approximate)))
         result: Tensor = normal
         return result
@@ -325,7 +329,7 @@ class BertChooser(BertModel):
 
     Args:
         plan: the whole network, with a task's head.
-        context: what it is built in.
+        context: layout, device, kernels and number formats.
         part: as of `BertModel`.
         recompute: as of `BertModel`.
         head_name: HEAD, Megatron's: "classification_head" or "multichoice_head".
@@ -340,6 +344,7 @@ class BertChooser(BertModel):
         *,
         head_name: str,
     ) -> None:
+        """Build a BERT and the task's head."""
         super().__init__(plan, context, part, recompute)
         self.head_name = head_name
         self.dropout = plan.embedding.dropout

@@ -73,8 +73,8 @@ class Block(nn.Module):
     sequence parallelism all of it but the split layers runs on this rank's part of the sequence.
 
     Args:
-        plan: what it consists of.
-        context: what it is built in.
+        plan: the record of the layer.
+        context: layout, device, kernels and number formats.
         layer_number: from 1.
         recompute_core: compute the attention core again in backward instead of keeping its insides.
     """
@@ -87,6 +87,7 @@ class Block(nn.Module):
         *,
         recompute_core: bool = False,
     ) -> None:
+        """Build the sublayers and their normalizations."""
         super().__init__()
         hidden = plan.mixer.hidden
         self.residual_after_norm = plan.residual_after_norm
@@ -131,8 +132,8 @@ class Block(nn.Module):
 
     @staticmethod
     def activation_bytes(plan: LayerPlan, batch: MicroBatch) -> int:
-        """Count what is kept for backward: of each part also its norm's input and output."""
-        # And of dropout one byte for each entry of the mask.
+        """Count what is kept for backward, input and output of each part's norm included."""
+        # Dropout adds one byte for each entry of its mask.
         entry = 2 * batch.width + (1 if plan.dropout > 0 else 0)
         around = entry * (batch.tokens * plan.mixer.hidden // batch.sequence)
         return sum(around + class_of(part).activation_bytes(part, batch) for part in plan.sublayers)
@@ -145,7 +146,18 @@ class Block(nn.Module):
         cache: KeyValueCache | None = None,
         encoder: EncoderOutput | None = None,
     ) -> Stream:
-        """[s, b, h] -> [s, b, h]; [s/t, b, h] with sequence parallelism."""
+        """Run the layer once.
+
+        Args:
+            stream: [s, b, h]; [s/t, b, h] with sequence parallelism.
+            mask: of the mixer.
+            rotation: of the mixer's queries and keys, if the model has rotary positions.
+            cache: of earlier tokens, in inference.
+            encoder: what a decoder's layer attends to.
+
+        Returns:
+            As stream.
+        """
         x, normal = self.attention_norm(stream)
         residual = normal if self.residual_after_norm else x
         update = self.attention(normal, mask, rotation, cache)
@@ -175,8 +187,8 @@ class LayerStack(nn.ModuleDict):
     reads it, not by all of them together (`parallel.weights`).
 
     Args:
-        plans: of all layers of the stack.
-        context: what they are built in.
+        plans: records of all layers of the stack.
+        context: layout, device, kernels and number formats.
         layers: numbers, from 0, of those that this process holds.
         numbered_after: layers of the model before the first of the stack (an encoder's).
         recompute: what to compute again in backward; `None` keeps everything.
@@ -191,6 +203,7 @@ class LayerStack(nn.ModuleDict):
         numbered_after: int = 0,
         recompute: RecomputePlan | None = None,
     ) -> None:
+        """Build the layers held here and decide which are recomputed."""
         super().__init__()
         for index in layers:
             self[str(index)] = Block(
@@ -205,7 +218,7 @@ class LayerStack(nn.ModuleDict):
         self.saved_by = layout.tensor if splits else Axis()
 
     def run(self, stream: Stream, *inputs: Any) -> Stream:
-        """[s, b, h] -> [s, b, h]; every layer is given `inputs` after the stream."""
+        """Run the layers on [s, b, h], giving each of them `inputs` after the stream."""
         for group in self.groups:
             if group.recomputed and torch.is_grad_enabled():
                 # Joined: a group keeps one tensor.

@@ -22,6 +22,7 @@ class VectorTable(nn.Module):
     """A learned vector for each of a few numbers, such as positions; whole on every rank."""
 
     def __init__(self, entries: int, hidden: int, init: InitPlan, context: BuildContext) -> None:
+        """Allocate the table."""
         super().__init__()
         self.sequence = context.layout.sequence
         self.weight = context.new_parameter(
@@ -31,7 +32,7 @@ class VectorTable(nn.Module):
         )
 
     def forward(self, numbers: Tensor) -> Tensor:
-        """[s, b] -> [s, b, h]; with sequence parallelism of this rank's part: [s/t, b, h]."""
+        """Look up [s, b] as [s, b, h], with sequence parallelism this rank's part [s/t, b, h]."""
         part = numbers.chunk(self.sequence.size)[self.sequence.rank]
         return F.embedding(part, self.weight)
 
@@ -40,11 +41,12 @@ class Embedding(nn.Module):
     """Words plus learned positions and token types (if the model has them), with dropout.
 
     Args:
-        plan: its sizes.
-        context: what it is built in.
+        plan: the record of its sizes.
+        context: layout, device, kernels and number formats.
     """
 
     def __init__(self, plan: EmbeddingPlan, context: BuildContext) -> None:
+        """Allocate the tables that the plan names."""
         super().__init__()
         self.calls = plan.calls
         self.dropout = plan.dropout
@@ -70,7 +72,7 @@ class Embedding(nn.Module):
         return rows * plan.hidden
 
     def take_slots(self, gradients: GradientBuffer) -> None:
-        """Let each call write its gradient of the word table where the buffer keeps it."""
+        """Let each call add its gradient of the word table to the buffer itself."""
         for _ in range(self.calls):  # each call is a use, after which the gradient is waited for
             self.word.slot = gradients.slot(self.word.weight)
 
@@ -127,6 +129,7 @@ class TiedWordEmbedding(nn.Module):
     """
 
     def __init__(self, plan: EmbeddingPlan, context: BuildContext) -> None:
+        """Allocate the copy."""
         super().__init__()
         self.word = nn.Module()  # never called: who waits for its weight is the model
         weight = vocabulary_matrix(plan.vocabulary, plan.hidden, plan.init, context)
@@ -147,6 +150,7 @@ class RotaryTable(nn.Module):
     """Cosines and sines up to the longest sequence: made once, shared by all layers, not saved."""
 
     def __init__(self, plan: RotaryPlan, device: torch.device) -> None:
+        """Compute the table on the device."""
         super().__init__()
         table = rotation_table(
             plan.positions,

@@ -48,7 +48,7 @@ class GPTModel(nn.Module):
 
     Args:
         plan: the whole network.
-        context: what it is built in.
+        context: layout, device, kernels and number formats.
         part: the layers that this process holds, and whether it begins or ends the model; `None`
             stands for the whole model.
         recompute: what to compute again in backward; `None` keeps everything.
@@ -61,6 +61,7 @@ class GPTModel(nn.Module):
         part: ModelPart | None = None,
         recompute: RecomputePlan | None = None,
     ) -> None:
+        """Build what the part holds."""
         super().__init__()
         self.plan = plan
         self.part = part or whole_model(len(plan.layers))

@@ -89,9 +89,20 @@ class TokenLoss:
         overlap: bool = True,
         slot: GradientSlot | None = None,
     ) -> Tensor:
-        """[s, b, h] or [s/t, b, h], and labels [s, b] -> fp32 [s, b].
+        """Return the loss of each token.
 
-        The mask [s, b] changes no loss; `linear_cross_entropy` says what it is for.
+        Args:
+            x: [s, b, h]; [s/t, b, h] with sequence parallelism.
+            weight: [v/t, h], this rank's rows of the output matrix.
+            labels: [s, b].
+            layout: this process among the others.
+            loss_mask: [s, b]; it changes no loss, `linear_cross_entropy` says what it is for.
+            bias: [v/t].
+            overlap: communicate while computing; off gives the same results.
+            slot: where the weight's gradient goes; `None` leaves it to autograd.
+
+        Returns:
+            fp32 [s, b].
         """
         if self.is_chunked:
             communication = Communication(layout.tensor, layout.sequence_parallel, overlap)
@@ -111,8 +122,8 @@ class Output(nn.Module):
     The matrix [v, h] is the word table, or the output's own if they are untied.
 
     Args:
-        plan: its sizes.
-        context: what it is built in.
+        plan: the record of its sizes.
+        context: layout, device, kernels and number formats.
         embedding: of this part of the model; `None` if it has none, which only untied ones do.
 
     Attributes:
@@ -127,6 +138,7 @@ class Output(nn.Module):
         context: BuildContext,
         embedding: Embedding | TiedWordEmbedding | None,
     ) -> None:
+        """Tie the matrix to the embedding's, or allocate one."""
         super().__init__()
         self.layout = context.layout
         self.scale = plan.scale
@@ -168,7 +180,7 @@ class Output(nn.Module):
         return batch.width * logits + batch.losses * gradients
 
     def take_slots(self, gradients: GradientBuffer) -> None:
-        """Let the use of the matrix write its gradient where the buffer keeps it."""
+        """Let this use of the matrix add its gradient to the buffer itself."""
         self.slot = gradients.slot(self._matrix())
 
     def forward(self, x: Tensor, labels: Tensor | None, loss_mask: Tensor | None = None) -> Tensor:

@@ -13,11 +13,12 @@ class MLP(nn.Module):
     """h -> f -> h with a non-linearity; the up projection of a gated one holds gate and up.
 
     Args:
-        plan: its sizes.
-        context: what it is built in.
+        plan: the record of its sizes.
+        context: layout, device, kernels and number formats.
     """
 
     def __init__(self, plan: MLPPlan, context: BuildContext) -> None:
+        """Allocate both matrices."""
         super().__init__()
         self.activation = context.kernels.activation(plan.activation)
         self.up = Linear(
@@ -61,7 +62,7 @@ class MLP(nn.Module):
         return batch.width * batch.tokens * ((plan.up + plan.inner) // batch.tensor)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[s, b, h] -> [s, b, h], to which `bias_to_add` remains to be added."""
+        """Map [s, b, h] to [s, b, h], to which `bias_to_add` remains to be added."""
         return self.down(self.activation(self.up(x), self.up.bias_to_add))
 
     @property

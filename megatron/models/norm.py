@@ -45,6 +45,7 @@ class LayerNorm(nn.Module):
         form: AddNorm = add_norm,
         partial_gradient: bool = False,
     ) -> None:
+        """Allocate weight and bias."""
         super().__init__()
         self.epsilon = plan.epsilon
         self.form = form
@@ -77,6 +78,7 @@ class RMSNorm(nn.Module):
         form: AddNorm = add_norm,
         partial_gradient: bool = False,
     ) -> None:
+        """Allocate the weight."""
         super().__init__()
         self.epsilon = plan.epsilon
         self.form = form

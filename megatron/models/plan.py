@@ -44,8 +44,8 @@ class Work(NamedTuple):
     """Floating-point operations of forward and backward, for one sample.
 
     Attributes:
-        products: of matrix products with weights.
-        scores: of attention scores, and of what they weigh.
+        products: those of matrix products with weights.
+        scores: those of attention scores, and of the sums that they weigh.
     """
 
     products: int
@@ -54,7 +54,7 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """One process's part of a micro-batch, as far as memory depends on it.
+    """One process's part of a micro-batch, in the numbers that its memory depends on.
 
     Attributes:
         sequences: in the micro-batch.
@@ -98,7 +98,7 @@ class InitPlan:
     Attributes:
         std: standard deviation of a normal distribution.
         xavier: use Xavier's uniform distribution instead.
-        layers: whose outputs add up in the residual stream.
+        layers: how many layers add their outputs to the residual stream.
     """
 
     std: float
@@ -375,7 +375,7 @@ class ModelPlan:
 
     Attributes:
         embedding: what enters the first layer.
-        layers: of an encoder first, then those of its decoder.
+        layers: the encoder's first, then its decoder's.
         final_norm: after the last layer (and after an encoder's last).
         heads: what follows.
         head_spec: what the heads are for.

@@ -58,8 +58,8 @@ class PositionBias(SharedTable):
     with the stack's first layer is the original; `parallel.tied` keeps the others equal to it.
 
     Args:
-        plan: its sizes.
-        context: what it is built in.
+        plan: the record of its sizes.
+        context: layout, device, kernels and number formats.
         both_ways: an encoder's; otherwise a decoder's, which adds the causal mask too.
         is_copy: another part of the model holds the original.
     """
@@ -72,6 +72,7 @@ class PositionBias(SharedTable):
         both_ways: bool,
         is_copy: bool,
     ) -> None:
+        """Allocate the table and compute the bucket of every distance."""
         super().__init__()
         self.both_ways = both_ways
         self.weight = context.new_parameter(
@@ -99,8 +100,10 @@ class PositionBias(SharedTable):
 
     @staticmethod
     def activation_bytes(plan: PositionBiasPlan, batch: MicroBatch, *, both_ways: bool) -> int:
-        """Count what is added to scores: an encoder's is another one for each sample, because it
-        has the padding's mask in it."""
+        """Count what is added to scores.
+
+        An encoder's is another one for each sample, because it has the padding's mask in it.
+        """
         samples = batch.sequences if both_ways else 1
         return batch.width * plan.heads // batch.tensor * samples * batch.length**2
 

@@ -1,4 +1,4 @@
-"""What is computed again in backward instead of being kept: a plan, as data."""
+"""What is computed again in backward instead of being kept: the plan, and the running of it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron.config.training import TrainingOptions
+from megatron.models.plan import MicroBatch
 from megatron.parallel.collectives import all_gather
 from megatron.parallel.layout import Axis
 
@@ -25,14 +26,14 @@ class LayerGroup:
 
 @dataclass(frozen=True)
 class RecomputePlan:
-    """Trade time for memory.
+    """What to compute again in backward: time traded for memory.
 
     Attributes:
         granularity: "full" recomputes whole layers, "selective" the attention core of each.
         method: with full, "uniform" recomputes every group of `num_layers` layers, "block" the
             first `num_layers` layers, one by one.
-        num_layers: see `method`.
-        split_inputs: with full, each tensor rank keeps its part of a group's input only, and the
+        num_layers: of a group with "uniform", or in all with "block".
+        split_inputs: with full, each tensor rank keeps only its part of a group's input, and the
             ranks gather it when it is needed.
     """
 
@@ -45,11 +46,30 @@ class RecomputePlan:
     def from_config(
         cls, training: TrainingOptions, *, split_inputs: bool = False
     ) -> RecomputePlan | None:
-        """The plan that resolved flags ask for; None: keep everything."""
+        """Return the plan that flags ask for, or `None` if everything is kept."""
         if training.recompute_granularity is None:
             return None
         method, count = training.recompute_method or "uniform", training.recompute_num_layers or 1
         return cls(training.recompute_granularity, method, count, split_inputs)
+
+    def bytes_kept(self, of_layers: list[int], boundary: int, batch: MicroBatch) -> int:
+        """Count what the layers of a part keep for the backward pass of a micro-batch.
+
+        Args:
+            of_layers: what each of them keeps by itself.
+            boundary: bytes of the hidden states between two layers.
+            batch: the micro-batch.
+        """
+        if self.granularity != "full":
+            return sum(of_layers)
+        if self.split_inputs and batch.sequence == 1:
+            boundary //= batch.tensor
+        count, largest = len(of_layers), max(of_layers, default=0)
+        if self.method == "uniform":
+            groups = -(-count // self.num_layers)
+            return groups * boundary + min(self.num_layers, count) * largest
+        kept = of_layers[self.num_layers :]
+        return (count - len(kept)) * boundary + max(sum(kept), largest)
 
 
 def layer_groups(plan: RecomputePlan | None, layers: range) -> list[LayerGroup]:
@@ -67,11 +87,15 @@ def layer_groups(plan: RecomputePlan | None, layers: range) -> list[LayerGroup]:
 def recompute(
     function: Callable[..., Tensor], layers: range, x: Tensor, *others: Any, split_over: Axis
 ) -> Tensor:
-    """function(layers, x, *others), of which backward keeps nothing but the arguments.
+    """Return function(layers, x, *others), keeping only the arguments for backward.
 
     Args:
-        split_over: ranks that hold the same x and keep an even part of it each; of one process:
-            x is kept whole.
+        function: what is computed, and computed again in backward.
+        layers: its first argument.
+        x: [s, b, h], its second argument.
+        *others: the rest.
+        split_over: ranks that hold the same x, each of which keeps an even part of it. A single
+            process keeps it whole.
     """
 
     def run() -> Tensor:

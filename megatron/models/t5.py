@@ -1,13 +1,13 @@
 """T5: an encoder and a decoder that reads its output (Raffel et al., 2019).
 
-As Megatron has it, positions are learned (or rotary) and shared by both halves, and the output
-shares the words' matrix. As the paper has it, each half has a table of relative positions. Shapes:
-e the encoder's sequence, d the decoder's, b micro-batch, h hidden, v padded vocabulary, t
-tensor-parallel size.
+In Megatron's form positions are learned (or rotary) and shared by both halves, and the output uses
+the word table. In the paper's form each half has a table of relative positions. Shapes: e the
+encoder's sequence, d the decoder's, b micro-batch, h hidden, v padded vocabulary, t tensor-parallel
+size.
 
-Under a pipeline the two halves travel together, [e + d, b, h]: the first part embeds both; in the
-encoder's parts the decoder's embedding rides along, in the decoder's parts the encoder's output.
-So every message has one shape, wherever the decoder begins, and the embeddings are in one place.
+In a pipeline the two halves travel together, [e + d, b, h]: the first part embeds both, the
+encoder's parts pass the decoder's embedding on, and the decoder's parts the encoder's output. So
+every message has the same shape, wherever the decoder begins, and the embeddings are in one place.
 """
 
 from __future__ import annotations
@@ -82,19 +82,23 @@ class Half(nn.Module):
         final_norm: nn.Module | None,
         position_bias: PositionBias | None,
     ) -> None:
+        """Keep the modules."""
         super().__init__()
         self.position_bias = position_bias
         self.layers = layers
         self.final_norm = final_norm
 
     def run(self, hidden: Tensor, length: int, mask: Tensor | None, *inputs: Any) -> Tensor:
-        """[s, b, h] -> [s, b, h], normalized if the half ends here.
+        """Run the layers held here, and the normalization if the half ends here.
 
         Args:
             hidden: [s, b, h]; [s/t, b, h] with sequence parallelism.
             length: s.
             mask: bool [b, 1, 1, s], True for a token; `None` leaves it to the plan.
-            inputs: what else every layer is given.
+            *inputs: what else every layer is given.
+
+        Returns:
+            [s, b, h].
         """
         if self.position_bias is not None:
             mask = self.position_bias(length, mask)
@@ -124,7 +128,7 @@ class T5Model(nn.Module):
 
     Args:
         plan: the whole network.
-        context: what it is built in.
+        context: layout, device, kernels and number formats.
         part: the layers that this process holds, the decoder's counted after the encoder's, and
             whether it begins or ends the model; `None` stands for the whole model.
         recompute: what to compute again in backward; `None` keeps everything.
@@ -137,6 +141,7 @@ class T5Model(nn.Module):
         part: ModelPart | None = None,
         recompute: RecomputePlan | None = None,
     ) -> None:
+        """Build what the part holds."""
         super().__init__()
         self.plan = plan
         self.part = part or whole_model(len(plan.layers))

@@ -78,7 +78,7 @@ class Kernels:
 
 @dataclass(frozen=True)
 class BuildContext:
-    """All that a layer's constructor takes beside its own sizes.
+    """All that a layer's constructor takes besides its own record.
 
     Attributes:
         layout: this process among the others.

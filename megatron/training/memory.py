@@ -12,10 +12,16 @@ from dataclasses import dataclass, replace
 
 from megatron.config import RunConfig
 from megatron.config.stages import ModelPart, parts_of_stage, plan_model
-from megatron.models.arithmetic import count_part_matrices, count_part_parameters, heads_of
-from megatron.models.block import Block, class_of
+from megatron.models.arithmetic import (
+    count_part_matrices,
+    count_part_parameters,
+    head_activations,
+    largest_layer,
+    largest_matrix,
+    part_activations,
+)
 from megatron.models.plan import MicroBatch, ModelPlan
-from megatron.models.position_bias import PositionBias
+from megatron.models.recompute import RecomputePlan
 from megatron.parallel.buckets import BUCKET_BYTES
 from megatron.parallel.layout import Layout
 from megatron.parallel.pipeline.schedule import activation_bound, loss_bound, schedule_kind
@@ -113,49 +119,21 @@ def estimate_memory(
         losses=loss_bound(kind, micro_batches),
         chunked_loss=numbers.cross_entropy_fusion_impl == "linear",
     )
+    recompute = RecomputePlan.from_config(
+        config.training, split_inputs=config.parallel.distribute_saved_activations
+    )
+    lengths = (config.data.seq_length, config.data.decoder_seq_length)
     activations = sum(
-        _part_activations(config, plan, part, batch) * held // len(parts) for part in parts
+        part_activations(plan, part, batch, recompute, *lengths) * held // len(parts)
+        for part in parts
     )
     if parts[-1].head:
-        activations += sum(kind.activation_bytes(head, batch) for kind, head in heads_of(plan))
+        activations += head_activations(plan, batch)
     return replace(
         _kept_for_weights(config, plan, layout, parts),
         activations=activations,
         messages=exchange_bytes(config, layout, texts),
     )
-
-
-def _part_activations(
-    config: RunConfig, plan: ModelPlan, part: ModelPart, batch: MicroBatch
-) -> int:
-    """Count the bytes saved for the backward of one micro-batch through the layers of a part."""
-    training, data, count = config.training, config.data, len(part.layers)
-    passing = replace(batch, length=data.sample_tokens)  # a T5's halves travel together
-    boundary = batch.width * passing.tokens * plan.hidden // batch.sequence
-    of_layers = []
-    for index in part.layers:
-        length, read = plan.lengths(index, data.seq_length, data.decoder_seq_length)
-        seen = replace(batch, length=length, encoder_length=read)
-        of_layers.append(Block.activation_bytes(plan.layers[index], seen))
-    layers = sum(of_layers)
-    if training.recompute_granularity == "full":
-        group = training.recompute_num_layers or 1
-        saved = boundary
-        if config.parallel.distribute_saved_activations and batch.sequence == 1:
-            saved //= batch.tensor
-        largest = max(of_layers, default=0)
-        if training.recompute_method == "uniform":
-            layers = -(-count // group) * saved + min(group, count) * largest
-        else:
-            kept = of_layers[group:]
-            layers = (count - len(kept)) * saved + max(sum(kept), largest)
-    if plan.position_bias is not None:
-        for stack in plan.stacks(part):
-            length, read = plan.lengths(stack.start, data.seq_length, data.decoder_seq_length)
-            layers += PositionBias.activation_bytes(
-                plan.position_bias, replace(batch, length=length), both_ways=read == 0
-            )
-    return layers + (int(part.embedding) + int(part.head)) * boundary
 
 
 def _kept_for_weights(
@@ -181,12 +159,7 @@ def _kept_for_weights(
     states = (4 * moments + copies) * updated
     if is_shared:
         # Whole for a while: this layer and the next, which arrives in one piece and is cut then.
-        layer = max(
-            count_part_parameters(
-                plan, ModelPart(range(i, i + 1), embedding=False, head=False), tensor=tensor
-            )
-            for i in range(len(plan.layers))
-        )
+        layer = largest_layer(plan, tensor=tensor)
         gathered = width * (outside + 3 * layer)
         leaving = width * outside + (width + summed) * layer
         weights, gradients, summed = 4 * updated + gathered, 4 * updated + leaving, 4
@@ -194,7 +167,7 @@ def _kept_for_weights(
         weights = width * parameters + 2 * of_8_bits  # these and their transposes
         gradients = summed * parameters
         if stage == 2 and layout.replica.size > 1:
-            passing = 2 * max(BUCKET_BYTES, summed * _largest_matrix(plan, tensor))
+            passing = 2 * max(BUCKET_BYTES, summed * largest_matrix(plan, tensor=tensor))
             if numbers.fp8_param_gather:  # all small ones fill a bucket of their own
                 passing += min(BUCKET_BYTES, summed * (parameters - outside - of_8_bits))
             gradients = summed * updated + min(passing, summed * parameters)
@@ -207,12 +180,3 @@ def _kept_for_weights(
         activations=0,
         host=states + summed * updated if on_host else 0,
     )
-
-
-def _largest_matrix(plan: ModelPlan, tensor: int) -> int:
-    """Count the elements of the largest matrix that one tensor rank may hold."""
-    largest = plan.embedding.vocabulary * plan.hidden
-    for sublayer in {part for layer in plan.layers for part in layer.sublayers}:
-        shapes = class_of(sublayer).matrices(sublayer)
-        largest = max([largest, *(outputs * inputs for outputs, inputs in shapes)])
-    return largest // tensor

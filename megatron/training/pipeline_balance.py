@@ -1,5 +1,7 @@
-"""How long a pipeline's stages would wait, by the arithmetic of their layers; and which layout of
-the same layers would wait less."""
+"""How long a pipeline's stages would wait, by the arithmetic of their layers.
+
+And which layout of the same layers would wait less.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,14 @@ class Costs:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What a schedule is made of (`make_schedule`)."""
+    """What a schedule is made of (`make_schedule`).
+
+    Attributes:
+        kind: of schedule.
+        stages: of the pipeline.
+        chunks: parts of the model on each stage.
+        micro_batches: of an update.
+    """
 
     kind: ScheduleKind
     stages: int
@@ -99,7 +108,7 @@ class Pipeline:
                 time_table(LAYOUT_FLAG, costs.of_parts(counts, again=n), self.stages, self.chunks)
                 for n in (0, costs.again)
             )
-            total = self._course.total(Times(forward, inputs, forward))
+            total = self.course.total(Times(forward, inputs, forward))
             left = self.micro_batches - self._rounds
             self._times[counts, costs] = total + left * self._slowest(counts, costs)
         return self._times[counts, costs]
@@ -110,8 +119,8 @@ class Pipeline:
         return min(self.micro_batches, _ROUNDS * self.stages + self.micro_batches % self.stages)
 
     @cached_property
-    def _course(self) -> Course:
-        """Found once, for all layouts: it takes longer than the simulation."""
+    def course(self) -> Course:
+        """Course of the schedule, found once for all layouts: it takes longer than simulating."""
         return Course(make_schedule(self.kind, self.stages, self.chunks, self._rounds))
 
     def bubble(self, counts: Counts, costs: Costs) -> float:
@@ -139,7 +148,10 @@ class Pipeline:
 
 
 def _candidates(layers: int, parts: int, costs: Costs) -> Iterator[Counts]:
-    """Later places of what is left over first: they make fewer micro-batches wait."""
+    """Yield ways to deal out the layers.
+
+    Later places of those left over come first: they make fewer micro-batches wait.
+    """
     even = (layers + costs.head_in_layers) / parts
     fewest = max(0, int(even - costs.head_in_layers))
     for last in range(fewest, min(fewest + 2, layers + 1)):
