@@ -53,7 +53,6 @@ class ModelRun(RunOptions):
     """
 
     model: ModelConfig = field()
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +60,7 @@ class RunConfig(ModelRun):
     """A run as it will be: resolved and checked, so nothing that must be known is None."""
 
     training: TrainingConfig = field()
+    parallel: ParallelConfig = field()
     data: DataConfig = field()
 
 

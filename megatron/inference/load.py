@@ -26,7 +26,7 @@ from megatron.config.checks import Rule
 from megatron.config.data import DataOptions, TokenizerConfig
 from megatron.config.fields import fields_of
 from megatron.config.model import ModelOptions
-from megatron.config.parallel import ParallelConfig
+from megatron.config.parallel import ParallelOptions
 from megatron.config.resolve import resolve
 from megatron.config.run import ModelRun, RunOptions, narrow, with_values
 from megatron.config.stages import parts_of_stage, plan_parts
@@ -192,7 +192,7 @@ def _over(config: ModelRun, layout: Layout) -> RunConfig:
     Raises:
         ConfigError: The network does not divide over it.
     """
-    parallel = ParallelConfig(
+    parallel = ParallelOptions(
         tensor_model_parallel_size=layout.tensor.size,
         pipeline_model_parallel_size=layout.pipeline.size,
         context_parallel_size=layout.context.size,

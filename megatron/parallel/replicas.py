@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from megatron.config.parallel import ParallelConfig
+from megatron.config.parallel import ParallelOptions
 from megatron.parallel.buckets import Span
 from megatron.parallel.fp8_products import Fp8Products
 from megatron.parallel.layout import Layout
@@ -83,6 +83,6 @@ class Gradients(Protocol):
         """Finish the average. Collective over the replica axis."""
 
 
-def shares_weights(config: ParallelConfig, layout: Layout) -> bool:
+def shares_weights(config: ParallelOptions, layout: Layout) -> bool:
     """Whether processes hold shards of the weights (ZeRO stage 3): one alone has all of them."""
     return config.zero_stage == 3 and layout.replica.size > 1

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.config.model import ModelConfig
-from megatron.config.parallel import ParallelConfig
+from megatron.config.parallel import ParallelOptions
 from megatron.config.rules_legacy import tensor_misfit
 from megatron.config.rules_model import divisors
 from megatron.config.stages import plan_model
@@ -16,11 +16,11 @@ from megatron.errors import ConfigError
 
 def target(
     old: Mapping[str, Any], model: ModelConfig, options: argparse.Namespace
-) -> ParallelConfig:
+) -> ParallelOptions:
     """How the files are to be split.
 
     Args:
-        old: how the checkpoint was, by the names of `ParallelConfig`, which are Megatron's too.
+        old: how the checkpoint was, by the names of `ParallelOptions`, which are Megatron's too.
         model: its network.
         options: of `util.py`.
 
@@ -33,7 +33,7 @@ def target(
     if split is None and options.target_pipeline_parallel_size is None:
         split = old.get("pipeline_model_parallel_split_rank")
     tensor, stages = options.target_tensor_parallel_size, options.target_pipeline_parallel_size
-    parallel = ParallelConfig(
+    parallel = ParallelOptions(
         tensor_model_parallel_size=tensor or old.get("tensor_model_parallel_size") or 1,
         pipeline_model_parallel_size=stages or old.get("pipeline_model_parallel_size") or 1,
         pipeline_model_parallel_split_rank=split,
@@ -45,7 +45,7 @@ def target(
     return parallel
 
 
-def _check_split(model: ModelConfig, parallel: ParallelConfig, options: argparse.Namespace) -> None:
+def _check_split(model: ModelConfig, parallel: ParallelOptions, options: argparse.Namespace) -> None:
     """Raise ConfigError, in terms of this program's flags, where the network does not split so."""
     misfit = tensor_misfit(model, parallel.tensor_model_parallel_size)
     if misfit:
