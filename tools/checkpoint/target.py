@@ -45,7 +45,9 @@ def target(
     return parallel
 
 
-def _check_split(model: ModelConfig, parallel: ParallelOptions, options: argparse.Namespace) -> None:
+def _check_split(
+    model: ModelConfig, parallel: ParallelOptions, options: argparse.Namespace
+) -> None:
     """Raise ConfigError, in terms of this program's flags, where the network does not split so."""
     misfit = tensor_misfit(model, parallel.tensor_model_parallel_size)
     if misfit:
