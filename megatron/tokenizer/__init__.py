@@ -1,4 +1,11 @@
-"""Text to ids and back, over well-kept libraries."""
+"""Text to ids and back, over well-kept libraries.
+
+build, base                             from flags to a tokenizer, and what each one offers
+files                                   vocabulary files, and entries appended to them
+gpt2, fast_bpe                          GPT-2's BPE, and its fast encoders
+huggingface, sentencepiece, tiktoken    the other kinds
+wordpiece                               BERT's kind
+"""
 
 from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.build import build_tokenizer, files_of, padded_vocabulary

@@ -14,36 +14,75 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
+class _SpecialId:
+    """A property of a tokenizer: the id of the special token that has the property's name."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, tokenizer: Tokenizer, owner: type) -> int:
+        return tokenizer.special_id(self.name)
+
+
 class Tokenizer(ABC):
     """Text to ids and back.
 
+    Reading the id of a special token that the tokenizer does not have raises a ConfigError.
+
     Args:
-        kind: the `--tokenizer-type` it was built as.
-        digest: digest of everything that decides the ids (files and options).
-        special_ids: ids of `eod`, `bos`, `eos`, `cls`, `sep`, `pad`, `mask`, where it has them.
+        kind: The `--tokenizer-type` it was built as.
+        digest: Digest of everything that decides the ids (files and options).
+        special_ids: Ids of `eod`, `bos`, `eos`, `cls`, `sep`, `pad`, `mask`, if it has them.
+
+    Attributes:
+        eod: Id that ends a document.
+        bos: Id that begins a sequence.
+        eos: Id that ends a sequence.
+        cls: Id of BERT's classification token.
+        sep: Id between the two segments of a BERT sample.
+        pad: Id that fills a sequence up.
+        mask: Id that stands for a hidden token.
     """
 
     _where_named = ""  # in a message: where else a special token may come from
     _sentinels: Sequence[int] = ()
+    _vocab: Mapping[str, int]
+    eod, bos, eos = _SpecialId(), _SpecialId(), _SpecialId()
+    cls, sep, pad, mask = _SpecialId(), _SpecialId(), _SpecialId(), _SpecialId()
 
     def __init__(self, kind: str, digest: str, special_ids: Mapping[str, int]) -> None:
+        """Keep the name, the digest and the special ids."""
         self.kind = kind
         self._digest = digest
         self._special_ids = dict(special_ids)
 
     @property
-    @abstractmethod
     def vocab_size(self) -> int:
-        """Entries, appended special tokens and extra ids included; fixes the padded vocabulary."""
+        """Number of entries, including appended ones; it fixes the padded vocabulary."""
+        return len(self._vocab)
 
     @property
     def text_vocab_size(self) -> int:
-        """Entries that text can become; those behind were appended to the files' own."""
+        """Number of entries that text can become; later ones were appended to the files' own."""
         return self.vocab_size
+
+    @property
+    def vocab(self) -> Mapping[str, int]:
+        """Entry to id, special tokens included."""
+        return self._vocab
+
+    @cached_property
+    def inv_vocab(self) -> dict[int, str]:
+        """Id to entry."""
+        return {index: entry for entry, index in self.vocab.items()}
 
     @abstractmethod
     def tokenize(self, text: str) -> list[int]:
-        """Ids of one text."""
+        """Return the ids of one text."""
+
+    @abstractmethod
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Return the text of ids; what is not valid UTF-8 becomes U+FFFD."""
 
     @property
     def appended_ids(self) -> tuple[int, ...]:
@@ -55,38 +94,28 @@ class Tokenizer(ABC):
         ids = self.tokenize(text)
         return ids[: len(ids) - len(self.appended_ids)]
 
-    @abstractmethod
-    def detokenize(self, ids: Sequence[int]) -> str:
-        """Text of ids; what is not valid UTF-8 becomes U+FFFD."""
-
-    @property
-    @abstractmethod
-    def vocab(self) -> Mapping[str, int]:
-        """Entry to id, special tokens included."""
-
-    @cached_property
-    def inv_vocab(self) -> dict[int, str]:
-        """Id to entry."""
-        return {index: entry for entry, index in self.vocab.items()}
+    def tokenize_spelled(self, text: str) -> list[int]:
+        """Return the ids of a text that spells its special tokens out, so that none are added."""
+        return self.tokenize(text)
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        """Ids of many texts, one array a text; the fast way where there is one."""
+        """Return the ids of many texts, one array per text, as fast as the tokenizer can."""
         import numpy as np
 
         return [np.array(self.tokenize(text), np.int64) for text in texts]
 
     def tokenize_sentences(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        """As `tokenize_batch`, of parts of a text: with no special token around each."""
+        """Return the ids of many parts of a text, with no special tokens around each."""
         return self.tokenize_batch(texts)
 
     @property
     def additional_special_tokens_ids(self) -> list[int]:
-        """Ids of T5's sentinels, `<extra_id_0>` first, of the vocabulary or appended to it."""
+        """Ids of T5's sentinels, `<extra_id_0>` first, from the vocabulary or appended to it."""
         return list(self._sentinels)
 
     @property
     def has_t5_sentinels(self) -> bool:
-        """Whether they stand as in T5's own vocabulary, not where Megatron appends them.
+        """Whether the sentinels are those of T5's own vocabulary, not appended by Megatron.
 
         Then the other special tokens are T5's too: the decoder begins with padding, and both texts
         end with `eos`.
@@ -100,57 +129,23 @@ class Tokenizer(ABC):
 
     @property
     def encoder_end(self) -> list[int]:
-        """Ids behind the text that a T5's encoder reads."""
+        """Ids after the text that a T5's encoder reads."""
         return [self.eos] if self.has_t5_sentinels else []
 
     def fingerprint(self) -> str:
-        """Kind and digest of everything that decides the ids, to compare with a checkpoint's."""
+        """Return kind and digest of everything that decides the ids, to compare checkpoints."""
         return f"{self.kind}:{self._digest}"
 
-    @property
-    def eod(self) -> int:
-        """Id that ends a document."""
-        return self._special("eod")
-
-    @property
-    def bos(self) -> int:
-        """Id that begins a sequence."""
-        return self._special("bos")
-
-    @property
-    def eos(self) -> int:
-        """Id that ends a sequence."""
-        return self._special("eos")
-
-    @property
-    def cls(self) -> int:
-        """Id of BERT's classification token."""
-        return self._special("cls")
-
-    @property
-    def sep(self) -> int:
-        """Id between the two segments of a BERT sample."""
-        return self._special("sep")
-
-    @property
-    def pad(self) -> int:
-        """Id that fills a sequence up."""
-        return self._special("pad")
-
-    @property
-    def mask(self) -> int:
-        """Id that stands for a hidden token."""
-        return self._special("mask")
-
     def special_ids(self, *names: str) -> frozenset[int]:
-        """Ids of those of the named special tokens that this tokenizer has."""
+        """Return the ids of the named special tokens, without those the tokenizer lacks."""
         return frozenset(self._special_ids[name] for name in names if name in self._special_ids)
 
-    def tokenize_spelled(self, text: str) -> list[int]:
-        """Ids of a text that spells its special tokens out, so that none are added."""
-        return self.tokenize(text)
+    def special_id(self, name: str) -> int:
+        """Return the id of a special token.
 
-    def _special(self, name: str) -> int:
+        Raises:
+            ConfigError: The tokenizer does not have it.
+        """
         if name not in self._special_ids:
             known = ", ".join(sorted(self._special_ids)) or "none"
             raise ConfigError(

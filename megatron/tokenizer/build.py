@@ -1,27 +1,30 @@
-"""From the flags to a tokenizer."""
+"""From the flags to a tokenizer, and the simplest one: text that already is ids."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
 
 from megatron.config.data import TOKENIZER_NEEDS, TokenizerConfig
 from megatron.config.rules_data import tokenizer_misfits
 from megatron.config.run import RunConfig
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, DataError
 from megatron.tokenizer.base import Tokenizer
-from megatron.tokenizer.vocabulary import padded_vocab_size
+from megatron.tokenizer.files import digest
 
 
 def files_of(config: TokenizerConfig) -> tuple[str, ...]:
-    """The fields of the files that the named kind reads; none where no kind is named."""
+    """Return the fields of the files that the named kind reads; none if no kind is named."""
     needs = TOKENIZER_NEEDS.get(config.tokenizer_type or "", ())
     return tuple(field for field in needs if field != "vocab_size")
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """The tokenizer that `--tokenizer-type` names, from its files.
+    """Build the tokenizer that `--tokenizer-type` names, from its files.
 
     Raises:
-        ConfigError: the type is missing or unknown, or its flags are not those it needs.
-        DataError: a file is missing or damaged.
+        ConfigError: The type is missing or unknown, or its flags are not those it needs.
+        DataError: A file is missing or damaged.
     """
     kind = config.tokenizer_type
     if kind is None or kind not in TOKENIZER_NEEDS:
@@ -29,23 +32,6 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     misfits = list(tokenizer_misfits(config))
     if misfits:
         raise ConfigError(misfits)
-    return _construct(kind, config)
-
-
-def padded_vocabulary(config: RunConfig) -> int:
-    """Rows of a run's word embedding: the entries of its tokenizer, and what pads them.
-
-    Raises:
-        ConfigError, DataError: see `build_tokenizer`.
-    """
-    return padded_vocab_size(
-        build_tokenizer(config.tokenizer).vocab_size,
-        config.model.make_vocab_size_divisible_by,
-        config.parallel.tensor_model_parallel_size,
-    )
-
-
-def _construct(kind: str, config: TokenizerConfig) -> Tokenizer:
     # Imports stay here so that one kind does not pay for the libraries of the others.
     match kind:
         case "GPT2BPETokenizer":
@@ -57,14 +43,9 @@ def _construct(kind: str, config: TokenizerConfig) -> Tokenizer:
 
             return WordPieceTokenizer(config)
         case "SentencePieceTokenizer" | "GPTSentencePieceTokenizer" | "Llama2Tokenizer":
-            from megatron.tokenizer import sentencepiece
+            from megatron.tokenizer.sentencepiece import KINDS
 
-            kinds: tuple[type[sentencepiece.GPTSentencePieceTokenizer], ...] = (
-                sentencepiece.SentencePieceTokenizer,
-                sentencepiece.GPTSentencePieceTokenizer,
-                sentencepiece.Llama2Tokenizer,
-            )
-            return next(cls for cls in kinds if cls.kind_name == kind)(config)
+            return KINDS[kind](config)
         case "HuggingFaceTokenizer" | "PretrainedFromHF":
             from megatron.tokenizer.huggingface import HuggingFaceTokenizer
 
@@ -73,6 +54,81 @@ def _construct(kind: str, config: TokenizerConfig) -> Tokenizer:
             from megatron.tokenizer.tiktoken import TikTokenizer
 
             return TikTokenizer(config)
-    from megatron.tokenizer.null import NullTokenizer
-
     return NullTokenizer(config)
+
+
+def padded_vocabulary(config: RunConfig) -> int:
+    """Return the rows of a run's word embedding: its tokenizer's entries and their padding.
+
+    Raises:
+        ConfigError: The tokenizer's flags do not fit together.
+        DataError: A file of the tokenizer is missing or damaged.
+    """
+    return padded_vocab_size(
+        build_tokenizer(config.tokenizer).vocab_size,
+        config.model.make_vocab_size_divisible_by,
+        config.parallel.tensor_model_parallel_size,
+    )
+
+
+def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel_size: int) -> int:
+    """Return the rows of a word embedding that holds `vocab_size` entries.
+
+    They are a multiple of the least common multiple of `divisible_by` and the tensor-parallel size.
+    With the usual 128 that is the same number for every tensor-parallel size that divides it, so
+    losses do not depend on the layout: padding rows take part in the softmax. Megatron-LM pads to
+    a multiple of the product instead; its checkpoints can be read all the same
+    (`checkpoint.reader`).
+    """
+    multiple = math.lcm(divisible_by, tensor_parallel_size)
+    return -(-vocab_size // multiple) * multiple
+
+
+class NullTokenizer(Tokenizer):
+    """NullTokenizer: numbers between spaces, `--vocab-size` ids, and one more to end a document.
+
+    Raises:
+        ConfigError: --vocab-size is missing or not positive.
+    """
+
+    def __init__(self, config: TokenizerConfig) -> None:
+        """Check the flag."""
+        size = config.vocab_size
+        if size is None or size < 1:
+            raise ConfigError(
+                f"--tokenizer-type NullTokenizer needs --vocab-size (given: {size}); "
+                "give the number of ids in your data"
+            )
+        self._size = size
+        super().__init__("NullTokenizer", digest(str(size)), {"eod": size, "eos": size})
+
+    @property
+    def vocab_size(self) -> int:
+        """`--vocab-size` and the end-of-document id."""
+        return self._size + 1
+
+    @property
+    def vocab(self) -> Mapping[str, int]:
+        """Every number stands for itself."""
+        return {str(i): i for i in range(self.vocab_size)}
+
+    def tokenize(self, text: str) -> list[int]:
+        """Return the numbers of `text`; as in Megatron-LM, they may lie above the vocabulary.
+
+        Raises:
+            DataError: A word is not a number, or a number that the dataset cannot hold.
+        """
+        limit = 1 << 16 if self.vocab_size < 65500 else 1 << 31
+        ids = []
+        for word in text.split():
+            if not (word.isascii() and word.isdigit() and int(word) < limit):
+                raise DataError(
+                    f"NullTokenizer reads numbers from 0 to {limit - 1} between spaces, "
+                    f"found {word[:40]!r}"
+                )
+            ids.append(int(word))
+        return ids
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Return the numbers, with spaces between."""
+        return " ".join(str(i) for i in ids)

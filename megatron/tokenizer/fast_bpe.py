@@ -1,18 +1,34 @@
-"""Encoders for byte-level BPE in bulk: gigatoken where it is installed, else tiktoken.
+"""Encoders for byte-level BPE in bulk: gigatoken if it is installed, otherwise tiktoken.
 
 Both give GPT-2's ids. On one core gigatoken reaches about 150 MB/s, tiktoken 10 MB/s.
+
+Compiled vocabularies are kept in MEGATRON_CACHE, so that a tool starts 0.2 s sooner. Building an
+encoder from a vocabulary of 50,000 entries and its merges takes 0.3 s, most of it looking merges
+up. If ids are in the order of merges, as GPT-2's are, a file of the pieces in that order says the
+same and loads in a third of the time. It is only kept after the encoder that it gives was found to
+have the same merges. Its name is
+
+    <digest of what it was made from>-<vocabulary size>-<end id>-<digest of the rest>.tiktoken
+
+so that the vocabulary need not be parsed, and a stale or damaged file is not used. The folder can
+be deleted at any time.
 """
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import importlib.util
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from megatron.tokenizer import rank_cache
-from megatron.tokenizer.byte_level import byte_of_character
+from megatron.environment import cache_folder
+from megatron.tokenizer.files import digest
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,29 +41,24 @@ GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\
 _FORGET_AFTER = 256 << 20
 
 
+@cache
+def byte_of_character() -> Mapping[str, int]:
+    """Return GPT-2's spelling of bytes: every byte has a printable character that stands for it.
+
+    Printable Latin-1 stands for itself. The other 68 bytes, in order, are U+0100 and up (so a
+    space is U+0120 and a newline U+010A).
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    spelled = {chr(0x100 + i): byte for i, byte in enumerate(others)}
+    return MappingProxyType({chr(byte): byte for byte in printable} | spelled)
+
+
 class Encoder(Protocol):
     """Turns texts into ids."""
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        """Ids of each text."""
-
-
-def build_encoder(vocab: Mapping[str, int], merges: Sequence[str], end: int, key: str) -> Encoder:
-    """The fastest encoder that is installed; kept compiled where it can be.
-
-    Args:
-        vocab: entry in GPT-2's spelling of bytes to id.
-        merges: lines `left right`, first merge first.
-        end: id that ends a document.
-        key: digest of all three.
-    """
-    if importlib.util.find_spec("gigatoken") is None:
-        return TiktokenEncoder(vocab, merges)
-    from gigatoken.gigatoken_rs import load_hf_json
-
-    encoder = GigatokenEncoder(partial(load_hf_json, _tokenizer_json(vocab, merges)))
-    rank_cache.store(key, vocab, merges, end, encoder.backend)
-    return encoder
+        """Return the ids of each text."""
 
 
 class CompiledEncoder(NamedTuple):
@@ -58,30 +69,54 @@ class CompiledEncoder(NamedTuple):
     end: int
 
 
+def build_encoder(vocab: Mapping[str, int], merges: Sequence[str], end: int, key: str) -> Encoder:
+    """Build the fastest encoder that is installed, and keep it compiled if possible.
+
+    Args:
+        vocab: Entry in GPT-2's spelling of bytes to id.
+        merges: Lines `left right`, first merge first.
+        end: Id that ends a document.
+        key: Digest of all three.
+    """
+    if importlib.util.find_spec("gigatoken") is None:
+        return TiktokenEncoder(vocab, merges)
+    from gigatoken.gigatoken_rs import load_hf_json
+
+    encoder = GigatokenEncoder(partial(load_hf_json, _tokenizer_json(vocab, merges)))
+    with contextlib.suppress(OSError, RuntimeError):  # a cache that cannot be written is no matter
+        _keep_compiled(key, vocab, merges, end, encoder.backend)
+    return encoder
+
+
 def compiled_encoder(key: str) -> CompiledEncoder | None:
-    """What an earlier `build_encoder` with this key compiled, or None."""
-    found = rank_cache.find(key) if importlib.util.find_spec("gigatoken") is not None else None
-    if found is None:
+    """Return what an earlier `build_encoder` with this key compiled, or `None`."""
+    if importlib.util.find_spec("gigatoken") is None:
         return None
-    encoder = GigatokenEncoder(partial(rank_cache.load, found.path))
-    return CompiledEncoder(encoder, found.vocab_size, found.end)
+    with contextlib.suppress(OSError, RuntimeError, ValueError):
+        for path in (cache_folder() / "tokenizers").glob(f"{key}-*-*-*.tiktoken"):
+            _, size, end, _ = path.stem.split("-")
+            if path.name == _compiled_name(key, int(size), int(end), path.read_bytes()):
+                encoder = GigatokenEncoder(partial(_load_compiled, path))
+                return CompiledEncoder(encoder, int(size), int(end))
+    return None
 
 
 class GigatokenEncoder:
     """gigatoken over GPT-2's split; safe to call from several threads, one at a time.
 
     Args:
-        load: makes a fresh encoder.
+        load: Makes a fresh encoder.
     """
 
     def __init__(self, load: Callable[[], Any]) -> None:
+        """Load the encoder."""
         self._load = load
         self._lock = threading.Lock()
         self._characters = 0
         self.backend = load()
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        """Ids of each text."""
+        """Return the ids of each text."""
         with self._lock:
             if self._characters > _FORGET_AFTER:
                 self.backend = self._load()
@@ -95,6 +130,7 @@ class TiktokenEncoder:
     """tiktoken over the same merges: its ranks are positions of merges, so ids are looked up."""
 
     def __init__(self, vocab: Mapping[str, int], merges: Sequence[str]) -> None:
+        """Rank the bytes, then the merges."""
         import numpy as np
         import tiktoken
 
@@ -112,41 +148,57 @@ class TiktokenEncoder:
         )
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        """Ids of each text."""
+        """Return the ids of each text."""
         return [self._ids[self._encoding.encode_ordinary(text)] for text in texts]
 
 
 def _tokenizer_json(vocab: Mapping[str, int], merges: Sequence[str]) -> bytes:
-    """The tokenizer in the tokenizer.json format, without special tokens."""
+    """Return the tokenizer in the tokenizer.json format, without special tokens."""
     import orjson
 
-    byte_level: dict[str, Any] = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": True,
-        "use_regex": True,
-    }
-    model = {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": None,
-        "continuing_subword_prefix": "",
-        "end_of_word_suffix": "",
-        "fuse_unk": False,
-        "byte_fallback": False,
-        "vocab": vocab,
-        "merges": merges,
-    }
-    return orjson.dumps(
-        {
-            "version": "1.0",
-            "truncation": None,
-            "padding": None,
-            "added_tokens": [],
-            "normalizer": None,
-            "pre_tokenizer": byte_level,
-            "post_processor": None,
-            "decoder": byte_level,
-            "model": model,
-        }
-    )
+    byte_level: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False}
+    byte_level |= {"trim_offsets": True, "use_regex": True}
+    model: dict[str, Any] = {"type": "BPE", "dropout": None, "unk_token": None}
+    model |= {"continuing_subword_prefix": "", "end_of_word_suffix": ""}
+    model |= {"fuse_unk": False, "byte_fallback": False, "vocab": vocab, "merges": merges}
+    absent = ("truncation", "padding", "normalizer", "post_processor")
+    whole: dict[str, Any] = {"version": "1.0", "added_tokens": [], **dict.fromkeys(absent)}
+    whole |= {"pre_tokenizer": byte_level, "decoder": byte_level, "model": model}
+    return orjson.dumps(whole)
+
+
+def _keep_compiled(
+    key: str, vocab: Mapping[str, int], merges: Sequence[str], end: int, encoder: Any
+) -> None:
+    """Keep a compiled file if there can be one that equals `encoder`."""
+    table = byte_of_character()
+    first = len(table)
+    if {vocab[character] for character in table} != set(range(first)):
+        return
+    entries = [merge.replace(" ", "") for merge in merges]
+    if any(vocab[entry] != first + i for i, entry in enumerate(entries)):
+        return
+    entries = [*sorted(table, key=vocab.__getitem__), *entries]
+    pieces = [bytes(table[character] for character in entry) for entry in entries]
+    lines = [b"%b %d\n" % (base64.b64encode(piece), rank) for rank, piece in enumerate(pieces)]
+    data = b"".join(lines)
+    folder = cache_folder() / "tokenizers"
+    folder.mkdir(parents=True, exist_ok=True)
+    name = _compiled_name(key, len(vocab), end, data)
+    temporary = folder / f"{name}.tmp-{os.getpid()}"
+    try:
+        temporary.write_bytes(data)
+        if _load_compiled(temporary).merges == encoder.merges:
+            os.replace(temporary, folder / name)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _compiled_name(key: str, vocab_size: int, end: int, data: bytes) -> str:
+    return f"{key}-{vocab_size}-{end}-{digest(str(vocab_size), str(end), data)}.tiktoken"
+
+
+def _load_compiled(path: Path) -> Any:
+    from gigatoken.gigatoken_rs import BPETokenizer
+
+    return BPETokenizer.from_tiktoken(path, "gpt2", {})

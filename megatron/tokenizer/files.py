@@ -1,9 +1,13 @@
-"""Reading vocabulary files: a missing or damaged one is named, with the flag it came from."""
+"""Reading vocabulary files, and the entries that are appended to them.
+
+A missing or damaged file is named in the message, with the flag it came from.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +15,10 @@ from megatron.errors import DataError
 
 
 def read_bytes(flag: str, path: str | os.PathLike[str]) -> bytes:
-    """Content of the file that `flag` names.
+    """Return the content of the file that `flag` names.
 
     Raises:
-        DataError: it cannot be read.
+        DataError: It cannot be read.
     """
     try:
         return Path(path).read_bytes()
@@ -23,10 +27,10 @@ def read_bytes(flag: str, path: str | os.PathLike[str]) -> bytes:
 
 
 def decode(flag: str, path: str | os.PathLike[str], data: bytes) -> str:
-    """`data`, read from `path`, as text.
+    """Return `data`, read from `path`, as text.
 
     Raises:
-        DataError: it is not UTF-8.
+        DataError: It is not UTF-8.
     """
     try:
         return data.decode("utf-8")
@@ -37,10 +41,10 @@ def decode(flag: str, path: str | os.PathLike[str], data: bytes) -> str:
 
 
 def parse_json(flag: str, path: str | os.PathLike[str], data: bytes) -> Any:
-    """JSON in `data`, read from `path`.
+    """Parse the JSON in `data`, read from `path`.
 
     Raises:
-        DataError: it is not JSON.
+        DataError: It is not JSON.
     """
     import orjson
 
@@ -51,10 +55,35 @@ def parse_json(flag: str, path: str | os.PathLike[str], data: bytes) -> Any:
 
 
 def digest(*parts: bytes | str) -> str:
-    """Short digest of `parts`; where one ends and the next starts matters."""
+    """Return a short digest of `parts`; where one ends and the next starts matters."""
     state = hashlib.blake2b(digest_size=16)
     for part in parts:
         data = part.encode() if isinstance(part, str) else part
         state.update(len(data).to_bytes(8, "little"))
         state.update(data)
     return state.hexdigest()
+
+
+def append_entries(vocab: dict[str, int], entries: list[str]) -> None:
+    """Give each of `entries` that `vocab` lacks the next free id, in order."""
+    for entry in entries:
+        vocab.setdefault(entry, len(vocab))
+
+
+def extra_ids(count: int) -> list[str]:
+    """Return the sentinel entries of `--vocab-extra-ids`."""
+    return [f"<extra_id_{i}>" for i in range(count)]
+
+
+def find_sentinels(vocab: Mapping[str, int]) -> list[int]:
+    """Return the ids of `<extra_id_0>`, `<extra_id_1>` ..., up to the first that `vocab` lacks.
+
+    Some models (mT5's) have U+2581, which stands for a space, before each.
+    """
+    ids: list[int] = []
+    while True:
+        entry = f"<extra_id_{len(ids)}>"
+        index = vocab.get(entry, vocab.get(f"\u2581{entry}"))
+        if index is None:
+            return ids
+        ids.append(index)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,23 +10,14 @@ from typing import TYPE_CHECKING, Any
 from megatron.config.data import TokenizerConfig
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizer.base import Tokenizer
-from megatron.tokenizer.files import decode, digest, parse_json, read_bytes
-from megatron.tokenizer.vocabulary import find_sentinels
+from megatron.tokenizer.files import decode, digest, find_sentinels, parse_json, read_bytes
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-# What ends a document where no tokenizer_config.json says so.
+# What ends a document if no tokenizer_config.json says so.
 _COMMON_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[EOS]")
-_SETTINGS = {
-    "bos": "bos_token",
-    "eos": "eos_token",
-    "cls": "cls_token",
-    "sep": "sep_token",
-    "pad": "pad_token",
-    "mask": "mask_token",
-}
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -36,28 +27,41 @@ class HuggingFaceTokenizer(Tokenizer):
     applies, so a model that begins texts with a special token gets it here too.
 
     Raises:
-        DataError: there is no such file, or it is damaged.
+        ConfigError: There is no such file.
+        DataError: The file is damaged.
     """
 
     _where_named = ", or name it in a tokenizer_config.json beside --tokenizer-model"
 
     def __init__(self, config: TokenizerConfig) -> None:
+        """Read the file and find its special tokens."""
         assert config.tokenizer_model is not None
-        path = _find(config.tokenizer_model)
+        path = Path(config.tokenizer_model)
+        if path.is_dir():
+            path /= "tokenizer.json"
+        if not path.is_file():
+            raise ConfigError(
+                f"--tokenizer-model {config.tokenizer_model}: no tokenizer.json there; give a "
+                "local file or folder (nothing is downloaded)"
+            )
         data = read_bytes("--tokenizer-model", path)
         self._tokenizer = _load(path, data)
-        self._vocab: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        self._vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         self._sentinels = find_sentinels(self._vocab)
         special = self._find_special_ids(path.with_name("tokenizer_config.json"))
         super().__init__(
             "HuggingFaceTokenizer", digest(data, repr(sorted(special.items()))), special
         )
 
-    def _find_special_ids(self, settings_path: Path) -> dict[str, int]:
-        settings = _read_settings(settings_path)
+    def _find_special_ids(self, path: Path) -> dict[str, int]:
+        flag, settings = "--tokenizer-model", {}
+        if path.is_file():
+            settings = parse_json(flag, path, read_bytes(flag, path))
+            if not isinstance(settings, dict):
+                raise DataError(f"{flag} {path}: expected a JSON object")
         ids = {}
-        for name, key in _SETTINGS.items():
-            entry = settings.get(key)
+        for name in ("bos", "eos", "cls", "sep", "pad", "mask"):
+            entry = settings.get(f"{name}_token")
             entry = entry.get("content") if isinstance(entry, dict) else entry
             if isinstance(entry, str) and entry in self._vocab:
                 ids[name] = self._vocab[entry]
@@ -71,17 +75,12 @@ class HuggingFaceTokenizer(Tokenizer):
         return max(self._vocab.values()) + 1
 
     @property
-    def vocab(self) -> Mapping[str, int]:
-        """Entry to id, added tokens included."""
-        return self._vocab
-
-    @property
     def has_t5_sentinels(self) -> bool:
-        """Whether the file has any."""
+        """Whether the file has any sentinels."""
         return bool(self._sentinels)
 
     def tokenize(self, text: str) -> list[int]:
-        """Ids of one text, as the file's post-processing leaves them."""
+        """Return the ids of one text, as the file's post-processing leaves them."""
         return self._tokenizer.encode(text).ids
 
     @cached_property
@@ -95,31 +94,19 @@ class HuggingFaceTokenizer(Tokenizer):
         return ()
 
     def tokenize_spelled(self, text: str) -> list[int]:
-        """Ids of a text that spells its special tokens out, without the file's post-processing."""
+        """Return the ids of a text, without the file's post-processing."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def tokenize_sentences(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        """Ids of parts of a text, one array each, without the file's post-processing."""
+        """Return the ids of parts of a text, without the file's post-processing."""
         import numpy as np
 
         encoded = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [np.array(one.ids, np.int64) for one in encoded]
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Text of ids, special tokens spelt out."""
+        """Return the text of ids, with special tokens spelled out."""
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
-
-
-def _find(model: str) -> Path:
-    path = Path(model)
-    if path.is_dir():
-        path /= "tokenizer.json"
-    if not path.is_file():
-        raise ConfigError(
-            f"--tokenizer-model {model}: no tokenizer.json there; give a local file or folder "
-            "(nothing is downloaded)"
-        )
-    return path
 
 
 def _load(path: Path, data: bytes) -> Any:
@@ -132,17 +119,7 @@ def _load(path: Path, data: bytes) -> Any:
         raise DataError(
             f"--tokenizer-model {path}: not a tokenizer.json ({error}): give Hugging Face's file"
         ) from error
-    # A corpus is neither cut nor filled up, whatever the file was last used for.
+    # A corpus is neither cut nor padded, whatever the file was last used for.
     pipeline.no_truncation()
     pipeline.no_padding()
     return pipeline
-
-
-def _read_settings(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    flag = "--tokenizer-model"
-    settings = parse_json(flag, path, read_bytes(flag, path))
-    if not isinstance(settings, dict):
-        raise DataError(f"{flag} {path}: expected a JSON object")
-    return settings

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron.config.data import TokenizerConfig
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizer.base import Tokenizer
-from megatron.tokenizer.files import digest, read_bytes
-from megatron.tokenizer.vocabulary import append_entries, extra_ids, find_sentinels
+from megatron.tokenizer.files import (
+    append_entries,
+    digest,
+    extra_ids,
+    find_sentinels,
+    read_bytes,
+)
 
 if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
@@ -19,24 +24,24 @@ if TYPE_CHECKING:
 class GPTSentencePieceTokenizer(Tokenizer):
     """GPTSentencePieceTokenizer: the model's own pieces; `</s>` ends documents.
 
-    `--vocab-extra-ids` appends sentinels as T5 does, the last one first: to T5's model 100, which
-    makes T5's vocabulary.
+    `--vocab-extra-ids` appends sentinels as T5 does, the last one first; 100 of them make T5's
+    vocabulary of T5's model.
 
     Raises:
-        DataError: `--tokenizer-model` is missing or no SentencePiece model.
-        ConfigError: sentinels are to be appended to a model that has its own.
+        DataError: `--tokenizer-model` is missing or not a SentencePiece model.
+        ConfigError: Sentinels are to be appended to a model that has its own.
     """
 
     kind_name = "GPTSentencePieceTokenizer"
 
     def __init__(self, config: TokenizerConfig) -> None:
+        """Load the model, and append sentinels and special tokens."""
         assert config.tokenizer_model is not None
         data = read_bytes("--tokenizer-model", config.tokenizer_model)
-        self._model = _load(config.tokenizer_model, data)
-        self._vocab = {self._model.id_to_piece(i): i for i in range(len(self._model))}
-        self._own_sentinels = find_sentinels(self._vocab)
-        self._sentinels = self._own_sentinels
-        self._entry_of: dict[int, str] = {}  # what is found in the text beside the model's pieces
+        model = self._model = _load(config.tokenizer_model, data)
+        self._vocab: dict[str, int] = {model.id_to_piece(i): i for i in range(len(model))}
+        self._sentinels = self._own_sentinels = find_sentinels(self._vocab)
+        self._entry_of: dict[int, str] = {}  # what is found in the text, beside the model's pieces
         special = self._find_special_ids(config)
         self._pattern = re.compile("(" + "|".join(map(re.escape, self._entry_of.values())) + ")")
         super().__init__(self.kind_name, digest(data, str(config.vocab_extra_ids)), special)
@@ -52,31 +57,21 @@ class GPTSentencePieceTokenizer(Tokenizer):
             self._append(extra_ids(count)[::-1])
             self._sentinels = find_sentinels(self._vocab)
         ids = {"bos": model.bos_id(), "eos": model.eos_id(), "pad": model.pad_id()}
-        # -1 is SentencePiece's "there is none".
+        # -1 is SentencePiece's way to say that there is none.
         return {name: i for name, i in {**ids, "eod": model.eos_id()}.items() if i >= 0}
 
     def _append(self, entries: list[str]) -> None:
-        """Those that the model lacks; all are found in the text."""
+        """Append the entries that the model lacks; all of them are found in the text."""
         append_entries(self._vocab, entries)
         self._entry_of = {self._vocab[entry]: entry for entry in entries}
 
     @property
-    def vocab_size(self) -> int:
-        """Pieces of the model, and appended special tokens where there are any."""
-        return len(self._vocab)
-
-    @property
-    def vocab(self) -> Mapping[str, int]:
-        """Piece to id (U+2581 stands for a space)."""
-        return self._vocab
-
-    @property
     def has_t5_sentinels(self) -> bool:
-        """Whether there are any."""
+        """Whether there are any sentinels."""
         return bool(self._sentinels)
 
     def tokenize(self, text: str) -> list[int]:
-        """Ids of one text; special tokens in it that were appended become their ids."""
+        """Return the ids of one text; appended special tokens in it become their ids."""
         if not self._entry_of:
             return self._model.encode_as_ids(text)
         ids: list[int] = []
@@ -86,8 +81,10 @@ class GPTSentencePieceTokenizer(Tokenizer):
         return ids
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Text of ids; padding ids above the vocabulary are left out, and special tokens that were
-        appended are spelt out, with spaces around them."""
+        """Return the text of ids, without padding ids above the vocabulary.
+
+        Appended special tokens are spelled out, with spaces around them.
+        """
         if not self._entry_of:
             return self._model.decode_ids([int(i) for i in ids if int(i) < len(self._model)])
         text = ""
@@ -102,11 +99,16 @@ class GPTSentencePieceTokenizer(Tokenizer):
 
 
 class Llama2Tokenizer(GPTSentencePieceTokenizer):
-    """Llama2Tokenizer: as GPTSentencePieceTokenizer, with `<s>` before each text."""
+    """Llama2Tokenizer: GPTSentencePieceTokenizer with `<s>` before each text.
+
+    Raises:
+        DataError: The model has no begin token.
+    """
 
     kind_name = "Llama2Tokenizer"
 
     def __init__(self, config: TokenizerConfig) -> None:
+        """Load the model and check that it has a begin token."""
         super().__init__(config)
         if self._model.bos_id() < 0:
             raise DataError(
@@ -115,43 +117,41 @@ class Llama2Tokenizer(GPTSentencePieceTokenizer):
             )
 
     def tokenize(self, text: str) -> list[int]:
-        """`<s>` and the ids of one text; no end token."""
+        """Return `<s>` and the ids of one text, without an end token."""
         return [self.bos, *super().tokenize(text)]
 
 
 class SentencePieceTokenizer(GPTSentencePieceTokenizer):
-    """SentencePieceTokenizer: with Megatron's tokens for BERT and T5, found in the text too.
+    """SentencePieceTokenizer: the model's pieces and Megatron's tokens for BERT and T5.
 
-    `<CLS> <SEP> <EOD> <MASK>`, padding, begin and end are appended where the model lacks them,
-    then the `--vocab-extra-ids` sentinels, in order.
+    `<CLS> <SEP> <EOD> <MASK>`, padding, begin and end are appended if the model lacks them, then
+    the `--vocab-extra-ids` sentinels, in order. All are found in the text too.
     """
 
     kind_name = "SentencePieceTokenizer"
 
     def _find_special_ids(self, config: TokenizerConfig) -> dict[str, int]:
         model = self._model
-        entries = {
-            "cls": "<CLS>",
-            "sep": "<SEP>",
-            "eod": "<EOD>",
-            "mask": "<MASK>",
-            "pad": self._piece(model.pad_id(), "<PAD>"),
-            "bos": self._piece(model.bos_id(), "<BOS>"),
-            "eos": self._piece(model.eos_id(), "<EOS>"),
-        }
+        entries = {name: f"<{name.upper()}>" for name in ("cls", "sep", "eod", "mask")}
+        own = {"pad": model.pad_id(), "bos": model.bos_id(), "eos": model.eos_id()}
+        for name, index in own.items():
+            entries[name] = model.id_to_piece(index) if index >= 0 else f"<{name.upper()}>"
         sentinels = extra_ids(config.vocab_extra_ids)
         self._append([*entries.values(), *sentinels])
         if sentinels:
             self._sentinels = [self._vocab[entry] for entry in sentinels]
         return {name: self._vocab[entry] for name, entry in entries.items()}
 
-    def _piece(self, index: int, otherwise: str) -> str:
-        return self._model.id_to_piece(index) if index >= 0 else otherwise
-
     @property
     def has_t5_sentinels(self) -> bool:
-        """Whether the model has its own, and none are asked for."""
+        """Whether the model has its own sentinels, and no others are requested."""
         return bool(self._sentinels) and self._sentinels is self._own_sentinels
+
+
+KINDS: dict[str, type[GPTSentencePieceTokenizer]] = {
+    kind.kind_name: kind
+    for kind in (SentencePieceTokenizer, GPTSentencePieceTokenizer, Llama2Tokenizer)
+}
 
 
 def _load(path: str, data: bytes) -> SentencePieceProcessor:

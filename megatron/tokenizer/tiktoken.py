@@ -1,11 +1,10 @@
-"""tiktoken's rank files, and the JSON vocabularies in Mistral's Tekken style."""
+"""tiktoken's rank files, and JSON vocabularies in the style of Mistral's Tekken."""
 
 from __future__ import annotations
 
 import base64
 import binascii
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ _TEKKEN_SPECIAL = ("<unk>", "<s>", "</s>")
 _TEKKEN_VOCAB_SIZE = 1 << 17
 _ENDS = (_END, "<|end_of_text|>", "</s>", "<eos>")
 
-# How text is cut into words, by the value of --tiktoken-pattern.
+# How text is cut into words, for each value of --tiktoken-pattern.
 SPLITS: Mapping[str, str] = {
     "gpt2": GPT2_SPLIT,
     "cl100k": (
@@ -35,7 +34,7 @@ SPLITS: Mapping[str, str] = {
         r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     ),
 }
-# What OpenAI's own files need; a rank file does not say it, only its name does.
+# What OpenAI's own files need. A rank file does not say it; only its name does.
 _KNOWN_FILES: Mapping[str, tuple[str, Mapping[str, int]]] = {
     "r50k_base": ("gpt2", {_END: 50256}),
     "cl100k_base": (
@@ -57,19 +56,20 @@ class _Definition(NamedTuple):
 class TikTokenizer(Tokenizer):
     """TikTokenizer: `--tokenizer-model` is a rank file (base64 lines) or a Tekken-style .json.
 
-    Rank file: ids are its ranks; r50k_base and cl100k_base are known by name. Any other gets the
-    `cl100k` split (or `--tiktoken-pattern`) and `--tokenizer-special-tokens` (default
+    Rank file: ids are its ranks. r50k_base and cl100k_base are known by name. Any other file gets
+    the `cl100k` split (or `--tiktoken-pattern`) and `--tokenizer-special-tokens` (default
     `<|endoftext|>`) after the last rank.
     Tekken json: `--tiktoken-num-special-tokens` special ids come first (`<unk> <s> </s>` and
-    fillers), then as many pieces as `--vocab-size` (default 131072) leaves room for; split `v2`
-    unless `--tiktoken-pattern` says otherwise.
+    fillers), then as many pieces as `--vocab-size` (default 131072) leaves room for. The split is
+    `v2` unless `--tiktoken-pattern` says otherwise.
 
     Raises:
-        ConfigError: the flags do not fit the file.
-        DataError: the file is missing or damaged.
+        ConfigError: The flags do not fit the file.
+        DataError: The file is missing or damaged.
     """
 
     def __init__(self, config: TokenizerConfig) -> None:
+        """Read the file and find its special tokens."""
         import tiktoken
 
         assert config.tokenizer_model is not None
@@ -81,6 +81,7 @@ class TikTokenizer(Tokenizer):
             Path(path).stem, pat_str=SPLITS[split], mergeable_ranks=ranks, special_tokens=special
         )
         self._ranks, self._special_tokens = ranks, special
+        self._used_ids = frozenset((*ranks.values(), *special.values()))
         ids = {name: special[t] for name, t in (("bos", "<s>"), ("eos", "</s>")) if t in special}
         end = next((special[t] for t in _ENDS if t in special), min(special.values()))
         super().__init__(
@@ -91,30 +92,26 @@ class TikTokenizer(Tokenizer):
 
     @property
     def vocab_size(self) -> int:
-        """Ids, special tokens included."""
+        """Number of ids, special tokens included."""
         return self._vocab_size
 
     @property
     def vocab(self) -> Mapping[str, int]:
-        """Piece to id, special tokens included; bytes that are not UTF-8 as \\x escapes."""
+        """Piece to id, special tokens included; bytes that are not UTF-8 are escaped."""
         pieces = {p.decode("utf-8", "backslashreplace"): i for p, i in self._ranks.items()}
         return {**pieces, **self._special_tokens}
 
     def tokenize(self, text: str) -> list[int]:
-        """Ids of one text; special tokens in it are ordinary text."""
+        """Return the ids of one text; special tokens in it are ordinary text."""
         return self._encoding.encode_ordinary(text)
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Text of ids; unused ids are left out."""
+        """Return the text of ids, without unused ids."""
         return self._encoding.decode([int(i) for i in ids if int(i) in self._used_ids])
-
-    @cached_property
-    def _used_ids(self) -> frozenset[int]:
-        return frozenset(self._ranks.values()) | frozenset(self._special_tokens.values())
 
 
 def _read_ranks(config: TokenizerConfig, data: bytes) -> _Definition:
-    """Lines `base64 rank`."""
+    """Read lines `base64 rank`."""
     assert config.tokenizer_model is not None
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(data.splitlines()):
@@ -137,7 +134,7 @@ def _read_ranks(config: TokenizerConfig, data: bytes) -> _Definition:
 
 
 def _read_tekken(config: TokenizerConfig, data: bytes) -> _Definition:
-    """A list of {rank, token_bytes, token_str}, or an object that holds it as `vocab`."""
+    """Read a list of {rank, token_bytes, token_str}, or an object that holds it as `vocab`."""
     path = config.tokenizer_model
     assert path is not None
     entries = parse_json("--tokenizer-model", path, data)

@@ -8,8 +8,7 @@ from typing import Any
 from megatron.config.data import TokenizerConfig
 from megatron.errors import DataError
 from megatron.tokenizer.base import Tokenizer
-from megatron.tokenizer.files import decode, digest, read_bytes
-from megatron.tokenizer.vocabulary import append_entries, extra_ids
+from megatron.tokenizer.files import append_entries, decode, digest, extra_ids, read_bytes
 
 _REQUIRED = {"cls": "[CLS]", "sep": "[SEP]", "pad": "[PAD]", "mask": "[MASK]"}
 _UNKNOWN = "[UNK]"
@@ -18,19 +17,20 @@ _LONGEST_WORD = 200
 
 
 class WordPieceTokenizer(Tokenizer):
-    """BertWordPieceLowerCase and BertWordPieceCase: `--vocab-file`, one entry a line.
+    """BertWordPieceLowerCase and BertWordPieceCase: `--vocab-file`, one entry per line.
 
-    [BOS], [EOS] and `--vocab-extra-ids` sentinels are appended where the file lacks them.
+    [BOS], [EOS] and `--vocab-extra-ids` sentinels are appended if the file lacks them.
 
     Raises:
-        DataError: the file is missing, or lacks an entry that BERT needs.
+        DataError: The file is missing, or lacks an entry that BERT needs.
     """
 
     def __init__(self, config: TokenizerConfig) -> None:
+        """Read the file, and append what it lacks."""
         assert config.vocab_file is not None
         assert config.tokenizer_type is not None
         data = read_bytes("--vocab-file", config.vocab_file)
-        self._vocab = _parse_vocab(config.vocab_file, data)
+        self._vocab: dict[str, int] = _parse_vocab(config.vocab_file, data)
         self._file_entries = len(self._vocab)
         self._tokenizer = wordpiece_pipeline(
             self._vocab, lower_case="LowerCase" in config.tokenizer_type
@@ -47,26 +47,16 @@ class WordPieceTokenizer(Tokenizer):
         )
 
     @property
-    def vocab_size(self) -> int:
-        """Entries of the file and those appended."""
-        return len(self._vocab)
-
-    @property
     def text_vocab_size(self) -> int:
-        """Entries of the file."""
+        """Number of entries of the file."""
         return self._file_entries
 
-    @property
-    def vocab(self) -> Mapping[str, int]:
-        """Entries; `##` begins one that continues a word."""
-        return self._vocab
-
     def tokenize(self, text: str) -> list[int]:
-        """Ids of one text, without [CLS] and [SEP]."""
+        """Return the ids of one text, without [CLS] and [SEP]."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Words with single spaces between; the original spacing is lost."""
+        """Return the words with single spaces between; the original spacing is lost."""
         entries = self.inv_vocab
         return " ".join(entries.get(int(i), _UNKNOWN) for i in ids).replace(" ##", "")
 
@@ -94,7 +84,7 @@ def _parse_vocab(path: str, data: bytes) -> dict[str, int]:
 
 
 def wordpiece_pipeline(vocab: Mapping[str, int], *, lower_case: bool) -> Any:
-    """BERT's pipeline in the `tokenizers` library, with these entries."""
+    """Return BERT's pipeline in the `tokenizers` library, with these entries."""
     from tokenizers import Tokenizer as Pipeline
     from tokenizers.models import WordPiece
     from tokenizers.normalizers import BertNormalizer

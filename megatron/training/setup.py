@@ -34,7 +34,7 @@ from megatron.parallel.weight_gradients import WeightGradientQueue, attach
 from megatron.processes.ending import ExitRequest
 from megatron.processes.launch import Launch
 from megatron.tokenizer import Tokenizer, build_tokenizer
-from megatron.tokenizer.vocabulary import padded_vocab_size
+from megatron.tokenizer.build import padded_vocab_size
 from megatron.training.batch_size import BatchPlan
 from megatron.training.checkpointing import (
     entries_held,

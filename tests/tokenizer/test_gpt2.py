@@ -18,8 +18,12 @@ from megatron.config.data import TokenizerConfig
 from megatron.data.indexed import IndexedDataset
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizer import build_tokenizer
-from megatron.tokenizer.byte_level import byte_of_character
-from megatron.tokenizer.fast_bpe import TiktokenEncoder, build_encoder, compiled_encoder
+from megatron.tokenizer.fast_bpe import (
+    TiktokenEncoder,
+    build_encoder,
+    byte_of_character,
+    compiled_encoder,
+)
 
 
 class Reference:

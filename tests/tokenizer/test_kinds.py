@@ -15,7 +15,7 @@ from megatron.config.data import TOKENIZER_TYPES, TokenizerConfig
 from megatron.data.indexed import IndexedDataset
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizer import Tokenizer, build_tokenizer
-from megatron.tokenizer.vocabulary import padded_vocab_size
+from megatron.tokenizer.build import padded_vocab_size
 
 
 def build(kind: str, **flags: object) -> Tokenizer:
@@ -246,7 +246,7 @@ def test_tiktoken_rank_file(tmp_path):
 
 
 def test_tiktoken_equals_gpt2_bpe(shared_data, tmp_path):
-    from megatron.tokenizer.byte_level import byte_of_character
+    from megatron.tokenizer.fast_bpe import byte_of_character
 
     folder = shared_data / "tokenizers" / "gpt2"
     files = {

@@ -10,7 +10,7 @@ import sentencepiece
 from megatron.config.data import TokenizerConfig
 from megatron.errors import ConfigError
 from megatron.tokenizer import Tokenizer, build_tokenizer
-from megatron.tokenizer.vocabulary import find_sentinels
+from megatron.tokenizer.files import find_sentinels
 from tests.tokenizer.t5 import SENTINELS, SIZE, t5_tokenizer
 
 

@@ -21,7 +21,7 @@ from megatron.config.parser import parse_config
 from megatron.device import Device
 from megatron.parallel.layout import Layout
 from megatron.processes.launch import Launch
-from megatron.tokenizer.vocabulary import padded_vocab_size
+from megatron.tokenizer.build import padded_vocab_size
 from megatron.training.checkpointing import network_of
 from megatron.training.pretrain import main
 from megatron.training.setup import build_run

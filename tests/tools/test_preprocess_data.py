@@ -19,7 +19,7 @@ import pytest
 import zstandard
 
 from megatron.data.indexed import IndexedDataset
-from megatron.tokenizer.byte_level import byte_of_character
+from megatron.tokenizer.fast_bpe import byte_of_character
 from tests.tokenizer.t5 import write_t5_tokenizer
 from tools import preprocess_data
 

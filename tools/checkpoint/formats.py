@@ -36,7 +36,7 @@ from megatron.config.yaml_file import from_dict
 from megatron.durable import Check, replace_file, storage_errors
 from megatron.errors import CheckpointError, ConfigError, UserError
 from megatron.tokenizer import build_tokenizer, files_of
-from megatron.tokenizer.vocabulary import padded_vocab_size
+from megatron.tokenizer.build import padded_vocab_size
 from tools.checkpoint.target import target
 
 _EMBEDDING = f"{WEIGHTS}embedding.word.weight"
