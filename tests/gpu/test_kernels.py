@@ -171,6 +171,6 @@ def test_model_equals_that_of_a_cpu(flags, dtype):
         assert (ours - theirs).norm() < 3 * tolerance * theirs.norm().clamp(min=1e-3)
     noisy = {**still, "attention_dropout": 0.2, "hidden_dropout": 0.2}
     plain, _ = run(noisy, DEVICE.torch_device, dtype)
-    for plan in (RecomputePlan("selective"), RecomputePlan("full", "uniform", 2)):
-        again, _ = run(noisy, DEVICE.torch_device, dtype, plan)
+    for kept in (RecomputePlan("selective"), RecomputePlan("full", "uniform", 2)):
+        again, _ = run(noisy, DEVICE.torch_device, dtype, kept)
         assert torch.equal(plain, again)
