@@ -21,9 +21,9 @@ from megatron.kernels.library import (
     VECTOR_BYTES,
     Kernel,
     KernelLibrary,
-    Operator,
     aligned,
     is_traced,
+    operator,
 )
 
 ACTIVATION_FORWARD = Kernel("activation_forward", "ppppiiii")
@@ -139,10 +139,11 @@ def fused_activation(
         return plain(x, bias)
     kind = KINDS[plain.__name__]  # type: ignore[attr-defined]
     if is_traced(x):
-        return _FORWARD(library, x, bias, kind)
-    return _FusedActivation.apply(library, x, bias, kind, amaxes)
+        return activation_forward(library, x, bias, kind)
+    return _apply(library, x, bias, kind, amaxes)
 
 
+@operator()
 def activation_forward(
     library: KernelLibrary,
     x: Tensor,
@@ -171,6 +172,7 @@ def activation_forward(
     return out
 
 
+@operator()
 def activation_backward(
     library: KernelLibrary,
     grad: Tensor,
@@ -215,26 +217,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, bias = ctx.saved_tensors
-    grad_x, grad_bias = _BACKWARD(ctx.library, grad, x, bias, ctx.kind, amaxes=ctx.amaxes)
+    grad_x, grad_bias = activation_backward(ctx.library, grad, x, bias, ctx.kind, amaxes=ctx.amaxes)
     return None, grad_x, None if bias is None else grad_bias, None, None
 
 
-class _FusedActivation(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        out = activation_forward(*inputs)
-        _keep(ctx, inputs, out)
-        return out
-
-    backward = staticmethod(_differentiate)
-
-
-_FORWARD = Operator(
-    "activation(str library, Tensor x, Tensor? bias, int kind) -> Tensor", activation_forward
-)
-_FORWARD.differentiate(_differentiate, _keep)
-_BACKWARD = Operator(
-    "activation_backward(str library, Tensor grad, Tensor x, Tensor? bias, int kind) "
-    "-> (Tensor, Tensor)",
-    activation_backward,
-)
+_apply = activation_forward.differentiate(_differentiate, _keep)

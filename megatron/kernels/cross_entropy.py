@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.kernels.library import DTYPE_CODES, Kernel, KernelLibrary, Operator
+from megatron.kernels.library import DTYPE_CODES, Kernel, KernelLibrary, operator
 
 STATISTICS = Kernel("cross_entropy_statistics", "pppppiii")
 GRADIENT = Kernel("cross_entropy_gradient", "ppppppiii")
@@ -66,9 +66,9 @@ def choose_cross_entropy(library: KernelLibrary | None, *, in_16_bits: bool) -> 
         return REFERENCE
 
     def statistics(logits: Tensor, labels: Tensor) -> Statistics:
-        return Statistics(*_STATISTICS(library, logits, labels))
+        return Statistics(*cross_entropy_statistics(library, logits, labels))
 
-    return CrossEntropy(statistics, partial(_GRADIENT, library), "fused kernel")
+    return CrossEntropy(statistics, partial(cross_entropy_gradient, library), "fused kernel")
 
 
 def statistics_reference(logits: Tensor, labels: Tensor, *, in_16_bits: bool = False) -> Statistics:
@@ -114,7 +114,8 @@ def _row_chunks(rows: Tensor) -> Iterator[slice]:
     return (slice(i, i + height) for i in range(0, rows.shape[0], height))
 
 
-def _statistics(
+@operator()
+def cross_entropy_statistics(
     library: KernelLibrary, logits: Tensor, labels: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, size = logits.shape
@@ -125,7 +126,8 @@ def _statistics(
     return maxima, sums, targets
 
 
-def _gradient(
+@operator("out")
+def cross_entropy_gradient(
     library: KernelLibrary,
     logits: Tensor,
     labels: Tensor,
@@ -136,15 +138,3 @@ def _gradient(
 ) -> None:
     arguments = [x.contiguous() for x in (labels, maxima, sums, upstream.float())]
     library.launch(GRADIENT, logits, out, *arguments, *logits.shape, DTYPE_CODES[logits.dtype])
-
-
-_STATISTICS = Operator(
-    "cross_entropy_statistics(str library, Tensor logits, Tensor labels) "
-    "-> (Tensor, Tensor, Tensor)",
-    _statistics,
-)
-_GRADIENT = Operator(
-    "cross_entropy_gradient(str library, Tensor logits, Tensor labels, Tensor maxima, Tensor sums, "
-    "Tensor upstream, Tensor(a!) out) -> ()",
-    _gradient,
-)

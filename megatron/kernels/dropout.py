@@ -15,9 +15,9 @@ from megatron.kernels.library import (
     DTYPE_CODES,
     Kernel,
     KernelLibrary,
-    Operator,
     aligned,
     is_traced,
+    operator,
 )
 
 FORWARD = Kernel("bias_dropout_add_forward", "pppppiiiii")
@@ -83,10 +83,11 @@ def fused_bias_dropout_add(
     if not fits:
         return bias_dropout_add(x, bias, residual, probability)
     seed = torch.randint(2**62, (1,), dtype=torch.int64, device=x.device)
-    call = _FORWARD if is_traced(x) else _BiasDropoutAdd.apply
+    call = bias_dropout_add_forward if is_traced(x) else _apply
     return call(library, x, bias, residual, seed, drop)
 
 
+@operator()
 def bias_dropout_add_forward(
     library: KernelLibrary,
     x: Tensor,
@@ -115,6 +116,7 @@ def bias_dropout_add_forward(
     return out
 
 
+@operator()
 def bias_dropout_add_backward(
     library: KernelLibrary,
     grad: Tensor,
@@ -157,28 +159,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     (seed,) = ctx.saved_tensors
-    grad_x, grad_bias = _BACKWARD(ctx.library, grad, seed, ctx.drop, ctx.dtype, ctx.has_bias)
+    about = (ctx.drop, ctx.dtype, ctx.has_bias)
+    grad_x, grad_bias = bias_dropout_add_backward(ctx.library, grad, seed, *about)
     return None, grad_x, grad_bias if ctx.has_bias else None, grad, None, None
 
 
-class _BiasDropoutAdd(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        out = bias_dropout_add_forward(*inputs)
-        _keep(ctx, inputs, out)
-        return out
-
-    backward = staticmethod(_differentiate)
-
-
-_FORWARD = Operator(
-    "bias_dropout_add(str library, Tensor x, Tensor? bias, Tensor residual, Tensor seed, int drop) "
-    "-> Tensor",
-    bias_dropout_add_forward,
-)
-_FORWARD.differentiate(_differentiate, _keep)
-_BACKWARD = Operator(
-    "bias_dropout_add_backward(str library, Tensor grad, Tensor seed, int drop, ScalarType dtype, "
-    "bool has_bias) -> (Tensor, Tensor)",
-    bias_dropout_add_backward,
-)
+_apply = bias_dropout_add_forward.differentiate(_differentiate, _keep)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron.kernels.amax import Amaxes
-from megatron.kernels.library import DTYPE_CODES, Kernel, KernelLibrary, Operator, is_traced
+from megatron.kernels.library import DTYPE_CODES, Kernel, KernelLibrary, is_traced, operator
 
 AMAX = Kernel("fp8_amax", "ppii")
 AMAX_BOTH = Kernel("fp8_amax_both", "pppiii")
@@ -172,7 +172,7 @@ class KernelCasts:
         if known is not None:
             return known
         result = self._zeros(x)
-        _AMAX(self.library, x, result)
+        fp8_amax(self.library, x, result)
         return result
 
     def cast(
@@ -186,28 +186,28 @@ class KernelCasts:
     ) -> Fp8:
         _check_row(x)
         values = torch.empty_like(x, dtype=fp8) if into is None else into
-        return Fp8(values, _CAST(self.library, x, amax, values, found))
+        return Fp8(values, fp8_cast(self.library, x, amax, values, found))
 
     def cast_transpose(
         self, x: Tensor, amax: Tensor, fp8: torch.dtype, *, found: Tensor | None = None
     ) -> tuple[Fp8, Fp8]:
         _check_both(x)
-        values, turned, inverse, _ = _CAST_TRANSPOSE(self.library, x, amax, None, fp8, found)
+        values, turned, inverse, _ = fp8_cast_transpose(self.library, x, amax, None, fp8, found)
         return Fp8(values, inverse), Fp8(turned, inverse)
 
     def transpose(self, matrix: Fp8) -> Fp8:
         _check_both(matrix.values)
-        return Fp8(_TRANSPOSE(self.library, matrix.values), matrix.inverse)
+        return Fp8(fp8_transpose(self.library, matrix.values), matrix.inverse)
 
     def cast_rows(self, x: Tensor, fp8: torch.dtype) -> Fp8:
         _check_row(x)
-        return Fp8(*_CAST_ROWS(self.library, x, fp8))
+        return Fp8(*fp8_cast_rows(self.library, x, fp8))
 
     def cast_transpose_rows(self, x: Tensor, fp8: torch.dtype) -> tuple[Fp8, Fp8]:
         _check_both(x)
         of_rows, of_columns = (self._zeros(x, size)[:, None] for size in x.shape)
-        _AMAX_BOTH(self.library, x, of_rows, of_columns)
-        values, turned, inverse, inverse_turned = _CAST_TRANSPOSE(
+        fp8_amax_both(self.library, x, of_rows, of_columns)
+        values, turned, inverse, inverse_turned = fp8_cast_transpose(
             self.library, x, of_rows, of_columns, fp8, None
         )
         return Fp8(values, inverse), Fp8(turned, inverse_turned)
@@ -231,15 +231,18 @@ def _check_both(x: Tensor) -> None:
     assert x.shape[0] % 16 == 0, f"fp8 products need multiples of 16, not {list(x.shape)}"
 
 
-def _amax(library: KernelLibrary, x: Tensor, result: Tensor) -> None:
+@operator("result")
+def fp8_amax(library: KernelLibrary, x: Tensor, result: Tensor) -> None:
     library.launch(AMAX, x, result, x.numel(), DTYPE_CODES[x.dtype])
 
 
-def _amax_both(library: KernelLibrary, x: Tensor, of_rows: Tensor, of_columns: Tensor) -> None:
+@operator("of_rows", "of_columns")
+def fp8_amax_both(library: KernelLibrary, x: Tensor, of_rows: Tensor, of_columns: Tensor) -> None:
     library.launch(AMAX_BOTH, x, of_rows, of_columns, *x.shape, DTYPE_CODES[x.dtype])
 
 
-def _cast(
+@operator("values", "found")
+def fp8_cast(
     library: KernelLibrary, x: Tensor, amax: Tensor, values: Tensor, found: Tensor | None
 ) -> Tensor:
     inverse = torch.empty_like(amax)
@@ -248,7 +251,8 @@ def _cast(
     return inverse
 
 
-def _cast_rows(library: KernelLibrary, x: Tensor, fp8: torch.dtype) -> tuple[Tensor, Tensor]:
+@operator()
+def fp8_cast_rows(library: KernelLibrary, x: Tensor, fp8: torch.dtype) -> tuple[Tensor, Tensor]:
     values = torch.empty_like(x, dtype=fp8)
     inverse = x.new_empty(x.shape[0], 1, dtype=torch.float32)
     codes = (*x.shape, DTYPE_CODES[x.dtype], FP8_CODES[fp8])
@@ -256,7 +260,8 @@ def _cast_rows(library: KernelLibrary, x: Tensor, fp8: torch.dtype) -> tuple[Ten
     return values, inverse
 
 
-def _cast_transpose(
+@operator("found")
+def fp8_cast_transpose(
     library: KernelLibrary,
     x: Tensor,
     amax: Tensor,
@@ -275,27 +280,8 @@ def _cast_transpose(
     return values, turned, inverse, inverse_turned
 
 
-def _transpose(library: KernelLibrary, matrix: Tensor) -> Tensor:
+@operator()
+def fp8_transpose(library: KernelLibrary, matrix: Tensor) -> Tensor:
     turned = matrix.new_empty(matrix.shape[::-1])
     library.launch(TRANSPOSE, matrix, turned, *matrix.shape)
     return turned
-
-
-_AMAX = Operator("fp8_amax(str library, Tensor x, Tensor(a!) result) -> ()", _amax)
-_AMAX_BOTH = Operator(
-    "fp8_amax_both(str library, Tensor x, Tensor(a!) of_rows, Tensor(b!) of_columns) -> ()",
-    _amax_both,
-)
-_CAST = Operator(
-    "fp8_cast(str library, Tensor x, Tensor amax, Tensor(a!) values, Tensor(b!)? found) -> Tensor",
-    _cast,
-)
-_CAST_ROWS = Operator(
-    "fp8_cast_rows(str library, Tensor x, ScalarType fp8) -> (Tensor, Tensor)", _cast_rows
-)
-_CAST_TRANSPOSE = Operator(
-    "fp8_cast_transpose(str library, Tensor x, Tensor amax, Tensor? amax_columns, ScalarType fp8, "
-    "Tensor(a!)? found) -> (Tensor, Tensor, Tensor, Tensor)",
-    _cast_transpose,
-)
-_TRANSPOSE = Operator("fp8_transpose(str library, Tensor matrix) -> Tensor", _transpose)

@@ -8,16 +8,17 @@ launch its kernels:
     print(choice)
 
 An operation's module declares the C functions that it calls as `Kernel` constants, and registers
-each function that launches them as an `Operator`, so that compilers and exporters trace it.
+each function that launches them as an `operator`, so that compilers and exporters trace it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import inspect
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,14 @@ class _ShapesOnly(KernelLibrary):
 
 
 _REGISTRY = torch.library.Library("megatron", "FRAGMENT")
+_SCHEMA_TYPES = {
+    "Tensor": "Tensor",
+    "Tensor | None": "Tensor?",
+    "torch.dtype": "ScalarType",
+    "int": "int",
+    "float": "float",
+    "bool": "bool",
+}
 _REAL_TYPES = (Tensor, torch.nn.Parameter)
 
 
@@ -205,33 +214,29 @@ class Operator:
     and the wrapper of `torch.library.custom_op` 10 to 15 us, 7.5 us being what a whole call with
     autograd takes without them. GPUs wait for the host in small models.
 
-    The operator takes the path of the library in place of the library.
+    The operator takes the path of the library in place of the library, and lacks the parameters
+    that have a default. Results that are None are empty tensors there.
     """
 
-    def __init__(
-        self, schema: str, function: Callable[..., Any], *, fake: Callable[..., Any] | None = None
-    ) -> None:
-        """Register a function.
+    def __init__(self, function: Callable[..., Any], changes: Sequence[str] = ()) -> None:
+        """Register a function; its name and annotations give the operator's schema.
 
         Args:
-            schema: "name(str library, Tensor x, ...) -> ...", with (a!) after the type of whatever
-                the function changes in place. Results may not share memory with arguments.
-            function: Takes a `KernelLibrary` and the operator's other arguments, allocates the
-                results and launches kernels. A result may be None: the operator's is then empty.
-            fake: Returns tensors like the results from the same arguments; by default the
-                function does, with a library that launches nothing.
+            function: Takes a `KernelLibrary`, then a tensor, then other arguments; allocates the
+                results, which may not share memory with arguments, and launches kernels.
+            changes: The arguments that it changes in place.
         """
-        name = schema.partition("(")[0]
-        _REGISTRY.define(schema, tags=[torch.Tag.pt2_compliant_tag])
-        self.name = f"megatron::{name}"
         self.function = function
-        self.overload: torch._ops.OpOverload = getattr(torch.ops.megatron, name).default
+        self.name = f"megatron::{function.__name__}"
+        _REGISTRY.define(_schema(function, changes), tags=[torch.Tag.pt2_compliant_tag])
+        operators: Any = torch.ops.megatron
+        self.overload = getattr(operators, function.__name__).default
         for backend in ("CPU", "CUDA"):
-            _REGISTRY.impl(name, self._run, backend)
-        fake, shapes_only = fake or function, _ShapesOnly()
+            _REGISTRY.impl(function.__name__, self._run, backend)
+        nothing = _ShapesOnly()
         torch.library.register_fake(
             self.name,
-            lambda _, *arguments: _without_none(fake(shapes_only, *arguments), arguments[0]),
+            lambda _, x, *rest: _without_none(function(nothing, x, *rest), x),
             lib=_REGISTRY,
         )
 
@@ -250,19 +255,34 @@ class Operator:
             library = open_library(library)
         return self.function(library, x, *rest, **direct)
 
-    def differentiate(self, backward: Callable[..., Any], keep: Callable[..., None]) -> None:
+    def differentiate(
+        self,
+        backward: Callable[..., Any],
+        keep: Callable[..., None],
+        forward: Callable[..., Any] | None = None,
+    ) -> Callable[..., Any]:
         """Register how gradients are computed.
 
         Args:
-            backward: (context, gradients of the results) -> gradients of the arguments.
+            backward: (ctx, gradients of the results) -> gradients of the arguments.
             keep: Takes ctx, inputs and output; saves in the context what `backward` needs.
+            forward: (ctx, inputs) -> results, in place of the function and `keep` outside of
+                tracing, where results may be views of arguments.
+
+        Returns:
+            The function with gradients; takes all of its arguments by position.
         """
-        torch.library.register_autograd(
-            self.name,
-            backward,
-            setup_context=keep,
-            lib=_REGISTRY,
-        )
+        torch.library.register_autograd(self.name, backward, setup_context=keep, lib=_REGISTRY)
+
+        def keeping(ctx: Any, *inputs: Any) -> Any:
+            output = self.function(*inputs)
+            keep(ctx, inputs, output)
+            return output
+
+        methods = {"forward": forward or keeping, "backward": backward}
+        static = {name: staticmethod(method) for name, method in methods.items()}
+        eager: Any = type(self.function.__name__, (torch.autograd.Function,), static)
+        return eager.apply
 
     def _run(self, path: str, *arguments: Any) -> Any:
         if not self.overload._schema.is_mutable:  # compiled code may pass views of its buffers
@@ -271,6 +291,26 @@ class Operator:
                 for x in arguments
             )
         return _without_none(self.function(open_library(path), *arguments), arguments[0])
+
+
+def operator(*changes: str) -> Callable[[Callable[..., Any]], Operator]:
+    """Register the function below as an `Operator` that changes these arguments in place."""
+    return partial(Operator, changes=changes)
+
+
+def _schema(function: Callable[..., Any], changes: Sequence[str]) -> str:
+    """Return "name(str library, Tensor x, Tensor(b!) out, ...) -> ..." of a function."""
+    signature = inspect.signature(function)
+    arguments = ["str library"]
+    for place, parameter in enumerate(list(signature.parameters.values())[1:]):
+        if parameter.default is parameter.empty:
+            kind = _SCHEMA_TYPES[parameter.annotation]
+            if parameter.name in changes:
+                kind = kind.replace("Tensor", f"Tensor({chr(ord('a') + place)}!)")
+            arguments.append(f"{kind} {parameter.name}")
+    count = signature.return_annotation.count("Tensor")
+    results = "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
+    return f"{function.__name__}({', '.join(arguments)}) -> {results}"
 
 
 def _without_none(results: Any, like: Tensor) -> Any:

@@ -20,9 +20,9 @@ from megatron.kernels.library import (
     VECTOR_BYTES,
     Kernel,
     KernelLibrary,
-    Operator,
     aligned,
     is_traced,
+    operator,
 )
 
 ADD_NORM_FORWARD = Kernel("add_norm_forward", "pppppppppiiiid")
@@ -124,9 +124,9 @@ def fused_add_norm(
     if not _fits(residual, delta, weight, bias):
         return add_norm(residual, delta, weight, bias, epsilon)
     if is_traced(residual):
-        total, normal, *_ = _FORWARD(library, residual, delta, weight, bias, epsilon)
+        total, normal, _ = add_norm_forward(library, residual, delta, weight, bias, epsilon)
         return residual if delta is None else total, normal
-    return _AddNorm.apply(library, residual, delta, weight, bias, epsilon, amaxes)
+    return _apply(library, residual, delta, weight, bias, epsilon, amaxes)
 
 
 def _fits(residual: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None) -> bool:
@@ -143,6 +143,7 @@ def _fits(residual: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor |
     )
 
 
+@operator()
 def add_norm_forward(
     library: KernelLibrary,
     residual: Tensor,
@@ -151,7 +152,7 @@ def add_norm_forward(
     bias: Tensor | None,
     epsilon: float,
     amaxes: Amaxes | None = None,
-) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor]:
+) -> tuple[Tensor | None, Tensor, Tensor]:
     """Add and normalize with one kernel.
 
     Args:
@@ -164,8 +165,8 @@ def add_norm_forward(
         amaxes: Where the kernel leaves the largest magnitude of the normalized sum, if anywhere.
 
     Returns:
-        The sum (None without a delta), its normalization, and each row's mean (None for RMSNorm)
-        and inverse standard deviation, in fp32.
+        The sum (None without a delta), its normalization, and fp32 [2, rows] or for RMSNorm
+        [1, rows]: each row's inverse standard deviation and its mean.
     """
     residual = residual.contiguous()
     delta = None if delta is None else delta.contiguous()
@@ -173,25 +174,25 @@ def add_norm_forward(
     rows = residual.numel() // hidden
     total = None if delta is None else torch.empty_like(residual)
     normal = torch.empty_like(residual, dtype=weight.dtype)
-    rstd = torch.empty(rows, dtype=torch.float32, device=residual.device)
-    mean = None if bias is None else torch.empty_like(rstd)
+    moments = residual.new_empty(1 if bias is None else 2, rows, dtype=torch.float32)
     library.launch(
         ADD_NORM_FORWARD,
-        *(residual, delta, weight, bias, total, normal, mean, rstd),
+        *(residual, delta, weight, bias, total, normal),
+        *(None if bias is None else moments[1], moments),
         None if amaxes is None else amaxes.measure(normal),
         *(rows, hidden, DTYPE_CODES[residual.dtype], DTYPE_CODES[weight.dtype], epsilon),
     )
-    return total, normal, mean, rstd
+    return total, normal, moments
 
 
+@operator()
 def add_norm_backward(
     library: KernelLibrary,
     grad_normal: Tensor,
     grad_total: Tensor | None,
     total: Tensor,
     weight: Tensor,
-    mean: Tensor | None,
-    rstd: Tensor,
+    moments: Tensor,
     round_for_delta: bool,
     amaxes: Amaxes | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
@@ -203,8 +204,7 @@ def add_norm_backward(
         grad_total: Gradient of the sum, if it was used.
         total: The sum.
         weight: [h].
-        mean: As `add_norm_forward` returned it.
-        rstd: Likewise.
+        moments: As `add_norm_forward` returned them.
         round_for_delta: Also return the sum's gradient in the weight's type.
         amaxes: Where the kernel leaves the largest magnitude of the gradient in the weight's type,
             if anywhere.
@@ -213,18 +213,19 @@ def add_norm_backward(
         Gradients of the sum in its type and (None if not asked for) in the weight's, of the
         weight, and of the bias (None for RMSNorm).
     """
-    hidden, rows = weight.numel(), rstd.numel()
+    hidden, (kinds, rows) = weight.numel(), moments.shape
     grad_normal, total = grad_normal.contiguous(), total.contiguous()
     grad_total = None if grad_total is None else grad_total.contiguous()
     grad = torch.empty_like(total)
     grad_delta = torch.empty_like(total, dtype=weight.dtype) if round_for_delta else None
     grad_weight = torch.empty_like(weight)
-    grad_bias = None if mean is None else torch.empty_like(weight)
+    grad_bias = None if kinds == 1 else torch.empty_like(weight)
     blocks = Device(total.device).multiprocessors
-    partials = rstd.new_empty(1 if mean is None else 2, blocks, hidden)
+    partials = moments.new_empty(kinds, blocks, hidden)
     library.launch(
         ADD_NORM_BACKWARD,
-        *(total, grad_normal, grad_total, weight, mean, rstd),
+        *(total, grad_normal, grad_total, weight),
+        *(None if kinds == 1 else moments[1], moments),
         *(grad, grad_delta, grad_weight, grad_bias, partials),
         None if amaxes is None else amaxes.measure(grad if grad_delta is None else grad_delta),
         *(blocks, rows, hidden, DTYPE_CODES[total.dtype], DTYPE_CODES[weight.dtype]),
@@ -234,52 +235,36 @@ def add_norm_backward(
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     ctx.library, residual, delta, weight, bias, _, *amaxes = inputs
-    total, _, mean, rstd = output
+    total, _, moments = output
     ctx.amaxes = amaxes[0] if amaxes else None
     ctx.added, ctx.has_bias = delta is not None, bias is not None
-    ctx.save_for_backward(total if ctx.added else residual, weight, mean, rstd)
+    ctx.save_for_backward(total if ctx.added else residual, weight, moments)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(
     ctx: Any, grad_total: Tensor | None, grad_normal: Tensor | None, *_: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    total, weight, mean, rstd = ctx.saved_tensors
+    total, weight, moments = ctx.saved_tensors
     if grad_normal is None:  # only the sum was used
         passed = grad_total.to(weight.dtype) if ctx.added and grad_total is not None else None
         return None, grad_total, passed, None, None, None, None
     rounds = ctx.added and total.dtype != weight.dtype
-    mean = mean if ctx.has_bias else None
-    grad, grad_delta, grad_weight, grad_bias = _BACKWARD(
+    grad, grad_delta, grad_weight, grad_bias = add_norm_backward(
         ctx.library,
-        *(grad_normal, grad_total, total, weight, mean, rstd, rounds),
+        *(grad_normal, grad_total, total, weight, moments, rounds),
         amaxes=ctx.amaxes if ctx.added else None,
     )
     for_delta = (grad_delta if rounds else grad) if ctx.added else None
     return None, grad, for_delta, grad_weight, grad_bias if ctx.has_bias else None, None, None
 
 
-class _AddNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        results = add_norm_forward(*inputs)
-        _keep(ctx, inputs, results)
-        # Without a delta the sum is the residual: the kernel then adds up both of its gradients.
-        total, normal, *_ = results
-        return (inputs[1].view_as(inputs[1]) if total is None else total), normal
-
-    backward = staticmethod(_differentiate)
+def _forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+    results = add_norm_forward.function(*inputs)
+    _keep(ctx, inputs, results)
+    total, normal, _ = results
+    # Without a delta the sum is the residual: the kernel then adds up both of its gradients.
+    return inputs[1].view_as(inputs[1]) if total is None else total, normal
 
 
-_FORWARD = Operator(
-    "add_norm(str library, Tensor residual, Tensor? delta, Tensor weight, Tensor? bias, "
-    "float epsilon) -> (Tensor, Tensor, Tensor, Tensor)",
-    add_norm_forward,
-)
-_FORWARD.differentiate(_differentiate, _keep)
-_BACKWARD = Operator(
-    "add_norm_backward(str library, Tensor grad_normal, Tensor? grad_total, Tensor total, "
-    "Tensor weight, Tensor? mean, Tensor rstd, bool round_for_delta) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
-    add_norm_backward,
-)
+_apply = add_norm_forward.differentiate(_differentiate, _keep, _forward)

@@ -28,7 +28,7 @@ from megatron.kernels.attention import (
     fused_attention,
     gpu_attention,
 )
-from megatron.kernels.library import DTYPE_CODES, VECTOR_BYTES, Kernel, KernelLibrary, Operator
+from megatron.kernels.library import DTYPE_CODES, VECTOR_BYTES, Kernel, KernelLibrary, operator
 
 PAGED_ATTENTION = Kernel("paged_attention", "pppppppiiiiiiiid")
 PAGED_ATTENTION_FP32 = Kernel("paged_attention_fp32", "pppppppiiiiiiid")
@@ -166,7 +166,7 @@ class FusedPaged:
 
     def singles(self, query: Tensor, keys: Tensor, values: Tensor, singles: Singles) -> Tensor:
         """See `PagedAttention`."""
-        return _PAGED_ATTENTION(
+        return paged_attention(
             self._library,
             *(query, keys, values, singles.tables, singles.lengths),
             *(singles.longest, singles.block_size),
@@ -176,10 +176,11 @@ class FusedPaged:
         self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor
     ) -> None:
         """See `PagedAttention`."""
-        _APPEND_TO_CACHE(self._library, key, value, keys, values, slots)
+        append_to_cache(self._library, key, value, keys, values, slots)
 
 
-def _paged_attention(
+@operator()
+def paged_attention(
     library: KernelLibrary,
     query: Tensor,
     keys: Tensor,
@@ -207,24 +208,13 @@ def _paged_attention(
     return out
 
 
-def _append_to_cache(
+@operator("keys", "values")
+def append_to_cache(
     library: KernelLibrary, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor
 ) -> None:
     key, value = key.contiguous(), value.contiguous()
     width = key[0].numel() * key.element_size() // VECTOR_BYTES
     library.launch(APPEND_TO_CACHE, key, value, keys, values, slots, len(slots), width)
-
-
-_PAGED_ATTENTION = Operator(
-    "paged_attention(str library, Tensor query, Tensor keys, Tensor values, Tensor tables, "
-    "Tensor lengths, int longest, int block_size) -> Tensor",
-    _paged_attention,
-)
-_APPEND_TO_CACHE = Operator(
-    "append_to_cache(str library, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, "
-    "Tensor slots) -> ()",
-    _append_to_cache,
-)
 
 
 def chunk_attention(

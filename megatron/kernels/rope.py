@@ -21,9 +21,9 @@ from megatron.kernels.library import (
     VECTOR_BYTES,
     Kernel,
     KernelLibrary,
-    Operator,
     aligned,
     is_traced,
+    operator,
 )
 
 SPLIT_ROTATE = Kernel("split_rotate", "pppvvvp" + "i" * 17)
@@ -157,8 +157,8 @@ def fused_split_rotate(
         return split_rotate(qkv, groups, head_size, rotation)
     cosine, sine = (None, None) if rotation is None else rotation
     if is_traced(qkv):
-        return _FORWARD(library, qkv, cosine, sine, groups, head_size)
-    return _SplitRotate.apply(library, qkv, cosine, sine, groups, head_size, amaxes)
+        return split_rotate_forward(library, qkv, cosine, sine, groups, head_size)
+    return _apply(library, qkv, cosine, sine, groups, head_size, amaxes)
 
 
 def _fits(qkv: Tensor, head_size: int, rotation: Rotation | None) -> bool:
@@ -179,6 +179,7 @@ def _fits(qkv: Tensor, head_size: int, rotation: Rotation | None) -> bool:
     )
 
 
+@operator()
 def split_rotate_forward(
     library: KernelLibrary,
     qkv: Tensor,
@@ -208,6 +209,7 @@ def split_rotate_forward(
     return query, key, value
 
 
+@operator()
 def split_rotate_backward(
     library: KernelLibrary,
     grad_query: Tensor,
@@ -275,32 +277,18 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _differentiate(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    grad = _BACKWARD(ctx.library, *grads, *ctx.saved_tensors, amaxes=ctx.amaxes)
+    grad = split_rotate_backward(ctx.library, *grads, *ctx.saved_tensors, amaxes=ctx.amaxes)
     return None, grad, *(None,) * 5
 
 
-class _SplitRotate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        library, qkv, cosine, _, groups, head_size, _ = inputs
-        if cosine is None and qkv.shape[2] == 3 * groups * head_size:
-            heads = split_rotate(qkv.detach(), groups, head_size, None)
-        else:
-            heads = split_rotate_forward(*inputs[:-1])
-        _keep(ctx, inputs, heads)
-        return heads
-
-    backward = staticmethod(_differentiate)
+def _forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    qkv, cosine, _, groups, head_size, _ = inputs[1:]
+    if cosine is None and qkv.shape[2] == 3 * groups * head_size:
+        heads = split_rotate(qkv.detach(), groups, head_size, None)
+    else:
+        heads = split_rotate_forward.function(*inputs[:-1])
+    _keep(ctx, inputs, heads)
+    return heads
 
 
-_FORWARD = Operator(
-    "split_rotate(str library, Tensor qkv, Tensor? cosine, Tensor? sine, int groups, "
-    "int head_size) -> (Tensor, Tensor, Tensor)",
-    split_rotate_forward,
-)
-_FORWARD.differentiate(_differentiate, _keep)
-_BACKWARD = Operator(
-    "split_rotate_backward(str library, Tensor grad_query, Tensor grad_key, Tensor grad_value, "
-    "Tensor? cosine, Tensor? sine) -> Tensor",
-    split_rotate_backward,
-)
+_apply = split_rotate_forward.differentiate(_differentiate, _keep, _forward)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.device import Device
-from megatron.kernels.library import DTYPE_CODES, Kernel, KernelLibrary, Operator
+from megatron.kernels.library import DTYPE_CODES, Kernel, KernelLibrary, operator
 
 EMBEDDING_GRADIENT = Kernel("embedding_gradient", "pppppiiii")
 WIDTH = 8  # the kernel needs a hidden size that this divides
@@ -49,7 +49,7 @@ def choose_embedding_gradient(library: KernelLibrary | None, hidden: int) -> Emb
     """Choose how to add grad[i] to into[entries[i]]: in fp32, bitwise repeatable."""
     if library is None or hidden % WIDTH:
         return embedding_gradient_reference
-    return partial(_EMBEDDING_GRADIENT, library)
+    return partial(embedding_gradient, library)
 
 
 def embedding_gradient_reference(entries: Tensor, grad: Tensor, into: Tensor) -> None:
@@ -60,9 +60,8 @@ def embedding_gradient_reference(entries: Tensor, grad: Tensor, into: Tensor) ->
     into.index_put_((rows,), values, accumulate=True)
 
 
-def _embedding_gradient(
-    library: KernelLibrary, entries: Tensor, grad: Tensor, into: Tensor
-) -> None:
+@operator("into")
+def embedding_gradient(library: KernelLibrary, entries: Tensor, grad: Tensor, into: Tensor) -> None:
     if into.dtype != torch.float32:
         embedding_gradient_reference(entries, grad, into)
         return
@@ -72,10 +71,3 @@ def _embedding_gradient(
     inputs = (entries.contiguous(), grad.contiguous())
     sizes = (count, hidden, rows, DTYPE_CODES[grad.dtype])
     library.launch(EMBEDDING_GRADIENT, *inputs, into, pairs, parts, *sizes)
-
-
-_EMBEDDING_GRADIENT = Operator(
-    "embedding_gradient(str library, Tensor entries, Tensor grad, Tensor(a!) into) -> ()",
-    _embedding_gradient,
-    fake=lambda *_: None,
-)

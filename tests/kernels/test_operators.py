@@ -41,8 +41,7 @@ def _norm_backward(*, rms, rounds, grad_total=True):
         draw(S, B, H, dtype=residual) if grad_total else None,
         draw(S, B, H, dtype=residual),
         draw(H),
-        None if rms else draw(S * B, dtype=FP32),
-        draw(S * B, dtype=FP32),
+        draw(1 if rms else 2, S * B, dtype=FP32),
         rounds,
     )
 
@@ -65,23 +64,23 @@ def cases():
     for x_dtype, w_dtype in ((BF16, BF16), (FP32, FP16)):
         for delta, bias in ((True, True), (False, True), (True, False), (False, False)):
             inputs = _norm(x_dtype, w_dtype, delta=delta, bias=bias, grad=True)
-            yield "add_norm", (*inputs, 1e-5)
+            yield "add_norm_forward", (*inputs, 1e-5)
     for rms, rounds in ((True, True), (False, False)):
         yield "add_norm_backward", _norm_backward(rms=rms, rounds=rounds)
     yield "add_norm_backward", _norm_backward(rms=True, rounds=False, grad_total=False)
     for name, kind in activation.KINDS.items():
         width = 2 * H if name == "swiglu" else H
         for bias in (draw(width, grad=True), None):
-            yield "activation", (draw(S, B, width, grad=True), bias, kind)
+            yield "activation_forward", (draw(S, B, width, grad=True), bias, kind)
             plain = None if bias is None else bias.detach()
             yield "activation_backward", (draw(S, B, H), draw(S, B, width), plain, kind)
     for residual, bias in ((FP32, draw(H, grad=True)), (BF16, None)):
         x, stream = draw(S, B, H, grad=True), draw(S, B, H, dtype=residual, grad=True)
-        yield "bias_dropout_add", (x, bias, stream, torch.tensor([7]), 6554)
+        yield "bias_dropout_add_forward", (x, bias, stream, torch.tensor([7]), 6554)
         arguments = (torch.tensor([7]), 6554, BF16, bias is not None)
         yield "bias_dropout_add_backward", (draw(S, B, H, dtype=residual), *arguments)
     for rotation in (_rotation(), (None, None)):
-        yield "split_rotate", (draw(S, B, 8 * 32, grad=True), *rotation, 2, 32)
+        yield "split_rotate_forward", (draw(S, B, 8 * 32, grad=True), *rotation, 2, 32)
         yield "split_rotate_backward", (*_heads(), *rotation)
     labels = torch.tensor([0, 63, -1, 64, 5])
     yield "cross_entropy_statistics", (draw(5, 64), labels)
@@ -189,7 +188,7 @@ def test_memory_that_is_not_aligned_is_copied(emulated):
     x = draw(17)[1:]
     assert x.data_ptr() % 16
     kind = activation.KINDS["gelu"]
-    out = torch.ops.megatron.activation(emulated.path, x.view(2, 8), None, kind)
+    out = torch.ops.megatron.activation_forward(emulated.path, x.view(2, 8), None, kind)
     assert torch.equal(
-        out, torch.ops.megatron.activation(emulated.path, x.clone().view(2, 8), None, kind)
+        out, torch.ops.megatron.activation_forward(emulated.path, x.clone().view(2, 8), None, kind)
     )
