@@ -21,7 +21,7 @@ from megatron.parallel.cross_entropy import linear_cross_entropy, vocabulary_cro
 from megatron.parallel.initialization import initialize
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import Init, new_parameter
-from tests.models.small import LLAMA, batch, config, new_context
+from tests.models.small import LLAMA, batch, config, new_context, plan
 from tests.models.small import config as model_config
 
 DEVICE = Device.pick()
