@@ -1,9 +1,9 @@
-"""Save while the training goes on: it waits only for a copy of its tensors in host memory.
+"""Save while training goes on: training waits only for a copy of its tensors in host memory.
 
-A thread then writes, hashes, flushes and publishes the copy with the protocol of `store`, and talks
-to the other processes' threads over a group of their own. The file operations and digests release
-the interpreter's lock; whatever kills the process ends its thread too, and leaves what a killed
-save leaves.
+A thread then writes, hashes, flushes and publishes the copy by the protocol of `store`, and talks
+to the other processes' threads over a group of their own. File operations and digests release the
+interpreter's lock. Whatever kills the process ends its thread too, and leaves what a killed save
+leaves.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron.device import Device
 from megatron.errors import CheckpointError, UserError
 from megatron.parallel.layout import Layout
 
-_NICENESS = 5  # the training's own threads come first where all want the processor
+_NICENESS = 5  # the training's own threads come first when all want the processor
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ class Saved:
     """A checkpoint that is published.
 
     Attributes:
-        iteration: training steps taken.
-        path: its folder.
-        size: bytes of all tensors.
-        seconds: from the copy's end until it was published.
-        waited: seconds that the training stood still; of the rank where it was longest.
+        iteration: Training steps taken.
+        path: Its folder.
+        size: Bytes of all tensors.
+        seconds: From the end of the copy until it was published.
+        waited: Seconds that training stood still, on the rank that waited longest.
     """
 
     iteration: int
@@ -54,24 +54,24 @@ class Saved:
 class HostCopy:
     """Host memory for one set of tensors, kept from copy to copy.
 
-    Raises:
-        MemoryError: there is not enough of it.
+    Attributes:
+        size: Bytes of the memory.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], device: Device) -> None:
+        """Allocate memory for tensors like these.
+
+        Raises:
+            MemoryError: There is not enough of it.
+        """
         _, self._places = plan_shard(tensors)
-        self._buffer = device.host_buffer(
-            max((place.start + place.size for place in self._places.values()), default=0)
-        )
+        ends = (place.start + place.size for place in self._places.values())
+        self._buffer = device.host_buffer(max(ends, default=0))
+        self.size = self._buffer.numel()
         self._device = device
 
-    @property
-    def size(self) -> int:
-        """Bytes of the memory."""
-        return self._buffer.numel()
-
     def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies of the tensors, there when this returns. They last until the next call."""
+        """Return copies of the tensors, which last until the next call."""
         assert tensors.keys() == self._places.keys()
         copies = {}
         for name, place in self._places.items():
@@ -83,21 +83,7 @@ class HostCopy:
 
 
 class BackgroundSaver:
-    """Saves of one run, one at a time. All ranks construct it and call `start` together.
-
-    Args:
-        root: folder of checkpoints.
-        entries: this rank's tensors; those of every save have the same names, types and places.
-        layout: who takes part.
-        beside: the same for the thread (`Layout.beside`).
-        device: where the tensors are.
-        keep: see `store.write_checkpoint`.
-        write: that, or what takes the same arguments and writes another format.
-        report: called on rank 0, from the thread, with what was saved or why it failed.
-
-    Raises:
-        MemoryError: there is not enough host memory for a copy of what this rank writes.
-    """
+    """The saves of one run, one at a time. All ranks construct it and call `start` together."""
 
     def __init__(
         self,
@@ -111,6 +97,21 @@ class BackgroundSaver:
         write: Callable[..., Path] = write_checkpoint,
         report: Callable[[int, Saved | Exception], None],
     ) -> None:
+        """Plan the saves and allocate memory for the copies.
+
+        Args:
+            root: Folder of checkpoints.
+            entries: This rank's tensors; those of every save have the same names, types and places.
+            layout: The ranks that take part.
+            beside: The same for the thread (`Layout.beside`).
+            device: Where the tensors are.
+            keep: Which older checkpoints stay. None deletes none.
+            write: `write_checkpoint`, or what takes the same arguments and writes another format.
+            report: Called on rank 0, from the thread, with what was saved or why it failed.
+
+        Raises:
+            MemoryError: There is not enough host memory for a copy of what this rank writes.
+        """
         self._root = Path(root).absolute()  # now: the process may change its folder
         self._description = describe(entries)
         self._plan = agree(entries, layout)
@@ -122,13 +123,16 @@ class BackgroundSaver:
         self._failure: Exception | None = None
 
     def start(self, iteration: int, entries: State, meta: Json, *, since: float) -> float:
-        """Copy the tensors and return; the rest is done in the background.
+        """Copy the tensors and return; the rest happens in the background.
 
         Args:
-            since: when the training stopped for this, by `time.perf_counter`.
+            iteration: Training steps taken.
+            entries: This rank's tensors.
+            meta: A JSON value; rank 0's is saved.
+            since: When training stopped for this, by `time.perf_counter`.
 
         Returns:
-            Seconds that the training has waited on this rank.
+            Seconds that training has waited on this rank.
         """
         assert self._thread is None, "one save at a time"
         assert describe(entries) == self._description, "the state is not as it was planned"
@@ -145,7 +149,7 @@ class BackgroundSaver:
 
     @property
     def host_bytes(self) -> int:
-        """Of host memory that this process keeps for copies."""
+        """Bytes of host memory that this process keeps for copies."""
         return self._copy.size
 
     @property
@@ -157,8 +161,8 @@ class BackgroundSaver:
         """Return once the save under way, if there is one, is published on all ranks.
 
         Raises:
-            StorageError: on every rank: it was not. The next may be.
-            CheckpointError: on every rank: it was not, and the next will not be either.
+            StorageError: Raised on every rank: it was not published. The next save may be.
+            CheckpointError: Raised on every rank: it was not, and the next will not be either.
         """
         if self._thread is not None:
             self._thread.join()

@@ -1,4 +1,4 @@
-"""Tensors that know their place in the whole, their number types, and boxes of indices."""
+"""Tensors that know their place in the whole one, their number types, and boxes of indices."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._pytree import tree_map
@@ -15,139 +15,9 @@ from megatron.errors import CheckpointError
 
 # Anything json.dumps takes: dict with text keys, list, text, number, bool, None.
 Json = Any
+_Held = TypeVar("_Held")
 
-
-@dataclass(frozen=True)
-class Box:
-    """A hyper-rectangle of a tensor's indices: `offset[i] <= index[i] < offset[i] + shape[i]`."""
-
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    @classmethod
-    def whole(cls, shape: tuple[int, ...]) -> Box:
-        """The box of every index of a tensor."""
-        return cls((0,) * len(shape), shape)
-
-    @property
-    def volume(self) -> int:
-        """Number of elements; 1 for a scalar."""
-        return math.prod(self.shape)
-
-    def fits(self, global_shape: tuple[int, ...]) -> bool:
-        """Whether the box lies inside a tensor of this shape."""
-        if not len(self.offset) == len(self.shape) == len(global_shape):
-            return False
-        spans = zip(self.offset, self.shape, global_shape, strict=True)
-        return all(start >= 0 and size >= 0 and start + size <= end for start, size, end in spans)
-
-    def intersect(self, other: Box) -> Box | None:
-        """The part that both cover; None where they do not meet."""
-        start = tuple(map(max, self.offset, other.offset))
-        mine = (o + s for o, s in zip(self.offset, self.shape, strict=True))
-        theirs = (o + s for o, s in zip(other.offset, other.shape, strict=True))
-        shape = tuple(min(a, b) - o for a, b, o in zip(mine, theirs, start, strict=True))
-        return Box(start, shape) if all(size > 0 for size in shape) else None
-
-    def within(self, outer: Box) -> tuple[slice, ...]:
-        """Slices that pick this box out of a tensor that holds `outer`."""
-        starts = (o - p for o, p in zip(self.offset, outer.offset, strict=True))
-        return tuple(slice(o, o + s) for o, s in zip(starts, self.shape, strict=True))
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A tensor of the state, or this process's part of it.
-
-    Attributes:
-        tensor: the values, on any device; its shape is the part's.
-        global_shape: shape of the whole tensor.
-        offset: index of the part's first element in the whole.
-    """
-
-    tensor: torch.Tensor
-    global_shape: tuple[int, ...]
-    offset: tuple[int, ...]
-
-    @classmethod
-    def whole(cls, tensor: torch.Tensor) -> Entry:
-        """A tensor that this process holds completely."""
-        return cls(tensor, tuple(tensor.shape), (0,) * tensor.dim())
-
-    @property
-    def box(self) -> Box:
-        return Box(tuple(self.offset), tuple(self.tensor.shape))
-
-
-# By name; several entries where this process holds several boxes of one tensor.
-State = dict[str, Entry | Sequence[Entry]]
-
-
-def flatten(state: Mapping[str, Entry | Sequence[Entry]]) -> Iterator[tuple[str, Entry]]:
-    """Every entry with its name; a name comes as often as it has entries."""
-    for name, held in state.items():
-        for entry in [held] if isinstance(held, Entry) else held:
-            yield name, entry
-
-
-def boxes_of_range(shape: tuple[int, ...], start: int, end: int) -> list[Box]:
-    """The boxes that make up elements [start, end) of a tensor in row-major order.
-
-    In the elements' order, each box contiguous; at most 2n - 1 for n dimensions.
-    """
-    if start >= end:
-        return []
-    if not shape:
-        return [Box((), ())]
-    inner = shape[1:]
-    row_size = math.prod(inner)
-    (first, head), (last, tail) = divmod(start, row_size), divmod(end, row_size)
-
-    def in_row(row: int, start: int, end: int) -> list[Box]:
-        boxes = boxes_of_range(inner, start, end)
-        return [Box((row, *box.offset), (1, *box.shape)) for box in boxes]
-
-    if first == last:
-        return in_row(first, head, tail)
-    boxes = in_row(first, head, row_size) if head else []
-    whole = first + bool(head)  # the first row that is complete
-    if whole < last:
-        boxes.append(Box((whole, *(0 for _ in inner)), (last - whole, *inner)))
-    return boxes + in_row(last, 0, tail)
-
-
-def is_tiled(global_shape: tuple[int, ...], boxes: Iterable[Box]) -> bool:
-    """Whether the boxes fill a tensor of this shape exactly: no gap, no overlap, none outside."""
-    boxes = list(boxes)
-    if not all(box.fits(global_shape) for box in boxes):
-        return False
-    if sum(box.volume for box in boxes) != math.prod(global_shape):
-        return False
-    if not global_shape:
-        return len(boxes) == 1
-    # With the volumes adding up, a gap needs an overlap. Sweep along the first dimension, so that
-    # thousands of shards do not become millions of pairs.
-    active: list[Box] = []
-    for box in sorted(boxes, key=lambda box: box.offset):
-        active = [other for other in active if other.offset[0] + other.shape[0] > box.offset[0]]
-        if any(box.intersect(other) for other in active):
-            return False
-        active.append(box)
-    return True
-
-
-def check_request(
-    path: Path, name: str, held: tuple[int, ...], wanted: tuple[int, ...], part: Box
-) -> None:
-    """Raise CheckpointError unless the whole tensor is as wanted; the part must lie in it."""
-    if held != wanted:
-        raise CheckpointError(
-            f"{path}: {name} has shape {list(held)}, this run needs {list(wanted)}: the "
-            "network's shape must be that of the checkpoint (--use-checkpoint-args takes it)"
-        )
-    assert part.fits(held), f"{name}: {part} outside {held}"
-
-
+# Number types by their names in safetensors headers.
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -166,21 +36,173 @@ _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Safetensors' name of a type, for example "BF16". ValueError where it has none."""
+    """Return safetensors' name of a number type, for example "BF16".
+
+    Raises:
+        ValueError: It has none.
+    """
     if dtype not in _DTYPE_NAMES:
         raise ValueError(f"checkpoints cannot hold {dtype}")
     return _DTYPE_NAMES[dtype]
 
 
-def dtype_size(name: str) -> int:
-    """Bytes of one element."""
-    return DTYPES[name].itemsize
+@dataclass(frozen=True)
+class Box:
+    """A hyper-rectangle of a tensor's indices: `offset[i] <= index[i] < offset[i] + shape[i]`."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Box:
+        """Return the box of all indices of a tensor."""
+        return cls((0,) * len(shape), shape)
+
+    @property
+    def volume(self) -> int:
+        """The number of elements, which is 1 for a scalar."""
+        return math.prod(self.shape)
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        """The indices behind the last ones."""
+        return tuple(o + s for o, s in zip(self.offset, self.shape, strict=True))
+
+    def fits(self, global_shape: tuple[int, ...]) -> bool:
+        """Return whether the box lies inside a tensor of this shape."""
+        if not len(self.offset) == len(self.shape) == len(global_shape):
+            return False
+        spans = zip(self.offset, self.shape, global_shape, strict=True)
+        return all(start >= 0 and size >= 0 and start + size <= end for start, size, end in spans)
+
+    def intersect(self, other: Box) -> Box | None:
+        """Return the part that both boxes cover, or None if they do not meet."""
+        start = tuple(map(max, self.offset, other.offset))
+        end = map(min, self.end, other.end)
+        shape = tuple(stop - begin for begin, stop in zip(start, end, strict=True))
+        return Box(start, shape) if all(size > 0 for size in shape) else None
+
+    def within(self, outer: Box) -> tuple[slice, ...]:
+        """Return the slices that pick this box out of a tensor that holds `outer`."""
+        starts = (o - p for o, p in zip(self.offset, outer.offset, strict=True))
+        return tuple(slice(o, o + s) for o, s in zip(starts, self.shape, strict=True))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of the state, or this process's part of it.
+
+    Attributes:
+        tensor: The values, on any device. Its shape is the part's.
+        global_shape: The shape of the whole tensor.
+        offset: The index of the part's first element in the whole.
+    """
+
+    tensor: torch.Tensor
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, tensor: torch.Tensor) -> Entry:
+        """Return the entry of a tensor that this process holds completely."""
+        return cls(tensor, tuple(tensor.shape), (0,) * tensor.dim())
+
+    @property
+    def box(self) -> Box:
+        """The indices that the part covers."""
+        return Box(tuple(self.offset), tuple(self.tensor.shape))
+
+
+# By name; several entries if this process holds several boxes of one tensor.
+State = dict[str, Entry | Sequence[Entry]]
+
+
+def flatten(state: Mapping[str, Entry | Sequence[Entry]]) -> Iterator[tuple[str, Entry]]:
+    """Yield every entry with its name; a name comes as often as it has entries."""
+    for name, held in state.items():
+        for entry in [held] if isinstance(held, Entry) else held:
+            yield name, entry
+
+
+def boxes_of_range(shape: tuple[int, ...], start: int, end: int) -> list[Box]:
+    """Return the boxes that make up elements [start, end) of a tensor in row-major order.
+
+    They come in the order of the elements, and each is contiguous. A tensor of n dimensions needs
+    at most 2n - 1 of them.
+    """
+    if start >= end:
+        return []
+    if not shape:
+        return [Box((), ())]
+    inner = shape[1:]
+    row_size = math.prod(inner)
+    (first, head), (last, tail) = divmod(start, row_size), divmod(end, row_size)
+
+    def in_row(row: int, start: int, end: int) -> list[Box]:
+        boxes = boxes_of_range(inner, start, end)
+        return [Box((row, *box.offset), (1, *box.shape)) for box in boxes]
+
+    if first == last:
+        return in_row(first, head, tail)
+    boxes = in_row(first, head, row_size) if head else []
+    complete = first + bool(head)  # the first row that is complete
+    if complete < last:
+        boxes.append(Box((complete, *(0 for _ in inner)), (last - complete, *inner)))
+    return boxes + in_row(last, 0, tail)
+
+
+def is_tiled(global_shape: tuple[int, ...], boxes: Iterable[Box]) -> bool:
+    """Return whether boxes fill a tensor of this shape without a gap, an overlap or an overhang."""
+    boxes = list(boxes)
+    if not all(box.fits(global_shape) for box in boxes):
+        return False
+    if sum(box.volume for box in boxes) != math.prod(global_shape):
+        return False
+    if not global_shape:
+        return len(boxes) == 1
+    # As the volumes add up, a gap needs an overlap. Sweep along the first dimension, so that
+    # thousands of shards do not become millions of pairs.
+    active: list[Box] = []
+    for box in sorted(boxes, key=lambda box: box.offset):
+        active = [other for other in active if other.end[0] > box.offset[0]]
+        if any(box.intersect(other) for other in active):
+            return False
+        active.append(box)
+    return True
+
+
+def check_request(
+    path: Path, name: str, held: tuple[int, ...], wanted: tuple[int, ...], part: Box
+) -> None:
+    """Check that the whole tensor has the wanted shape; the part must lie in it.
+
+    Raises:
+        CheckpointError: It has another shape.
+    """
+    if held != wanted:
+        raise CheckpointError(
+            f"{path}: {name} has shape {list(held)}, this run needs {list(wanted)}: the "
+            "network's shape must be that of the checkpoint (--use-checkpoint-args takes it)"
+        )
+    assert part.fits(held), f"{name}: {part} outside {held}"
+
+
+def look_up(path: Path, held: Mapping[str, _Held], name: str) -> _Held:
+    """Return what a checkpoint holds under a tensor's name.
+
+    Raises:
+        CheckpointError: There is no such tensor.
+    """
+    if name not in held:
+        raise CheckpointError(f"{path}: holds no tensor {name!r}")
+    return held[name]
 
 
 class LazyTensor(torch.Tensor):
-    """Has shape and type from the start; every operation on it reads the values anew.
+    """A tensor with a shape and a type whose values are read anew by every operation on it.
 
-    To be written once: the values live as long as the operation's result.
+    A checkpoint of such tensors is written without holding any of it: each lives as long as the
+    result of the operation.
     """
 
     read: Callable[[], torch.Tensor]
@@ -189,6 +211,7 @@ class LazyTensor(torch.Tensor):
     def __new__(
         cls, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[], torch.Tensor]
     ) -> LazyTensor:
+        """Make a tensor whose values `read` returns, of this shape and type."""
         tensor: LazyTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
         tensor.read = read
         return tensor
@@ -198,12 +221,9 @@ class LazyTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: Any = (),
-        kwargs: Any = None,
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        """Run an operation on the values."""
         args, kwargs = tree_map(_values, (args, dict(kwargs or {})))
         return func(*args, **kwargs)
 

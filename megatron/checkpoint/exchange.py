@@ -1,4 +1,4 @@
-"""What ranks tell each other while they save or load: JSON bytes in tensors, never pickles."""
+"""JSON messages between ranks while they save or load: bytes in tensors, never pickles."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from megatron.parallel.layout import Axis
 
 @dataclass(frozen=True)
 class JsonExchange:
-    """Talk among all ranks of a run. With one rank nothing is sent and no group is needed."""
+    """Messages among all ranks of an axis. A single rank sends nothing and needs no group."""
 
     world: Axis
 
     @property
     def is_main(self) -> bool:
+        """Whether this is rank 0."""
         return self.world.is_first
 
     def gather(self, value: Json) -> list[Json]:
-        """Every rank's value, on every rank, in rank order. Collective."""
+        """Return every rank's value, on every rank, in rank order. Collective."""
         if self.world.size == 1:
             return [value]
         device = self._device()
@@ -36,18 +37,17 @@ class JsonExchange:
         mine = torch.zeros(int(sizes.max()), dtype=torch.uint8, device=device)
         mine[: data.numel()] = data.to(device)
         texts = all_gather(mine, self.world).chunk(self.world.size)
-        lengths = sizes.tolist()
         return [
             json.loads(text[:length].cpu().numpy().tobytes())
-            for text, length in zip(texts, lengths, strict=True)
+            for text, length in zip(texts, sizes.tolist(), strict=True)
         ]
 
     def together(self, step: Callable[[], Json]) -> list[Json]:
-        """Run `step` on every rank and return everyone's results. Collective.
+        """Run `step` on every rank and return the results of all. Collective.
 
         Raises:
-            Exception: on every rank if any rank's step failed: where the step failed its own
-                error, elsewhere one of the same kind that names the rank.
+            Exception: On every rank if the step of any rank failed: the rank's own error there,
+                elsewhere one of the same kind that names the rank.
         """
         failure: Exception | None = None
         value: Json = None
@@ -55,8 +55,8 @@ class JsonExchange:
             value = step()
         except Exception as error:
             failure = error
-        kind, text = type(failure).__name__, str(failure)
-        answers = self.gather({"value": value, "failed": [kind, text] if failure else None})
+        failed = [type(failure).__name__, str(failure)] if failure else None
+        answers = self.gather({"value": value, "failed": failed})
         if failure is not None:
             raise failure
         for rank, answer in enumerate(answers):
@@ -67,11 +67,11 @@ class JsonExchange:
         return [answer["value"] for answer in answers]
 
     def on_main(self, step: Callable[[], Json]) -> Json:
-        """Run `step` on rank 0 only; its result, or its failure, on every rank. Collective."""
-        return self.together(step if self.is_main else _nothing)[0]
+        """Run `step` on rank 0; return its result, or raise its failure, everywhere. Collective."""
+        return self.together(step if self.is_main else lambda: None)[0]
 
     def _device(self) -> torch.device:
-        """Where this group's tensors must be: the CPU where its backend allows that."""
+        """Return where this group's tensors must be: the CPU if its backend allows that."""
         import torch.distributed as dist
 
         if "cpu" in str(dist.get_backend_config(self.world.group)):
@@ -79,7 +79,3 @@ class JsonExchange:
         accelerator = torch.accelerator.current_accelerator()
         assert accelerator is not None
         return accelerator
-
-
-def _nothing() -> Json:
-    return None

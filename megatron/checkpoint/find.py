@@ -1,13 +1,13 @@
-"""Which checkpoints a folder holds, and in which order to try them.
+"""Find the checkpoints of a folder and the order in which to try them.
 
 A folder follows Megatron: `latest_checkpointed_iteration.txt` names an iteration (or "release"),
-`iter_0000100/` holds it. What we write besides, and how a dead run's leftovers look:
+and `iter_0000100/` holds it. This is what we write besides, and how a dead run's leftovers look:
 
     iter_0000100/manifest.json          complete: the manifest is written before the rename
     iter_0000100/complete               which of Megatron-LM's files we have written
     iter_0000100.tmp-<unique>/          a save that did not finish; never read
-    iter_0000100.old-<unique>/          replaced by a newer save of the same iteration; read only
-                                        where a crash left no iter_0000100
+    iter_0000100.old-<unique>/          replaced by a newer save of the same iteration; read only if
+                                        a crash left no iter_0000100
     iter_0000100.unverified-<unique>/   a conversion that failed its check; never read
 """
 
@@ -27,9 +27,13 @@ COMPLETE = "complete"
 REPLACED = ".old-"
 
 _FOLDER = re.compile(r"iter_(\d{7,12})(\.old-[0-9a-f]+)?")
-_NAMED = 8  # at most, of those that there are
+_NAMED = 8  # at most, of the iterations that a message lists
 _TRACKER_BYTES = 32  # more than any iteration needs; a longer tracker is damaged
 _TRACKER_TEXT = re.compile(rf"\s*(\d{{1,12}}|{RELEASE})\s*")
+_TWO_FORMATS = (
+    f"holds both {MANIFEST} and mp_rank folders: Megatron-LM has saved into a checkpoint of this "
+    f"program, and nothing tells which is meant: move one of them elsewhere"
+)
 
 
 @dataclass(frozen=True)
@@ -38,44 +42,54 @@ class FoundCheckpoint:
 
     Attributes:
         format: "native" or "legacy" (Megatron-LM's torch files).
-        iteration: by its folder's name; 0 for `release`.
-        path: its folder.
+        iteration: The iteration in its folder's name; 0 for `release`.
+        path: Its folder.
     """
 
     format: str
     iteration: int
     path: Path
 
+    @property
+    def name(self) -> str:
+        """The name that the folder has, or had until it was replaced."""
+        return self.path.name.split(REPLACED)[0]
+
 
 def iteration_folder(iteration: int) -> str:
-    """Megatron's folder name: 100 -> "iter_0000100"."""
+    """Return Megatron's folder name: "iter_0000100" for 100."""
     return f"iter_{iteration:07d}"
 
 
-def tracker_text(folder: str) -> bytes:
-    """What the tracker holds to name a folder: "iter_0000100" -> "100"; "release"."""
+def iteration_of(folder: str) -> int:
+    """Return the iteration in a folder's name; 0 for `release`."""
     match = _FOLDER.fullmatch(folder)
-    return (str(int(match.group(1))) if match else folder).encode()
+    return int(match.group(1)) if match else 0
+
+
+def tracker_text(folder: str) -> bytes:
+    """Return what the tracker holds to name a folder: "100" for "iter_0000100", or "release"."""
+    return (str(iteration_of(folder)) if _FOLDER.fullmatch(folder) else folder).encode()
 
 
 def list_checkpoints(root: Path, *, quiet: bool = False) -> list[FoundCheckpoint]:
-    """All complete checkpoints, in the order to try them; none where the folder is missing, or
-    never held one.
+    """Return all complete checkpoints in the order to try them.
 
-    First the tracker's; then older ones, newest first; last those newer than the tracker says,
-    newest first: they were never reported as saved, or someone has moved the tracker back.
+    First comes the tracker's; then older ones, newest first; last those newer than the tracker
+    says, newest first: they were never reported as saved, or someone has moved the tracker back.
 
     Args:
-        quiet: do not print a warning about a damaged tracker.
+        root: Folder of checkpoints. If it is missing, or never held one, the list is empty.
+        quiet: Do not print a warning about a damaged tracker.
 
     Raises:
-        CheckpointError: there are traces of checkpoints, but none is complete.
+        CheckpointError: There are traces of checkpoints, but none is complete.
     """
     found, problems = scan(root)
     named, complaint = read_tracker(root)
+    known = [one for one in problems if one.split()[0] == named]
     if not found:
-        told = any(one.split()[0] == named for one in problems)
-        if complaint or (named is not None and not told):
+        if complaint or (named is not None and not known):
             problems.insert(0, complaint or f"{TRACKER} names {named!r}, which is not there")
         if problems:
             raise CheckpointError(
@@ -83,16 +97,12 @@ def list_checkpoints(root: Path, *, quiet: bool = False) -> list[FoundCheckpoint
                 "copy, or name an empty folder to start from scratch"
             )
         return []
-    current = next((one for one in found if one.path.name.split(REPLACED)[0] == named), None)
-    if current is None and not quiet:
-        if complaint is None:
-            known = [one.removeprefix(f"{named} ") for one in problems if one.split()[0] == named]
-            why = known[0] if known else "is missing or incomplete"
-            complaint = (
-                f"{TRACKER} names {named}, which {why}" if named else f"{TRACKER} is missing"
-            )
-        warn(f"{root}: {complaint}; trying the newest complete checkpoint")
+    current = next((one for one in found if one.name == named), None)
     if current is None:
+        if not quiet:
+            why = known[0].removeprefix(f"{named} ") if known else "is missing or incomplete"
+            unnamed = f"{TRACKER} names {named}, which {why}" if named else f"{TRACKER} is missing"
+            warn(f"{root}: {complaint or unnamed}; trying the newest complete checkpoint")
         return found
     older = [one for one in found if one is not current and one.iteration <= current.iteration]
     newer = [one for one in found if one.iteration > current.iteration]
@@ -100,9 +110,9 @@ def list_checkpoints(root: Path, *, quiet: bool = False) -> list[FoundCheckpoint
 
 
 def read_tracker(root: Path) -> tuple[str | None, str | None]:
-    """The folder name that the tracker gives, or what is wrong with it: one of both is None.
+    """Return the folder name that the tracker gives, or what is wrong with it; one of both is None.
 
-    Both are None where there is no tracker and there need not be one.
+    Both are None if there is no tracker, as in a folder that need not have one.
     """
     path = root / TRACKER
     try:
@@ -121,7 +131,7 @@ def read_tracker(root: Path) -> tuple[str | None, str | None]:
 
 
 def scan(root: Path) -> tuple[list[FoundCheckpoint], list[str]]:
-    """Complete checkpoints, newest first, and what is wrong with the others in words."""
+    """Return complete checkpoints, newest first, and in words what is wrong with the others."""
     found: list[FoundCheckpoint] = []
     problems: list[str] = []
     if not root.is_dir():
@@ -131,77 +141,67 @@ def scan(root: Path) -> tuple[list[FoundCheckpoint], list[str]]:
     except OSError as error:
         raise CheckpointError(f"{root}: cannot be read: {error.strerror}") from error
     for path in children:
-        match = _FOLDER.fullmatch(path.name)
         if path.name.startswith(("iter_", RELEASE)) and UNVERIFIED in path.name:
             problems.append(f"{path.name} was not verified when it was converted")
-        if (match is None and path.name != RELEASE) or not path.is_dir():
+        if not (path.name == RELEASE or _FOLDER.fullmatch(path.name)) or not path.is_dir():
             continue
         kind, problem = _classify(path)
         if kind is None:
             problems.append(f"{path.name} {problem}")
-            continue
-        found.append(FoundCheckpoint(kind, int(match.group(1)) if match else 0, path))
+        else:
+            found.append(FoundCheckpoint(kind, iteration_of(path.name), path))
     # A replaced one comes after the one that replaced it: ".old-" makes its name longer.
     found.sort(key=lambda one: (-one.iteration, len(one.path.name), one.path.name))
     return found, problems
 
 
 def checkpoint_at(path: Path) -> FoundCheckpoint | None:
-    """The checkpoint whose own folder this is, `iter_0000100` or `release`; None: it is not one.
+    """Return the checkpoint whose own folder this is (`iter_0000100`, `release`), or None.
 
     Raises:
-        CheckpointError: it holds two.
+        CheckpointError: It holds two.
     """
     kind, problem = _classify(path) if path.is_dir() else (None, "")
-    if problem == _TWO:
+    if problem == _TWO_FORMATS:
         raise CheckpointError(f"{path} {problem}")
-    if kind is None:
-        return None
-    match = _FOLDER.fullmatch(path.name)
-    return FoundCheckpoint(kind, int(match.group(1)) if match else 0, path.absolute())
+    return FoundCheckpoint(kind, iteration_of(path.name), path.absolute()) if kind else None
 
 
 def checkpoint_of(root: Path, iteration: int) -> FoundCheckpoint:
-    """The complete checkpoint of an iteration, for --ckpt-step.
+    """Return the complete checkpoint of an iteration, for --ckpt-step.
 
     Raises:
-        CheckpointError: there is none; says which there are.
+        CheckpointError: There is none; the message lists those that there are.
     """
+    flag = f"--ckpt-step {iteration}: {root}"
     if checkpoint_at(root) is not None:
         raise CheckpointError(
-            f"--ckpt-step {iteration}: {root} is a single checkpoint: give --load the folder that "
-            "it is in, or drop --ckpt-step"
+            f"{flag} is a single checkpoint: give --load the folder that it is in, or drop "
+            "--ckpt-step"
         )
     if not root.is_dir():
-        raise CheckpointError(f"--ckpt-step {iteration}: {root}: there is no such folder")
+        raise CheckpointError(f"{flag}: there is no such folder")
     found, problems = scan(root)
     for one in found:
         if one.iteration == iteration and one.path.name != RELEASE:
             return one
-    name = iteration_folder(iteration)
-    why = next((f" ({text})" for text in problems if text.split()[0] == name), "")
-    held = dict.fromkeys(one.path.name.split(REPLACED)[0] for one in found)
-    there = [name if name == RELEASE else tracker_text(name).decode() for name in held]
+    wanted = iteration_folder(iteration)
+    why = next((f" ({text})" for text in problems if text.split()[0] == wanted), "")
+    there = [tracker_text(name).decode() for name in dict.fromkeys(one.name for one in found)]
     if len(there) > _NAMED:
         there[_NAMED:] = [f"{len(there) - _NAMED} older ones"]
-    named = f"there are those of {', '.join(there)}: give one of them"
-    remedy = named if there else "there is none at all"
+    remedy = f"there are those of {', '.join(there)}: give one of them"
     raise CheckpointError(
-        f"--ckpt-step {iteration}: {root} holds no checkpoint of this iteration{why}: {remedy}"
+        f"{flag} holds no checkpoint of this iteration{why}: "
+        f"{remedy if there else 'there is none at all'}"
     )
 
 
-_TWO = (
-    f"holds both {MANIFEST} and mp_rank folders: Megatron-LM has saved into a checkpoint of this "
-    f"program, and nothing tells which is meant: move one of them elsewhere"
-)
-
-
 def _classify(path: Path) -> tuple[str | None, str]:
-    """The format of a checkpoint folder, or None and what is wrong."""
+    """Return the format of a checkpoint folder, or None and what is wrong."""
     is_native, is_legacy = (path / MANIFEST).is_file(), any(path.glob("mp_rank_*"))
     if is_native and is_legacy:
-        return None, _TWO
+        return None, _TWO_FORMATS
     if is_native or is_legacy:
         return "native" if is_native else "legacy", ""
     if (path / ".metadata").exists():

@@ -1,4 +1,4 @@
-"""What a folder of checkpoints holds, and how two checkpoints of any format differ."""
+"""Say what a folder of checkpoints holds, and how two checkpoints of any format differ."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from megatron.checkpoint.entries import Box, boxes_of_range
 from megatron.checkpoint.find import (
-    REPLACED,
     FoundCheckpoint,
     checkpoint_at,
     list_checkpoints,
@@ -22,6 +21,7 @@ from megatron.checkpoint.find import (
     scan,
 )
 from megatron.checkpoint.huggingface.files import is_model_folder
+from megatron.checkpoint.huggingface.reader import HFReader
 from megatron.checkpoint.loading import nothing_at, open_found
 from megatron.checkpoint.manifest import describe
 from megatron.checkpoint.reader import NativeReader, Reader, is_vocabulary_table
@@ -29,32 +29,17 @@ from megatron.durable import TEMPORARY
 from megatron.errors import CheckpointError
 
 _ELEMENTS = 4 << 20  # of a tensor that are compared at a time
-# What both meta data tell, whatever the format.
+# What the meta data of every format tells.
 _COUNTERS = ("iteration", "consumed_train_samples", "padded_vocab_size")
-
-
-@dataclass(frozen=True)
-class Values:
-    """How the values of a tensor differ.
-
-    Attributes:
-        changed: how many.
-        total: of how many.
-        largest: difference; nan where one side is no number.
-    """
-
-    changed: int
-    total: int
-    largest: float
 
 
 @dataclass
 class Comparison:
-    """What was found.
+    """The differences of two checkpoints.
 
     Attributes:
-        lines: a line for each difference.
-        equal: tensors that are the same, bit for bit but for zeros' signs.
+        lines: A line for each difference.
+        equal: How many tensors are the same, bit for bit except for the signs of zeros.
     """
 
     lines: list[str] = field(default_factory=list)
@@ -62,12 +47,12 @@ class Comparison:
 
 
 def compare(one: Reader, other: Reader, *, only: str = "") -> Comparison:
-    """Tensors, then positions and configurations.
+    """Compare tensors, then positions and configurations.
 
     Args:
-        one: an opened checkpoint.
-        other: another.
-        only: compare tensors whose names begin so, and nothing else; "": everything.
+        one: An opened checkpoint.
+        other: Another.
+        only: Compare tensors whose names begin so, and nothing else. "" compares everything.
     """
     result = Comparison()
     names = [{name for name in reader.names() if name.startswith(only)} for reader in (one, other)]
@@ -79,40 +64,39 @@ def compare(one: Reader, other: Reader, *, only: str = "") -> Comparison:
             result.equal += 1
         else:
             result.lines.append(f"{name}: {line}")
-    if not only:
-        result.lines += _compare_meta(one.meta, other.meta)
+    if not only:  # Megatron's files tell less than ours: what both say is compared
+        mine, theirs = _settings(one.meta), _settings(other.meta)
+        for key in sorted(mine.keys() & theirs.keys()):
+            if mine[key] != theirs[key]:
+                shown = (json.dumps(side[key], sort_keys=True) for side in (mine, theirs))
+                result.lines.append(f"{key}: {' -> '.join(shown)}")
     return result
 
 
 def _compare_tensor(one: Reader, other: Reader, name: str) -> str | None:
-    """What differs; None: nothing."""
-    forms = [
-        describe(str(reader.dtype(name)).removeprefix("torch."), reader.global_shape(name))
-        for reader in (one, other)
-    ]
+    """Return how a tensor differs, or None if it does not. It is read a part at a time."""
     shapes = [reader.global_shape(name) for reader in (one, other)]
+    forms = [
+        describe(str(reader.dtype(name)).removeprefix("torch."), shape)
+        for reader, shape in zip((one, other), shapes, strict=True)
+    ]
     differs = shapes[0] != shapes[1]
     if differs and not (is_vocabulary_table(name) and shapes[0][1:] == shapes[1][1:]):
         return " -> ".join(forms)
-    values = compare_values(one, other, name, min(shapes))
-    parts = [" -> ".join(forms)] if forms[0] != forms[1] else []
-    if values.changed:
-        count = f"{values.changed:,} of {values.total:,} values changed"
-        parts.append(f"{count}, by at most {values.largest:.3g}")
-    elif differs:
-        parts.append("the rows that both have are the same")
-    return ", ".join(parts) or None
-
-
-def compare_values(one: Reader, other: Reader, name: str, shape: tuple[int, ...]) -> Values:
-    """Compare the first `shape` of a tensor in both, in parts."""
+    shape = min(shapes)
     total, changed, largest = math.prod(shape), 0, 0.0
     for start in range(0, total, _ELEMENTS):
         for box in boxes_of_range(shape, start, min(start + _ELEMENTS, total)):
-            count, difference = _differences(*(_read(reader, name, box) for reader in (one, other)))
+            values = (_read(reader, name, box) for reader in (one, other))
+            count, difference = _differences(*values)
             changed += count
             largest = difference if math.isnan(difference) else max(largest, difference)
-    return Values(changed, total, largest)
+    parts = [" -> ".join(forms)] if forms[0] != forms[1] else []
+    if changed:
+        parts.append(f"{changed:,} of {total:,} values changed, by at most {largest:.3g}")
+    elif differs:
+        parts.append("the rows that both have are the same")
+    return ", ".join(parts) or None
 
 
 def _read(reader: Reader, name: str, box: Box) -> Tensor:
@@ -120,7 +104,7 @@ def _read(reader: Reader, name: str, box: Box) -> Tensor:
 
 
 def _differences(one: Tensor, other: Tensor) -> tuple[int, float]:
-    """How many values differ, and by how much at most. Two that are no numbers are the same."""
+    """Return how many values differ, and by how much at most. Two NaNs count as the same."""
     if one.dtype == other.dtype and torch.equal(one, other):
         return 0, 0.0
     one, other = one.double(), other.double()
@@ -129,44 +113,37 @@ def _differences(one: Tensor, other: Tensor) -> tuple[int, float]:
     return count, (one - other).abs()[differs].max().item() if count else 0.0
 
 
-def _compare_meta(one: dict[str, Any], other: dict[str, Any]) -> Iterator[str]:
-    """Counters, and what both configurations say: Megatron's files tell less than ours."""
-    sides = [{**_counters(meta), **_settings(meta)} for meta in (one, other)]
-    for key in sorted(sides[0].keys() & sides[1].keys()):
-        if sides[0][key] != sides[1][key]:
-            shown = (json.dumps(side[key], sort_keys=True) for side in sides)
-            yield f"{key}: {' -> '.join(shown)}"
-
-
-def _counters(meta: dict[str, Any]) -> dict[str, Any]:
+def _settings(meta: dict[str, Any]) -> dict[str, Any]:
+    """Return the counters and the configuration of a checkpoint's meta data by name."""
     found = {key: meta[key] for key in _COUNTERS if meta.get(key) is not None}
-    for room in ("optimizer", "schedule"):
-        if isinstance(meta.get(room), dict):
-            found |= {f"{room}.{key}": value for key, value in meta[room].items()}
+    for part in ("optimizer", "schedule"):
+        if isinstance(meta.get(part), dict):
+            found |= {f"{part}.{key}": value for key, value in meta[part].items()}
+    for section, values in (meta.get("config") or {}).items():
+        found |= {f"config.{section}.{key}": value for key, value in values.items()}
     return found
 
 
-def _settings(meta: dict[str, Any]) -> dict[str, Any]:
-    return {
-        f"config.{section}.{key}": value
-        for section, values in (meta.get("config") or {}).items()
-        for key, value in values.items()
-    }
-
-
 def summarize(root: Path, *, verify: bool, details: bool) -> tuple[list[str], bool]:
-    """Lines about every checkpoint of a folder; whether all are sound and the tracker names one.
+    """Describe every checkpoint of a folder in lines, without holding a tensor.
 
     Args:
-        root: folder of checkpoints, or one checkpoint, or a folder of Hugging Face.
-        verify: read everything and compare digests.
-        details: list the tensors and what else the checkpoint says.
+        root: Folder of checkpoints, one checkpoint, or a Hugging Face folder.
+        verify: Read everything and compare digests.
+        details: List the tensors and what else the checkpoint says.
+
+    Returns:
+        The lines, and whether all checkpoints are sound and the tracker names one.
 
     Raises:
-        CheckpointError: the folder holds none that is complete.
+        CheckpointError: The folder holds none that is complete.
     """
     if is_model_folder(root):
-        return _summarize_hf(root, details=details), True
+        # Names, shapes and types were compared with config.json; there are no digests.
+        reader = HFReader(root)
+        state = "fits config.json, content not verified: the format has no digests"
+        headline = f"{root}  {reader.architecture}  {len(reader.names())} tensors  {state}"
+        return [headline, *(_details(reader) if details else ())], True
     if root.is_file():
         raise CheckpointError(f"{root}: {nothing_at(root)}")
     single = checkpoint_at(root)
@@ -183,24 +160,12 @@ def summarize(root: Path, *, verify: bool, details: bool) -> tuple[list[str], bo
         for path in sorted(root.glob(f"*{TEMPORARY}*"))
         if path.is_dir()
     ]
-    if named is not None and all(
-        found.path.name.split(REPLACED)[0] != named for found in checkpoints
-    ):
+    if named is not None and all(found.name != named for found in checkpoints):
         is_there = any(problem.split()[0] == named for problem in incomplete)
         complaint = "which is incomplete" if is_there else "which is not there"
     first = f"{root}: the tracker names {named or 'nothing'}" + (f": {complaint}" * bool(complaint))
     lines, sound = _summarize_all(checkpoints, verify=verify, details=details)
     return [first, *lines, *incomplete], sound and complaint is None
-
-
-def _summarize_hf(root: Path, *, details: bool) -> list[str]:
-    """Names, shapes and types were compared with config.json; there are no digests."""
-    from megatron.checkpoint.huggingface.reader import HFReader
-
-    reader = HFReader(root)
-    state = "fits config.json, content not verified: the format has no digests"
-    headline = f"{root}  {reader.architecture}  {len(reader.names())} tensors  {state}"
-    return [headline, *(f"  {line}" for line in _details(reader) if details)]
 
 
 def _summarize_all(
@@ -215,30 +180,26 @@ def _summarize_all(
             lines.append(f"{found.path.name}  {found.format}  cannot be used: {error}")
             sound = False
             continue
-        lines.append(_headline(found, reader, verify))
-        if details:
-            lines.extend(f"  {line}" for line in _details(reader))
+        parts = [found.path.name, found.format, f"{len(reader.names())} tensors"]
+        if isinstance(reader, NativeReader):
+            files = reader.manifest.files
+            axes = ", ".join(f"{axis} {size}" for axis, size in reader.manifest.layout.items())
+            total = sum(info.size for info in files.values())
+            parts += [f"{total:,} bytes in {len(files)} file(s)", f"saved by {axes}"]
+            parts.append(reader.manifest.created)
+        state = "verified" if verify else "sizes match, content not verified"
+        lines.append("  ".join([*parts, state]))
+        lines += _details(reader) if details else ()
     return lines, sound
-
-
-def _headline(found: FoundCheckpoint, reader: Reader, verified: bool) -> str:
-    state = "verified" if verified else "sizes match, content not verified"
-    parts = [found.path.name, found.format, f"{len(reader.names())} tensors"]
-    if isinstance(reader, NativeReader):
-        total = sum(info.size for info in reader.manifest.files.values())
-        axes = ", ".join(f"{axis} {size}" for axis, size in reader.manifest.layout.items())
-        parts += [f"{total:,} bytes in {len(reader.manifest.files)} file(s)", f"saved by {axes}"]
-        parts.append(reader.manifest.created)
-    return "  ".join([*parts, state])
 
 
 def _details(reader: Reader) -> Iterator[str]:
     for key, value in sorted(reader.meta.items()):
         if key == "config" and isinstance(value, dict):  # a line a section: they are long
             for section, fields in sorted(value.items()):
-                yield f"{key}.{section}: {json.dumps(fields, sort_keys=True)}"
+                yield f"  {key}.{section}: {json.dumps(fields, sort_keys=True)}"
         else:
-            yield f"{key}: {json.dumps(value, sort_keys=True)}"
+            yield f"  {key}: {json.dumps(value, sort_keys=True)}"
     for name in reader.names():
         dtype = str(reader.dtype(name)).removeprefix("torch.")
-        yield f"{name}  {dtype} {list(reader.global_shape(name))}"
+        yield f"  {name}  {dtype} {list(reader.global_shape(name))}"

@@ -1,10 +1,10 @@
-"""Open a checkpoint, wherever it lies and whoever wrote it: ours, Megatron-LM's, Hugging Face's."""
+"""Open a checkpoint wherever it lies and whoever wrote it: ours, Megatron-LM's, Hugging Face's."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
-from megatron.checkpoint.entries import Json
 from megatron.checkpoint.exchange import JsonExchange
 from megatron.checkpoint.find import (
     TRACKER,
@@ -14,9 +14,9 @@ from megatron.checkpoint.find import (
     list_checkpoints,
 )
 from megatron.checkpoint.huggingface.files import is_model_folder
-from megatron.checkpoint.manifest import (
-    MANIFEST,
-)
+from megatron.checkpoint.huggingface.reader import HFReader
+from megatron.checkpoint.legacy.reader import LegacyReader
+from megatron.checkpoint.manifest import MANIFEST
 from megatron.checkpoint.reader import NativeReader, Reader
 from megatron.durable import TEMPORARY, UNVERIFIED
 from megatron.errors import CheckpointError, warn
@@ -26,34 +26,39 @@ _UNPUBLISHED = (TEMPORARY, UNVERIFIED)
 
 
 def open_checkpoint(
-    root: Path | str,
-    *,
-    step: int | None = None,
-    verify: bool = True,
-    layout: Layout | None = None,
+    root: Path | str, *, step: int | None = None, verify: bool = True, layout: Layout | None = None
 ) -> Reader | None:
-    """The first checkpoint in `find.list_checkpoints` order that is sound; None in an empty folder.
+    """Open the first sound checkpoint of `find.list_checkpoints`, or return None if there is none.
 
-    Where `root` is a checkpoint's own folder (`iter_0000100`), or an iteration is named, that one
-    and no other.
-
-    Collective over `layout`, where one is given: ranks share the work of verifying, and open the
-    same checkpoint. The folder must be on a file system that all of them see.
+    If `root` is a checkpoint's own folder (`iter_0000100`), or an iteration is named, it is that
+    one and no other. With a layout this is collective: ranks share the work of verifying, and open
+    the same checkpoint. The folder must be on a file system that all of them see.
 
     Args:
-        root: folder of checkpoints, or one of them.
-        step: the iteration of the one to open.
-        verify: compare every digest; off: sizes and the manifest only.
+        root: Folder of checkpoints, or one of them.
+        step: The iteration of the one to open.
+        verify: Compare every digest, instead of sizes and the manifest only.
+        layout: The ranks that open it together.
 
     Raises:
-        CheckpointError: all that there are, are damaged; says what is wrong with each. Or there is
-            none of the iteration.
+        CheckpointError: All that there are, are damaged; the message says what is wrong with each.
+            Or there is none of the iteration.
     """
     exchange = JsonExchange((layout or Layout.single()).world)
     root = Path(root).absolute()
-    listed = exchange.on_main(lambda: [_to_json(one) for one in _candidates(root, step)])
+
+    def candidates() -> list[FoundCheckpoint]:
+        if step is not None:
+            return [checkpoint_of(root, step)]
+        itself = checkpoint_at(root)
+        return list_checkpoints(root) if itself is None else [itself]
+
+    listed = exchange.on_main(
+        lambda: [[one.format, one.iteration, str(one.path)] for one in candidates()]
+    )
     problems: list[str] = []
-    for found in map(_from_json, listed):
+    for kind, iteration, path in listed:
+        found = FoundCheckpoint(kind, iteration, Path(path))
         reader, problem = _try_open(found, exchange, verify)
         if reader is not None:
             if problems and exchange.is_main:
@@ -74,31 +79,15 @@ def open_checkpoint(
     )
 
 
-def _candidates(root: Path, step: int | None) -> list[FoundCheckpoint]:
-    if step is not None:
-        return [checkpoint_of(root, step)]
-    itself = checkpoint_at(root)
-    return list_checkpoints(root) if itself is None else [itself]
-
-
-def _to_json(found: FoundCheckpoint) -> Json:
-    return [found.format, found.iteration, str(found.path)]
-
-
-def _from_json(value: Json) -> FoundCheckpoint:
-    return FoundCheckpoint(value[0], value[1], Path(value[2]))
-
-
 def _try_open(
     found: FoundCheckpoint, exchange: JsonExchange, verify: bool
 ) -> tuple[Reader | None, str | None]:
-    """A reader that every rank agrees on, or the first problem that any rank met. Collective."""
+    """Return a reader that every rank agrees on, or the first problem of any rank. Collective."""
     reader: Reader | None = None
     problem = None
+    rank, ranks = exchange.world.rank, exchange.world.size
     try:
-        reader = open_found(
-            found, verify=verify, rank=exchange.world.rank, ranks=exchange.world.size
-        )
+        reader = open_found(found, verify=verify, rank=rank, ranks=ranks)
     except CheckpointError as error:
         problem = str(error)
     problems = [text for text in exchange.gather(problem) if text is not None]
@@ -108,14 +97,18 @@ def _try_open(
 def open_found(
     found: FoundCheckpoint, *, verify: bool = True, rank: int = 0, ranks: int = 1
 ) -> Reader:
-    """Open this one, without a fallback; verify this rank's share of it.
+    """Open this checkpoint, without a fallback, and verify a rank's share of it.
+
+    Args:
+        found: The checkpoint.
+        verify: Compare digests.
+        rank: Which share of them.
+        ranks: Into how many shares they are divided.
 
     Raises:
-        CheckpointError: it is damaged, or of a kind that is not read.
+        CheckpointError: It is damaged, or of a kind that is not read.
     """
     if found.format == "legacy":
-        from megatron.checkpoint.legacy.reader import LegacyReader
-
         try:
             return LegacyReader(found.path, verify=verify, rank=rank, ranks=ranks)
         except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
@@ -132,13 +125,16 @@ def open_found(
 def open_root(
     root: Path, *, step: int | None = None, verify: bool = True, layout: Layout | None = None
 ) -> Reader | None:
-    """What --load names: a folder of Hugging Face, one checkpoint, or of a folder the newest, or
-    that of the iteration `step` (--ckpt-step).
+    """Open what --load names, or return None if there is nothing.
 
-    Collective over `layout`, where one is given. None where there is nothing.
+    Args:
+        root: A Hugging Face folder, one checkpoint, or a folder of checkpoints.
+        step: The iteration to open (--ckpt-step). None opens the newest.
+        verify: Compare digests; Hugging Face files have none.
+        layout: The ranks that open it together; collective if it is given.
 
     Raises:
-        CheckpointError: there are checkpoints, but none that can be read; or none of the iteration.
+        CheckpointError: There are checkpoints, but none that can be read, or none of the iteration.
     """
     if not is_model_folder(root):
         return open_checkpoint(root, step=step, verify=verify, layout=layout)
@@ -147,8 +143,6 @@ def open_root(
             f"--ckpt-step {step}: {root} is a folder of Hugging Face, which has no iterations: "
             "drop --ckpt-step"
         )
-    from megatron.checkpoint.huggingface.reader import HFReader
-
     opened: list[Reader] = []
     exchange = JsonExchange((layout or Layout.single()).world)
     exchange.together(lambda: opened.append(HFReader(root)))
@@ -156,15 +150,15 @@ def open_root(
 
 
 def open_any(path: Path, *, verify: bool = True) -> Reader:
-    """The checkpoint that a path leads to.
+    """Open the checkpoint that a path leads to.
 
     Args:
-        path: a folder of checkpoints, of which the newest that is sound is taken; one of them
-            (`iter_0000100`); or a folder of Hugging Face.
-        verify: compare digests; files of Hugging Face have none.
+        path: A folder of checkpoints, of which the newest that is sound is taken; one of them
+            (`iter_0000100`); or a Hugging Face folder.
+        verify: Compare digests; Hugging Face files have none.
 
     Raises:
-        CheckpointError: there is none, or it is damaged, or of a kind that is not read.
+        CheckpointError: There is none, or it is damaged, or of a kind that is not read.
     """
     reader = None if path.is_file() else open_root(path, verify=verify)
     if reader is None:
@@ -173,7 +167,7 @@ def open_any(path: Path, *, verify: bool = True) -> Reader:
 
 
 def nothing_at(path: Path) -> str:
-    """Why there is no checkpoint at a path, and where one may be."""
+    """Return why there is no checkpoint at a path, and where one may be."""
     if not path.exists():
         return "there is no such folder"
     if path.is_file():
@@ -184,15 +178,14 @@ def nothing_at(path: Path) -> str:
 
 
 def checkpoints_below(root: Path) -> list[str]:
-    """Names of the folders in `root` that --load would take, where `root` itself is none."""
+    """Return the names of the folders in `root` that --load would take if `root` is none."""
     if not root.is_dir():
         return []
-    folders = (one for one in root.iterdir() if one.is_dir())
-    named = (one for one in folders if not any(mark in one.name for mark in _UNPUBLISHED))
-    return sorted(one.name for one in named if _is_one(one))
-
-
-def _is_one(folder: Path) -> bool:
-    return (
-        (folder / TRACKER).is_file() or is_model_folder(folder) or checkpoint_at(folder) is not None
+    tests: tuple[Callable[[Path], object], ...] = (
+        lambda folder: (folder / TRACKER).is_file(),
+        is_model_folder,
+        checkpoint_at,
     )
+    folders = (one for one in root.iterdir() if one.is_dir())
+    named = (one for one in folders if not any(word in one.name for word in _UNPUBLISHED))
+    return sorted(one.name for one in named if any(test(one) for test in tests))

@@ -1,10 +1,10 @@
 """One job per folder of checkpoints.
 
-Two jobs that save into one folder would delete each other's temporaries and overwrite each
-other's iterations. The first writes its host and process into a lock file; a second is refused.
-The lock ends with its process, so the next job, on whatever machine, takes the folder over at
-once. Where the file system knows no locks, what the file says decides: a process that is gone from
-this machine is taken over, one on another machine is not.
+Two jobs that save into one folder would delete each other's temporaries and overwrite each other's
+iterations. The first writes its host and process into a lock file; a second is refused. The lock
+ends with its process, so the next job, on whatever machine, takes the folder over at once. If the
+file system knows no locks, the file's text decides: a process that is gone from this machine is
+taken over, one on another machine is not.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import json
 import os
 import socket
 from pathlib import Path
-from types import TracebackType
 
 from megatron.checkpoint.entries import Json
 from megatron.durable import storage_errors
@@ -25,15 +24,16 @@ LOCK = "save.lock"
 _MAX_BYTES = 1024
 
 
-class SaveLock:
-    """Holds a folder from construction to `release`; use as a context manager on rank 0.
-
-    Raises:
-        CheckpointError: another job holds the folder.
-        StorageError: the folder cannot be written.
-    """
+class SaveLock(contextlib.AbstractContextManager["SaveLock"]):
+    """The lock of a folder, from construction to `release`; a context manager for rank 0."""
 
     def __init__(self, root: Path | str) -> None:
+        """Take the lock.
+
+        Raises:
+            CheckpointError: Another job holds the folder.
+            StorageError: The folder cannot be written.
+        """
         self.path = Path(root).absolute() / LOCK
         with storage_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,9 +57,12 @@ class SaveLock:
             holder = _read(descriptor)
             if holder is not None and _may_live(holder):
                 raise CheckpointError(self._refusal(holder)) from None
+        # A process number is used again in time: the start time tells the processes apart.
+        pid = os.getpid()
+        holder = {"host": socket.gethostname(), "pid": pid, "started": _start_time(pid)}
         with storage_errors(self.path):
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps(_identity(os.getpid())).encode(), 0)
+            os.pwrite(descriptor, json.dumps(holder).encode(), 0)
             os.fsync(descriptor)
 
     def _refusal(self, holder: Json) -> str:
@@ -81,25 +84,13 @@ class SaveLock:
         os.close(self._descriptor)
         self._descriptor = None
 
-    def __enter__(self) -> SaveLock:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
+        """Release the lock."""
         self.release()
 
 
-def _identity(pid: int) -> dict[str, Json]:
-    """Host, process and its start time: a number that is used again is not taken for it."""
-    return {"host": socket.gethostname(), "pid": pid, "started": _start_time(pid)}
-
-
 def _start_time(pid: int) -> str | None:
-    """Clock ticks from boot to the process's start; None where the system does not tell."""
+    """Return clock ticks from boot to the process's start, or None if the system does not tell."""
     try:
         # The command may hold spaces and parentheses; the fields after it do not.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -109,7 +100,7 @@ def _start_time(pid: int) -> str | None:
 
 
 def _read(descriptor: int) -> Json:
-    """Who holds the lock; None for an empty or unreadable file."""
+    """Return who holds the lock, or None for an empty or unreadable file."""
     try:
         holder = json.loads(os.pread(descriptor, _MAX_BYTES, 0))
     except (OSError, ValueError):
@@ -119,7 +110,7 @@ def _read(descriptor: int) -> Json:
 
 
 def _may_live(holder: Json) -> bool:
-    """Whether the holder may still run: unknown on another machine, so yes."""
+    """Return whether the holder may still run; on another machine that is unknown, so it may."""
     if holder["host"] != socket.gethostname():
         return True
     if holder["pid"] == os.getpid():

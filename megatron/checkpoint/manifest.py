@@ -1,7 +1,7 @@
-"""manifest.json: everything a reader must know and can check before it trusts a byte.
+"""manifest.json: everything a reader must know, and can check before it trusts a byte.
 
-The manifest is written last and names every file with its size, every tensor with its pieces
-and their digests, and carries a digest of itself. A folder without one is not a checkpoint.
+The manifest is written last. It names every file with its size and every tensor with its pieces and
+their digests, and carries a digest of itself. A folder without one is not a checkpoint.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from megatron.checkpoint.entries import DTYPES, Box, Json, dtype_size, is_tiled
+from megatron.checkpoint.entries import DTYPES, Box, Json, is_tiled
 from megatron.checkpoint.shard import digest_of
 
 MANIFEST = "manifest.json"
@@ -26,12 +26,11 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class ManifestError(ValueError):
-    """What is wrong with a manifest, in words."""
+    """A manifest that is damaged, not ours, or contradicts itself; says what is wrong."""
 
 
-@dataclass(frozen=True)
-class FileInfo:
-    """A shard: its size, and the size and digest of its header (both in bytes)."""
+class FileInfo(NamedTuple):
+    """A shard file: its size, and the size (both in bytes) and digest of its header."""
 
     size: int
     header_size: int
@@ -40,7 +39,7 @@ class FileInfo:
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """Part of a tensor: which file holds it, which indices it covers, where its bytes are."""
+    """A part of a tensor: the file that holds it, the indices it covers, where its bytes are."""
 
     file: str
     box: Box
@@ -51,7 +50,7 @@ class TensorPiece:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A whole tensor: safetensors' type name, shape, and pieces that tile it."""
+    """A whole tensor: safetensors' type name, its shape, and the pieces that tile it."""
 
     dtype: str
     global_shape: tuple[int, ...]
@@ -59,9 +58,13 @@ class TensorInfo:
 
 
 def keys_in_files(name: str, files: Iterable[str]) -> list[str]:
-    """Under which key each piece of a tensor stands in its file, from the pieces' files in order.
+    """Return the key under which each piece of a tensor stands in its file.
 
-    The tensor's name; "name#1", "name#2", ... for further pieces in the same file.
+    The first piece in a file has the tensor's name; further ones are "name#1", "name#2", ...
+
+    Args:
+        name: The tensor's name.
+        files: The file of each piece, in order.
     """
     keys, seen = [], Counter[str]()
     for file in files:
@@ -75,12 +78,12 @@ class Manifest:
     """A checkpoint's table of contents.
 
     Attributes:
-        iteration: training steps taken.
+        iteration: Training steps taken.
         created: UTC time, ISO 8601.
-        layout: sizes of the grid that wrote it, by axis name.
-        files: shards by file name.
-        tensors: by entry name.
-        meta: what training wants back; JSON.
+        layout: Sizes of the grid of processes that wrote it, by axis name.
+        files: Shards by file name.
+        tensors: Tensors by entry name.
+        meta: What training wants back; JSON.
     """
 
     iteration: int
@@ -91,7 +94,11 @@ class Manifest:
     meta: Json
 
     def check(self) -> None:
-        """Raise ManifestError unless files, tensors and pieces agree with each other."""
+        """Check that files, tensors and pieces agree with each other.
+
+        Raises:
+            ManifestError: They do not.
+        """
         for name in self.files:
             if not _FILE_NAME.fullmatch(name):
                 raise ManifestError(f"{name!r} is no name for a shard")
@@ -113,7 +120,7 @@ def _check_tensor(name: str, tensor: TensorInfo, files: dict[str, FileInfo]) -> 
     for piece in tensor.pieces:
         if piece.file not in files:
             raise ManifestError(f"{name} lies in {piece.file}, which the manifest does not list")
-        if piece.size != piece.box.volume * dtype_size(tensor.dtype):
+        if piece.size != piece.box.volume * DTYPES[tensor.dtype].itemsize:
             raise ManifestError(f"{name} in {piece.file} has a wrong size")
         info = files[piece.file]
         if not info.header_size <= piece.start <= info.size - piece.size:
@@ -121,7 +128,11 @@ def _check_tensor(name: str, tensor: TensorInfo, files: dict[str, FileInfo]) -> 
 
 
 def dump(manifest: Manifest) -> bytes:
-    """The file's bytes. ValueError where meta is not JSON (NaN and infinity are not)."""
+    """Return the file's bytes.
+
+    Raises:
+        ValueError: The meta data is not JSON (NaN and infinity are not).
+    """
     body = {
         "format": FORMAT,
         "version": VERSION,
@@ -130,18 +141,19 @@ def dump(manifest: Manifest) -> bytes:
         "layout": manifest.layout,
         "meta": manifest.meta,
         "files": {
-            name: {
-                "bytes": info.size,
-                "header_bytes": info.header_size,
-                "header_sha256": info.header_digest,
-            }
+            name: dict(zip(_FILE_KEYS, info, strict=True))
             for name, info in sorted(manifest.files.items())
         },
         "tensors": {
             name: {
                 "dtype": tensor.dtype,
                 "shape": list(tensor.global_shape),
-                "pieces": [_dump_piece(piece) for piece in tensor.pieces],
+                "pieces": [
+                    dict(zip(_PIECE_KEYS, values, strict=True))
+                    for one in tensor.pieces
+                    for offset, shape in [(list(one.box.offset), list(one.box.shape))]
+                    for values in [(one.file, offset, shape, one.start, one.size, one.digest)]
+                ],
             }
             for name, tensor in sorted(manifest.tensors.items())
         },
@@ -150,7 +162,7 @@ def dump(manifest: Manifest) -> bytes:
 
 
 def _sign(body: dict[str, Any]) -> bytes:
-    """JSON text whose first key is the digest of the text without it."""
+    """Return JSON text whose first key is the digest of the text without it."""
     return _text({"sha256": digest_of(_text(body)), **body})
 
 
@@ -158,22 +170,11 @@ def _text(value: Json) -> bytes:
     return (json.dumps(value, allow_nan=False) + "\n").encode("ascii")
 
 
-def _dump_piece(piece: TensorPiece) -> dict[str, Json]:
-    return {
-        "file": piece.file,
-        "offset": list(piece.box.offset),
-        "shape": list(piece.box.shape),
-        "start": piece.start,
-        "bytes": piece.size,
-        "sha256": piece.digest,
-    }
-
-
 def parse(data: bytes) -> Manifest:
-    """The manifest in a file's bytes, checked.
+    """Return the manifest in a file's bytes, checked.
 
     Raises:
-        ManifestError: it is not ours, of a later version, altered, or contradicts itself.
+        ManifestError: It is not ours, of a later version, altered, or contradicts itself.
     """
     try:
         body = json.loads(data)
@@ -188,75 +189,66 @@ def parse(data: bytes) -> Manifest:
     claimed = body.pop("sha256", None)
     if claimed != digest_of(_text(body)) or data != _sign(body):
         raise ManifestError("damaged: its digest does not match its content")
-    manifest = _build(body)
-    manifest.check()
-    return manifest
-
-
-def _build(body: dict[str, Any]) -> Manifest:
     # The digest only excludes accidents, so types are checked as well.
     files = {
-        name: FileInfo(
-            _count(info, "bytes"), _count(info, "header_bytes"), _digest(info, "header_sha256")
-        )
+        name: FileInfo(*(_get(info, key, kind) for key, kind in _FILE_KEYS.items()))
         for name, info in _get(body, "files", dict).items()
     }
     tensors = {
         name: TensorInfo(
-            dtype=_get(tensor, "dtype", str),
-            global_shape=_counts(tensor, "shape"),
-            pieces=tuple(_build_piece(piece) for piece in _get(tensor, "pieces", list)),
+            _get(tensor, "dtype", str),
+            _get(tensor, "shape", "sizes"),
+            tuple(_parse_piece(piece) for piece in _get(tensor, "pieces", list)),
         )
         for name, tensor in _get(body, "tensors", dict).items()
     }
-    return Manifest(
-        iteration=_count(body, "iteration"),
+    manifest = Manifest(
+        iteration=_get(body, "iteration", "size"),
         created=_get(body, "created", str),
         layout=_get(body, "layout", dict),
         files=files,
         tensors=tensors,
         meta=_get(body, "meta", dict),
     )
+    manifest.check()
+    return manifest
 
 
-def _build_piece(piece: Any) -> TensorPiece:
-    return TensorPiece(
-        file=_get(piece, "file", str),
-        box=Box(_counts(piece, "offset"), _counts(piece, "shape")),
-        start=_count(piece, "start"),
-        size=_count(piece, "bytes"),
-        digest=_digest(piece, "sha256"),
-    )
+def _parse_piece(piece: Any) -> TensorPiece:
+    file, offset, shape, *rest = (_get(piece, key, kind) for key, kind in _PIECE_KEYS.items())
+    return TensorPiece(file, Box(offset, shape), *rest)
 
 
-def _get(record: Any, key: str, kind: type) -> Any:
-    value = record.get(key) if isinstance(record, dict) else None
-    if type(value) is not kind:
-        raise ManifestError(f"{key!r} is missing or not a {kind.__name__}")
+# Keys of a file and of a piece in JSON, in the order of their records' fields, with their kinds.
+_FILE_KEYS = {"bytes": "size", "header_bytes": "size", "header_sha256": "digest"}
+_PIECE_KEYS: dict[str, str | type] = {
+    "file": str,
+    "offset": "sizes",
+    "shape": "sizes",
+    "start": "size",
+    "bytes": "size",
+    "sha256": "digest",
+}
+_TYPES: dict[str, type] = {"size": int, "sizes": list, "digest": str}
+
+
+def _get(record: Any, key: str, kind: str | type) -> Any:
+    """Return a value of a record: a JSON type, a "size", a tuple of "sizes" or a "digest"."""
+    value: Any = record.get(key) if isinstance(record, dict) else None
+    expected, found = _TYPES[kind] if isinstance(kind, str) else kind, type(value)
+    if found is not expected:
+        raise ManifestError(f"{key!r} is missing or not a {expected.__name__}")
+    if kind == "size" and value < 0:
+        raise ManifestError(f"{key!r} is negative")
+    if kind == "sizes":
+        if not all(type(one) is int and one >= 0 for one in value):
+            raise ManifestError(f"{key!r} is not a list of sizes")
+        return tuple(value)
+    if kind == "digest" and not _DIGEST.fullmatch(value):
+        raise ManifestError(f"{key!r} is not a SHA-256 digest")
     return value
 
 
-def _count(record: Any, key: str) -> int:
-    value = _get(record, key, int)
-    if value < 0:
-        raise ManifestError(f"{key!r} is negative")
-    return int(value)
-
-
-def _counts(record: Any, key: str) -> tuple[int, ...]:
-    values = _get(record, key, list)
-    if not all(type(value) is int and value >= 0 for value in values):
-        raise ManifestError(f"{key!r} is not a list of sizes")
-    return tuple(values)
-
-
-def _digest(record: Any, key: str) -> str:
-    value = _get(record, key, str)
-    if not _DIGEST.fullmatch(value):
-        raise ManifestError(f"{key!r} is not a SHA-256 digest")
-    return str(value)
-
-
 def describe(dtype: str, shape: Iterable[int]) -> str:
-    """A tensor in words: "F32 [5120, 64]"."""
+    """Return a tensor in words: "F32 [5120, 64]"."""
     return f"{dtype} {list(shape)}"

@@ -1,23 +1,26 @@
-"""Who writes what of a checkpoint: a pure function of what every rank holds."""
+"""Which process writes what of a checkpoint: a pure function of what every process holds."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from megatron.checkpoint.entries import Box, Json, State, dtype_name, dtype_size, flatten, is_tiled
+from megatron.checkpoint.entries import DTYPES, Box, Json, State, dtype_name, flatten, is_tiled
 from megatron.checkpoint.manifest import keys_in_files
 
 # The system lets one thread at a time write to a file: large shares go to several.
 _FILES, _LARGE = 4, 1 << 30  # at most, and bytes of each at least
 
+_Writers = dict[tuple[str, Box], int]
+
 
 @dataclass(frozen=True)
 class Part:
-    """Which rank writes which part of a tensor, and into which of its files."""
+    """A part of a tensor, the rank that writes it, and the number of the file among the rank's."""
 
     rank: int
     box: Box
@@ -25,7 +28,7 @@ class Part:
 
     @property
     def file(self) -> str:
-        """Name of the file."""
+        """The name of the file."""
         return f"rank_{self.rank:05d}{f'_{self.number}' if self.number else ''}.safetensors"
 
 
@@ -34,9 +37,9 @@ class SavePlan:
     """What the whole checkpoint will consist of; the same on every rank.
 
     Attributes:
-        dtypes: safetensors' type name of every tensor.
-        shapes: global shape of every tensor.
-        parts: of every tensor, tiling it.
+        dtypes: Safetensors' type name of every tensor.
+        shapes: The global shape of every tensor.
+        parts: The parts of every tensor, which tile it.
     """
 
     dtypes: dict[str, str]
@@ -46,13 +49,16 @@ class SavePlan:
     @property
     def total_bytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(
-            math.prod(self.shapes[name]) * dtype_size(self.dtypes[name]) for name in self.parts
-        )
+        return sum(_bytes(self.dtypes[name], math.prod(self.shapes[name])) for name in self.parts)
+
+    def keyed(self, name: str) -> Iterator[tuple[str, Part]]:
+        """Yield each part of a tensor with its key in its file; no file has a key twice."""
+        parts = self.parts[name]
+        return zip(keys_in_files(name, [part.file for part in parts]), parts, strict=True)
 
 
 def describe(entries: State) -> Json:
-    """What a rank holds: name, type, global shape, offset and shape of every entry."""
+    """Return the name, type, global shape, offset and shape of every entry that a rank holds."""
     return [
         [
             name,
@@ -66,12 +72,13 @@ def describe(entries: State) -> Json:
 
 
 def make_plan(held: list[Json]) -> SavePlan:
-    """Who writes what, from what every rank holds (see `describe`), in rank order.
+    """Plan who writes what. If several ranks hold a part, the one with the least to write does.
 
-    What several ranks hold, the one writes that has the fewest bytes to write so far.
+    Args:
+        held: What every rank holds, by `describe`, in rank order.
 
     Raises:
-        ValueError: ranks differ about a tensor, or their parts leave gaps or overlap.
+        ValueError: Ranks differ about a tensor, or their parts leave gaps or overlap.
     """
     dtypes: dict[str, str] = {}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -86,8 +93,8 @@ def make_plan(held: list[Json]) -> SavePlan:
     for name, boxes in holders.items():
         if not is_tiled(shapes[name], boxes):
             raise ValueError(f"{name} {shapes[name]} is not made up by its parts: {list(boxes)}")
-    writers = _share_out(holders, dtypes, len(held))
-    numbers = _spread(writers, dtypes)
+    writers = _choose_writers(holders, dtypes, len(held))
+    numbers = _choose_files(writers, dtypes)
     parts = {
         name: [Part(rank := writers[name, box], box, numbers[rank, name]) for box in boxes]
         for name, boxes in holders.items()
@@ -95,12 +102,16 @@ def make_plan(held: list[Json]) -> SavePlan:
     return SavePlan(dtypes, shapes, parts)
 
 
-def _share_out(
+def _bytes(dtype: str, elements: int) -> int:
+    return elements * DTYPES[dtype].itemsize
+
+
+def _choose_writers(
     holders: dict[str, dict[Box, list[int]]], dtypes: dict[str, str], ranks: int
-) -> dict[tuple[str, Box], int]:
-    """One writer for every part: first those without a choice, then the largest first."""
+) -> _Writers:
+    """Choose one writer for every part: first those without a choice, then the largest first."""
     parts = [
-        (box.volume * dtype_size(dtypes[name]), name, box, candidates)
+        (_bytes(dtypes[name], box.volume), name, box, candidates)
         for name, boxes in holders.items()
         for box, candidates in boxes.items()
     ]
@@ -113,14 +124,14 @@ def _share_out(
     return writers
 
 
-def _spread(
-    writers: dict[tuple[str, Box], int], dtypes: dict[str, str]
-) -> dict[tuple[int, str], int]:
-    """Into which of its files a rank writes its parts of a tensor: the largest first, into the one
-    with the fewest bytes so far."""
+def _choose_files(writers: _Writers, dtypes: dict[str, str]) -> dict[tuple[int, str], int]:
+    """Choose the file for a rank's parts of each tensor.
+
+    The largest tensors go first, each into the file with the fewest bytes so far.
+    """
     sizes, shares = Counter[tuple[int, str]](), Counter[int]()
     for (name, box), rank in writers.items():
-        size = box.volume * dtype_size(dtypes[name])
+        size = _bytes(dtypes[name], box.volume)
         sizes[rank, name] += size
         shares[rank] += size
     loads = {rank: [0] * max(1, min(_FILES, size // _LARGE)) for rank, size in shares.items()}
@@ -133,26 +144,21 @@ def _spread(
 
 
 def share_of(plan: SavePlan, entries: State, rank: int) -> dict[str, torch.Tensor]:
-    """This rank's share of the plan, by key in its files."""
+    """Return the tensors that a rank writes, by their keys in its files."""
     held = {(name, entry.box): entry.tensor for name, entry in flatten(entries)}
     return {
         key: held[name, part.box]
-        for name, parts in plan.parts.items()
-        for key, part in zip(keys_of(name, parts), parts, strict=True)
+        for name in plan.parts
+        for key, part in plan.keyed(name)
         if part.rank == rank
     }
 
 
 def files_of(plan: SavePlan, rank: int) -> dict[str, list[str]]:
-    """The files that a rank writes, by name, each with its keys."""
+    """Return the files that a rank writes, by name, each with its keys."""
     files: dict[str, list[str]] = {}
-    for name, parts in plan.parts.items():
-        for key, part in zip(keys_of(name, parts), parts, strict=True):
+    for name in plan.parts:
+        for key, part in plan.keyed(name):
             if part.rank == rank:
                 files.setdefault(part.file, []).append(key)
     return files
-
-
-def keys_of(name: str, parts: list[Part]) -> list[str]:
-    """Under which key each part of a tensor stands in its file; a rank has no key twice."""
-    return keys_in_files(name, [part.file for part in parts])

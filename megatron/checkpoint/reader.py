@@ -1,4 +1,4 @@
-"""Read any part of any tensor of a checkpoint, and fill a state from it."""
+"""Read any part of any tensor of a checkpoint, and fill a run's tensors from it."""
 
 from __future__ import annotations
 
@@ -14,20 +14,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron.checkpoint.entries import (
-    DTYPES,
-    Box,
-    Json,
-    State,
-    check_request,
-    flatten,
-)
+from megatron.checkpoint.entries import DTYPES, Box, Json, State, check_request, flatten, look_up
 from megatron.checkpoint.manifest import (
     MANIFEST,
     MAX_BYTES,
     Manifest,
     ManifestError,
-    TensorInfo,
     TensorPiece,
     describe,
     keys_in_files,
@@ -45,16 +37,20 @@ from megatron.checkpoint.shard import (
 from megatron.device import Device, Ferries
 from megatron.errors import CheckpointError
 
+SHOWN = 10  # problems listed in a message
+_ROWS = 4096  # read at a time
+_TABLES = ("embedding.word.weight", "output.weight", "output.bias")
+
 
 class Reader(Protocol):
     """What training and tools read from, whatever the format on disk.
 
     Attributes:
-        format: "native" or "legacy".
-        path: the checkpoint's folder.
-        iteration: training steps taken.
-        meta: what the run saved beside its tensors; see `megatron.checkpoint.legacy` for what is
-            filled in from Megatron's files.
+        format: "native", "legacy" or "hf".
+        path: The checkpoint's folder.
+        iteration: Training steps taken.
+        meta: What the run saved beside its tensors. `LegacyReader` and `HFReader` say what they
+            fill in from files of other programs.
     """
 
     format: str
@@ -63,20 +59,30 @@ class Reader(Protocol):
     meta: Json
 
     def names(self) -> list[str]:
-        """Names of all tensors, sorted."""
+        """Return the names of all tensors, sorted."""
 
     def global_shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a whole tensor. CheckpointError where there is none of this name."""
-
-    def dtype(self, name: str) -> torch.dtype:
-        """A tensor's number type. CheckpointError where there is none of this name."""
-
-    def read(self, name: str, wanted: Box, *, global_shape: tuple[int, ...]) -> torch.Tensor:
-        """The wanted part of a tensor, on the CPU, and not for writing to: it may be the pages of
-        the file, which come from the disk when they are first used.
+        """Return the shape of a whole tensor.
 
         Raises:
-            CheckpointError: no such tensor, or the whole one has another shape than
+            CheckpointError: There is none of this name.
+        """
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return a tensor's number type.
+
+        Raises:
+            CheckpointError: There is none of this name.
+        """
+
+    def read(self, name: str, wanted: Box, *, global_shape: tuple[int, ...]) -> torch.Tensor:
+        """Return the wanted part of a tensor, on the CPU.
+
+        The result may be the pages of the file, which come from the disk when they are first used:
+        do not write to it.
+
+        Raises:
+            CheckpointError: There is no such tensor, or the whole one has another shape than
                 `global_shape`.
         """
 
@@ -92,7 +98,7 @@ class _Span(NamedTuple):
 
 
 class NativeReader:
-    """Reads what `store.save` wrote. Opening checks manifest and sizes, `verify` every byte.
+    """A checkpoint that `store.save` wrote. Opening checks manifest and sizes, `verify` every byte.
 
     As long as there is a reader, `--keep-latest` of another job leaves the checkpoint alone.
     """
@@ -100,7 +106,11 @@ class NativeReader:
     format = "native"
 
     def __init__(self, path: Path) -> None:
-        """Raises CheckpointError where the manifest or the size of a file is wrong."""
+        """Open a checkpoint's folder.
+
+        Raises:
+            CheckpointError: The manifest or the size of a file is wrong.
+        """
         self.path = path
         try:
             weakref.finalize(self, os.close, hold_for_reading(path))
@@ -114,26 +124,40 @@ class NativeReader:
             _check_size(path / name, info.size)
 
     def verify(self, rank: int = 0, ranks: int = 1) -> None:
-        """Compare digests, and what files hold with what the manifest says of them: this rank's
-        share of all, so that `ranks` ranks cover the checkpoint.
+        """Compare digests, and what files hold with what the manifest says of them.
+
+        Args:
+            rank: Which share of all to verify.
+            ranks: Into how many shares the work is divided.
 
         Raises:
-            CheckpointError: names the file and the tensor whose bytes have changed, or which is
-                not in it as the manifest says.
+            CheckpointError: The message names the file and the tensor whose bytes have changed, or
+                which is not in the file as the manifest says.
         """
-        described = _pieces_by_file(self.manifest)
+        described: dict[str, list[tuple[str, Placement]]] = {f: [] for f in self.manifest.files}
+        for name in self.manifest.tensors:
+            for key, piece in self._keyed(name):
+                dtype = self.manifest.tensors[name].dtype
+                place = Placement(dtype, piece.box.shape, piece.start, piece.size)
+                described[piece.file].append((key, place))
         shares = [0] * ranks
         mine = []
-        for span in sorted(self._ranges(), key=lambda span: -span.size):
+        for span in sorted(self._spans(), key=lambda span: -span.size):
             lightest = shares.index(min(shares))
             shares[lightest] += span.size + 1
             if lightest == rank:
                 mine.append(span)
 
         def verify(span: _Span) -> None:
-            self._verify(span)
+            try:
+                found = digest_of_range(self.path / span.file, span.start, span.size)
+            except OSError as error:
+                raise CheckpointError(f"{span.file}: cannot be read: {error.strerror}") from error
+            if found != span.digest:
+                what = f"{span.what} does not match its digest"
+                raise CheckpointError(f"{span.file}: damaged: {what}")
             if span.start == 0:  # the header
-                self._check_places(span, described[span.file])
+                self._check_header(span, described[span.file])
 
         with ThreadPoolExecutor(THREADS) as pool:
             try:
@@ -143,16 +167,16 @@ class NativeReader:
                 pool.shutdown(cancel_futures=True)
                 raise
 
-    def _verify(self, span: _Span) -> None:
-        try:
-            found = digest_of_range(self.path / span.file, span.start, span.size)
-        except OSError as error:
-            raise CheckpointError(f"{span.file}: cannot be read: {error.strerror}") from error
-        if found != span.digest:
-            raise CheckpointError(f"{span.file}: damaged: {span.what} does not match its digest")
+    def _spans(self) -> Iterator[_Span]:
+        """Yield all bytes that have a digest."""
+        for file, info in self.manifest.files.items():
+            yield _Span(file, "the header", 0, info.header_size, info.header_digest)
+        for name, tensor in self.manifest.tensors.items():
+            for piece in tensor.pieces:
+                yield _Span(piece.file, name, piece.start, piece.size, piece.digest)
 
-    def _check_places(self, header: _Span, described: list[tuple[str, Placement]]) -> None:
-        """Tensors are read by the file's own header, so it must say what the manifest says."""
+    def _check_header(self, header: _Span, described: list[tuple[str, Placement]]) -> None:
+        """Check that a header, by which tensors are read, says what the manifest says."""
         file = header.file
         try:
             self._open(file)  # refuses whatever reading would refuse
@@ -160,46 +184,49 @@ class NativeReader:
                 held = parse_header(stream.read(header.size))
         except (OSError, SafetensorError, ValueError) as error:
             raise CheckpointError(f"{file}: {error}") from error
+
+        def in_words(place: Placement) -> str:
+            return f"{describe(place.dtype, place.shape)} at byte {place.start}"
+
         for key, place in described:
             if held.get(key) != place:
-                found = _in_words(held[key]) if key in held else "nothing of this name"
+                found = in_words(held[key]) if key in held else "nothing of this name"
                 raise CheckpointError(
-                    f"{file}: holds {found} where {MANIFEST} says {_in_words(place)}: {key}"
+                    f"{file}: holds {found} where {MANIFEST} says {in_words(place)}: {key}"
                 )
         strangers = held.keys() - {key for key, _ in described}
         if strangers:
             raise CheckpointError(f"{file}: holds {min(strangers)}, which {MANIFEST} does not name")
 
-    def _ranges(self) -> Iterator[_Span]:
-        """All bytes that have a digest."""
-        for file, info in self.manifest.files.items():
-            yield _Span(file, "the header", 0, info.header_size, info.header_digest)
-        for name, tensor in self.manifest.tensors.items():
-            for piece in tensor.pieces:
-                yield _Span(piece.file, name, piece.start, piece.size, piece.digest)
+    def _keyed(self, name: str) -> Iterator[tuple[str, TensorPiece]]:
+        """Yield each piece of a tensor with its key in its file."""
+        pieces = look_up(self.path, self.manifest.tensors, name).pieces
+        return zip(keys_in_files(name, [piece.file for piece in pieces]), pieces, strict=True)
 
     def names(self) -> list[str]:
+        """Return the names of all tensors, sorted."""
         return sorted(self.manifest.tensors)
 
     def global_shape(self, name: str) -> tuple[int, ...]:
-        return self._info(name).global_shape
+        """Return the shape of a whole tensor."""
+        return look_up(self.path, self.manifest.tensors, name).global_shape
 
     def dtype(self, name: str) -> torch.dtype:
-        return DTYPES[self._info(name).dtype]
+        """Return a tensor's number type."""
+        return DTYPES[look_up(self.path, self.manifest.tensors, name).dtype]
 
     def read(self, name: str, wanted: Box, *, global_shape: tuple[int, ...]) -> torch.Tensor:
-        info = self._info(name)
-        check_request(self.path, name, info.global_shape, global_shape, wanted)
-        keys = keys_in_files(name, [piece.file for piece in info.pieces])
-        for key, piece in zip(keys, info.pieces, strict=True):
+        """Return the wanted part of a tensor, on the CPU."""
+        check_request(self.path, name, self.global_shape(name), global_shape, wanted)
+        keyed = list(self._keyed(name))
+        for key, piece in keyed:
             if piece.box.intersect(wanted) == wanted:
                 return self._read_piece(key, piece, wanted)  # the file's own pages
-        result = torch.empty(wanted.shape, dtype=DTYPES[info.dtype])
-        for key, piece in zip(keys, info.pieces, strict=True):
+        result = torch.empty(wanted.shape, dtype=self.dtype(name))
+        for key, piece in keyed:
             common = piece.box.intersect(wanted)
             if common is not None:
-                part = self._read_piece(key, piece, common)
-                result[common.within(wanted)] = part
+                result[common.within(wanted)] = self._read_piece(key, piece, common)
         return result
 
     def _read_piece(self, key: str, piece: TensorPiece, part: Box) -> torch.Tensor:
@@ -215,26 +242,6 @@ class NativeReader:
         if file not in self._files:  # its header is long: it is read once
             self._files[file] = safe_open(self.path / file, framework="pt")
         return self._files[file]
-
-    def _info(self, name: str) -> TensorInfo:
-        if name not in self.manifest.tensors:
-            raise CheckpointError(f"{self.path}: holds no tensor {name!r}")
-        return self.manifest.tensors[name]
-
-
-def _pieces_by_file(manifest: Manifest) -> dict[str, list[tuple[str, Placement]]]:
-    """What every file should hold: keys in its header, each with its place."""
-    held: dict[str, list[tuple[str, Placement]]] = {file: [] for file in manifest.files}
-    for name, tensor in manifest.tensors.items():
-        keys = keys_in_files(name, [piece.file for piece in tensor.pieces])
-        for key, piece in zip(keys, tensor.pieces, strict=True):
-            place = Placement(tensor.dtype, piece.box.shape, piece.start, piece.size)
-            held[piece.file].append((key, place))
-    return held
-
-
-def _in_words(place: Placement) -> str:
-    return f"{describe(place.dtype, place.shape)} at byte {place.start}"
 
 
 def _load_manifest(path: Path) -> Manifest:
@@ -261,30 +268,37 @@ def _check_size(file: Path, size: int) -> None:
         raise CheckpointError(f"{file.name}: damaged: {status.st_size:,} bytes instead of {size:,}")
 
 
-_ROWS = 4096  # read at a time
-_TABLES = ("embedding.word.weight", "output.weight", "output.bias")
-
-
 class PaddedReader:
-    """Presents a checkpoint's vocabulary tables with `rows` rows.
+    """A checkpoint whose vocabulary tables appear with another number of rows.
 
-    Rows that the file has beyond them are left out. Rows that it lacks stand for no entry, but
+    Megatron-LM pads to a multiple of --make-vocab-size-divisible-by times the tensor-parallel size,
+    so its files have other numbers of rows than ours, and than each other.
+
+    Rows that the file has beyond `rows` are left out. Rows that it lacks stand for no entry, but
     take part in the softmax: of a weight (and its fp32 master) they read as the mean of the
     entries' rows, of the optimizer's moments as zero. The logit of a mean row is the mean logit,
     whose exponential is at most the mean of the exponentials (Jensen): a padding entry gets no
     more than an even share of the probability. To a row of zeros, whose logit is 0, GPT-2 gives
     nearly everything: its other logits are far below.
-
-    Raises:
-        CheckpointError: the file has fewer rows than the tokenizer has entries.
     """
 
     def __init__(self, reader: Reader, *, rows: int, entries: int) -> None:
+        """Present a checkpoint.
+
+        Args:
+            reader: The opened checkpoint.
+            rows: How many rows its vocabulary tables are to have.
+            entries: How many entries the tokenizer has.
+
+        Raises:
+            CheckpointError: The file has fewer rows than the tokenizer has entries.
+        """
         self._reader = reader
         self._rows = rows
         self._entries = entries
         self.format, self.path = reader.format, reader.path
         self.iteration, self.meta = reader.iteration, reader.meta
+        self.names, self.dtype = reader.names, reader.dtype
         for name in filter(is_vocabulary_table, reader.names()):
             held = reader.global_shape(name)[0]
             if held < entries:
@@ -293,21 +307,13 @@ class PaddedReader:
                     "the vocabulary files that the checkpoint was trained with"
                 )
 
-    def names(self) -> list[str]:
-        """Names of all tensors, sorted."""
-        return self._reader.names()
-
-    def dtype(self, name: str) -> torch.dtype:
-        """A tensor's number type."""
-        return self._reader.dtype(name)
-
     def global_shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a whole tensor, vocabulary tables with the rows asked for."""
+        """Return the shape of a whole tensor, for vocabulary tables with the wanted rows."""
         shape = self._reader.global_shape(name)
         return (self._rows, *shape[1:]) if is_vocabulary_table(name) else shape
 
     def read(self, name: str, wanted: Box, *, global_shape: tuple[int, ...]) -> torch.Tensor:
-        """The wanted part of a tensor, on the CPU."""
+        """Return the wanted part of a tensor, on the CPU."""
         held = self._reader.global_shape(name)
         if not is_vocabulary_table(name) or held[0] == global_shape[0]:
             return self._reader.read(name, wanted, global_shape=global_shape)
@@ -323,8 +329,10 @@ class PaddedReader:
         return part
 
     def _mean_row(self, name: str) -> torch.Tensor:
-        """Mean [h] of the entries' rows (of a bias [], their mean), in fp32; read in pieces, which
-        no rank holds together."""
+        """Return the mean [h] of the entries' rows (for a bias [], their mean), in fp32.
+
+        The table is read in pieces, as no rank holds all of it.
+        """
         held = self._reader.global_shape(name)
         total = torch.zeros(held[1:], dtype=torch.float64)
         for start in range(0, self._entries, _ROWS):
@@ -336,38 +344,33 @@ class PaddedReader:
 
 
 def is_vocabulary_table(name: str) -> bool:
-    """`model.` or `optimizer.`, then a table, then perhaps the kind of state."""
+    """Return whether a name is `model.` or `optimizer.`, then a table, then perhaps a state."""
     return name.partition(".")[2].startswith(_TABLES)
 
 
-_SHOWN = 10  # problems listed in a message
-
-
 def restore(
-    reader: Reader,
-    entries: State,
-    *,
-    prefixes: Iterable[str] = (),
-    cast: bool = False,
+    reader: Reader, entries: State, *, prefixes: Iterable[str] = (), cast: bool = False
 ) -> None:
     """Copy the checkpoint's values into the entries' tensors, in place.
 
+    Everything is checked before anything is changed.
+
     Args:
-        reader: an opened checkpoint.
-        entries: what to fill; each rank passes its own.
-        prefixes: the checkpoint may hold nothing under these ("model.") that no entry asks for.
+        reader: The opened checkpoint.
+        entries: The tensors to fill; each rank passes its own.
+        prefixes: The checkpoint may hold nothing under these ("model.") that no entry asks for.
             Only for ranks that hold all of it: not with pipeline parallelism.
-        cast: allow another number type in the checkpoint.
+        cast: Allow another number type in the checkpoint.
 
     Raises:
-        CheckpointError: lists all tensors that are missing, left over, or of another shape or
-            type. Nothing has been changed then.
+        CheckpointError: The message lists all tensors that are missing, left over, or of another
+            shape or type. Nothing has been changed then.
     """
     problems = find_problems(reader, entries, prefixes=prefixes, cast=cast)
     if problems:
-        more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        more = f" and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         raise CheckpointError(
-            f"{reader.path} does not fit this run: " + "; ".join(problems[:_SHOWN]) + more
+            f"{reader.path} does not fit this run: " + "; ".join(problems[:SHOWN]) + more
         )
     # A native checkpoint's values come from the disk when they are copied: several at a time.
     copying: deque[Future[None]] = deque()
@@ -393,13 +396,16 @@ def _copy(tensor: Tensor, values: Tensor, ferries: Ferries) -> None:
 
 
 def find_problems(
-    reader: Reader,
-    entries: State,
-    *,
-    prefixes: Iterable[str] = (),
-    cast: bool = False,
+    reader: Reader, entries: State, *, prefixes: Iterable[str] = (), cast: bool = False
 ) -> list[str]:
-    """What keeps the checkpoint from filling the entries, a line each; reads no tensor."""
+    """Return what keeps the checkpoint from filling the entries, a line each; reads no tensor.
+
+    Args:
+        reader: The opened checkpoint.
+        entries: The tensors to fill.
+        prefixes: As for `restore`.
+        cast: As for `restore`.
+    """
     held = set(reader.names())
     problems = [f"{name} is missing" for name in sorted(set(entries) - held)]
     under = tuple(prefixes)

@@ -1,16 +1,14 @@
-"""Which checkpoints may go, and how those that are being read are left alone.
+"""Decide which checkpoints may be deleted, and leave alone those that are being read.
 
-A reader holds a shared lock on the manifest (of Megatron-LM's files: on our mark beside them) for
-as long as it lives; a checkpoint is deleted under an exclusive one, which is not waited for. First
-it loses its name in one rename, so that nobody finds half a checkpoint under it. Where the file
-system knows no locks, nobody is known to read.
+A reader holds a shared lock on the manifest (on the file `complete` beside Megatron-LM's files) for
+as long as it lives. A checkpoint is deleted under an exclusive lock, which is not waited for. First
+it loses its name in one rename, so that nobody finds half a checkpoint under it. On a file system
+without locks, nobody is known to read.
 
-
-The mark beside files for Megatron-LM that we have written: that all are there, and which.
-
-Megatron-LM writes over the files of an iteration one by one, in place, and does not look at the
-mark. So the mark names every file with a digest of its directory, which holds the size and the
-CRC-32 of each of its records: what has been written over is known at once, without reading it.
+Megatron-LM overwrites the files of an iteration one by one, in place, and does not look at
+`complete`. So that file names every file that we wrote, with a digest of its directory, which holds
+the size and the CRC-32 of each of its records: an overwritten file is known at once, without
+reading it.
 """
 
 from __future__ import annotations
@@ -20,8 +18,6 @@ import fcntl
 import json
 import os
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +29,11 @@ from megatron.errors import CheckpointError
 
 _LOCKED = {"native": MANIFEST, "legacy": COMPLETE}  # which file, by format
 _IS_HELD = {errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES}
+_NOTE = (
+    "All files are here, as listed. --keep-latest may delete them while they are as listed; who "
+    "reads them locks this file."
+)
+_MAX_LIST_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,9 @@ class Keep:
     """Which checkpoints stay once a newer one is published.
 
     Attributes:
-        latest: so many of the newest (--keep-latest); None: all, but see `every`.
-        every: those of multiples of so many iterations (--save-retain-interval). Without `latest`
-            all others stay too, but for the one that the newest succeeds, as in Megatron Core.
+        latest: How many of the newest stay (--keep-latest); None keeps all, except as `every` says.
+        every: Those of multiples of this iteration stay (--save-retain-interval). Without `latest`
+            all others stay too, except for the one before the newest, as in Megatron Core.
     """
 
     latest: int | None = None
@@ -51,7 +52,7 @@ class Keep:
     def going(
         self, found: list[FoundCheckpoint], newest: int, before: str | None
     ) -> list[FoundCheckpoint]:
-        """Those of `found`, newest first, that are to go; see `prune`."""
+        """Return those of `found`, newest first, that `prune` is to delete."""
         if self.latest is not None:
             old = found[self.latest :]
         elif self.every is not None:
@@ -66,11 +67,15 @@ class Keep:
 
 
 def hold_for_reading(folder: Path, kind: str = "native") -> int:
-    """Keep a checkpoint of a format from being deleted until the returned descriptor is closed.
+    """Keep a checkpoint from being deleted until the returned descriptor is closed.
+
+    Args:
+        folder: The checkpoint's folder.
+        kind: Its format, as in `FoundCheckpoint`.
 
     Raises:
-        CheckpointError: it is being deleted.
-        OSError: its manifest or mark cannot be opened.
+        CheckpointError: It is being deleted.
+        OSError: The file to lock cannot be opened.
     """
     descriptor = os.open(folder / _LOCKED[kind], os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     if not _lock(descriptor, fcntl.LOCK_SH):
@@ -82,23 +87,24 @@ def hold_for_reading(folder: Path, kind: str = "native") -> int:
 
 
 def prune(root: Path, newest: int, keep: Keep, before: str | None = None) -> list[Path]:
-    """Delete older checkpoints of this program, those that are being read excepted.
+    """Delete older checkpoints of this program, except for those that are being read.
 
-    Left alone besides: what has a later iteration, as a run that went back leaves it; files of
-    Megatron-LM without our mark, or others than it lists, which may be its own, and are not known
-    to be complete; what a symbolic link leads to.
+    These are left alone too: a checkpoint of a later iteration, which a run that went back leaves;
+    files of Megatron-LM that are not as our file `complete` lists them, since they may be its own
+    and are not known to be complete; whatever a symbolic link leads to.
 
     Args:
-        newest: iteration of the one that has just been published, which stays.
-        keep: which of those up to `newest` stay.
-        before: the folder that the tracker named until then, such as iter_0000100.
+        root: Folder of checkpoints.
+        newest: The iteration of the one that has just been published, which stays.
+        keep: Which of those up to `newest` stay.
+        before: The folder that the tracker named until then, such as iter_0000100.
 
     Returns:
         The folders that are gone.
 
     Raises:
-        OSError: one could not be deleted; those that are left are whole.
-        CheckpointError: the folder cannot be listed.
+        OSError: One could not be deleted; those that are left are whole.
+        CheckpointError: The folder cannot be listed.
     """
     assert keep.latest is None or keep.latest >= 1
     candidates = [
@@ -110,15 +116,20 @@ def prune(root: Path, newest: int, keep: Keep, before: str | None = None) -> lis
         and _is_ours(one)
     ]
     gone = []
-    for folder, kind in ((one.path, one.format) for one in keep.going(candidates, newest, before)):
-        with _held_alone(folder / _LOCKED[kind]) as is_ours:
-            if not is_ours:
+    for one in keep.going(candidates, newest, before):
+        # Network file systems lend exclusive locks only to those who may write.
+        file = one.path / _LOCKED[one.format]
+        descriptor = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            if not _lock(descriptor, fcntl.LOCK_EX):
                 continue
-            nameless = folder.with_name(folder.name + unique_suffix(TEMPORARY))
-            os.rename(folder, nameless)
+            nameless = one.path.with_name(one.path.name + unique_suffix(TEMPORARY))
+            os.rename(one.path, nameless)
             sync_folder(root)
             remove_tree(nameless)
-            gone.append(folder)
+            gone.append(one.path)
+        finally:
+            os.close(descriptor)
     return gone
 
 
@@ -126,24 +137,13 @@ def _is_ours(found: FoundCheckpoint) -> bool:
     if found.format == "native":
         return (found.path / MANIFEST).is_file()
     try:
-        return is_marked(found.path)
-    except CheckpointError:  # written over in part
+        return is_as_listed(found.path)
+    except CheckpointError:  # overwritten in part
         return False
 
 
-@contextmanager
-def _held_alone(file: Path) -> Iterator[bool]:
-    """Whether nobody reads the checkpoint, nor can begin to inside the block."""
-    # Network file systems lend exclusive locks only to those who may write.
-    descriptor = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        yield _lock(descriptor, fcntl.LOCK_EX)
-    finally:
-        os.close(descriptor)
-
-
 def _lock(descriptor: int, kind: int) -> bool:
-    """Take the lock if it is free; whether it was. True where there are no locks."""
+    """Take the lock if it is free, and return whether it was. True if there are no locks."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except OSError as error:
@@ -151,76 +151,66 @@ def _lock(descriptor: int, kind: int) -> bool:
     return True
 
 
-_NOTE = (
-    "All files are here, as listed. --keep-latest may delete them while they are as listed; who "
-    "reads them locks this file."
-)
-_MAX_BYTES = 16 << 20
-
-
-def mark_of(folder: Path) -> bytes:
-    """What the mark of a checkpoint's folder holds; its files are written.
+def list_files(folder: Path) -> bytes:
+    """Return the content of `complete` for a folder whose files for Megatron-LM are written.
 
     Raises:
-        OSError: one cannot be read.
+        OSError: A file cannot be read.
     """
-    return json.dumps({"note": _NOTE, "files": _files(folder)}, indent=1).encode() + b"\n"
+    return json.dumps({"note": _NOTE, "files": _digests(folder)}, indent=1).encode() + b"\n"
 
 
-def is_marked(folder: Path) -> bool:
-    """Whether the files of a checkpoint's folder are exactly those that we wrote.
+def is_as_listed(folder: Path) -> bool:
+    """Return whether a folder's files for Megatron-LM are exactly those that we wrote.
 
-    False without a mark, and where another program has written all of them anew.
+    They are not if there is no list, or if another program has written all of them anew.
 
     Raises:
-        CheckpointError: it has written some of them: they are of two saves.
-        OSError: one cannot be read.
+        CheckpointError: Another program has written some of them: they belong to two saves.
+        OSError: A file cannot be read.
     """
-    listed = _listed(folder / COMPLETE)
+    listed: dict[str, str] = {}
+    try:
+        with (folder / COMPLETE).open("rb") as file:
+            files = json.loads(file.read(_MAX_LIST_BYTES))["files"]
+        if isinstance(files, dict) and all(type(value) is str for value in files.values()):
+            listed = files
+    except (OSError, ValueError, RecursionError, LookupError, TypeError):
+        pass
     if not listed:
         return False
-    found = _files(folder)
+    found = _digests(folder)
     if found == listed:
         return True
     kept = sorted(name for name in listed if found.get(name) == listed[name])
     if not kept:
         return False
     others = sorted((found.keys() | listed.keys()) - set(kept))
+
+    def some(names: list[str]) -> str:
+        return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
     raise CheckpointError(
-        f"{folder}: files of two saves: {_some(kept)} as this program wrote it, {_some(others)} "
+        f"{folder}: files of two saves: {some(kept)} as this program wrote it, {some(others)} "
         f"written or removed since: take another checkpoint, or delete {folder / COMPLETE} to have "
         "the files read as they are"
     )
 
 
-def _listed(mark: Path) -> dict[str, str]:
-    """Digests by file; nothing without a mark, or where it tells none."""
-    try:
-        with mark.open("rb") as file:
-            content = json.loads(file.read(_MAX_BYTES))
-        files = content["files"]
-    except (OSError, ValueError, RecursionError, LookupError, TypeError):
-        return {}
-    is_plain = isinstance(files, dict) and all(type(value) is str for value in files.values())
-    return files if is_plain else {}
+def _digests(folder: Path) -> dict[str, str]:
+    """Return digests of the directories of a folder's files; "" for a file that has none.
 
-
-def _files(folder: Path) -> dict[str, str]:
-    return {str(path.relative_to(folder)): _digest(path) for path in folder.glob("mp_rank_*/*.pt")}
-
-
-def _digest(path: Path) -> str:
-    """Of a file's directory; "" where it has none, as one that is half written."""
-    if path.is_symlink():
-        return ""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            records = [(one.filename, one.file_size, one.CRC) for one in archive.infolist()]
-    except zipfile.BadZipFile:
-        return ""
-    return digest_of(json.dumps(records).encode())
-
-
-def _some(names: list[str]) -> str:
-    rest = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"{names[0]}{rest}"
+    A link has none, nor has a file that is half written.
+    """
+    digests = {}
+    for path in folder.glob("mp_rank_*/*.pt"):
+        digest = ""
+        if not path.is_symlink():
+            try:
+                with zipfile.ZipFile(path) as archive:
+                    records = [(one.filename, one.file_size, one.CRC) for one in archive.infolist()]
+                digest = digest_of(json.dumps(records).encode())
+            except zipfile.BadZipFile:
+                pass
+        digests[str(path.relative_to(folder))] = digest
+    return digests

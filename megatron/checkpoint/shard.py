@@ -1,13 +1,13 @@
 """Tensors in a safetensors file, hashed from memory while they are written.
 
-Layout of the file: 8 bytes header length (little-endian), JSON header, tensors without gaps.
-The header is hashed, and each tensor is; together with the file's size that covers every byte.
-Hashing what memory holds, not what the disk returns, means that a write that went wrong cannot
-verify later.
+Layout of the file: 8 bytes with the header's length (little-endian), the JSON header, the tensors
+without gaps. The header is hashed, and so is each tensor; together with the file's size that covers
+every byte. Memory is hashed, not what the disk returns, so a write that went wrong cannot verify
+later.
 
 Each thread writes and hashes a tensor piece by piece. A CPU's tensors are used as they lie; a GPU's
-come through a little pinned memory, the next piece while one is written, so that a save takes as
-long as files and digests do, and no memory that grows with it.
+come through a little pinned memory, the next piece while one is written. So a save takes as long as
+files and digests do, and needs no memory that grows with it.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Placement:
     """Where a tensor lies in a shard file.
 
     Attributes:
-        dtype: safetensors' name of the number type.
-        shape: of the part that the file holds.
-        start: first byte, counted from the start of the file.
-        size: bytes.
+        dtype: Safetensors' name of the number type.
+        shape: The shape of the part that the file holds.
+        start: The first byte, counted from the start of the file.
+        size: The number of bytes.
     """
 
     dtype: str
@@ -49,57 +49,52 @@ class Placement:
 
 
 def digest_of(data: bytes | memoryview) -> str:
+    """Return the SHA-256 of some bytes, in hexadecimal."""
     return hashlib.sha256(data).hexdigest()
 
 
 def plan_shard(
     tensors: Mapping[str, torch.Tensor], *, metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, Placement]]:
-    """The header's bytes and every tensor's place, from names, types and shapes alone.
+    """Return the header's bytes and every tensor's place, from names, types and shapes alone.
 
     Args:
-        tensors: by name.
-        metadata: safetensors' `__metadata__`, what others expect of the file; None: none.
+        tensors: The tensors by name.
+        metadata: Safetensors' `__metadata__`, which other programs expect of their files.
     """
     # Widest types first: every tensor then starts at a multiple of its element size.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    spans: dict[str, tuple[int, int]] = {}
-    end = 0
+    entries, end = {}, 0
     for name in order:
-        start, end = end, end + tensors[name].numel() * tensors[name].element_size()
-        spans[name] = (start, end)
-    entries = {
-        name: {
-            "dtype": dtype_name(tensors[name].dtype),
-            "shape": list(tensors[name].shape),
-            "data_offsets": list(span),
+        tensor = tensors[name]
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        entries[name] = {
+            "dtype": dtype_name(tensor.dtype),
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
         }
-        for name, span in spans.items()
-    }
     about = {} if metadata is None else {"__metadata__": dict(metadata)}
     text = json.dumps(about | entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
-    places = {
-        name: Placement(
-            dtype=dtype_name(tensors[name].dtype),
-            shape=tuple(tensors[name].shape),
-            start=len(header) + start,
-            size=end - start,
-        )
-        for name, (start, end) in spans.items()
-    }
-    return header, places
+    return header, parse_header(header)
 
 
 def parse_header(data: bytes) -> dict[str, Placement]:
-    """Every tensor's place, from the header's bytes: `plan_shard` the other way round.
+    """Return every tensor's place from the header's bytes.
 
     Raises:
-        ValueError: it is no header, or names a tensor twice.
+        ValueError: It is no header, or names a tensor twice.
     """
+
+    def without_doubles(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            raise ValueError("a name stands twice in the header")
+        return found
+
     try:
-        entries = json.loads(data[8:], object_pairs_hook=_without_doubles)
+        entries = json.loads(data[8:], object_pairs_hook=without_doubles)
         return {
             name: Placement(
                 dtype=entry["dtype"],
@@ -114,13 +109,6 @@ def parse_header(data: bytes) -> dict[str, Placement]:
         raise ValueError(f"not a header of safetensors: {error}") from error
 
 
-def _without_doubles(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a name stands twice in the header")
-    return found
-
-
 def write_shard(
     path: Path,
     tensors: Mapping[str, torch.Tensor],
@@ -130,8 +118,15 @@ def write_shard(
 ) -> dict[str, str]:
     """Write what `plan_shard` planned to a new file, flush it, and return digests by name.
 
+    Args:
+        path: The file, which must not exist.
+        tensors: The tensors that were planned.
+        header: The planned header.
+        places: The planned places.
+        threads: How many tensors are written at a time.
+
     Raises:
-        OSError: from whichever writer thread met it; the file is then incomplete.
+        OSError: A writer thread met it; the file is then incomplete.
     """
     # The largest first, so that the threads end together.
     order, ferries = sorted(places, key=lambda name: -places[name].size), Ferries(PIECE)
@@ -154,7 +149,7 @@ def write_shard(
 
 
 def _pieces(tensor: torch.Tensor, ferries: Ferries) -> Iterable[memoryview]:
-    """A tensor's bytes in host memory, in row-major order; each piece until the next one."""
+    """Return a tensor's bytes in row-major order in host memory, each piece until the next one."""
     if tensor.device.type == "cpu" or not tensor.is_contiguous() or not tensor.numel():
         data = memory_of(tensor)
         return (data[start : start + PIECE] for start in range(0, len(data), PIECE))
@@ -162,12 +157,15 @@ def _pieces(tensor: torch.Tensor, ferries: Ferries) -> Iterable[memoryview]:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor's memory: 1-D, uint8."""
+    """Return a contiguous tensor's memory as a 1-D tensor of bytes."""
     return tensor.detach().view(-1).view(torch.uint8)
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """A tensor's bytes in row-major order; copied only from another device or when strided."""
+    """Return a tensor's bytes in row-major order.
+
+    They are copied only from another device, or if the tensor is strided.
+    """
     return bytes_of(tensor.detach().to("cpu").contiguous()).numpy().data
 
 
@@ -178,7 +176,7 @@ def _write_at(descriptor: int, data: memoryview, position: int) -> None:
 
 
 def digest_of_range(path: Path, start: int, size: int) -> str:
-    """Digest of `size` bytes of a file from `start`; of fewer where the file ends sooner."""
+    """Return the digest of `size` bytes of a file from `start`, or of fewer if it ends sooner."""
     digest, memory = hashlib.sha256(), memoryview(bytearray(min(size, PIECE)))
     with open(path, "rb", buffering=0) as file:
         file.seek(start)

@@ -1,20 +1,17 @@
 """Write a checkpoint: whole and durable, or not at all.
 
 The order is what makes it safe. All files go into a temporary folder and are flushed; every rank
-learns every rank's result; the manifest is written last; one rename publishes the folder; only
-then does the tracker name it. A process killed at any point leaves the previous checkpoint as it
-was and the tracker on it.
+learns every rank's result; the manifest is written last; one rename publishes the folder; only then
+does the tracker name it. A process killed at any point leaves the previous checkpoint as it was and
+the tracker on it.
 
 One job at a time may save into a folder (`lock.SaveLock`): a save removes what dead ones left.
-
-
-One checkpoint as another, whatever formats both have; a few tensors at a time.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -30,9 +27,9 @@ from megatron.checkpoint.find import (
     REPLACED,
     TRACKER,
     iteration_folder,
+    iteration_of,
     read_tracker,
     tracker_text,
-    warn,
 )
 from megatron.checkpoint.lock import SaveLock
 from megatron.checkpoint.manifest import (
@@ -43,15 +40,7 @@ from megatron.checkpoint.manifest import (
     TensorPiece,
     dump,
 )
-from megatron.checkpoint.plan import (
-    Part,
-    SavePlan,
-    describe,
-    files_of,
-    keys_of,
-    make_plan,
-    share_of,
-)
+from megatron.checkpoint.plan import SavePlan, describe, files_of, make_plan, share_of
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.retention import Keep, prune
 from megatron.checkpoint.shard import THREADS, digest_of, plan_shard, write_shard
@@ -68,8 +57,10 @@ from megatron.durable import (
     unique_suffix,
     write_file,
 )
-from megatron.errors import CheckpointError, StorageError
+from megatron.errors import CheckpointError, StorageError, warn
 from megatron.parallel.layout import AXES, Layout
+
+WEIGHTS, STATES, HISTORIES = "model.", "optimizer.", "fp8."  # the last of delayed scaling
 
 _SPARE = 64 << 20  # bytes left free beside the checkpoint: manifest, tracker, logs
 
@@ -83,24 +74,25 @@ def save(
     *,
     check: Check | None = None,
 ) -> Path:
-    """Save a state. Collective over all ranks of `layout`; returns the checkpoint's folder.
+    """Save a state and return the checkpoint's folder. Collective over all ranks of `layout`.
 
     Ranks may hold the same part of a tensor (data-parallel copies): one of them writes it. A
-    complete checkpoint of the same iteration is replaced: set aside, and deleted once the new one
-    is published.
+    complete checkpoint of the same iteration is replaced: it is set aside, and deleted once the new
+    one is published.
 
     Args:
-        root: folder of checkpoints; made where missing.
-        iteration: training steps taken.
-        entries: this rank's tensors.
-        meta: JSON value; rank 0's is saved.
-        layout: who takes part.
-        check: see `write_checkpoint`.
+        root: Folder of checkpoints, made if it is missing.
+        iteration: Training steps taken.
+        entries: This rank's tensors.
+        meta: A JSON value; rank 0's is saved.
+        layout: The ranks that take part.
+        check: Rank 0's look at the checkpoint before it gets its name
+            (`durable.check_unpublished`).
 
     Raises:
-        StorageError: on every rank, when any rank cannot write. Nothing is published, the tracker
-            stays, and temporary files are removed.
-        ValueError: the ranks' entries do not make up whole tensors (our own mistake).
+        StorageError: Raised on every rank if any rank cannot write. Nothing is published, the
+            tracker stays, and temporary files are removed.
+        ValueError: The ranks' entries do not make up whole tensors (our own mistake).
     """
     plan = agree(entries, layout)
     mine = share_of(plan, entries, layout.world.rank)
@@ -108,10 +100,10 @@ def save(
 
 
 def agree(entries: State, layout: Layout) -> SavePlan:
-    """Who writes what of the ranks' entries. Collective.
+    """Plan who writes what of the ranks' entries. Collective.
 
     Raises:
-        ValueError: they do not make up whole tensors.
+        ValueError: They do not make up whole tensors.
     """
     return make_plan(JsonExchange(layout.world).gather(describe(entries)))
 
@@ -127,57 +119,86 @@ def write_checkpoint(
     keep: Keep | None = None,
     check: Check | None = None,
 ) -> Path:
-    """`save` from where it is settled who writes what.
+    """Do what `save` does once it is settled who writes what.
 
     Args:
-        mine: this rank's share of the plan; nobody changes it meanwhile.
-        keep: delete older ones afterwards, but for these; None: none.
-        check: rank 0's look at the checkpoint before it gets its name, see
-            `durable.check_unpublished`.
+        root: Folder of checkpoints, made if it is missing.
+        iteration: Training steps taken.
+        plan: Who writes what, from `agree`.
+        mine: This rank's share of the plan, which nobody may change meanwhile.
+        meta: A JSON value; rank 0's is saved.
+        layout: The ranks that take part.
+        keep: Which older checkpoints stay. None deletes none.
+        check: Rank 0's look at the checkpoint before it gets its name.
     """
     exchange = JsonExchange(layout.world)
-    root, folder = Path(root).absolute(), iteration_folder(iteration)
+    files, reports = files_of(plan, layout.world.rank), list[Json]()
+
+    def fill(temporary: Path) -> None:
+        reports.extend(exchange.together(lambda: _write_files(temporary, files, mine)))
+
+    last = (MANIFEST, lambda _: dump(_manifest(iteration, layout, plan, reports, meta)))
+    return write_folder(
+        root, iteration_folder(iteration), exchange, plan.total_bytes, fill, last, keep, check
+    )
+
+
+def write_folder(
+    root: Path | str,
+    folder: str,
+    exchange: JsonExchange,
+    need: int,
+    fill: Callable[[Path], None],
+    last: tuple[str, Callable[[Path], bytes]],
+    keep: Keep | None,
+    check: Check | None,
+) -> Path:
+    """Write a checkpoint's folder by the protocol above, whatever its format. Collective.
+
+    Args:
+        root: Folder of checkpoints, made if it is missing.
+        folder: The checkpoint's name, `iter_0000100` or `release`.
+        exchange: The ranks that take part.
+        need: Bytes that the folder will take.
+        fill: Writes and flushes the files into a temporary folder, on all ranks.
+        last: The file that rank 0 writes when all others are there, and what it holds.
+        keep: Which older checkpoints stay. None deletes none.
+        check: Rank 0's look at the folder before it gets its name.
+
+    Returns:
+        The folder's path.
+    """
+    root = Path(root).absolute()
     before = read_tracker(root)[0] if exchange.is_main else None
-    temporary = Path(exchange.on_main(lambda: prepare(root, folder, plan.total_bytes)))
+
+    def finish() -> None:
+        with storage_errors(root):
+            write_file(temporary / last[0], last[1](temporary))
+        _publish(root, temporary, folder, check)
+
+    owns_manifest = last[0] == MANIFEST
+    temporary = Path(exchange.on_main(lambda: _prepare(root, folder, need, owns_manifest)))
     try:
-        files = files_of(plan, layout.world.rank)
-        reports = exchange.together(lambda: _write(temporary, files, mine))
-        exchange.on_main(
-            lambda: _publish(
-                root, temporary, _manifest(iteration, layout, plan, reports, meta), check
-            )
-        )
+        fill(temporary)
+        exchange.on_main(finish)
     except BaseException:
         if exchange.is_main:
             remove_tree(temporary)
         raise
     if keep is not None and exchange.is_main:
-        drop_older(root, iteration, keep, before)
+        try:
+            prune(root, iteration_of(folder), keep, before)
+        except OSError as error:  # what was saved is saved: this costs no more than space
+            warn(f"{error.filename or root}: an old checkpoint stays: {error.strerror}")
+        except CheckpointError as error:  # of one process: the others are training on
+            warn(f"{error}: old checkpoints stay")
     return root / folder
 
 
-def drop_older(root: Path, newest: int, keep: Keep, before: str | None) -> None:
-    """`prune`, of which a failure costs no more than space."""
-    try:
-        prune(root, newest, keep, before)
-    except OSError as error:  # what was saved is saved
-        warn(f"{error.filename or root}: an old checkpoint stays: {error.strerror}")
-    except CheckpointError as error:  # of one process: the others are training on
-        warn(f"{error}: old checkpoints stay")
+def _prepare(root: Path, folder: str, need: int, owns_manifest: bool) -> str:
+    """Tidy up, check that there is room for `need` bytes, and make the temporary folder.
 
-
-def prepare(root: Path, folder: str, need: int, *, replaces_legacy: bool = False) -> str:
-    """Tidy up, see that there is room for `need` bytes, and make the temporary folder.
-
-    Args:
-        root: folder of checkpoints; made where missing.
-        folder: the checkpoint's name, `iter_0000100` or `release`.
-        need: bytes.
-        replaces_legacy: an older checkpoint of this name may be Megatron's.
-
-    Raises:
-        StorageError: there is no room, or the folder cannot be written.
-        CheckpointError: a checkpoint of this name stands there that must not be replaced.
+    A native checkpoint replaces only native ones; files of Megatron-LM may replace its own.
     """
     final = root / folder
     with storage_errors(root):
@@ -185,7 +206,7 @@ def prepare(root: Path, folder: str, need: int, *, replaces_legacy: bool = False
             root.mkdir(parents=True)
             sync_folder(root.parent)
         reap(root)
-        is_ours = replaces_legacy or (final / MANIFEST).exists()
+        is_ours = not owns_manifest or (final / MANIFEST).exists()
         if final.exists() and not is_ours and any(final.iterdir()):
             raise CheckpointError(
                 f"{final} holds a checkpoint that this program did not write and will not "
@@ -221,10 +242,10 @@ def reap(root: Path) -> None:
                 path.rename(final)
 
 
-def _write(
+def _write_files(
     folder: Path, files: Mapping[str, list[str]], tensors: Mapping[str, torch.Tensor]
 ) -> Json:
-    """Write this rank's files, all at a time, and tell what they hold."""
+    """Write this rank's files, all at a time, and return what they hold."""
     if not files:
         return {"files": {}, "tensors": {}}
     threads = max(1, THREADS // len(files))
@@ -253,42 +274,34 @@ def _manifest(
     iteration: int, layout: Layout, plan: SavePlan, reports: list[Json], meta: Json
 ) -> Manifest:
     files = {name: FileInfo(*info) for report in reports for name, info in report["files"].items()}
-
-    def piece(key: str, part: Part) -> TensorPiece:
-        start, size, digest = reports[part.rank]["tensors"][key]
-        return TensorPiece(part.file, part.box, start, size, digest)
-
     tensors = {
         name: TensorInfo(
             plan.dtypes[name],
             plan.shapes[name],
-            tuple(map(piece, keys_of(name, parts), parts)),
+            tuple(
+                TensorPiece(part.file, part.box, *reports[part.rank]["tensors"][key])
+                for key, part in plan.keyed(name)
+            ),
         )
-        for name, parts in plan.parts.items()
+        for name in plan.parts
     }
     sizes = {"world": layout.world.size} | {axis: getattr(layout, axis).size for axis in AXES}
     created = datetime.now(UTC).isoformat(timespec="seconds")
     return Manifest(iteration, created, sizes, files, tensors, meta)
 
 
-def _publish(root: Path, temporary: Path, manifest: Manifest, check: Check | None) -> None:
-    """Manifest, check, rename, tracker: each durable before the next."""
-    with storage_errors(root):
-        write_file(temporary / MANIFEST, dump(manifest))
-    publish(root, temporary, iteration_folder(manifest.iteration), check)
-
-
-def publish(root: Path, temporary: Path, folder: str, check: Check | None = None) -> None:
+def _publish(root: Path, temporary: Path, folder: str, check: Check | None) -> None:
     """Give a complete folder its name, then let the tracker name it: each durable before the next.
 
-    Raises:
-        StorageError: it cannot be; what stood there before is back in its place.
+    If that fails, what stood there before is back in its place.
     """
-    final = root / folder
+    final, replaced = root / folder, None
     check_unpublished(check, temporary, final)
     with storage_errors(root):
         sync_folder(temporary)
-        replaced = _set_aside(final)
+        if final.exists():
+            replaced = final.with_name(final.name + unique_suffix(REPLACED))
+            os.rename(final, replaced)
         try:
             os.rename(temporary, final)
         except OSError:
@@ -302,32 +315,24 @@ def publish(root: Path, temporary: Path, folder: str, check: Check | None = None
             remove_tree(replaced)
 
 
-def _set_aside(final: Path) -> Path | None:
-    """Move an older checkpoint of this iteration out of the way; None where there is none."""
-    if not final.exists():
-        return None
-    replaced = final.with_name(final.name + unique_suffix(REPLACED))
-    os.rename(final, replaced)
-    return replaced
-
-
-WEIGHTS, STATES, HISTORIES = "model.", "optimizer.", "fp8."  # the last of delayed scaling
-
-
 def state_of(reader: Reader, *, keep_optimizer: bool = False) -> State:
-    """The model's parameters, perhaps with the training's states; each read when it is written."""
+    """Return a checkpoint's parameters, each read when it is written.
+
+    Args:
+        reader: The opened checkpoint.
+        keep_optimizer: Return the optimizer's states and fp8 histories too.
+    """
     rooms = (WEIGHTS, STATES, HISTORIES) if keep_optimizer else (WEIGHTS,)
-    names = [name for name in reader.names() if name.startswith(rooms)]
-    return {name: Entry.whole(_deferred(reader, name)) for name in names}
+    state: State = {}
+    for name in reader.names():
+        if name.startswith(rooms):
+            shape = reader.global_shape(name)
+            read = partial(reader.read, name, Box.whole(shape), global_shape=shape)
+            state[name] = Entry.whole(LazyTensor(shape, reader.dtype(name), read))
+    return state
 
 
-def _deferred(reader: Reader, name: str) -> LazyTensor:
-    shape = reader.global_shape(name)
-    read = partial(reader.read, name, Box.whole(shape), global_shape=shape)
-    return LazyTensor(shape, reader.dtype(name), read)
-
-
-def save_native(
+def convert_to_native(
     reader: Reader,
     root: Path,
     config: ModelRun,
@@ -336,33 +341,33 @@ def save_native(
     keep_optimizer: bool = False,
     check: Check | None = None,
 ) -> Path:
-    """Write a native checkpoint at the reader's iteration.
+    """Write a native checkpoint of what a reader reads, a few tensors at a time.
 
-    From weights alone training goes on by `--finetune`, or with a fresh optimizer by
-    `--no-load-optim`.
+    Training continues from weights alone with `--finetune`, or with `--no-load-optim` for a fresh
+    optimizer.
 
     Args:
-        reader: an opened checkpoint; its vocabulary tables decide the padded vocabulary.
-        root: folder of checkpoints.
-        config: of the run that the checkpoint is to stand for.
-        extra: further keys for the checkpoint's meta data.
-        keep_optimizer: its states, and where its schedule stands, too.
-        check: see `store.write_checkpoint`.
+        reader: The opened checkpoint; its vocabulary tables decide the padded vocabulary.
+        root: Folder of checkpoints.
+        config: The run that the checkpoint is to stand for.
+        extra: Further keys for the checkpoint's meta data.
+        keep_optimizer: Write the optimizer's states and the schedule's position too.
+        check: A look at the checkpoint before it gets its name.
+
+    Returns:
+        The checkpoint's folder.
 
     Raises:
-        StorageError: it cannot be written.
-        CheckpointError: another job writes there, or the source turns out damaged.
+        StorageError: It cannot be written.
+        CheckpointError: Another job writes there, or the source turns out damaged.
     """
-    kept = reader.meta if keep_optimizer else {}
+    training = reader.meta if keep_optimizer else {}
     meta = {
         "iteration": reader.iteration,
         "consumed_train_samples": reader.meta.get("consumed_train_samples", 0),
         "skipped_train_samples": reader.meta.get("skipped_train_samples", 0),
         "padded_vocab_size": reader.global_shape(f"{WEIGHTS}embedding.word.weight")[0],
-        "optimizer": kept.get("optimizer"),
-        "schedule": kept.get("schedule"),
-        "rng": kept.get("rng"),
-        "corpus": kept.get("corpus"),
+        **{key: training.get(key) for key in ("optimizer", "schedule", "rng", "corpus")},
         "tokenizer": None,
         "config": to_dict(config),
         **(extra or {}),

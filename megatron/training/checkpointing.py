@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from megatron.checkpoint.background import Saved
 from megatron.checkpoint.entries import Entry, State, boxes_of_range, flatten
-from megatron.checkpoint.legacy.writer import write_legacy
+from megatron.checkpoint.legacy.writer import LegacySaver
 from megatron.checkpoint.loading import checkpoints_below, open_root
 from megatron.checkpoint.plan import share_of
 from megatron.checkpoint.reader import Reader, restore
@@ -71,7 +70,7 @@ def writer_of(run: Run) -> Callable[..., Path]:
     """What writes checkpoints of the run's `--ckpt-format`; called as `store.write_checkpoint`."""
     if run.config.checkpoint.ckpt_format == "native":
         return write_checkpoint
-    return partial(write_legacy, config=run.config, vocabulary=run.tokenizer.vocab_size)
+    return LegacySaver(run.config, run.tokenizer.vocab_size).write
 
 
 def save_weights(run: Run, root: Path) -> Path:

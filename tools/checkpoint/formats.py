@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 
-from megatron.checkpoint import store
 from megatron.checkpoint.find import scan
 from megatron.checkpoint.huggingface import files
 from megatron.checkpoint.huggingface.families import family_for
@@ -27,7 +26,7 @@ from megatron.checkpoint.legacy.arguments import legacy_surroundings
 from megatron.checkpoint.legacy.writer import convert_to_legacy, megatron_rows
 from megatron.checkpoint.loading import nothing_at, open_checkpoint
 from megatron.checkpoint.reader import PaddedReader, Reader
-from megatron.checkpoint.store import WEIGHTS
+from megatron.checkpoint.store import WEIGHTS, convert_to_native
 from megatron.config.arguments import from_namespace
 from megatron.config.data import TokenizerConfig
 from megatron.config.resolve import resolve
@@ -201,7 +200,7 @@ def save_native(source: Source, options: argparse.Namespace, check: Check | None
         extra["legacy_args"] = source.reader.meta["legacy_args"]
     if from_namespace(TokenizerConfig, options) == TokenizerConfig():
         extra["tokenizer"] = source.reader.meta.get("tokenizer")
-    return store.save_native(
+    return convert_to_native(
         PaddedReader(source.reader, rows=rows, entries=held),
         options.save_dir,
         replace(source.config, model=model, tokenizer=tokenizer),

@@ -1,77 +1,98 @@
 """BERT: an encoder with token types, a pooler and two heads, of which files may lack some.
 
-It normalizes after each residual sum, ours with --apply-residual-connection-post-layernorm before
-each half of a layer, and goes on from the normalized values: the same sums and the same
-normalizations, cut into layers at another place. So the normalization after the embeddings is the
-first of our layer 0, and the last one of their layer i is the first of our layer i + 1. In training
-one thing differs: they drop out of the embeddings after they were normalized, we before.
+BERT normalizes after each residual sum. Ours, with --apply-residual-connection-post-layernorm,
+normalizes before each half of a layer and goes on from the normalized values: the same sums and the
+same normalizations, cut into layers at another place. So the normalization after the embeddings is
+the first of our layer 0, and the last one of their layer i is the first of our layer i + 1. In
+training one thing differs: they apply dropout to the embeddings after normalizing them, we before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from megatron.checkpoint.huggingface.rules import (
-    ByGroup,
     Described,
-    ParameterRule,
-    Same,
-    TensorForm,
+    Family,
+    Key,
+    Names,
+    Shape,
+    layer_names,
+    linear_shapes,
+    norm_shapes,
+    read_keys,
+    under,
 )
 from megatron.checkpoint.huggingface.settings import MOST_HEADS, MOST_LAYERS, Settings
 from megatron.config.model import ModelConfig
+from megatron.models.plan import LayerPlan, layer_plan, norm_plan
 
 _TANH = {"gelu": False, "gelu_new": True, "gelu_pytorch_tanh": True}
 # Pieces that files may lack as a whole.
 _POOLER, _MASKED, _ORDER = "pooler", "masked tokens", "sentence order"
-_KINDS = ("weight", "bias")
+_KEYS = (
+    Key("hidden_size", "hidden_size"),
+    Key("num_attention_heads", "num_attention_heads", most=MOST_HEADS),
+    Key("num_hidden_layers", "num_layers", most=MOST_LAYERS),
+    Key("intermediate_size", "ffn_hidden_size"),
+    Key("max_position_embeddings", "max_position_embeddings"),
+    Key("layer_norm_eps", "norm_epsilon", "number", 1e-12),
+    Key("attention_probs_dropout_prob", "attention_dropout", "share", 0.1),
+    Key("hidden_dropout_prob", "hidden_dropout", "share", 0.1),
+)
+_LAYER = {
+    "attention.qkv": tuple(f"attention.self.{part}" for part in ("query", "key", "value")),
+    "attention.output": ("attention.output.dense",),
+    "mlp_norm": ("attention.output.LayerNorm",),
+    "mlp.up": ("intermediate.dense",),
+    "mlp.down": ("output.dense",),
+}
+_TOKEN_TYPES = 2
 
 
-class Bert:
-    """See `Family`."""
+class Bert(Family):
+    """The family of BERT."""
 
-    name = "bert"
-    prefix = "bert."
-    tied_head = "cls.predictions.decoder.weight"
-    head_follows_files = False
-    word_copies: tuple[str, ...] = ()
+    def __init__(self) -> None:
+        """State names, keys and the pieces that files may lack."""
+        super().__init__(
+            "bert",
+            "BertForPreTraining",
+            prefix="bert.",
+            tied_head="cls.predictions.decoder.weight",
+            pieces={"pooler": _POOLER, "output": _MASKED, "head": _MASKED, "binary_head": _ORDER},
+            keys=_KEYS,
+            head_activates=True,
+        )
 
     def architecture(self, pieces: frozenset[str]) -> str:
-        """See `Family`."""
+        """Return the class of `transformers` that has these pieces."""
         if _ORDER in pieces:
             both = _MASKED in pieces
-            return "BertForPreTraining" if both else "BertForNextSentencePrediction"
+            return self.language_model if both else "BertForNextSentencePrediction"
         return "BertForMaskedLM" if _MASKED in pieces else "BertModel"
 
     def read(self, settings: Settings) -> Described:
-        """See `Family`."""
-        hidden = settings.size("hidden_size")
-        heads = settings.size("num_attention_heads", most=MOST_HEADS)
+        """Return the network of a config.json."""
+        flags = read_keys(settings, self.keys)
+        hidden, heads = flags["hidden_size"], flags["num_attention_heads"]
         settings.must_be("model_type", self.name)
         settings.must_be("is_decoder", False)
         settings.must_be("add_cross_attention", False)
         settings.must_be("position_embedding_type", "absolute")
-        settings.must_be("type_vocab_size", 2)
+        settings.must_be("type_vocab_size", _TOKEN_TYPES)
         settings.must_be("tie_word_embeddings", True)
         settings.must_be("directionality", "bidi")
         settings.must_be("pruned_heads", {})
         settings.share("classifier_dropout", 0.1)
         tanh = settings.word("hidden_act", _TANH, "gelu")
         model = ModelConfig(
+            **flags,
             architecture="bert",
-            num_layers=settings.size("num_hidden_layers", most=MOST_LAYERS),
-            hidden_size=hidden,
-            ffn_hidden_size=settings.size("intermediate_size"),
-            num_attention_heads=heads,
             kv_channels=hidden // heads,
-            max_position_embeddings=settings.size("max_position_embeddings"),
-            norm_epsilon=settings.number("layer_norm_eps", 1e-12),
             apply_residual_connection_post_layernorm=True,
             openai_gelu=tanh,
             onnx_safe=None if tanh else True,
-            attention_dropout=settings.share("attention_probs_dropout_prob", 0.1),
-            hidden_dropout=settings.share("hidden_dropout_prob", 0.1),
         )
         if hidden % heads:
             raise settings.error("num_attention_heads", f"does not divide hidden_size {hidden}")
@@ -80,81 +101,52 @@ class Bert:
         return Described(model, vocab)
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
-        """See `Family`."""
+        """Return a config.json for a network."""
         return {
-            "model_type": self.name,
-            "vocab_size": vocab,
-            "hidden_size": model.hidden_size,
-            "intermediate_size": model.ffn_hidden_size,
-            "num_hidden_layers": model.num_layers,
-            "num_attention_heads": model.num_attention_heads,
+            **super().write(model, vocab),
             "hidden_act": "gelu" if model.activation == "gelu" else "gelu_new",
-            "max_position_embeddings": model.max_position_embeddings,
             "position_embedding_type": "absolute",
-            "type_vocab_size": 2,
-            "layer_norm_eps": model.norm_epsilon,
-            "attention_probs_dropout_prob": model.attention_dropout,
-            "hidden_dropout_prob": model.hidden_dropout,
+            "type_vocab_size": _TOKEN_TYPES,
         }
 
-    def rules(self, model: ModelConfig, vocab: int) -> list[ParameterRule]:
-        """See `Family`."""
-        hidden, layers = model.hidden_size, model.num_layers
-        places = model.max_position_embeddings
-        rules = [
-            _rule(f"embedding.{ours}.weight", (rows, hidden), f"bert.embeddings.{theirs}.weight")
-            for ours, rows, theirs in (
-                ("word", vocab, "word_embeddings"),
-                ("position", places, "position_embeddings"),
-                ("token_type", 2, "token_type_embeddings"),
-            )
-        ]
-        before = "bert.embeddings.LayerNorm"
-        for layer in range(layers):
+    def layers(self, model: ModelConfig) -> dict[str, LayerPlan]:
+        """Return the records of all layers, which see both ways."""
+        plan = layer_plan(model, causal=False)
+        return {f"layers.{layer}": plan for layer in range(model.num_layers)}
+
+    def shapes_outside(self, model: ModelConfig, vocab: int) -> dict[str, Shape]:
+        """Return the shapes of all parameters outside the layers."""
+        hidden = model.hidden_size
+        return {
+            **super().shapes_outside(model, vocab),
+            "embedding.token_type.weight": (_TOKEN_TYPES, hidden),
+            "output.bias": (vocab,),
+            **under("pooler.dense", linear_shapes((hidden,), hidden)),
+            **under("head.dense", linear_shapes((hidden,), hidden)),
+            **under("head.norm", norm_shapes(norm_plan(model), hidden)),
+            **under("binary_head", linear_shapes((_TOKEN_TYPES,), hidden)),
+        }
+
+    def names(self, model: ModelConfig) -> Names:
+        """Yield our modules with theirs."""
+        for table in ("word", "position", "token_type"):
+            yield f"embedding.{table}", [f"bert.embeddings.{table}_embeddings"]
+        norm_before = "bert.embeddings.LayerNorm"
+        for layer in range(model.num_layers):
             theirs = f"bert.encoder.layer.{layer}"
-            rules += _layer(model, f"layers.{layer}", theirs, before)
-            before = f"{theirs}.output.LayerNorm"
-        rules += _norm("final_norm", hidden, before)
-        rules += _linear("pooler.dense", hidden, hidden, "bert.pooler.dense", piece=_POOLER)
-        head = "cls.predictions"
-        rules.append(_rule("output.bias", (vocab,), f"{head}.bias", piece=_MASKED))
-        rules += _linear("head.dense", hidden, hidden, f"{head}.transform.dense", piece=_MASKED)
-        rules += _norm("head.norm", hidden, f"{head}.transform.LayerNorm", piece=_MASKED)
-        rules += _linear("binary_head", 2, hidden, "cls.seq_relationship", piece=_ORDER)
-        return rules
+            yield f"layers.{layer}.attention_norm", [norm_before]
+            yield from layer_names(f"layers.{layer}", theirs, _LAYER)
+            norm_before = f"{theirs}.output.LayerNorm"
+        yield "final_norm", [norm_before]
+        yield "pooler.dense", ["bert.pooler.dense"]
+        yield "output", ["cls.predictions"]
+        yield "head.dense", ["cls.predictions.transform.dense"]
+        yield "head.norm", ["cls.predictions.transform.LayerNorm"]
+        yield "binary_head", ["cls.seq_relationship"]
 
     def is_derived(self, name: str) -> bool:
-        """Places 0, 1, 2, ... in older files, and the second name of the output's bias."""
+        """Return whether a tensor is the second name of the output's bias.
+
+        Or the places 0, 1, 2, ..., which older files hold.
+        """
         return name.endswith("embeddings.position_ids") or name == "cls.predictions.decoder.bias"
-
-
-def _layer(model: ModelConfig, ours: str, theirs: str, norm_before: str) -> Iterator[ParameterRule]:
-    """A layer of ours; `norm_before` follows their layer before it."""
-    hidden, ffn = model.hidden_size, model.ffn_hidden_size
-    heads = model.num_attention_heads
-    yield from _norm(f"{ours}.attention_norm", hidden, norm_before)
-    for kind, shape in zip(_KINDS, ((3 * hidden, hidden), (3 * hidden,)), strict=True):
-        names = (f"{theirs}.attention.self.{part}.{kind}" for part in ("query", "key", "value"))
-        yield _rule(f"{ours}.attention.qkv.{kind}", shape, *names, form=ByGroup(heads, heads))
-    dense = f"{theirs}.attention.output.dense"
-    yield from _linear(f"{ours}.attention.output", hidden, hidden, dense)
-    yield from _norm(f"{ours}.mlp_norm", hidden, f"{theirs}.attention.output.LayerNorm")
-    yield from _linear(f"{ours}.mlp.up", ffn, hidden, f"{theirs}.intermediate.dense")
-    yield from _linear(f"{ours}.mlp.down", hidden, ffn, f"{theirs}.output.dense")
-
-
-def _linear(ours: str, out: int, size: int, theirs: str, piece: str = "") -> list[ParameterRule]:
-    return [
-        _rule(f"{ours}.{kind}", shape, f"{theirs}.{kind}", piece=piece)
-        for kind, shape in zip(_KINDS, ((out, size), (out,)), strict=True)
-    ]
-
-
-def _norm(ours: str, hidden: int, theirs: str, piece: str = "") -> list[ParameterRule]:
-    return [_rule(f"{ours}.{kind}", (hidden,), f"{theirs}.{kind}", piece=piece) for kind in _KINDS]
-
-
-def _rule(
-    name: str, shape: tuple[int, ...], *theirs: str, form: TensorForm | None = None, piece: str = ""
-) -> ParameterRule:
-    return ParameterRule(f"model.{name}", shape, theirs, form or Same(), piece)

@@ -1,4 +1,4 @@
-"""The families that our models express."""
+"""The table of families, and which of them can express a network."""
 
 from __future__ import annotations
 
@@ -14,26 +14,32 @@ from megatron.checkpoint.huggingface.t5 import T5
 from megatron.config.model import NETWORK_FIELDS, ModelConfig, is_irrelevant
 from megatron.errors import CheckpointError
 
+# A network that several families can express is written as the first of them.
+FAMILIES: list[Family] = [
+    LlamaLike("llama", "LlamaForCausalLM", old_files=True),
+    LlamaLike("mistral", "MistralForCausalLM", window=True),
+    LlamaLike("qwen2", "Qwen2ForCausalLM", qkv_bias=True, window=True),
+    LlamaLike("qwen3", "Qwen3ForCausalLM", head_norm=True, window=True, head_size=128),
+    GPT2(),
+    Bert(),
+    T5(),
+]
+
 
 def families() -> Mapping[str, Family]:
-    """By `model_type`. A network that several can express is written as the first of them."""
-    known: tuple[Family, ...] = (
-        LlamaLike("llama", "LlamaForCausalLM", old_files=True),
-        LlamaLike("mistral", "MistralForCausalLM", window=True),
-        LlamaLike("qwen2", "Qwen2ForCausalLM", qkv_bias=True, window=True),
-        LlamaLike("qwen3", "Qwen3ForCausalLM", head_norm=True, window=True, head_size=128),
-        GPT2(),
-        Bert(),
-        T5(),
-    )
-    return {family.name: family for family in known}
+    """Return the families by `model_type`."""
+    return {family.name: family for family in FAMILIES}
 
 
 def family_named(name: object, path: object) -> Family:
-    """The family of a config.json's `model_type`.
+    """Return the family of a config.json's `model_type`.
+
+    Args:
+        name: The `model_type`.
+        path: The file, for messages.
 
     Raises:
-        CheckpointError: it is not among those known.
+        CheckpointError: It is not among those known.
     """
     known = families()
     if not isinstance(name, str) or name not in known:
@@ -44,10 +50,15 @@ def family_named(name: object, path: object) -> Family:
 
 
 def family_for(model: ModelConfig, vocab: int, wanted: str | None) -> Family:
-    """The family to write a network as: the wanted one, or the first that can express it.
+    """Return the family to write a network as: the wanted one, or the first that can express it.
+
+    Args:
+        model: The network.
+        vocab: Rows of the word embedding.
+        wanted: A `model_type`, or None for any.
 
     Raises:
-        CheckpointError: says for each what does not fit.
+        CheckpointError: None can; the message says for each what does not fit.
     """
     known = families()
     candidates = [known[wanted]] if wanted else list(known.values())
@@ -64,39 +75,43 @@ def family_for(model: ModelConfig, vocab: int, wanted: str | None) -> Family:
 
 
 def misfits(family: Family, model: ModelConfig, vocab: int) -> list[str]:
-    """What the family's config.json cannot say about a network, a line each."""
+    """Return what the family's config.json cannot say about a network, a line each."""
     written = Settings(family.write(model, vocab), "config.json")
     said = family.read(written).model
-    differing = differing_fields(model, said)
+    differing = differing_fields(family, model, said)
     values = {name: (getattr(model, name), getattr(said, name)) for name in differing}
     # What the flag alone does not tell, as it follows from others, these others do.
     values = {name: pair for name, pair in values.items() if pair[0] != pair[1]}
     if not values:
-        values = {name: (_meaning(model, name), _meaning(said, name)) for name in differing}
+        values = {
+            name: (_meaning(family, model, name), _meaning(family, said, name))
+            for name in differing
+        }
     return [
         f"{name} is {ours}, a {family.name} model has {theirs}"
         for name, (ours, theirs) in values.items()
     ]
 
 
-def differing_fields(one: ModelConfig, other: ModelConfig) -> list[str]:
-    """Names of the network fields whose values mean different networks."""
+def differing_fields(family: Family, one: ModelConfig, other: ModelConfig) -> list[str]:
+    """Return the names of the network fields whose values mean different networks."""
     return [
         name
         for name in NETWORK_FIELDS
-        if not is_irrelevant(one, name) and _meaning(one, name) != _meaning(other, name)
+        if not is_irrelevant(one, name)
+        and _meaning(family, one, name) != _meaning(family, other, name)
     ]
 
 
-def _meaning(model: ModelConfig, name: str) -> Any:
+def _meaning(family: Family, model: ModelConfig, name: str) -> Any:
     match name:
         case "num_query_groups" | "group_query_attention":
             return model.kv_heads
         case "rotary_seq_len_interpolation_factor":
             return model.rotary_seq_len_interpolation_factor or 1
         case "openai_gelu":
-            # Compared as one; BERT's head for masked tokens has an activation of its own.
-            return model.activation, model.architecture == "bert" and model.openai_gelu
+            # Compared as one; a head for masked tokens has an activation of its own.
+            return model.activation, family.head_activates and model.openai_gelu
         case "add_qkv_bias":
             return model.add_bias_linear or model.add_qkv_bias
     return getattr(model, name)

@@ -1,7 +1,4 @@
-"""The files of a folder that comes from elsewhere: which are read, and where they may lie.
-
-Which tokenizer a folder of Hugging Face holds, by its files.
-"""
+"""The files of a folder that comes from elsewhere: which are read, and where they may lie."""
 
 from __future__ import annotations
 
@@ -45,14 +42,18 @@ MAX_COMPANION = 256 << 20  # bytes; the largest tokenizer files have some ten mi
 
 _SHARD = re.compile(r"[A-Za-z0-9][\w.-]{0,200}\.safetensors")
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth")
+_SENTINELS = 100  # of a T5, if the folder does not say
+# Files that are a tokenizer only of networks of this kind (`ModelConfig.architecture`).
+_SPECIAL = {"bert": WORDPIECES, "t5": SPIECE}
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The path of a file in the folder.
+    """Return the path of a file in the folder.
+
+    Links of the hub's cache are followed: from `snapshots/REVISION` into `blobs` of the same model.
 
     Raises:
-        CheckpointError: it is missing, or a link that leads out of the folder. Links of the hub's
-            cache, from `snapshots/REVISION` into `blobs` of the same model, are followed.
+        CheckpointError: It is missing, or a link that leads out of the folder.
     """
     path = folder / name
     if not path.is_file():
@@ -67,17 +68,17 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def is_model_folder(folder: Path) -> bool:
-    """Whether a folder looks like Hugging Face's, or would, were its tensors not pickled."""
+    """Return whether a folder looks like Hugging Face's, even if its tensors are pickled."""
     names = (SINGLE, INDEX, *_PICKLED)
     return (folder / CONFIG).is_file() and any((folder / name).exists() for name in names)
 
 
 def find_shards(folder: Path) -> dict[str, Path]:
-    """Every tensor's name with its file; for one file without an index, {"": file}.
+    """Return every tensor's name with its file; for one file without an index, {"": file}.
 
     Raises:
-        CheckpointError: there are none that can be read, or the index names other than plain
-            files of this folder.
+        CheckpointError: There are none that can be read, or the index names other than plain files
+            of this folder.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: not a folder; give a local one (nothing is downloaded)")
@@ -106,7 +107,7 @@ def find_shards(folder: Path) -> dict[str, Path]:
 
 
 def companions(folder: Path) -> Iterator[tuple[str, bytes]]:
-    """Names and contents of the small files that belong to the model."""
+    """Yield names and contents of the small files that belong to the model."""
     for name in COMPANIONS:
         if not (folder / name).exists():
             continue
@@ -119,46 +120,44 @@ def companions(folder: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def json_bytes(value: object) -> bytes:
-    """JSON as `transformers` writes it: indented, sorted, a newline at the end."""
+    """Return JSON as `transformers` writes it: indented, sorted, a newline at the end."""
     return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
 
 
-_T5_SENTINELS = 100  # where the folder does not say
-
-
 def tokenizer_in(folder: Path, architecture: str) -> TokenizerConfig:
-    """The tokenizer of a folder; without a type where it has none.
+    """Return the tokenizer of a folder, without a type if it has none.
 
     Args:
-        architecture: kind of network, see `ModelConfig.architecture`.
+        folder: The folder.
+        architecture: The kind of network (`ModelConfig.architecture`).
 
     Raises:
-        CheckpointError: its settings cannot be read.
+        CheckpointError: Its settings cannot be read.
     """
     paths = {name: str(folder / name) for name in COMPANIONS if (folder / name).is_file()}
-    settings = paths.get(TOKENIZER_CONFIG)
+    settings, special = paths.get(TOKENIZER_CONFIG), _SPECIAL.get(architecture)
     said = {} if settings is None else read_json(Path(settings))
-    if architecture == "bert" and WORDPIECES in paths:
+    if special == WORDPIECES and WORDPIECES in paths:
         lower = said.get("do_lower_case") is not False
         kind = "BertWordPieceLowerCase" if lower else "BertWordPieceCase"
         return TokenizerConfig(tokenizer_type=kind, vocab_file=paths[WORDPIECES])
     if TOKENIZER_JSON in paths:
-        model = paths[TOKENIZER_JSON]
-        return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=model)
-    if architecture == "t5" and SPIECE in paths:
+        return TokenizerConfig(
+            tokenizer_type="HuggingFaceTokenizer", tokenizer_model=paths[TOKENIZER_JSON]
+        )
+    if special == SPIECE and SPIECE in paths:
         asked = said.get("extra_ids")
         return TokenizerConfig(
             tokenizer_type="GPTSentencePieceTokenizer",
             tokenizer_model=paths[SPIECE],
-            vocab_extra_ids=asked if isinstance(asked, int) else _T5_SENTINELS,
+            vocab_extra_ids=asked if isinstance(asked, int) else _SENTINELS,
         )
     if TOKENIZER_MODEL in paths:
-        model = paths[TOKENIZER_MODEL]
-        return TokenizerConfig(tokenizer_type="Llama2Tokenizer", tokenizer_model=model)
+        return TokenizerConfig(
+            tokenizer_type="Llama2Tokenizer", tokenizer_model=paths[TOKENIZER_MODEL]
+        )
     if VOCAB in paths and MERGES in paths:
         return TokenizerConfig(
-            tokenizer_type="GPT2BPETokenizer",
-            vocab_file=paths[VOCAB],
-            merge_file=paths[MERGES],
+            tokenizer_type="GPT2BPETokenizer", vocab_file=paths[VOCAB], merge_file=paths[MERGES]
         )
     return TokenizerConfig()

@@ -3,39 +3,53 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 from megatron.checkpoint.huggingface.rules import (
     Described,
-    FusedByHead,
-    ParameterRule,
-    Same,
+    Family,
+    Key,
+    Names,
     TensorForm,
     Transposed,
+    layer_names,
+    read_keys,
 )
 from megatron.checkpoint.huggingface.settings import MOST_HEADS, MOST_LAYERS, Settings
 from megatron.config.model import ModelConfig
+from megatron.models.plan import LayerPlan
 
 _EXACT_GELU = {"gelu_new": False, "gelu_pytorch_tanh": False, "gelu": True}
+_KEYS = (
+    Key("n_embd", "hidden_size"),
+    Key("n_head", "num_attention_heads", most=MOST_HEADS),
+    Key("n_layer", "num_layers", most=MOST_LAYERS),
+    Key("n_positions", "max_position_embeddings"),
+    Key("layer_norm_epsilon", "norm_epsilon", "number", 1e-5),
+    Key("attn_pdrop", "attention_dropout", "share", 0.1),
+    Key("resid_pdrop", "hidden_dropout", "share", 0.1),
+)
+_LAYER = {
+    "attention_norm": ("ln_1",),
+    "attention.qkv": ("attn.c_attn",),
+    "attention.output": ("attn.c_proj",),
+    "mlp.up": ("mlp.c_fc",),
+    "mlp.down": ("mlp.c_proj",),
+    "mlp_norm": ("ln_2",),
+}
 
 
-class GPT2:
-    """See `Family`."""
+class GPT2(Family):
+    """The family of GPT-2."""
 
-    name = "gpt2"
-    prefix = "transformer."
-    tied_head = "lm_head.weight"
-    head_follows_files = False
-    word_copies: tuple[str, ...] = ()
-
-    def architecture(self, pieces: frozenset[str]) -> str:
-        """See `Family`."""
-        return "GPT2LMHeadModel"
+    def __init__(self) -> None:
+        """State names and keys."""
+        super().__init__("gpt2", "GPT2LMHeadModel", prefix="transformer.", keys=_KEYS)
 
     def read(self, settings: Settings) -> Described:
-        """See `Family`."""
-        hidden, heads = settings.size("n_embd"), settings.size("n_head", most=MOST_HEADS)
+        """Return the network of a config.json."""
+        flags = read_keys(settings, self.keys)
+        hidden, heads = flags["hidden_size"], flags["num_attention_heads"]
         settings.must_be("model_type", self.name)
         settings.must_be("add_cross_attention", False)
         settings.must_be("scale_attn_weights", True)
@@ -45,17 +59,11 @@ class GPT2:
         settings.must_be("pruned_heads", {})
         settings.share("embd_pdrop", 0.1)
         model = ModelConfig(
-            num_layers=settings.size("n_layer", most=MOST_LAYERS),
-            hidden_size=hidden,
+            **flags,
             ffn_hidden_size=settings.size("n_inner", 4 * hidden),
-            num_attention_heads=heads,
             kv_channels=hidden // heads,
-            max_position_embeddings=settings.size("n_positions"),
-            norm_epsilon=settings.number("layer_norm_epsilon", 1e-5),
             onnx_safe=settings.word("activation_function", _EXACT_GELU, "gelu_new") or None,
             untie_embeddings_and_output_weights=not settings.switch("tie_word_embeddings", True),
-            attention_dropout=settings.share("attn_pdrop", 0.1),
-            hidden_dropout=settings.share("resid_pdrop", 0.1),
         )
         if hidden % heads:
             raise settings.error("n_head", f"does not divide n_embd {hidden}")
@@ -64,65 +72,31 @@ class GPT2:
         return Described(model, vocab)
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
-        """See `Family`."""
+        """Return a config.json for a network."""
         return {
-            "model_type": self.name,
-            "vocab_size": vocab,
-            "n_positions": model.max_position_embeddings,
+            **super().write(model, vocab),
             "n_ctx": model.max_position_embeddings,
-            "n_embd": model.hidden_size,
-            "n_layer": model.num_layers,
-            "n_head": model.num_attention_heads,
             "n_inner": model.ffn_hidden_size,
             "activation_function": "gelu" if model.activation == "gelu" else "gelu_new",
-            "layer_norm_epsilon": model.norm_epsilon,
-            "attn_pdrop": model.attention_dropout,
             "embd_pdrop": model.hidden_dropout,
-            "resid_pdrop": model.hidden_dropout,
             "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
         }
 
-    def rules(self, model: ModelConfig, vocab: int) -> list[ParameterRule]:
-        """See `Family`."""
-        hidden = model.hidden_size
-        places = (model.max_position_embeddings, hidden)
-        rules = [
-            _rule("embedding.word.weight", (vocab, hidden), "transformer.wte.weight"),
-            _rule("embedding.position.weight", places, "transformer.wpe.weight"),
-        ]
+    def names(self, model: ModelConfig) -> Names:
+        """Yield our modules with theirs."""
+        yield "embedding.word", ["transformer.wte"]
+        yield "embedding.position", ["transformer.wpe"]
         for layer in range(model.num_layers):
-            rules += _layer(model, f"layers.{layer}", f"transformer.h.{layer}")
-        rules += _norm("final_norm", hidden, "transformer.ln_f")
-        if model.untie_embeddings_and_output_weights:
-            rules.append(_rule("output.weight", (vocab, hidden), "lm_head.weight"))
-        return rules
+            yield from layer_names(f"layers.{layer}", f"transformer.h.{layer}", _LAYER)
+        yield "final_norm", ["transformer.ln_f"]
+        yield "output", ["lm_head"]
+
+    def form(self, layer: LayerPlan, module: str, tensors: int) -> TensorForm:
+        """Return the form of a layer's module."""
+        if module in ("attention.output", "mlp.up", "mlp.down"):
+            return Transposed()
+        return super().form(layer, module, tensors)
 
     def is_derived(self, name: str) -> bool:
-        """Older files hold the causal mask of every layer."""
+        """Return whether a tensor is the causal mask of a layer, which older files hold."""
         return re.fullmatch(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)", name) is not None
-
-
-def _layer(model: ModelConfig, ours: str, theirs: str) -> Iterator[ParameterRule]:
-    hidden, ffn = model.hidden_size, model.ffn_hidden_size
-    by_head = FusedByHead(model.num_attention_heads)
-    yield from _norm(f"{ours}.attention_norm", hidden, f"{theirs}.ln_1")
-    for our_part, part, out, size, form in (
-        ("attention.qkv", "attn.c_attn", 3 * hidden, hidden, by_head),
-        ("attention.output", "attn.c_proj", hidden, hidden, Transposed()),
-        ("mlp.up", "mlp.c_fc", ffn, hidden, Transposed()),
-        ("mlp.down", "mlp.c_proj", hidden, ffn, Transposed()),
-    ):
-        yield _rule(f"{ours}.{our_part}.weight", (out, size), f"{theirs}.{part}.weight", form)
-        bias_form = by_head if form is by_head else Same()
-        yield _rule(f"{ours}.{our_part}.bias", (out,), f"{theirs}.{part}.bias", bias_form)
-    yield from _norm(f"{ours}.mlp_norm", hidden, f"{theirs}.ln_2")
-
-
-def _norm(ours: str, hidden: int, theirs: str) -> list[ParameterRule]:
-    return [_rule(f"{ours}.{kind}", (hidden,), f"{theirs}.{kind}") for kind in ("weight", "bias")]
-
-
-def _rule(
-    name: str, shape: tuple[int, ...], theirs: str, form: TensorForm | None = None
-) -> ParameterRule:
-    return ParameterRule(f"model.{name}", shape, (theirs,), form or Same())

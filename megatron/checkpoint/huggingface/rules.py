@@ -1,34 +1,49 @@
-"""How our parameters are made of a Hugging Face folder's tensors, and come apart again.
+"""How our parameters are made of a Hugging Face folder's tensors, and what a family states.
 
-Each form is a pure function of shapes: `join` and `split` undo each other bit for bit.
-
-
-What each family of models offers to reader and writer.
+A family's module gives a table of names: which of their modules make up each of ours. Shapes follow
+from the network's layers, and forms from what a parameter is. Each form is a pure function of
+shapes: `join` and `split` undo each other bit for bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.huggingface.settings import Settings
+from megatron.checkpoint.huggingface.settings import MOST, Settings
 from megatron.config.model import ModelConfig
+from megatron.models.plan import (
+    AttentionPlan,
+    LayerPlan,
+    MLPPlan,
+    NormPlan,
+    embedding_plan,
+    layer_plan,
+    norm_plan,
+    output_plan,
+)
 
 Shape = tuple[int, ...]
+Names = Iterator[tuple[str, Sequence[str]]]
+
+KINDS = ("weight", "bias")
+_IN_LAYER = re.compile(r"(.*layers\.\d+)\.(.+)")
 
 
 class TensorForm(Protocol):
-    """One of ours from several of theirs, and back."""
+    """One of our tensors from several of theirs, and back."""
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Our parameter from their tensors."""
+        """Return our parameter from their tensors."""
 
     def split(self, whole: Tensor) -> list[Tensor]:
-        """Their tensors from our parameter."""
+        """Return their tensors from our parameter."""
 
 
 @dataclass(frozen=True)
@@ -36,87 +51,69 @@ class Same:
     """The same tensor."""
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the tensor."""
         return parts[0]
 
     def split(self, whole: Tensor) -> list[Tensor]:
+        """Return the tensor."""
         return [whole]
 
 
 @dataclass(frozen=True)
 class Transposed:
-    """GPT-2 keeps matrices as [in, out], we as [out, in]."""
+    """A matrix [in, out], as GPT-2 keeps it, which is [out, in] here; a bias is the same."""
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        return parts[0].t()
+        """Return our parameter."""
+        return _transposed(parts[0])
 
     def split(self, whole: Tensor) -> list[Tensor]:
-        return [whole.t()]
+        """Return their tensor."""
+        return [_transposed(whole)]
 
 
 @dataclass(frozen=True)
-class GateUp:
-    """Gate [f, h] and up [f, h], with us one tensor [2, f, h]."""
+class Stacked:
+    """Gate [f, h] and up [f, h], which are one tensor [2, f, h] here."""
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return our parameter."""
         return torch.stack(tuple(parts))
 
     def split(self, whole: Tensor) -> list[Tensor]:
+        """Return gate and up."""
         return list(whole.unbind(0))
 
 
 @dataclass(frozen=True)
-class ByGroup:
-    """Queries [n d, ...], keys [g d, ...] and values [g d, ...], with us ordered by group.
+class Grouped:
+    """Queries [n d, ...], keys [g d, ...] and values [g d, ...], which are ordered by group here.
 
-    Rows of a group: its n / g query heads, its key, its value. Both sides rotate channel i of a
-    head with channel i + d/2, so no row moves within a head.
+    Both sides rotate channel i of a head with channel i + d/2, so no row moves within a head.
+
+    Attributes:
+        groups: The number of groups, g.
+        heads: Heads that a group has of each of their tensors: n / g queries, a key, a value.
+        is_fused: They keep one tensor [h, 3 n d] (or a bias [3 n d]) with all queries, all keys and
+            all values side by side, as GPT-2 does.
     """
 
-    heads: int
     groups: int
+    heads: tuple[int, ...]
+    is_fused: bool = False
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return our parameter."""
+        if self.is_fused:
+            parts = _transposed(parts[0]).chunk(len(self.heads))
         by_group = [part.unflatten(0, (self.groups, -1)) for part in parts]
         return torch.cat(by_group, dim=1).flatten(0, 1)
 
     def split(self, whole: Tensor) -> list[Tensor]:
-        queries = self.heads // self.groups
-        by_group = whole.unflatten(0, (self.groups, queries + 2, -1))
-        return [
-            by_group[:, :queries].flatten(0, 2),
-            by_group[:, queries].flatten(0, 1),
-            by_group[:, queries + 1].flatten(0, 1),
-        ]
-
-
-@dataclass(frozen=True)
-class KeyValueByHead:
-    """Keys [n d, ...] and values [n d, ...] of an attention to an encoder, with us head by head."""
-
-    heads: int
-
-    def join(self, parts: Sequence[Tensor]) -> Tensor:
-        by_head = [part.unflatten(0, (self.heads, -1)) for part in parts]
-        return torch.stack(by_head, dim=1).flatten(0, 2)
-
-    def split(self, whole: Tensor) -> list[Tensor]:
-        by_head = whole.unflatten(0, (self.heads, 2, -1))
-        return [part.flatten(0, 1) for part in by_head.unbind(1)]
-
-
-@dataclass(frozen=True)
-class FusedByHead:
-    """GPT-2's [h, 3 n d] (or a bias [3 n d]): all queries, all keys, all values side by side."""
-
-    heads: int
-
-    def join(self, parts: Sequence[Tensor]) -> Tensor:
-        by_kind = _transposed(parts[0]).unflatten(0, (3, self.heads, -1))
-        return by_kind.transpose(0, 1).flatten(0, 2)
-
-    def split(self, whole: Tensor) -> list[Tensor]:
-        by_head = whole.unflatten(0, (self.heads, 3, -1))
-        return [_transposed(by_head.transpose(0, 1).flatten(0, 2))]
+        """Return their tensors."""
+        by_group = whole.unflatten(0, (self.groups, sum(self.heads), -1))
+        parts = [part.flatten(0, 2) for part in by_group.split(self.heads, dim=1)]
+        return [_transposed(torch.cat(parts))] if self.is_fused else parts
 
 
 def _transposed(x: Tensor) -> Tensor:
@@ -125,14 +122,15 @@ def _transposed(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ParameterRule:
-    """One of our parameters.
+    """How one of our parameters is made.
 
     Attributes:
-        name: ours.
-        shape: ours.
-        theirs: names of the tensors that make it up.
-        form: how.
-        piece: of the model, which files may lack as a whole; "": they may not.
+        name: Our name.
+        shape: Our shape.
+        theirs: Names of the tensors that make it up.
+        form: How they do.
+        piece: The piece of the model that it belongs to, which files may lack as a whole; "" if
+            they may not.
     """
 
     name: str
@@ -142,15 +140,42 @@ class ParameterRule:
     piece: str = ""
 
     def shapes(self) -> list[Shape]:
-        """Shapes of their tensors, in order."""
+        """Return the shapes of their tensors, in order."""
         parts = self.form.split(torch.empty(self.shape, device="meta"))
         return [tuple(part.shape) for part in parts]
 
 
 def present(rules: Sequence[ParameterRule], held: Iterable[ParameterRule]) -> list[ParameterRule]:
-    """The rules without those of pieces that nothing at all is held of."""
+    """Return the rules without those of pieces that nothing at all is held of."""
     pieces = {rule.piece for rule in held} | {""}
     return [rule for rule in rules if rule.piece in pieces]
+
+
+class Key(NamedTuple):
+    """A key of config.json whose value is that of a network flag.
+
+    Attributes:
+        key: Their name.
+        field: Our name in `ModelConfig`.
+        kind: The method of `Settings` that reads it.
+        default: What a config.json without the key means; None if it must be there.
+        most: The largest size.
+    """
+
+    key: str
+    field: str
+    kind: str = "size"
+    default: Any = None
+    most: int = MOST
+
+
+def read_keys(settings: Settings, keys: Iterable[Key]) -> dict[str, Any]:
+    """Return the network flags that keys of config.json give."""
+    flags = {}
+    for key in keys:
+        more = (key.most,) if key.kind == "size" else ()
+        flags[key.field] = getattr(settings, key.kind)(key.key, key.default, *more)
+    return flags
 
 
 @dataclass(frozen=True)
@@ -158,10 +183,10 @@ class Described:
     """What a config.json describes.
 
     Attributes:
-        model: the network by our flags.
-        vocab: rows of the word embedding.
-        notices: lines for the user about what is different here.
-        window: tokens that a token attends to, itself included; None: all before it.
+        model: The network by our flags.
+        vocab: Rows of the word embedding.
+        notices: Lines for the user about what is different here.
+        window: Tokens that a token attends to, itself included; None for all before it.
     """
 
     model: ModelConfig
@@ -170,52 +195,163 @@ class Described:
     window: int | None = None
 
 
-class Family(Protocol):
-    """Models that share a config.json and tensor names."""
+@dataclass(frozen=True)
+class Family(ABC):
+    """Models that share a config.json and tensor names.
 
-    @property
-    def name(self) -> str:
-        """`model_type` in config.json."""
+    Attributes:
+        name: `model_type` in config.json.
+        language_model: The class of `transformers`.
+        prefix: What the names of all tensors but the head's begin with; some files leave it out.
+        tied_head: What files may call the word embeddings a second time, as the output's weight.
+        head_follows_files: The output has a weight of its own if files hold one that differs from
+            the word embeddings, although config.json may call the two tied.
+        word_copies: Further names that files may have for the word embeddings.
+        pieces: Our modules outside the layers that files may lack, by name, with the piece that
+            each belongs to.
+        keys: Keys of config.json that stand for a network flag.
+        head_activates: The head has an activation of its own, which --openai-gelu chooses.
+    """
 
-    @property
-    def prefix(self) -> str:
-        """Begins the names of all tensors but the head's; some files leave it out. Or empty."""
-
-    @property
-    def tied_head(self) -> str:
-        """What files may call the word embeddings a second time, as the output's weight."""
-
-    @property
-    def head_follows_files(self) -> bool:
-        """The output has a weight of its own where files hold one that differs from the word
-        embeddings, although config.json may call the two tied."""
-
-    @property
-    def word_copies(self) -> tuple[str, ...]:
-        """Further names that files may have for the word embeddings."""
+    name: str
+    language_model: str
+    prefix: str = ""
+    tied_head: str = "lm_head.weight"
+    head_follows_files: bool = False
+    word_copies: tuple[str, ...] = ()
+    pieces: Mapping[str, str] = field(default_factory=dict)
+    keys: tuple[Key, ...] = ()
+    head_activates: bool = False
 
     def architecture(self, pieces: frozenset[str]) -> str:
-        """The class of `transformers`.
+        """Return the class of `transformers`.
 
         Args:
-            pieces: those that are there, of the ones that the family's files may lack.
+            pieces: Those that are there, of the ones that the family's files may lack.
         """
+        return self.language_model
 
+    @abstractmethod
     def read(self, settings: Settings) -> Described:
-        """The network of a config.json.
+        """Return the network of a config.json.
 
         Raises:
-            CheckpointError: names the key whose value our network cannot express.
+            CheckpointError: Our network cannot express the value of a key, which is named.
         """
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
-        """A config.json for a network; of one that the family cannot express, the nearest.
+        """Return a config.json for a network; if the family cannot express it, the nearest one.
 
-        See `misfits`.
+        `families.misfits` says what the family cannot express.
         """
+        values = {key.key: getattr(model, key.field) for key in self.keys}
+        return {"model_type": self.name, "vocab_size": vocab, **values}
+
+    @abstractmethod
+    def names(self, model: ModelConfig) -> Names:
+        """Yield our modules with theirs, in the order in which files hold them."""
+
+    def layers(self, model: ModelConfig) -> dict[str, LayerPlan]:
+        """Return the records of all layers by our names, for a decoder without an encoder."""
+        plan = layer_plan(model, causal=True)
+        return {f"layers.{layer}": plan for layer in range(model.num_layers)}
+
+    def shapes_outside(self, model: ModelConfig, vocab: int) -> dict[str, Shape]:
+        """Return the shapes of all parameters outside the layers, for a network of one stack."""
+        table = embedding_plan(model, vocab)
+        found: dict[str, Shape] = {"embedding.word.weight": (vocab, table.hidden)}
+        if table.positions:
+            found["embedding.position.weight"] = (table.positions, table.hidden)
+        found |= under("final_norm", norm_shapes(norm_plan(model), table.hidden))
+        if not output_plan(model, vocab).tied:
+            found["output.weight"] = (vocab, table.hidden)
+        return found
 
     def rules(self, model: ModelConfig, vocab: int) -> list[ParameterRule]:
-        """How each parameter is made of tensors, in the order in which files hold them."""
+        """Return how each parameter is made of tensors, in the order in which files hold them."""
+        shapes, layers = self.shapes_outside(model, vocab), self.layers(model)
+        for name, layer in layers.items():
+            shapes |= under(name, layer_shapes(layer))
+        rules = []
+        for ours, theirs in self.names(model):
+            kinds = [kind for kind in KINDS if f"{ours}.{kind}" in shapes]
+            if not kinds:
+                continue  # a module that this network, or this layer, does not have
+            match = _IN_LAYER.fullmatch(ours)
+            form: TensorForm = Same()
+            if match:
+                form = self.form(layers[match.group(1)], match.group(2), len(theirs))
+            piece = self.pieces.get(ours.partition(".")[0], "")
+            for kind in kinds:
+                name, names = f"{ours}.{kind}", tuple(f"{one}.{kind}" for one in theirs)
+                rules.append(ParameterRule(f"model.{name}", shapes[name], names, form, piece))
+        return rules
+
+    def form(self, layer: LayerPlan, module: str, tensors: int) -> TensorForm:
+        """Return the form of a layer's module that so many of their tensors make up."""
+        if module == "attention.qkv":
+            mixer = attention_of(layer)
+            in_group = (mixer.heads // mixer.kv_heads, 1, 1)
+            return Grouped(mixer.kv_heads, in_group, is_fused=tensors == 1)
+        if module == "cross_attention.key_value":
+            assert layer.cross_attention is not None
+            return Grouped(layer.cross_attention.heads, (1, 1))
+        return Stacked() if tensors > 1 else Same()
 
     def is_derived(self, name: str) -> bool:
-        """Whether a tensor in a file follows from config.json (masks, frequencies)."""
+        """Return whether a tensor in a file follows from config.json (masks, frequencies)."""
+        return False
+
+
+def norm_shapes(norm: NormPlan, size: int) -> dict[str, Shape]:
+    """Return the shapes of a normalization's parameters."""
+    return dict.fromkeys(KINDS if norm.kind == "LayerNorm" else KINDS[:1], (size,))
+
+
+def linear_shapes(outputs: Shape, inputs: int, *, bias: bool = True) -> dict[str, Shape]:
+    """Return the shapes of a linear layer's parameters."""
+    return {"weight": (*outputs, inputs)} | ({"bias": outputs} if bias else {})
+
+
+def under(module: str, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Return shapes by names that begin with a module's."""
+    return {f"{module}.{name}": shape for name, shape in shapes.items()}
+
+
+def attention_of(layer: LayerPlan) -> AttentionPlan:
+    """Return a layer's self-attention; the families here have no other mixers."""
+    assert isinstance(layer.mixer, AttentionPlan), layer.mixer
+    return layer.mixer
+
+
+def layer_shapes(layer: LayerPlan) -> dict[str, Shape]:
+    """Return the shapes of a layer's parameters by their names within it."""
+    mixer, mlp, cross = attention_of(layer), layer.mlp, layer.cross_attention
+    assert isinstance(mlp, MLPPlan), mlp
+    hidden, norm = mixer.hidden, norm_shapes(layer.norm, mixer.hidden)
+    up = (2, mlp.inner) if mlp.gated else (mlp.inner,)
+    modules = {
+        "attention_norm": norm,
+        "attention.qkv": linear_shapes((mixer.qkv,), hidden, bias=mixer.bias or mixer.qkv_bias),
+        "attention.output": linear_shapes((hidden,), mixer.query, bias=mixer.bias),
+        "mlp_norm": norm,
+        "mlp.up": linear_shapes(up, hidden, bias=mlp.bias),
+        "mlp.down": linear_shapes((hidden,), mlp.inner, bias=mlp.bias),
+    }
+    if mixer.head_norm is not None:
+        of_head = norm_shapes(mixer.head_norm, mixer.head_size)
+        modules |= {"attention.query_norm": of_head, "attention.key_norm": of_head}
+    if cross is not None:
+        modules |= {
+            "cross_norm": norm,
+            "cross_attention.query": linear_shapes((cross.query,), hidden, bias=cross.bias),
+            "cross_attention.key_value": linear_shapes((2 * cross.query,), hidden, bias=cross.bias),
+            "cross_attention.output": linear_shapes((hidden,), cross.query, bias=cross.bias),
+        }
+    return {k: v for module, shapes in modules.items() for k, v in under(module, shapes).items()}
+
+
+def layer_names(ours: str, theirs: str, modules: Mapping[str, Sequence[str]]) -> Names:
+    """Yield the modules of a layer, ours with theirs, from a table of names within a layer."""
+    for module, names in modules.items():
+        yield f"{ours}.{module}", [f"{theirs}.{name}" for name in names]

@@ -16,11 +16,11 @@ from megatron.errors import CheckpointError
 
 MAX_BYTES = 1 << 20  # of a JSON file that describes a model; real ones have some thousand
 # Larger than any model's, and small enough to compute with.
-_MOST = 1 << 24
+MOST = 1 << 24
 MOST_LAYERS = 1 << 14
 MOST_HEADS = 1 << 16  # and channels of a head
 
-# Say nothing about what the network computes: how it was made, is loaded or is asked for text.
+# These say nothing about what the network computes, but how it was made, is loaded or is asked.
 _HARMLESS = frozenset(
     """
     _commit_hash _name_or_path _num_labels architectures attn_implementation bad_words_ids
@@ -42,10 +42,10 @@ _HARMLESS = frozenset(
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """An object from a JSON file of moderate size.
+    """Return an object from a JSON file of moderate size.
 
     Raises:
-        CheckpointError: it is missing, too large, or no JSON object.
+        CheckpointError: It is missing, too large, or no JSON object.
     """
     try:
         with open(path, "rb") as file:
@@ -66,81 +66,85 @@ def read_json(path: Path) -> dict[str, Any]:
 class Settings:
     """The keys of a config.json, each with its type checked when it is taken.
 
-    Args:
-        values: the file's object, or a part of it.
-        path: where it stands, for messages.
+    Methods that take a value raise `CheckpointError` if it is of another type, or missing without a
+    default.
+
+    Attributes:
+        values: The file's object, or a part of it, without keys that are null: they count as
+            absent.
+        path: Where it stands, for messages.
     """
 
     def __init__(self, values: Mapping[str, Any], path: Path | str) -> None:
-        # Absent and null are the same.
+        """Take the file's object, or a part of it, and where it stands."""
         self.values = {key: value for key, value in values.items() if value is not None}
         self.path = path
         self._taken: set[str] = set()
 
-    def size(self, key: str, default: int | None = None, most: int = _MOST) -> int:
-        """A positive integer; CheckpointError where it is missing without a default."""
+    def size(self, key: str, default: int | None = None, most: int = MOST) -> int:
+        """Take a positive integer."""
         value = self._take(key, default)
         if type(value) is not int or not 0 < value <= most:
             raise self.error(key, f"expected an integer from 1 to {most}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite number above 0."""
+        """Take a finite number above 0."""
         value = self._take(key, default)
         if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
             raise self.error(key, "expected a number above 0")
         return float(value)
 
     def share(self, key: str, default: float) -> float:
-        """A number from 0 to below 1."""
+        """Take a number from 0 to below 1."""
         value = self._take(key, default)
         if type(value) not in (int, float) or not 0 <= value < 1:
             raise self.error(key, "expected a number from 0 to below 1")
         return float(value)
 
     def switch(self, key: str, default: bool) -> bool:
-        """true or false."""
+        """Take a value that is on or off."""
         value = self._take(key, default)
         if type(value) is not bool:
             raise self.error(key, "expected true or false")
         return value
 
     def word(self, key: str, choices: Mapping[str, Any], default: str | None = None) -> Any:
-        """What `choices` has for the key's text.
-
-        Raises:
-            CheckpointError: another text, with those that are possible.
-        """
+        """Take a text, and return what `choices` has for it."""
         value = self._take(key, default)
         if not isinstance(value, str) or value not in choices:
             raise self.error(key, f"possible here: {', '.join(choices)}")
         return choices[value]
 
     def words(self, key: str) -> list[str]:
-        """A list of texts; empty where there is none."""
+        """Take a list of texts, which is empty if there is none."""
         value = self._take(key, [])
         if not isinstance(value, list) or not all(type(word) is str for word in value):
             raise self.error(key, "expected a list of texts")
         return value
 
     def part(self, key: str) -> Settings:
-        """An object within; empty where there is none."""
+        """Take an object within, which is empty if there is none."""
         value = self._take(key, {})
         if not isinstance(value, dict):
             raise self.error(key, "expected an object")
         return Settings(value, f"{self.path}: {key}")
 
     def must_be(self, key: str, expected: Any) -> None:
-        """The key is absent or has this value.
+        """Check that the key is absent or has this value.
 
         Raises:
-            CheckpointError: it has another, which our network cannot express.
+            CheckpointError: It has another, which our network cannot express.
         """
         if self._take(key, expected) != expected:
             raise self.error(key, f"only {json.dumps(expected)} can be expressed here")
 
     def refuse_the_rest(self) -> None:
-        """Raise CheckpointError, with all of them, where keys are left that nobody took."""
+        """Check that no key is left that nobody took.
+
+        Raises:
+            CheckpointError: Some are; the message names all of them.
+        """
         rest = sorted(self.values.keys() - self._taken - _HARMLESS)
         if rest:
             raise CheckpointError(
@@ -149,7 +153,7 @@ class Settings:
             )
 
     def error(self, key: str, what: str) -> CheckpointError:
-        """An error that names the key and its value."""
+        """Return an error that names the key and its value."""
         shown = json.dumps(self.values.get(key))
         return CheckpointError(f"{self.path}: {key} {shown[:80]}: {what}")
 
@@ -159,5 +163,8 @@ class Settings:
 
 
 def harmless(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The pairs that say nothing about the network: they stay when another network is written."""
+    """Return the pairs that say nothing about the network.
+
+    They stay when another network is written.
+    """
     return ((key, value) for key, value in values.items() if key in _HARMLESS)

@@ -2,26 +2,29 @@
 
 The first version has ReLU and an output that shares the words' matrix and divides by the root of
 the width before; version 1.1 (and mT5's and Flan's T5s) a gated GeLU and an output of its own. In
-training two things differ: they drop out of the MLP's inner values too, and after the last
+training two things differ: they apply dropout to the MLP's inner values too, and after the last
 normalization of each half.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from megatron.checkpoint.huggingface.rules import (
-    ByGroup,
     Described,
-    GateUp,
-    KeyValueByHead,
-    ParameterRule,
-    Same,
-    TensorForm,
+    Family,
+    Key,
+    Names,
+    Shape,
+    layer_names,
+    norm_shapes,
+    read_keys,
+    under,
 )
 from megatron.checkpoint.huggingface.settings import MOST_HEADS, MOST_LAYERS, Settings
 from megatron.config.model import ModelConfig
+from megatron.models.plan import LayerPlan, layer_plan, norm_plan
 
 # `feed_forward_proj` with our flag.
 _ACTIVATIONS: Mapping[str, Mapping[str, bool]] = {
@@ -38,44 +41,53 @@ _PROJECTIONS = {
     "gelu_tanh": "gelu_new",
     "gelu": "gelu",
 }
-_POSITIONS = 512  # that it was trained with; it computes any
+_KEYS = (
+    Key("num_layers", "num_layers", default=6, most=MOST_LAYERS),
+    Key("d_model", "hidden_size", default=512),
+    Key("d_ff", "ffn_hidden_size", default=2048),
+    Key("num_heads", "num_attention_heads", default=8, most=MOST_HEADS),
+    Key("d_kv", "kv_channels", default=64, most=MOST_HEADS),
+    # What it was trained with; it computes any.
+    Key("n_positions", "max_position_embeddings", default=512),
+    Key("relative_attention_num_buckets", "relative_attention_num_buckets", default=32),
+    Key("relative_attention_max_distance", "relative_attention_max_distance", default=128),
+    Key("layer_norm_epsilon", "norm_epsilon", "number", 1e-6),
+)
 
 
-class T5:
-    """See `Family`."""
+class T5(Family):
+    """The family of T5."""
 
-    name = "t5"
-    prefix = ""
-    tied_head = "lm_head.weight"
-    head_follows_files = True
-    word_copies = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
-
-    def architecture(self, pieces: frozenset[str]) -> str:
-        """See `Family`."""
-        return "T5ForConditionalGeneration"
+    def __init__(self) -> None:
+        """State names and keys."""
+        super().__init__(
+            "t5",
+            "T5ForConditionalGeneration",
+            head_follows_files=True,
+            word_copies=("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"),
+            keys=_KEYS,
+        )
 
     def read(self, settings: Settings) -> Described:
-        """See `Family`."""
+        """Return the network of a config.json."""
         settings.must_be("model_type", self.name)
-        layers = settings.size("num_layers", 6, most=MOST_LAYERS)
+        flags = read_keys(settings, self.keys)
         tied = settings.switch("tie_word_embeddings", True)
         dropout = settings.share("dropout_rate", 0.1)
-        buckets = settings.size("relative_attention_num_buckets", 32)
-        longest = settings.size("relative_attention_max_distance", 128)
+        decoder = settings.size("num_decoder_layers", flags["num_layers"], MOST_LAYERS)
+        activation: Mapping[str, bool] = settings.word("feed_forward_proj", _ACTIVATIONS, "relu")
+        # Newer files repeat both parts of the key.
+        name = next(name for name, flag in _ACTIVATIONS.items() if flag == activation)
+        settings.must_be("is_gated_act", name.startswith("gated-"))
+        inner = "gelu_new" if activation.get("geglu") else name.split("-")[-1]
+        settings.must_be("dense_act_fn", inner)
         model = ModelConfig(
+            **flags,
+            **activation,
             architecture="t5",
-            num_layers=layers,
-            decoder_num_layers=settings.size("num_decoder_layers", layers, most=MOST_LAYERS),
-            hidden_size=settings.size("d_model", 512),
-            ffn_hidden_size=settings.size("d_ff", 2048),
-            num_attention_heads=settings.size("num_heads", 8, most=MOST_HEADS),
-            kv_channels=settings.size("d_kv", 64, most=MOST_HEADS),
-            max_position_embeddings=settings.size("n_positions", _POSITIONS),
+            decoder_num_layers=decoder,
             position_embedding_type="relative",
-            relative_attention_num_buckets=buckets,
-            relative_attention_max_distance=longest,
             normalization="RMSNorm",
-            norm_epsilon=settings.number("layer_norm_epsilon", 1e-6),
             untie_embeddings_and_output_weights=not tied,
             scale_decoder_outputs=settings.switch("scale_decoder_outputs", tied),
             add_output_bias=False,
@@ -83,8 +95,9 @@ class T5:
             softmax_scale=1.0,
             attention_dropout=dropout,
             hidden_dropout=dropout,
-            **_activation(settings),
         )
+        buckets = model.relative_attention_num_buckets
+        longest = model.relative_attention_max_distance
         if buckets % 2 or not 4 <= buckets < 2 * longest:
             raise settings.error(
                 "relative_attention_num_buckets",
@@ -97,92 +110,69 @@ class T5:
         return Described(model, vocab)
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
-        """See `Family`."""
+        """Return a config.json for a network."""
         return {
-            "model_type": self.name,
+            **super().write(model, vocab),
             "is_encoder_decoder": True,
-            "vocab_size": vocab,
-            "d_model": model.hidden_size,
-            "d_kv": model.kv_channels,
-            "d_ff": model.ffn_hidden_size,
-            "num_layers": model.num_layers,
             "num_decoder_layers": model.decoder_num_layers,
-            "num_heads": model.num_attention_heads,
-            "n_positions": model.max_position_embeddings,
-            "relative_attention_num_buckets": model.relative_attention_num_buckets,
-            "relative_attention_max_distance": model.relative_attention_max_distance,
             "feed_forward_proj": _PROJECTIONS.get(model.activation, "relu"),
-            "layer_norm_epsilon": model.norm_epsilon,
             "dropout_rate": model.hidden_dropout,
             "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
             "scale_decoder_outputs": model.scale_decoder_outputs,
         }
 
-    def rules(self, model: ModelConfig, vocab: int) -> list[ParameterRule]:
-        """See `Family`."""
-        hidden = model.hidden_size
-        rules = [_rule("embedding.word.weight", (vocab, hidden), "shared.weight")]
-        for stack, layers in (
-            ("encoder", model.num_layers),
-            ("decoder", model.decoder_layers),
-        ):
-            table = (model.relative_attention_num_buckets, model.num_attention_heads)
-            first = f"{stack}.block.0.layer.0.SelfAttention"
-            name = f"{first}.relative_attention_bias.weight"
-            rules.append(_rule(f"{stack}.position_bias.weight", table, name))
+    def layers(self, model: ModelConfig) -> dict[str, LayerPlan]:
+        """Return the records of the layers of both stacks."""
+        found: dict[str, LayerPlan] = {}
+        for stack, layers in _stacks(model).items():
+            below = stack == "decoder"
+            plan = layer_plan(model, causal=below, crosses=below)
+            found |= {f"{stack}.layers.{layer}": plan for layer in range(layers)}
+        return found
+
+    def shapes_outside(self, model: ModelConfig, vocab: int) -> dict[str, Shape]:
+        """Return the shapes of all parameters outside the layers."""
+        found = super().shapes_outside(model, vocab)
+        table = (model.relative_attention_num_buckets, model.num_attention_heads)
+        norm = norm_shapes(norm_plan(model), model.hidden_size)
+        for stack in _stacks(model):
+            found |= {f"{stack}.position_bias.weight": table, **under(f"{stack}.final_norm", norm)}
+        return found
+
+    def names(self, model: ModelConfig) -> Names:
+        """Yield our modules with theirs."""
+        yield "embedding.word", ["shared"]
+        up = ("wi_0", "wi_1") if model.is_gated else ("wi",)
+        for stack, layers in _stacks(model).items():
+            bias = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias"
+            yield f"{stack}.position_bias", [bias]
+            last = 2 if stack == "decoder" else 1
+            modules = {
+                "attention_norm": ["0.layer_norm"],
+                "attention.qkv": [f"0.SelfAttention.{part}" for part in "qkv"],
+                "attention.output": ["0.SelfAttention.o"],
+                "cross_norm": ["1.layer_norm"],
+                "cross_attention.query": ["1.EncDecAttention.q"],
+                "cross_attention.key_value": ["1.EncDecAttention.k", "1.EncDecAttention.v"],
+                "cross_attention.output": ["1.EncDecAttention.o"],
+                "mlp_norm": [f"{last}.layer_norm"],
+                "mlp.up": [f"{last}.DenseReluDense.{part}" for part in up],
+                "mlp.down": [f"{last}.DenseReluDense.wo"],
+            }
             for layer in range(layers):
-                rules += _layer(model, stack, layer)
-            norm = f"{stack}.final_layer_norm.weight"
-            rules.append(_rule(f"{stack}.final_norm.weight", (hidden,), norm))
-        if model.untie_embeddings_and_output_weights:
-            rules.append(_rule("output.weight", (vocab, hidden), self.tied_head))
-        return rules
+                theirs = f"{stack}.block.{layer}.layer"
+                yield from layer_names(f"{stack}.layers.{layer}", theirs, modules)
+            yield f"{stack}.final_norm", [f"{stack}.final_layer_norm"]
+        yield "output", ["lm_head"]
 
     def is_derived(self, name: str) -> bool:
-        """The first files hold a bias between decoder and encoder, which T5 does not use."""
+        """Return whether a tensor is a bias between decoder and encoder, which T5 does not use.
+
+        The first files hold it.
+        """
         return name == "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
 
 
-def _activation(settings: Settings) -> Mapping[str, Any]:
-    """Our flag for the key, whose two parts newer files repeat."""
-    flags: Mapping[str, bool] = settings.word("feed_forward_proj", _ACTIVATIONS, "relu")
-    name = next(name for name, ours in _ACTIVATIONS.items() if ours == flags)
-    settings.must_be("is_gated_act", name.startswith("gated-"))
-    settings.must_be("dense_act_fn", "gelu_new" if flags.get("geglu") else name.split("-")[-1])
-    return flags
-
-
-def _layer(model: ModelConfig, stack: str, layer: int) -> Iterator[ParameterRule]:
-    hidden, ffn = model.hidden_size, model.ffn_hidden_size
-    heads = model.num_attention_heads
-    inner = heads * model.kv_channels
-    ours, theirs = f"{stack}.layers.{layer}", f"{stack}.block.{layer}.layer"
-    attention = f"{theirs}.0.SelfAttention"
-    yield _rule(f"{ours}.attention_norm.weight", (hidden,), f"{theirs}.0.layer_norm.weight")
-    names = tuple(f"{attention}.{part}.weight" for part in "qkv")
-    form: TensorForm = ByGroup(heads, heads)
-    yield _rule(f"{ours}.attention.qkv.weight", (3 * inner, hidden), *names, form=form)
-    yield _rule(f"{ours}.attention.output.weight", (hidden, inner), f"{attention}.o.weight")
-    last = 1
-    if stack == "decoder":
-        last, cross, part = 2, f"{theirs}.1.EncDecAttention", f"{ours}.cross_attention"
-        yield _rule(f"{ours}.cross_norm.weight", (hidden,), f"{theirs}.1.layer_norm.weight")
-        yield _rule(f"{part}.query.weight", (inner, hidden), f"{cross}.q.weight")
-        names = (f"{cross}.k.weight", f"{cross}.v.weight")
-        form = KeyValueByHead(heads)
-        yield _rule(f"{part}.key_value.weight", (2 * inner, hidden), *names, form=form)
-        yield _rule(f"{part}.output.weight", (hidden, inner), f"{cross}.o.weight")
-    dense = f"{theirs}.{last}.DenseReluDense"
-    yield _rule(f"{ours}.mlp_norm.weight", (hidden,), f"{theirs}.{last}.layer_norm.weight")
-    if model.is_gated:
-        names = (f"{dense}.wi_0.weight", f"{dense}.wi_1.weight")
-        yield _rule(f"{ours}.mlp.up.weight", (2, ffn, hidden), *names, form=GateUp())
-    else:
-        yield _rule(f"{ours}.mlp.up.weight", (ffn, hidden), f"{dense}.wi.weight")
-    yield _rule(f"{ours}.mlp.down.weight", (hidden, ffn), f"{dense}.wo.weight")
-
-
-def _rule(
-    name: str, shape: tuple[int, ...], *theirs: str, form: TensorForm | None = None
-) -> ParameterRule:
-    return ParameterRule(f"model.{name}", shape, theirs, form or Same())
+def _stacks(model: ModelConfig) -> dict[str, int]:
+    """Return the layers of both stacks."""
+    return {"encoder": model.num_layers, "decoder": model.decoder_layers}

@@ -41,11 +41,11 @@ class Export:
     """What becomes a folder.
 
     Attributes:
-        reader: a checkpoint whose vocabulary tables have `vocab` rows.
-        family: as which it is written.
-        model: its network.
-        vocab: rows of the word embedding.
-        bare_names: leave the family's prefix out of tensor names, as the original did.
+        reader: A checkpoint whose vocabulary tables have `vocab` rows.
+        family: The family as which it is written.
+        model: Its network.
+        vocab: Rows of the word embedding.
+        bare_names: Leave the family's prefix out of tensor names, as the original did.
     """
 
     reader: Reader
@@ -55,7 +55,7 @@ class Export:
     bare_names: bool = False
 
     def tensors(self) -> Tensors:
-        """By their names, in order; each is read when it is written."""
+        """Return the tensors by their names, in order; each is read when it is written."""
         found: Tensors = {}
         rules = self._rules()
         for rule in rules:
@@ -72,12 +72,12 @@ class Export:
         extra -= {rule.name for rule in rules}
         if extra:
             raise CheckpointError(
-                f"{self.reader.path}: {sorted(extra)[0]} has no place in a {self.family.name} model"
+                f"{self.reader.path}: {min(extra)} has no place in a {self.family.name} model"
             )
         return found
 
     def _rules(self) -> list[ParameterRule]:
-        """Of the pieces that the checkpoint has."""
+        """Return the rules of the pieces that the checkpoint has."""
         rules, names = self.family.rules(self.model, self.vocab), set(self.reader.names())
         return present(rules, [rule for rule in rules if rule.name in names])
 
@@ -86,14 +86,22 @@ class Export:
         return rule.form.split(whole)[index]
 
     def config(self, template: Mapping[str, Any] | None) -> dict[str, Any]:
-        """config.json: the template's where it describes this network, else a new one.
+        """Return config.json.
 
-        A new one keeps what the template says about tokens and the like.
+        Args:
+            template: A config.json. If it describes this network it is kept; otherwise what it says
+                about tokens and the like is.
         """
         dtype = _DTYPES.get(self.reader.dtype("model.embedding.word.weight"), "float32")
-        if template and self._is_described_by(template):
-            key = "torch_dtype" if "torch_dtype" in template else "dtype"
-            return {**template, key: dtype}
+        if template and template.get("model_type") == self.family.name:
+            described = self.family.read(Settings(template, CONFIG))
+            model = described.model
+            if self.family.head_follows_files and self.model.untie_embeddings_and_output_weights:
+                model = replace(model, untie_embeddings_and_output_weights=True)
+            is_same = not differing_fields(self.family, self.model, model)
+            if is_same and described.vocab == self.vocab:
+                key = "torch_dtype" if "torch_dtype" in template else "dtype"
+                return {**template, key: dtype}
         kept = dict(harmless(template or {}))
         kept.pop("dtype", None)
         architecture = self.family.architecture(frozenset(rule.piece for rule in self._rules()))
@@ -104,15 +112,6 @@ class Export:
             "torch_dtype": dtype,
         }
 
-    def _is_described_by(self, template: Mapping[str, Any]) -> bool:
-        if template.get("model_type") != self.family.name:
-            return False
-        described = self.family.read(Settings(template, CONFIG))
-        model = described.model
-        if self.family.head_follows_files and self.model.untie_embeddings_and_output_weights:
-            model = replace(model, untie_embeddings_and_output_weights=True)
-        return described.vocab == self.vocab and not differing_fields(self.model, model)
-
 
 def write_folder(
     folder: Path,
@@ -122,36 +121,42 @@ def write_folder(
     max_shard_bytes: int,
     check: Check | None = None,
 ) -> None:
-    """Write a new folder; it has its name only once it is whole.
+    """Write a new folder, which has its name only once it is whole.
 
     Args:
-        folder: must not exist, or be empty.
-        export: what.
-        companions: further files by name; config.json among them is the template, see
-            `Export.config`.
-        max_shard_bytes: a shard gets no further tensor that would make it larger.
-        check: a look at the folder before it has its name, see `durable.check_unpublished`.
+        folder: The folder, which must not exist, or be empty.
+        export: What to write.
+        companions: Further files by name, config.json among them.
+        max_shard_bytes: A shard gets no further tensor that would make it larger.
+        check: A look at the folder before it has its name (`durable.check_unpublished`).
 
     Raises:
-        StorageError: it cannot be written; nothing is left behind.
-        CheckpointError: there is something already, or the checkpoint does not fit the family.
+        StorageError: It cannot be written; nothing is left behind.
+        CheckpointError: There is something already, or the checkpoint does not fit the family.
     """
     folder = folder.absolute()
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise CheckpointError(f"--save-dir {folder} exists: give a new folder")
     shards = plan_shards(export.tensors(), max_shard_bytes)
+    total = sum(map(_size, shards.values()))
     temporary = folder.with_name(folder.name + unique_suffix(TEMPORARY))
     try:
         with storage_errors(folder):
             temporary.mkdir(parents=True)
-            _check_space(temporary, sum(_size(shard) for shard in shards.values()))
+            disk = os.statvfs(temporary)
+            free = disk.f_bavail * disk.f_frsize
+            if free < total:
+                needed = f"{total:,} bytes are needed and {free:,} are free"
+                raise StorageError(f"--save-dir {folder.parent}: {needed}")
             for name, data in companions.items():
                 write_file(temporary / name, data)
             for name, tensors in shards.items():
                 header, places = plan_shard(tensors, metadata={"format": "pt"})
                 write_shard(temporary / name, tensors, header, places)
             if len(shards) > 1:
-                write_file(temporary / INDEX, _index(shards))
+                held = {name: file for file, tensors in shards.items() for name in tensors}
+                index = {"metadata": {"total_size": total}, "weight_map": held}
+                write_file(temporary / INDEX, json_bytes(index))
             sync_folder(temporary)
         check_unpublished(check, temporary, folder)
         with storage_errors(folder):
@@ -162,20 +167,16 @@ def write_folder(
         raise
 
 
-def _check_space(folder: Path, need: int) -> None:
-    disk = os.statvfs(folder)
-    free = disk.f_bavail * disk.f_frsize
-    if free < need:
-        raise StorageError(
-            f"--save-dir {folder.parent}: {need:,} bytes are needed and {free:,} are free"
-        )
-
-
 def plan_shards(tensors: Tensors, most: int) -> dict[str, Tensors]:
-    """Files by name, with their tensors, in order; at most `most` bytes each where possible."""
+    """Return files by name, with their tensors, in order.
+
+    Args:
+        tensors: All tensors.
+        most: Bytes that a file may have, unless a single tensor has more.
+    """
     groups: list[Tensors] = [{}]
     for name, tensor in tensors.items():
-        if groups[-1] and _size(groups[-1]) + _bytes(tensor) > most:
+        if groups[-1] and _size(groups[-1]) + _size({name: tensor}) > most:
             groups.append({})
         groups[-1][name] = tensor
     if len(groups) == 1:
@@ -186,15 +187,5 @@ def plan_shards(tensors: Tensors, most: int) -> dict[str, Tensors]:
     }
 
 
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _size(tensors: Tensors) -> int:
-    return sum(map(_bytes, tensors.values()))
-
-
-def _index(shards: Mapping[str, Tensors]) -> bytes:
-    total = sum(map(_size, shards.values()))
-    places = {name: file for file, tensors in shards.items() for name in tensors}
-    return json_bytes({"metadata": {"total_size": total}, "weight_map": places})
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

@@ -1,4 +1,4 @@
-"""A file's pickled command line: as plain JSON when read, as Megatron's Namespace when written."""
+"""A file's pickled command line: plain JSON when read, Megatron's Namespace when written."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from megatron.config.yaml_file import to_dict
 from megatron.errors import CheckpointError
 
 _MAX_LIST = 10_000
+_DROPPED = object()
 
 # What describes the network: names that are the same on both sides.
 _MODEL_FIELDS = (
@@ -30,10 +31,19 @@ _MODEL_FIELDS = (
     "attention_dropout",
     "hidden_dropout",
 )
+# What a model needs to run, beside its network, by sections of `RunOptions`.
+_OTHER_FIELDS = {
+    "tokenizer": (
+        *("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size"),
+        "vocab_extra_ids",
+    ),
+    "data": ("seq_length",),
+    "precision": ("fp16", "bf16"),
+}
 
 
 def plain_arguments(args: Any) -> dict[str, Json]:
-    """The Namespace's fields that are scalars or flat lists; a missing Namespace is empty."""
+    """Return the Namespace's fields that are scalars or flat lists; a missing one is empty."""
     if args is None:
         return {}
     if not isinstance(args, Namespace):
@@ -42,11 +52,8 @@ def plain_arguments(args: Any) -> dict[str, Json]:
     return {key: value for key, value in plain.items() if value is not _DROPPED}
 
 
-_DROPPED = object()
-
-
 def _plain(value: Any) -> Json:
-    """Not recursive: a small pickle can hold an endless tree."""
+    """Return a field as JSON. Not recursive: a small pickle can hold an endless tree."""
     if isinstance(value, list | tuple) and len(value) <= _MAX_LIST:
         scalars = [_scalar(one) for one in value]
         return scalars if _DROPPED not in scalars else _DROPPED
@@ -62,21 +69,13 @@ def _scalar(value: Any) -> Json:
 
 
 def legacy_surroundings(args: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
-    """What a model needs to run, beside its network, by `RunOptions`' sections.
+    """Return what a model needs to run, beside its network, by `RunOptions`' sections.
 
     Files of a tokenizer are named as the run named them: they may be elsewhere now.
     """
-    kept = {
-        "tokenizer": (
-            *("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size"),
-            "vocab_extra_ids",
-        ),
-        "data": ("seq_length",),
-        "precision": ("fp16", "bf16"),
-    }
     sections = {
         section: {name: args[name] for name in names if args.get(name) is not None}
-        for section, names in kept.items()
+        for section, names in _OTHER_FIELDS.items()
     }
     if sections["tokenizer"].get("tokenizer_type") not in TOKENIZER_TYPES:
         sections["tokenizer"].pop("tokenizer_type", None)
@@ -84,7 +83,7 @@ def legacy_surroundings(args: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
 
 
 def legacy_config(args: Mapping[str, Json], architecture: str = "gpt") -> dict[str, Json]:
-    """A network's shape for `--use-checkpoint-args`, under `ModelConfig`'s names.
+    """Return a network's shape for `--use-checkpoint-args`, under `ModelConfig`'s names.
 
     Fields that the file's version did not have are left out: their defaults hold.
     """
@@ -104,13 +103,16 @@ def legacy_config(args: Mapping[str, Json], architecture: str = "gpt") -> dict[s
 
 
 def optimizer_config(args: Mapping[str, Json]) -> dict[str, Json]:
-    """The optimizer's settings, under `OptimizerConfig`'s names."""
+    """Return the optimizer's settings, under `OptimizerConfig`'s names."""
     names = (field.name for field in fields(OptimizerConfig))
     return {name: args[name] for name in names if args.get(name) is not None}
 
 
 def consumed_samples(args: Mapping[str, Json], iteration: int) -> int:
-    """Training samples seen: as saved, or for older files iterations times the batch size."""
+    """Return the training samples seen.
+
+    The number is the saved one, or for older files iterations times the batch size.
+    """
     if "consumed_train_samples" in args:
         return int(args["consumed_train_samples"])
     if "global_batch_size" in args:
@@ -129,40 +131,48 @@ def megatron_arguments(
     rows: int,
     data_parallel: int,
 ) -> argparse.Namespace:
-    """The command line as Megatron 23.08 would have had it.
+    """Return the command line as Megatron 23.08 would have had it.
 
-    Our values under their names, which are Megatron's in most cases; over them what the checkpoint
-    kept of an older Namespace; over those what the file itself decides.
+    It has our values under their names, which are Megatron's in most cases; over them what the
+    checkpoint kept of an older Namespace; over those what the file itself decides.
 
     Args:
-        config: the run that wrote the checkpoint, or that it stands for.
-        meta: the checkpoint's.
-        dtype: of the weights.
-        rows: of the word embedding.
-        data_parallel: processes that hold the same weights.
+        config: The run that wrote the checkpoint, or that it stands for.
+        meta: The checkpoint's meta data.
+        dtype: The number type of the weights.
+        rows: The rows of the word embedding.
+        data_parallel: The number of processes that hold the same weights.
     """
     values = {name: value for part in to_dict(config).values() for name, value in part.items()}
-    model, parallel = config.model, config.parallel
-    chunks = chunks_of(model.num_layers, parallel)
-    stages = parallel.pipeline_model_parallel_size
+    model, parallel, evaluation = config.model, config.parallel, config.evaluation
+    layers, stages = model.num_layers, parallel.pipeline_model_parallel_size
+    chunks = chunks_of(layers, parallel)
+    split_rank = None
+    if model.decoder_layers and stages > 1:  # the stage on which a T5's decoder begins
+        parts = plan_model(model, parallel)
+        split_rank = sum(part.layers.start < layers for part in parts)
+    evaluated = 0  # validation samples that the run has seen; Megatron evaluates before it saves
+    if evaluation.eval_interval:
+        times = evaluations_until(config, meta.get("iteration", 0))
+        evaluated = times * evaluation.eval_iters * (config.training.global_batch_size or 0)
     values |= {
         "DDP_impl": parallel.ddp_impl,
         "layernorm_epsilon": model.norm_epsilon,
-        "encoder_num_layers": model.num_layers,
+        "encoder_num_layers": layers,
         "encoder_seq_length": config.data.seq_length,
         "add_position_embedding": model.position_embedding_type != "none",
         "use_rotary_position_embeddings": model.position_embedding_type == "rope",
         "transformer_impl": "local",
-        "consumed_valid_samples": _evaluated(config, meta.get("iteration", 0)),
+        "consumed_valid_samples": evaluated,
     }
     values |= dict(meta.get("legacy_args") or {})
     values |= {
         "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
         "pipeline_model_parallel_size": stages,
         "transformer_pipeline_model_parallel_size": stages,
-        "pipeline_model_parallel_split_rank": _split_rank(config),
+        "pipeline_model_parallel_split_rank": split_rank,
         "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
-        "num_layers_per_virtual_pipeline_stage": model.num_layers // (stages * chunks)
+        "num_layers_per_virtual_pipeline_stage": layers // (stages * chunks)
         if chunks > 1
         else None,
         "data_parallel_size": data_parallel,
@@ -178,20 +188,3 @@ def megatron_arguments(
     }
     values.pop("model_type", None)  # an enum of Megatron's; its loader does not ask for it
     return argparse.Namespace(**values)
-
-
-def _split_rank(config: ModelRun) -> int | None:
-    """The stage on which a T5's decoder begins; None on a single one, and of other networks."""
-    if config.model.architecture != "t5" or config.parallel.pipeline_model_parallel_size == 1:
-        return None
-    parts = plan_model(config.model, config.parallel)
-    return sum(part.layers.start < config.model.num_layers for part in parts)
-
-
-def _evaluated(config: ModelRun, iteration: int) -> int:
-    """Validation samples that a run has seen; Megatron evaluates before it saves."""
-    evaluation = config.evaluation
-    if not evaluation.eval_interval:
-        return 0
-    times = evaluations_until(config, iteration)
-    return times * evaluation.eval_iters * (config.training.global_batch_size or 0)

@@ -1,11 +1,9 @@
-"""Where Megatron-LM 23.08 keeps every parameter: which file, under which name, which part of it.
+"""Plan where Megatron-LM 23.08 keeps every parameter: which file, which name, which part of it.
 
-A plan, as data. The order of a file's parameters is that in which Megatron registers them, by
-which its optimizer numbers them.
-
-Where a T5's decoder begins on a later stage (`--pipeline-model-parallel-split-rank`) that stage has
-a copy of all embeddings, and the last one a copy of the word embeddings for the output, unless it
-is that stage.
+The order of a file's parameters is that in which Megatron registers them, by which its optimizer
+numbers them. If a T5's decoder begins on a later stage (`--pipeline-model-parallel-split-rank`),
+that stage has a copy of all embeddings, and the last one has a copy of the word embeddings for the
+output, unless it is that stage.
 """
 
 from __future__ import annotations
@@ -15,7 +13,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.checkpoint.entries import Box
-from megatron.checkpoint.legacy.names import Arrangement, megatron_path
+from megatron.checkpoint.legacy.names import (
+    AFTER_LAYERS,
+    DECODER_LAYER,
+    EMBEDDINGS,
+    HEADS,
+    KINDS,
+    LAYER,
+    TIED_COPY,
+    Arrangement,
+    megatron_path,
+    parameters_of,
+)
 from megatron.config.stages import ModelPart, megatron_misfit, parts_of_stage
 from megatron.errors import CheckpointError
 
@@ -23,48 +32,9 @@ VERSION = 3.0  # `checkpoint_version` of what is written
 _WORDS = "embedding.word.weight"
 _VOCABULARY = (_WORDS, "output.weight", "output.bias")
 _TIED = "(tied)"
-_TIED_PATH = ("word_embeddings_for_head", "weight")
 _ENCODER_LAYER = re.compile(r"encoder\.layers\.\d+\.attention_norm\.weight")  # one of each
 
-# In the order of registration; those that a model lacks are left out.
-_BEFORE_LAYERS = (
-    "embedding.word.weight",
-    "embedding.position.weight",
-    "embedding.token_type.weight",
-)
-_ATTENTION = ("attention_norm", "attention.qkv", "attention.output")
-_MLP = ("mlp_norm", "mlp.up", "mlp.down")
-_CROSS = (
-    "cross_norm",
-    "cross_attention.query",
-    "cross_attention.key_value",
-    "cross_attention.output",
-)
-_KINDS = ("weight", "bias")
-_IN_LAYER = {
-    "": (*_ATTENTION, *_MLP),
-    "encoder.": (*_ATTENTION, *_MLP),
-    "decoder.": (*_ATTENTION, *_CROSS, *_MLP),
-}
-_AFTER_LAYERS = (
-    "pooler.dense.weight",
-    "pooler.dense.bias",
-    "output.weight",
-)
-# Here the last stage has its copy of tied word embeddings.
-_LAST = (
-    "output.bias",
-    "head.dense.weight",
-    "head.dense.bias",
-    "head.norm.weight",
-    "head.norm.bias",
-    "binary_head.weight",
-    "binary_head.bias",
-    "classification_head.weight",
-    "classification_head.bias",
-    "multichoice_head.weight",
-    "multichoice_head.bias",
-)
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -72,9 +42,9 @@ class FileParameter:
     """A parameter in a file.
 
     Attributes:
-        path: keys under `model`, outermost first.
-        name: ours.
-        box: the part of ours that the file holds.
+        path: Keys under `model`, outermost first.
+        name: Our name.
+        box: The part of ours that the file holds.
     """
 
     path: tuple[str, ...]
@@ -83,7 +53,7 @@ class FileParameter:
 
     @property
     def is_decayed(self) -> bool:
-        """Whether Megatron applies weight decay to it: matrices, but no bias."""
+        """Whether Megatron applies weight decay to it: to matrices, but to no bias."""
         return not self.path[-1].endswith("bias") and len(self.box.shape) > 1
 
 
@@ -93,9 +63,9 @@ class FilePlan:
 
     Attributes:
         folder: `mp_rank_TT` or `mp_rank_TT_PPP`.
-        tensor_rank: which tensor-parallel part.
-        stage: which pipeline stage.
-        chunks: parameters of each of the stage's virtual stages.
+        tensor_rank: Which tensor-parallel part it is.
+        stage: Which pipeline stage it is.
+        chunks: The parameters of each of the stage's virtual stages.
     """
 
     folder: str
@@ -103,39 +73,34 @@ class FilePlan:
     stage: int
     chunks: tuple[tuple[FileParameter, ...], ...]
 
-    def slots(self) -> list[FileParameter]:
-        """All of them, in the optimizer's order: decayed ones first."""
-        found = [slot for chunk in self.chunks for slot in chunk]
-        return sorted(found, key=lambda slot: not slot.is_decayed)
+    def parameters(self) -> list[FileParameter]:
+        """Return all of them in the optimizer's order: decayed ones first."""
+        found = [one for chunk in self.chunks for one in chunk]
+        return sorted(found, key=lambda one: not one.is_decayed)
 
 
 def plan_files(
-    shapes: Mapping[str, tuple[int, ...]],
-    parts: Sequence[ModelPart],
-    *,
-    tensor: int,
-    stages: int,
-    swiglu: bool,
+    shapes: Shapes, parts: Sequence[ModelPart], *, tensor: int, stages: int, gated: bool
 ) -> list[FilePlan]:
-    """The files of a checkpoint, by stage and tensor rank.
+    """Plan the files of a checkpoint, by stage and tensor rank.
 
     Args:
-        shapes: of all parameters, by our names without "model.".
-        parts: the model's, first to last; of every stage equally many, of equal size.
-        tensor: tensor-parallel ranks.
-        stages: pipeline stages.
-        swiglu: the up projections hold gate and up.
+        shapes: The shapes of all parameters, by our names without "model.".
+        parts: The model's parts, first to last; each stage has as many, of equal size.
+        tensor: The number of tensor-parallel ranks.
+        stages: The number of pipeline stages.
+        gated: The up projections hold gate and up.
 
     Raises:
-        CheckpointError: a parameter has no place in Megatron's model, or cannot be split so.
+        CheckpointError: A parameter has no place in Megatron's model, or cannot be split so.
     """
     _check(shapes, parts, stages)
-    arrangement = Arrangement(VERSION, heads=0, swiglu=swiglu)
+    arrangement = Arrangement(VERSION, heads=0, gated=gated)
     plans = []
     for stage in range(stages):
         for rank in range(tensor):
             chunks = tuple(
-                tuple(_slots(shapes, part, arrangement, rank, tensor))
+                tuple(_parameters(shapes, part, arrangement, rank, tensor))
                 for part in parts_of_stage(list(parts), stage, stages)
             )
             folder = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if stages > 1 else "")
@@ -143,7 +108,7 @@ def plan_files(
     return plans
 
 
-def _check(shapes: Mapping[str, tuple[int, ...]], parts: Sequence[ModelPart], stages: int) -> None:
+def _check(shapes: Shapes, parts: Sequence[ModelPart], stages: int) -> None:
     placed = {name for part in parts for name in _names(shapes, part)}
     extra = sorted(shapes.keys() - placed)
     if extra:
@@ -164,62 +129,56 @@ def _check(shapes: Mapping[str, tuple[int, ...]], parts: Sequence[ModelPart], st
         raise CheckpointError(f"Megatron-LM 23.08 {misfit}: {remedy}")
 
 
-def _names(shapes: Mapping[str, tuple[int, ...]], part: ModelPart) -> Iterator[str]:
-    """All that could stand in a part of a model, in Megatron's order; _TIED for the copy."""
-    encoder = _encoder_layers(shapes)
-    has_embedding = part.embedding or (encoder > 0 and part.layers.start == encoder)
-    if has_embedding:
-        yield from _BEFORE_LAYERS
-    for stack, (layers, ends) in _stacks(shapes, part).items():
-        modules = [f"layers.{index}.{name}" for index in layers for name in _IN_LAYER[stack]]
-        modules += ["final_norm"] * ends
-        yield from (f"{stack}{module}.{kind}" for module in modules for kind in _KINDS)
-    if part.head:
-        yield from _AFTER_LAYERS
-        if not has_embedding:
-            yield _TIED
-        yield from _LAST
-
-
-def _encoder_layers(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Of a T5; 0 of the others."""
+def _encoder_layers(shapes: Shapes) -> int:
+    """Return the layers of a T5's encoder, and 0 for other networks."""
     return sum(_ENCODER_LAYER.fullmatch(name) is not None for name in shapes)
 
 
-def _stacks(
-    shapes: Mapping[str, tuple[int, ...]], part: ModelPart
-) -> dict[str, tuple[range, bool]]:
-    """By what our names of a part's layers begin with: their numbers, and whether the last of the
-    stack is among them. A T5 has two stacks."""
+def _stacks(shapes: Shapes, part: ModelPart) -> Iterator[tuple[str, range, bool]]:
+    """Yield the stacks of a part: what their names begin with, its layers, whether it ends them."""
     encoder = _encoder_layers(shapes)
-    if not encoder:
-        return {"": (part.layers, part.head)}
-    of_encoder, of_decoder = part.halves(encoder)
-    ends = encoder - 1 in of_encoder
-    return {"encoder.": (of_encoder, ends), "decoder.": (of_decoder, part.head)}
+    if encoder:
+        of_encoder, of_decoder = part.halves(encoder)
+        yield "encoder.", of_encoder, encoder - 1 in of_encoder
+        yield "decoder.", of_decoder, part.head
+    else:
+        yield "", part.layers, part.head
 
 
-def _slots(
-    shapes: Mapping[str, tuple[int, ...]],
-    part: ModelPart,
-    arrangement: Arrangement,
-    rank: int,
-    ranks: int,
+def _names(shapes: Shapes, part: ModelPart) -> Iterator[str]:
+    """Yield all that could stand in a part, in Megatron's order, and _TIED for the copy."""
+    encoder = _encoder_layers(shapes)
+    has_embedding = part.embedding or (encoder > 0 and part.layers.start == encoder)
+    if has_embedding:
+        yield from parameters_of(EMBEDDINGS)
+    for stack, layers, ends in _stacks(shapes, part):
+        table = DECODER_LAYER if stack == "decoder." else LAYER
+        modules = [f"layers.{index}.{module}" for index in layers for module in table]
+        modules += ["final_norm"] * ends
+        yield from (f"{stack}{module}.{kind}" for module in modules for kind in KINDS)
+    if part.head:
+        yield from parameters_of(AFTER_LAYERS)
+        if not has_embedding:
+            yield _TIED
+        yield from parameters_of(HEADS)
+
+
+def _parameters(
+    shapes: Shapes, part: ModelPart, arrangement: Arrangement, rank: int, ranks: int
 ) -> Iterator[FileParameter]:
-    stacks = _stacks(shapes, part)
+    stacks = list(_stacks(shapes, part))
     for name in _names(shapes, part):
         if name == _TIED and "output.weight" not in shapes:
-            yield FileParameter(
-                _TIED_PATH, _WORDS, _box(_WORDS, shapes[_WORDS], arrangement, rank, ranks)
-            )
+            box = _box(_WORDS, shapes[_WORDS], arrangement, rank, ranks)
+            yield FileParameter(TIED_COPY, _WORDS, box)
         elif name in shapes:
-            starts = [found[0].start for stack, found in stacks.items() if name.startswith(stack)]
-            path = megatron_path(name, *starts or [0])
-            yield FileParameter(path, name, _box(name, shapes[name], arrangement, rank, ranks))
+            first = next((layers.start for stack, layers, _ in stacks if name.startswith(stack)), 0)
+            box = _box(name, shapes[name], arrangement, rank, ranks)
+            yield FileParameter(megatron_path(name, first), name, box)
 
 
 def _box(name: str, shape: tuple[int, ...], arrangement: Arrangement, rank: int, ranks: int) -> Box:
-    """The part of a parameter that a tensor-parallel rank holds."""
+    """Return the part of a parameter that a tensor-parallel rank holds."""
     dim = arrangement.split_dim(name)
     if dim is None:
         return Box.whole(shape)

@@ -1,8 +1,8 @@
 """Megatron's parameters by our names, and how its files split and order them.
 
-Read are GPT, BERT and T5 trees of v1.0 to 23.08 and of the Llama-2 fork, and by `core_names` flat
-ones of Megatron Core (GPT); a layer's number in a file counts from the first layer of its stage, or
-of its virtual stage.
+These are read: GPT, BERT and T5 trees of v1.0 to 23.08 and of the Llama-2 fork, and the flat trees
+of Megatron Core (GPT), which its `torch` format holds since 2023. A layer's number in a file counts
+from the first layer of its stage, or of its virtual stage.
 """
 
 from __future__ import annotations
@@ -18,136 +18,129 @@ import torch
 from megatron.checkpoint.legacy.unpickler import TensorRef
 from megatron.errors import CheckpointError
 
-_CORE_TIED_COPY = "output_layer.weight"  # on the last stage, where the word embeddings are tied
+KINDS = ("weight", "bias")
 
-_CORE_WHOLE = {
-    "embedding.word_embeddings.weight": "embedding.word.weight",
-    "embedding.position_embeddings.weight": "embedding.position.weight",
-    "output_layer.weight": "output.weight",
-    "decoder.final_layernorm.weight": "final_norm.weight",
-    "decoder.final_layernorm.bias": "final_norm.bias",
+# Our modules with Megatron's names: first that of 23.08, then older ones and those of the fork.
+# They stand in the order in which Megatron registers them.
+Modules = Mapping[str, tuple[str, ...]]
+EMBEDDINGS: Modules = {
+    "embedding.word": ("embedding.word_embeddings",),
+    "embedding.position": ("embedding.position_embeddings",),
+    "embedding.token_type": ("embedding.tokentype_embeddings",),
 }
-_CORE_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_CORE_LINEAR = {
-    "self_attention.linear_qkv": "attention.qkv",
-    "self_attention.linear_proj": "attention.output",
-    "self_attention.q_layernorm": "attention.query_norm",
-    "self_attention.k_layernorm": "attention.key_norm",
-    "mlp.linear_fc1": "mlp.up",
-    "mlp.linear_fc2": "mlp.down",
-    "input_layernorm": "attention_norm",
-    "pre_mlp_layernorm": "mlp_norm",
+_ATTENTION: Modules = {
+    "attention_norm": ("input_layernorm", "input_norm"),
+    "attention.qkv": ("self_attention.query_key_value", "attention.query_key_value"),
+    "attention.output": ("self_attention.dense", "attention.dense"),
 }
-_CORE_PARTS = {
-    f"{theirs}.{kind}": f"{ours}.{kind}"
-    for theirs, ours in _CORE_LINEAR.items()
-    for kind in ("weight", "bias")
-} | {
-    f"{linear}.layer_norm_{kind}": f"{norm}.{kind}"
-    for linear, norm in (
-        ("self_attention.linear_qkv", "attention_norm"),
-        ("mlp.linear_fc1", "mlp_norm"),
-    )
-    for kind in ("weight", "bias")
+_MLP: Modules = {"mlp.up": ("mlp.dense_h_to_4h",), "mlp.down": ("mlp.dense_4h_to_h",)}
+LAYER: Modules = {
+    **_ATTENTION,
+    "mlp_norm": ("post_attention_layernorm", "post_attention_norm"),
+    **_MLP,
 }
-
-
-def _is_core_state(path: str) -> bool:
-    """Whether an entry is state that follows from the flags: fp8 scales, rotary frequencies."""
-    return path.endswith(("_extra_state", "inv_freq"))
-
-
-def _our_core_name(path: str, first_layer: int, *, tied: bool) -> str | None:
-    """Our name; None for the copy of tied word embeddings that the last stage holds.
-
-    Raises:
-        CheckpointError: our GPT has no such parameter.
-    """
-    if path == _CORE_TIED_COPY and tied:
-        return None
-    if path in _CORE_WHOLE:
-        return _CORE_WHOLE[path]
-    match = _CORE_LAYER.fullmatch(path)
-    if match and match.group(2) in _CORE_PARTS:
-        return f"layers.{first_layer + int(match.group(1))}.{_CORE_PARTS[match.group(2)]}"
-    raise CheckpointError(f"parameter {path} has no place in our GPT")
-
-
-def _core_layers(paths: list[str]) -> int:
-    """How many layers the entries are of."""
-    matches = (_CORE_LAYER.fullmatch(path) for path in paths)
-    return len({match.group(1) for match in matches if match})
-
-
-_EMBEDDINGS = {
-    "word_embeddings.weight": "embedding.word.weight",
-    "position_embeddings.weight": "embedding.position.weight",
-    "tokentype_embeddings.weight": "embedding.token_type.weight",
+# A decoder's layer attends to the encoder before its MLP.
+DECODER_LAYER: Modules = {
+    **_ATTENTION,
+    "cross_norm": ("post_attention_layernorm", "post_attention_norm"),
+    "cross_attention.query": ("inter_attention.query",),
+    "cross_attention.key_value": ("inter_attention.key_value",),
+    "cross_attention.output": ("inter_attention.dense",),
+    "mlp_norm": ("post_inter_attention_layernorm", "post_inter_attention_norm"),
+    **_MLP,
 }
-_LAYER = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)")
-_LAYER_PARTS = {
-    "input_layernorm": "attention_norm",
-    "input_norm": "attention_norm",
-    "self_attention.query_key_value": "attention.qkv",
-    "self_attention.dense": "attention.output",
-    "attention.query_key_value": "attention.qkv",
-    "attention.dense": "attention.output",
-    "post_attention_layernorm": "mlp_norm",
-    "post_attention_norm": "mlp_norm",
-    "mlp.dense_h_to_4h": "mlp.up",
-    "mlp.dense_4h_to_h": "mlp.down",
+_FINAL_NORM = ("final_layernorm", "final_norm")
+AFTER_LAYERS: Modules = {"pooler.dense": ("pooler.dense",), "output": ("output_layer",)}
+# These stand beside `language_model`, not in it. Before them the last stage has its copy of tied
+# word embeddings. The last two are heads of tasks: BERT that chooses among classes, or among texts.
+HEADS: Modules = {
+    "output": ("lm_head",),
+    "head.dense": ("lm_head.dense",),
+    "head.norm": ("lm_head.layernorm", "lm_head.norm"),
+    "binary_head": ("binary_head",),
+    "classification_head": ("classification_head",),
+    "multichoice_head": ("multichoice_head",),
 }
-# In front of its MLP a decoder's layer has its attention to the encoder.
-_DECODER_PARTS = _LAYER_PARTS | {
-    "post_attention_layernorm": "cross_norm",
-    "post_attention_norm": "cross_norm",
-    "inter_attention.query": "cross_attention.query",
-    "inter_attention.key_value": "cross_attention.key_value",
-    "inter_attention.dense": "cross_attention.output",
-    "post_inter_attention_layernorm": "mlp_norm",
-    "post_inter_attention_norm": "mlp_norm",
-}
-_HEADS = {
-    "output_layer.weight": "output.weight",
-    "pooler.dense.weight": "pooler.dense.weight",
-    "pooler.dense.bias": "pooler.dense.bias",
-    "lm_head.bias": "output.bias",
-    "lm_head.dense.weight": "head.dense.weight",
-    "lm_head.dense.bias": "head.dense.bias",
-    "lm_head.layernorm.weight": "head.norm.weight",
-    "lm_head.layernorm.bias": "head.norm.bias",
-    "lm_head.norm.weight": "head.norm.weight",
-    "lm_head.norm.bias": "head.norm.bias",
-    "binary_head.weight": "binary_head.weight",
-    "binary_head.bias": "binary_head.bias",
-    # of its tasks: BERT that chooses among classes, or among texts
-    "classification_head.weight": "classification_head.weight",
-    "classification_head.bias": "classification_head.bias",
-    "multichoice_head.weight": "multichoice_head.weight",
-    "multichoice_head.bias": "multichoice_head.bias",
-}
-_FINAL = {
-    f"final_{norm}.{kind}": f"final_norm.{kind}"
-    for norm in ("layernorm", "norm")
-    for kind in ("weight", "bias")
-}
-_COLUMN = re.compile(
-    r"embedding\.word\.weight|output\.(weight|bias)|((en|de)coder\.)?layers\.\d+\."
-    r"(attention\.qkv|cross_attention\.query|cross_attention\.key_value|mlp\.up)\.(weight|bias)"
-)
-_ROW = re.compile(
-    r"((en|de)coder\.)?layers\.\d+\.(attention\.output|cross_attention\.output|mlp\.down)\.weight"
-)
+TIED_COPY = ("word_embeddings_for_head", "weight")
+_BESIDE = dict.fromkeys(names[0].partition(".")[0] for names in HEADS.values())
 
-_BESIDE = (
-    "lm_head",
-    "binary_head",
-    "classification_head",
-    "multichoice_head",
-)  # beside `language_model`, not in it
+_LAYER_NAME = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)")
+_OURS = re.compile(r"(?:(encoder|decoder)\.)?(?:layers\.(\d+)\.(.+)|final_norm)\.(weight|bias)")
+_SPLIT_OUTPUTS = {
+    "embedding.word",
+    "output",
+    "attention.qkv",
+    "cross_attention.query",
+    "cross_attention.key_value",
+    "mlp.up",
+}
+_SPLIT_INPUTS = {"attention.output", "cross_attention.output", "mlp.down"}
 _MAX_CHUNKS = 1000
 _MAX_DEPTH = 2
 _MAX_NAMES = 100_000
+
+
+_ONLY_KIND = {theirs[0]: "weight" for theirs in EMBEDDINGS.values()} | {
+    "output_layer": "weight",
+    "lm_head": "bias",
+}
+
+
+def parameters_of(modules: Modules) -> dict[str, list[str]]:
+    """Return our names of the modules' parameters, each with Megatron's."""
+    return {
+        f"{ours}.{kind}": [f"{name}.{kind}" for name in theirs]
+        for ours, theirs in modules.items()
+        for kind in KINDS
+        if _ONLY_KIND.get(theirs[0], kind) == kind
+    }
+
+
+_OUTSIDE = parameters_of(EMBEDDINGS) | parameters_of(AFTER_LAYERS) | parameters_of(HEADS)
+_READ_OUTSIDE = {theirs: ours for ours, names in _OUTSIDE.items() for theirs in names}
+_LAYERS = {"encoder": LAYER, "decoder": DECODER_LAYER}
+_READ_LAYERS = {
+    stack: {theirs: ours for ours, names in modules.items() for theirs in names}
+    for stack, modules in _LAYERS.items()
+}
+
+# Megatron Core: `decoder.layers.3.self_attention.linear_qkv.weight` and so on. With Transformer
+# Engine a normalization's weights are kept by the linear layer after it.
+_CORE_OUTPUT = "output_layer.weight"  # on the last stage a copy, if the word embeddings are tied
+_CORE_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_CORE_OUTSIDE = {
+    "embedding.word_embeddings.weight": "embedding.word.weight",
+    "embedding.position_embeddings.weight": "embedding.position.weight",
+    _CORE_OUTPUT: "output.weight",
+    "decoder.final_layernorm.weight": "final_norm.weight",
+    "decoder.final_layernorm.bias": "final_norm.bias",
+}
+_CORE_PARTS = {
+    "self_attention.linear_qkv.": "attention.qkv.",
+    "self_attention.linear_proj.": "attention.output.",
+    "self_attention.q_layernorm.": "attention.query_norm.",
+    "self_attention.k_layernorm.": "attention.key_norm.",
+    "mlp.linear_fc1.": "mlp.up.",
+    "mlp.linear_fc2.": "mlp.down.",
+    "input_layernorm.": "attention_norm.",
+    "pre_mlp_layernorm.": "mlp_norm.",
+    "self_attention.linear_qkv.layer_norm_": "attention_norm.",
+    "mlp.linear_fc1.layer_norm_": "mlp_norm.",
+}
+
+
+class FirstLayers(NamedTuple):
+    """Numbers of a stage's first layer in a GPT, a BERT or a T5's encoder, and in its decoder."""
+
+    encoder: int
+    decoder: int = 0
+
+
+class Network(NamedTuple):
+    """What a tree's keys tell of its network: its architecture, and whether it has a decoder."""
+
+    architecture: str
+    has_decoder: bool = False
 
 
 @dataclass(frozen=True)
@@ -155,8 +148,8 @@ class Parameter:
     """A parameter of a file, in Megatron's order.
 
     Attributes:
-        name: ours; None for the copy of tied word embeddings that the last stage holds.
-        tensor: where its values are.
+        name: Our name; None for the copy of tied word embeddings that the last stage holds.
+        tensor: Where its values are.
         is_bias: Megatron's name ends in `.bias`.
     """
 
@@ -171,7 +164,7 @@ class Parameter:
 
 
 def chunks_of_tree(tree: Mapping[str, Any]) -> list[Any]:
-    """What stands under `model`, or with virtual stages under `model0`, `model1`, ..."""
+    """Return what stands under `model`, or with virtual stages under `model0`, `model1`, ..."""
     if "model0" not in tree:
         return [tree.get("model")]
     numbered = (tree.get(f"model{index}") for index in range(_MAX_CHUNKS))
@@ -179,50 +172,38 @@ def chunks_of_tree(tree: Mapping[str, Any]) -> list[Any]:
 
 
 def is_core(tree: Mapping[str, Any]) -> bool:
-    """Whether a file is Megatron Core's: names in one flat dict."""
+    """Return whether a file is Megatron Core's: names in one flat dict."""
     model = chunks_of_tree(tree)[0]
     return isinstance(model, dict) and any(
         str(key).startswith(("decoder.", "embedding.")) for key in model
     )
 
 
-def architecture_of(models: Iterable[Any]) -> str:
-    """The kind of network that trees are parts of, see `ModelConfig.architecture`."""
+def network_of(models: Iterable[Any]) -> Network:
+    """Return the kind of network that trees are parts of."""
     trees = [model for model in models if isinstance(model, dict)]
     keys = {key for model in trees for key in model}
     for language in (model.get("language_model") for model in trees):
         keys |= set(language) if isinstance(language, dict) else set()
     if "decoder" in keys:
-        return "t5"
-    return "bert" if keys & {"lm_head", "pooler"} else "gpt"
-
-
-class FirstLayers(NamedTuple):
-    """Numbers of a stage's first layer in a GPT, a BERT or a T5's encoder, and in its decoder."""
-
-    encoder: int
-    decoder: int = 0
+        return Network("t5", has_decoder=True)
+    return Network("bert" if keys & {"lm_head", "pooler"} else "gpt")
 
 
 def list_parameters(
-    model: Any,
-    first: FirstLayers,
-    *,
-    architecture: str = "gpt",
-    tied: bool = True,
-    is_first: bool = True,
+    model: Any, first: FirstLayers, network: Network, *, tied: bool = True, is_first: bool = True
 ) -> list[Parameter]:
-    """The parameters of a file's `model`, in the order in which Megatron registers them.
+    """Return the parameters of a file's `model`, in the order in which Megatron registers them.
 
     Args:
-        model: the tree under the key `model`.
-        first: where the stage's layers begin.
-        architecture: see `architecture_of`.
-        tied: the output shares the word embeddings.
-        is_first: of the first stage; embeddings elsewhere are copies.
+        model: The tree under the key `model`.
+        first: Where the stage's layers begin.
+        network: What `network_of` found.
+        tied: The output shares the word embeddings.
+        is_first: It is of the first stage; embeddings elsewhere are copies.
 
     Raises:
-        CheckpointError: it is of another kind, or a tensor has a name that is not known.
+        CheckpointError: It is of another kind, or a tensor has a name that is not known.
     """
     if is_core({"model": model}):
         return [
@@ -232,57 +213,35 @@ def list_parameters(
                 is_bias=path.endswith("bias"),
             )
             for path, value in _flatten(model, "")
-            if not _is_core_state(path)
+            # State that follows from the flags: fp8 scales, rotary frequencies.
+            if not path.endswith(("_extra_state", "inv_freq"))
         ]
     if not isinstance(model, dict) or not isinstance(model.get("language_model"), dict):
         raise CheckpointError(
             "no `language_model`: not a GPT, BERT or T5 file of Megatron-LM up to 23.08"
         )
     language = model["language_model"]
-    extra = sorted({*model, *language} - _KNOWN_KEYS)
+    inside = ("embedding", "encoder", "transformer", "decoder", "pooler", "output_layer")
+    known = {"language_model", TIED_COPY[0], *inside, *_BESIDE}
+    extra = sorted({*model, *language} - known)
     if extra:
         raise CheckpointError(
             f"it holds {', '.join(extra)}: GPT, BERT and T5 files are read so far"
         )
+    trees = {top: language.get(top, {}) for top in inside}
+    older = trees.pop("transformer")
+    trees["encoder"] = language.get("encoder", older)
+    trees |= {top: model.get(top, {}) for top in (TIED_COPY[0], *_BESIDE)}
     return [
-        Parameter(name, tensor, is_bias=path.endswith(".bias"))
-        for path, tensor in _tensors(model, language)
-        for name in [_our_name(path, first, architecture, is_first=is_first)]
+        Parameter(
+            tensor=_tensor(value, path),
+            name=_our_name(path, first, network, is_first=is_first),
+            is_bias=path.endswith(".bias"),
+        )
+        for top, tree in trees.items()
+        for path, value in _flatten(tree, top)
+        if not path.endswith("inv_freq")  # rotary frequencies follow from the flags
     ]
-
-
-_KNOWN_KEYS = {
-    "language_model",
-    "word_embeddings_for_head",
-    "embedding",
-    "encoder",
-    "transformer",
-    "decoder",
-    "pooler",
-    "output_layer",
-    *_BESIDE,
-}
-
-
-def _tensors(
-    model: Mapping[str, Any], language: Mapping[str, Any]
-) -> Iterator[tuple[str, TensorRef]]:
-    """Megatron's path of each tensor, without the parts that differ between versions."""
-    encoder = language.get("encoder", language.get("transformer", {}))
-    trees = {
-        "embedding": language.get("embedding", {}),
-        "encoder": encoder,
-        "decoder": language.get("decoder", {}),
-        "pooler": language.get("pooler", {}),
-        "output_layer": language.get("output_layer", {}),
-        "word_embeddings_for_head": model.get("word_embeddings_for_head", {}),
-        **{top: model.get(top, {}) for top in _BESIDE},
-    }
-    for top, tree in trees.items():
-        for path, value in _flatten(tree, top):
-            if path.endswith("inv_freq"):
-                continue  # rotary frequencies follow from the flags
-            yield path, _tensor(value, path)
 
 
 def _tensor(value: Any, path: str) -> TensorRef:
@@ -292,7 +251,7 @@ def _tensor(value: Any, path: str) -> TensorRef:
 
 
 def _flatten(tree: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Leaves of nested dicts by dotted path; at most two levels, and as many as a model has."""
+    """Yield leaves of nested dicts by dotted path: at most two levels, as many as a model has."""
     if not isinstance(tree, dict):
         yield path, tree
         return
@@ -304,83 +263,74 @@ def _flatten(tree: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
         yield from _flatten(value, f"{path}.{key}" if path else key, depth + 1)
 
 
-def _our_name(path: str, first: FirstLayers, architecture: str, *, is_first: bool) -> str | None:
+def _our_name(path: str, first: FirstLayers, network: Network, *, is_first: bool) -> str | None:
     top, _, rest = path.partition(".")
-    if top == "word_embeddings_for_head":
+    if top == TIED_COPY[0]:
         return None
-    if path in _HEADS:
-        return _HEADS[path]
-    if top == "embedding" and rest in _EMBEDDINGS:
-        return _EMBEDDINGS[rest] if is_first else None
-    stack = f"{top}." if architecture == "t5" else ""
-    if rest in _FINAL:
-        return stack + _FINAL[rest]
-    match = _LAYER.fullmatch(rest)
-    known = _DECODER_PARTS if top == "decoder" else _LAYER_PARTS
+    if path in _READ_OUTSIDE:
+        return _READ_OUTSIDE[path] if is_first or top != "embedding" else None
+    stack = f"{top}." if network.has_decoder else ""
+    module, _, kind = rest.rpartition(".")
+    if module in _FINAL_NORM and kind in KINDS:
+        return f"{stack}final_norm.{kind}"
+    match, known = _LAYER_NAME.fullmatch(rest), _READ_LAYERS.get(top, _READ_LAYERS["encoder"])
     if match and match.group(2) in known:
         layer, part, kind = match.groups()
         start = first.decoder if top == "decoder" else first.encoder
         return f"{stack}layers.{start + int(layer)}.{known[part]}.{kind}"
-    raise CheckpointError(f"parameter {path} has no place in our {architecture}")
+    raise CheckpointError(f"parameter {path} has no place in our {network.architecture}")
 
 
-_PATHS = {  # keys under which Megatron 23.08 keeps what stands outside the layers
-    **{
-        ours: ("language_model", "embedding", *theirs.split("."))
-        for theirs, ours in _EMBEDDINGS.items()
-    },
-    **{
-        ours: (*(() if head in _BESIDE else ("language_model",)), head, rest)
-        for theirs, ours in _HEADS.items()
-        for head, _, rest in [theirs.partition(".")]
-        if not rest.startswith("norm.")
-    },
-}
-_STACKED = re.compile(r"(?:(encoder|decoder)\.)?(?:layers\.(\d+)\.(.+)|final_norm)\.(weight|bias)")
-
-
-def _written(parts: Mapping[str, str]) -> dict[str, str]:
-    """Our modules of a layer, with their names in 23.08."""
-    return {
-        ours: theirs
-        for theirs, ours in parts.items()
-        if not theirs.startswith("attention.") and not theirs.endswith("_norm")
-    }
-
-
-_WRITTEN = {"encoder": _written(_LAYER_PARTS), "decoder": _written(_DECODER_PARTS)}
+def _our_core_name(path: str, first_layer: int, *, tied: bool) -> str | None:
+    """Return our name, or None for the copy of tied word embeddings that the last stage holds."""
+    if path == _CORE_OUTPUT and tied:
+        return None
+    if path in _CORE_OUTSIDE:
+        return _CORE_OUTSIDE[path]
+    match = _CORE_LAYER.fullmatch(path)
+    if match:
+        kind = "bias" if path.endswith("bias") else "weight"
+        part = _CORE_PARTS.get(match.group(2).removesuffix(kind))
+        if part is not None:
+            return f"layers.{first_layer + int(match.group(1))}.{part}{kind}"
+    raise CheckpointError(f"parameter {path} has no place in our GPT")
 
 
 def megatron_path(name: str, first_layer: int) -> tuple[str, ...]:
-    """The keys under which Megatron 23.08 keeps one of our parameters in a file's `model`.
+    """Return the keys under which Megatron 23.08 keeps a parameter in a file's `model`.
 
     Args:
-        name: one that Megatron has.
-        first_layer: number of the stage's first layer.
+        name: One of our names that Megatron has.
+        first_layer: The number of the stage's first layer.
     """
-    if name in _PATHS:
-        return _PATHS[name]
-    match = _STACKED.fullmatch(name)
-    assert match, name
-    stack, layer, module, kind = match.groups()
-    stack = stack or "encoder"
-    if layer is None:
-        return ("language_model", stack, f"final_layernorm.{kind}")
-    local = f"layers.{int(layer) - first_layer}.{_WRITTEN[stack][module]}.{kind}"
-    return ("language_model", stack, local)
+    match = _OURS.fullmatch(name)
+    if match:
+        stack, layer, part, kind = match.groups()
+        stack = stack or "encoder"
+        if layer is None:
+            return ("language_model", stack, f"{_FINAL_NORM[0]}.{kind}")
+        theirs = _LAYERS[stack][part][0]
+        return ("language_model", stack, f"layers.{int(layer) - first_layer}.{theirs}.{kind}")
+    theirs = _OUTSIDE[name][0]
+    top, _, rest = theirs.partition(".")
+    if top == "embedding":
+        return ("language_model", *theirs.split("."))
+    return (top, rest) if top in _BESIDE else ("language_model", top, rest)
 
 
 def count_layers(model: Any) -> FirstLayers:
-    """Layers that a file's `model` holds: what it moves the next stage's first layers by."""
+    """Return the layers of a file's `model`, by which the next stage's first layers move on."""
     if is_core({"model": model}):
-        return FirstLayers(_core_layers(list(model)))
+        return FirstLayers(_count(_CORE_LAYER, model))
     language = model.get("language_model", {}) if isinstance(model, dict) else {}
     encoder = language.get("encoder", language.get("transformer", {}))
-    return FirstLayers(_count(encoder), _count(language.get("decoder", {})))
+    return FirstLayers(
+        _count(_LAYER_NAME, encoder), _count(_LAYER_NAME, language.get("decoder", {}))
+    )
 
 
-def _count(stack: Iterable[Any]) -> int:
-    matches = (_LAYER.fullmatch(str(path)) for path in stack)
+def _count(layer: re.Pattern[str], paths: Iterable[Any]) -> int:
+    matches = (layer.fullmatch(str(path)) for path in paths)
     return len({match.group(1) for match in matches if match})
 
 
@@ -389,32 +339,32 @@ class Arrangement:
     """How Megatron's rows become ours.
 
     Attributes:
-        version: the file's `checkpoint_version`.
-        heads: attention heads in one tensor-parallel part.
-        swiglu: the up projection holds gate and up.
+        version: The file's `checkpoint_version`.
+        heads: Attention heads in one tensor-parallel part.
+        gated: The up projection holds gate and up.
     """
 
     version: float
     heads: int
-    swiglu: bool
+    gated: bool
 
     def arrange(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """One tensor-parallel part of parameter `name`, or of its optimizer state, as ours."""
+        """Return a tensor-parallel part of a parameter, or of its optimizer state, as ours."""
         if ".attention.qkv." in name and self.version < 2:
             return self._rows_by_head(tensor, 3)
         if ".cross_attention.key_value." in name and self.version < 2:
             return self._rows_by_head(tensor, 2)
-        if ".mlp.up." in name and self.swiglu:
+        if ".mlp.up." in name and self.gated:
             return tensor.unflatten(0, (2, -1))  # [2, f/t, h]: gate, up
         return tensor
 
     def flatten(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The reverse of `arrange` for version 2.0 and later."""
+        """Reverse `arrange`, for version 2.0 and later."""
         assert self.version >= 2, self.version
-        return tensor.flatten(0, 1) if ".mlp.up." in name and self.swiglu else tensor
+        return tensor.flatten(0, 1) if ".mlp.up." in name and self.gated else tensor
 
     def _rows_by_head(self, tensor: torch.Tensor, kinds: int) -> torch.Tensor:
-        """Rows of each head's (query,) key and value together, as since version 2.0."""
+        """Put the rows of each head's (query,) key and value together, as since version 2.0."""
         if self.version == 0:
             split = tensor.unflatten(0, (kinds, self.heads, -1)).transpose(0, 1)
         else:
@@ -422,9 +372,11 @@ class Arrangement:
         return split.flatten(0, 2)
 
     def split_dim(self, name: str) -> int | None:
-        """The dimension (of ours) that tensor ranks split; None where each holds all of it."""
-        if ".mlp.up." in name and self.swiglu:
-            return 1
-        if _COLUMN.fullmatch(name):
-            return 0
-        return 1 if _ROW.fullmatch(name) else None
+        """Return the dimension (of ours) that tensor ranks split, or None if each holds all."""
+        match = _OURS.fullmatch(name)
+        module, _, kind = name.rpartition(".")
+        if match and match.group(3):
+            module = match.group(3)
+        if module in _SPLIT_OUTPUTS:
+            return 1 if module == "mlp.up" and self.gated else 0
+        return 1 if module in _SPLIT_INPUTS and kind == "weight" else None

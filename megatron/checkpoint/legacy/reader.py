@@ -1,7 +1,7 @@
 """Megatron-LM's torch files behind the interface of our own checkpoints.
 
-A folder holds a file for each tensor and pipeline rank (see `rank_files`). All are opened (which
-reads the small pickled trees only), and a read joins the tensor ranks' parts.
+A folder holds a file for each tensor and pipeline rank (`torch_file`). All are opened, which reads
+only the small pickled trees, and a read joins the tensor ranks' parts.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron.checkpoint.entries import Box, Json, check_request
+from megatron.checkpoint.entries import Box, Json, check_request, look_up
 from megatron.checkpoint.find import RELEASE
 from megatron.checkpoint.legacy.arguments import (
     consumed_samples,
@@ -27,12 +27,11 @@ from megatron.checkpoint.legacy.arguments import (
 from megatron.checkpoint.legacy.names import (
     Arrangement,
     FirstLayers,
-    Parameter,
-    architecture_of,
     chunks_of_tree,
     count_layers,
     is_core,
     list_parameters,
+    network_of,
 )
 from megatron.checkpoint.legacy.optimizer import OptimizerState, read_distributed, read_optimizer
 from megatron.checkpoint.legacy.torch_file import (
@@ -43,7 +42,7 @@ from megatron.checkpoint.legacy.torch_file import (
     states_beside,
 )
 from megatron.checkpoint.legacy.unpickler import TensorRef, show
-from megatron.checkpoint.retention import hold_for_reading, is_marked
+from megatron.checkpoint.retention import hold_for_reading, is_as_listed
 from megatron.errors import CheckpointError, warn
 
 
@@ -56,29 +55,40 @@ class RankPart:
     box: Box
 
 
-_UNTIED = "untie_embeddings_and_output_weights"
-
-
 class LegacyReader:
-    """Reads checkpoints of Megatron-LM under our names: GPT, BERT and T5 of v1.0 to 23.08 and of
-    its Llama-2 fork, and the weights of Megatron Core's GPT in its `torch` format.
+    """A checkpoint of Megatron-LM under our names.
+
+    It may hold a GPT, BERT or T5 of v1.0 to 23.08 or of its Llama-2 fork, or the weights of
+    Megatron Core's GPT in its `torch` format.
 
     `meta` holds iteration, consumed_train_samples, consumed_valid_samples, scheduled_samples,
-    padded_vocab_size, optimizer (None where its state cannot be had), schedule (Megatron's
-    fields), config (the model's part and the optimizer's), and legacy_args: all plain fields of
-    the command line.
+    padded_vocab_size, optimizer (None if its state cannot be had), schedule (Megatron's fields),
+    config (the model's part and the optimizer's), and legacy_args: all plain fields of the command
+    line.
     """
 
     format = "legacy"
 
     def __init__(self, path: Path, *, verify: bool = True, rank: int = 0, ranks: int = 1) -> None:
-        """Open all files; with `verify`, check the CRCs of this rank's share of them.
+        """Open all files.
+
+        Args:
+            path: The checkpoint's folder.
+            verify: Check the CRCs of a rank's share of the files.
+            rank: Which share.
+            ranks: Into how many shares they are divided.
 
         Raises:
-            CheckpointError: a file is missing, damaged, refused, or of a kind not read.
+            CheckpointError: A file is missing, damaged, refused, or of a kind not read.
         """
         self.path = path
-        self._hold()
+        try:
+            # As long as there is a reader, `--keep-latest` of another job leaves ours alone.
+            if is_as_listed(path):
+                weakref.finalize(self, os.close, hold_for_reading(path, "legacy"))
+        except OSError as error:
+            message = f"{error.filename or path}: cannot be read: {error.strerror}"
+            raise CheckpointError(message) from error
         self._files = open_files(path)
         first = self._files[0].tree
         self._args = plain_arguments(first.get("args"))
@@ -87,7 +97,7 @@ class LegacyReader:
         self._arrangement = self._find_arrangement(first)
         # Later Megatron numbers the optimizer's parameters in orders of its own.
         self._weights_only = is_core(first)
-        self._architecture = architecture_of(
+        self._network = network_of(
             model for file in self._files for model in chunks_of_tree(file.tree)
         )
         self._beside: list[RankFile] = []
@@ -97,20 +107,16 @@ class LegacyReader:
             for file in [*self._files, *self._beside][rank::ranks]:
                 file.zip.verify()
         self._pieces = {name: self._place(name, parts) for name, parts in self._parts.items()}
-        self.iteration = self._find_iteration(first)
+        iteration = first.get("iteration", first.get("total_iters"))
+        if path.name == RELEASE:
+            iteration = 0  # a release starts a new run
+        if type(iteration) is not int or iteration < 0:
+            raise CheckpointError(f"{path}: iteration {show(iteration)}")
+        self.iteration: int = iteration
         self.meta = self._find_meta(first, states, warns=rank == 0)
 
-    def _hold(self) -> None:
-        """As long as there is a reader, `--keep-latest` of another job leaves ours alone."""
-        try:
-            if is_marked(self.path):
-                weakref.finalize(self, os.close, hold_for_reading(self.path, "legacy"))
-        except OSError as error:
-            message = f"{error.filename or self.path}: cannot be read: {error.strerror}"
-            raise CheckpointError(message) from error
-
     def _check_grid(self) -> None:
-        """Folders that another split of the same iteration has left are not taken for ranks."""
+        """Check that no folder of another split of the same iteration is taken for a rank's."""
         found = (self._tensor_size, len(self._files) // self._tensor_size)
         for file in self._files:
             args = plain_arguments(file.tree.get("args"))
@@ -132,69 +138,62 @@ class LegacyReader:
             raise CheckpointError(f"{self.path}: checkpoint_version {show(version)} is not known")
         if version < 2 and not heads:
             raise CheckpointError(f"{self.path}: `args` does not tell the number of heads")
-        return Arrangement(
-            float(version), heads // self._tensor_size, bool(self._args.get("swiglu", False))
-        )
+        gated = bool(self._args.get("swiglu", False))
+        return Arrangement(float(version), heads // self._tensor_size, gated)
 
     def _with_layers(self) -> Iterator[tuple[RankFile, list[FirstLayers]]]:
-        """Every file with the numbers of the first layers of each of its chunks.
+        """Yield every file with the numbers of the first layers of each of its chunks.
 
         Chunk v of stage p is part v * stages + p of the model.
         """
-        counts: dict[
-            tuple[int, int], FirstLayers
-        ] = {}  # by chunk and stage, which is the model's order
+        counts: dict[tuple[int, int], FirstLayers] = {}  # by chunk and stage: the model's order
         for file in self._files:
             for chunk, model in enumerate(chunks_of_tree(file.tree)):
                 counts.setdefault((chunk, file.stage), count_layers(model))
-        before = {key: _sum(n for k, n in counts.items() if k < key) for key in counts}
+
+        def before(key: tuple[int, int]) -> FirstLayers:
+            earlier = [count for other, count in counts.items() if other < key]
+            return FirstLayers(sum(one.encoder for one in earlier), sum(o.decoder for o in earlier))
+
+        first = {key: before(key) for key in counts}
         for file in self._files:
             chunks = range(len(chunks_of_tree(file.tree)))
-            yield file, [before[chunk, file.stage] for chunk in chunks]
+            yield file, [first[chunk, file.stage] for chunk in chunks]
 
     def _add_file(
         self, file: RankFile, first_layers: Sequence[FirstLayers]
     ) -> OptimizerState | None:
+        """Take the tensors of a file, and return its optimizer's state if it is read."""
         try:
+            tied = not self._args.get("untie_embeddings_and_output_weights", False)
             chunks = [
-                list_parameters(
-                    model,
-                    first,
-                    architecture=self._architecture,
-                    tied=not self._args.get(_UNTIED, False),
-                    is_first=file.stage == 0,
-                )
+                list_parameters(model, first, self._network, tied=tied, is_first=file.stage == 0)
                 for model, first in zip(chunks_of_tree(file.tree), first_layers, strict=True)
             ]
             parameters = [parameter for chunk in chunks for parameter in chunk]
-            self._add(file, {f"model.{one.name}": one.tensor for one in _named(parameters)})
-            state = None
-            if not self._weights_only:
-                state = read_optimizer(file.tree.get("optimizer"), parameters)
-            if state is not None:
-                self._add(file, {f"optimizer.{n}": ref for n, ref in state.tensors.items()})
-            return state or self._add_distributed(file, chunks)
+            named = {f"model.{one.name}": one.tensor for one in parameters if one.name is not None}
+            self._add(file, named)
+            if self._weights_only:
+                return None
+            optimizer = file.tree.get("optimizer")
+            state, holder = read_optimizer(optimizer, parameters), file
+            if state is None:
+                beside = open_distributed(file)
+                if beside is None:
+                    return None
+                state, holder = read_distributed(optimizer, beside.tree, chunks), beside
+                self._beside.append(beside)
+            self._add(holder, {f"optimizer.{name}": ref for name, ref in state.tensors.items()})
+            return state
         except CheckpointError as error:
             raise CheckpointError(f"{file.zip.path}: {error}") from None
-
-    def _add_distributed(
-        self, file: RankFile, chunks: Sequence[Sequence[Parameter]]
-    ) -> OptimizerState | None:
-        """The states in the file beside a rank's; None where there is none, or it is not read."""
-        beside = None if self._weights_only else open_distributed(file)
-        if beside is None:
-            return None
-        state = read_distributed(file.tree.get("optimizer"), beside.tree, chunks)
-        self._add(beside, {f"optimizer.{name}": ref for name, ref in state.tensors.items()})
-        self._beside.append(beside)
-        return state
 
     def _add(self, file: RankFile, tensors: Mapping[str, TensorRef]) -> None:
         for name, ref in tensors.items():
             self._parts.setdefault(name, []).append((file, ref))
 
     def _place(self, name: str, parts: list[tuple[RankFile, TensorRef]]) -> list[RankPart]:
-        """Boxes of a tensor's parts in the whole."""
+        """Return the boxes of a tensor's parts in the whole."""
         if len(parts) != self._tensor_size:
             raise CheckpointError(f"{self.path}: {name} is in {len(parts)} files, not in all")
         dim = self._arrangement.split_dim(_parameter_of(name))
@@ -216,36 +215,28 @@ class LegacyReader:
         except RuntimeError as error:
             raise CheckpointError(f"{self.path}: {name}: {error}") from None
 
-    def _find_iteration(self, tree: Mapping[str, Any]) -> int:
-        """Steps taken; 0 for a release, which starts a new run."""
-        iteration = tree.get("iteration", tree.get("total_iters"))
-        if self.path.name == RELEASE:
-            return 0
-        if type(iteration) is not int or iteration < 0:
-            raise CheckpointError(f"{self.path}: iteration {show(iteration)}")
-        return iteration
-
     def _find_meta(
         self, tree: Mapping[str, Any], states: Sequence[OptimizerState | None], *, warns: bool
     ) -> Json:
-        released = self.path.name == RELEASE
+        released, args = self.path.name == RELEASE, self._args
         schedule = tree.get("opt_param_scheduler", tree.get("lr_scheduler")) or {}
-        consumed = 0 if released else consumed_samples(self._args, self.iteration)
-        schedule = {key: value for key, value in schedule.items() if _is_scalar(value)}
+        consumed = 0 if released else consumed_samples(args, self.iteration)
+        scalar = (type(None), str, int, float, bool)
+        schedule = {key: value for key, value in schedule.items() if type(value) in scalar}
         return {
             "iteration": self.iteration,
             "consumed_train_samples": consumed,
-            "skipped_train_samples": 0 if released else self._args.get("skipped_train_samples", 0),
-            "consumed_valid_samples": 0 if released else self._args.get("consumed_valid_samples"),
+            "skipped_train_samples": 0 if released else args.get("skipped_train_samples", 0),
+            "consumed_valid_samples": 0 if released else args.get("consumed_valid_samples"),
             "scheduled_samples": schedule.get("num_steps", consumed),
             "padded_vocab_size": self.global_shape("model.embedding.word.weight")[0],
             "optimizer": None if released else self._optimizer_meta(states, warns=warns),
             "schedule": schedule,
             "config": {
-                "model": legacy_config(self._args, self._architecture),
-                "optimizer": optimizer_config(self._args),
+                "model": legacy_config(args, self._network.architecture),
+                "optimizer": optimizer_config(args),
             },
-            "legacy_args": self._args,
+            "legacy_args": args,
         }
 
     def _optimizer_meta(self, states: Sequence[OptimizerState | None], *, warns: bool) -> Json:
@@ -279,7 +270,7 @@ class LegacyReader:
             warn(f"{self.path}: {DISTRIBUTED_FILE} is missing: only the weights are read")
 
     def _number(self, file: RankFile, value: Any) -> int | float:
-        """A counter, saved as a number or as a tensor of one element."""
+        """Return a counter that was saved as a number or as a tensor of one element."""
         if isinstance(value, TensorRef) and math.prod(value.shape) == 1:
             return file.load(value).item()
         if type(value) not in (int, float):
@@ -287,45 +278,30 @@ class LegacyReader:
         return value
 
     def names(self) -> list[str]:
+        """Return the names of all tensors, sorted."""
         return sorted(self._pieces)
 
     def global_shape(self, name: str) -> tuple[int, ...]:
-        last = self._known(name)[-1].box
-        return tuple(o + s for o, s in zip(last.offset, last.shape, strict=True))
+        """Return the shape of a whole tensor."""
+        return look_up(self.path, self._pieces, name)[-1].box.end
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._known(name)[0].ref.storage.dtype
+        """Return a tensor's number type."""
+        return look_up(self.path, self._pieces, name)[0].ref.storage.dtype
 
     def read(self, name: str, wanted: Box, *, global_shape: tuple[int, ...]) -> torch.Tensor:
+        """Return the wanted part of a tensor, on the CPU."""
         check_request(self.path, name, self.global_shape(name), global_shape, wanted)
         result = torch.empty(wanted.shape, dtype=self.dtype(name))
-        for piece in self._known(name):
+        for piece in self._pieces[name]:
             common = piece.box.intersect(wanted)
             if common is not None:
                 whole = self._arrange(name, piece.file.load(piece.ref))
                 result[common.within(wanted)] = whole[common.within(piece.box)]
         return result
 
-    def _known(self, name: str) -> list[RankPart]:
-        if name not in self._pieces:
-            raise CheckpointError(f"{self.path}: holds no tensor {name!r}")
-        return self._pieces[name]
-
-
-def _sum(counts: Iterable[FirstLayers]) -> FirstLayers:
-    encoders, decoders = zip(FirstLayers(0), *counts, strict=True)
-    return FirstLayers(sum(encoders), sum(decoders))
-
-
-def _named(parameters: Sequence[Parameter]) -> list[Parameter]:
-    return [one for one in parameters if one.name is not None]
-
 
 def _parameter_of(name: str) -> str:
-    """The parameter that an entry is, or is the optimizer state of."""
-    room, _, rest = name.partition(".")
-    return rest if room == "model" else rest.rpartition(".")[0]
-
-
-def _is_scalar(value: Any) -> bool:
-    return value is None or type(value) in (str, int, float, bool)
+    """Return the parameter that an entry is, or is the optimizer state of."""
+    kind, _, rest = name.partition(".")
+    return rest if kind == "model" else rest.rpartition(".")[0]

@@ -1,25 +1,21 @@
-"""The container that torch.save writes: a zip file of uncompressed records.
+"""The files of torch.save, read and written, and those of a whole checkpoint of Megatron-LM.
+
+A file is a zip of uncompressed records:
 
     <top>/data.pkl      the pickled tree; tensors in it name a storage
     <top>/data/<key>    the bytes of a storage
     <top>/byteorder     "little"
 
 Records are memory-mapped, never extracted: opening costs nothing, and a name in the file is
-compared, not used as a path.
+compared, not used as a path. Writing takes a tensor at a time, where `torch.save` wants all tensors
+of a file in memory at once. The only file that may touch `pickle.Pickler`.
 
+The files of a checkpoint:
 
-Writes files that `torch.load` reads, a tensor at a time: the counterpart of `torch_zip`.
-
-`torch.save` wants all tensors of a file in memory at once; these may be deferred, and each is read
-when its record is written. The only file that may touch `pickle.Pickler`.
-
-
-The files of a checkpoint of Megatron-LM: which there are, and the tensors in each.
-
-mp_rank_TT[_PPP]/model_optim_rng.pt      everything, or all but the optimizer's states
-mp_rank_TT[_PPP]/distrib_optim.pt        those, with --use-distributed-optimizer (23.06, 23.08)
-mp_rank_TT[_PPP]/model_rng.pt            the same as the first, in 23.04
-mp_rank_TT[_PPP]_DDD/optim.pt            of each data-parallel rank, in 23.04: not read
+    mp_rank_TT[_PPP]/model_optim_rng.pt    everything, or all but the optimizer's states
+    mp_rank_TT[_PPP]/distrib_optim.pt      those, with --use-distributed-optimizer (23.06, 23.08)
+    mp_rank_TT[_PPP]/model_rng.pt          the same as the first, in 23.04
+    mp_rank_TT[_PPP]_DDD/optim.pt          of each data-parallel rank, in 23.04: not read
 """
 
 from __future__ import annotations
@@ -45,25 +41,53 @@ from megatron.checkpoint.legacy.unpickler import TensorRef, read_pickle, show
 from megatron.checkpoint.shard import memory_of
 from megatron.errors import CheckpointError
 
+MODEL_FILE = "model_optim_rng.pt"
+DISTRIBUTED_FILE = "distrib_optim.pt"
+MODEL_FILE_OF_23_04 = "model_rng.pt"
+STATES_FILE_OF_23_04 = "optim.pt"
+
 _LOCAL_HEADER = 30  # bytes before a record's name; the last four: length of name and extra
 _LOCAL_SIGNATURE = b"PK\x03\x04"
 _ENCRYPTED = 1
 _CHUNK = 64 << 20
+_PROTOCOL = 2  # what torch.save writes, and what the oldest readers know
+_VERSION = b"3\n"  # of the container, since PyTorch 1.6
+_ALIGNMENT = 64  # bytes, so that a reader may map the tensors
+_PADDING_ID = b"FB"  # as PyTorch marks it
+_LARGE = 1 << 30  # bytes; larger records have a ZIP64 header
+_ZIP64_FIELD = 20  # bytes
+_RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
+_STORAGES = {
+    torch.float64: torch.DoubleStorage,
+    torch.float32: torch.FloatStorage,
+    torch.float16: torch.HalfStorage,
+    torch.bfloat16: torch.BFloat16Storage,
+    torch.int64: torch.LongStorage,
+    torch.int32: torch.IntStorage,
+    torch.uint8: torch.ByteStorage,
+}
 
 
 class TorchZip:
-    """Byte ranges of one file by record name, the top folder's name left out.
+    """The byte ranges of one file by record name, without the top folder's name.
 
-    Raises:
-        CheckpointError: not such a file, truncated, compressed, or with names that leave it.
+    Attributes:
+        path: The file.
+        buffer: The whole file, mapped.
     """
 
     def __init__(self, path: Path) -> None:
+        """Open a file.
+
+        Raises:
+            CheckpointError: It is not such a file, is truncated or compressed, or has names that
+                leave it.
+        """
         self.path = path
         try:
             with open(path, "rb") as file:
                 # A private copy-on-write mapping: tensors over it may be written without effect.
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                self.buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             with zipfile.ZipFile(path) as archive:
                 infos = archive.infolist()
         except (zipfile.BadZipFile, ValueError, OSError) as error:
@@ -93,45 +117,56 @@ class TorchZip:
         return parts[0], "/".join(parts[1:])
 
     def _locate(self, info: zipfile.ZipInfo) -> tuple[int, int]:
-        """First byte and size of a record."""
+        """Return the first byte and the size of a record."""
         stored = info.compress_type == zipfile.ZIP_STORED and info.compress_size == info.file_size
         if not stored or info.flag_bits & _ENCRYPTED:
             raise CheckpointError(f"{self.path}: refused: {info.filename} is packed or encrypted")
         at, name = info.header_offset, info.filename.encode()
-        local = self._map[at : at + _LOCAL_HEADER + len(name)] if at >= 0 else b""
+        local = self.buffer[at : at + _LOCAL_HEADER + len(name)] if at >= 0 else b""
         if not local.startswith(_LOCAL_SIGNATURE) or not local.endswith(name):
             raise CheckpointError(
                 f"{self.path}: damaged: {info.filename} is not where it should be"
             )
         lengths = (int.from_bytes(local[i : i + 2], "little") for i in (26, 28))
         start = at + _LOCAL_HEADER + sum(lengths)
-        if start + info.file_size > len(self._map):
+        if start + info.file_size > len(self.buffer):
             raise CheckpointError(f"{self.path}: {info.filename} lies outside the file: truncated?")
         return start, info.file_size
 
-    @property
-    def buffer(self) -> mmap.mmap:
-        """The whole file."""
-        return self._map
-
     def range(self, name: str) -> tuple[int, int]:
-        """First byte and size of a record. CheckpointError where there is none."""
+        """Return the first byte and the size of a record.
+
+        Raises:
+            CheckpointError: There is none.
+        """
         if name not in self._ranges:
             raise CheckpointError(f"{self.path}: record {name!r} is missing")
         return self._ranges[name]
 
     def record(self, name: str) -> memoryview:
-        """A record's bytes. CheckpointError where there is none."""
+        """Return a record's bytes.
+
+        Raises:
+            CheckpointError: There is none.
+        """
         start, size = self.range(name)
-        return memoryview(self._map)[start : start + size]
+        return memoryview(self.buffer)[start : start + size]
 
     def verify(self) -> None:
-        """Compare all records with their CRC-32. CheckpointError names the first that differs."""
+        """Compare all records with their CRC-32.
+
+        Raises:
+            CheckpointError: One differs; the message names the first.
+        """
         for name in self._ranges:
             self.check(name)
 
     def check(self, name: str) -> None:
-        """Compare a record with its CRC-32. CheckpointError where it differs."""
+        """Compare a record with its CRC-32.
+
+        Raises:
+            CheckpointError: It differs.
+        """
         data, crc = self.record(name), 0
         for position in range(0, len(data), _CHUNK):
             crc = zlib.crc32(data[position : position + _CHUNK], crc)
@@ -139,35 +174,16 @@ class TorchZip:
             raise CheckpointError(f"{self.path}: damaged: record {name!r} fails its CRC-32")
 
 
-_PROTOCOL = 2  # what torch.save writes, and what the oldest readers know
-_VERSION = b"3\n"  # of the container, since PyTorch 1.6
-_ALIGNMENT = 64  # bytes, so that a reader may map the tensors
-_PADDING_ID = b"FB"  # as PyTorch marks it
-_LOCAL_HEADER = 30  # bytes of a record's header before its name
-_LARGE = 1 << 30  # bytes; larger records have a ZIP64 header
-_ZIP64_FIELD = 20  # bytes
-_CHUNK = 64 << 20
-
-_STORAGES = {
-    torch.float64: torch.DoubleStorage,
-    torch.float32: torch.FloatStorage,
-    torch.float16: torch.HalfStorage,
-    torch.bfloat16: torch.BFloat16Storage,
-    torch.int64: torch.LongStorage,
-    torch.int32: torch.IntStorage,
-    torch.uint8: torch.ByteStorage,
-}
-
-
 def write_torch_file(path: Path, tree: Any) -> None:
-    """Write a new file and flush it to the disk. The folder is not flushed.
+    """Write a new file that `torch.load` reads and flush it to the disk, but not its folder.
 
     Args:
-        path: of the file; its stem names the records, as with torch.save.
-        tree: dicts, lists, tuples, scalars, argparse.Namespace, and tensors, which may be deferred.
+        path: The file; its stem names the records, as with torch.save.
+        tree: Dicts, lists, tuples, scalars, argparse.Namespace, and tensors, which may be lazy:
+            each is read when its record is written.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: It cannot be written.
     """
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
@@ -184,7 +200,7 @@ def write_torch_file(path: Path, tree: Any) -> None:
 
 
 def _add_record(archive: zipfile.ZipFile, name: str, data: memoryview) -> None:
-    """A record whose bytes begin at a multiple of the alignment."""
+    """Write a record whose bytes begin at a multiple of the alignment."""
     info = zipfile.ZipInfo(name)
     info.file_size = len(data)
     is_large = len(data) >= _LARGE
@@ -193,17 +209,13 @@ def _add_record(archive: zipfile.ZipFile, name: str, data: memoryview) -> None:
     padding = -(begin + 4) % _ALIGNMENT
     info.extra = _PADDING_ID + padding.to_bytes(2, "little") + bytes(padding)
     with archive.open(info, "w", force_zip64=is_large) as record:
-        _copy(data, record)
-
-
-def _copy(data: memoryview, record: IO[bytes]) -> None:
-    for position in range(0, len(data), _CHUNK):
-        record.write(data[position : position + _CHUNK])
+        for position in range(0, len(data), _CHUNK):
+            record.write(data[position : position + _CHUNK])
 
 
 @dataclass(frozen=True, eq=False)
 class _Storage:
-    """Stands for a tensor's bytes, which have a record of their own."""
+    """A stand-in for a tensor's bytes, which have a record of their own."""
 
     kind: Any
     key: str
@@ -211,10 +223,10 @@ class _Storage:
 
 
 class _Pickler(pickle.Pickler):
-    """Puts a reference to a record in the place of every tensor.
+    """A pickler that puts a reference to a record in the place of every tensor.
 
     Attributes:
-        tensors: in the order of their records.
+        tensors: The tensors in the order of their records.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -237,14 +249,6 @@ class _Pickler(pickle.Pickler):
         return torch._utils._rebuild_tensor_v2, (storage, 0, shape, strides, False, hooks)
 
 
-MODEL_FILE = "model_optim_rng.pt"
-DISTRIBUTED_FILE = "distrib_optim.pt"
-MODEL_FILE_OF_23_04 = "model_rng.pt"
-STATES_FILE_OF_23_04 = "optim.pt"
-
-_RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
-
-
 @dataclass(frozen=True)
 class RankFile:
     """One rank's file: its place in the grid, its tree, and its tensors' bytes."""
@@ -255,10 +259,10 @@ class RankFile:
     tree: Mapping[str, Any]
 
     def find(self, ref: TensorRef) -> int:
-        """The file position of a tensor's storage.
+        """Return the file position of a tensor's storage.
 
         Raises:
-            CheckpointError: the storage is missing, or not as large as the tree says.
+            CheckpointError: The storage is missing, or not as large as the tree says.
         """
         start, size = self.zip.range(f"data/{ref.storage.key}")
         if size != ref.storage.numel * ref.storage.dtype.itemsize:
@@ -266,7 +270,7 @@ class RankFile:
         return start
 
     def load(self, ref: TensorRef) -> torch.Tensor:
-        """A tensor over the mapped file; nothing is copied."""
+        """Return a tensor over the mapped file; nothing is copied."""
         start = self.find(ref)
         if not math.prod(ref.shape):
             return torch.empty(ref.shape, dtype=ref.storage.dtype)
@@ -277,19 +281,23 @@ class RankFile:
 
 
 def open_files(path: Path) -> list[RankFile]:
-    """The files of a checkpoint's folder, by stage and tensor rank; the grid must be complete.
+    """Open the files of a checkpoint's folder, by stage and tensor rank.
 
     Raises:
-        CheckpointError: one is missing, damaged, refused, or of a kind that is not read.
+        CheckpointError: The grid is not complete, or a file is damaged, refused, or of a kind that
+            is not read.
     """
     files = []
     for folder in sorted(path.glob("mp_rank_*")):
-        if _holds_states_only(folder):
+        old = folder / MODEL_FILE_OF_23_04
+        has_model = old.exists() or (folder / MODEL_FILE).exists()
+        # A data rank's folder of 23.04 can have a name like that of a pipeline stage.
+        if (folder / STATES_FILE_OF_23_04).exists() and not has_model:
             continue
         match = _RANK_FOLDER.fullmatch(folder.name)
         if match is None:
             raise CheckpointError(f"{folder}: folders per data rank (expert parallel) are not read")
-        archive, tree = _open(_model_file(folder))
+        archive, tree = _open(old if old.exists() else folder / MODEL_FILE)
         files.append(RankFile(int(match.group(1)), int(match.group(2) or 0), archive, tree))
     files.sort(key=lambda file: (file.stage, file.tensor_rank))
     places = [(file.stage, file.tensor_rank) for file in files]
@@ -303,45 +311,26 @@ def open_files(path: Path) -> list[RankFile]:
 
 
 def open_distributed(file: RankFile) -> RankFile | None:
-    """The distributed optimizer's file beside a rank's; None where there is none.
+    """Open the distributed optimizer's file beside a rank's, or return None if there is none.
 
     Raises:
-        CheckpointError: it is damaged, or refused.
+        CheckpointError: It is damaged, or refused.
     """
     path = file.zip.path.parent / DISTRIBUTED_FILE
-    if not path.exists():
-        return None
-    archive, tree = _open(_plain(path))
-    return RankFile(file.tensor_rank, file.stage, archive, tree)
+    return RankFile(file.tensor_rank, file.stage, *_open(path)) if path.exists() else None
 
 
 def states_beside(path: Path) -> Iterator[Path]:
-    """Files of 23.04 with optimizer states, which are not read."""
+    """Return files of 23.04 with optimizer states, which are not read."""
     return path.glob(f"mp_rank_*/{STATES_FILE_OF_23_04}")
 
 
 def _open(path: Path) -> tuple[TorchZip, Mapping[str, Any]]:
+    if path.is_symlink() or not path.is_file():
+        raise CheckpointError(f"{path}: missing, or not a plain file")
     archive = TorchZip(path)
     archive.check("data.pkl")
     tree = read_pickle(bytes(archive.record("data.pkl")), str(path))
     if not isinstance(tree, dict):
         raise CheckpointError(f"{path}: holds no dict")
     return archive, tree
-
-
-def _holds_states_only(folder: Path) -> bool:
-    """A data rank's folder of 23.04, whose name can look like that of a pipeline stage."""
-    models = (MODEL_FILE, MODEL_FILE_OF_23_04)
-    has_model = any((folder / name).exists() for name in models)
-    return (folder / STATES_FILE_OF_23_04).exists() and not has_model
-
-
-def _model_file(folder: Path) -> Path:
-    old = folder / MODEL_FILE_OF_23_04
-    return _plain(old if old.exists() else folder / MODEL_FILE)
-
-
-def _plain(file: Path) -> Path:
-    if file.is_symlink() or not file.is_file():
-        raise CheckpointError(f"{file}: missing, or not a plain file")
-    return file

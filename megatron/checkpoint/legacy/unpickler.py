@@ -1,10 +1,11 @@
-"""Reads a checkpoint's pickle into inert records. The only file that may touch `pickle`.
+"""Read a checkpoint's pickle into plain records. The only file that may touch `pickle.Unpickler`.
 
-Two gates. First the byte code is walked, without running it, and refused where it holds an
-instruction that checkpoints do not use, or a length or memo index that does not fit its size.
-Then the unpickler runs with a `find_class` that never imports: a name is looked up in a table of
-our own inert stand-ins, and everything else is refused by name. So nothing that a file names is
-imported or called.
+There are two gates. First the byte code is walked, without running it, and refused if it holds an
+instruction that checkpoints do not use, or a length or memo index that does not fit its size. Then
+the unpickler runs with a `find_class` that never imports: a name is looked up in a table of our own
+stand-ins, and everything else is refused by name. So nothing that a file names is imported or
+called. Stand-ins are plain data that can do nothing, and each refuses `__setstate__`, through which
+a pickle could otherwise change it.
 """
 
 from __future__ import annotations
@@ -20,13 +21,37 @@ import torch
 
 from megatron.errors import CheckpointError
 
+MAX_BYTES = 64 << 20  # a tree of a hundred layers takes 100 KB
+
+_OPCODES = frozenset(
+    "PROTO STOP FRAME MARK POP POP_MARK NONE NEWTRUE NEWFALSE "
+    "BININT BININT1 BININT2 LONG1 BINFLOAT "
+    "BINUNICODE SHORT_BINUNICODE BINSTRING SHORT_BINSTRING BINBYTES SHORT_BINBYTES "
+    "EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST LIST APPEND APPENDS "
+    "EMPTY_DICT DICT SETITEM SETITEMS EMPTY_SET ADDITEMS "
+    "BINPUT LONG_BINPUT BINGET LONG_BINGET MEMOIZE "
+    "GLOBAL STACK_GLOBAL REDUCE NEWOBJ BUILD BINPERSID ".split()
+)
+_STORAGES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+}
+
 
 class RefusedError(Exception):
     """A file asks for something that a checkpoint has no need of."""
 
 
 def show(value: Any) -> str:
-    """A value in a message. A container is not printed: a small pickle can hold an endless one."""
+    """Return a value for a message, but no container: a small pickle can hold an endless one."""
     if value is None or type(value) in (str, int, float, bool):
         return repr(value)[:80]
     return f"a {type(value).__name__}"
@@ -38,23 +63,25 @@ class _Fixed:
     __slots__ = ()
 
     def __setstate__(self, state: Any) -> None:
+        """Refuse the change."""
         raise RefusedError(f"a {type(self).__name__} does not change")
 
 
 @dataclass(frozen=True)
 class Factory(_Fixed):
-    """What a global name in the file becomes where the file calls it: one of our functions."""
+    """One of our functions, in the place of a global name that the file calls."""
 
     name: str
     call: Callable[..., Any]
 
     def __call__(self, *args: Any) -> Any:
+        """Call the function."""
         return self.call(*args)
 
 
 @dataclass(frozen=True)
 class StorageType(_Fixed):
-    """Element type of a storage."""
+    """The element type of a storage."""
 
     dtype: torch.dtype
 
@@ -80,88 +107,62 @@ class TensorRef(_Fixed):
 
 @dataclass(frozen=True)
 class Opaque(_Fixed):
-    """A value of a class that we do not have: an enum member, for example."""
+    """A value of a class that we do not have, such as an enum member."""
 
     name: str
     args: tuple[Any, ...]
 
 
 class Namespace:
-    """Stands for argparse.Namespace: the command line of the run that wrote the file."""
+    """A stand-in for argparse.Namespace: the command line of the run that wrote the file."""
 
     __slots__ = ("fields",)
     fields: dict[str, Any]
 
     def __new__(cls) -> Namespace:
-        # A pickle makes one without calling __init__.
+        """Make an empty one: a pickle makes one without calling `__init__`."""
         made = super().__new__(cls)
         made.fields = {}
         return made
 
     def __setstate__(self, state: Any) -> None:
+        """Take the fields, once."""
         if type(state) is not dict or self.fields:
             raise RefusedError("a Namespace is filled once, from a dict")
         self.fields = state
 
 
 class StateDict(dict[Any, Any]):
-    """Stands for OrderedDict. What PyTorch attaches to it (`_metadata`) is dropped."""
+    """A stand-in for OrderedDict."""
 
     def __setstate__(self, state: Any) -> None:
-        pass
+        """Drop what PyTorch attaches to it (`_metadata`)."""
 
 
 class Array:
-    """Stands for a numpy array (of random states only): its content is dropped."""
+    """A stand-in for a numpy array, which only random states are."""
 
     __slots__ = ()
 
     def __setstate__(self, state: Any) -> None:
-        pass
-
-
-MAX_BYTES = 64 << 20  # a tree of a hundred layers takes 100 KB
-
-_OPCODES = (
-    "PROTO STOP FRAME MARK POP POP_MARK NONE NEWTRUE NEWFALSE "
-    "BININT BININT1 BININT2 LONG1 BINFLOAT "
-    "BINUNICODE SHORT_BINUNICODE BINSTRING SHORT_BINSTRING BINBYTES SHORT_BINBYTES "
-    "EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST LIST APPEND APPENDS "
-    "EMPTY_DICT DICT SETITEM SETITEMS EMPTY_SET ADDITEMS "
-    "BINPUT LONG_BINPUT BINGET LONG_BINGET MEMOIZE "
-    "GLOBAL STACK_GLOBAL REDUCE NEWOBJ BUILD BINPERSID "
-)
-_MEMO = frozenset({"BINPUT", "LONG_BINPUT"})
-
-_STORAGES = {
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-}
+        """Drop the content."""
 
 
 def read_pickle(data: bytes, source: str) -> Any:
-    """The tree in `data`: dicts, lists, tuples, scalars and the records of `inert`.
+    """Return the tree in `data`: dicts, lists, tuples, scalars and the records above.
 
     Args:
-        data: the pickle.
-        source: names the file in messages.
+        data: The pickle.
+        source: The file's name in messages.
 
     Raises:
-        CheckpointError: damaged, or it asks for anything that a checkpoint has no need of.
+        CheckpointError: It is damaged, or asks for anything that a checkpoint has no need of.
     """
     try:
         if len(data) > MAX_BYTES:
             raise RefusedError(f"{len(data):,} bytes of structure")
         _check_opcodes(data)
-        return _InertUnpickler(io.BytesIO(data)).load()
+        return _RestrictedUnpickler(io.BytesIO(data)).load()
     except RefusedError as error:
         raise CheckpointError(f"{source}: refused, nothing in it was run: {error}") from None
     except Exception as error:
@@ -174,41 +175,36 @@ def read_pickle(data: bytes, source: str) -> Any:
 
 def _check_opcodes(data: bytes) -> None:
     """Walk the byte code; lengths are checked against the data by the walk itself."""
-    allowed = frozenset(_OPCODES.split())
     for opcode, argument, position in pickletools.genops(data):
-        if opcode.name not in allowed:
+        if opcode.name not in _OPCODES:
             raise RefusedError(f"instruction {opcode.name} at byte {position}")
         # The memo is an array: a far index would allocate everything before it.
-        if opcode.name in _MEMO and int(argument or 0) > len(data):
+        if opcode.name in ("BINPUT", "LONG_BINPUT") and int(argument or 0) > len(data):
             raise RefusedError(f"memo index {argument} at byte {position}")
 
 
-class _InertUnpickler(pickle.Unpickler):
+class _RestrictedUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        return _stand_in(module, name)
+        """Return our stand-in for a global name in the file."""
+        if module in ("torch", "torch.cuda") and name in _STORAGES:
+            return StorageType(_STORAGES[name])
+        # By vars(): getattr on torch imports some modules when asked for their name.
+        if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
+            return f"torch.{name}"
+        # Enums and the like of Megatron itself. The class is not looked for: its name is enough.
+        if module.partition(".")[0] == "megatron" and name.isidentifier():
+            return Factory(name, lambda *args: Opaque(name, args))
+        if (module, name) in _STAND_INS:
+            return _STAND_INS[module, name]
+        raise RefusedError(f"it names {module}.{name}, which no checkpoint needs")
 
     def persistent_load(self, pid: Any) -> StorageRef:
-        if type(pid) is not tuple or len(pid) != 5:
-            raise RefusedError("a reference that is no storage")
-        word, kind, key, _location, numel = pid
-        if word != "storage" or type(kind) is not StorageType or type(key) is not str:
-            raise RefusedError("a reference that is no storage")
-        return StorageRef(kind.dtype, key, _size(numel))
-
-
-def _stand_in(module: str, name: str) -> Any:
-    """Our inert object for a global name in the file."""
-    if module in ("torch", "torch.cuda") and name in _STORAGES:
-        return StorageType(_STORAGES[name])
-    # By vars(): getattr on torch imports some modules when asked for their name.
-    if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
-        return f"torch.{name}"
-    # Enums and the like of Megatron itself. The class is not looked for: its name is enough.
-    if module.partition(".")[0] == "megatron" and name.isidentifier():
-        return Factory(name, lambda *args: Opaque(name, args))
-    if (module, name) in _TABLE:
-        return _TABLE[module, name]
-    raise RefusedError(f"it names {module}.{name}, which no checkpoint needs")
+        """Return the storage that a reference names."""
+        if type(pid) is tuple and len(pid) == 5:
+            word, kind, key, _location, numel = pid
+            if word == "storage" and type(kind) is StorageType and type(key) is str:
+                return StorageRef(kind.dtype, key, _size(numel))
+        raise RefusedError("a reference that is no storage")
 
 
 def _size(value: Any) -> int:
@@ -224,7 +220,7 @@ def _sizes(value: Any) -> tuple[int, ...]:
 
 
 def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> TensorRef:
-    """A window that lies inside its storage and is not larger than it."""
+    """Return a window that lies inside its storage and is not larger than it."""
     if type(storage) is not StorageRef:
         raise RefusedError("a tensor without a storage")
     ref = TensorRef(storage, _size(offset), _sizes(shape), _sizes(stride))
@@ -245,16 +241,13 @@ def _parameter(tensor: Any, *_: Any) -> TensorRef:
 
 
 def _ordered_dict(*args: Any) -> StateDict:
-    if not args:
-        return StateDict()
-    (pairs,) = args
-    if type(pairs) is not list:
+    if len(args) > 1 or any(type(pairs) is not list for pairs in args):
         raise RefusedError("an OrderedDict that is not made from a list")
-    return StateDict((key, value) for key, value in pairs)
+    return StateDict((key, value) for pairs in args for key, value in pairs)
 
 
 def _encode(text: Any, encoding: Any) -> bytes:
-    """How Python 3 writes bytes in the older protocols."""
+    """Return bytes as Python 3 writes them in the older protocols."""
     if type(text) is not str or encoding != "latin1":
         raise RefusedError("bytes in an encoding other than latin1")
     return text.encode("latin1")
@@ -267,7 +260,7 @@ def _tuple(values: Any) -> tuple[Any, ...]:
 
 
 _ARRAY = Factory("ndarray", lambda *_: Array())
-_TABLE: dict[tuple[str, str], Any] = {
+_STAND_INS: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_tensor"): Factory("tensor", _tensor),
     ("torch._utils", "_rebuild_tensor_v2"): Factory("tensor", _tensor),
     ("torch._utils", "_rebuild_parameter"): Factory("parameter", _parameter),

@@ -5,7 +5,7 @@ import torch
 
 from megatron.checkpoint.entries import LazyTensor
 from megatron.checkpoint.huggingface.families import families
-from megatron.checkpoint.huggingface.rules import ByGroup, FusedByHead, GateUp, Same, Transposed
+from megatron.checkpoint.huggingface.rules import Grouped, Same, Stacked, Transposed
 from megatron.checkpoint.huggingface.settings import Settings
 from tests.checkpoint.huggingface.models import CASES
 
@@ -13,13 +13,13 @@ from tests.checkpoint.huggingface.models import CASES
 def test_queries_keys_and_values_are_ordered_by_group() -> None:
     q = torch.tensor([[1], [2], [3], [4], [5], [6], [7], [8]])  # 4 heads of 2 rows
     k, v = torch.tensor([[10], [11], [12], [13]]), torch.tensor([[20], [21], [22], [23]])
-    rows = ByGroup(heads=4, groups=2).join([q, k, v]).flatten().tolist()
+    rows = Grouped(2, (2, 1, 1)).join([q, k, v]).flatten().tolist()
     assert rows == [1, 2, 3, 4, 10, 11, 20, 21, 5, 6, 7, 8, 12, 13, 22, 23]
 
 
 def test_the_fused_matrix_of_gpt2_is_ordered_by_head() -> None:
     columns = torch.tensor([[1, 2, 3, 4, 10, 20, 30, 40, 100, 200, 300, 400]])  # 2 heads of 2
-    rows = FusedByHead(heads=2).join([columns]).flatten().tolist()
+    rows = Grouped(2, (1, 1, 1), is_fused=True).join([columns]).flatten().tolist()
     assert rows == [1, 2, 10, 20, 100, 200, 3, 4, 30, 40, 300, 400]
 
 
@@ -28,11 +28,13 @@ def test_the_fused_matrix_of_gpt2_is_ordered_by_head() -> None:
     [
         (Same(), [(3, 4)]),
         (Transposed(), [(3, 4)]),
-        (GateUp(), [(5, 4), (5, 4)]),
-        (ByGroup(6, 2), [(18, 4), (6, 4), (6, 4)]),
-        (ByGroup(6, 6), [(18,), (18,), (18,)]),
-        (FusedByHead(3), [(4, 27)]),
-        (FusedByHead(3), [(27,)]),
+        (Stacked(), [(5, 4), (5, 4)]),
+        (Grouped(2, (3, 1, 1)), [(18, 4), (6, 4), (6, 4)]),
+        (Grouped(6, (1, 1, 1)), [(18,), (18,), (18,)]),
+        (Grouped(3, (1, 1, 1), is_fused=True), [(4, 27)]),
+        (Grouped(3, (1, 1, 1), is_fused=True), [(27,)]),
+        (Grouped(3, (1, 1)), [(9, 4), (9, 4)]),
+        (Transposed(), [(3,)]),
     ],
 )
 def test_split_undoes_join(form, shapes) -> None:
@@ -53,7 +55,7 @@ def test_rules_take_every_tensor_once(name: str) -> None:
     assert len({rule.name for rule in rules}) == len(rules)
 
 
-def test_a_deferred_tensor_reads_when_it_is_used_and_keeps_nothing() -> None:
+def test_a_lazy_tensor_reads_when_it_is_used_and_keeps_nothing() -> None:
     reads = []
 
     def read() -> torch.Tensor:

@@ -172,7 +172,7 @@ def test_old_rows_of_keys_and_values_are_ordered_by_head(version):
     heads, size = 2, 3
     ours = torch.arange(heads * 2 * size * 4).view(heads, 2, size, 4)
     theirs = ours.transpose(0, 1) if version == 0 else ours.transpose(1, 2)
-    arrangement = Arrangement(float(version), heads, swiglu=False)
+    arrangement = Arrangement(float(version), heads, gated=False)
     name = "decoder.layers.0.cross_attention.key_value.weight"
     found = arrangement.arrange(name, theirs.reshape(-1, 4))
     assert torch.equal(found, ours.view(-1, 4))

@@ -10,7 +10,7 @@ from megatron.checkpoint.entries import Entry
 from megatron.checkpoint.find import checkpoint_at
 from megatron.checkpoint.legacy import writer
 from megatron.checkpoint.loading import open_checkpoint, open_found
-from megatron.checkpoint.retention import Keep, is_marked, prune
+from megatron.checkpoint.retention import Keep, is_as_listed, prune
 from megatron.checkpoint.store import save
 from megatron.config.parser import parse_config
 from megatron.config.yaml_file import to_dict
@@ -371,7 +371,7 @@ def test_a_mark_stands_for_the_files_that_it_lists_only(tmp_path, capsys):
     words = [*TOY, "--tensor-model-parallel-size", "2", *flags, str(tmp_path)]
     run_distributed(2, _losses, words, **sizes)
     newest, second = (tmp_path / f"iter_000000{iteration}" for iteration in (6, 4))
-    assert is_marked(newest)
+    assert is_as_listed(newest)
     _megatron_saves(newest, "mp_rank_00")
     with pytest.raises(CheckpointError, match=r"files of two saves: mp_rank_01/.* as this program"):
         open_found(checkpoint_at(newest))
@@ -381,7 +381,7 @@ def test_a_mark_stands_for_the_files_that_it_lists_only(tmp_path, capsys):
         tmp_path / "iter_0000002"
     ]  # 4 is our newest: 6 stays too
     _megatron_saves(newest, "mp_rank_01")
-    assert not is_marked(newest)
+    assert not is_as_listed(newest)
     assert open_checkpoint(tmp_path).iteration == 6
     assert prune(tmp_path, 6, Keep(1)) == []
     assert second.exists()
