@@ -31,7 +31,7 @@ _COPY_SECONDS = 0.5  # that the copy is kept going, whose speed sets the floor
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table; the exit code."""
+    """Print the table, and return the exit code."""
     options = _parser().read(argv)
     return run_command(lambda: run(options))
 
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> None:
     """Measure and print.
 
     Raises:
-        ConfigError: the model's window is too short for what is asked.
+        ConfigError: The model's window is too short for the requested lengths.
     """
     if options.out is not None:
         expect_no_file("--out", [options.out], overwrite=options.overwrite)
@@ -114,19 +114,23 @@ def _parser() -> ToolParser:
         shows_defaults=True,
     )
     parser.add_argument("--model", choices=("S", "L", "demo"), default="L", help="L: Llama 3.1 8B")
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default="bf16", help="of weights")
+    parser.add_argument(
+        "--precision", choices=("fp32", "bf16"), default="bf16", help="number format of weights"
+    )
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 32, 256], help="batch sizes")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
-    parser.add_argument("--new", type=int, default=128, help="steps timed")
+    parser.add_argument("--new", type=int, default=128, help="number of steps timed")
     parser.add_argument("--prefill-length", type=int, default=2048, help="tokens of a long prompt")
-    parser.add_argument("--prefill-tokens", type=int, default=32768, help="of all long prompts")
+    parser.add_argument(
+        "--prefill-tokens", type=int, default=32768, help="tokens of all long prompts"
+    )
     parser.add_argument("--no-graphs", action="store_true", help="without CUDA graphs")
     parser.add_argument(
         "--transformers",
         nargs="?",
         choices=("compiled", "uncompiled"),
         const="compiled",
-        help="time `transformers` with a static cache too; compiled is what it does by itself",
+        help="also time `transformers` with a static cache; compiled is its default",
     )
     parser.add_argument("--out", type=Path, help="JSON file for the numbers")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing file")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Load a text generation server with many clients at a time, and say how long they waited.
+"""Load a text generation server with many clients at a time, and report how long they waited.
 
 python tools/benchmark_server.py localhost:5000 --clients 200 --requests 400
 """
@@ -30,16 +30,16 @@ _WORDS = "the of import self return for in class def if not value name data list
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; 1 where a request failed."""
+    """Measure and print, and return 1 if a request failed."""
     options = _parser().read(argv)
     return run_command(lambda: run(options))
 
 
 def run(options: argparse.Namespace) -> int:
-    """One measurement.
+    """Measure once, print the figures, and return 1 if a request failed.
 
     Raises:
-        UserError: the server cannot be reached.
+        UserError: The address is not HOST:PORT.
     """
     host, _, port = options.server.rpartition(":")
     if not host or not port.isdigit():
@@ -52,12 +52,12 @@ def run(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Answer:
-    """How one request went, in seconds from its sending.
+    """How one request went.
 
     Attributes:
-        first: to the first text.
-        whole: to the end.
-        tokens: of the answer.
+        first: Seconds from its sending to the first text.
+        whole: Seconds from its sending to the end.
+        tokens: Tokens of the answer.
     """
 
     first: float
@@ -67,7 +67,7 @@ class Answer:
 
 @dataclass
 class Load:
-    """Clients that each ask again as soon as they have their answer."""
+    """Clients that ask again as soon as they have their answer."""
 
     host: str
     port: int
@@ -78,14 +78,14 @@ class Load:
     failures: Counter[str] = field(default_factory=Counter)
 
     async def run(self, clients: int, requests: int) -> float:
-        """Make the requests; the seconds that all of them took."""
+        """Make the requests, and return the seconds that all of them took together."""
         prompts = iter([self._prompt() for _ in range(requests)])
         start = time.perf_counter()
         await asyncio.gather(*(self._client(prompts) for _ in range(min(clients, requests))))
         return time.perf_counter() - start
 
     def _prompt(self) -> str:
-        # Of different lengths and beginnings, as those of different people are.
+        # Lengths and beginnings differ, like those of different people.
         count = self.random.randint(1, 2 * self.prompt_words - 1)
         return " ".join(self.random.choices(_WORDS, k=count))
 
@@ -133,7 +133,7 @@ async def _read(reader: asyncio.StreamReader, start: float) -> Answer:
 
 
 def report(answers: Sequence[Answer], failures: Counter[str], seconds: float, clients: int) -> str:
-    """The figures as text."""
+    """Return the figures as text."""
     lines = [f"{len(answers) + failures.total()} requests, {clients} at a time, {seconds:.1f} s"]
     if answers:
         tokens = sum(answer.tokens for answer in answers)
@@ -157,15 +157,15 @@ def _line(name: str, seconds: Sequence[float]) -> str:
 def _parser() -> ToolParser:
     parser = ToolParser(
         "benchmark_server.py",
-        "Load a text generation server, and say how long clients waited.",
+        "Load a text generation server, and report how long clients waited.",
         shows_defaults=True,
     )
     parser.add_argument("server", metavar="HOST:PORT", help="for example localhost:5000")
     parser.add_argument("--clients", type=int, default=200, help="requests at a time")
-    parser.add_argument("--requests", type=int, default=400, help="requests altogether")
-    parser.add_argument("--tokens", type=int, default=32, help="of each answer, at most")
-    parser.add_argument("--prompt-words", type=int, default=16, help="of a prompt, on average")
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts")
+    parser.add_argument("--requests", type=int, default=400, help="requests in all")
+    parser.add_argument("--tokens", type=int, default=32, help="max new tokens of an answer")
+    parser.add_argument("--prompt-words", type=int, default=16, help="average words of a prompt")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the prompts")
     return parser
 
 

@@ -3,7 +3,7 @@
 
 python tools/fill_in.py --load runs/demo-bert/checkpoints --text "for [MASK] in range(10):"
 
-[MASK] stands for one token where the model is a BERT, for any number of words where it is a T5.
+[MASK] stands for one token if the model is a BERT, and for any number of words if it is a T5.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron.errors import ConfigError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print each text filled in, and what else was likely; the exit code."""
+    """Print each text filled in, with other likely words, and return the exit code."""
     options = _parser().read(argv)
     return run_command(lambda: run(options))
 
@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> None:
     """Fill in and print.
 
     Raises:
-        UserError: there is no checkpoint to load, or a text has nothing to fill in.
+        UserError: There is no checkpoint to load, or a text has nothing to fill in.
     """
     if options.top < 1:
         raise ConfigError(f"--top {options.top}: give at least 1")
@@ -54,9 +54,11 @@ def _parser() -> ToolParser:
     parser = ToolParser(
         "fill_in.py", "Let a trained BERT or T5 fill in hidden words.", shows_defaults=True
     )
-    parser.add_argument("--load", required=True, help="folder of checkpoints, the newest is used")
-    parser.add_argument("--text", required=True, nargs="+", help="texts with [MASK] in them")
-    parser.add_argument("--top", type=int, default=3, help="fillings to show (a T5 gives one)")
+    parser.add_argument("--load", required=True, help="folder of checkpoints; the newest is used")
+    parser.add_argument("--text", required=True, nargs="+", help="texts that contain [MASK]")
+    parser.add_argument(
+        "--top", type=int, default=3, help="number of fillings to show (a T5 gives one)"
+    )
     return parser
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Let a trained GPT write: on from a prompt, from a file of prompts, or from nothing.
+"""Generate text with a trained GPT: from a prompt, from a file of prompts, or without one.
 
 python tools/generate_samples_gpt.py --load CHECKPOINTS --prompt "def main("
 python tools/generate_samples_gpt.py --load CHECKPOINTS --sample-input-file prompts.txt \\
@@ -24,7 +24,7 @@ PROGRAM = "generate_samples_gpt.py"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one process; the exit code, as `pretrain_gpt.py`'s."""
+    """Run one process, and return the exit code, as `pretrain_gpt.py` does."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if {"-h", "--help"} & set(arguments):
         from megatron.config.parser import build_parser

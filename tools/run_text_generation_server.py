@@ -20,7 +20,7 @@ from megatron.command import end_on_interrupt
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one process of the server; the exit code, as `pretrain_gpt.py`'s."""
+    """Run one process of the server, and return the exit code, as `pretrain_gpt.py` does."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if {"-h", "--help"} & set(arguments):
         from megatron.config.parser import build_parser

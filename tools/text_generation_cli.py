@@ -29,7 +29,7 @@ from megatron.environment import cache_folder
 from megatron.errors import UserError
 
 _HELP = """\
-Write a text, and the model goes on from it; with --chat, a message that it answers.
+Write a text and the model continues it. With --chat, write a message and it answers.
   /tokens N        longest answer                 /seed N    the same answers again
   /temperature X   0: the most likely token       /clear     forget the conversation
   /top_k N, /top_p X                              /help, /quit (or Ctrl-D)
@@ -37,25 +37,25 @@ Ctrl-C stops an answer."""
 _NUMBERS = {"tokens": int, "seed": int, "top_k": int, "temperature": float, "top_p": float}
 _KEPT_LINES = 1000
 _LONGEST_WAIT = 1e6  # seconds
-# Models also write control characters, which would set up a terminal in new ways.
+# Models also write control characters, which would change a terminal's settings.
 _SHOWN = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
 _SHOWN |= {127: 0x2421, **dict.fromkeys(range(128, 160), 0xFFFD)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Talk until there is nothing more to say; the exit code."""
+    """Talk until there is nothing more to say, and return the exit code."""
     options = _parser().read(argv)
     return run_command(lambda: run(options))
 
 
 def run(options: argparse.Namespace) -> None:
-    """One answer where a prompt is given or piped in, else one after another.
+    """Print one answer if a prompt is given or piped in, otherwise one after another.
 
     Raises:
-        UserError: the server cannot be reached, or refuses.
+        UserError: The server cannot be reached, or refuses.
     """
     if options.system is not None and not options.chat:
-        raise UserError("--system goes with --chat: give both, or neither")
+        raise UserError("--system requires --chat: give both, or neither")
     talk = Talk(Server(options.server, options.auth_token_file, options.timeout), options)
     if options.prompt is not None:
         talk.answer(options.prompt)
@@ -66,21 +66,27 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _piped(data: bytes) -> str:
-    """Text, without what `head -c` has left of a last character; others that are none are kept as
-    surrogates, which are refused when they are sent."""
+    """Return bytes as text, without what `head -c` has left of a last character.
+
+    Other bytes that are not UTF-8 are kept as surrogates, which are refused when they are sent.
+    """
     return codecs.getincrementaldecoder("utf-8")("surrogateescape").decode(data)
 
 
 class Server:
-    """Where the answers come from.
-
-    Args:
-        address: HOST:PORT, with or without http:// or https:// before it.
-        token_file: holds the token that the server asks for; None: it asks for none.
-        timeout: seconds to wait for the next bit of an answer.
-    """
+    """Where the answers come from."""
 
     def __init__(self, address: str, token_file: str | None, timeout: float) -> None:
+        """Check the address.
+
+        Args:
+            address: HOST:PORT, with or without http:// or https:// before it.
+            token_file: Holds the token that the server asks for. `None` if it asks for none.
+            timeout: Seconds to wait for the next bit of an answer.
+
+        Raises:
+            UserError: The address or the timeout is wrong, or the file cannot be read.
+        """
         url = urllib.parse.urlsplit(address if "//" in address else f"//{address}")
         try:
             port = url.port
@@ -98,10 +104,14 @@ class Server:
             self._headers["Authorization"] = f"Bearer {_read_token(token_file)}"
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The objects of a streamed answer.
+        """Yield the objects of a streamed answer.
+
+        Args:
+            path: Of the request.
+            body: Of the request.
 
         Raises:
-            UserError: with the server's own words, where it has some.
+            UserError: The server cannot be reached, or refuses, in its own words.
         """
         kind = http.client.HTTPSConnection if self._is_encrypted else http.client.HTTPConnection
         connection = kind(self._host, self._port, timeout=self._timeout)
@@ -120,7 +130,7 @@ class Server:
                 ) from error
             except (OSError, UnicodeError, http.client.HTTPException) as error:
                 raise UserError(
-                    f"{where} cannot be talked to ({error}): does the server run there?"
+                    f"cannot connect to {where} ({error}): is the server running there?"
                 ) from error
 
 
@@ -171,14 +181,22 @@ def _object(data: bytes) -> dict[str, Any]:
     except ValueError:
         value = None
     if not isinstance(value, dict) or not value.keys() & {"choices", "error"}:
-        raise http.client.HTTPException(f"{data[:60]!r} is no answer of a text generation server")
+        raise http.client.HTTPException(
+            f"{data[:60]!r} is not an answer of a text generation server"
+        )
     return value
 
 
 class Talk:
-    """What has been said so far, and how answers are to be drawn."""
+    """A conversation so far, and how answers are sampled."""
 
     def __init__(self, server: Server, options: argparse.Namespace) -> None:
+        """Start a conversation.
+
+        Args:
+            server: Where the answers come from.
+            options: The command line.
+        """
         self._server = server
         self._chat: bool = options.chat
         self._settings = {name: getattr(options, name) for name in _NUMBERS}
@@ -209,8 +227,12 @@ class Talk:
     def set(self, name: str, text: str) -> None:
         """Change one number.
 
+        Args:
+            name: Name of the setting.
+            text: Its new value.
+
         Raises:
-            UserError: it is none.
+            UserError: The text is not a number.
         """
         try:
             self._settings[name] = _NUMBERS[name](text)
@@ -233,7 +255,7 @@ class Talk:
 
 def _converse(talk: Talk) -> None:
     with _history():
-        print("/help says what there is; Ctrl-D leaves.")
+        print("/help lists the commands; Ctrl-D quits.")
         while True:
             try:
                 line = input("> ")
@@ -266,12 +288,12 @@ def _obey(talk: Talk, line: str) -> None:
     elif name in _NUMBERS:
         talk.set(name, value)
     else:
-        raise UserError(f"/{name}: there is no such command; /help lists them")
+        raise UserError(f"/{name}: no such command; /help lists them")
 
 
 @contextlib.contextmanager
 def _history() -> Iterator[None]:
-    """Line editing, and earlier lines with the arrow keys, those of earlier days too."""
+    """Offer line editing, and earlier lines with the arrow keys, those of earlier days too."""
     try:
         import readline
     except ImportError:  # not on every platform
@@ -298,19 +320,27 @@ def _parser() -> ToolParser:
     parser.add_argument(
         "server",
         metavar="HOST:PORT",
-        help="for example localhost:5000; https://HOST:PORT where a proxy speaks HTTPS for it",
+        help="for example localhost:5000; https://HOST:PORT if a proxy speaks HTTPS for it",
     )
-    parser.add_argument("--prompt", help="answer this and leave; a pipe does the same")
-    parser.add_argument("--chat", action="store_true", help="messages instead of texts to go on")
-    parser.add_argument("--system", help="with --chat: what the model is told first")
-    parser.add_argument("--tokens", type=int, default=64, help="longest answer (%(default)s)")
-    parser.add_argument("--temperature", type=float, help="0: always the most likely token")
-    parser.add_argument("--top_k", "--top-k", type=int, help="so many most likely tokens")
-    parser.add_argument("--top_p", "--top-p", type=float, help="tokens of this probability; 1: all")
-    parser.add_argument("--seed", type=int, help="the same answers again")
-    parser.add_argument("--stop", action="append", default=[], help="end before this text")
-    parser.add_argument("--auth-token-file", metavar="FILE", help="with the server's token")
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds (%(default)s)")
+    parser.add_argument("--prompt", help="answer this and quit; a pipe does the same")
+    parser.add_argument(
+        "--chat", action="store_true", help="write messages instead of texts to continue"
+    )
+    parser.add_argument("--system", help="with --chat: the system message")
+    parser.add_argument("--tokens", type=int, default=64, help="max new tokens (%(default)s)")
+    parser.add_argument("--temperature", type=float, help="0 always takes the most likely token")
+    parser.add_argument(
+        "--top_k", "--top-k", type=int, help="sample from the k most likely tokens; 0: all"
+    )
+    parser.add_argument(
+        "--top_p", "--top-p", type=float, help="sample from tokens of this probability; 1: all"
+    )
+    parser.add_argument("--seed", type=int, help="the same seed gives the same answers")
+    parser.add_argument("--stop", action="append", default=[], help="stop sequence")
+    parser.add_argument("--auth-token-file", metavar="FILE", help="file with the server's token")
+    parser.add_argument(
+        "--timeout", type=float, default=120.0, help="seconds to wait for text (%(default)s)"
+    )
     return parser
 
 

@@ -282,8 +282,9 @@ class OpenAiApi:
         if longest + new_tokens > service.max_length:
             raise ApiError(
                 422,
-                f"a prompt of {longest} tokens and max_tokens {new_tokens} are more than the "
-                f"model's {service.max_length}",
+                f"the prompt has {longest} tokens and up to {new_tokens} new ones are asked for, "
+                f"but together they must fit in the model's {service.max_length}: shorten the "
+                "prompt or ask for fewer",
                 field="max_tokens",
             )
         service.check_total(prompts, new_tokens, copies)

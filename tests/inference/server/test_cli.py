@@ -71,20 +71,23 @@ def test_a_pipe_is_a_prompt(live: Live, piped: bytes, code: int, out: str, error
     [
         (["nowhere"], "give HOST:PORT"),
         (["localhost:http"], "give HOST:PORT"),
-        (["127.0.0.1:1"], "does the server run there?"),
-        (["{live}", "--tokens", "5000"], "max_tokens 5000 are more than the model's 256"),
+        (["127.0.0.1:1"], "is the server running there?"),
+        (
+            ["{live}", "--tokens", "5000"],
+            "up to 5000 new ones are asked for, but together they must fit in the model's 256",
+        ),
         (["{live}", "--temperature", "-1"], "temperature -1.0: give 0 to 100"),
         (["{live}", "--auth-token-file", "/no/such"], "--auth-token-file /no/such"),
         (
             ["{live}", "--auth-token-file", str(ROOT / "Makefile")],
             "a file with one line, the token",
         ),
-        (["{live}", "--system", "Be brief."], "--system goes with --chat"),
+        (["{live}", "--system", "Be brief."], "--system requires --chat"),
         (["{live}", "--timeout", "nan"], "--timeout nan: give seconds"),
         (["{live}", "--temperature", "nan"], "is not finite"),
         (["https://{live}"], "SSL"),
         (["ftp://{live}"], "give HOST:PORT"),
-        (["a..b:5000"], "cannot be talked to"),
+        (["a..b:5000"], "cannot connect to"),
     ],
 )
 def test_errors_say_what_to_do(
@@ -100,10 +103,10 @@ def test_errors_say_what_to_do(
 @pytest.mark.parametrize(
     ("answer", "out", "message"),
     [
-        (b"HTTP/1.1 200 OK\r\n\r\n<html>", "", "is no answer of a text generation server"),
-        (b"HTTP/1.1 200 OK\r\n\r\n[1]", "", "is no answer of a text generation server"),
+        (b"HTTP/1.1 200 OK\r\n\r\n<html>", "", "is not an answer of a text generation server"),
+        (b"HTTP/1.1 200 OK\r\n\r\n[1]", "", "is not an answer of a text generation server"),
         (b"HTTP/1.1 404 No\r\n\r\nlost", "", "status 404, 'lost': is this a text generation"),
-        (b"", "", "does the server run there?"),
+        (b"", "", "is the server running there?"),
         (
             b'HTTP/1.1 200 OK\r\n\r\ndata: {"choices": [{"index": 0, "text": "as far as"}]}\n\n',
             "as far as\n",
@@ -167,7 +170,7 @@ def test_a_conversation_on_a_terminal(chatty: Live, tmp_path: Path) -> None:
             ("/tokens 3", "/tokens 3"),
             ("y", "yyy"),
             ("/tokens x", "/tokens x: give a number"),
-            ("/nonsense", "there is no such command"),
+            ("/nonsense", "no such command"),
             ("/help", "Ctrl-C stops an answer."),
             ("z", "yyy"),  # the engine says what came first
         ):

@@ -203,3 +203,86 @@ def test_the_page_is_served_with_a_strict_policy(live: Live, path: str) -> None:
     policy = answer.headers["content-security-policy"]
     assert "default-src 'none'" in policy
     assert "unsafe" not in policy
+
+
+def test_continue_goes_on_from_the_text_so_far(page: Page, quick: Live) -> None:
+    _open(page, quick, **DESKTOP)
+    assert page.ask("document.getElementById('continue').disabled")
+    page.ask("document.getElementById('max_tokens').value = 5")
+    page.write(TEXT)
+    page.press("Enter", ctrl=True)
+    _done(page)
+    first, seen = page.ask(_text("#output")), len(quick.engine.seen)
+    assert len(first) > len(TEXT)
+    page.ask("document.getElementById('continue').click()")
+    _done(page)
+    assert len(quick.engine.seen) == seen + 1
+    second = page.ask(_text("#output"))
+    assert second.startswith(first)
+    assert len(second) > len(first)
+    ids = quick.engine.seen[-1].prompt
+    assert len(ids) > len(quick.engine.seen[-2].prompt)  # the first answer is part of the prompt
+    # The tokens of the first answer can still be pointed at.
+    assert page.ask("document.querySelectorAll('.answer').length") == 2
+    page.ask("document.getElementById('again').click()")
+    _done(page)
+    assert quick.engine.seen[-1].prompt == ids  # another continuation of the same text
+    assert page.ask(_text("#output")).startswith(first)
+    assert page.ask("document.querySelectorAll('.answer').length") == 2
+    page.press("Enter", ctrl=True)  # a new text, from the prompt alone
+    _done(page)
+    assert page.ask(_text("#output")) == first
+    assert page.ask("document.querySelectorAll('.answer').length") == 1
+    assert not page.problems
+
+
+def test_a_prompt_that_is_too_long_is_told_with_both_numbers(page: Page, quick: Live) -> None:
+    _open(page, quick, **DESKTOP)
+    page.write("x" * 250)
+    page.press("Enter", ctrl=True)
+    _done(page)
+    told = page.ask(_text("#status"))
+    assert re.search(r"The prompt has \d+ tokens and up to 100 new ones", told)
+    assert "the model's 256" in told
+    assert "max_tokens" not in told
+    page.ask("document.getElementById('max_tokens').value = 1.5")
+    page.press("Enter", ctrl=True)
+    _done(page)
+    assert page.ask(_text("#status")) == "Max new tokens: give an integer."
+
+
+def test_a_server_that_is_gone_is_told_with_a_remedy(page: Page, tokenizer_folder: Path) -> None:
+    engine = FakeEngine()
+    with running(engine, make_settings(tokenizer_folder, engine)) as live:
+        _open(page, live, **DESKTOP)
+    page.write(TEXT)
+    page.press("Enter", ctrl=True)
+    _done(page)
+    told = page.ask(_text("#status"))
+    assert told.startswith("The server cannot be reached. Check that it is running")
+    assert "Failed to fetch" not in page.ask("document.body.textContent")
+
+
+def test_why_there_is_no_chat_is_in_plain_sight(page: Page, tokenizer_folder: Path) -> None:
+    engine = FakeEngine()
+    with running(engine, make_settings(tokenizer_folder, engine, chat_template=None)) as live:
+        _open(page, live, **DESKTOP)
+        reason = "document.getElementById('no-chat')"
+        page.wait(f"!{reason}.hidden")
+        assert "this model has no chat template" in page.ask(_text("#no-chat"))
+        assert page.ask(f"{reason}.getBoundingClientRect().height") > 10
+        assert page.ask("document.querySelector('[value=chat]').disabled")
+    engine = FakeEngine()
+    with running(engine, make_settings(tokenizer_folder, engine, chat_template=CHAT)) as live:
+        _open(page, live, **DESKTOP)
+        assert page.ask("document.getElementById('no-chat').hidden")
+
+
+def test_the_labels_are_those_of_the_field(page: Page, quick: Live) -> None:
+    _open(page, quick, **DESKTOP)
+    labels = page.ask("[...document.querySelectorAll('label')].map(e => e.textContent.trim())")
+    for label in ("Prompt", "Max new tokens", "Stop sequences", "Temperature", "Top-p", "Top-k"):
+        assert label in labels
+    assert page.ask("document.getElementById('output').dataset.empty") == (
+        "Generated text appears here."
+    )

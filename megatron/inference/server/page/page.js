@@ -1,15 +1,27 @@
 // The page of the text generation server. It talks to the same OpenAI-style endpoints as any client.
 
-const ALTERNATIVES = 5; // tokens told beside each that was chosen
+const ALTERNATIVES = 5; // most likely tokens shown for each that was chosen
 const KEPT = ["temperature", "top_p", "top_k", "max_tokens", "repetition_penalty", "seed", "stops", "system"];
 const SLIDERS = ["temperature", "top_p", "repetition_penalty"];
+// What the page calls the fields of a request, for error messages.
+const LABELS = {
+  prompt: "Prompt",
+  max_tokens: "Max new tokens",
+  temperature: "Temperature",
+  top_p: "Top-p",
+  top_k: "Top-k",
+  repetition_penalty: "Repetition penalty",
+  seed: "Seed",
+  stop: "Stop sequences",
+};
+const UNREACHABLE = "The server cannot be reached. Check that it is running (start it again if it has stopped)";
 
 const $ = (id) => document.getElementById(id);
 const state = {
   mode: "complete",
-  model: null, // as /v1/models tells it
+  model: null, // as /v1/models describes it
   messages: [], // of the chat: {role, content}
-  prompt: "", // of the last completion
+  prompt: "", // the text that the last answer continues
   running: null, // AbortController
   answer: null, // the element that the last answer is in
 };
@@ -24,9 +36,31 @@ function headers() {
 async function failure(response) {
   try {
     const { error } = await response.json();
-    return new Error(error.message);
+    return new Error(inOurWords(error));
   } catch {
     return new Error(`the server answered ${response.status} ${response.statusText}`);
+  }
+}
+
+// An error by the labels of this page, where the API has names of its own.
+function inOurWords({ message, param }) {
+  const tooMany = /^Too many tokens\.\s+(\d+) is greater than (\d+)$/.exec(message);
+  if (tooMany) {
+    const [, asked, most] = tooMany;
+    return `The prompt and Max new tokens come to ${asked} tokens, but this server accepts at most ${most}. Shorten the prompt or lower Max new tokens.`;
+  }
+  const label = LABELS[param];
+  const text = label ? message.replaceAll(new RegExp(`\\b${param}\\b`, "g"), label) : message;
+  return text[0].toUpperCase() + text.slice(1) + (/[.!?]$/.test(text) ? "" : ".");
+}
+
+// fetch, with an error that says what to do if nobody answers.
+async function request(path, options) {
+  try {
+    return await fetch(path, options);
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Error(UNREACHABLE);
   }
 }
 
@@ -34,21 +68,24 @@ async function* serverEvents(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
-    const { value, done } = await reader.read();
-    if (done) throw new Error("the connection ended before the answer did");
+    const { value, done } = await reader.read().catch((error) => {
+      if (error.name === "AbortError") throw error;
+      return { done: true };
+    });
+    if (done) throw new Error("The connection to the server was lost before the answer ended. Check that the server is running, then try again.");
     const events = (rest + value).split("\n\n");
     rest = events.pop();
     for (const event of events) {
       const data = event.replace(/^data: /, "");
       if (data === "[DONE]") return;
       const object = JSON.parse(data);
-      if (object.error) throw new Error(object.error.message);
+      if (object.error) throw new Error(inOurWords(object.error));
       yield object;
     }
   }
 }
 
-// Of a streamed bit: {text, tokens: [{text, logprob, top: [[text, logprob], ...]}], finish}.
+// The content of a streamed bit: {text, tokens: [{text, logprob, top: [[text, logprob], ...]}], finish}.
 function readBit({ choices: [choice] }) {
   const told = choice.logprobs;
   const finish = choice.finish_reason;
@@ -79,7 +116,7 @@ async function* generate(signal) {
       }
     : { prompt: state.prompt, logprobs: ALTERNATIVES };
   const path = chat ? "v1/chat/completions" : "v1/completions";
-  const response = await fetch(path, {
+  const response = await request(path, {
     method: "POST",
     headers: headers(),
     signal,
@@ -105,7 +142,7 @@ function sampling() {
 
 async function connect() {
   try {
-    const response = await fetch("v1/models", { headers: headers() });
+    const response = await request("v1/models", { headers: headers() });
     if (response.status === 401) {
       $("settings").open = true;
       return notify("This server asks for an access token: enter it under Settings.");
@@ -113,7 +150,7 @@ async function connect() {
     if (!response.ok) throw await failure(response);
     [state.model] = (await response.json()).data;
   } catch (error) {
-    return notify(`The server cannot be reached: ${error.message}`);
+    return notify(error.message === UNREACHABLE ? `${UNREACHABLE}, then reload this page.` : error.message);
   }
   notify("");
   $("model").textContent = state.model.id;
@@ -121,9 +158,7 @@ async function connect() {
   $("max_tokens").max = state.model.max_model_len;
   const chat = document.querySelector("[name=mode][value=chat]");
   chat.disabled = !state.model.chat;
-  const why = state.model.chat ? "" : "This model has no chat template.";
-  chat.parentElement.title = why;
-  chat.setAttribute("aria-description", why);
+  $("no-chat").hidden = state.model.chat;
   if (!state.model.chat && state.mode === "chat") setMode("complete");
 }
 
@@ -144,8 +179,8 @@ function setMode(mode) {
   const chat = mode === "chat";
   document.querySelector(`[name=mode][value=${mode}]`).checked = true;
   $("output").classList.toggle("plain", !chat);
-  $("output").dataset.empty = chat ? "Say something below." : "The text will stand here.";
-  $("input-label").textContent = chat ? "Your message" : "Text to go on from";
+  $("output").dataset.empty = chat ? "Say something below." : "Generated text appears here.";
+  $("input-label").textContent = chat ? "Your message" : "Prompt";
   $("input").placeholder = chat ? "Write a message…" : "Write the beginning of a text…";
   $("send").textContent = chat ? "Send" : "Generate";
   clear();
@@ -167,6 +202,8 @@ function showButtons() {
   const running = state.running !== null;
   $("send").hidden = running;
   $("stop").hidden = !running;
+  $("continue").hidden = state.mode === "chat";
+  $("continue").disabled = running || !state.answer;
   $("again").disabled = running || !state.answer;
   $("copy").disabled = !state.answer;
   $("clear").disabled = running || !$("output").hasChildNodes();
@@ -185,13 +222,15 @@ function beginAnswer() {
   answer.className = "answer writing";
   if (state.mode === "chat") {
     addTurn("assistant", "").append(answer);
+  } else if ($("output").textContent === state.prompt && state.prompt !== "") {
+    $("output").append(answer); // continue the text so far, and keep its tokens
   } else {
     $("output").replaceChildren(document.createTextNode(state.prompt), answer);
   }
   state.answer = answer;
 }
 
-// A span for each token. Where a character takes several tokens, one for all of them.
+// Add a span for each token, or a single one for all tokens of a character.
 function append({ text, tokens }) {
   const box = $("output");
   const follow = box.scrollHeight - box.scrollTop - box.clientHeight < 60;
@@ -233,7 +272,7 @@ async function answer() {
   } catch (error) {
     if (state.answer !== mine) return;
     if (controller.signal.aborted) say(`${speed(clock)} · stopped`);
-    else say(`${error.message}`, true);
+    else say(error.message === UNREACHABLE ? `${UNREACHABLE}, then try again.` : error.message, true);
   } finally {
     mine.classList.remove("writing");
     if (state.running === controller) finish(mine);
@@ -264,15 +303,26 @@ function send() {
     $("input").value = "";
   } else {
     state.prompt = text;
+    $("output").replaceChildren();
   }
   answer();
 }
 
+// Go on from the text so far: the prompt and everything generated after it.
+function continueText() {
+  if (state.running || !state.answer) return;
+  state.prompt = $("output").textContent;
+  answer();
+}
+
+// Replace the last answer by another one.
 function again() {
   if (state.running || !state.answer) return;
   if (state.mode === "chat") {
     state.messages.pop();
     state.answer.parentElement.remove();
+  } else {
+    state.answer.remove();
   }
   answer();
 }
@@ -283,7 +333,7 @@ async function copy() {
     await navigator.clipboard.writeText(text);
     say("Copied.");
   } catch {
-    // No clipboard without https or localhost: select it, so that Ctrl+C does it.
+    // Without https or localhost there is no clipboard: select the text, so that Ctrl+C copies it.
     getSelection().selectAllChildren(state.mode === "chat" ? state.answer : $("output"));
     say("Selected: press Ctrl+C to copy.");
   }
@@ -340,7 +390,7 @@ function hideTip() {
   document.querySelector(".chosen")?.classList.remove("chosen");
 }
 
-// Left and right go from token to token, for those who have no mouse.
+// The left and right arrow keys go from token to token, for those who have no mouse.
 function moveTip(step) {
   const spans = [...document.querySelectorAll(".answer span")].filter((span) => span.token);
   if (!spans.length) return;
@@ -387,6 +437,7 @@ $("input").addEventListener("keydown", (event) => {
   }
 });
 $("stop").addEventListener("click", () => state.running?.abort());
+$("continue").addEventListener("click", continueText);
 $("again").addEventListener("click", again);
 $("copy").addEventListener("click", copy);
 $("clear").addEventListener("click", () => {
@@ -403,7 +454,7 @@ $("output").addEventListener("mouseover", ({ target }) => (target.token ? showTi
 $("output").addEventListener("mouseleave", hideTip);
 $("output").addEventListener("click", ({ target }) => target.token && showTip(target));
 $("output").addEventListener("blur", hideTip);
-// It stands where its token stood: not when anything is scrolled, the whole page on a phone too.
+// It belongs to its token's place, so it goes when anything is scrolled (on a phone the whole page).
 for (const move of ["wheel", "touchmove"]) document.addEventListener(move, hideTip, { passive: true });
 $("output").addEventListener("keydown", (event) => {
   const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
