@@ -118,9 +118,9 @@ def test_peaks_of_memory_are_those_of_the_whole_run(tmp_path) -> None:
 
 
 def test_a_log_that_measures_nothing_is_refused() -> None:
-    with pytest.raises(BenchmarkError, match="no log lines"):
+    with pytest.raises(BenchmarkError, match="log lines are missing"):
         measure(LOG, warmup=6, last=9)
-    with pytest.raises(BenchmarkError, match="up to iteration 9: the run ended before"):
+    with pytest.raises(BenchmarkError, match="up to iteration 9: the run ended early"):
         measure(LOG, warmup=2, last=9)
     with pytest.raises(BenchmarkError, match="not finite"):
         measure([*LOG, (100.0, _line(7, 1.0, "NAN"))], warmup=2, last=5)
@@ -283,7 +283,8 @@ def test_two_commits_beside_each_other() -> None:
     assert ["ms:", "matrix", "products", "80.00", "80.00", "+0.00"] in rows
     assert "overlap" not in text
     new.runs[0] = _run(0.105)
-    assert "the runs overlap: no difference was shown" in report.describe(_facts(), [old, new], [])
+    text = report.describe(_facts(), [old, new], [])
+    assert "the runs overlap, so they show no difference" in text
     record = json.loads(report.to_json(_facts(), [old, new], ["--x"]))
     assert [result["summary"]["median_run"] for result in record["results"]] == [0.11, 0.09]
 
@@ -298,8 +299,8 @@ def test_a_whole_benchmark_on_a_cpu(tmp_path, capsys) -> None:
     out = capsys.readouterr().out
     for text in ("ceilings of CPU", "tokens/s per GPU", "MFU", "peak memory", "roofline"):
         assert text in out
-    assert "where the time of a step goes: not available (" in out  # no kernels on a CPU
-    assert "no kernel of a GPU in it" in out
+    assert "breakdown of a step: not available (" in out  # no kernels on a CPU
+    assert "contains no GPU kernels" in out
     folder = tmp_path / "demo-fp32-2gpu"
     record = json.loads((folder / "result.json").read_text())
     (result,) = record["results"]

@@ -156,7 +156,7 @@ def test_kernels_by_name(name, part) -> None:
 @pytest.mark.parametrize(
     ("events", "message"),
     [
-        (_marks([0.0, 1.0, 2.0]), "no kernel of a GPU"),
+        (_marks([0.0, 1.0, 2.0]), "contains no GPU kernels"),
         ([*_marks([0.0, 1.0]), _event("kernel", "nvjet", 0.0, 1.0)], "2 marked iterations"),
     ],
 )

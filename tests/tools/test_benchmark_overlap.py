@@ -24,7 +24,7 @@ def _refusal(*words: str, ranks: int = 2) -> str:
 
 
 def test_what_cannot_be_measured_is_refused():
-    assert "--tokens 63 is not a multiple of 2, the processes" in _refusal("--tokens", "63")
+    assert "--tokens 63 is not a multiple of the 2 processes" in _refusal("--tokens", "63")
     assert "--rounds 0: must be at least 1" in _refusal("--rounds", "0")
     told = _refusal("--token", "64", ranks=1)
     assert told == "error: unknown flag --token: did you mean --tokens?\n"

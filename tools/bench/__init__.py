@@ -1,1 +1,1 @@
-"""The parts of `tools/benchmark.py`: what is run, how it is launched, measured and told."""
+"""The parts of `tools/benchmark.py`: the workloads, how they run, and their report."""

@@ -1,8 +1,8 @@
-"""Where the time of a step goes, from a trace of `--profile`: parts that add up to the step.
+"""Break the time of a step down into parts that add up to it, from a trace of `--profile`.
 
-Kernels of several streams run at once, so each instant is given to one part only: to the first of
-`PARTS` that runs then. Communication comes last but for idle: what it is given is time in which
-nothing else ran, and the rest of it is hidden behind other work.
+Kernels of several streams run at once, so each instant is attributed to a single part: the first of
+`PARTS` that is running. Communication comes last, before idle. The time attributed to it is time in
+which nothing else ran; the rest of it is hidden behind other work.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ PARTS = (
     "communication",
     "idle",
 )
-# The first pattern that is found in a kernel's name says its part. Attention comes before matrix
-# products, because its kernels are built from CUTLASS too.
+# The first pattern that matches a kernel's name decides its part. Attention comes before matrix
+# products because its kernels are built from CUTLASS too.
 _PATTERNS = tuple(
     (part, re.compile(pattern, re.IGNORECASE))
     for part, pattern in (
@@ -53,7 +53,7 @@ _PATTERNS = tuple(
         ),
     )
 )
-# Kernels of these parts are the optimizer's where its step launched them: their names do not say.
+# Kernels of these parts count as the optimizer's if its step launched them. Names do not tell.
 _FOLLOW_THE_PHASE = {"elementwise and normalization", "copies, casts and fills"}
 _OPTIMIZER_PHASE = "optimizer"
 _MARK = re.compile(r"^iteration (\d+)$")
@@ -63,7 +63,7 @@ _LAUNCH_KINDS = {"cuda_runtime", "cuda_driver"}
 
 @dataclass(frozen=True)
 class Kernel:
-    """Something that the device ran, from `start` to `end` in microseconds."""
+    """An operation that the device ran, from `start` to `end` in microseconds."""
 
     name: str
     part: str
@@ -73,13 +73,13 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Seconds of a mean step.
+    """The breakdown of a mean step, in seconds.
 
     Attributes:
-        step: from one step's first kernel to the next one's.
-        parts: by name of PARTS; their sum is the step.
-        hidden: communication and copies that ran while something else did.
-        kernels: (name, part, seconds, launches) of the kernels that take most.
+        step: Time from the first kernel of one step to the first kernel of the next.
+        parts: Time of each part, by its name in PARTS. The sum is the step.
+        hidden: Communication and copies that ran while something else did.
+        kernels: (name, part, seconds, launches) of the kernels that take the most time.
     """
 
     step: float
@@ -89,16 +89,20 @@ class Breakdown:
 
 
 def classify(name: str) -> str:
-    """The part of a step that a kernel belongs to, by its name."""
+    """Return the part of a step that a kernel belongs to, judging by its name."""
     found = (part for part, pattern in _PATTERNS if pattern.search(name))
     return next(found, "elementwise and normalization")
 
 
 def read_breakdown(path: Path, *, top: int = 15) -> Breakdown:
-    """Of a trace file.
+    """Read a trace file and return its breakdown.
+
+    Args:
+        path: The trace.
+        top: How many of the largest kernels to list.
 
     Raises:
-        DataError: it has no kernels, or fewer than three marked iterations.
+        DataError: The trace has no kernels, or fewer than three marked iterations.
     """
     import orjson
 
@@ -110,17 +114,17 @@ def read_breakdown(path: Path, *, top: int = 15) -> Breakdown:
 
 
 def break_down(events: Sequence[Mapping[str, Any]], *, top: int = 15) -> Breakdown:
-    """Of the events of a trace, over all marked iterations but the first and the last.
+    """Break down the events of a trace, over all marked iterations but the first and the last.
 
-    The first one carries the start of the profiler, and where the last one ends is not known.
+    The first iteration includes the start of the profiler, and the last has no known end.
     """
     events = [event for event in events if event.get("ph") == "X"]
     kernels = _kernels(events)
     if not kernels:
-        raise DataError("no kernel of a GPU in it")
+        raise DataError("contains no GPU kernels")
     starts = _iteration_starts(events)
     if len(starts) < 3:
-        raise DataError(f"{len(starts)} marked iterations in it, expected at least 3")
+        raise DataError(f"contains {len(starts)} marked iterations, expected at least 3")
     begin, end, steps = starts[1], starts[-1], len(starts) - 2
     inside = [
         Kernel(k.name, k.part, max(k.start, begin), min(k.end, end))
@@ -138,7 +142,7 @@ def break_down(events: Sequence[Mapping[str, Any]], *, top: int = 15) -> Breakdo
 
 
 def _kernels(events: Iterable[Mapping[str, Any]]) -> list[Kernel]:
-    """What ran on the device, each with its part."""
+    """Return what ran on the device, each kernel with its part."""
     launched = {
         event["args"]["correlation"]: event["ts"]
         for event in events
@@ -162,8 +166,10 @@ def _kernels(events: Iterable[Mapping[str, Any]]) -> list[Kernel]:
 
 
 def _iteration_starts(events: Iterable[Mapping[str, Any]]) -> list[float]:
-    """When each marked iteration began on the device, in order; on the host where only that is
-    recorded."""
+    """Return when each marked iteration began, in order.
+
+    The times are the device's, or the host's if only those are recorded.
+    """
     for kind in ("gpu_user_annotation", "user_annotation"):
         starts: dict[int, float] = {}
         for event in events:
@@ -179,9 +185,11 @@ def _iteration_starts(events: Iterable[Mapping[str, Any]]) -> list[float]:
 def share_out(
     kernels: Iterable[Kernel], begin: float, end: float
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Microseconds from `begin` to `end` given to each part, and those of it that are hidden.
+    """Attribute the time from `begin` to `end` to parts.
 
-    Hidden: some kernel of the part ran, and the instant was given to an earlier one of PARTS.
+    Returns:
+        Microseconds attributed to each part, and those of each part that are hidden: a kernel
+        of the part was running, but the instant was attributed to an earlier one of PARTS.
     """
     edges: list[tuple[float, int, str]] = []
     for kernel in kernels:

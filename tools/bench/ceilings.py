@@ -1,6 +1,6 @@
-"""What this machine can do at a workload's shapes, measured, and the speed that follows from it.
+"""Measure what this machine can do at a workload's shapes, and derive the highest possible speed.
 
-Every product is kept going for some seconds: a card at its power limit is slower than at the start.
+Every product runs for several seconds, because a card at its power limit is slower than a cold one.
 """
 
 from __future__ import annotations
@@ -23,27 +23,30 @@ from megatron.models.build import model_plan
 from megatron.models.plan import AttentionPlan, MLPPlan, ModelPlan
 
 _BURST_SECONDS = 0.2  # of work queued at a time
-# Of the update, a parameter: gradient, master weight and two moments are read, the last three
-# and the 16-bit weight written.
+# Bytes per parameter and update: gradient, master weight and two moments are read; the last three
+# and the 16-bit weight are written.
 _OPTIMIZER_BYTES = 4 * 4 + 3 * 4 + 2
 _BACKWARD_OVER_FORWARD = 2.5  # attention: five products against two
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Measured limits of one device; None: it cannot do that.
+    """Measured limits of one device. A value is None if the device does not support the operation.
 
     Attributes:
-        device: its name.
-        datasheet: dense 16-bit peak, FLOP/s.
-        seconds: how long each was kept going.
-        products, products_fp8: FLOP/s of a layer's linear products, forward and both gradients.
-        head: FLOP/s of the output head's.
-        attention_forward, attention_backward: FLOP/s of causal attention, half of the square
-            counted, backward as 2.5 times forward.
-        copy: bytes/s of a copy on the device, read and written counted.
-        layer_seconds, layer_seconds_fp8, head_seconds, attention_seconds: of one micro-batch
-            through one layer (or the head), forward and backward.
+        device: Name of the device.
+        datasheet: Dense 16-bit peak, in FLOP/s.
+        seconds: How long each measurement ran.
+        products: FLOP/s of a layer's linear products, forward and both gradients.
+        products_fp8: The same in FP8.
+        head: FLOP/s of the output head's products.
+        attention_forward: FLOP/s of causal attention, counting half of the square.
+        attention_backward: The same for the backward pass, counted as 2.5 forward passes.
+        copy: Bytes/s of a copy on the device, counting bytes read and bytes written.
+        layer_seconds: Time of one micro-batch through one layer, forward and backward.
+        layer_seconds_fp8: The same in FP8.
+        head_seconds: The same for the output head.
+        attention_seconds: The same for the attention of one layer.
     """
 
     device: str
@@ -64,7 +67,14 @@ class Ceilings:
 def measure_ceilings(
     config: RunConfig, device: Device, vocabulary: int, *, seconds: float
 ) -> Ceilings:
-    """At the shapes that one process of `config` computes, `seconds` for each measurement."""
+    """Measure the shapes that one process of `config` computes.
+
+    Args:
+        config: The run.
+        device: Where to measure.
+        vocabulary: Padded vocabulary size.
+        seconds: Duration of each measurement.
+    """
     plan, tensor = model_plan(config.model, vocabulary), config.parallel.tensor_model_parallel_size
     tokens = config.training.micro_batch_size * config.data.seq_length
     tokens //= config.parallel.context_parallel_size
@@ -94,13 +104,13 @@ def measure_ceilings(
         layer_seconds=layer_seconds,
         layer_seconds_fp8=layer_fp8,
         head_seconds=head_seconds,
-        # Context-parallel processes share the square, whatever way the sequence is split.
+        # Context-parallel processes share the square, however the sequence is split.
         attention_seconds=(forward + backward) / config.parallel.context_parallel_size,
     )
 
 
 def shapes_of(config: RunConfig, vocabulary: int) -> dict[str, Any]:
-    """What the ceilings of a run depend on, besides its number format; for JSON."""
+    """Return what a run's ceilings depend on besides its number format, for JSON."""
     return {
         "host": socket.gethostname(),  # cards of one name differ
         "sizes": _sizes(model_plan(config.model, vocabulary)),
@@ -115,7 +125,7 @@ def shapes_of(config: RunConfig, vocabulary: int) -> dict[str, Any]:
 def rooflines(
     ceilings: Ceilings, config: RunConfig, gpus: int, vocabulary: int
 ) -> dict[str, float | None]:
-    """`roofline_step` of either format, by name."""
+    """Return `roofline_step` for both number formats, by name."""
     return {
         f"roofline_step_{name}": roofline_step(ceilings, config, gpus, vocabulary, fp8=fp8)
         for name, fp8 in (("16bit", False), ("fp8", True))
@@ -123,7 +133,7 @@ def rooflines(
 
 
 def layer_products(plan: ModelPlan, tensor: int) -> list[tuple[int, int]]:
-    """(outputs, inputs) of a layer's matrices on one of `tensor` processes."""
+    """Return (outputs, inputs) of each of a layer's matrices on one of `tensor` processes."""
     attention, mlp = plan.attention, _mlp(plan)
     return [
         (attention.qkv // tensor, plan.hidden),
@@ -140,7 +150,7 @@ def _mlp(plan: ModelPlan) -> MLPPlan:
 
 
 def _sizes(plan: ModelPlan) -> dict[str, int]:
-    """Sizes of the network by the names that measured files have."""
+    """Return the sizes of the network by the names that measured files have."""
     attention, mlp = plan.attention, _mlp(plan)
     return {
         "layers": len(plan.layers),
@@ -155,12 +165,12 @@ def _sizes(plan: ModelPlan) -> dict[str, int]:
 
 
 def count_flops(matrices: list[tuple[int, int]], tokens: int) -> int:
-    """Of forward and both gradients."""
+    """Return the FLOPs of the forward pass and both gradients."""
     return sum(6 * tokens * outputs * inputs for outputs, inputs in matrices)
 
 
 def time_sustained(work: Callable[[], object], device: Device, seconds: float) -> float:
-    """Seconds of one call of `work`, over as many as take about `seconds` after a warm-up."""
+    """Return the mean seconds of a call of `work`, repeated for about `seconds` after a warm-up."""
     for _ in range(2):
         work()
     device.synchronize()
@@ -182,7 +192,7 @@ def time_sustained(work: Callable[[], object], device: Device, seconds: float) -
 def products_16bit(
     matrices: list[tuple[int, int]], tokens: int, device: Device
 ) -> Callable[[], None]:
-    """Forward, input gradient and weight gradient of each matrix in bfloat16."""
+    """Return work that computes the output and both gradients of each matrix in bfloat16."""
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=torch.bfloat16, device=device.torch_device)
@@ -201,14 +211,14 @@ def products_16bit(
 def products_fp8(
     matrices: list[tuple[int, int]], tokens: int, device: Device
 ) -> Callable[[], None]:
-    """The same in float8 e4m3 with one scale a tensor and fast accumulation; no casts."""
+    """Return the same work in float8 e4m3: tensorwise scales, fast accumulation, no casts."""
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, device=device.torch_device).to(torch.float8_e4m3fn)
 
     one = torch.ones((), device=device.torch_device)
-    # (rows, inner, columns) of forward, input gradient and weight gradient. The second factor is
-    # stored by columns, as the hardware wants it.
+    # (rows, inner, columns) of the output, input gradient and weight gradient. The second factor is
+    # stored by columns, as the hardware requires.
     shapes = [
         shape for o, i in matrices for shape in ((tokens, i, o), (tokens, o, i), (o, tokens, i))
     ]
@@ -226,7 +236,7 @@ def products_fp8(
 def attention_passes(
     config: RunConfig, attention: AttentionPlan, device: Device
 ) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Forward and backward of causal attention over a micro-batch, by cuDNN on a GPU."""
+    """Return the forward and backward passes of causal attention, by cuDNN on a GPU."""
     tensor = config.parallel.tensor_model_parallel_size
     batch, sequence = config.training.micro_batch_size, config.data.seq_length
     heads, kv_heads = attention.heads // tensor, max(1, attention.kv_heads // tensor)
@@ -261,7 +271,7 @@ def attention_passes(
 
 
 def copy_rate(device: Device, seconds: float) -> float:
-    """Bytes/s of a copy on the device, read and written counted."""
+    """Return the bytes/s of a copy on the device, counting bytes read and bytes written."""
     size = 2**31 if device.is_gpu else 2**26
     source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device.torch_device)
     target = torch.empty_like(source)
@@ -271,10 +281,10 @@ def copy_rate(device: Device, seconds: float) -> float:
 def roofline_step(
     ceilings: Ceilings, config: RunConfig, gpus: int, vocabulary: int, *, fp8: bool
 ) -> float | None:
-    """Seconds of an update if a GPU did matrix products, attention and the update's memory
-    traffic at these rates and nothing else; None where it cannot do fp8.
+    """Return the seconds of an update that consists of its unavoidable work alone.
 
-    A pipeline's stages are taken as equal and communication as free.
+    That is matrix products, attention and memory traffic at the measured rates. Pipeline
+    stages count as equal and communication as free. Returns None if the device cannot do FP8.
     """
     layer = ceilings.layer_seconds_fp8 if fp8 else ceilings.layer_seconds
     if layer is None:

@@ -1,4 +1,4 @@
-"""Runs of the entry script as a user starts them, timed from outside, and what their lines say."""
+"""Run the entry script as a user would, time it from outside, and read its log lines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from megatron.errors import UserError
 
-_GRACE_SECONDS = 45.0  # torchrun itself kills its processes 30 s after it was asked to end
+_GRACE_SECONDS = 45.0  # torchrun kills its own processes 30 s after it was asked to end
 _SHOWN_LINES = 25
 _ITERATION = re.compile(
     r"^ iteration +(\d+)/ *\d+ .*?elapsed time per iteration \(ms\): ([\d.]+) .*?lm loss: (\S+)"
@@ -28,7 +28,7 @@ _MIB = 1024 * 1024
 
 
 class BenchmarkError(UserError):
-    """A run that was to be measured failed, hung or told too little."""
+    """A measured run failed, hung or did not log enough."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class Logged:
     """One log line.
 
     Attributes:
-        iteration: the last one that the line covers.
-        seconds: of one iteration, as logged.
-        arrived: seconds after the launch at which the line came.
-        loss: as logged.
+        iteration: The last iteration that the line covers.
+        seconds: Logged seconds per iteration.
+        arrived: Seconds between the launch and the arrival of the line.
+        loss: The logged loss.
     """
 
     iteration: int
@@ -50,14 +50,17 @@ class Logged:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one run showed, over the timed iterations: those after the warm-up.
+    """The measurements of one run, over the iterations after the warm-up.
 
     Attributes:
-        first_iteration: seconds from launch to the end of iteration 1, by its log line.
-        best, median: seconds of one iteration, over the log lines.
-        mean: seconds of one iteration by the clock outside the run, from line to line.
-        peak_allocated, peak_reserved: bytes, of the rank that says most.
-        first_loss, last_loss: of the first and the last logged iteration.
+        first_iteration: Seconds from the launch to the end of iteration 1, judging by its log line.
+        best: Lowest logged seconds per iteration.
+        median: Median of the logged seconds per iteration.
+        mean: Mean seconds per iteration by the clock outside the run, from line to line.
+        peak_allocated: Peak of allocated bytes, of the rank with the highest value.
+        peak_reserved: Peak of reserved bytes, of the rank with the highest value.
+        first_loss: Loss of the first logged iteration.
+        last_loss: Loss of the last logged iteration.
     """
 
     first_iteration: float
@@ -71,7 +74,7 @@ class Measured:
 
 
 def entry_command(root: Path, gpus: int, flags: Sequence[str]) -> list[str]:
-    """pretrain_gpt.py of the checkout `root`, alone or under torchrun."""
+    """Return the command that runs pretrain_gpt.py of `root`, alone or under torchrun."""
     script = str(root / "pretrain_gpt.py")
     if gpus == 1:
         return [sys.executable, script, *flags]
@@ -82,40 +85,43 @@ def entry_command(root: Path, gpus: int, flags: Sequence[str]) -> list[str]:
 def run_process(
     command: Sequence[str], *, root: Path, log: Path, timeout: float
 ) -> list[tuple[float, str]]:
-    """Run to the end; every line of output with the seconds after the launch at which it came.
+    """Run a command to its end and return its output.
 
     Args:
-        command: the words.
-        root: folder to run in.
-        log: file for the whole output.
-        timeout: seconds after which the run is ended.
+        command: The command's words.
+        root: Folder to run in.
+        log: File for the whole output.
+        timeout: Seconds after which the run is ended.
+
+    Returns:
+        Every line of output, with the seconds between the launch and its arrival.
 
     Raises:
-        BenchmarkError: it took too long or failed; the message has its last lines.
+        BenchmarkError: The run took too long or failed. The message has its last lines.
     """
     lines, code = run_to_end(command, timeout=timeout, folder=root)
     log.write_text("".join(f"{when:9.3f} {line}\n" for when, line in lines), encoding="utf-8")
     if code != 0:
         what = f"did not end in {timeout:.0f} s" if code is None else f"ended with exit code {code}"
         last = "\n".join(f"    {line}" for _, line in lines[-_SHOWN_LINES:])
-        raise BenchmarkError(f"the run {what}; its last lines (all of them in {log}):\n{last}")
+        raise BenchmarkError(f"the run {what}; its last lines (full output in {log}):\n{last}")
     return lines
 
 
 def run_to_end(
     command: Sequence[str], *, timeout: float, folder: Path | None = None, **environment: str
 ) -> tuple[list[tuple[float, str]], int | None]:
-    """Run, whatever comes of it; nothing that it has started stays behind.
+    """Run a command, whatever its result, and leave none of its processes behind.
 
     Args:
-        command: the words.
-        timeout: seconds after which the run is ended.
-        folder: to run in; None: this process's.
-        environment: variables, where they are not set.
+        command: The command's words.
+        timeout: Seconds after which the run is ended.
+        folder: Folder to run in. Defaults to this process's.
+        environment: Environment variables to set if they are not set already.
 
     Returns:
-        Every line of output with the seconds after the launch at which it came; and the exit code,
-        None where the run had to be ended.
+        Every line of output, with the seconds from the launch to its arrival; and the exit code,
+        or None if the run had to be ended.
     """
     lines: list[tuple[float, str]] = []
     start = time.perf_counter()
@@ -136,7 +142,7 @@ def run_to_end(
 def _process(
     command: Sequence[str], folder: Path | None, environment: Mapping[str, str]
 ) -> Iterator[subprocess.Popen[str]]:
-    """A process whose whole group is gone at the end of the block."""
+    """Run a process, and end its whole group when the block ends."""
     process = subprocess.Popen(
         command,
         cwd=folder,
@@ -155,8 +161,10 @@ def _process(
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End a process and what it started: asked first, because torchrun's workers are not in its
-    group and only torchrun ends them."""
+    """End a process and the processes it started.
+
+    It is asked first: torchrun's workers are not in its group, and only torchrun ends them.
+    """
     if process.poll() is None:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -172,7 +180,7 @@ def _collect(stream: object, start: float, lines: list[tuple[float, str]]) -> No
 
 
 def read_log(lines: Sequence[tuple[float, str]]) -> list[Logged]:
-    """The log lines among all lines."""
+    """Return the log lines among all lines of output."""
     found = ((when, _ITERATION.match(line)) for when, line in lines)
     return [
         Logged(int(match[1]), float(match[2]) / 1000, when, float(match[3]))
@@ -182,21 +190,21 @@ def read_log(lines: Sequence[tuple[float, str]]) -> list[Logged]:
 
 
 def measure(lines: Sequence[tuple[float, str]], *, warmup: int, last: int) -> Measured:
-    """What a run's output says about iterations `warmup + 1` to `last`.
+    """Measure iterations `warmup + 1` to `last` from a run's output.
 
     Raises:
-        BenchmarkError: log lines are missing, or a loss is not finite.
+        BenchmarkError: Log lines are missing, or a loss is not finite.
     """
     logged = read_log(lines)
     before = [line for line in logged if line.iteration <= warmup]
     timed = [line for line in logged if warmup < line.iteration <= last]
     if not before or not timed or timed[-1].iteration < last:
         raise BenchmarkError(
-            f"no log lines both within the {warmup} iterations of warm-up and up to iteration "
-            f"{last}: the run ended before, or does not log each iteration"
+            f"log lines are missing within the {warmup} warm-up iterations or up to iteration "
+            f"{last}: the run ended early, or does not log every iteration"
         )
     if not all(math.isfinite(line.loss) for line in logged):
-        raise BenchmarkError("a loss is not finite: such a run measures nothing")
+        raise BenchmarkError("a loss is not finite, so the run measures nothing")
     span = timed[-1].arrived - before[-1].arrived
     memory = [match for _, line in lines for match in [_MEMORY.search(line)] if match]
     return Measured(

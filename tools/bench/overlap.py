@@ -1,4 +1,4 @@
-"""What `tools/benchmark_overlap.py` measures: forms of the products of split layers."""
+"""The measurements of `tools/benchmark_overlap.py`: variants of the products of split layers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ Form = Callable[[], Tensor]
 def gathered(
     rows: Tensor, weight: Tensor, layout: Layout, exchange: Exchange
 ) -> dict[str, tuple[Form, bool]]:
-    """Forms of the product of all ranks' rows [m, in] with [in, out], and whether they send."""
+    """Return variants of the product of all ranks' rows [m, in] with [in, out].
+
+    Each comes with whether it communicates.
+    """
     axis, whole = layout.tensor, all_gather(rows, layout.tensor)
 
     def multiply(x: Tensor, into: Tensor) -> None:
@@ -55,7 +58,10 @@ def gathered(
 def scattered(
     rows: Tensor, weight: Tensor, layout: Layout, exchange: Exchange
 ) -> dict[str, tuple[Form, bool]]:
-    """The same of the sum over ranks of the products of [t m, in], each its part of the rows."""
+    """Return variants of the sum over ranks of products of [t m, in], scattered by rows.
+
+    Each comes with whether it communicates.
+    """
     axis = layout.tensor
 
     def multiply(x: Tensor, into: Tensor) -> None:
@@ -77,7 +83,7 @@ def scattered(
 
 
 def measure(forms: dict[str, tuple[Form, bool]], device: Device, rounds: int) -> dict[str, str]:
-    """Microseconds of each form, and what its result is beside the collective's."""
+    """Return the microseconds of each variant, and whether its result has the collective's bits."""
     if not device.is_gpu:
         del forms["PyTorch, fused"]
     expected = forms["collective"][0]()
@@ -103,19 +109,19 @@ def measure(forms: dict[str, tuple[Form, bool]], device: Device, rounds: int) ->
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure and print.
+    """Measure and print a table.
 
     Raises:
-        ConfigError: one process, sizes that do not divide, or nothing to measure.
+        ConfigError: A single process, a size that does not divide, or nothing to measure.
     """
     launch = read_launch()
     size = launch.world_size
     if size < 2:
-        raise ConfigError("one process has nothing to send: start with torchrun")
+        raise ConfigError("a single process does not communicate: start several with torchrun")
     for name in ("tokens", "hidden_size", "qkv_size", "ffn_hidden_size"):
         value, flag = getattr(options, name), f"--{name.replace('_', '-')}"
         if value < 1 or value % size:
-            raise ConfigError(f"{flag} {value} is not a multiple of {size}, the processes")
+            raise ConfigError(f"{flag} {value} is not a multiple of the {size} processes")
     if options.rounds < 1:
         raise ConfigError(f"--rounds {options.rounds}: must be at least 1")
     prepare(launch, deterministic=False)
@@ -142,8 +148,7 @@ def run(options: argparse.Namespace) -> None:
 def cases(
     options: argparse.Namespace, layout: Layout, device: Device
 ) -> Iterator[tuple[str, dict[str, tuple[Form, bool]]]]:
-    """The products of a layer whose messages stand in the way, one after another: what they are,
-    and their forms."""
+    """Yield each product of a layer that communicates: its name and its variants."""
     size, hidden, ffn = layout.tensor.size, options.hidden_size, options.ffn_hidden_size
     part = options.tokens // size
     dtype = torch.bfloat16 if device.is_gpu else torch.float32

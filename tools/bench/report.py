@@ -1,4 +1,4 @@
-"""Tables and JSON of what was measured."""
+"""Report the measurements as tables and JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TERA = 1e12
 
 @dataclasses.dataclass
 class Result:
-    """What the runs of one checkout gave; `unavailable` says why there is no breakdown."""
+    """The runs of one checkout. `unavailable` says why there is no breakdown."""
 
     name: str
     runs: list[Measured]
@@ -32,13 +32,15 @@ class Result:
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What turns seconds into the other numbers.
+    """The constants that turn seconds into the other numbers.
 
     Attributes:
-        tokens: of a step, for each GPU.
-        flops: model FLOPs of a token.
-        ceilings: as `tools.bench.ceilings.Ceilings`, with the roofline's seconds of a step.
-        roofline: seconds of a step at this precision; None where it is not known.
+        tokens: Tokens per step and GPU.
+        flops: Model FLOPs per token.
+        precision: Name of the precision.
+        gpus: Number of GPUs.
+        ceilings: Fields of `tools.bench.ceilings.Ceilings`, plus the roofline's seconds per step.
+        roofline: Seconds per step at this precision's roofline, or None if it is not known.
     """
 
     tokens: float
@@ -50,7 +52,7 @@ class Facts:
 
     @classmethod
     def of(cls, config: RunConfig, precision: str, gpus: int, ceilings: Mapping[str, Any]) -> Facts:
-        """For runs of `config`."""
+        """Return the facts for runs of `config`."""
         from megatron.models.arithmetic import flops_per_token
         from megatron.models.build import model_plan
         from megatron.tokenizer import padded_vocabulary
@@ -65,11 +67,11 @@ class Facts:
             precision=precision,
             gpus=gpus,
             ceilings=ceilings,
-            roofline=ceilings[key] if numbers.bf16 or numbers.fp16 else None,  # none for fp32
+            roofline=ceilings[key] if numbers.bf16 or numbers.fp16 else None,  # unknown for fp32
         )
 
     def derived(self, seconds: float) -> dict[str, float | None]:
-        """Numbers that follow from the seconds of a step."""
+        """Return the numbers that follow from the seconds of a step."""
         speed = self.tokens / seconds
         model = speed * self.flops
         peak = self.ceilings["datasheet"]
@@ -83,7 +85,7 @@ class Facts:
 
 
 def run_line(name: str, number: int, measured: Measured, tokens: float) -> str:
-    """One run, as soon as it has ended; `tokens` of a step for each GPU."""
+    """Describe one finished run in a line. `tokens` is per step and GPU."""
     return (
         f"{name} run {number}: tokens/s per GPU best {tokens / measured.best:,.0f}, "
         f"median {tokens / measured.median:,.0f}, by the clock {tokens / measured.mean:,.0f}; "
@@ -93,7 +95,7 @@ def run_line(name: str, number: int, measured: Measured, tokens: float) -> str:
 
 
 def summary(result: Result) -> dict[str, float]:
-    """Over runs: best and median of their median iteration, best iteration of all, and maxima."""
+    """Summarize runs: best and median of the median iterations, best iteration, and maxima."""
     medians = [run.median for run in result.runs]
     return {
         "best_run": min(medians),
@@ -109,7 +111,7 @@ def summary(result: Result) -> dict[str, float]:
 
 
 def describe(facts: Facts, results: Sequence[Result], flags: Sequence[str]) -> str:
-    """Everything, for reading."""
+    """Return the whole report as text."""
     blocks = [
         f"pretrain_gpt.py {shlex.join(flags)}",
         describe_ceilings(facts.ceilings, facts.tokens),
@@ -122,7 +124,7 @@ def describe(facts: Facts, results: Sequence[Result], flags: Sequence[str]) -> s
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns under each other: the first to the left, the others to the right."""
+    """Align rows in columns, the first to the left and the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(
@@ -134,7 +136,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def describe_ceilings(ceilings: Mapping[str, Any], tokens: float) -> str:
-    """What the machine can do; `tokens` of a step for each GPU."""
+    """Describe what the machine can do. `tokens` is per step and GPU."""
     peak = ceilings["datasheet"]
     rows = [(f"ceilings of {ceilings['device']}, {ceilings['seconds']:g} s each", "")]
     rows.append(("datasheet, dense 16-bit", _rate(peak)))
@@ -190,9 +192,9 @@ def _describe_result(facts: Facts, result: Result) -> str:
 def _describe_breakdown(result: Result) -> str:
     breakdown = result.breakdown
     if breakdown is None:
-        return f"where the time of a step goes: not available ({result.unavailable})"
+        return f"breakdown of a step: not available ({result.unavailable})"
     timed = result.runs[-1].median
-    rows = [("where the time of a step goes", "ms", "share")]
+    rows = [("breakdown of a step", "ms", "share")]
     for part, seconds in breakdown.parts.items():
         rows.append((part, f"{seconds * 1e3:.2f}", f"{seconds / breakdown.step:.1%}"))
     rows.append(("sum = step under the profiler", f"{sum(breakdown.parts.values()) * 1e3:.2f}", ""))
@@ -203,14 +205,14 @@ def _describe_breakdown(result: Result) -> str:
 
 
 def _largest_kernels(breakdown: Breakdown) -> str:
-    lines = ["largest kernels: ms a step, launches a step, part, name"]
+    lines = ["largest kernels: ms per step, launches per step, part, name"]
     for name, part, seconds, launches in breakdown.kernels:
         lines.append(f"{seconds * 1e3:9.2f} {launches:7.1f}  {part[:22]:22}  {name[:90]}")
     return "\n".join(lines)
 
 
 def _describe_difference(facts: Facts, old: Result, new: Result) -> str:
-    """Both commits beside each other; a difference within the spread of the runs is noise."""
+    """Compare two commits. A difference within the spread of the runs is noise."""
     before, after = summary(old), summary(new)
     rows: list[tuple[str, ...]] = [("", old.name, new.name, "difference")]
     for label, key in (("median run", "median_run"), ("best run", "best_run")):
@@ -226,13 +228,13 @@ def _describe_difference(facts: Facts, old: Result, new: Result) -> str:
             rows.append((f"ms: {part}", *shown))
     text = table(rows)
     if len(old.runs) < 2:
-        return f"{text}\none run each: the spread is not known"
+        return f"{text}\nsingle runs: the spread is not known"
     apart = after["worst_run"] < before["best_run"] or before["worst_run"] < after["best_run"]
-    return text + ("" if apart else "\nthe runs overlap: no difference was shown")
+    return text + ("" if apart else "\nthe runs overlap, so they show no difference")
 
 
 def to_json(facts: Facts, results: Sequence[Result], flags: Sequence[str]) -> str:
-    """Everything, for programs."""
+    """Return the whole report as JSON."""
     record = {
         "flags": list(flags),
         "precision": facts.precision,

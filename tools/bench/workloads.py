@@ -1,6 +1,6 @@
-"""The workloads as flags of pretrain_gpt.py, and the corpus that they train on.
+"""The workloads, as flags of pretrain_gpt.py, and the corpus they train on.
 
-S and L are those of Megatron's and torchtitan's published numbers; `demo` is a toy for a CPU.
+Megatron and torchtitan publish numbers for S and L; `demo` is a toy for a CPU.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Workload:
     """One model with its batch.
 
     Attributes:
-        network: flags of the network.
-        vocabulary: entries, the end-of-document token included; no padding is added to it.
-        micro_batch: samples of a forward pass.
-        samples_per_gpu: samples of an update for each GPU.
-        corpus_tokens: size of the generated corpus.
+        network: Flags of the network.
+        vocabulary: Number of entries, including the end-of-document token. It needs no padding.
+        micro_batch: Samples per forward pass.
+        samples_per_gpu: Samples per update and GPU.
+        corpus_tokens: Size of the generated corpus.
     """
 
     network: str
@@ -81,7 +81,15 @@ WORKLOADS = {
 def training_flags(
     workload: Workload, precision: str, gpus: int, corpus: Path, further: Sequence[str]
 ) -> list[str]:
-    """Words for pretrain_gpt.py but for its length and what it writes; `further` come last."""
+    """Return flags for pretrain_gpt.py, except its length and what it writes.
+
+    Args:
+        workload: What to train.
+        precision: A key of PRECISIONS.
+        gpus: Number of GPUs.
+        corpus: Prefix of the corpus.
+        further: Flags that come last.
+    """
     return [
         *workload.network.split(),
         *f"--micro-batch-size {workload.micro_batch}".split(),
@@ -95,21 +103,21 @@ def training_flags(
 
 
 def read_flags(flags: Sequence[str], gpus: int) -> RunConfig:
-    """The configuration that these flags mean; a length is filled in where there is none.
+    """Return the configuration of these flags, with a length filled in if they have none.
 
     Raises:
-        ConfigError: the flags are wrong, before anything is launched.
+        ConfigError: The flags are wrong. This is found before anything is launched.
     """
     return parse_config(["--train-iters", "1", *flags], world_size=gpus).config
 
 
 def tokens_of_step(config: RunConfig) -> int:
-    """Tokens of one update over all GPUs."""
+    """Return the tokens of one update over all GPUs."""
     return config.training.global_batch_size * config.data.seq_length
 
 
 def corpus_prefix(folder: Path, workload: Workload) -> Path:
-    """The corpus of a workload, generated if it is not there yet."""
+    """Return the prefix of a workload's corpus, generating the corpus if it does not exist."""
     from megatron.data.indexed import idx_path
 
     prefix = folder / f"zipf_{workload.vocabulary}_{workload.corpus_tokens}"
@@ -119,10 +127,10 @@ def corpus_prefix(folder: Path, workload: Workload) -> Path:
 
 
 def write_corpus(prefix: Path, vocabulary: int, tokens: int) -> None:
-    """Documents of random ids whose frequencies fall as 1 / rank (Zipf), as those of words do.
+    """Write documents of random ids whose frequencies fall as 1 / rank (Zipf), as words' do.
 
-    The last id ends every document. Which id has which rank is shuffled, so that frequent ids lie
-    all over the embedding table.
+    The last id ends every document. Ranks are shuffled over ids, so frequent ids are spread over
+    the whole embedding table.
     """
     import numpy as np
 
