@@ -1,10 +1,11 @@
-"""NVIDIA's cuBLASLt, for products that PyTorch does not offer: 8-bit ones added to what their
-output holds (`fp8_product.py`), and ones whose rows do not depend on their number
-(`row_product.py`). The library is the one PyTorch has loaded; numbers below are those of its public
-header, cublasLt.h.
+"""NVIDIA's cuBLASLt, for products that PyTorch does not offer.
 
-A product here is out [m, n] = left [m, k] right^T, right being [n, k], all by rows. The library's
-matrices are by columns: right is its A, transposed, left its B.
+These are 8-bit products added to what their output holds (`fp8_product.py`), and products whose
+rows do not depend on their number (`row_product.py`). The library is the one that PyTorch has
+loaded; the numbers below are those of its public header, cublasLt.h.
+
+A product here is out [m, n] = left [m, k] right^T, right being [n, k], all row-major. The library's
+matrices are column-major: right is its A, transposed, and left its B.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
 
 
 class CublasLtError(RuntimeError):
-    """cuBLASLt refused a call: our mistake, not the user's."""
+    """cuBLASLt rejected a call: our mistake, not the user's."""
 
 
 class Algorithm(ctypes.Structure):
@@ -54,7 +55,7 @@ class Algorithm(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Problem:
-    """A product of matrices of one shape and format; it lives as long as the process."""
+    """A product of matrices of one shape and format, which lives as long as the process."""
 
     operation: ctypes.c_void_p
     left: ctypes.c_void_p
@@ -63,19 +64,27 @@ class Problem:
 
 
 class CublasLt:
-    """The library.
-
-    Raises:
-        OSError: it is not there.
-    """
+    """The library."""
 
     def __init__(self) -> None:
+        """Load the library.
+
+        Raises:
+            OSError: There is none.
+        """
         self._library = ctypes.CDLL(f"libcublasLt.so.{cuda_release()}")
         self._library.cublasLtMatmul.argtypes = [_POINTER] * 14 + [_SIZE, _POINTER]
         self._handles: dict[int, ctypes.c_void_p] = {}
 
     def problem(self, left: Tensor, right: Tensor, out: Tensor, *, bias: bool = False) -> Problem:
-        """Of these matrices' shapes and formats; with a bias of n that is added before rounding."""
+        """Describe a product of matrices like these.
+
+        Args:
+            left: [m, k].
+            right: [n, k].
+            out: [m, n].
+            bias: Whether a bias [n] is added before rounding.
+        """
         operation = self._create("cublasLtMatmulDescCreate", _COMPUTE_32F, _TYPES[torch.float32])
         self._set("cublasLtMatmulDesc", operation, _TRANSPOSE_A, ctypes.c_int32(_TRANSPOSED))
         if bias:
@@ -85,14 +94,14 @@ class CublasLt:
     def choices(
         self, problem: Problem, gpu: int, count: int, *, workspace: int, whole: bool = False
     ) -> list[Algorithm]:
-        """At most so many ways to compute it, the one it takes for the fastest first.
+        """Return ways to compute a product, first the one that the library expects to be fastest.
 
         Args:
-            problem: the product.
-            gpu: where.
-            count: of ways.
-            workspace: bytes that one may need.
-            whole: only those that do not cut k into parts whose sums are added up.
+            problem: The product.
+            gpu: Number of the GPU.
+            count: At most so many ways.
+            workspace: Bytes of memory that one may need.
+            whole: Only those that do not cut k into parts whose sums are added up.
         """
         preference = self._create("cublasLtMatmulPreferenceCreate")
         wanted: list[tuple[int, Any]] = [(_PREFERRED_WORKSPACE, ctypes.c_uint64(workspace))]
@@ -111,17 +120,17 @@ class CublasLt:
         return [result for result in results[: found.value] if not result.state]
 
     def kind(self, algorithm: Algorithm) -> int:
-        """Which of the library's families of kernels it is of."""
+        """Return the number of the family of kernels that it belongs to."""
         return self._attribute(algorithm, _KIND)
 
     def cut(self, algorithm: Algorithm) -> int:
-        """Into how many parts it cuts k."""
+        """Return the number of parts that it cuts k into."""
         return self._attribute(algorithm, _CUT)
 
     def with_cut(
         self, problem: Problem, gpu: int, algorithm: Algorithm, cut: int, *, workspace: int
     ) -> Algorithm | None:
-        """The same with k cut into so many parts; None: it cannot, or needs more memory."""
+        """Return it with k cut into so many parts, or None if it cannot or needs more memory."""
         changed, checked = Algorithm.from_buffer_copy(algorithm), Algorithm()
         reduction = _NO_REDUCTION if cut == 1 else _REDUCTION_IN_FP32
         for attribute, value in ((_CUT, cut), (_REDUCTION, reduction)):
@@ -136,7 +145,7 @@ class CublasLt:
         return changed
 
     def set_pointer(self, problem: Problem, attribute: int, tensor: Tensor) -> None:
-        """Where the operation finds a scale."""
+        """Tell the operation where it finds a scale."""
         pointer = ctypes.c_void_p(tensor.data_ptr())
         self._set("cublasLtMatmulDesc", problem.operation, attribute, pointer)
 
@@ -151,7 +160,7 @@ class CublasLt:
         bias: Tensor | None = None,
         accumulate: bool = False,
     ) -> None:
-        """Write the product over `out`, or add it, on the GPU that is current."""
+        """Write the product to `out`, or add it, on the current GPU."""
         gpu = out.get_device()
         if bias is not None:
             self.set_pointer(problem, _BIAS, bias)

@@ -1,17 +1,16 @@
-"""Casts to fp8 with scales that never leave the device, and the transposed copies that the other
-products of a linear layer read.
+"""Casts to fp8 with scales that never leave the device, and transposed copies.
 
-A tensor x becomes values = x * (largest fp8 value / amax), saturating, and the inverse scale that
-brings them back: what `torch._scaled_mm` takes. amax, the largest magnitude, is of this very
-tensor (current scaling) or of earlier ones (delayed scaling): a cast by an earlier one measures the
-tensor as it goes. Sizes are multiples of 16, as fp8 products need them.
+The other products of a linear layer read the transposed copies. A tensor x becomes values
+= x * (largest fp8 value / amax), saturating, and the inverse scale that restores it: what
+`torch._scaled_mm` takes. amax, the largest magnitude, is that of this very tensor (current scaling)
+or of earlier ones (delayed scaling): a cast with an earlier amax measures the tensor as it goes.
+Sizes are multiples of 16, as fp8 products need them.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -37,85 +36,46 @@ class Fp8:
 
     Attributes:
         values: [m, k], row-major.
-        inverse: fp32, times which values are the matrix: [] for all or [m, 1] for each row.
+        inverse: fp32 factor that turns the values into the matrix: [] for all of them, or [m, 1]
+            with one for each row.
     """
 
     values: Tensor
     inverse: Tensor
 
     def dequantized(self) -> Tensor:
-        """The matrix in fp32."""
+        """Return the matrix in fp32."""
         return self.values.float() * self.inverse
 
 
 def inverses_of(amaxes: Tensor, fp8: torch.dtype) -> Tensor:
-    """What a cast with one scale gives as `Fp8.inverse`, for each of `amaxes`: fp32, [n]."""
+    """Return the `Fp8.inverse` of a cast with one scale for each of `amaxes`: fp32 [n]."""
     held = amaxes.clamp(min=SMALLEST)
-    # By a tensor: a GPU would multiply by the inverse of a number, and round twice.
+    # A GPU would divide by a number by multiplying with its inverse, and round twice.
     return held / torch.full_like(held, torch.finfo(fp8).max)
 
 
-class Fp8Casts(Protocol):
-    """Matrices x are [m, k], contiguous, in bf16, fp16 or fp32; `fp8` is E4M3 or E5M2.
-
-    Where `found`, fp32 [], is given, it rises to the largest magnitude of x, if that is larger (nan
-    is the largest), and what is not finite becomes nan: with the amax of another tensor, inf would
-    else come out as a number.
-    """
-
-    def amax(self, x: Tensor) -> Tensor:
-        """Largest magnitude: fp32 []. nan where x has one."""
-        ...
-
-    def cast(
-        self,
-        x: Tensor,
-        amax: Tensor,
-        fp8: torch.dtype,
-        *,
-        found: Tensor | None = None,
-        into: Tensor | None = None,
-    ) -> Fp8:
-        """x with one scale. m may be any number. The values go `into` where given, [m, k]."""
-        ...
-
-    def cast_transpose(
-        self, x: Tensor, amax: Tensor, fp8: torch.dtype, *, found: Tensor | None = None
-    ) -> tuple[Fp8, Fp8]:
-        """x and its transpose [k, m] with one scale, the same for both."""
-        ...
-
-    def forget(self) -> None:
-        """See `Amaxes.forget`."""
-        ...
-
-    def transpose(self, matrix: Fp8) -> Fp8:
-        """The transpose [k, m] of a matrix with one scale."""
-        ...
-
-    def cast_rows(self, x: Tensor, fp8: torch.dtype) -> Fp8:
-        """x with its own scale for each row. m may be any number."""
-        ...
-
-    def cast_transpose_rows(self, x: Tensor, fp8: torch.dtype) -> tuple[Fp8, Fp8]:
-        """x with a scale for each row, and x^T with a scale for each of its rows."""
-        ...
-
-
 def choose_fp8_casts(library: KernelLibrary | None, amaxes: Amaxes | None = None) -> Fp8Casts:
-    """Kernels where there is a library, else plain PyTorch.
+    """Choose the kernels if there is a library, otherwise plain PyTorch.
 
     Args:
-        library: of kernels.
-        amaxes: where other kernels leave what they measure.
+        library: Compiled kernels.
+        amaxes: Where other kernels leave the amaxes that they measure.
     """
-    return ReferenceCasts() if library is None else KernelCasts(library, amaxes or Amaxes())
+    return Fp8Casts() if library is None else KernelCasts(library, amaxes or Amaxes())
 
 
-class ReferenceCasts:
-    """Plain PyTorch."""
+class Fp8Casts:
+    """Casts in plain PyTorch.
+
+    Matrices x are [m, k], contiguous, in bf16, fp16 or fp32; `fp8` is E4M3 or E5M2. If `found`,
+    fp32 [], is given, it rises to the largest magnitude of x (nan is the largest), and values that
+    are not finite become nan: with the amax of another tensor, inf would otherwise come out as a
+    number.
+    """
 
     def amax(self, x: Tensor) -> Tensor:
+        """Return the largest magnitude: fp32 []; nan if x has one."""
         return x.abs().amax().float()
 
     def cast(
@@ -127,6 +87,7 @@ class ReferenceCasts:
         found: Tensor | None = None,
         into: Tensor | None = None,
     ) -> Fp8:
+        """Cast x with one scale; m may be any number. The values go `into` [m, k] if given."""
         largest = torch.finfo(fp8).max
         held = amax.float().clamp(min=SMALLEST)
         factor = torch.full_like(held, largest) / held  # a number / tensor would round twice
@@ -140,34 +101,42 @@ class ReferenceCasts:
     def cast_transpose(
         self, x: Tensor, amax: Tensor, fp8: torch.dtype, *, found: Tensor | None = None
     ) -> tuple[Fp8, Fp8]:
+        """Cast x and its transpose [k, m] with one scale, the same for both."""
         whole = self.cast(x, amax, fp8, found=found)
         return whole, self.transpose(whole)
 
     def forget(self) -> None:
-        pass
+        """Forget what was measured, and zero new memory from now on (`Amaxes.forget`)."""
 
     def transpose(self, matrix: Fp8) -> Fp8:
+        """Return the transpose [k, m] of a matrix with one scale."""
         return Fp8(matrix.values.t().contiguous(), matrix.inverse)
 
     def cast_rows(self, x: Tensor, fp8: torch.dtype) -> Fp8:
+        """Cast x with a scale for each row. m may be any number."""
         return self.cast(x, x.abs().amax(dim=1, keepdim=True), fp8)
 
     def cast_transpose_rows(self, x: Tensor, fp8: torch.dtype) -> tuple[Fp8, Fp8]:
+        """Cast x with a scale for each row, and x^T with a scale for each of its rows."""
         return self.cast_rows(x, fp8), self.cast_rows(x.t().contiguous(), fp8)
 
 
-@dataclass(frozen=True)
-class KernelCasts:
-    """Compiled kernels: each reads x once, and writes what it gives once. A tensor that the kernel
-    before has measured is not measured again."""
+class KernelCasts(Fp8Casts):
+    """Casts by compiled kernels, which read x once and write each result once.
 
-    library: KernelLibrary
-    amaxes: Amaxes = field(default_factory=Amaxes)
+    A tensor that the kernel before has measured is not measured again.
+    """
+
+    def __init__(self, library: KernelLibrary, amaxes: Amaxes) -> None:
+        """Cast with these kernels, and with the amaxes that others leave."""
+        self.library, self.amaxes = library, amaxes
 
     def forget(self) -> None:
+        """Forget what was measured, and zero new memory from now on."""
         self.amaxes.forget()
 
     def amax(self, x: Tensor) -> Tensor:
+        """Return the largest magnitude, measuring it only if no kernel has."""
         known = None if is_traced(x) else self.amaxes.take(x)
         if known is not None:
             return known
@@ -184,27 +153,32 @@ class KernelCasts:
         found: Tensor | None = None,
         into: Tensor | None = None,
     ) -> Fp8:
-        _check_row(x)
+        """Cast x with one scale."""
+        _check(x)
         values = torch.empty_like(x, dtype=fp8) if into is None else into
         return Fp8(values, fp8_cast(self.library, x, amax, values, found))
 
     def cast_transpose(
         self, x: Tensor, amax: Tensor, fp8: torch.dtype, *, found: Tensor | None = None
     ) -> tuple[Fp8, Fp8]:
-        _check_both(x)
+        """Cast x and its transpose with one scale."""
+        _check(x, rows=True)
         values, turned, inverse, _ = fp8_cast_transpose(self.library, x, amax, None, fp8, found)
         return Fp8(values, inverse), Fp8(turned, inverse)
 
     def transpose(self, matrix: Fp8) -> Fp8:
-        _check_both(matrix.values)
+        """Return the transpose of a matrix with one scale."""
+        _check(matrix.values, rows=True)
         return Fp8(fp8_transpose(self.library, matrix.values), matrix.inverse)
 
     def cast_rows(self, x: Tensor, fp8: torch.dtype) -> Fp8:
-        _check_row(x)
+        """Cast x with a scale for each row."""
+        _check(x)
         return Fp8(*fp8_cast_rows(self.library, x, fp8))
 
     def cast_transpose_rows(self, x: Tensor, fp8: torch.dtype) -> tuple[Fp8, Fp8]:
-        _check_both(x)
+        """Cast x and its transpose, each with a scale for each of its rows."""
+        _check(x, rows=True)
         of_rows, of_columns = (self._zeros(x, size)[:, None] for size in x.shape)
         fp8_amax_both(self.library, x, of_rows, of_columns)
         values, turned, inverse, inverse_turned = fp8_cast_transpose(
@@ -221,14 +195,12 @@ class KernelCasts:
         return self.amaxes.new_vector(size, x.device)
 
 
-def _check_row(x: Tensor) -> None:
-    assert x.dim() == 2, x.shape
-    assert x.shape[1] % 16 == 0, f"fp8 products need multiples of 16, not {list(x.shape)}"
-
-
-def _check_both(x: Tensor) -> None:
-    _check_row(x)
-    assert x.shape[0] % 16 == 0, f"fp8 products need multiples of 16, not {list(x.shape)}"
+def _check(x: Tensor, *, rows: bool = False) -> None:
+    """Check that x is a matrix whose columns, or both sizes, are multiples of 16."""
+    sizes = x.shape if rows else x.shape[1:]
+    assert x.dim() == 2 and not any(size % 16 for size in sizes), (
+        f"fp8 products need matrices whose sizes are multiples of 16, not {list(x.shape)}"
+    )
 
 
 @operator("result")
@@ -269,8 +241,10 @@ def fp8_cast_transpose(
     fp8: torch.dtype,
     found: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return x and its transpose in 8 bits, and their inverse scales (the second None: the first
-    serves both)."""
+    """Return x and its transpose in 8 bits, and their inverse scales.
+
+    Without `amax_columns` the first scale serves both, and the second is None.
+    """
     values, turned = torch.empty_like(x, dtype=fp8), x.new_empty(x.shape[::-1], dtype=fp8)
     inverse = torch.empty_like(amax)
     inverse_turned = None if amax_columns is None else torch.empty_like(amax_columns)

@@ -1,8 +1,8 @@
-"""Products of 8-bit matrices (see `kernels.fp8`), each with its scales."""
+"""Products of 8-bit matrices (`kernels.fp8.Fp8`), each with its scales."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +14,8 @@ from megatron.kernels.fp8 import Fp8
 _WORKSPACE_BYTES = 32 * 1024 * 1024  # what NVIDIA recommends for Hopper
 
 
-class Fp8Product(Protocol):
-    """What `parallel.fp8_products` calls."""
+class Fp8Product:
+    """Products in plain PyTorch, in fp32, because a CPU's library has no scales of rows."""
 
     def __call__(
         self,
@@ -28,56 +28,46 @@ class Fp8Product(Protocol):
         into: Tensor | None = None,
         accumulate: bool = False,
     ) -> Tensor:
-        """left times the transpose of right, plus the bias.
+        """Multiply left by the transpose of right, and add the bias.
 
         Args:
             left: [m, k].
             right: [n, k].
-            dtype: of the result.
+            dtype: Type of the result.
             bias: [n].
-            fast: the hardware may keep fewer bits of its sums.
-            into: [m, n], where the result goes.
-            accumulate: add it to what `into` holds.
+            fast: Let the hardware keep fewer bits of its sums.
+            into: Where the result goes, [m, n].
+            accumulate: Add it to what `into` holds.
 
         Returns:
-            [m, n]; `into` where it is given.
+            [m, n]; `into` if given.
         """
-        ...
+        out = left.values.float() @ right.values.float().t() * left.inverse
+        out = out * _along_columns(right.inverse)
+        out = (out if bias is None else out + bias).to(dtype)
+        if into is None:
+            return out
+        return into.add_(out) if accumulate else into.copy_(out)
+
+
+reference_product = Fp8Product()
 
 
 def choose_fp8_product(device: torch.device) -> Fp8Product:
-    """The GPU's library, else plain PyTorch."""
+    """Choose the GPU's library, or plain PyTorch elsewhere."""
     return LibraryProduct() if Device(device).is_gpu else reference_product
 
 
-def reference_product(
-    left: Fp8,
-    right: Fp8,
-    dtype: torch.dtype,
-    *,
-    bias: Tensor | None = None,
-    fast: bool = False,
-    into: Tensor | None = None,
-    accumulate: bool = False,
-) -> Tensor:
-    """See `Fp8Product`: in fp32, for a CPU's library knows no scales of rows."""
-    out = left.values.float() @ right.values.float().t() * left.inverse
-    out = out * _along_columns(right.inverse)
-    out = (out if bias is None else out + bias).to(dtype)
-    if into is None:
-        return out
-    return into.add_(out) if accumulate else into.copy_(out)
+class LibraryProduct(Fp8Product):
+    """Products by `torch._scaled_mm`, and by cuBLASLt itself to add to fp32 sums.
 
-
-class LibraryProduct:
-    """See `Fp8Product`: `torch._scaled_mm`, and cuBLASLt itself to add to fp32 sums.
-
-    Adding costs no pass over memory of its own then: 58 of the 2131 ms of a step of Llama 3 8B
-    (docs/benchmarks.md). The sum is taken apart where rows have their own scales, and without
+    Adding then costs no pass over memory of its own: 58 of the 2131 ms of a step of Llama 3 8B
+    (docs/benchmarks.md). The sum is taken apart if rows have their own scales, and without
     cuBLASLt (another vendor's GPU).
     """
 
     def __init__(self) -> None:
+        """Find cuBLASLt."""
         try:
             self._adding: AddingProduct | None = AddingProduct()
         except OSError:
@@ -94,6 +84,7 @@ class LibraryProduct:
         into: Tensor | None = None,
         accumulate: bool = False,
     ) -> Tensor:
+        """Multiply; the arguments are those of `Fp8Product`."""
         if into is not None and accumulate:
             one_scale = left.inverse.numel() == right.inverse.numel() == 1
             if self._adding is not None and one_scale and into.dtype == torch.float32:
@@ -113,21 +104,25 @@ class LibraryProduct:
 
 
 class AddingProduct:
-    """into += left right^T, summed in fp32 without shortcuts; for each shape a plan is kept.
+    """Adds left right^T to an fp32 matrix, summed in fp32 without shortcuts.
 
-    Raises:
-        OSError: there is no cuBLASLt.
+    It keeps a plan for each shape.
     """
 
     def __init__(self) -> None:
+        """Load cuBLASLt.
+
+        Raises:
+            OSError: There is none.
+        """
         self._library = CublasLt()
         self._plans: dict[tuple[Any, ...], tuple[Problem, Algorithm]] = {}
 
     def __call__(self, left: Fp8, right: Fp8, into: Tensor) -> None:
-        """Add.
+        """Add left right^T.
 
         Args:
-            left: [m, k], with one scale (with one for each row the library has no such product).
+            left: [m, k] with one scale: the library has no such product for scales of rows.
             right: [n, k], likewise.
             into: [m, n], fp32, contiguous.
         """
@@ -153,5 +148,5 @@ class AddingProduct:
 
 
 def _along_columns(inverse: Tensor) -> Tensor:
-    """Scales of right's rows, which are the product's columns."""
+    """Turn the scales of right's rows along the product's columns."""
     return inverse.t() if inverse.dim() == 2 else inverse

@@ -4,9 +4,8 @@ The cache of a layer is two tensors [slots, g, d]; block i is slots i * block_si
 has s tokens of any number of sequences: first those of sequences that add one token each
 ("singles"), then chunks of prompts.
 
-Of the kernels that run on a GPU in 16 bits, each goes through a query's keys in an order that
-depends on nothing but their places: neither the other sequences nor where a prompt is cut change a
-bit of what it gives.
+The kernels that run on a GPU in 16 bits go through a query's keys in an order that depends only on
+their places: neither the other sequences nor where a prompt is cut change a bit of the result.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from operator import add
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -39,13 +37,13 @@ LARGEST_VECTORS = 32  # of 16 bytes in a head; the .cu files have the same
 
 @dataclass(frozen=True)
 class Singles:
-    """Sequences that add one token, u of them; those of no tokens fill a batch up and add none.
+    """Sequences that add one token, u of them; those of no tokens pad the batch and add none.
 
     Attributes:
-        tables: int32 [u, m], the blocks of each, and anything behind them.
-        lengths: int32 [u], tokens of each, with the new one.
-        longest: no less than the longest.
-        block_size: tokens of a block.
+        tables: The blocks of each, int32 [u, m]; entries behind them have no meaning.
+        lengths: Tokens of each with the new one, int32 [u].
+        longest: Upper bound of the lengths.
+        block_size: Tokens of a block.
     """
 
     tables: Tensor
@@ -56,15 +54,15 @@ class Singles:
 
 @dataclass(frozen=True)
 class Chunks:
-    """Sequences that add tokens of their prompts, c of them; these follow one another.
+    """Sequences that add consecutive tokens of their prompts, c of them.
 
     Attributes:
-        starts: tokens of each that are in the cache already.
-        sizes: new tokens of each.
-        ends: int32 [2, c + 1], 0 and where each one's new tokens end, and where all of its tokens
+        starts: Tokens of each that are in the cache already.
+        sizes: New tokens of each.
+        ends: int32 [2, c + 1]: 0, then where each one's new tokens end, and where all of its tokens
             do, counted through the sequences.
-        slots: int64 [l], all tokens of each up to its last new one, one sequence after the other;
-            None: there are no others than the new ones.
+        slots: All tokens of each up to its last new one, one sequence after the other, int64 [l];
+            None if there are only new ones.
     """
 
     starts: tuple[int, ...]
@@ -73,66 +71,46 @@ class Chunks:
     slots: Tensor | None
 
 
-class PagedAttention(Protocol):
-    """How singles attend, and how a cache is written.
-
-    Attributes:
-        name: for the start-up panel, with the reason where there is a choice.
-        can_capture: the same kernels run whatever the lengths are, up to `Singles.longest`.
-    """
-
-    name: str
-    can_capture: bool
-
-    def singles(self, query: Tensor, keys: Tensor, values: Tensor, singles: Singles) -> Tensor:
-        """One query a sequence.
-
-        Args:
-            query: [u, n, d].
-            keys: [slots, g, d], the new ones included.
-            values: as keys.
-            singles: where each sequence is.
-
-        Returns:
-            [u, n, d]; anything where there are no tokens.
-        """
-
-    def append(
-        self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor
-    ) -> None:
-        """Put key and value [s, g, d] at `slots`, int64 [s], of keys and values [slots, g, d]."""
-
-
 def choose_paged_attention(
     library: KernelLibrary | None, head_size: int, dtype: torch.dtype
 ) -> PagedAttention:
-    """The kernels where there is a library and they take the head's size, else PyTorch's
-    operations."""
+    """Choose the kernels if there is a library and they take the head's size, else PyTorch."""
     vectors, rest = divmod(head_size * dtype.itemsize, VECTOR_BYTES)
     if library is None:
-        return PlainPaged("no fused kernels here")
+        return PagedAttention("no fused kernels here")
     if rest or vectors > LARGEST_VECTORS or dtype not in DTYPE_CODES:
-        return PlainPaged(f"no fused kernel for heads of {head_size} in {dtype}")
+        return PagedAttention(f"no fused kernel for heads of {head_size} in {dtype}")
     return FusedPaged(library)
 
 
-class PlainPaged:
-    """See `PagedAttention`: by PyTorch's operations.
+class PagedAttention:
+    """How singles attend, and how a cache is written: in plain PyTorch.
 
-    Args:
-        reason: why not by a kernel.
+    Attributes:
+        name: Name for the start-up panel, with the reason if there is a choice.
+        can_capture: Whether the same kernels run for all lengths up to `Singles.longest`.
     """
 
     can_capture = False
 
     def __init__(self, reason: str = "as asked for") -> None:
+        """Note the reason for not using a kernel."""
         self.name = f"plain PyTorch ({reason})"
 
     def singles(self, query: Tensor, keys: Tensor, values: Tensor, singles: Singles) -> Tensor:
-        """See `PagedAttention`: collects keys and values, as many as the longest sequence has.
+        """Attend with one query per sequence.
 
-        The heads of a group take the place of positions that share keys, so that none are repeated.
+        Args:
+            query: [u, n, d].
+            keys: [slots, g, d], the new ones included.
+            values: Like keys.
+            singles: Where each sequence is.
+
+        Returns:
+            [u, n, d]; without meaning for sequences of no tokens.
         """
+        # As many keys are collected as the longest sequence has. The heads of a group take the
+        # place of positions that share keys, so that none are repeated.
         size, groups = singles.block_size, keys.shape[1]
         blocks = singles.tables[:, : -(-singles.longest // size)].long()
         within = torch.arange(size, device=query.device)
@@ -148,24 +126,26 @@ class PlainPaged:
     def append(
         self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor
     ) -> None:
-        """See `PagedAttention`."""
+        """Put key and value [s, g, d] at `slots`, int64 [s], of keys and values [slots, g, d]."""
         keys.index_copy_(0, slots, key)
         values.index_copy_(0, slots, value)
 
 
-class FusedPaged:
-    """See `PagedAttention`. One kernel goes through parts of the keys where they lie, a second
-    joins the parts where a sequence has several; its result has the same bits whatever the other
-    sequences are."""
+class FusedPaged(PagedAttention):
+    """Attention by kernels: one goes through parts of the keys where they lie, a second joins them.
 
-    name = "fused over the cache"
+    The result of a sequence has the same bits whatever the other sequences are.
+    """
+
     can_capture = True
 
     def __init__(self, library: KernelLibrary) -> None:
+        """Attend with these kernels."""
+        self.name = "fused over the cache"
         self._library = library
 
     def singles(self, query: Tensor, keys: Tensor, values: Tensor, singles: Singles) -> Tensor:
-        """See `PagedAttention`."""
+        """Attend with one query per sequence."""
         return paged_attention(
             self._library,
             *(query, keys, values, singles.tables, singles.lengths),
@@ -175,7 +155,7 @@ class FusedPaged:
     def append(
         self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor
     ) -> None:
-        """See `PagedAttention`."""
+        """Put key and value at `slots` of keys and values."""
         append_to_cache(self._library, key, value, keys, values, slots)
 
 
@@ -220,15 +200,15 @@ def append_to_cache(
 def chunk_attention(
     query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, chunks: Chunks
 ) -> Tensor:
-    """New tokens attend to those of their sequence before them, in the cache and among the new.
+    """Let new tokens attend to earlier ones of their sequence, in the cache and among the new.
 
     Args:
         query: [s, n, d].
-        key: [s, g, d], of the new tokens.
-        value: as key.
-        keys: [slots, g, d], with all of these.
-        values: as keys.
-        chunks: where they are.
+        key: Keys of the new tokens, [s, g, d].
+        value: Like key.
+        keys: The cache, [slots, g, d], which has all of these.
+        values: Like keys.
+        chunks: Where they are.
 
     Returns:
         [s, n d].
@@ -244,14 +224,14 @@ def chunk_attention(
 
 
 def describe_chunks(head_size: int, dtype: torch.dtype, device: torch.device) -> str:
-    """What `chunk_attention` runs on and why, for the start-up panel."""
+    """Describe for the start-up panel what `chunk_attention` runs on, and why."""
     misfit = flash_misfit(head_size, dtype, device)
     return f"PyTorch's, a sequence at a time ({misfit})" if misfit else "flash, all in one"
 
 
 def _flash_chunks(query: Tensor, key: Tensor, value: Tensor, chunks: Chunks) -> Tensor:
     longest = max(map(add, chunks.starts, chunks.sizes))
-    # Told that no sequence has more than one query, it would go through the keys in another order.
+    # If told that no sequence has more than one query, the kernel would take keys in another order.
     most = max(2, *chunks.sizes)
     dropout, causal, debug = 0.0, True, False
     places = (*chunks.ends, most, longest)
@@ -262,7 +242,7 @@ def _flash_chunks(query: Tensor, key: Tensor, value: Tensor, chunks: Chunks) -> 
 
 
 def _one_chunk(query: Tensor, key: Tensor, value: Tensor, attend: AttentionFunction) -> Tensor:
-    """Queries [c, n, d] of the last c of l keys [l, g, d]."""
+    """Let queries [c, n, d] at the places of the last c of l keys [l, g, d] attend."""
     mask, length = None, len(key)
     if length > len(query):
         places = torch.arange(length, device=query.device)

@@ -1,18 +1,18 @@
 """x W^T of 16-bit matrices, where the bits of a row do not depend on how many rows there are.
 
 A library chooses its kernel by the sizes, and with the kernel the order in which a row's products
-are added up: a text then depends, in its last bits and sometimes in its words, on what else was in
-the batch. Of cuBLASLt's kernels of one family, however, all add up in the same order, whatever
-their tiles are; only the number of parts that k is cut into makes a difference (measured on an
-H200: docs/benchmarks/generation.md). So each weight gets a family and a number of parts, and any
-number of rows the fastest kernel of these. That it is so is tried when a weight's shape is first
-met; where it is not, PyTorch multiplies, and one line says so.
+are added up: a generated text then depends, in its last bits and sometimes in its words, on what
+else was in the batch. However, all of cuBLASLt's kernels of one family add up in the same order,
+whatever their tiles are; only the number of parts that k is cut into makes a difference (measured
+on an H200: docs/benchmarks/generation.md). So each weight gets a family and a number of parts, and
+any number of rows the fastest kernel of these. This is tried when a weight's shape is first met;
+if it does not hold, PyTorch multiplies, and one line says so.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,10 +21,10 @@ from torch import Tensor
 from megatron.device import Device
 from megatron.kernels.cublaslt import ALIGNMENT, Algorithm, CublasLt, CublasLtError, Problem
 
-# The library's choice for so many rows decides about a weight's family. They are few: what is
-# gained by cutting k is gained there.
+# The library's choice for so many rows decides about a weight's family. They are few, because
+# cutting k pays for few rows.
 _TYPICAL_ROWS = 16
-# Where k is cut, sums of its parts take memory for each row: more are multiplied in pieces.
+# If k is cut, the sums of its parts take memory for each row: more rows are multiplied in pieces.
 _PIECE = 512
 _CHOICES = 64
 _WORKSPACE_BYTES = 128 * 1024 * 1024
@@ -35,31 +35,15 @@ _TRIED_ROWS = (1, 3, 8, 16, 40, 64, 200, 256)
 logger = logging.getLogger(__name__)
 
 
-class RowProduct(Protocol):
-    """What `parallel.products.RowByRow` calls."""
-
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Multiply.
-
-        Args:
-            x: [m, k].
-            weight: [n, k].
-            bias: [n].
-
-        Returns:
-            [m, n].
-        """
-
-
-class Family(NamedTuple):
-    """Kernels that add up in one order: the library's name for them, and parts of k."""
+class KernelFamily(NamedTuple):
+    """Kernels that add up in one order: the library's number for them, and parts of k."""
 
     kind: int
     cut: int
 
 
 class _Shape(NamedTuple):
-    """A weight [n, k], and what else the library's choice depends on besides the rows."""
+    """A weight [n, k], and whatever else but the rows the library's choice depends on."""
 
     gpu: int
     dtype: torch.dtype
@@ -69,30 +53,34 @@ class _Shape(NamedTuple):
 
     @property
     def is_taken(self) -> bool:
-        """Whether each row of the matrices begins at an address that the library likes."""
+        """Whether each row of the matrices begins at an address that the library accepts."""
         return self.n % GRANULE == 0 and self.k % GRANULE == 0
 
 
 def choose_row_product(device: torch.device) -> RowProduct | None:
-    """None where nothing is known to multiply so: on a CPU, and without cuBLASLt."""
+    """Return cuBLASLt's product, or None without it: on a CPU, or on another vendor's GPU."""
     if not Device(device).is_gpu:
         return None
     try:
-        return LibraryRowProduct(CublasLt())
+        return RowProduct(CublasLt())
     except OSError:
         return None
 
 
-class LibraryRowProduct:
-    """See `RowProduct`."""
+class RowProduct:
+    """Products whose rows have the same bits in any batch."""
 
     def __init__(self, library: CublasLt) -> None:
+        """Multiply with this library."""
         self._library = library
-        self._families: dict[_Shape, Family | None] = {}
+        self._families: dict[_Shape, KernelFamily | None] = {}
         self._plans: dict[tuple[_Shape, int], tuple[Problem, Algorithm]] = {}
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """See `RowProduct`. The weight's GPU is the process's current one."""
+        """Multiply x [m, k] by the transpose of weight [n, k], and add the bias [n].
+
+        The weight's GPU is the process's current one.
+        """
         if not _fits(x, weight, bias):
             return F.linear(x, weight, bias)
         shape = _Shape(x.get_device(), x.dtype, len(weight), weight.shape[1], bias is not None)
@@ -104,7 +92,7 @@ class LibraryRowProduct:
         return self._multiply(shape, family, x, weight, bias)
 
     def _multiply(
-        self, shape: _Shape, family: Family, x: Tensor, weight: Tensor, bias: Tensor | None
+        self, shape: _Shape, family: KernelFamily, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
         out = x.new_empty(len(x), shape.n)
         if family.cut == 1 or len(x) <= _PIECE:
@@ -117,7 +105,7 @@ class LibraryRowProduct:
     def _multiply_piece(
         self,
         shape: _Shape,
-        family: Family,
+        family: KernelFamily,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -128,8 +116,8 @@ class LibraryRowProduct:
             plan = self._plans[shape, len(x)] = self._plan(shape, family, x, weight, out)
         self._library.multiply(*plan, x, weight, out, bias=bias)
 
-    def _family(self, shape: _Shape, weight: Tensor, bias: Tensor | None) -> Family | None:
-        """That of a weight, once it has been tried; None: none keeps its promise."""
+    def _family(self, shape: _Shape, weight: Tensor, bias: Tensor | None) -> KernelFamily | None:
+        """Return the family for a weight, or None if no family is independent of the batch."""
         family = self._tried_family(shape, weight, bias) if shape.is_taken else None
         if family is None:
             logger.warning(
@@ -140,7 +128,9 @@ class LibraryRowProduct:
             )
         return family
 
-    def _tried_family(self, shape: _Shape, weight: Tensor, bias: Tensor | None) -> Family | None:
+    def _tried_family(
+        self, shape: _Shape, weight: Tensor, bias: Tensor | None
+    ) -> KernelFamily | None:
         generator = torch.Generator(weight.device).manual_seed(1)
         x = torch.randn(_PIECE, shape.k, generator=generator, device=weight.device).to(shape.dtype)
         out = x.new_empty(_TYPICAL_ROWS, shape.n)
@@ -149,11 +139,11 @@ class LibraryRowProduct:
         if not found:
             return None
         cut = 1 if self._library.cut(found[0]) == 1 else 2
-        family = Family(self._library.kind(found[0]), cut)
+        family = KernelFamily(self._library.kind(found[0]), cut)
         return family if self._keeps_its_promise(shape, family, x, weight, bias) else None
 
     def _keeps_its_promise(
-        self, shape: _Shape, family: Family, x: Tensor, weight: Tensor, bias: Tensor | None
+        self, shape: _Shape, family: KernelFamily, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> bool:
         try:
             whole = self._multiply(shape, family, x, weight, bias)
@@ -163,9 +153,9 @@ class LibraryRowProduct:
         return all(torch.equal(part, whole[: len(part)]) for part in parts)
 
     def _plan(
-        self, shape: _Shape, family: Family, x: Tensor, weight: Tensor, out: Tensor
+        self, shape: _Shape, family: KernelFamily, x: Tensor, weight: Tensor, out: Tensor
     ) -> tuple[Problem, Algorithm]:
-        """The fastest kernel of the family for so many rows."""
+        """Return the fastest kernel of the family for so many rows."""
         library, gpu = self._library, shape.gpu
         problem = library.problem(x, weight, out, bias=shape.has_bias)
         found = []
@@ -187,7 +177,7 @@ class LibraryRowProduct:
 
 
 def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the library takes these: 16 bits, by rows, from an address that it likes."""
+    """Return whether the library takes these: 16 bits, row-major, at addresses that it accepts."""
     if x.dtype not in _FORMATS or weight.dtype != x.dtype or not len(x):
         return False
     if not (x.is_contiguous() and weight.is_contiguous()):

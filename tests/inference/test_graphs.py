@@ -14,7 +14,7 @@ from megatron.inference.build import EngineOptions
 from megatron.inference.engine import BatchEngine
 from megatron.inference.executor import lengths_to_record, row_counts
 from megatron.inference.request import Request
-from megatron.kernels.paged_attention import PART, PlainPaged
+from megatron.kernels.paged_attention import PART, PagedAttention
 from tests.checkpoint.huggingface.models import VOCAB
 from tests.inference.toy import OPTIONS, drain, greedy, prompts, tokens_of, toy_engine, write_model
 
@@ -30,7 +30,7 @@ def engine_with(
     looks_ahead: bool = False,
 ) -> BatchEngine:
     """An engine on the CPU whose recordings are made by `record`."""
-    monkeypatch.setattr(PlainPaged, "can_capture", True)
+    monkeypatch.setattr(PagedAttention, "can_capture", True)
     monkeypatch.setattr(build.Device, "recorder", lambda self: record)
     monkeypatch.setattr(build, "records_on", lambda device: True)
     return toy_engine(folder, options, looks_ahead=looks_ahead)

@@ -9,14 +9,14 @@ import torch
 from megatron.kernels import norm
 from megatron.kernels.activation import fused_activation, gelu, swiglu
 from megatron.kernels.amax import POOL, VECTORS, Amaxes
-from megatron.kernels.fp8 import AMAX, ReferenceCasts
+from megatron.kernels.fp8 import AMAX, Fp8Casts
 from megatron.kernels.library import KernelLibrary, LibraryChoice
 from megatron.kernels.norm import fused_add_norm
 from megatron.kernels.rope import fused_split_rotate, rotation_table
 from tests.kernels.compare import BF16, FP16, FP32, fresh
 from tests.models.small import LLAMA, gpt, loss_and_gradients
 
-REFERENCE = ReferenceCasts()
+REFERENCE = Fp8Casts()
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from megatron.kernels.fp8 import E4M3, E5M2, Fp8, ReferenceCasts, choose_fp8_casts, inverses_of
+from megatron.kernels.fp8 import E4M3, E5M2, Fp8, Fp8Casts, choose_fp8_casts, inverses_of
 from tests.kernels.compare import seed_afresh
 
-REFERENCE = ReferenceCasts()
+REFERENCE = Fp8Casts()
 SHAPES = [(16, 16), (144, 272)]  # less than a tile; two and a bit of them, cut at the edges
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 

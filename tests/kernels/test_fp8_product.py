@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from megatron.device import Device
-from megatron.kernels.fp8 import E4M3, E5M2, Fp8, ReferenceCasts
+from megatron.kernels.fp8 import E4M3, E5M2, Fp8, Fp8Casts
 from megatron.kernels.fp8_product import LibraryProduct, choose_fp8_product, reference_product
 from tests.kernels.compare import fresh
 
 
 def _cast(rows: int, columns: int, fp8: torch.dtype, by_row: bool) -> Fp8:
     x = torch.randn(rows, columns, generator=fresh())
-    casts = ReferenceCasts()
+    casts = Fp8Casts()
     return casts.cast_rows(x, fp8) if by_row else casts.cast(x, casts.amax(x), fp8)
 
 

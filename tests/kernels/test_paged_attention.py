@@ -13,7 +13,7 @@ from megatron.kernels.paged_attention import (
     PART,
     Chunks,
     FusedPaged,
-    PlainPaged,
+    PagedAttention,
     Singles,
     choose_paged_attention,
     chunk_attention,
@@ -64,7 +64,7 @@ SHAPES = [(2, 1, 64), (1, 4, 128), (2, 2, 16), (3, 3, 80), (1, 11, 32), (1, 8, 2
 @pytest.mark.parametrize(("groups", "per_group", "size"), SHAPES)
 def test_the_plain_form_equals_the_formula(groups, per_group, size):
     tensors, singles = case([1, 9, 4, 30], groups=groups, per_group=per_group, size=size)
-    found = PlainPaged().singles(*tensors, singles)
+    found = PagedAttention().singles(*tensors, singles)
     torch.testing.assert_close(
         found.double(), expected(*tensors, singles), rtol=0, atol=TOLERANCE[FP32]
     )
@@ -75,7 +75,7 @@ def test_the_plain_form_equals_the_formula(groups, per_group, size):
 def test_the_kernel_equals_the_formula(kernels, dtype, groups, per_group, size):
     library, device = kernels
     paged = choose_paged_attention(library, size, dtype)
-    if isinstance(paged, PlainPaged):
+    if not isinstance(paged, FusedPaged):
         assert (size, dtype) == (256, FP32)
         return
     lengths = [1, 5, PART - 1, 2 * PART + 3]
@@ -117,7 +117,7 @@ def test_appending_writes_where_it_is_told_and_nowhere_else(kernels):
     key, value = (torch.randn(3, 2, 16, generator=fresh()).to(device, BF16) for _ in range(2))
     slots = torch.tensor([7, 0, 3], device=device)
     caches = [torch.zeros(2, 9, 2, 16, dtype=BF16, device=device) for _ in range(2)]
-    for paged, (keys, values) in zip((PlainPaged(), FusedPaged(library)), caches, strict=True):
+    for paged, (keys, values) in zip((PagedAttention(), FusedPaged(library)), caches, strict=True):
         paged.append(key, value, keys, values, slots)
         assert torch.equal(keys[slots], key)
         assert torch.equal(values[slots], value)
@@ -139,7 +139,7 @@ def sequences(lengths, *, groups, heads, size, dtype, device):
     shapes = [(sum(lengths), count, size) for count in (heads, groups, groups)]
     tensors = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
     keys, values = (torch.zeros(2 * sum(lengths), *shapes[1][1:]).to(device, dtype) for _ in "kv")
-    PlainPaged().append(tensors[1], tensors[2], keys, values, slots)
+    PagedAttention().append(tensors[1], tensors[2], keys, values, slots)
     each = [x.split(lengths) for x in (*tensors, slots)]
     return list(zip(*each, strict=True)), keys, values
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.device import Device
-from megatron.kernels.row_product import LibraryRowProduct, choose_row_product
+from megatron.kernels.row_product import RowProduct, choose_row_product
 from tests.kernels.compare import BF16, FP16, fresh
 
 DEVICE = Device.pick()
@@ -75,7 +75,7 @@ def random(rows, columns, dtype=BF16):
 def test_a_weight_keeps_one_family_and_one_cut(cut) -> None:
     """In parts where k is cut, as those take memory; two parts, whatever the library would take."""
     library = _Library(cut=cut)
-    multiply = LibraryRowProduct(library)
+    multiply = RowProduct(library)
     weight, bias = random(16, 64), random(16, 1).flatten()
     for rows in (1, 3, 600):
         x = random(rows, 64)
@@ -90,7 +90,7 @@ def test_a_weight_keeps_one_family_and_one_cut(cut) -> None:
 
 def test_what_does_not_add_up_in_one_order_is_left_to_pytorch_and_said(caplog) -> None:
     library = _Library(kind=9)
-    multiply = LibraryRowProduct(library)
+    multiply = RowProduct(library)
     x, weight, other = random(3, 64), random(16, 64), random(15, 64)
     with caplog.at_level(logging.WARNING):
         assert torch.equal(multiply(x, weight, None), F.linear(x, weight))
@@ -109,7 +109,7 @@ def test_what_does_not_add_up_in_one_order_is_left_to_pytorch_and_said(caplog) -
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_a_row_has_the_same_bits_among_any_others(dtype, weight_shape, with_bias, caplog) -> None:
     multiply = choose_row_product(DEVICE.torch_device)
-    assert isinstance(multiply, LibraryRowProduct)
+    assert isinstance(multiply, RowProduct)
     generator = fresh()
     outputs, inputs = weight_shape
     x, weight = (
@@ -132,7 +132,7 @@ def test_a_row_has_the_same_bits_among_any_others(dtype, weight_shape, with_bias
 
 
 def test_a_weight_that_the_library_does_not_take_is_said_once(caplog) -> None:
-    multiply = LibraryRowProduct(None)  # type: ignore[arg-type]  # which is not asked
+    multiply = RowProduct(None)  # type: ignore[arg-type]  # which is not asked
     x, weight = (torch.randn(rows, 8, generator=fresh()).to(BF16) for rows in (3, 5))
     with caplog.at_level(logging.WARNING):
         for count in (3, 2):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.device import Device
-from megatron.kernels.fp8 import E4M3, E5M2, ReferenceCasts, choose_fp8_casts
+from megatron.kernels.fp8 import E4M3, E5M2, Fp8Casts, choose_fp8_casts
 from megatron.kernels.fp8_product import choose_fp8_product
 from megatron.kernels.library import find_library
 from megatron.parallel.amax_history import AmaxHistory, DelayedScaling
@@ -97,7 +97,7 @@ def test_stages_of_a_pipeline_have_scales_of_their_own():
 
 
 def _delayed(form):
-    products = Fp8Products(form, ReferenceCasts())
+    products = Fp8Products(form, Fp8Casts())
     history = _history(DelayedScaling(), layers=("layer",))
     products.slots = history.slots("layer")
     return products, history
@@ -141,7 +141,7 @@ def test_the_first_update_scales_as_it_goes_the_second_by_the_first(form):
     products, history = _delayed(form)
     tensors = _tensors(1)
     found = _use(products, *tensors)
-    current = _use(Fp8Products(form, ReferenceCasts()), *tensors)
+    current = _use(Fp8Products(form, Fp8Casts()), *tensors)
     torch.testing.assert_close(found, current, rtol=0, atol=0)
     history.update(1)
     products.forget()

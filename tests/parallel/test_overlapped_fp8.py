@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.kernels.fp8 import ReferenceCasts
+from megatron.kernels.fp8 import Fp8Casts
 from megatron.parallel.amax_history import DelayedScaling
 from megatron.parallel.build import BuildContext
 from megatron.parallel.every_layer import attach_exchange, attach_history
@@ -27,7 +27,7 @@ def two_passes(layout, case, exchange):
     """Outputs, input gradients and gradients of two updates of one micro-batch."""
     split, slots, deferred, delayed = case
     context = BuildContext(layout, dtype=torch.bfloat16).multiplying_by(
-        lambda: Fp8Products(Fp8Format(), ReferenceCasts())
+        lambda: Fp8Products(Fp8Format(), Fp8Casts())
     )
     layer = Linear(
         *(64, 96), context, split=split, init=Init("normal", 0.1), bias=split == "column"
@@ -83,7 +83,7 @@ def test_the_bits_are_those_of_collectives():
 )
 def test_scales_of_rows_are_not_cut(form):
     context = BuildContext(Layout.at(0, 2, tensor=2)).multiplying_by(
-        lambda: Fp8Products(form, ReferenceCasts())
+        lambda: Fp8Products(form, Fp8Casts())
     )
     layer = Linear(32, 32, context, split="row", init=Init("normal", 0.1))
     attach_exchange(layer, object())

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.kernels.fp8 import E4M3, E5M2, ReferenceCasts
+from megatron.kernels.fp8 import E4M3, E5M2, Fp8Casts
 from megatron.kernels.library import find_library
 from megatron.models.recompute import RecomputePlan
 from megatron.parallel import collectives, communication
@@ -37,7 +37,7 @@ def _error(out, expected):
 
 
 def _products(form, x, weight, grad):
-    products = Fp8Products(form, ReferenceCasts())
+    products = Fp8Products(form, Fp8Casts())
     out, kept = products.forward(x, weight, None)
     prepared = products.prepare(grad)
     kept_input = x if products.keeps_input else None
@@ -70,7 +70,7 @@ def test_a_row_of_large_values_spoils_others_only_where_they_share_a_scale():
     x[0] *= 1e6
     weight = torch.randn(16, 32, dtype=torch.bfloat16)
     for by_row in (False, True):
-        out, _ = Fp8Products(Fp8Format(by_row=by_row), ReferenceCasts()).forward(x, weight, None)
+        out, _ = Fp8Products(Fp8Format(by_row=by_row), Fp8Casts()).forward(x, weight, None)
         error = _error(out[1:], x[1:].double() @ weight.double().t())
         assert error < 0.05 if by_row else error > 0.9
 
@@ -81,7 +81,7 @@ def _context(new_products, layout=None, *, dtype=torch.bfloat16, overlap=True):
 
 
 def test_a_weight_is_cast_again_only_when_it_has_changed():
-    products = Fp8Products(Fp8Format(), ReferenceCasts())
+    products = Fp8Products(Fp8Format(), Fp8Casts())
     layer = Linear(
         *(32, 16),
         _context(lambda: products),
@@ -106,7 +106,7 @@ class _Noting:
         self.shapes = []
 
     def __getattr__(self, name):
-        real = getattr(ReferenceCasts(), name)
+        real = getattr(Fp8Casts(), name)
 
         def noted(*args, **named):
             if name.startswith("cast"):
@@ -196,7 +196,7 @@ def _column(layout, kind, form, delayed, overlap):
         return collectives.start_all_gather(x, axis)
 
     context = _context(
-        lambda: kind(form, ReferenceCasts()),
+        lambda: kind(form, Fp8Casts()),
         replace(layout, sequence_parallel=True),
         overlap=overlap,
     )

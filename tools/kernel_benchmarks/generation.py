@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.kernels.library import KernelLibrary
-from megatron.kernels.paged_attention import FusedPaged, PlainPaged, Singles
+from megatron.kernels.paged_attention import FusedPaged, PagedAttention, Singles
 from megatron.kernels.row_product import RowProduct, choose_row_product
 from tools.kernel_benchmarks.operation import Inputs, Operation
 
@@ -57,7 +57,7 @@ def paged_attention(
         backward_bytes=0,
         draw=draw,
         ours=partial(FusedPaged(library).singles, singles=singles),
-        eager=partial(PlainPaged().singles, singles=singles),
+        eager=partial(PagedAttention().singles, singles=singles),
     )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.kernels.adam import AdamNumbers, AdamTensors, adam_reference, choose_adam
 from megatron.kernels.cross_entropy import CrossEntropy, choose_cross_entropy
-from megatron.kernels.fp8 import E4M3, Fp8, Fp8Casts, ReferenceCasts, choose_fp8_casts
+from megatron.kernels.fp8 import E4M3, Fp8, Fp8Casts, choose_fp8_casts
 from megatron.kernels.library import KernelLibrary
 from megatron.kernels.tensor_sums import choose_tensor_sums
 from megatron.kernels.weight_gradient import choose_embedding_gradient, weight_gradient
@@ -274,7 +274,7 @@ def fp8_transpose(casts: Fp8Casts, device: torch.device, rows: int, columns: int
         backward_bytes=0,
         draw=lambda: [torch.randn(rows, columns, device=device).to(E4M3)],
         ours=partial(form, casts),
-        eager=partial(form, ReferenceCasts()),
+        eager=partial(form, Fp8Casts()),
     )
 
 
@@ -322,7 +322,7 @@ def fp8_casts(casts: Fp8Casts, device: torch.device, rows: int, columns: int) ->
             backward_bytes=0,
             draw=lambda: [torch.randn(rows, columns, device=device, dtype=BF16)],
             ours=partial(form, casts),
-            eager=partial(form, ReferenceCasts()),
+            eager=partial(form, Fp8Casts()),
         )
         for name, form, per_element in kinds
     ]
