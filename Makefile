@@ -1,12 +1,12 @@
 # make demo              train a small GPT on the Python standard library's source, end to end
-# make demo INPUT=x.jsonl  the same on your own text (one {"text": ...} a line)
-# make demo MODEL=bert   a BERT (or t5) instead, which fills in hidden words
+# make demo INPUT=x.jsonl  the same on your own text (one {"text": ...} object per line)
+# make demo MODEL=bert   train a BERT (or t5) instead, which fills in hidden words
 #                        (a second run keeps the first one as runs/demo.1, and so on; OUT=runs/mine
 #                        chooses another folder, OVERWRITE=1 replaces what an earlier run left there)
-# make serve             a page and an API to talk to the model that make demo has trained
-# make test              the test suite
-# make lint              ruff and mypy
-# Each sets up .venv by itself; needs no root. PYTHON=python3.12 chooses the interpreter.
+# make serve             serve the model that make demo has trained: a web page and an API
+# make test              run the test suite
+# make lint              run ruff and mypy
+# Each command sets up .venv first and needs no root. PYTHON=python3.12 chooses the interpreter.
 
 PYTHON ?=
 VENV ?= .venv

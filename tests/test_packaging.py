@@ -183,7 +183,7 @@ def test_set_up_never_clears_a_folder_that_is_no_environment(tmp_path) -> None:
         check=False,
     )
     assert result.returncode == 1
-    assert "no virtual environment" in result.stderr
+    assert "is not a virtual environment" in result.stderr
     assert (tmp_path / "precious").exists()
 
 

@@ -1,4 +1,4 @@
-"""Time what is built before training: which tokens make up each sample.
+"""Time how long it takes to find which tokens make up each sample, before training starts.
 
 python tools/benchmark_index.py                                         GPT's three indices
 python tools/benchmark_index.py --sentences 1e7 --documents 5e5         BERT's and T5's sentence map
@@ -24,15 +24,17 @@ from megatron.config.arguments import ToolParser
 
 
 def main() -> None:
-    """Print the seconds that each index takes; the best of a few runs."""
+    """Print the seconds that each index takes, the best of a few runs."""
     parser = ToolParser("benchmark_index.py", __doc__)
     parser.add_argument("--tokens", type=float, default=1e9, help="Tokens in the corpus.")
     parser.add_argument("--documents", type=float, default=1e6, help="Documents in the corpus.")
     parser.add_argument(
-        "--sentences", type=float, help="Sentences in the corpus: time the sentence map."
+        "--sentences", type=float, help="Sentences in the corpus; times the sentence map."
     )
     parser.add_argument("--seq-length", type=int, default=1024, help="Sequence length in tokens.")
-    parser.add_argument("--repeat", type=int, default=5, help="Runs of which the best counts.")
+    parser.add_argument(
+        "--repeat", type=int, default=5, help="Number of runs; the best one counts."
+    )
     args = parser.read()
     if args.sentences:
         time_sentence_map(int(args.sentences), int(args.documents), args.seq_length, args.repeat)
@@ -41,7 +43,7 @@ def main() -> None:
 
 
 def time_gpt(tokens: int, documents: int, seq_length: int, repeat: int) -> None:
-    """Documents of random lengths, one epoch."""
+    """Time GPT's indices for documents of random lengths and one epoch."""
     from megatron.data.gpt import build_gpt_index, build_sample_index, plan_gpt_index
 
     random = np.random.RandomState(0)
@@ -56,7 +58,7 @@ def time_gpt(tokens: int, documents: int, seq_length: int, repeat: int) -> None:
 
 
 def time_sentence_map(sentences: int, documents: int, seq_length: int, repeat: int) -> None:
-    """Sentences of 25 tokens on average in documents of random lengths, one epoch."""
+    """Time the map of sentences of 25 tokens on average in documents of random lengths."""
     from megatron.data.sentence_map import SentenceMapPlan, build_sentence_map
 
     random = np.random.RandomState(0)
@@ -76,13 +78,13 @@ def time_sentence_map(sentences: int, documents: int, seq_length: int, repeat: i
 
 
 def _random_parts(random: np.random.RandomState, whole: int, parts: int) -> NDArray[np.int64]:
-    """Sizes of `parts` parts of `whole`, cut at random places."""
+    """Return the sizes of `parts` parts of `whole`, cut at random places."""
     cuts = np.sort(random.randint(0, whole + 1, parts - 1))
     return np.diff(cuts, prepend=0, append=whole)
 
 
 def best(build: Callable[[], Any], repeat: int) -> float:
-    """Seconds of the fastest of `repeat` calls."""
+    """Return the seconds of the fastest of `repeat` calls."""
     times = []
     for _ in range(repeat):
         start = time.perf_counter()

@@ -1,10 +1,10 @@
-"""Measure tools/preprocess_data.py: end to end, process start included, and encoding alone.
+r"""Measure tools/preprocess_data.py: end to end with process start, and encoding alone.
 
-    python tools/benchmark_preprocess.py --vocab-file vocab.json --merge-file merges.txt \\
+    python tools/benchmark_preprocess.py --vocab-file vocab.json --merge-file merges.txt \
         --text 100_english_novels.tar.xz
 
-cuts the text into documents of about 4 KB, as many as make 20.7 MB, and encodes them with GPT-2's
-BPE. Without --text it takes the source of the Python standard library.
+cuts the text into documents of about 4 KB, 20.7 MB in all, and encodes them with GPT-2's BPE.
+Without --text it takes the source of Python's standard library.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _DOCUMENT_CHARACTERS = 4050
 
 
 def build_parser() -> ToolParser:
-    """The command line."""
+    """Define the command line."""
     parser = ToolParser("benchmark_preprocess.py", __doc__)
     parser.add_argument("--vocab-file", required=True, help="GPT-2 vocabulary (json).")
     parser.add_argument("--merge-file", required=True, help="GPT-2 merges.")
@@ -42,8 +42,8 @@ def build_parser() -> ToolParser:
     parser.add_argument(
         "--megabytes", type=float, default=20.7, help="Size of the corpus (default: 20.7)."
     )
-    parser.add_argument("--workers", type=int, help="As of preprocess_data.py.")
-    parser.add_argument("--repeat", type=int, default=5, help="Runs to take (default: 5).")
+    parser.add_argument("--workers", type=int, help="Passed to preprocess_data.py.")
+    parser.add_argument("--repeat", type=int, default=5, help="Number of runs (default: 5).")
     return parser
 
 
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> None:
     """Measure and print.
 
     Raises:
-        DataError: there is no text.
+        DataError: There is no text.
     """
     with tempfile.TemporaryDirectory() as folder:
         corpus = Path(folder) / "corpus.jsonl"
@@ -91,7 +91,7 @@ def _write_corpus(corpus: Path, text: str | None, limit: int) -> int:
 
 
 def _contents(text: str | None) -> Iterator[str]:
-    """Text files in the order of their names."""
+    """Yield text files in the order of their names."""
     if text is not None and os.path.isfile(text):
         try:
             with tarfile.open(text) as archive:
@@ -108,7 +108,7 @@ def _contents(text: str | None) -> Iterator[str]:
 
 
 def _run_tool(options: argparse.Namespace, corpus: Path) -> tuple[float, float]:
-    """Wall clock and processor seconds of one run."""
+    """Return the wall-clock and processor seconds of one run."""
     command = [sys.executable, str(_TOOL), "--input", str(corpus), "--append-eod"]
     command += ["--overwrite"]
     command += ["--output-prefix", str(corpus.with_suffix(""))]
@@ -151,7 +151,7 @@ def _measure_encoding(options: argparse.Namespace, corpus: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, 6 no text."""
+    """Run the tool and return its exit code: 0 done, 6 no text."""
     options = build_parser().read(argv)
     return run_command(lambda: run(options))
 

@@ -1,12 +1,13 @@
-"""From raw text to a trained, evaluated model at work: what `make demo` runs.
+"""Go from raw text to a trained and evaluated model: this is what `make demo` runs.
 
     python tools/demo.py --out runs/demo
     python tools/demo.py --out runs/mine --input my.jsonl
     python tools/demo.py --model bert --out runs/demo-bert
 
-A GPT writes in the end, a BERT and a T5 fill in hidden words. Without --input the text is this
-Python's own standard library. Every step prints the command that it runs, so that each can be
-repeated by hand with other values.
+At the end a GPT writes text, and a BERT or a T5 fills in hidden words. Without --input the text is
+the source of Python's standard library. Every step prints the command that it runs, so that you can
+repeat it by hand with other values. A second run with the same settings keeps the first one under
+another name; anything else in the folder is replaced only with --overwrite.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ from megatron.errors import ConfigError, DataError
 from tools.demos.kinds import DEFAULT_OUT, KINDS, VOCAB_SIZE, Kind
 
 ROOT = Path(__file__).resolve().parent.parent
-TEXTS = 5  # of the validation documents, for the trained model to work on
+TEXTS = 5  # validation documents for the trained model to work on
 MARKER = ".megatron-demo"  # holds the settings of the run that wrote to the folder
-# All that a demo writes; --overwrite removes nothing else.
+# Everything that a demo writes; --overwrite removes nothing else.
 OUTPUTS = (
     *("corpus.jsonl", "corpus_text_*.bin", "corpus_text_*.idx", "tokenizer"),
     *("checkpoints", "tensorboard", "metrics.jsonl", "loss.png"),
 )
-# Folders of the standard library's place that hold other things than its code, or tables only.
+# Folders beside the standard library that hold something other than its code, or only tables.
 NOT_LIBRARY = {
     *("test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages"),
     *("encodings", "pydoc_data"),
@@ -55,13 +56,13 @@ NOT_LIBRARY = {
 
 @dataclass(frozen=True)
 class Validation:
-    """What the validation documents hold.
+    """Statistics and examples of the validation documents.
 
     Attributes:
-        entropy: unigram entropy of their tokens, nats per token: the loss of a model that knows
+        entropy: Unigram entropy of their tokens, nats per token: the loss of a model that knows
             how frequent each of these tokens is and nothing else.
-        bytes_per_token: UTF-8 bytes of their text over their tokens.
-        texts: their first sentences of some length, or the first document.
+        bytes_per_token: UTF-8 bytes of their text divided by their tokens.
+        texts: Their first sentences of some length, or the first document.
     """
 
     entropy: float
@@ -70,10 +71,11 @@ class Validation:
 
 
 def write_standard_library(path: Path, *, in_lines: bool) -> None:
-    """One `{"text": source}` line for each module, in an order that is the same every time.
+    """Write one `{"text": source}` line per module, in an order that is the same every time.
 
     Args:
-        in_lines: the source is a list of its lines: sentences, split already.
+        path: File to write.
+        in_lines: Whether the source is a list of its lines: sentences that are split already.
     """
     root = Path(sysconfig.get_path("stdlib"))
     files = sorted(
@@ -151,7 +153,7 @@ def settings_of(out: Path) -> Any:
 
 
 def run(title: str, command: Sequence[str]) -> None:
-    """Print and run one command of the tutorial; leave with its exit code where it fails."""
+    """Print and run one command of the tutorial; exit with its code if it fails."""
     print(f"\n=== {title}\n$ {shown(command)}\n", flush=True)
     start = time.perf_counter()
     # The commands of this environment come first, so that what is printed is what runs.
@@ -164,7 +166,7 @@ def run(title: str, command: Sequence[str]) -> None:
 
 
 def shown(command: Sequence[str]) -> str:
-    """The command for reading and pasting: a flag and its values stay on one line."""
+    """Return the command for reading and pasting: a flag and its values stay on one line."""
     lines = [shlex.quote(command[0])]
     for word in command[1:]:
         quoted = shlex.quote(word)
@@ -176,7 +178,7 @@ def shown(command: Sequence[str]) -> str:
 
 
 def processes() -> tuple[int, bool]:
-    """How many processes train, and whether on GPUs: one for each GPU, else two on the CPU."""
+    """Return how many processes train (one per GPU, or two on the CPU), and whether on GPUs."""
     import torch
 
     from megatron.device import Device
@@ -189,7 +191,7 @@ def processes() -> tuple[int, bool]:
 def training_command(
     kind: Kind, out: Path, prefix: Path, split: str, iterations: int, count: int, gpu: bool
 ) -> list[str]:
-    """torchrun and the model's script with everything that the demo asks for."""
+    """Return the command that trains: torchrun, the model's script and all its flags."""
     micro_batch = max(1, kind.global_batch // count)
     return [
         *f"torchrun --standalone --nproc-per-node {count} {kind.script}".split(),
@@ -208,10 +210,10 @@ def training_command(
 
 
 def split_of(documents: int) -> tuple[str, int]:
-    """`--split` that keeps every 20th document for validation, and the first of those.
+    """Return a `--split` that keeps a twentieth of the documents, and the first one it keeps.
 
     Raises:
-        DataError: there is only one document.
+        DataError: There is only one document.
     """
     if documents < 2:
         raise DataError(
@@ -242,37 +244,43 @@ def describe_validation(dataset: Any, first: int, tokenizer_file: Path) -> Valid
 
 
 def report(kind: Kind, out: Path, validation: Validation, loss: float, seconds: float) -> None:
-    """The result, and what to look at next."""
+    """Print the result, and what to look at next."""
     entropy, saved = validation.entropy, out / "checkpoints"
     what = "hidden token" if kind.sentences else "token"
+    untrained = ""
+    if not loss < entropy:
+        untrained = (
+            "\nSo far the model has learned only how frequent each token is: what it wrote above\n"
+            "makes no sense. Train it longer: give more --iters (make demo ITERS=...).\n"
+        )
     print(f"""
 === Result
 validation loss  {loss:.3f} nats per {what}{bits_per_byte(kind, validation, loss)}
 unigram entropy  {entropy:.3f} nats per token{bits_per_byte(kind, validation, entropy)}
-                 (of the validation tokens: the loss of knowing only how frequent each token is)
+                 (the loss of a model that knows only how frequent each validation token is)
 time             {seconds:.0f} s
-
+{untrained}
 Loss curve     {out / "loss.png"}
 TensorBoard    .venv/bin/tensorboard --logdir {out / "tensorboard"}
 Metrics        {out / "metrics.jsonl"}
 Checkpoint     {saved}
-Train on       the torchrun command above with a larger --train-iters, --load {saved}
+Train longer   use the torchrun command above with a larger --train-iters, --load {saved}
                and --override-opt_param-scheduler (a longer run has another learning rate)
 Your own text  make demo{kind.choice} INPUT=my.jsonl OUT=runs/mine
-               (a {{"text": ...}} object a line)
+               (one {{"text": ...}} object per line)
 
 {kind.go_on(out)}""")
 
 
 def bits_per_byte(kind: Kind, validation: Validation, nats: float) -> str:
-    """Nats per token in other units; nothing where the model does not predict every token."""
+    """Return nats per token in other units, or "" if the model does not predict every token."""
     if kind.sentences:
         return ""
     return f", {nats / (math.log(2) * validation.bytes_per_token):.3f} bits per byte"
 
 
 def prepare(kind: Kind, out: Path, source: Path | None) -> Path:
-    """Text, tokenizer, token ids: the prefix of the dataset."""
+    """Make the text, the tokenizer and the token ids, and return the prefix of the dataset."""
     corpus = out / "corpus.jsonl" if source is None else source
     if source is None:
         print("=== Text: the source of Python's standard library")
@@ -295,7 +303,7 @@ def prepare(kind: Kind, out: Path, source: Path | None) -> Path:
 
 
 def demo(kind: Kind, out: Path, source: Path | None, iterations: int) -> None:
-    """Run all the steps."""
+    """Run all the steps and report the result."""
     start = time.perf_counter()
     prefix = prepare(kind, out, source)
     from megatron.data.indexed import IndexedDataset
@@ -322,18 +330,22 @@ def demo(kind: Kind, out: Path, source: Path | None, iterations: int) -> None:
 
 
 def last_validation_loss(metrics: Path) -> float:
-    """Nats per token, from the last record that has it."""
+    """Return the nats per token from the last record that has them."""
     records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     return float([r["lm loss validation"] for r in records if "lm loss validation" in r][-1])
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = ToolParser("demo.py", "From raw text to a trained, evaluated model at work.")
+    """Read the command line."""
+    parser = ToolParser("demo.py", "Go from raw text to a trained and evaluated model.")
     parser.add_argument(
         "--model", choices=tuple(KINDS), default="gpt", help="what to train (default: %(default)s)"
     )
     parser.add_argument(
-        "--out", type=Path, default=DEFAULT_OUT, help="folder for everything it writes"
+        "--out",
+        type=Path,
+        default=DEFAULT_OUT,
+        help="folder for everything it writes (default: %(default)s)",
     )
     parser.add_argument(
         "--overwrite",
@@ -341,7 +353,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="replace the files of an earlier run in that folder",
     )
     parser.add_argument(
-        "--input", type=Path, help='jsonl with {"text": ...} lines; unset: the standard library'
+        "--input",
+        type=Path,
+        help='text to train on, one {"text": ...} object per line (default: the source of '
+        "Python's standard library)",
     )
     numbers = ", ".join(f"{kind.iterations} for {name}" for name, kind in KINDS.items())
     parser.add_argument("--iters", type=int, help=f"training iterations (default: {numbers})")
@@ -349,6 +364,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def checked_demo(options: argparse.Namespace) -> None:
+    """Check the flags, the input and the folder, then run the demo.
+
+    Raises:
+        UserError: One of them needs to be changed.
+    """
     kind = KINDS[options.model]
     iterations = kind.iterations if options.iters is None else options.iters
     if options.input is not None and not options.input.is_file():
@@ -360,6 +380,8 @@ def checked_demo(options: argparse.Namespace) -> None:
     out = options.out if here else options.out.absolute()
     source = options.input if here or options.input is None else options.input.absolute()
     if source is not None:
+        if source.resolve().is_relative_to(out.resolve()):
+            raise ConfigError(f"--input {source}: is inside --out {out}: choose another folder")
         check_input(source)
     settings = {
         "model": options.model,
@@ -371,6 +393,7 @@ def checked_demo(options: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the tool and return its exit code."""
     options = parse(arguments)
     return run_command(lambda: checked_demo(options))
 

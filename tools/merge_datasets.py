@@ -2,7 +2,7 @@
 
     python tools/merge_datasets.py --input shards --output-prefix whole
 
-writes whole.bin and whole.idx. All datasets must hold ids of one type, so of one tokenizer.
+writes whole.bin and whole.idx. All datasets must be from the same tokenizer, with ids of one type.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def build_parser() -> ToolParser:
-    """The command line."""
+    """Define the command line."""
     parser = ToolParser("merge_datasets.py", __doc__)
     group = parser.add_argument_group("Input and output")
     group.add_argument(
@@ -45,10 +45,10 @@ def build_parser() -> ToolParser:
 
 
 def find_prefixes(folder: str, output_prefix: str) -> list[str]:
-    """Datasets in `folder`, sorted by name, the output of an earlier run left out.
+    """Return the datasets in `folder`, sorted by name, without the output of an earlier run.
 
     Raises:
-        DataError: there is no such folder, no dataset in it, or half of one.
+        DataError: There is no such folder, no dataset in it, or half of one.
     """
     if not os.path.isdir(folder):
         raise DataError(f"--input {folder}: not a folder; give the folder of the datasets")
@@ -75,8 +75,11 @@ def find_prefixes(folder: str, output_prefix: str) -> list[str]:
 
 
 def _expect_no_member(options: argparse.Namespace, members: Sequence[IndexedDataset]) -> None:
-    """Raises DataError where the output would replace a dataset of the folder that an earlier run
-    did not make of these members."""
+    """Refuse an output that is a dataset of the folder, unless it is these members joined.
+
+    Raises:
+        DataError: The output would replace a dataset that is not part of it.
+    """
     import numpy as np
 
     from megatron.data.indexed import IndexedDataset
@@ -92,7 +95,7 @@ def _expect_no_member(options: argparse.Namespace, members: Sequence[IndexedData
     ):
         raise DataError(
             f"--output-prefix {options.output_prefix} is a dataset of --input {options.input}, and "
-            "not the others joined: give another name, or remove it to have it made anew"
+            "not the others joined: give another name, or move it to another folder"
         )
 
 
@@ -100,12 +103,12 @@ def run(options: argparse.Namespace) -> None:
     """Join the datasets.
 
     Raises:
-        UserError: a dataset is damaged or of another type, or the output cannot be written.
+        UserError: A dataset is damaged or of another type, or the output cannot be written.
     """
     from megatron.data.indexed import IndexedDataset, IndexedDatasetBuilder
 
     prefixes = find_prefixes(options.input, options.output_prefix)
-    # Opening checks each; a damaged one shows before anything is written.
+    # Opening checks each, so a damaged one is found before anything is written.
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
     dtypes = {data.prefix: data.dtype for data in datasets}
     _expect_no_member(options, datasets)
@@ -128,7 +131,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, 6 bad data, 8 storage."""
+    """Run the tool and return its exit code: 0 done, 6 bad data, 8 storage, 9 bad flags."""
     options = build_parser().read(argv)
     return run_command(lambda: run(options))
 

@@ -2,7 +2,7 @@
 
     python tools/plot_loss.py --metrics runs/demo/metrics.jsonl --output runs/demo/loss.png
 
-Needs no display.
+No display is needed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Turn text (JSON lines, parquet) into the `.bin`/`.idx` files that training reads.
+r"""Turn text (JSON lines, parquet) into the `.bin`/`.idx` files that training reads.
 
-    python tools/preprocess_data.py --input corpus.jsonl --output-prefix corpus \\
-        --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt \\
+    python tools/preprocess_data.py --input corpus.jsonl --output-prefix corpus \
+        --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt \
         --append-eod
 
 writes corpus_text_document.bin and corpus_text_document.idx.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 
 if __name__ == "__main__":
-    # The imports only add objects that stay: looking for garbage among them takes 5 of 115 ms.
+    # The imports only add objects that stay. Looking for garbage among them takes 5 of 115 ms.
     gc.disable()
 
 import argparse
@@ -39,21 +39,21 @@ if TYPE_CHECKING:
     from megatron.data.preprocess import BlockEncoder, Counts
     from megatron.data.text_input import TextBlock
 
-# Of Megatron-LM's own tool today; older scripts' flags are all known.
 _MOST_WORKERS = 1024
-_WORKERS = "leave it and --workers out: one process a core"
+_WORKERS = "leave it and --workers out: one process per core"
+# Flags of today's Megatron-LM that have no meaning here; those of older scripts are all known.
 _GONE = {
     "--find-optimal-num-workers": _WORKERS,
     "--workers-to-check": _WORKERS,
     "--max-documents": _WORKERS,
 }
 
-# Log lines closer together than this tell nothing new.
+# Log lines closer together than this say nothing new.
 _SECONDS_BETWEEN_LINES = 5.0
 
 
 def build_parser() -> ToolParser:
-    """The command line, in groups."""
+    """Define the command line, in groups."""
     parser = ToolParser("preprocess_data.py", __doc__, _GONE)
     _add_input_flags(parser.add_argument_group("Input"))
     add_flags(parser, TokenizerConfig)
@@ -71,8 +71,8 @@ def _add_input_flags(group: argparse._ArgumentGroup) -> None:
         nargs="+",
         required=True,
         metavar="PATH",
-        help="Files, globs or directories: .jsonl or .json (a JSON object a line), also with .gz "
-        "or .zst; .parquet; .txt (a document a file).",
+        help="Files, globs or directories: .jsonl or .json (one JSON object per line), also with "
+        ".gz or .zst; .parquet; .txt (one document per file).",
     )
     group.add_argument(
         "--json-keys",
@@ -80,18 +80,18 @@ def _add_input_flags(group: argparse._ArgumentGroup) -> None:
         nargs="+",
         default=["text"],
         metavar="KEY",
-        help="Keys (parquet: columns) to encode, a dataset each (default: text).",
+        help="Keys (parquet: columns) to encode, one dataset each (default: text).",
     )
     group.add_argument(
         "--split-sentences",
         action="store_true",
-        help="A sequence a sentence, as BERT and T5 need: NLTK's Punkt where its data is "
-        "installed, else Punkt trained on the beginning of the input.",
+        help="Write one sequence per sentence, as BERT and T5 need. Sentences are found by NLTK's "
+        "Punkt if its data is installed, otherwise by Punkt trained on the beginning of the input.",
     )
     group.add_argument(
         "--keep-newlines",
         action="store_true",
-        help="With --split-sentences: keep the white space between sentences.",
+        help="With --split-sentences, keep the white space between sentences.",
     )
     group.add_argument(
         "--lang", default="english", help="Language of NLTK's Punkt (default: english)."
@@ -122,15 +122,15 @@ def _add_running_flags(group: argparse._ArgumentGroup) -> None:
         "--workers",
         type=int,
         metavar="N",
-        help="Processes that encode; the output does not depend on it (default: one a core, fewer "
-        "for small inputs).",
+        help="Processes that encode; the output does not depend on it (default: one per core, "
+        "fewer for small inputs).",
     )
     group.add_argument(
         "--on-error",
         default="stop",
         choices=("stop", "skip"),
-        help="A bad line (broken JSON, missing key, bad UTF-8): stop with exit code 6 and no "
-        "output, or report it, leave it out and go on (default: stop).",
+        help="What to do with a bad line (broken JSON, missing key, bad UTF-8): stop with exit "
+        "code 6 and no output, or report it and leave it out (default: stop).",
     )
     group.add_argument(
         "--log-interval",
@@ -144,17 +144,21 @@ def _add_running_flags(group: argparse._ArgumentGroup) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="Known for old scripts: one streaming pass does any size, so nothing is partitioned.",
+        help="Accepted for old scripts; no effect. A single streaming pass handles any size.",
     )
     group.add_argument(
         "--keep-sequential-samples",
         action="store_true",
-        help="Known for old scripts: documents always keep the order of the input.",
+        help="Accepted for old scripts; no effect. Documents always keep the order of the input.",
     )
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Raises ConfigError for what argparse cannot see."""
+    """Check what argparse cannot.
+
+    Raises:
+        ConfigError: Flags are wrong, all of them named.
+    """
     problems = []
     if options.dataset_impl != "mmap":
         problems.append(
@@ -165,7 +169,8 @@ def _check(options: argparse.Namespace) -> None:
         problems.append(f"--workers {options.workers}: give at least 1, or leave the flag out")
     if options.workers is not None and options.workers > _MOST_WORKERS:
         problems.append(
-            f"--workers {options.workers}: at most {_MOST_WORKERS}; more than cores gain nothing"
+            f"--workers {options.workers}: at most {_MOST_WORKERS}; more workers than cores gain "
+            "nothing"
         )
     if options.partitions < 1:
         problems.append(f"--partitions {options.partitions}: give at least 1")
@@ -173,10 +178,10 @@ def _check(options: argparse.Namespace) -> None:
         problems.append(f"--log-interval {options.log_interval}: give at least 1")
     if options.keep_newlines and not options.split_sentences:
         problems.append(
-            "--keep-newlines says what happens between sentences: add --split-sentences, or drop it"
+            "--keep-newlines applies between sentences: add --split-sentences, or drop it"
         )
     if len(set(options.json_keys)) != len(options.json_keys):
-        problems.append(f"--json-keys {' '.join(options.json_keys)}: each key once")
+        problems.append(f"--json-keys {' '.join(options.json_keys)}: give each key once")
     if problems:
         raise ConfigError(problems)
 
@@ -185,7 +190,7 @@ def run(options: argparse.Namespace) -> None:
     """Encode the input and say what was written.
 
     Raises:
-        UserError: the flags, the input or the output folder need mending.
+        UserError: The flags, the input or the output folder need to be changed.
     """
     _check(options)
     level = "sentence" if options.split_sentences else "document"
@@ -210,7 +215,7 @@ def run(options: argparse.Namespace) -> None:
         tokenizer,
     )
     workers = options.workers or choose_workers(paths)
-    # What is loaded stays: neither this process nor the workers forked from it go through it again.
+    # What is loaded stays, so neither this process nor its forked workers need to scan it again.
     gc.freeze()
     gc.enable()
     progress = _Progress(sum(map(os.path.getsize, paths)), options.log_interval, started)
@@ -251,7 +256,7 @@ def _splitter(options: argparse.Namespace, paths: Sequence[str]) -> Any:
 
 
 class _Progress:
-    """A bar on a terminal, a log line now and then elsewhere; both on stderr."""
+    """Progress on stderr: a bar on a terminal, otherwise a log line now and then."""
 
     def __init__(self, total_bytes: int, log_interval: int, started: float) -> None:
         self._log_interval = log_interval
@@ -267,7 +272,7 @@ class _Progress:
             self._bar = tqdm(total=total_bytes, unit="B", unit_scale=True, dynamic_ncols=True)
 
     def update(self, counts: Counts, block: TextBlock) -> None:
-        """After each block."""
+        """Show what was done after a block."""
         now = time.monotonic()
         seconds = max(now - self._started, 1e-9)
         rates = f"{counts.documents / seconds:,.0f} documents/s, "
@@ -293,7 +298,7 @@ class _Progress:
             print(line, file=sys.stderr)
 
     def close(self) -> None:
-        """Leave the bar as it stands."""
+        """Leave the bar as it is."""
         if self._bar is not None:
             self._bar.close()
 
@@ -311,11 +316,14 @@ def _summarize(
         f"{counts.documents / seconds:,.0f} documents/s)"
     )
     if not counts.documents:
-        warn(f"--input {' '.join(options.input)}: no document in it; the output is empty")
+        warn(f"--input {' '.join(options.input)}: holds no document; the output is empty")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, 6 bad data, 8 storage, 9 bad flags, 130 or 143 interrupted."""
+    """Run the tool and return its exit code.
+
+    0 done, 6 bad data, 8 storage, 9 bad flags, 130 or 143 interrupted.
+    """
     options = build_parser().read(argv)
     return run_command(lambda: run(options))
 

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Make or refresh the virtual environment that `make demo` and `make test` use:
 #   tools/setup_venv.sh FOLDER [PYTHON]
-# Installs the pinned requirements and this package (editable). Does nothing, fast, when the
+# Install the pinned requirements and this package (editable). Do nothing, quickly, if the
 # environment already matches requirements.txt, pyproject.toml and the interpreter.
 set -eu
 cd "$(dirname "$0")/.."
@@ -13,12 +13,12 @@ fail() {
     exit 1
 }
 
-# Prints major.minor of interpreter $1, nothing where it does not run.
+# Print major.minor of interpreter $1, or nothing if it does not run.
 version_of() {
     "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || true
 }
 
-# Sets $python: the one asked for, else the first tested version on the PATH.
+# Set $python to the requested one, or to the first tested version on the PATH.
 find_python() {
     if [ -n "$asked" ]; then
         python=$asked
@@ -47,11 +47,11 @@ have_contents=$(sed -n 2p "$stamp" 2>/dev/null || true)
 "$python" -c 'import ensurepip, venv' 2>/dev/null ||
     fail "Python $version has no venv module: install it (Debian, Ubuntu: apt-get install python$version-venv) or name another interpreter with PYTHON="
 if [ -e "$venv" ] && [ ! -f "$venv/pyvenv.cfg" ]; then
-    fail "$venv exists and is no virtual environment: move it away or choose another with VENV="
+    fail "$venv exists and is not a virtual environment: move it away or choose another with VENV="
 fi
-echo "setup: installing into $venv (Python $version); the first time takes some minutes"
+echo "setup: installing into $venv (Python $version); the first time takes a few minutes"
 rm -f "$stamp"
-keep=--clear # half-made, moved, or of another interpreter: start anew
+keep=--clear # incomplete, moved, or of another interpreter: start again
 [ "$have_identity" = "$identity" ] && keep=
 "$python" -m venv $keep "$venv" || fail "could not make $venv: see the message above"
 quiet=

@@ -1,10 +1,10 @@
-"""Draw or print what every pipeline stage would do when, and how much of the time it waits.
+r"""Draw or print what every pipeline stage would do when, and how much of the time it waits.
 
     python tools/show_schedule.py --schedule 1f1b --stages 4 --micro-batches 8
-    python tools/show_schedule.py --schedule interleaved --stages 4 --virtual-stages 2 \\
+    python tools/show_schedule.py --schedule interleaved --stages 4 --virtual-stages 2 \
         --micro-batches 8 --forward-time 1 --backward-time 2 --output schedule.png
 
-Times are in any one unit. Needs no GPU and no display.
+Times are in any unit, the same for all. No GPU and no display are needed.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from megatron.parallel.pipeline.simulate import (
     time_table,
 )
 
-_MOST_PASSES = 100_000  # of micro-batches through parts: some seconds in text
-# Light for the first chunk, darker for each further one.
+_MOST_PASSES = 100_000  # of micro-batches through stages; takes a few seconds as text
+# Light for the first chunk, darker for each later one.
 _COLOURS: dict[OperationKind, tuple[str, str]] = {
     "forward": ("#a6cee3", "#1f78b4"),
     "backward": ("#b2df8a", "#33a02c"),
@@ -53,11 +53,11 @@ _LETTERS = {"forward": "F", "backward": "B", "backward_input": "B", "backward_we
 
 
 def make_times(arguments: argparse.Namespace) -> Times:
-    """Tables from the flags; backward is twice forward, half of it weights, where not given.
+    """Make tables from the flags; by default backward is twice forward, half of it for weights.
 
     Raises:
-        ConfigError: another number of values than stages or parts, one that is no time, or weights
-            above the whole.
+        ConfigError: The number of values is not that of stages or chunks, a value is not a time, or
+            weights take longer than the whole backward pass.
     """
     stages, chunks = arguments.stages, arguments.virtual_stages
     check_times("--communication-time", [arguments.communication_time])
@@ -82,7 +82,7 @@ def make_times(arguments: argparse.Namespace) -> Times:
 
 
 def headline(arguments: argparse.Namespace, timeline: Timeline) -> str:
-    """What is shown, and its bubble."""
+    """Return a line that says what is shown, and its bubble."""
     virtual = f" x {arguments.virtual_stages} virtual" if arguments.virtual_stages > 1 else ""
     return (
         f"{arguments.schedule}: {arguments.stages} stages{virtual}, {arguments.micro_batches} "
@@ -91,9 +91,9 @@ def headline(arguments: argparse.Namespace, timeline: Timeline) -> str:
 
 
 def as_text(timeline: Timeline, columns: int = 120) -> str:
-    """A line a stage: F, B, W and the micro-batch where it starts, dots where the stage waits.
+    """Return one line per stage: F, B or W and the micro-batch, and dots while the stage waits.
 
-    The unit is the shortest operation, or more where the line would exceed `columns`.
+    The unit is the shortest operation, or more if the line would exceed `columns`.
     """
     spans = [span for line in timeline.spans for span in line if span.end > span.start]
     shortest = min((span.end - span.start for span in spans), default=1.0)
@@ -115,7 +115,7 @@ def as_text(timeline: Timeline, columns: int = 120) -> str:
 
 
 def draw(timeline: Timeline, title: str, chunks: int, output: Path) -> None:
-    """The timeline as a picture: a row a stage, a box an operation, its micro-batch inside."""
+    """Draw one row per stage and one box per operation, with its micro-batch inside."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -183,39 +183,48 @@ def _box(
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Read the command line."""
     parser = ToolParser("show_schedule.py", __doc__)
-    whole = "one value, or one a stage, or one a part of the model in its order"
+    whole = "one value, one per stage, or one per chunk of the model in its order"
     add = parser.add_argument
-    add("--schedule", choices=SCHEDULE_KINDS, default="1f1b", help="default 1f1b")
+    add(
+        "--schedule", choices=SCHEDULE_KINDS, default="1f1b", help="pipeline schedule; default 1f1b"
+    )
     add("--stages", type=int, default=4, help="pipeline-parallel size; default 4")
-    add("--virtual-stages", type=int, default=1, help="chunks of the model a stage; default 1")
-    add("--micro-batches", type=int, default=8, help="of one update; default 8")
+    add("--virtual-stages", type=int, default=1, help="chunks of the model per stage; default 1")
+    add("--micro-batches", type=int, default=8, help="micro-batches of one update; default 8")
     add("--forward-time", type=float, nargs="+", default=[1.0], metavar="T",
-        help=f"of one micro-batch through a whole stage: {whole}; default 1")  # fmt: skip
-    add("--backward-time", type=float, nargs="+", metavar="T", help="likewise; default 2 x forward")
+        help=f"time of one micro-batch through a whole stage: {whole}; default 1")  # fmt: skip
+    add(
+        "--backward-time",
+        type=float,
+        nargs="+",
+        metavar="T",
+        help="the same for the backward pass; default 2 x forward",
+    )
     add("--weight-time", type=float, nargs="+", metavar="T",
-        help="the part of backward that computes weight gradients; default half")  # fmt: skip
+        help="part of the backward pass that computes weight gradients; default half")  # fmt: skip
     add("--communication-time", type=float, default=0.0, metavar="T",
-        help="of a message; stages go on computing meanwhile; default 0")  # fmt: skip
-    add("--output", type=Path, metavar="FILE.png", help="draw there; without it, print")
+        help="time of a message, while stages go on computing; default 0")  # fmt: skip
+    add("--output", type=Path, metavar="FILE.png", help="picture to draw; without it, print text")
     add("--overwrite", action="store_true", help="replace an existing picture")
     add("--check-all", action="store_true",
-        help="prove all up to 16 stages x 8 chunks x 64 micro-batches instead")  # fmt: skip
+        help="instead, check all schedules up to 16 stages x 8 chunks x 64 passes")  # fmt: skip
     return parser.read(words)
 
 
 def check_can_show(arguments: argparse.Namespace) -> None:
-    """Refuse what would take forever, and a picture of a kind that there is not.
+    """Refuse what would take forever, and pictures that cannot be written.
 
     Raises:
-        ConfigError: flag, value and remedy.
+        ConfigError: With flag, value and remedy.
     """
     passes = arguments.stages * arguments.virtual_stages * arguments.micro_batches
     if passes > _MOST_PASSES:
         raise ConfigError(
             f"--stages {arguments.stages} x --virtual-stages {arguments.virtual_stages} x "
             f"--micro-batches {arguments.micro_batches} = {passes} passes: at most {_MOST_PASSES} "
-            "are shown, use fewer micro-batches"
+            "can be shown; use fewer micro-batches"
         )
     if arguments.output is None:
         return
@@ -230,16 +239,17 @@ def check_can_show(arguments: argparse.Namespace) -> None:
 
 
 def prove_all(*, stages: int, chunks: int, micro_batches: int) -> None:
-    """Check every layout up to the given sizes, and say how many there were."""
+    """Check every schedule up to the given sizes, and print how many there were."""
     start = time.perf_counter()
     schedules, operations = check_all(stages, chunks, micro_batches)
     print(
-        f"{schedules} schedules, {operations} operations: all run to their end within their "
-        f"memory bounds ({time.perf_counter() - start:.0f} s)"
+        f"{schedules} schedules, {operations} operations: all finish within their memory bounds "
+        f"({time.perf_counter() - start:.0f} s)"
     )
 
 
 def main(words: Sequence[str]) -> None:
+    """Check or show what the command line asks for."""
     arguments = parse(words)
     if arguments.check_all:
         prove_all(stages=16, chunks=8, micro_batches=64)

@@ -5,9 +5,9 @@
 
 The first writes vocab.json and merges.txt (for --tokenizer-type GPT2BPETokenizer with --vocab-file
 and --merge-file), the second vocab.txt (for BertWordPieceLowerCase, or with --cased for
-BertWordPieceCase, with --vocab-file); both write tokenizer.json (for HuggingFaceTokenizer). The
-same input gives the same files. An existing tokenizer is not replaced without --overwrite, because
-datasets and models may depend on it.
+BertWordPieceCase, with --vocab-file). Both write tokenizer.json (for HuggingFaceTokenizer). The
+same input always gives the same files. An existing tokenizer is not replaced without --overwrite,
+because datasets and models may depend on it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from megatron.durable import expect_no_file, replace_file
 from megatron.errors import ConfigError, DataError, StorageError
 
 _END = "<|endoftext|>"
-_SMALLEST = 257  # the bytes and the end of a document
+_SMALLEST = 257  # the bytes and the end-of-document entry
 _SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]  # [PAD] is 0, as T5's masks need it
-# What either kind writes.
+# The files that either kind writes.
 _NAMES = ("vocab.json", "merges.txt", "vocab.txt", "tokenizer.json", "tokenizer_config.json")
 _LARGEST_ALPHABET = 1000  # characters of a WordPiece vocabulary; words with others are unknown
 
@@ -41,7 +41,7 @@ Files = dict[str, bytes]
 
 
 def build_parser() -> ToolParser:
-    """The command line."""
+    """Define the command line."""
     parser = ToolParser("train_tokenizer.py", __doc__)
     text = parser.add_argument_group("Input")
     text.add_argument(
@@ -49,8 +49,8 @@ def build_parser() -> ToolParser:
         nargs="+",
         required=True,
         metavar="PATH",
-        help="Files, globs or directories: .jsonl or .json (a JSON object a line), also with .gz "
-        "or .zst; .parquet; .txt.",
+        help="Files, globs or directories: .jsonl or .json (one JSON object per line), also with "
+        ".gz or .zst; .parquet; .txt.",
     )
     text.add_argument(
         "--json-keys",
@@ -62,10 +62,13 @@ def build_parser() -> ToolParser:
     )
     output = parser.add_argument_group("Tokenizer")
     output.add_argument(
-        "--kind", choices=("bpe", "wordpiece"), default="bpe", help="(default: bpe)"
+        "--kind",
+        choices=("bpe", "wordpiece"),
+        default="bpe",
+        help="Kind of tokenizer: GPT-2's or BERT's (default: bpe).",
     )
     output.add_argument(
-        "--cased", action="store_true", help="With --kind wordpiece: keep upper case and accents."
+        "--cased", action="store_true", help="With --kind wordpiece, keep upper case and accents."
     )
     output.add_argument("--output-dir", required=True, metavar="DIR", help="Folder to write to.")
     output.add_argument(
@@ -76,14 +79,14 @@ def build_parser() -> ToolParser:
         type=int,
         default=32768,
         metavar="N",
-        help="Entries, special ones included; the text may allow fewer (default: 32768).",
+        help="Entries, including special ones; the text may allow fewer (default: 32768).",
     )
     output.add_argument(
         "--min-frequency",
         type=int,
         default=2,
         metavar="N",
-        help="Merge only pairs that occur so often (default: 2).",
+        help="Merge only pairs that occur at least this often (default: 2).",
     )
     return parser
 
@@ -92,7 +95,7 @@ def run(options: argparse.Namespace) -> None:
     """Train and write the files.
 
     Raises:
-        UserError: the flags, the input or the output folder need mending.
+        UserError: The flags, the input or the output folder need to be changed.
     """
     _check(options)
     started = time.monotonic()
@@ -113,8 +116,8 @@ def run(options: argparse.Namespace) -> None:
     )
     if size < options.vocab_size:
         print(
-            f"The text gave fewer entries than --vocab-size {options.vocab_size:,}: no more pairs "
-            f"occur {options.min_frequency} times"
+            f"The text gives fewer entries than --vocab-size {options.vocab_size:,}: no other pair "
+            f"occurs {options.min_frequency} times"
         )
 
 
@@ -132,7 +135,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _texts(paths: Sequence[str], keys: Sequence[str]) -> Iterator[str]:
-    """Every text of the input; a bad line stops."""
+    """Yield every text of the input; raise for a bad line."""
     from megatron.data.text_input import parse_lines, read_blocks
 
     empty, path, line = True, "", 1
@@ -141,7 +144,7 @@ def _texts(paths: Sequence[str], keys: Sequence[str]) -> Iterator[str]:
             path, line = block.path, 1
         documents = parse_lines(block.read(), keys)
         for bad in documents.bad[:1]:
-            raise DataError(f"{path}:{line + bad.line}: {bad.reason}; mend or remove the line")
+            raise DataError(f"{path}:{line + bad.line}: {bad.reason}; fix or remove the line")
         line += documents.lines
         for value in (value for values in documents.values for value in values):
             for text in [value] if isinstance(value, str) else value:
@@ -152,7 +155,7 @@ def _texts(paths: Sequence[str], keys: Sequence[str]) -> Iterator[str]:
 
 
 def _train_bpe(texts: Iterator[str], vocab_size: int, min_frequency: int) -> Any:
-    """The trained `tokenizers` pipeline; bytes come first, the end of a document last."""
+    """Train a `tokenizers` pipeline; bytes come first, the end of a document last."""
     from tokenizers import Tokenizer
     from tokenizers.decoders import ByteLevel as ByteLevelDecoder
     from tokenizers.models import BPE
@@ -193,10 +196,11 @@ def _bpe_files(tokenizer: Any) -> Files:
 
 
 def _train_wordpiece(texts: Callable[[], Iterator[str]], options: argparse.Namespace) -> Any:
-    """The trained `tokenizers` pipeline; special entries come first, then single characters.
+    """Train a `tokenizers` pipeline; special entries come first, then single characters.
 
     Args:
-        texts: starts a pass over the input: one finds its characters, one its words.
+        texts: Starts a pass over the input: the first finds its characters, the second its words.
+        options: The command line.
     """
     from tokenizers.decoders import WordPiece as WordPieceDecoder
     from tokenizers.trainers import WordPieceTrainer
@@ -205,14 +209,14 @@ def _train_wordpiece(texts: Callable[[], Iterator[str]], options: argparse.Names
 
     draft = wordpiece_pipeline({"[UNK]": 0}, lower_case=not options.cased)
     alphabet = _alphabet(draft, texts())
-    # The library numbers characters inside words in an order that changes from run to run, which
-    # then decides ties: as special entries they have their numbers before.
+    # The library numbers characters inside words in an order that changes from run to run and
+    # decides ties. As special entries they get their numbers before.
     continuing = [f"##{character}" for character in alphabet if _continues(draft, character)]
     smallest = len(_SPECIAL) + len(continuing) + len(alphabet)
     if options.vocab_size < smallest:
         raise ConfigError(
             f"--vocab-size {options.vocab_size}: the text's characters alone take {smallest}: "
-            "give at least that"
+            "give at least that many"
         )
     trainer = WordPieceTrainer(
         vocab_size=options.vocab_size,
@@ -223,7 +227,7 @@ def _train_wordpiece(texts: Callable[[], Iterator[str]], options: argparse.Names
         show_progress=sys.stderr.isatty(),
     )
     draft.train_from_iterator(texts(), trainer=trainer)
-    # Anew: the draft also takes the special entries for single words of the text.
+    # A new pipeline, because the draft also takes the special entries for words of the text.
     tokenizer = wordpiece_pipeline(draft.get_vocab(), lower_case=not options.cased)
     tokenizer.add_special_tokens(_SPECIAL)
     tokenizer.decoder = WordPieceDecoder()
@@ -231,7 +235,7 @@ def _train_wordpiece(texts: Callable[[], Iterator[str]], options: argparse.Names
 
 
 def _alphabet(pipeline: Any, texts: Iterator[str]) -> list[str]:
-    """The most frequent characters of normalized text, sorted."""
+    """Return the most frequent characters of normalized text, sorted."""
     counts: Counter[str] = Counter()
     for text in texts:
         counts.update(pipeline.normalizer.normalize_str(text))
@@ -241,7 +245,7 @@ def _alphabet(pipeline: Any, texts: Iterator[str]) -> list[str]:
 
 
 def _continues(pipeline: Any, character: str) -> bool:
-    """Whether `character` can stand inside a word: punctuation is a word of its own."""
+    """Return whether `character` can be inside a word; punctuation is a word of its own."""
     return len(pipeline.pre_tokenizer.pre_tokenize_str(f"a{character}")) == 1
 
 
@@ -275,7 +279,7 @@ def _write(files: Files, folder: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, 6 bad data, 8 storage, 9 bad flags."""
+    """Run the tool and return its exit code: 0 done, 6 bad data, 8 storage, 9 bad flags."""
     options = build_parser().read(argv)
     return run_command(lambda: run(options))
 

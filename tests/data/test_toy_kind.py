@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron.config import RunConfig
-from megatron.config.data import DataOptions
+from megatron.config.data import DataConfig
 from megatron.data.datasets import DataRequest
 from megatron.data.indexed import IndexedDatasetBuilder
 from megatron.parallel.layout import Layout
@@ -62,7 +62,7 @@ def test_splits_and_samples_follow_the_flags(tmp_path: Path) -> None:
     prefix = str(write_documents(tmp_path / "x"))
 
     def build(*path: str) -> Splits:
-        data = DataOptions(data_path=path, split="80,20,0")
+        data = DataConfig(seq_length=15, data_path=path, split="80,20,0")
         request = DataRequest(data, seed=7, samples=(12, 4, 4))
         return build_mirror_datasets(request, seq_length=15, vocab_size=100)
 

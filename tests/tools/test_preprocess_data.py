@@ -309,7 +309,7 @@ def test_sentences_without_nltks_data(run, tmp_path, monkeypatch):
         (["--partitions", "0"], "--partitions 0: give at least 1"),
         (["--log-interval", "0"], "--log-interval 0: give at least 1"),
         (["--keep-newlines"], "add --split-sentences"),
-        (["--json-keys", "a", "a"], "--json-keys a a: each key once"),
+        (["--json-keys", "a", "a"], "--json-keys a a: give each key once"),
     ],
 )
 def test_bad_flags_are_named(run, tmp_path, flags, message):
@@ -324,7 +324,7 @@ def test_input_without_a_document_is_said(run, tmp_path):
     path = write_lines(tmp_path / "in.jsonl", [])
     code, _, err = run("--input", path)
     assert code == 0
-    assert err == f"WARNING: --input {path}: no document in it; the output is empty\n"
+    assert err == f"WARNING: --input {path}: holds no document; the output is empty\n"
 
 
 def test_flags_of_old_scripts(run, tmp_path):

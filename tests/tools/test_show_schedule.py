@@ -67,7 +67,10 @@ def test_a_wrong_layout_is_one_line() -> None:
         ("--forward-time nan", "--forward-time nan: must be a number from 0 on"),
         ("--backward-time 1 2 3 inf", "--backward-time inf: must be a number from 0 on"),
         ("--communication-time -3", "--communication-time -3: must be a number from 0 on"),
-        ("--micro-batches 1000000000", "= 4000000000 passes: at most 100000 are shown, use fewer"),
+        (
+            "--micro-batches 1000000000",
+            "= 4000000000 passes: at most 100000 can be shown; use fewer",
+        ),
         ("--output schedule.jpgg", "--output schedule.jpgg: end the name with .png"),
         ("--output schedule", "--output schedule: end the name with .png"),
     ],

@@ -8,7 +8,7 @@ from pathlib import Path
 
 DEFAULT_OUT = Path("runs/demo")
 VOCAB_SIZE = 2048
-# Small enough for 2 CPU cores to see millions of tokens in some minutes.
+# Small enough for 2 CPU cores to process millions of tokens in a few minutes.
 _NETWORK = (
     "--hidden-size 128 --num-attention-heads 4 "
     "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
@@ -25,18 +25,19 @@ class Kind:
     """One demo.
 
     Attributes:
-        name: of the model.
-        script: trains it.
-        sentences: whether documents are cut into sentences: lines, where they are source code.
-        vocabulary: kind of tokenizer, for a title.
-        vocabulary_flags: for training it.
-        tokenizer: flags that read the tokenizer in a folder.
-        network: flags for the size of model and samples.
-        global_batch: samples an update.
-        iterations: updates, where the user names no number.
-        title: of the last step, which shows what the model can do.
-        show: that step's tool and flags, from texts of validation documents; None: source code.
-        go_on: says what to do with the model, whose demo's folder is given.
+        name: Name of the model.
+        script: Script that trains it.
+        sentences: Whether documents are cut into sentences (into lines, for source code).
+        vocabulary: Kind of tokenizer, for a title.
+        vocabulary_flags: Flags for training the tokenizer.
+        tokenizer: Returns the flags that read the tokenizer in a folder.
+        network: Flags for the size of model and samples.
+        global_batch: Samples per update.
+        iterations: Default number of updates.
+        title: Title of the last step, which shows what the model can do.
+        show: Returns the tool and the flags of that step, from texts of validation documents, or
+            from `None` if the text is source code.
+        go_on: Returns what to do next with the model, from the demo's folder.
     """
 
     name: str
@@ -54,17 +55,17 @@ class Kind:
 
     @property
     def choice(self) -> str:
-        """What `make demo` needs beside, to be this one."""
+        """What `make demo` needs in addition to run this demo."""
         return "" if self.name == "GPT" else f" MODEL={self.name.lower()}"
 
     @property
     def training_flags(self) -> list[str]:
-        """Network and optimizer."""
+        """Flags for network and optimizer."""
         return [*self.network.split(), *_NETWORK.split(), *_OPTIMIZER.split()]
 
 
 def _bpe(folder: Path) -> list[str]:
-    """GPT-2's form of the trained tokenizer: ids as with tokenizer.json, and faster in bulk."""
+    """Return flags for GPT-2's form of the tokenizer: the ids of tokenizer.json, faster in bulk."""
     files = ["--vocab-file", str(folder / "vocab.json"), "--merge-file", str(folder / "merges.txt")]
     return ["--tokenizer-type", "GPT2BPETokenizer", *files]
 
@@ -109,7 +110,10 @@ def _ask(out: Path) -> str:
 
 
 def hide_a_word(text: str) -> str:
-    """The first 30 words of `text`, with `[MASK]` for one near the middle, of letters if any is."""
+    """Return the first 30 words of `text`, with `[MASK]` for one near the middle.
+
+    It is a word of letters only, if there is one.
+    """
     words = text.split()[:30]
     middle = len(words) // 2
     nearest = sorted(range(len(words)), key=lambda i: (not words[i].isalpha(), abs(i - middle)))
