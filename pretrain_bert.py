@@ -26,11 +26,11 @@ from megatron.config import RunConfig
 from megatron.config.stages import ModelPart
 from megatron.data.bert import build_bert_datasets
 from megatron.data.datasets import DataRequest
-from megatron.device import Device
 from megatron.models.bert import BertModel
 from megatron.models.build import build_model
 from megatron.models.head import masked_mean
 from megatron.models.plan import LANGUAGE_MODEL_HEAD
+from megatron.parallel.build import BuildContext
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer
 from megatron.training.pretrain import main
@@ -51,13 +51,12 @@ class BertRecipe:
     def build_part(
         self,
         config: RunConfig,
-        layout: Layout,
-        device: Device,
+        context: BuildContext,
         padded_vocab_size: int,
         part: ModelPart,
     ) -> BertModel:
         """Build what a pipeline stage holds of the model."""
-        return build_model(BertModel, config, layout, device, padded_vocab_size, part)
+        return build_model(BertModel, config, context, padded_vocab_size, part)
 
     def describe_kernels(self, part: BertModel) -> str:
         """Name the form of attention and say why it was chosen."""

@@ -32,11 +32,11 @@ from megatron.data.gpt import (
     make_loss_mask,
 )
 from megatron.data.sample import SEGMENT_ENDS
-from megatron.device import Device
 from megatron.kernels.attention import Segments
 from megatron.models.build import build_model
 from megatron.models.gpt import GPTModel
 from megatron.models.plan import LANGUAGE_MODEL_HEAD
+from megatron.parallel.build import BuildContext
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer
 from megatron.training.pretrain import main
@@ -57,13 +57,12 @@ class GPTRecipe:
     def build_part(
         self,
         config: RunConfig,
-        layout: Layout,
-        device: Device,
+        context: BuildContext,
         padded_vocab_size: int,
         part: ModelPart,
     ) -> GPTModel:
         """Build what a pipeline stage holds of the model."""
-        return build_model(GPTModel, config, layout, device, padded_vocab_size, part)
+        return build_model(GPTModel, config, context, padded_vocab_size, part)
 
     def describe_kernels(self, part: GPTModel) -> str:
         """Name the form of attention and say why it was chosen."""

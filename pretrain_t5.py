@@ -25,11 +25,11 @@ from megatron.config import RunConfig
 from megatron.config.stages import ModelPart
 from megatron.data.datasets import DataRequest
 from megatron.data.t5 import build_t5_datasets
-from megatron.device import Device
 from megatron.models.build import build_model
 from megatron.models.head import masked_mean
 from megatron.models.plan import LANGUAGE_MODEL_HEAD
 from megatron.models.t5 import T5Model
+from megatron.parallel.build import BuildContext
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer
 from megatron.training.pretrain import main
@@ -50,13 +50,12 @@ class T5Recipe:
     def build_part(
         self,
         config: RunConfig,
-        layout: Layout,
-        device: Device,
+        context: BuildContext,
         padded_vocab_size: int,
         part: ModelPart,
     ) -> T5Model:
         """Build what a pipeline stage holds of the model."""
-        return build_model(T5Model, config, layout, device, padded_vocab_size, part)
+        return build_model(T5Model, config, context, padded_vocab_size, part)
 
     def describe_kernels(self, part: T5Model) -> str:
         """Name the form of attention and say why it was chosen."""

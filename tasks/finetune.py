@@ -11,10 +11,10 @@ from torch import Tensor
 
 from megatron.config import RunConfig
 from megatron.config.stages import ModelPart
-from megatron.device import Device
 from megatron.models.bert import BertChooser
 from megatron.models.build import build_model
 from megatron.models.plan import HeadSpec
+from megatron.parallel.build import BuildContext
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer
 from megatron.training.recipe import Batch, SampleCounts, Splits
@@ -59,13 +59,12 @@ class FinetuneRecipe:
     def build_part(
         self,
         config: RunConfig,
-        layout: Layout,
-        device: Device,
+        context: BuildContext,
         padded_vocab_size: int,
         part: ModelPart,
     ) -> BertChooser:
         network = partial(BertChooser, head_name=self.target.head_name)
-        return build_model(network, config, layout, device, padded_vocab_size, part, self.head)
+        return build_model(network, config, context, padded_vocab_size, part, self.head)
 
     def describe_kernels(self, part: BertChooser) -> str:
         choice = part.attention_choice

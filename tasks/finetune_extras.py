@@ -23,6 +23,7 @@ from megatron.training.data import batches_from
 from megatron.training.loaded_settings import check_network
 from megatron.training.passes import Passes
 from megatron.training.pretrain import Extras
+from megatron.training.recorded_passes import DirectForward
 from megatron.training.run import Run
 from megatron.training.step import StepOutcome
 from tasks.classify_files import Example
@@ -223,7 +224,7 @@ def collect_guesses(run: Run, recipe: FinetuneRecipe, dataset: TextSamples) -> G
         part.eval()
     for first in range(0, passes_needed, _PASSES):
         count = min(_PASSES, passes_needed - first)
-        passes = Passes(run, batches, count, forward=recipe.guess)
+        passes = Passes(run, batches, count, forward=DirectForward(recipe.guess))
         passes.forward()
         if passes.losses and run.layout.tensor.is_first:
             ids = [i for micro_batch in passes.sample_ids for i in micro_batch]

@@ -75,7 +75,7 @@ def evaluate(task: str, parsed: ParsedRun, device: Device, layout: Layout) -> Nu
     config = parsed.config
     options, own = parsed.extra
     assert config.checkpoint.load is not None
-    loaded = load_gpt(config.checkpoint.load, device, layout, config=config)
+    loaded = load_gpt(config.checkpoint.load, device, layout, config=config, row_by_row=False)
     window = config.data.seq_length
     prepared = PREPARE[task](options.valid_data, own, loaded.tokenizer, window)
     say_start(task, loaded, device, prepared.data)

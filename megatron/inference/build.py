@@ -21,10 +21,8 @@ from megatron.kernels.row_product import choose_row_product
 from megatron.models.gpt import GPTModel
 from megatron.models.plan import AttentionPlan
 from megatron.parallel.collectives import all_reduce
-from megatron.parallel.every_layer import set_products
 from megatron.parallel.layout import Axis, Layout
 from megatron.parallel.pipeline.p2p import PipelineChannel
-from megatron.parallel.products import PLAIN, RowByRow
 
 _CPU_CACHE_BYTES = 2**30
 _GPU_CACHE_SHARE = 0.9  # of the memory that the model leaves free
@@ -108,7 +106,7 @@ def build_engine(
     """Return an engine for a model in memory. Collective over `layout`.
 
     Args:
-        model: This process's part.
+        model: This process's part, built in a `serving_context`.
         config: What it was built from.
         layout: Who this process is: tensor and pipeline ranks.
         device: Of the model.
@@ -129,8 +127,7 @@ def build_engine(
     where, dtype = device.torch_device, config.precision.weight_dtype
     plan = model.plan
     head_size = plan.attention.head_size
-    row_product = choose_row_product(where)
-    set_products(model, PLAIN if row_product is None else RowByRow(row_product))
+    by_rows = choose_row_product(where) is not None
     library = find_library(where)
     paged = choose_paged_attention(library.library, head_size, dtype)
     memory = _make_cache(model, options, paged, layout, device, dtype)
@@ -183,7 +180,7 @@ def build_engine(
         looks_ahead=queues_on(device),
         choices=[
             ("attention", f"of new tokens {paged.name}; of prompts {chunks}"),
-            ("products", "PyTorch's" if row_product is None else "cuBLASLt's, a row as if alone"),
+            ("products", "cuBLASLt's, a row as if alone" if by_rows else "PyTorch's"),
             ("other kernels", str(library)),
             ("CUDA graphs", f"none ({without})" if without else "recorded when first needed"),
             ("cache", f"{tokens}: {memory.size_bytes / 1e9:.3g} GB{each}"),

@@ -18,7 +18,7 @@ from megatron.device import Device
 from megatron.errors import CheckpointError, UserError
 from megatron.inference.load import open_existing, saved_config
 from megatron.models.bert import BertModel, BertResult
-from megatron.models.build import build_model
+from megatron.models.build import build_model, run_context
 from megatron.models.t5 import T5Model
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer, build_tokenizer
@@ -94,7 +94,7 @@ def load_filler(folder: str, device: Device) -> Filler:
     if kind not in classes:
         raise CheckpointError(f"--load {folder}: holds a {kind}, where a bert or t5 is needed")
     rows = reader.meta["padded_vocab_size"]
-    model = build_model(classes[kind], config, Layout.single(), device, rows)
+    model = build_model(classes[kind], config, run_context(config, Layout.single(), device), rows)
     restore(reader, model_state([model]), prefixes=("model.",), cast=True)
     return Filler(model.eval(), build_tokenizer(config.tokenizer), config)
 

@@ -34,10 +34,12 @@ from megatron.config.yaml_file import from_dict
 from megatron.device import Device
 from megatron.errors import CheckpointError, ConfigError
 from megatron.inference.engine import BatchEngine
-from megatron.kernels.row_product import GRANULE
-from megatron.models.build import build_model
+from megatron.kernels.row_product import GRANULE, choose_row_product
+from megatron.models.build import build_model, run_context
 from megatron.models.gpt import GPTModel
+from megatron.parallel.build import BuildContext
 from megatron.parallel.layout import Layout
+from megatron.parallel.products import PLAIN, RowByRow
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.checkpointing import model_state
 from megatron.training.loaded_settings import check_network
@@ -66,8 +68,29 @@ class Loaded:
     padded_vocab_size: int
 
 
+def serving_context(config: ModelRun, layout: Layout, device: Device) -> BuildContext:
+    """Return the context in which a model that generates is built.
+
+    A row of its products has the same bits whatever rows come with it, if the device can do so.
+
+    Args:
+        config: What the model was trained with.
+        layout: This process among the others.
+        device: Where it runs.
+    """
+    row_product = choose_row_product(device.torch_device)
+    products = PLAIN if row_product is None else RowByRow(row_product)
+    context = run_context(config, layout, device)
+    return context.multiplying_by(lambda: products, for_output=products)
+
+
 def load_gpt(
-    folder: str, device: Device, layout: Layout | None = None, *, config: RunConfig | None = None
+    folder: str,
+    device: Device,
+    layout: Layout | None = None,
+    *,
+    config: RunConfig | None = None,
+    row_by_row: bool = True,
 ) -> Loaded:
     """Load the newest complete checkpoint of a folder, whatever layout it was saved in.
 
@@ -80,6 +103,8 @@ def load_gpt(
         layout: Who this process is. `None`: a single process.
         config: A resolved run to use instead of the checkpoint's. Its network must be the same, its
             parallel sizes those of the layout, and each stage must have a single part of the model.
+        row_by_row: Build the model in a `serving_context`, which engines need. Otherwise it
+            multiplies as it was trained.
 
     Raises:
         CheckpointError: There is no checkpoint, or it is damaged, or of another network.
@@ -101,7 +126,8 @@ def load_gpt(
     reader = PaddedReader(reader, rows=rows, entries=tokenizer.vocab_size)
     plan = plan_parts(config.model.num_layers, config.parallel)
     (part,) = parts_of_stage(plan, layout.pipeline.rank, layout.pipeline.size)
-    model = build_model(GPTModel, config, layout, device, rows, part)
+    context = (serving_context if row_by_row else run_context)(config, layout, device)
+    model = build_model(GPTModel, config, context, rows, part)
     # Under a pipeline no rank has a place for every parameter.
     whole = () if layout.pipeline.size > 1 else ("model.",)
     restore(reader, model_state([model]), prefixes=whole, cast=True)

@@ -18,7 +18,10 @@ from megatron.models.plan import LANGUAGE_MODEL_HEAD, HeadSpec, ModelPlan
 from megatron.models.recompute import RecomputePlan
 from megatron.models.t5 import t5_plan
 from megatron.parallel.build import BuildContext, choose_kernels
+from megatron.parallel.exchange import Exchange
 from megatron.parallel.layout import Layout
+from megatron.parallel.linear import WorkQueue
+from megatron.parallel.registry import LayerRegistry
 from megatron.parallel.replicas import shares_weights
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -43,33 +46,31 @@ def model_plan(
     return PLANS[model.architecture](model, padded_vocab_size, head)
 
 
-def build_model(
-    network: Callable[..., Model],
+def run_context(
     config: ModelRun,
     layout: Layout,
     device: Device,
-    padded_vocab_size: int,
-    part: ModelPart | None = None,
-    head: HeadSpec = LANGUAGE_MODEL_HEAD,
-) -> Model:
-    """Build the model that a run's flags describe, or a part of it.
+    *,
+    exchange: Exchange | None = None,
+    weight_gradients: WorkQueue | None = None,
+    registry: LayerRegistry | None = None,
+) -> BuildContext:
+    """Return what the layers of a run are built in.
 
     Weights that processes share are fp32 and have no memory yet: `ShardedModel` gives them shards.
 
     Args:
-        network: GPTModel, or what is constructed as it is.
         config: what the flags ask for, resolved.
         layout: this process among the others.
         device: where the model runs.
-        padded_vocab_size: entries of the vocabulary, padding included.
-        part: what this process holds; `None` builds the whole model.
-        head: what the model ends in.
+        exchange: overlaps tensor-parallel communication with products.
+        weight_gradients: where backward leaves weight gradients for later.
+        registry: where layers announce what they will need; `None` stands for a new one.
     """
-    plan = model_plan(config.model, padded_vocab_size, head)
     parallel, numbers = config.parallel, config.precision
     is_shared = shares_weights(parallel, layout)
     where = device.torch_device
-    context = BuildContext(
+    return BuildContext(
         layout,
         where,
         parameter_device=torch.device("meta") if is_shared else None,
@@ -79,8 +80,31 @@ def build_model(
             config.model, numbers, layout, where, cp_comm_type=parallel.cp_comm_type
         ),
         overlap=parallel.async_tensor_model_parallel_allreduce,
+        exchange=exchange,
+        weight_gradients=weight_gradients,
+        registry=registry or LayerRegistry(),
     )
+
+
+def build_model(
+    network: Callable[..., Model],
+    config: ModelRun,
+    context: BuildContext,
+    padded_vocab_size: int,
+    part: ModelPart | None = None,
+    head: HeadSpec = LANGUAGE_MODEL_HEAD,
+) -> Model:
+    """Build the model that a run's flags describe, or a part of it.
+
+    Args:
+        network: GPTModel, or what is constructed as it is.
+        config: what the flags ask for, resolved.
+        context: what its layers are built in, usually `run_context`.
+        padded_vocab_size: entries of the vocabulary, padding included.
+        part: what this process holds; `None` builds the whole model.
+        head: what the model ends in.
+    """
     recompute = RecomputePlan.from_config(
-        config.training, split_inputs=parallel.distribute_saved_activations
+        config.training, split_inputs=config.parallel.distribute_saved_activations
     )
-    return network(plan, context, part, recompute)
+    return network(model_plan(config.model, padded_vocab_size, head), context, part, recompute)

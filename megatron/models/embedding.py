@@ -12,7 +12,6 @@ from megatron.config.stages import ModelPart
 from megatron.kernels.rope import Rotation, rotation_table
 from megatron.models.plan import EmbeddingPlan, InitPlan, ModelPlan, RotaryPlan
 from megatron.parallel.build import BuildContext
-from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.layers import VocabularyEmbedding
 from megatron.parallel.parameter import spec_of
 from megatron.parallel.random import split_region
@@ -48,7 +47,6 @@ class Embedding(nn.Module):
     def __init__(self, plan: EmbeddingPlan, context: BuildContext) -> None:
         """Allocate the tables that the plan names."""
         super().__init__()
-        self.calls = plan.calls
         self.dropout = plan.dropout
         self.sequence = context.layout.sequence
         self.fp32_residual = context.precision.fp32_residual_connection
@@ -58,6 +56,7 @@ class Embedding(nn.Module):
             context,
             init=plan.init.weight(plan.hidden, plan.vocabulary),
             lookup_in_fp32=context.precision.embedding_weights_in_fp32,
+            calls=plan.calls,
         )
         self.position = self.token_type = None
         if plan.positions:
@@ -70,11 +69,6 @@ class Embedding(nn.Module):
         """Count the parameters that one of `tensor` ranks holds."""
         rows = plan.vocabulary // tensor + plan.positions + plan.token_types
         return rows * plan.hidden
-
-    def take_slots(self, gradients: GradientBuffer) -> None:
-        """Let each call add its gradient of the word table to the buffer itself."""
-        for _ in range(self.calls):  # each call is a use, after which the gradient is waited for
-            self.word.slot = gradients.slot(self.word.weight)
 
     def forward(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,45 +13,14 @@ from megatron.kernels.library import find_library
 from megatron.models.embedding import Embedding, TiedWordEmbedding, vocabulary_matrix
 from megatron.models.plan import MicroBatch, OutputPlan
 from megatron.parallel.build import BuildContext
-from megatron.parallel.communication import Communication
+from megatron.parallel.collectives import Communication
 from megatron.parallel.cross_entropy import (
     CHUNK_LOGITS,
     linear_cross_entropy,
     vocabulary_cross_entropy,
 )
-from megatron.parallel.gradients import GradientBuffer, GradientSlot
-from megatron.parallel.layout import Layout
-from megatron.parallel.linear import parallel_linear
+from megatron.parallel.linear import WeightSlot, around, parallel_linear
 from megatron.parallel.parameter import ZEROS
-from megatron.parallel.products import PLAIN, Products
-
-
-def vocabulary_logits(
-    x: Tensor,
-    weight: nn.Parameter,
-    layout: Layout,
-    *,
-    bias: Tensor | None = None,
-    overlap: bool = True,
-    slot: GradientSlot | None = None,
-    products: Products = PLAIN,
-) -> Tensor:
-    """Return the scores of this rank's part of the vocabulary.
-
-    Args:
-        x: [s, b, h]; [s/t, b, h] with sequence parallelism.
-        weight: [v/t, h], this rank's rows of an embedding or output matrix.
-        layout: this process among the others.
-        bias: [v/t].
-        overlap: communicate while computing; off gives the same results.
-        slot: where the weight's gradient goes; `None` leaves it to autograd.
-        products: how it multiplies.
-
-    Returns:
-        [s, b, v/t].
-    """
-    communication = Communication(layout.tensor, layout.sequence_parallel, overlap)
-    return parallel_linear(x, weight, bias, communication, slot=slot, products=products)
 
 
 @dataclass(frozen=True)
@@ -82,12 +50,11 @@ class TokenLoss:
         x: Tensor,
         weight: nn.Parameter,
         labels: Tensor,
-        layout: Layout,
+        communication: Communication,
         *,
         loss_mask: Tensor | None = None,
         bias: Tensor | None = None,
-        overlap: bool = True,
-        slot: GradientSlot | None = None,
+        slot: WeightSlot | None = None,
     ) -> Tensor:
         """Return the loss of each token.
 
@@ -95,24 +62,28 @@ class TokenLoss:
             x: [s, b, h]; [s/t, b, h] with sequence parallelism.
             weight: [v/t, h], this rank's rows of the output matrix.
             labels: [s, b].
-            layout: this process among the others.
+            communication: around the product.
             loss_mask: [s, b]; it changes no loss, `linear_cross_entropy` says what it is for.
             bias: [v/t].
-            overlap: communicate while computing; off gives the same results.
             slot: where the weight's gradient goes; `None` leaves it to autograd.
 
         Returns:
             fp32 [s, b].
         """
         if self.is_chunked:
-            communication = Communication(layout.tensor, layout.sequence_parallel, overlap)
-            options: dict[str, Any] = {"bias": bias, "form": self.form, "slot": slot}
             return linear_cross_entropy(
-                x, weight, labels, communication, loss_mask=loss_mask, **options
+                x,
+                weight,
+                labels,
+                communication,
+                loss_mask=loss_mask,
+                bias=bias,
+                form=self.form,
+                slot=slot,
             )
-        logits = vocabulary_logits(x, weight, layout, bias=bias, overlap=overlap, slot=slot)
+        logits = parallel_linear(x, weight, bias, around(communication), slot=slot)
         return vocabulary_cross_entropy(
-            logits, labels, layout.tensor, form=self.form, reuse_logits=True
+            logits, labels, communication.axis, form=self.form, reuse_logits=True
         )
 
 
@@ -125,11 +96,6 @@ class Output(nn.Module):
         plan: the record of its sizes.
         context: layout, device, kernels and number formats.
         embedding: of this part of the model; `None` if it has none, which only untied ones do.
-
-    Attributes:
-        overlap: communicate while computing; off gives the same results.
-        slot: where the matrix's gradient of this use goes; `None` leaves it to autograd.
-        products: how scores are multiplied.
     """
 
     def __init__(
@@ -140,12 +106,11 @@ class Output(nn.Module):
     ) -> None:
         """Tie the matrix to the embedding's, or allocate one."""
         super().__init__()
-        self.layout = context.layout
+        layout = context.layout
+        self.communication = Communication(layout.tensor, layout.sequence_parallel, context.overlap)
         self.scale = plan.scale
         self.token_loss = TokenLoss.from_config(context.precision, context.device)
-        self.overlap = context.overlap
-        self.slot: GradientSlot | None = None
-        self.products: Products = PLAIN
+        self.products = context.kernels.output_products
         # In a tuple: no child of this module, so that its parameter keeps one name.
         self._tied: tuple[nn.Module, ...] = ()
         if not plan.tied:
@@ -156,6 +121,7 @@ class Output(nn.Module):
         self.bias = None
         if plan.bias:
             self.bias = context.new_parameter((plan.vocabulary,), init=ZEROS, split_dim=0)
+        self._gradient = context.registry.reserve_slot(self._matrix())  # of this use
 
     @staticmethod
     def parameter_count(plan: OutputPlan, tensor: int) -> int:
@@ -179,10 +145,6 @@ class Output(nn.Module):
         logits = min(batch.tokens * rows, CHUNK_LOGITS)
         return batch.width * logits + batch.losses * gradients
 
-    def take_slots(self, gradients: GradientBuffer) -> None:
-        """Let this use of the matrix add its gradient to the buffer itself."""
-        self.slot = gradients.slot(self._matrix())
-
     def forward(self, x: Tensor, labels: Tensor | None, loss_mask: Tensor | None = None) -> Tensor:
         """Return scores, or with labels the loss.
 
@@ -198,14 +160,22 @@ class Output(nn.Module):
         """
         if self.scale is not None:
             x = x * self.scale
-        options: dict[str, Any] = {"bias": self.bias, "overlap": self.overlap, "slot": self.slot}
+        slot = self._gradient.slot
         if labels is None:  # [s, b, v/t]
-            options["products"] = self.products
-            logits = vocabulary_logits(x, self._matrix(), self.layout, **options)
+            transport = around(self.communication)
+            logits = parallel_linear(
+                x, self._matrix(), self.bias, transport, slot=slot, products=self.products
+            )
             return logits.transpose(0, 1)
-        if loss_mask is not None:
-            options["loss_mask"] = loss_mask.t()
-        return self.token_loss(x, self._matrix(), labels.t(), self.layout, **options).t()
+        return self.token_loss(
+            x,
+            self._matrix(),
+            labels.t(),
+            self.communication,
+            loss_mask=None if loss_mask is None else loss_mask.t(),
+            bias=self.bias,
+            slot=slot,
+        ).t()
 
     def _matrix(self) -> nn.Parameter:
         owner = self._tied[0] if self._tied else self

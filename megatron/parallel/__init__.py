@@ -4,7 +4,7 @@
     collectives          communication with its backward
     build                what a layer is built in: layout, device, kernels
     layers, linear       layers whose weights are split; `products` multiply for them
-    every_layer          what is set or attached in all layers of a model
+    registry             what layers announce while a model is built
     parameter            which part of a whole tensor a parameter is; `initialization` fills it
     buckets              the plan of flat buffers, as data
     gradients, weights   carry it out: gradients averaged, updated weights gathered

@@ -7,7 +7,7 @@ needs, now or later, it asks the context for; nobody assigns into a layer once i
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -43,11 +43,12 @@ from megatron.parallel.context.block import (
 from megatron.parallel.context.ring import ring_attention
 from megatron.parallel.context.ulysses import ulysses_attention
 from megatron.parallel.exchange import Exchange
-from megatron.parallel.fp8_products import Fp8Format, Fp8Products
+from megatron.parallel.fp8 import Fp8Format, Fp8Products
 from megatron.parallel.layout import Axis, Layout
 from megatron.parallel.linear import WorkQueue
 from megatron.parallel.parameter import Init, new_parameter
-from megatron.parallel.products import Plain, Products
+from megatron.parallel.products import PLAIN, Plain, Products
+from megatron.parallel.registry import LayerRegistry
 
 _ON_CPU = torch.device("cpu")
 
@@ -59,6 +60,7 @@ class Kernels:
     Attributes:
         library: fused kernels; `None` means PyTorch's operations.
         new_products: makes what one linear layer of an attention or MLP multiplies with.
+        output_products: what scores of the vocabulary are multiplied with.
         amaxes: where kernels leave the largest magnitudes of what they write for such a layer to
             cast; `None` if layers do not ask.
         attention: form of the attention core.
@@ -69,6 +71,7 @@ class Kernels:
 
     library: KernelLibrary | None = None
     new_products: Callable[[], Products] = Plain
+    output_products: Products = PLAIN
     amaxes: Amaxes | None = None
     attention: AttentionChoice = AttentionChoice("fused", "PyTorch's", fused_attention)
     activation: Callable[[str], Activation] = choose_activation
@@ -93,6 +96,7 @@ class BuildContext:
             part; `None` puts collectives before and after the products.
         weight_gradients: where backward leaves weight gradients for later; `None` computes them
             at once.
+        registry: where layers announce what they will need.
     """
 
     layout: Layout
@@ -104,6 +108,7 @@ class BuildContext:
     overlap: bool = True
     exchange: Exchange | None = None
     weight_gradients: WorkQueue | None = None
+    registry: LayerRegistry = field(default_factory=LayerRegistry)
 
     def new_parameter(
         self,
@@ -134,9 +139,19 @@ class BuildContext:
             dtype=self.dtype,
         )
 
-    def multiplying_by(self, new_products: Callable[[], Products]) -> BuildContext:
-        """Return this context with linear layers that multiply by other products."""
-        return replace(self, kernels=replace(self.kernels, new_products=new_products))
+    def multiplying_by(
+        self, new_products: Callable[[], Products], *, for_output: Products | None = None
+    ) -> BuildContext:
+        """Return this context with linear layers that multiply in another format.
+
+        Args:
+            new_products: makes what one linear layer multiplies with.
+            for_output: what scores of the vocabulary are multiplied with; `None` changes nothing.
+        """
+        kernels = replace(self.kernels, new_products=new_products)
+        if for_output is not None:
+            kernels = replace(kernels, output_products=for_output)
+        return replace(self, kernels=kernels)
 
 
 def choose_kernels(

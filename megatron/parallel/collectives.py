@@ -1,8 +1,8 @@
 """Communication inside the network, each operation with its backward.
 
-Every function is the identity on an axis of one process. The upper ones take part in autograd (a
-split product's own communication is in `linear`). The lower ones are plain; those called `start_`
-return before the data has arrived.
+Every function is the identity on an axis of one process. The upper ones take part in autograd (the
+communication of a split product is `Communication`, for `linear`). The lower ones are plain; those
+called `start_` return before the data has arrived.
 """
 
 from __future__ import annotations
@@ -147,6 +147,49 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
 def _group(axis: Axis) -> dist.ProcessGroup:
     assert axis.group is not None, "a layout without process groups cannot communicate"
     return axis.group
+
+
+@dataclass(frozen=True)
+class Communication:
+    """The collectives around the product of a layer whose weight is split.
+
+    Attributes:
+        axis: ranks that hold different rows of the weight. On an axis of one process there is
+            nothing to do.
+        along_sequence: the input is this rank's part along dimension 0; otherwise it is whole.
+        overlap: communicate during the products; otherwise before and after them, with the same
+            results.
+    """
+
+    axis: Axis = Axis()
+    along_sequence: bool = False
+    overlap: bool = True
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the input is a part of which the other ranks have the rest."""
+        return self.along_sequence and self.axis.size > 1
+
+    def start_gather(self, x: Tensor) -> Pending:
+        """Begin to join the whole input from its parts."""
+        return self._maybe_wait(start_all_gather(x, self.axis) if self.gathers else Pending(x))
+
+    def start_max(self, x: Tensor) -> Pending:
+        """Begin to take the largest of all ranks' values if the input is a part; changes `x`."""
+        if not self.gathers:
+            return Pending(x)
+        return self._maybe_wait(start_all_reduce(x, self.axis, dist.ReduceOp.MAX))
+
+    def start_sum(self, grad: Tensor) -> Pending:
+        """Begin to sum the input's gradient over the ranks; may change `grad`."""
+        start = start_reduce_scatter if self.gathers else start_all_reduce
+        return self._maybe_wait(start(grad, self.axis))
+
+    def _maybe_wait(self, pending: Pending) -> Pending:
+        return pending if self.overlap else Pending(pending.wait())
+
+
+ALONE = Communication()
 
 
 class _ReduceFrom(torch.autograd.Function):

@@ -18,10 +18,9 @@ from torch import Tensor
 
 from megatron.kernels.cross_entropy import REFERENCE, CrossEntropy, Statistics
 from megatron.kernels.weight_gradient import weight_gradient
-from megatron.parallel.collectives import all_reduce
-from megatron.parallel.communication import Communication
-from megatron.parallel.gradients import GradientSlot
+from megatron.parallel.collectives import Communication, all_reduce
 from megatron.parallel.layout import Axis
+from megatron.parallel.linear import WeightSlot
 
 # Logits that `linear_cross_entropy` holds at a time. Each chunk reads and writes the weight's whole
 # gradient: with fewer rows that takes longer than the products.
@@ -109,7 +108,7 @@ def linear_cross_entropy(
     loss_mask: Tensor | None = None,
     bias: Tensor | None = None,
     form: CrossEntropy = REFERENCE,
-    slot: GradientSlot | None = None,
+    slot: WeightSlot | None = None,
     chunk_logits: int = CHUNK_LOGITS,
 ) -> Tensor:
     """The cross entropy of x W^T + bias, of which only a few rows exist at a time.
@@ -150,7 +149,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         mask: Tensor,
         communication: Communication,
         form: CrossEntropy,
-        slot: GradientSlot | None,
+        slot: WeightSlot | None,
         chunk_logits: int,
         with_gradients: bool,
     ) -> Tensor:

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.parallel.buckets import Bucket, BucketPlan, FlatPlan, ParameterTraits, Span
-from megatron.parallel.fp8_products import Fp8Products
+from megatron.parallel.fp8 import Fp8Products
 from megatron.parallel.layout import Axis
 from megatron.parallel.parameter import ParameterSpec
 from megatron.parallel.reducer import PendingBucket, Reducer

@@ -10,17 +10,18 @@ from torch import Tensor, nn
 
 from megatron.kernels.weight_gradient import EmbeddingGradient, choose_embedding_gradient
 from megatron.parallel.build import BuildContext
-from megatron.parallel.collectives import reduce_from, reduce_scatter_from
-from megatron.parallel.communication import ALONE, Communication
+from megatron.parallel.collectives import Communication, reduce_from, reduce_scatter_from
 from megatron.parallel.exchange import Exchange
-from megatron.parallel.fp8_products import Fp8Products
-from megatron.parallel.gradients import GradientBuffer, GradientSlot
 from megatron.parallel.layout import Layout
-from megatron.parallel.linear import WorkQueue, parallel_linear
-from megatron.parallel.overlapped_fp8 import overlapped_fp8_linear
-from megatron.parallel.overlapped_products import overlapped_linear
+from megatron.parallel.linear import (
+    CutColumn,
+    CutRow,
+    Transport,
+    WeightSlot,
+    around,
+    parallel_linear,
+)
 from megatron.parallel.parameter import ZEROS, Init
-from megatron.parallel.products import Plain
 
 Split = Literal["column", "row"]
 
@@ -31,27 +32,20 @@ class Linear(nn.Module):
     split="column" splits the output features: the input is whole on every rank, the output a part.
     split="row" splits the input features: the input is a part, the output whole on every rank.
     With sequence parallelism "whole" means this rank's part of the sequence, dimension 0: the
-    input of a column is gathered, the output of a row scattered; a layer that is not split runs on
-    that part, and its gradients must be added over the ranks (`partial_gradients`).
+    input of a column is gathered, the output of a row scattered. A layer that is not split runs on
+    that part, and its gradients must be added over the ranks.
 
     Args:
         in_features: of the whole layer.
         out_features: of the whole layer.
-        split: how the weight is split over tensor ranks; None keeps all of it on every rank.
         context: what it is built in; `kernels.new_products` makes what it multiplies with.
-        bias: whether it has one.
-        adds_bias: False leaves it to the caller, who adds `bias_to_add`.
-        parts: the output is so many vectors of equal length (gate and up, for example), each of
-            them split by itself. The weight's global shape is then [parts, out / parts, in].
+        split: how the weight is split over tensor ranks; `None` keeps all of it on every rank.
         init: of the weight; biases start at zero.
-
-    Attributes:
-        communication: what its products do around themselves.
-        weight_gradients: where backward leaves the weight's gradient for later; None: it is
-            computed at once.
-        slot: where the weight's gradient goes; None: to autograd.
-        exchange: what a split layer's products send each other's rows through, part by part; None:
-            collectives stand before and after them.
+        bias: whether it has one.
+        adds_bias: whether it adds the bias. Otherwise the caller adds `bias_to_add`.
+        parts: the output consists of this many vectors of equal length (gate and up, for example),
+            each of them split by itself. The weight's global shape is then [parts, out / parts,
+            in].
     """
 
     def __init__(
@@ -67,19 +61,9 @@ class Linear(nn.Module):
         parts: int = 1,
     ) -> None:
         super().__init__()
-        self.split = split
-        self.layout = context.layout
-        self.communication = ALONE
-        if split == "column":
-            self.communication = Communication(
-                self.layout.tensor, self.layout.sequence_parallel, context.overlap
-            )
-        self.weight_gradients: WorkQueue | None = context.weight_gradients
-        self.slot: GradientSlot | None = None
-        self.products = context.kernels.new_products()
-        self.exchange: Exchange | None = context.exchange if split and self.can_be_cut else None
         self.adds_bias = adds_bias
-        is_divided = self.layout.sequence.size > 1
+        layout = context.layout
+        is_divided = layout.sequence.size > 1
         out = (out_features,) if parts == 1 else (parts, out_features // parts)
         out_dim = len(out) - 1
         self.weight = context.new_parameter(
@@ -96,76 +80,59 @@ class Linear(nn.Module):
                 split_dim=out_dim if split == "column" else None,
                 partial_gradient=split != "column" and is_divided,
             )
+        self.products = context.kernels.new_products()
+        context.registry.add_products(self.weight, self.products)
+        self._gradient = context.registry.reserve_slot(self.weight)
+        self._queue = context.weight_gradients
+        self._sums_over = layout if split == "row" and layout.tensor.size > 1 else None
+        self._transport: Transport | None = None
+        if split == "column":
+            self._transport = around(
+                Communication(layout.tensor, layout.sequence_parallel, context.overlap)
+            )
+        self._exchange = context.exchange if split and self.products.can_be_cut else None
+        self._cut: Transport | None = None
+        if self._exchange is not None:
+            self._cut = (CutRow if split == "row" else CutColumn)(self._exchange)
 
     @property
     def bias_to_add(self) -> Tensor | None:
-        """[out] for the caller to add to the result; None where there is nothing to add."""
+        """[out] for the caller to add to the result; `None` if there is nothing to add."""
         return None if self.bias is None or self.adds_bias else self.bias.flatten()
 
-    @property
-    def can_be_cut(self) -> bool:
-        """Whether its products may be made part by part."""
-        if isinstance(self.products, Fp8Products):
-            return self.products.can_be_cut
-        return type(self.products) is Plain
-
-    def take_slots(self, gradients: GradientBuffer) -> None:
-        """See `every_layer.attach_slots`."""
-        self.slot = gradients.slot(self.weight)
-
     def forward(self, x: Tensor) -> Tensor:
-        """[s, b, in] -> [s, b, out]; the split side is divided by t, the other side's s by t too
-        with sequence parallelism."""
-        if self.exchange is not None and self._fits(x, self.exchange):
-            return self._overlapped(x, self.exchange)
+        """Multiply [s, b, in] -> [s, b, out].
+
+        The split side is divided by t; with sequence parallelism the other side's s is, too.
+        """
+        cut = self._cut if self._exchange is not None and self._fits(x, self._exchange) else None
         bias = self.bias if self.adds_bias else None
-        if self.split != "row" or self.layout.tensor.size == 1:
-            return self._product(x, bias)
-        out = sum_over_ranks(self._product(x, None), self.layout)
+        out = parallel_linear(
+            x,
+            self.weight,
+            bias if self._sums_over is None else None,
+            cut or self._transport,
+            self._queue,
+            self._gradient.slot,
+            self.products,
+            training=self.training,
+        )
+        if self._sums_over is None:
+            return out
+        if cut is None:
+            out = sum_over_ranks(out, self._sums_over)
         return out if bias is None else out + bias.flatten()
 
     def _fits(self, x: Tensor, exchange: Exchange) -> bool:
-        """Whether what the ranks send each other, forward and backward, can be sent."""
-        if self.split == "column":
+        """Return whether what the ranks send each other, forward and backward, can be sent."""
+        if self._sums_over is None:
             return exchange.fits(x.numel(), x.dtype)
         elements = x.shape[:-1].numel() // exchange.axis.size * self.weight.shape[:-1].numel()
         return exchange.fits(elements, x.dtype)
 
-    def _overlapped(self, x: Tensor, exchange: Exchange) -> Tensor:
-        """`forward`, part by part."""
-        is_row, bias = self.split == "row", self.bias if self.adds_bias else None
-        inside = None if is_row else bias
-        where: dict[str, Any] = {"queue": self.weight_gradients, "slot": self.slot}
-        if isinstance(self.products, Fp8Products):
-            out = overlapped_fp8_linear(
-                x,
-                self.weight,
-                inside,
-                self.products,
-                exchange,
-                scatters=is_row,
-                training=self.training,
-                **where,
-            )
-        else:
-            out = overlapped_linear(x, self.weight, inside, exchange, scatters=is_row, **where)
-        return out + bias.flatten() if is_row and bias is not None else out
-
-    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return parallel_linear(
-            x,
-            self.weight,
-            bias,
-            self.communication,
-            self.weight_gradients,
-            self.slot,
-            self.products,
-            training=self.training,
-        )
-
 
 def sum_over_ranks(x: Tensor, layout: Layout) -> Tensor:
-    """Leave the split part of the network: [s, ...], partial on each tensor rank, to the sum.
+    """Sum [s, ...], which is partial on each tensor rank, at the end of the split part.
 
     Every rank gets all of it, or with sequence parallelism its part of the sequence.
     """
@@ -179,13 +146,12 @@ class VocabularyEmbedding(nn.Module):
 
     Args:
         vocab_size: padded, of the whole table.
-        lookup_in_fp32: look up in an fp32 copy of the weight, so that the gradients of an entry
-            that occurs often are summed in fp32.
+        hidden: size of a vector.
         context: what it is built in.
         init: of the table.
-
-    Attributes:
-        slot: where the weight's gradient goes, summed in its format; None: to autograd.
+        lookup_in_fp32: look up in an fp32 copy of the weight, so that the gradients of an entry
+            that occurs often are summed in fp32.
+        calls: how often it is called in a forward pass.
     """
 
     def __init__(
@@ -196,23 +162,28 @@ class VocabularyEmbedding(nn.Module):
         *,
         init: Init,
         lookup_in_fp32: bool = False,
+        calls: int = 1,
     ) -> None:
         super().__init__()
         self.layout = context.layout
         self.lookup_in_fp32 = lookup_in_fp32
-        self.slot: GradientSlot | None = None
         self.gradient_form = choose_embedding_gradient(context.kernels.library, hidden)
         self.weight = context.new_parameter(
             (vocab_size, hidden), init=init, split_dim=0, is_vocabulary=True
         )
+        self._gradient = context.registry.reserve_slot(self.weight, uses=calls)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Entries [s, ...] -> vectors [s, ..., h] in the weight's type, whole on every rank, or
-        with sequence parallelism this rank's part of the sequence."""
-        axis = self.layout.tensor
-        if self.slot is not None:
+        """Look up entries [s, ...] -> vectors [s, ..., h] in the weight's type.
+
+        They are whole on every rank, or with sequence parallelism this rank's part of the sequence.
+        """
+        axis, slot = self.layout.tensor, self._gradient.slot
+        if slot is not None:
+            # Rows of the weight, zeros for entries outside of it; the gradient goes to the slot.
             local = tokens - axis.rank * self.weight.shape[0]
-            vectors = _lookup(local, self.weight.detach(), self.slot, self.gradient_form)
+            anchor = self.weight.new_empty(0).requires_grad_()  # so that backward comes here
+            vectors = _Lookup.apply(anchor, local, self.weight.detach(), slot, self.gradient_form)
             return vectors if axis.size == 1 else sum_over_ranks(vectors, self.layout)
         weight = self.weight.float() if self.lookup_in_fp32 else self.weight
         if axis.size == 1:
@@ -223,12 +194,6 @@ class VocabularyEmbedding(nn.Module):
         return sum_over_ranks(vectors.to(self.weight.dtype), self.layout)
 
 
-def _lookup(entries: Tensor, weight: Tensor, slot: GradientSlot, form: EmbeddingGradient) -> Tensor:
-    """Rows of the weight [v, h], zeros for entries outside of it; the gradient goes to the slot."""
-    anchor = weight.new_empty(0).requires_grad_()  # so that backward comes here
-    return _Lookup.apply(anchor, entries, weight, slot, form)
-
-
 class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -236,7 +201,7 @@ class _Lookup(torch.autograd.Function):
         anchor: Tensor,
         entries: Tensor,
         weight: Tensor,
-        slot: GradientSlot,
+        slot: WeightSlot,
         form: EmbeddingGradient,
     ) -> Tensor:
         ctx.save_for_backward(entries)

@@ -1,26 +1,42 @@
-"""The matrix product of split layers: its communication runs while its backward computes.
+"""The matrix product of split layers, whose communication runs while it computes.
 
-With weight [out, in] and every rank holding different rows of it, backward has two products: the
-input's gradient, which must be summed over the ranks, and the weight's. The sum travels during the
-second product. With sequence parallelism (Korthikanti et al., 2022) ranks keep parts of the input
-along dimension 0: forward gathers them, backward gathers them again, during the first product,
-and the sum is a reduce-scatter.
+A product has two independent choices: the number format of its factors (`products.Products`), and
+how they get to the ranks that need them, the transport:
+
+    Whole       collectives around the product, or none. With weight [out, in] and every rank
+                holding different rows of it, backward has two products: the input's gradient,
+                which must be summed over the ranks, and the weight's. The sum travels during the
+                second product. With sequence parallelism (Korthikanti et al., 2022) ranks keep
+                parts of the input along dimension 0: forward gathers them, backward gathers them
+                again, during the first product, and the sum is a reduce-scatter.
+    CutColumn   a layer split by columns gathers its input part by part: a rank multiplies its own
+                rows while the others' arrive, then those, as they come.
+    CutRow      a layer split by rows scatters the sum of its outputs part by part: the others'
+                rows are multiplied first and travel while a rank's own are; then what came for
+                these is added.
+
+Backward of a gathered product is a scattered one and the reverse, and what the weight's gradient
+needs of the others' rows travels during a product as well (Wang et al., "Overlap Communication with
+Dependent Computation via Decomposition", 2023). Every number is the same sum for each transport,
+but a product of fewer rows may be computed by another kernel of the library, with other last bits.
+In 8 bits, parts are cast first and travel in 8 bits: those of an input as without cutting, and
+those of the output's gradient, which otherwise travel in 16 bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.parallel.collectives import Pending
-from megatron.parallel.communication import Communication
-from megatron.parallel.gradients import GradientSlot
+from megatron.parallel.collectives import ALONE, Communication, Pending
+from megatron.parallel.exchange import Exchange, Use
 from megatron.parallel.products import PLAIN, Kept, Products
 
 
@@ -35,91 +51,22 @@ class WorkQueue(Protocol):
         """Run `work` once, later, but before the optimizer's step."""
 
 
-def parallel_linear(
-    x: Tensor,
-    weight: nn.Parameter,
-    bias: Tensor | None,
-    communication: Communication,
-    queue: WorkQueue | None = None,
-    slot: GradientSlot | None = None,
-    products: Products = PLAIN,
-    *,
-    training: bool = True,
-) -> Tensor:
-    """x W^T + b.
+class WeightSlot(Protocol):
+    """Where one use of a weight adds its gradient, in place of autograd; once a backward."""
 
-    Args:
-        x: [s or s/t, b, in].
-        weight: [..., out, in], read as [-1, in].
-        bias: [out] after flattening, or None.
-        communication: see there.
-        queue: where backward leaves the weight's product for later. The pushed work accumulates
-            its result as autograd would have, hooks included. Of a product whose input is split
-            along the sequence it is a collective.
-        slot: where the weight's gradient goes; None: to autograd.
-        products: in which number format.
-        training: see `Products.forward`.
+    def open(self) -> AbstractContextManager[tuple[Tensor, bool]]:
+        """Give the gradient [rows, columns], and whether to add to it or to write over it.
 
-    Returns:
-        [s, b, out].
-    """
-    bias = None if bias is None else bias.flatten()
-    owner = None if queue is None and slot is None else Owner(weight, queue, slot)
-    if owner is None and communication.axis.size == 1 and products is PLAIN:
-        return F.linear(x, weight.flatten(0, -2), bias)
-    x, matrix = arguments(x, weight, owner)
-    return _Product.apply(x, matrix, bias, communication, products, owner, training)
-
-
-def arguments(x: Tensor, weight: nn.Parameter, owner: Owner | None) -> tuple[Tensor, Tensor]:
-    """Input and weight [out, in] as an autograd function takes them."""
-    if owner is None:
-        return x, weight.flatten(0, -2)
-    # Outside of autograd: there hooks would run in every backward, gradient or not.
-    if torch.is_grad_enabled() and not x.requires_grad:
-        x = x.detach().requires_grad_()  # backward must come here
-    return x, weight.detach().flatten(0, -2)
-
-
-@dataclass(frozen=True)
-class Owner:
-    """A weight that stands outside of autograd: where its gradient's product may wait, and where
-    its result goes."""
-
-    weight: nn.Parameter
-    queue: WorkQueue | None
-    slot: GradientSlot | None
-
-    @property
-    def waits(self) -> bool:
-        return self.queue is not None and self.queue.is_collecting
-
-    def accumulate(self, product: WeightProduct) -> None:
-        """Add to the gradient: in the slot, or as autograd does."""
-        if self.slot is None:
-            value = _alone(product, self.weight.flatten(0, -2))
-            torch.autograd.backward(self.weight, value.view_as(self.weight))
-            return
-        with self.slot.open() as (into, accumulate):
-            product.compute(into, accumulate=accumulate)
-
-    def accumulate_later(self, product: WeightProduct) -> None:
-        """The same when the queue says so."""
-        assert self.queue is not None
-        self.queue.push(partial(self._accumulate_now, product))
-
-    @torch.no_grad()
-    def _accumulate_now(self, product: WeightProduct) -> None:
-        product.start()
-        self.accumulate(product)
+        After the block this use has added its part.
+        """
+        ...
 
 
 class WeightProduct(Protocol):
-    """The weight's gradient, to be computed: grad^T x, for which a factor may have to be
-    gathered."""
+    """The weight's gradient, to be computed: grad^T x. A factor may have to be gathered first."""
 
     def start(self) -> None:
-        """Begin to gather, where only a part was kept: then it is collective."""
+        """Begin to gather if only a part was kept: then it is collective."""
         ...
 
     def compute(self, into: Tensor, *, accumulate: bool) -> None:
@@ -127,36 +74,230 @@ class WeightProduct(Protocol):
         ...
 
 
-def weight_gradient_of(
-    product: WeightProduct, weight: Tensor, owner: Owner | None
-) -> Tensor | None:
-    """Compute a weight's gradient, or leave it to who owns the weight.
+@dataclass(frozen=True)
+class Owner:
+    """A weight that stands outside of autograd.
+
+    Attributes:
+        weight: the parameter.
+        queue: where its gradient's product may wait.
+        slot: where its gradient goes; `None` leaves it to autograd.
+    """
+
+    weight: nn.Parameter
+    queue: WorkQueue | None
+    slot: WeightSlot | None
+
+    @property
+    def waits(self) -> bool:
+        """Whether the gradient's product is put off."""
+        return self.queue is not None and self.queue.is_collecting
+
+    def take(self, product: WeightProduct) -> None:
+        """Compute the gradient, or leave it to the queue."""
+        if self.waits:
+            assert self.queue is not None
+            self.queue.push(partial(self._compute, product, starts=True))
+        else:
+            self._compute(product)
+
+    @torch.no_grad()
+    def _compute(self, product: WeightProduct, *, starts: bool = False) -> None:
+        """Add to the gradient: in the slot, or as autograd does."""
+        if starts:
+            product.start()
+        if self.slot is None:
+            value = torch.empty_like(self.weight.flatten(0, -2))
+            product.compute(value, accumulate=False)
+            torch.autograd.backward(self.weight, value.view_as(self.weight))
+            return
+        with self.slot.open() as (into, accumulate):
+            product.compute(into, accumulate=accumulate)
+
+
+class Wanted(NamedTuple):
+    """Which gradients a backward is to give.
+
+    Attributes:
+        input: the input's.
+        weight: the weight's.
+        later: the weight's product is put off.
+    """
+
+    input: bool
+    weight: bool
+    later: bool
+
+
+Finish = Callable[[], Tensor | None]
+"""Waits for the input's gradient and returns it; `None` if nobody wants it."""
+
+
+class Transport(Protocol):
+    """How the factors of a product get to the ranks that need them."""
+
+    def forward(
+        self, products: Products, x: Tensor, weight: Tensor, bias: Tensor | None, *, training: bool
+    ) -> tuple[Tensor, Kept]:
+        """Return the output, and what backward needs besides the input.
+
+        Args:
+            products: the number format.
+            x: [s, b, in], or this rank's part of the sequence.
+            weight: [out, in].
+            bias: [out].
+            training: whether statistics of the input may be recorded.
+        """
+        ...
+
+    def backward(
+        self,
+        products: Products,
+        grad: Tensor,
+        x: Tensor | None,
+        weight: Tensor,
+        kept: Kept,
+        wanted: Wanted,
+    ) -> tuple[WeightProduct, Finish]:
+        """Begin the input's gradient, and return the weight's product and what ends the other.
+
+        Args:
+            products: the number format.
+            grad: of the output.
+            x: the input, if the format keeps it.
+            weight: [out, in].
+            kept: what forward kept.
+            wanted: which gradients are needed. The weight's product is started, unless it is put
+                off or not wanted.
+        """
+        ...
+
+
+def parallel_linear(
+    x: Tensor,
+    weight: nn.Parameter,
+    bias: Tensor | None,
+    transport: Transport | None = None,
+    queue: WorkQueue | None = None,
+    slot: WeightSlot | None = None,
+    products: Products = PLAIN,
+    *,
+    training: bool = True,
+) -> Tensor:
+    """Return x W^T + b.
 
     Args:
-        product: started, unless the owner waits.
-        weight: [out, in].
-        owner: None: autograd.
+        x: [s or s/t, b, in].
+        weight: [..., out, in], read as [-1, in].
+        bias: [out] after flattening, or `None`.
+        transport: how factors get to the ranks that need them; `None` if each rank has its own.
+        queue: where backward leaves the weight's product for later. The pushed work accumulates
+            its result as autograd would have, hooks included. If the input is split along the
+            sequence, it is a collective.
+        slot: where the weight's gradient goes; `None` leaves it to autograd.
+        products: the number format.
+        training: whether statistics of the input may be recorded.
 
     Returns:
-        What autograd is to get, [out, in].
+        [s, b, out], or with a `CutRow` this rank's part of the sequence.
     """
-    if owner is None:
-        return _alone(product, weight)
-    if owner.waits:
-        owner.accumulate_later(product)
+    bias = None if bias is None else bias.flatten()
+    if queue is None and slot is None:
+        if transport is None and products.is_autograds:
+            return F.linear(x, weight.flatten(0, -2), bias)
+        owner, matrix = None, weight.flatten(0, -2)
     else:
-        owner.accumulate(product)
-    return None
+        # Outside of autograd: there hooks would run in every backward, gradient or not.
+        owner, matrix = Owner(weight, queue, slot), weight.detach().flatten(0, -2)
+        if not x.requires_grad and torch.is_grad_enabled():
+            x = x.detach().requires_grad_()  # backward must come here
+    transport = transport or NO_TRANSPORT
+    return _Product.apply(x, matrix, bias, transport, products, owner, training)
 
 
-def _alone(product: WeightProduct, weight: Tensor) -> Tensor:
-    """As a tensor of its own, like the weight."""
-    value = torch.empty_like(weight)
-    product.compute(value, accumulate=False)
-    return value
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        transport: Transport,
+        products: Products,
+        owner: Owner | None,
+        training: bool,
+    ) -> Tensor:
+        out, kept = transport.forward(products, x, weight, bias, training=training)
+        ctx.save_for_backward(x if products.keeps_input else None, weight, *kept)
+        ctx.transport, ctx.products, ctx.owner = transport, products, owner
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, *kept = ctx.saved_tensors
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        owner: Owner | None = ctx.owner
+        waits = False
+        if owner is not None:
+            needs_weight, waits = owner.weight.requires_grad, owner.waits
+        wanted = Wanted(needs_input, needs_weight, waits)
+        product, finish = ctx.transport.backward(ctx.products, grad, x, weight, tuple(kept), wanted)
+        weight_grad = None
+        if needs_weight and owner is not None:
+            owner.take(product)
+        elif needs_weight:
+            weight_grad = torch.empty_like(weight)
+            product.compute(weight_grad, accumulate=False)
+        bias_grad = grad.flatten(0, -2).sum(0) if needs_bias else None
+        return finish(), weight_grad, bias_grad, None, None, None, None
 
 
-class _WeightProduct:
+class Whole:
+    """Collectives around whole products.
+
+    Args:
+        communication: which collectives.
+    """
+
+    def __init__(self, communication: Communication) -> None:
+        self._communication = communication
+
+    def forward(
+        self, products: Products, x: Tensor, weight: Tensor, bias: Tensor | None, *, training: bool
+    ) -> tuple[Tensor, Kept]:
+        """Return the output, and what the format keeps."""
+        return products.forward(x, weight, bias, self._communication, training=training)
+
+    def backward(
+        self,
+        products: Products,
+        grad: Tensor,
+        x: Tensor | None,
+        weight: Tensor,
+        kept: Kept,
+        wanted: Wanted,
+    ) -> tuple[WeightProduct, Finish]:
+        """Gather the input, multiply, and begin to sum the input's gradient."""
+        prepared = products.prepare(grad)
+        product = _WholeWeightProduct(products, self._communication, x, kept, prepared)
+        if wanted.weight and not wanted.later:
+            product.start()
+        if not wanted.input:
+            return product, lambda: None
+        input_grad = products.input_gradient(prepared, kept)
+        summing = self._communication.start_sum(input_grad.view(*grad.shape[:-1], -1))
+        return product, summing.wait
+
+
+NO_TRANSPORT = Whole(ALONE)
+
+
+def around(communication: Communication) -> Transport | None:
+    """Return the collectives as a transport, or `None` if there are none."""
+    return None if communication.axis.size == 1 else Whole(communication)
+
+
+class _WholeWeightProduct:
     """`WeightProduct` of an input that may be this rank's part."""
 
     def __init__(
@@ -172,49 +313,271 @@ class _WeightProduct:
         self._gathering: Pending | None = None
 
     def start(self) -> None:
-        """See `WeightProduct`."""
         if self._x is not None:
             self._gathering = self._communication.start_gather(self._x)
 
     def compute(self, into: Tensor, *, accumulate: bool) -> None:
-        """See `WeightProduct`."""
         x = None if self._gathering is None else self._gathering.wait()
         self._products.weight_gradient(self._grad, self._kept, x, into, accumulate=accumulate)
 
 
-class _Product(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        communication: Communication,
-        products: Products,
-        owner: Owner | None,
-        training: bool,
-    ) -> Tensor:
-        out, kept = products.forward(x, weight, bias, communication, training=training)
-        ctx.save_for_backward(x if products.keeps_input else None, weight, *kept)
-        ctx.communication, ctx.products, ctx.owner = communication, products, owner
-        return out
+Multiply = Callable[[Tensor, Tensor], None]
+"""Writes the product of rows [m, in] to [m, out]."""
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, *kept = ctx.saved_tensors
-        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        communication, products, owner = ctx.communication, ctx.products, ctx.owner
-        waits = owner is not None and owner.waits
-        needs_weight = needs_weight if owner is None else owner.weight.requires_grad
-        prepared = products.prepare(grad)
-        product = _WeightProduct(products, communication, x, tuple(kept), prepared)
-        if needs_weight and not waits:
+
+def gathered_product(rows: Tensor, multiply: Multiply, out: Tensor, exchange: Exchange) -> Use:
+    """Multiply all ranks' rows.
+
+    Args:
+        rows: this rank's rows [m, in], contiguous.
+        multiply: writes the product of some rows.
+        out: [t m, out], to be written.
+        exchange: between the ranks.
+
+    Returns:
+        To be closed when its `whole` [t m, in] has been read.
+    """
+    axis = exchange.axis
+    parts = out.unflatten(0, (axis.size, -1))
+    use = exchange.open(rows)
+    for step in range(1, axis.size):
+        use.send(step, rows)
+    multiply(rows, parts[axis.rank])
+    use.computing()
+    for step in range(1, axis.size):
+        multiply(use.receive(step), parts[(axis.rank - step) % axis.size])
+    return use
+
+
+class ScatteredProduct:
+    """The sum over ranks of products of all rows, each rank its part of them.
+
+    Construction sends what the others need; `finish` waits for theirs.
+
+    Args:
+        rows: [t m, in], of which rank r gets the r-th part.
+        multiply: writes the product of some rows.
+        width: of the product.
+        exchange: between the ranks.
+        dtype: of the product.
+        before_sending: called between the first product and the first message.
+    """
+
+    def __init__(
+        self,
+        rows: Tensor,
+        multiply: Multiply,
+        width: int,
+        exchange: Exchange,
+        dtype: torch.dtype,
+        before_sending: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._axis = axis = exchange.axis
+        parts = rows.unflatten(0, (axis.size, -1))
+        self._use: Use | None = None
+        for step in range(1, axis.size):
+            part = rows.new_empty(parts.shape[1], width, dtype=dtype)
+            multiply(parts[(axis.rank + step) % axis.size], part)
+            if self._use is None:
+                before_sending()
+                self._use = exchange.open(part)
+            else:
+                self._use.computing()
+            self._use.send(step, part)
+        self._own = rows.new_empty(parts.shape[1], width, dtype=dtype)
+        multiply(parts[axis.rank], self._own)
+        assert self._use is not None
+        self._use.computing()
+
+    def finish(self) -> Tensor:
+        """Return this rank's part of the sum, [m, out]."""
+        assert self._use is not None
+        steps = range(1, self._axis.size)
+        if len(steps) == 1:
+            self._own += self._use.receive(1)
+        else:  # rounded once
+            arrived = [self._use.receive(step) for step in steps]
+            total = self._own.float()
+            for part in arrived:
+                total += part
+            self._own.copy_(total)
+        self._use.close()
+        return self._own
+
+
+class CutColumn:
+    """A product whose input is gathered part by part, while it is made.
+
+    Args:
+        exchange: between the ranks.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+
+    def forward(
+        self, products: Products, x: Tensor, weight: Tensor, bias: Tensor | None, *, training: bool
+    ) -> tuple[Tensor, Kept]:
+        """Return the output [s, b, out] of this rank's part [s/t, b, in] of the input."""
+        rows, axis = x.flatten(0, -2).contiguous(), self._exchange.axis
+        by_out, by_in = products.weight_factors(weight)
+        factor = products.prepare_input(rows, axis, training=training)
+        out = rows.new_empty(axis.size * rows.shape[0], weight.shape[0])
+        multiply = partial(products.multiply_rows, factor, by_out, bias)
+        own = products.rows_of(factor)
+        use = gathered_product(own, multiply, out, self._exchange)
+        if not products.keeps_input:
+            factor = products.with_all_rows(factor, use.whole(own), copy=False)
+        use.close()
+        shape = (axis.size * x.shape[0], *x.shape[1:-1], -1)
+        return out.view(shape), products.keep(by_in, factor)
+
+    def backward(
+        self,
+        products: Products,
+        grad: Tensor,
+        x: Tensor | None,
+        weight: Tensor,
+        kept: Kept,
+        wanted: Wanted,
+    ) -> tuple[WeightProduct, Finish]:
+        """Scatter the input's gradient, during which the others' rows of the input arrive."""
+        rows, exchange = grad.flatten(0, -2).contiguous(), self._exchange
+        factor = products.prepare(rows)
+        product = _ArrivingInput(products, exchange, x, kept, factor)
+        if wanted.weight and not wanted.later:
             product.start()
-        summing = None
-        if needs_input:
-            input_grad = products.input_gradient(prepared, tuple(kept))
-            summing = communication.start_sum(input_grad.view(*grad.shape[:-1], -1))
-        weight_grad = weight_gradient_of(product, weight, owner) if needs_weight else None
-        bias_grad = grad.flatten(0, -2).sum(0) if needs_bias else None
-        input_grad = None if summing is None else summing.wait()
-        return input_grad, weight_grad, bias_grad, None, None, None, None
+        if not wanted.input:
+            return product, lambda: None
+        multiply = partial(products.multiply_rows, factor, kept, None, backward=True)
+        scattered = ScatteredProduct(
+            products.rows_of(factor),
+            multiply,
+            weight.shape[1],
+            exchange,
+            grad.dtype,
+            before_sending=product.arrive,
+        )
+        shape = (grad.shape[0] // exchange.axis.size, *grad.shape[1:-1], -1)
+        return product, lambda: scattered.finish().view(shape)
+
+
+class _ArrivingInput:
+    """`WeightProduct` whose other rows of the input travel during another product."""
+
+    def __init__(
+        self, products: Products, exchange: Exchange, x: Tensor | None, kept: Kept, grad: Kept
+    ) -> None:
+        self._products, self._exchange, self._kept, self._grad = products, exchange, kept, grad
+        self._rows = None if x is None else x.flatten(0, -2)
+        self._use: Use | None = None
+        self._has_arrived = False
+
+    def start(self) -> None:
+        if self._rows is not None:
+            self._use = self._exchange.open(self._rows)
+            for step in range(1, self._exchange.axis.size):
+                self._use.send(step, self._rows)
+
+    def arrive(self) -> None:
+        """Wait for the others' rows, if they have been asked for and are not there."""
+        if self._use is None or self._has_arrived:
+            return
+        self._use.computing()
+        for step in range(1, self._exchange.axis.size):
+            self._use.receive(step)
+        self._has_arrived = True
+
+    def compute(self, into: Tensor, *, accumulate: bool) -> None:
+        self.arrive()
+        x = None
+        if self._rows is not None:
+            assert self._use is not None, "compute before start"
+            x = self._use.whole(self._rows)
+        self._products.weight_gradient(self._grad, self._kept, x, into, accumulate=accumulate)
+        if self._use is not None:
+            self._use.close()
+
+
+class CutRow:
+    """A product whose output is summed and scattered part by part, while it is made.
+
+    Args:
+        exchange: between the ranks.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+
+    def forward(
+        self, products: Products, x: Tensor, weight: Tensor, bias: Tensor | None, *, training: bool
+    ) -> tuple[Tensor, Kept]:
+        """Return this rank's part [s/t, b, out] of the output of [s, b, in]."""
+        assert bias is None, "it would be added on every rank"
+        exchange = self._exchange
+        by_out, by_in = products.weight_factors(weight)
+        factor = products.prepare_input(x.flatten(0, -2).contiguous(), None, training=training)
+        multiply = partial(products.multiply_rows, factor, by_out, None)
+        rows, width = products.rows_of(factor), weight.shape[0]
+        part = ScatteredProduct(rows, multiply, width, exchange, x.dtype).finish()
+        shape = (x.shape[0] // exchange.axis.size, *x.shape[1:-1], -1)
+        return part.view(shape), products.keep(by_in, factor)
+
+    def backward(
+        self,
+        products: Products,
+        grad: Tensor,
+        x: Tensor | None,
+        weight: Tensor,
+        kept: Kept,
+        wanted: Wanted,
+    ) -> tuple[WeightProduct, Finish]:
+        """Gather the output's gradient and multiply its parts as they come."""
+        rows, exchange = grad.flatten(0, -2).contiguous(), self._exchange
+        factor = products.prepare(rows, exchange.axis)
+        multiply: Multiply = _multiply_nothing
+        if wanted.input:
+            multiply = partial(products.multiply_rows, factor, kept, None, backward=True)
+        size, width = exchange.axis.size, weight.shape[1] if wanted.input else 0
+        input_grad = rows.new_empty(size * rows.shape[0], width)
+        own = products.rows_of(factor)
+        use = gathered_product(own, multiply, input_grad, exchange)
+        reading: Use | None = use
+        if wanted.weight:
+            factor = products.with_all_rows(factor, use.whole(own), copy=wanted.later)
+        if wanted.later or not wanted.weight:
+            use.close()
+            reading = None
+        result = input_grad.view(size * grad.shape[0], *grad.shape[1:-1], -1)
+        product = _ArrivedGradient(products, x, kept, factor, reading)
+        return product, lambda: result if wanted.input else None
+
+
+def _multiply_nothing(rows: Tensor, into: Tensor) -> None:
+    """Skip the product of a gradient that nobody asks for."""
+
+
+class _ArrivedGradient:
+    """`WeightProduct` whose other rows of the output's gradient came for another product.
+
+    Args:
+        products: the number format.
+        x: [s, b, in], if the format keeps it.
+        kept: what forward kept.
+        grad: the gradient of all rows.
+        use: the memory that the gradient may be in.
+    """
+
+    def __init__(
+        self, products: Products, x: Tensor | None, kept: Kept, grad: Kept, use: Use | None
+    ) -> None:
+        self._products, self._x, self._kept, self._grad = products, x, kept, grad
+        self._use = use
+
+    def start(self) -> None:
+        pass
+
+    def compute(self, into: Tensor, *, accumulate: bool) -> None:
+        self._products.weight_gradient(self._grad, self._kept, self._x, into, accumulate=accumulate)
+        if self._use is not None:
+            self._use.close()

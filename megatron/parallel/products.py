@@ -5,19 +5,25 @@ With x [m, in], weight [out, in] and the output's gradient [m, out]:
     output = x W^T        input gradient = grad W        weight gradient = grad^T x
 
 `Plain` multiplies in the tensors' own format, `InFp32` in fp32, `RowByRow` so that the bits of a
-row do not depend on the others. `fp8_products.Fp8Products` multiplies in 8 bits.
+row do not depend on the others. `fp8.Fp8Products` multiplies in 8 bits. How the factors get to the
+processes that need them is another choice: see `linear`.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
+import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.kernels.row_product import RowProduct
 from megatron.kernels.weight_gradient import weight_gradient
-from megatron.parallel.communication import ALONE, Communication
+from megatron.parallel.collectives import ALONE, Communication
+from megatron.parallel.layout import Axis
+
+if TYPE_CHECKING:
+    from megatron.parallel.fp8 import Fp8Products
 
 Kept = tuple[Tensor, ...]
 
@@ -26,7 +32,7 @@ class Products(Protocol):
     """How a layer multiplies; one object a layer.
 
     Forward's `kept` and the layer's gradient, once prepared, are all that the two products of
-    backward need, besides the input where `keeps_input`.
+    backward need, besides the input if `keeps_input`.
     """
 
     @property
@@ -34,6 +40,11 @@ class Products(Protocol):
         """Whether the weight's gradient needs the input itself."""
         ...
 
+    @property
+    def is_autograds(self) -> bool:
+        """Whether `F.linear` under autograd gives the same products."""
+        ...
+
     def forward(
         self,
         x: Tensor,
@@ -43,44 +54,109 @@ class Products(Protocol):
         *,
         training: bool = True,
     ) -> tuple[Tensor, Kept]:
-        """The output, and what to keep.
+        """Return the output [s, ..., out], and what to keep for backward.
 
         Args:
             x: [s, ..., in], or a part along dimension 0, which is gathered.
             weight: [out, in].
             bias: [out].
-            communication: says so.
+            communication: gathers the input.
             training: whether statistics of the input may be recorded.
-
-        Returns:
-            [s, ..., out], and what to keep.
         """
         ...
 
-    def prepare(self, grad: Tensor) -> Kept:
-        """The output's gradient [..., out], as both products of backward take it."""
+    def prepare(self, grad: Tensor, axis: Axis | None = None) -> Kept:
+        """Return the output's gradient [..., out] as both products of backward take it.
+
+        Args:
+            grad: all rows, or those of one rank of an axis.
+            axis: the ranks that have the other rows, which are to be cast alike.
+        """
         ...
 
     def input_gradient(self, grad: Kept, kept: Kept) -> Tensor:
-        """[m, in]."""
+        """Return the input's gradient [m, in]."""
         ...
 
     def weight_gradient(
         self, grad: Kept, kept: Kept, x: Tensor | None, into: Tensor, *, accumulate: bool
     ) -> None:
-        """Write [out, in] over what `into` holds, or add it, in its format."""
+        """Write [out, in] over what `into` holds, or add it, in the format of `into`."""
         ...
 
     def forget(self) -> None:
-        """What is kept from one call to the next is void: the weight has changed, or a device
-        begins or ends to record."""
+        """Drop what is kept from one call to the next.
+
+        Call it when the weight has changed, and when a device begins or ends to record.
+        """
+        ...
+
+    def enroll(self, weight: nn.Parameter, in_8_bits: dict[nn.Parameter, Fp8Products]) -> None:
+        """Add the weight to those that are multiplied in 8 bits, if it is."""
+        ...
+
+    # The same piece by piece, for a transport that cuts the product by rows.
+
+    @property
+    def can_be_cut(self) -> bool:
+        """Whether a product may be made by rows, wherever these are."""
+        ...
+
+    def weight_factors(self, weight: Tensor) -> tuple[Kept, Kept]:
+        """Return the weight as the output's product takes it, and as the input gradient's does."""
+        ...
+
+    def prepare_input(self, x: Tensor, axis: Axis | None, *, training: bool) -> Kept:
+        """Return the input [m, in] as the output's product takes it; arguments as in `prepare`."""
+        ...
+
+    def rows_of(self, factor: Kept) -> Tensor:
+        """Return the rows of a prepared factor as they travel."""
+        ...
+
+    def with_all_rows(self, factor: Kept, rows: Tensor, *, copy: bool) -> Kept:
+        """Return the factor of all ranks, for the weight's gradient.
+
+        Args:
+            factor: of one rank.
+            rows: of all ranks, in memory that is soon used for something else.
+            copy: the result must not share this memory.
+        """
+        ...
+
+    def keep(self, weight: Kept, factor: Kept) -> Kept:
+        """Return what `forward` keeps, of the weight's second factor and the prepared input."""
+        ...
+
+    def multiply_rows(
+        self,
+        factor: Kept,
+        weight: Kept,
+        bias: Tensor | None,
+        rows: Tensor,
+        into: Tensor,
+        *,
+        backward: bool = False,
+    ) -> None:
+        """Write the product of some rows, the output's or the input gradient's.
+
+        Args:
+            factor: the prepared factor that the rows are of.
+            weight: one of `weight_factors`, or what backward keeps.
+            bias: to be added.
+            rows: as they travel.
+            into: [rows, out] or [rows, in].
+            backward: it is the input gradient's product.
+        """
         ...
 
 
 class Plain:
-    """In the tensors' own format; weight gradients are added in fp32 where they are kept so."""
+    """In the tensors' own format; weight gradients are added in fp32 if they are kept so."""
 
     keeps_input = True
+    is_autograds = True
+    can_be_cut = True
 
     def forward(
         self,
@@ -91,51 +167,95 @@ class Plain:
         *,
         training: bool = True,
     ) -> tuple[Tensor, Kept]:
-        """See `Products`."""
+        """Return the output [s, ..., out], and the weight."""
         return self._multiply(communication.start_gather(x).wait(), weight, bias), (weight,)
 
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Forward's product, of the whole input."""
+        """Return forward's product of the whole input."""
         return F.linear(x, weight, bias)
 
-    def prepare(self, grad: Tensor) -> Kept:
-        """See `Products`."""
+    def prepare(self, grad: Tensor, axis: Axis | None = None) -> Kept:
+        """Return the gradient as a matrix."""
         return (grad.flatten(0, -2),)
 
     def input_gradient(self, grad: Kept, kept: Kept) -> Tensor:
-        """See `Products`."""
+        """Return grad W, [m, in]."""
         return grad[0] @ kept[0]
 
     def weight_gradient(
         self, grad: Kept, kept: Kept, x: Tensor | None, into: Tensor, *, accumulate: bool
     ) -> None:
-        """See `Products`."""
+        """Write or add grad^T x."""
         assert x is not None
         weight_gradient(grad[0], x, into, accumulate=accumulate)
 
     def forget(self) -> None:
-        """See `Products`."""
+        """Do nothing: nothing is kept."""
+
+    def enroll(self, weight: nn.Parameter, in_8_bits: dict[nn.Parameter, Fp8Products]) -> None:
+        """Do nothing: it is multiplied in its own format."""
+
+    def weight_factors(self, weight: Tensor) -> tuple[Kept, Kept]:
+        """Return W^T and W."""
+        return (weight.t(),), (weight,)
+
+    def prepare_input(self, x: Tensor, axis: Axis | None, *, training: bool) -> Kept:
+        """Return the input."""
+        return (x,)
+
+    def rows_of(self, factor: Kept) -> Tensor:
+        """Return the matrix itself."""
+        return factor[0]
+
+    def with_all_rows(self, factor: Kept, rows: Tensor, *, copy: bool) -> Kept:
+        """Return all rows."""
+        return (rows.clone() if copy else rows,)
+
+    def keep(self, weight: Kept, factor: Kept) -> Kept:
+        """Return the weight."""
+        return weight
+
+    def multiply_rows(
+        self,
+        factor: Kept,
+        weight: Kept,
+        bias: Tensor | None,
+        rows: Tensor,
+        into: Tensor,
+        *,
+        backward: bool = False,
+    ) -> None:
+        """Write the product of some rows."""
+        if bias is None:
+            torch.mm(rows, weight[0], out=into)
+        else:
+            torch.addmm(bias, rows, weight[0], out=into)
 
 
 PLAIN = Plain()
 
 
 class InFp32(Plain):
-    """In fp32 whatever the format of input and weight; the output is not rounded to it. For a
-    layer with few outputs, each of which counts."""
+    """In fp32 whatever the format of input and weight; the output stays in fp32.
+
+    It is meant for a layer with few outputs, each of which counts.
+    """
+
+    is_autograds = False
+    can_be_cut = False
 
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
 
     def input_gradient(self, grad: Kept, kept: Kept) -> Tensor:
-        """See `Products`."""
+        """Return grad W in the weight's format, multiplied in fp32."""
         (weight,) = kept
         return (grad[0] @ weight.float()).to(weight.dtype)
 
     def weight_gradient(
         self, grad: Kept, kept: Kept, x: Tensor | None, into: Tensor, *, accumulate: bool
     ) -> None:
-        """See `Products`."""
+        """Write or add grad^T x, multiplied in fp32."""
         assert x is not None
         value = grad[0].t() @ x.flatten(0, -2).float()
         into.copy_(into + value if accumulate else value)
@@ -146,6 +266,9 @@ IN_FP32 = InFp32()
 
 class RowByRow(Plain):
     """Forward gives each row the same bits whatever rows come with it."""
+
+    is_autograds = False
+    can_be_cut = False
 
     def __init__(self, product: RowProduct) -> None:
         self._product = product

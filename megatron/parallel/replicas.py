@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megatron.config.parallel import ParallelOptions
 from megatron.parallel.buckets import Span
-from megatron.parallel.fp8_products import Fp8Products
+from megatron.parallel.fp8 import Fp8Products
 from megatron.parallel.layout import Layout
 
 

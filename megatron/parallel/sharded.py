@@ -33,7 +33,7 @@ from megatron.parallel.collectives import (
     all_gather_single,
     reduce_scatter_single,
 )
-from megatron.parallel.fp8_products import Fp8Products
+from megatron.parallel.fp8 import Fp8Products
 from megatron.parallel.layout import Axis, Layout
 from megatron.parallel.parameter import spec_of
 

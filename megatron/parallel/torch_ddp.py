@@ -38,6 +38,8 @@ class TorchDataParallel:
         axis: who holds the same weights.
     """
 
+    may_run_ahead = False
+
     def __init__(self, model: nn.Module, forward: Callable[..., Any], axis: Axis) -> None:
         options: dict[str, Any] = {"process_group": axis.group, _SYNC_BUFFERS: False}
         self._axis = axis
@@ -49,8 +51,14 @@ class TorchDataParallel:
         average: Any = weakref.WeakMethod(self._average)
         self._replica.register_comm_hook(None, lambda _, bucket: average()(bucket))
 
-    def __call__(self, *args: Any, is_last: bool) -> Any:
-        """One micro-batch; the backward of an update's last one averages the sums of all."""
+    def begin_update(self) -> None:
+        """Do nothing."""
+
+    def release(self) -> None:
+        """Do nothing."""
+
+    def __call__(self, part: nn.Module, /, *args: Any, is_last: bool) -> Any:
+        """Run one micro-batch; the backward of an update's last one averages the sums of all."""
         with nullcontext() if is_last else self._replica.no_sync():
             return self._replica(*args)
 

@@ -1,9 +1,8 @@
 """Weight gradients put off until a pipeline stage would otherwise stand idle.
 
 A zero-bubble schedule takes the backward of a micro-batch in two: what the stage before waits for
-(gradients of inputs), and what nobody waits for (gradients of weights). A layer finds the queue in
-its own attribute, `weight_gradients`, None unless `attach` has set it, and hands it to its autograd
-function, whose backward does
+(gradients of inputs), and what nobody waits for (gradients of weights). A layer gets the queue from
+the context it is built in, and hands it to its autograd function, whose backward does
 
     if queue is not None and queue.is_collecting:
         queue.push(lambda: accumulate(weight, grad_output, x))
@@ -20,10 +19,8 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
 
 Work = Callable[[], None]
-ATTRIBUTE = "weight_gradients"  # of layers that can put them off
 
 
 class WeightGradientQueue:
@@ -69,20 +66,3 @@ class WeightGradientQueue:
             works.reverse()
             while works:
                 works.pop()()  # gone before the next runs: what it held is free
-
-
-def attach(model: nn.Module, queue: WeightGradientQueue | None) -> int:
-    """Set the attribute of every layer that has one; how many there are."""
-    layers = _deferring_layers(model)
-    for layer in layers:
-        setattr(layer, ATTRIBUTE, queue)
-    return len(layers)
-
-
-def deferrable_weights(model: nn.Module) -> list[nn.Parameter]:
-    """The weights whose gradients wait where a queue is attached."""
-    return [layer.get_parameter("weight") for layer in _deferring_layers(model)]
-
-
-def _deferring_layers(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if hasattr(module, ATTRIBUTE)]

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from megatron.kernels.fp8 import Fp8, inverses_of
 from megatron.parallel.buckets import ALIGNMENT_BYTES, FlatPlan, Span
 from megatron.parallel.collectives import Pending, all_reduce, start_all_gather
-from megatron.parallel.fp8_products import ArrivingWeight, Fp8Products
+from megatron.parallel.fp8 import ArrivingWeight, Fp8Products
 from megatron.parallel.layout import Axis
 
 

@@ -179,8 +179,6 @@ def optimizer_state(run: Run, *, copies: bool = True) -> State:
 
 def _history_state(run: Run) -> State:
     """Of delayed fp8 scaling: part of the training as the optimizer's states are."""
-    if run.amax_history is None:
-        return {}
     named = run.amax_history.named_tensors().items()
     return {f"fp8.{name}": Entry.whole(tensor) for name, tensor in named}
 
@@ -359,8 +357,7 @@ def restore_run(run: Run, reader: Reader) -> None:
     else:
         run.optimizer.reload_masters(of_16_bits=False)
         run.optimizer.load_scalars(reader.meta["optimizer"])
-        if run.amax_history is not None:
-            run.amax_history.after_loading()
+        run.amax_history.after_loading()
     if run.layout.world.rank == 0:
         seconds = time.perf_counter() - started
         drawn = ", ".join(name.removeprefix("model.").rstrip(".") for name in anew)

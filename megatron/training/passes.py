@@ -29,6 +29,7 @@ from megatron.parallel.pipeline.schedule import (
 from megatron.parallel.pipeline.waves import wave_of
 from megatron.parallel.random import derive_seed, micro_batch_seed
 from megatron.training.recipe import Batch
+from megatron.training.recorded_passes import DirectForward, TrainingForward
 from megatron.training.run import Run
 
 _BACKWARD = {"backward", "backward_input", "backward_weight"}
@@ -82,7 +83,7 @@ class Passes:
         *,
         first_sample: int | None = None,
         scale: Callable[[Tensor], Tensor] = lambda loss: loss,
-        forward: Callable[..., Tensor | Mapping[str, Tensor]] | None = None,
+        forward: TrainingForward | None = None,
     ) -> None:
         self.losses: dict[str, list[Tensor]] = {}
         self.sample_ids: list[list[int]] = []
@@ -93,7 +94,7 @@ class Passes:
         self._count = count
         self._first_sample = first_sample
         self._scale = scale
-        self._forward = forward
+        self._forward = forward or DirectForward(run.recipe.forward)
         self._loaded: dict[int, Batch] = {}
         self._begun: Tensor | None = None
 
@@ -153,10 +154,8 @@ class Passes:
         self._seed(chunk, micro_batch)
         with run.timers.measure("forward-compute", level=2):
             inputs = (batch, hidden, run.config, run.tokenizer, run.layout)
-            if run.torch_ddp is None or self._forward is not None:
-                result = (self._forward or run.recipe.forward)(run.parts[chunk], *inputs)
-            else:
-                result = run.torch_ddp(*inputs, is_last=micro_batch == self._count - 1)
+            is_last = micro_batch == self._count - 1
+            result = self._forward(run.parts[chunk], *inputs, is_last=is_last)
         if isinstance(result, Tensor):
             return result
         return self._record(result, micro_batch)

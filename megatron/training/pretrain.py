@@ -22,6 +22,7 @@ from megatron.models.build import model_plan
 from megatron.processes.launch import Launch
 from megatron.processes.process import processes, run_process, show_notices
 from megatron.tokenizer import padded_vocabulary
+from megatron.training.build import build_run
 from megatron.training.callbacks.base import Callback
 from megatron.training.callbacks.standard import standard_callbacks
 from megatron.training.checkpointing import network_of
@@ -30,7 +31,6 @@ from megatron.training.loop import train
 from megatron.training.panel import format_panel, size_rows, start_panel
 from megatron.training.recipe import Recipe
 from megatron.training.run import Run
-from megatron.training.setup import build_run
 from megatron.training.writers import Writer, open_writers
 
 
@@ -111,8 +111,7 @@ def pretrain(
         for writer in writers:
             stack.callback(_close, writer)
         run = build_run(config, recipe, launch, device, layout)
-        if run.recorded is not None:
-            at_end.callback(run.recorded.release)
+        at_end.callback(run.forward.release)
         _warn_of_later(run)
         extras.begin(run)
         return _train_and_evaluate(run, started, extras, writers)

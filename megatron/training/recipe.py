@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from megatron.config import RunConfig
 from megatron.config.stages import ModelPart
 from megatron.data.sample import SampleDataset
-from megatron.device import Device
 from megatron.models.plan import HeadSpec
+from megatron.parallel.build import BuildContext
 from megatron.parallel.layout import Layout
 from megatron.tokenizer.base import Tokenizer
 
@@ -45,8 +45,7 @@ class Recipe(Protocol):
     def build_part(
         self,
         config: RunConfig,
-        layout: Layout,
-        device: Device,
+        context: BuildContext,
         padded_vocab_size: int,
         part: ModelPart,
     ) -> nn.Module:

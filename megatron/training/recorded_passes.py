@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +25,46 @@ from megatron.training.recipe import Batch
 MOST_RECORDINGS = 8  # batches of ever other shapes are not worth the memory
 
 Losses = Mapping[str, Tensor]
+PartForward = Callable[..., Tensor | Losses]
+"""`Recipe.forward`: from a part, a micro-batch and others to hidden states or losses."""
+
+
+class TrainingForward(Protocol):
+    """How a micro-batch goes through a part of the model in training."""
+
+    may_run_ahead: bool
+    """Whether a pass may begin before the update before it is known to have ended."""
+
+    def begin_update(self) -> None:
+        """Prepare for an update's first micro-batch."""
+
+    def __call__(self, part: Any, batch: Batch, /, *others: Any, is_last: bool) -> Tensor | Losses:
+        """Return what `Recipe.forward` returns; `is_last` of an update's micro-batches."""
+        ...
+
+    def release(self) -> None:
+        """Free what only training needs, after the last update."""
+
+
+class DirectForward:
+    """The recipe's forward, as it is."""
+
+    may_run_ahead = True
+
+    def __init__(self, forward: PartForward) -> None:
+        self._forward = forward
+
+    def begin_update(self) -> None:
+        """Do nothing."""
+
+    def __call__(self, part: Any, batch: Batch, /, *others: Any, is_last: bool) -> Tensor | Losses:
+        """Return hidden states or losses."""
+        return self._forward(part, batch, *others)
+
+    def release(self) -> None:
+        """Do nothing."""
+
+
 _Key = tuple[Any, ...]
 
 
@@ -58,7 +98,7 @@ class RecordedPasses:
     kernels, and allocate.
 
     Args:
-        forward: from a micro-batch on the device to its losses, by log name.
+        forward: of the whole model: to losses, by log name.
         gradients: what backward writes to.
         recorder: of the device.
         journal: where `forward` and its backward note their communication.
@@ -67,9 +107,11 @@ class RecordedPasses:
         warm_up: updates.
     """
 
+    may_run_ahead = True
+
     def __init__(
         self,
-        forward: Callable[[Batch], Losses],
+        forward: PartForward,
         gradients: GradientBuffer,
         recorder: Recorder,
         *,
@@ -88,12 +130,17 @@ class RecordedPasses:
         self._anchor = torch.empty(0, requires_grad=True)  # so that backward comes to `_Replay`
 
     def begin_update(self) -> None:
-        """Call before an update's first micro-batch."""
+        """Count the updates that warm up."""
         self._warm_up -= 1
 
-    def __call__(self, part: object, batch: Batch, *_: object) -> Losses:
-        """In the place of `Recipe.forward`, of the whole model: the losses of a micro-batch, to be
-        differentiated before the next one comes."""
+    def __call__(self, part: Any, batch: Batch, /, *others: Any, is_last: bool) -> Losses:
+        """Return the losses of a micro-batch, to be differentiated before the next one comes."""
+
+        def forward(batch: Batch) -> Losses:
+            losses = self._forward(part, batch, *others)
+            assert not isinstance(losses, Tensor), "a rule refuses pipeline stages"
+            return losses
+
         inputs = {name: value for name, value in batch.items() if name != "id"}
         shapes = tuple((name, value.shape, value.dtype) for name, value in inputs.items())
         key = (shapes, self._gradients.to_overwrite)
@@ -101,8 +148,8 @@ class RecordedPasses:
         if recording is None:
             if self._warm_up >= 0 or key not in self._met or self._is_full:
                 self._met.add(key)
-                return self._forward(batch)
-            recording = self._recordings[key] = self._record(inputs)
+                return forward(batch)
+            recording = self._recordings[key] = self._record(forward, inputs)
         torch._foreach_copy_(list(recording.inputs.values()), list(inputs.values()))
         losses = _Replay.apply(self._anchor, recording)
         return dict(zip(recording.losses, losses, strict=True))
@@ -116,27 +163,29 @@ class RecordedPasses:
     def _is_full(self) -> bool:
         return len(self._recordings) >= MOST_RECORDINGS
 
-    def _record(self, like: Mapping[str, Tensor]) -> _Recording:
+    def _record(self, forward: Callable[[Batch], Losses], like: Mapping[str, Tensor]) -> _Recording:
         self._forget()
         try:
             with self._journal.without_marks():
-                return self._record_both(like)
+                return self._record_both(forward, like)
         except RuntimeError as error:  # PyTorch's and CUDA's, of any kind
             error.add_note("This pass could not be recorded: drop --cuda-graph-impl.")
             raise
         finally:
             self._forget()  # its memory is the recording's
 
-    def _record_both(self, like: Mapping[str, Tensor]) -> _Recording:
+    def _record_both(
+        self, forward: Callable[[Batch], Losses], like: Mapping[str, Tensor]
+    ) -> _Recording:
         inputs = {name: value.clone() for name, value in like.items()}
-        losses, forward = self._recorder.record(lambda: self._forward(inputs))
+        losses, run_forward = self._recorder.record(lambda: forward(inputs))
         gradients = [torch.zeros_like(loss) for loss in losses.values()]
         with self._gradients.recording() as note_written:
             _, backward = self._recorder.record(
                 lambda: torch.autograd.backward(list(losses.values()), gradients)
             )
         values = {name: loss.detach() for name, loss in losses.items()}
-        return _Recording(inputs, values, gradients, forward, backward, note_written)
+        return _Recording(inputs, values, gradients, run_forward, backward, note_written)
 
 
 class _Replay(torch.autograd.Function):

@@ -12,13 +12,12 @@ from megatron.device import Device
 from megatron.optimizer.norms import parameters_norm
 from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.schedule import Schedules
-from megatron.parallel.amax_history import AmaxHistory
-from megatron.parallel.exchange import Exchange
+from megatron.parallel.fp8 import AmaxHistory
 from megatron.parallel.layout import Layout
 from megatron.parallel.pipeline.p2p import PipelineChannel
+from megatron.parallel.registry import LayerRegistry
 from megatron.parallel.replicas import Gradients
 from megatron.parallel.tied import Tie
-from megatron.parallel.torch_ddp import TorchDataParallel
 from megatron.parallel.weight_gradients import WeightGradientQueue
 from megatron.processes.ending import ExitRequest
 from megatron.processes.launch import Launch
@@ -26,7 +25,7 @@ from megatron.tokenizer.base import Tokenizer
 from megatron.training.batch_size import BatchPlan
 from megatron.training.operation_clock import OperationClock
 from megatron.training.recipe import Batch, Recipe, Splits
-from megatron.training.recorded_passes import RecordedPasses
+from megatron.training.recorded_passes import TrainingForward
 from megatron.training.save_interval import SaveClock
 from megatron.training.timers import Timers
 
@@ -52,7 +51,7 @@ class Progress:
 
 @dataclass
 class Run:
-    """Everything a step, a callback or a checkpoint needs, built once by `setup.build_run`."""
+    """Everything a step, a callback or a checkpoint needs, built once by `build.build_run`."""
 
     config: RunConfig
     recipe: Recipe
@@ -62,16 +61,15 @@ class Run:
     tokenizer: Tokenizer
     padded_vocab_size: int
     parts: list[nn.Module]
+    layers: LayerRegistry
     ties: list[Tie]
-    amax_history: AmaxHistory | None
-    exchange: Exchange | None
+    amax_history: AmaxHistory
     gradients: Gradients
-    torch_ddp: TorchDataParallel | None
-    recorded: RecordedPasses | None
+    forward: TrainingForward
     optimizer: Optimizer
     schedules: Schedules
     channel: PipelineChannel | None
-    weight_gradients: WeightGradientQueue | None
+    weight_gradients: WeightGradientQueue
     batches: BatchPlan
     train_iterations: int
     datasets: Splits

@@ -13,7 +13,6 @@ from torch import Tensor
 from megatron.command import say
 from megatron.optimizer.optimizer import StepResult
 from megatron.parallel.collectives import all_reduce
-from megatron.parallel.every_layer import forget_weights
 from megatron.training.log_line import left_out_line
 from megatron.training.passes import Passes
 from megatron.training.run import Run
@@ -95,7 +94,7 @@ class Updates:
         if run.config.training.calculate_per_token_loss:
             journal.enter("count of the tokens")
             share = counted_share(passes, run)
-        if run.amax_history is not None:
+        if run.amax_history.layers:
             # First: weights may be cast for the next update before they are gathered; and forward
             # needs the scales before it needs the weights.
             journal.enter("update of the fp8 scales")
@@ -108,8 +107,7 @@ class Updates:
                 decoupled_lr=run.schedules.decoupled_at(progress.scheduled_samples),
                 divisor=share,
             )
-        for part in run.parts:
-            forget_weights(part)
+        run.layers.forget_weights()
         journal.enter("reduction of the losses")
         reading = _Reading(run, ended, passes)
         progress.iteration += 1
@@ -166,15 +164,14 @@ def _next_passes(run: Run) -> Passes:
         if not part.training:  # 0.9 ms for the 400 modules of 32 layers, and seldom needed
             part.train()
     run.gradients.zero()
-    if run.recorded is not None:
-        run.recorded.begin_update()
+    run.forward.begin_update()
     return Passes(
         run,
         run.train_batches,
         run.batches.micro_batches_at(consumed),
         first_sample=consumed,
         scale=run.optimizer.scale_loss,
-        forward=run.recorded,
+        forward=run.forward,
     )
 
 
@@ -186,7 +183,7 @@ def _may_look_ahead(run: Run) -> bool:
         and not run.leaves_out_next
         and run.layout.pipeline.size == 1
         and len(run.parts) == 1
-        and run.torch_ddp is None
+        and run.forward.may_run_ahead
         and not run.optimizer.scale_may_change
         and run.config.logging.timing_log_level == 0
     )

@@ -34,8 +34,11 @@ def exchange_bytes(config: RunConfig, layout: Layout, texts: int) -> int:
     return SLOTS * layout.tensor.size * largest_message(config, layout, texts)
 
 
-def new_exchange(config: RunConfig, layout: Layout, device: Device, texts: int) -> Exchange:
-    """Of this process with its tensor ranks, which are on one machine. Collective over them.
+def new_exchange(config: RunConfig, layout: Layout, device: Device, texts: int) -> Exchange | None:
+    """Return the exchange that overlaps tensor-parallel communication with matrix products.
+
+    Collective over the tensor ranks, which are on one machine. `None` if overlap is off or there is
+    only one rank.
 
     Args:
         config: of the run.
@@ -46,6 +49,8 @@ def new_exchange(config: RunConfig, layout: Layout, device: Device, texts: int) 
     Raises:
         ConfigError: their GPUs cannot map each other's memory.
     """
+    if not config.parallel.tp_comm_overlap or layout.tensor.size == 1:
+        return None
     if not device.is_gpu:
         return GroupExchange(layout.tensor)
     from megatron.parallel.symmetric_memory import SymmetricExchange  # imports much

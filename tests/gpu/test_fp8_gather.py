@@ -1,4 +1,4 @@
-"""Weights that GPUs gather in 8 bits: see `parallel.fp8_weights`."""
+"""Weights that GPUs gather in 8 bits: see `parallel.weights`."""
 
 import re
 from pathlib import Path

@@ -12,6 +12,7 @@ from megatron.config import parse_config
 from megatron.device import Device
 from megatron.inference.build import EngineOptions, build_engine
 from megatron.inference.engine import BatchEngine
+from megatron.inference.load import serving_context
 from megatron.inference.request import Event, Finished, Request, Sampling
 from megatron.models.build import build_model
 from megatron.models.gpt import GPTModel
@@ -42,7 +43,7 @@ ASKED = [
 @cache
 def model() -> GPTModel:
     config = parse_config(FLAGS, world_size=1).config
-    made = build_model(GPTModel, config, Layout.single(), DEVICE, VOCAB)
+    made = build_model(GPTModel, config, serving_context(config, Layout.single(), DEVICE), VOCAB)
     initialize(made.named_parameters(), seed=1)
     return made
 

@@ -16,7 +16,7 @@ from megatron.kernels.attention import (
 )
 from megatron.models.gpt import GPTModel
 from megatron.models.recompute import RecomputePlan
-from megatron.parallel.communication import Communication
+from megatron.parallel.collectives import Communication
 from megatron.parallel.cross_entropy import linear_cross_entropy, vocabulary_cross_entropy
 from megatron.parallel.initialization import initialize
 from megatron.parallel.layout import Layout

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from megatron.device import Device, gpu_count
 from megatron.parallel.journal import Journal
 from megatron.parallel.layout import Axis, Layout
+from megatron.training.recorded_passes import RecordedPasses
 from megatron.training.run import Run
 from megatron.training.step import Updates
 from tests.gpu.processes import run_processes
@@ -66,8 +67,8 @@ def test_so_does_every_kind_of_training(words: str) -> None:
 
 def test_passes_are_recorded_once_for_each_way_to_write_gradients() -> None:
     _, run = _train(["--bf16", *GRAPHS], "gpt")
-    assert run.recorded is not None
-    assert len(run.recorded._recordings) == 2
+    assert isinstance(run.forward, RecordedPasses)
+    assert len(run.forward._recordings) == 2
 
 
 @pytest.fixture
@@ -87,7 +88,8 @@ def test_collectives_of_split_layers_are_recorded(split_layout: Layout) -> None:
         run = build_toy(split_layout, [*words, *arguments], device=DEVICE)
         updates = Updates(run)
         made = [updates.make(look_ahead=number < 5) for number in range(6)]
-        assert run.recorded is None or len(run.recorded._recordings) == 2
+        recorded = isinstance(run.forward, RecordedPasses)
+        assert not recorded or len(run.forward._recordings) == 2
         return [(outcome.losses["lm loss"], outcome.grad_norm) for outcome in made]
 
     assert outcomes(*GRAPHS) == outcomes()

@@ -9,7 +9,6 @@ import torch
 from megatron.config.precision import PrecisionConfig
 from megatron.device import Device, gpu_count
 from megatron.parallel.build import BuildContext, Kernels, choose_kernels
-from megatron.parallel.every_layer import attach_exchange
 from megatron.parallel.layers import Linear
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import Init
@@ -91,14 +90,18 @@ def _compare() -> None:
                 torch.manual_seed(3 + rank)
                 layer = Linear(
                     *sizes,
-                    BuildContext(layout, device.torch_device, dtype=dtype, kernels=kernels),
+                    BuildContext(
+                        layout,
+                        device.torch_device,
+                        dtype=dtype,
+                        kernels=kernels,
+                        exchange=exchange if overlapped else None,
+                    ),
                     split=split,
                     init=Init("normal", 0.1),
                     bias=False,
                 )
                 torch.nn.init.normal_(layer.weight, std=0.1)
-                if overlapped:
-                    attach_exchange(layer, exchange)
                 layers.append(layer)
         for plain, cut in (layers[:2], layers[2:]):
             expected = passes(plain, layout, 8)

@@ -21,7 +21,7 @@ from megatron.inference import build
 from megatron.inference.build import EngineOptions, build_engine
 from megatron.inference.engine import BatchEngine
 from megatron.inference.request import Event, Finished, Prompt, Request, Sampling, Token
-from megatron.models.build import build_model
+from megatron.models.build import build_model, run_context
 from megatron.models.gpt import GPTModel
 from megatron.parallel.layout import Layout
 from megatron.training.checkpointing import model_state
@@ -50,7 +50,7 @@ def toy_engine(
     plan = plan_parts(config.model.num_layers, parallel)
     (part,) = parts_of_stage(plan, layout.pipeline.rank, layout.pipeline.size)
     rows = -(-reader.vocab // layout.tensor.size) * layout.tensor.size
-    model = build_model(GPTModel, config, layout, Device.cpu(), rows, part)
+    model = build_model(GPTModel, config, run_context(config, layout, Device.cpu()), rows, part)
     restore(PaddedReader(reader, rows=rows, entries=reader.vocab), model_state([model]))
     with patch.object(build, "queues_on", lambda device: looks_ahead):
         return build_engine(

@@ -9,10 +9,11 @@ from megatron.device import Device
 from megatron.kernels.fp8 import E4M3, E5M2, Fp8Casts, choose_fp8_casts
 from megatron.kernels.fp8_product import choose_fp8_product
 from megatron.kernels.library import find_library
-from megatron.parallel.amax_history import AmaxHistory, DelayedScaling
-from megatron.parallel.every_layer import attach_history
-from megatron.parallel.fp8_products import Fp8Format, Fp8Products
+from megatron.parallel.build import BuildContext
+from megatron.parallel.fp8 import AmaxHistory, DelayedScaling, Fp8Format, Fp8Products
+from megatron.parallel.layers import Linear
 from megatron.parallel.layout import Layout
+from megatron.parallel.parameter import ZEROS
 from tests.distributed import run_distributed
 
 CPU = torch.device("cpu")
@@ -99,7 +100,7 @@ def test_stages_of_a_pipeline_have_scales_of_their_own():
 def _delayed(form):
     products = Fp8Products(form, Fp8Casts())
     history = _history(DelayedScaling(), layers=("layer",))
-    products.slots = history.slots("layer")
+    products.scale_by(history.slots("layer"))
     return products, history
 
 
@@ -194,8 +195,12 @@ def test_evaluation_leaves_no_trace_and_hides_nothing():
 
 
 def test_a_model_without_8_bit_layers_has_no_history():
-    layers = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    assert attach_history([layers], DelayedScaling(), Layout.single(), CPU) is None
+    context = BuildContext(Layout.single())
+    layer = Linear(2, 2, context, split=None, init=ZEROS)
+    named = layer.named_parameters()
+    history = context.registry.keep_history(named, DelayedScaling(), Layout.single(), CPU)
+    assert history.layers == ()
+    assert history.named_tensors() == {}
 
 
 @pytest.mark.gpu
@@ -207,7 +212,7 @@ def test_a_gpu_does_the_same_and_nothing_waits_for_it(form):
     ours = Fp8Products(form, casts, choose_fp8_product(device))
     scaling = DelayedScaling(length=3, takes_max=True)
     history = AmaxHistory(("layer",), LARGEST, scaling, Layout.single(), device)
-    ours.slots = history.slots("layer")
+    ours.scale_by(history.slots("layer"))
     reference, expected = _delayed(form)
     there = [[x.to(device) for x in _tensors(seed)] for seed in (7, 8, 9)]
     results = []

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from megatron.kernels import cross_entropy
 from megatron.kernels.cross_entropy import choose_cross_entropy
-from megatron.parallel.communication import Communication
+from megatron.parallel.collectives import Communication
 from megatron.parallel.cross_entropy import linear_cross_entropy, vocabulary_cross_entropy
 from megatron.parallel.layout import Layout
 from tests.distributed import run_distributed

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.parallel import communication
+from megatron.parallel import collectives
 from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import Pending, gather_to
 from megatron.parallel.initialization import initialize
@@ -142,14 +142,13 @@ def _two_backwards(layout, case, deferred, dtype, overlap=True):
     """Gradients of two micro-batches in a buffer, and how often the weight's hook ran."""
     split, sequence = case
     layout = replace(layout, sequence_parallel=sequence)
-    context = BuildContext(layout, dtype=dtype, overlap=overlap)
+    queue = Queue() if deferred else None
+    context = BuildContext(layout, dtype=dtype, overlap=overlap, weight_gradients=queue)
     module = Linear(8, 12, context, split=split, init=INIT)
     initialize(module.named_parameters(), seed=3)
     buffer = new_buffer(module.named_parameters(), Layout.single(), accumulate_in_fp32=True)
     hooked = []
     module.weight.register_post_accumulate_grad_hook(lambda p: hooked.append(p.shape))
-    queue = Queue() if deferred else None
-    module.weight_gradients = queue
     input_grads = []
     for step in range(2):
         whole = torch.cos(torch.arange(64.0) + step).view(8, 1, 8)
@@ -194,23 +193,21 @@ def test_put_off_weight_gradients_are_the_same_bits(dtype):
 
 def test_a_queue_that_does_not_collect_is_passed_over():
     expected = _two_backwards(Layout.single(), ("column", False), False, torch.float32)
-    module = Linear(8, 12, BuildContext(Layout.single()), split="column", init=INIT)
+    queue = Queue()
+    queue.is_collecting = False
+    context = BuildContext(Layout.single(), weight_gradients=queue)
+    module = Linear(8, 12, context, split="column", init=INIT)
     initialize(module.named_parameters(), seed=3)
-    module.weight_gradients = Queue()
-    module.weight_gradients.is_collecting = False
     for step in range(2):
         out = module(torch.cos(torch.arange(64.0) + step).view(8, 1, 8))
         out.backward(torch.sin(torch.arange(96.0)).view_as(out))
-    assert not module.weight_gradients.works
+    assert not queue.works
     torch.testing.assert_close(module.weight.grad, expected[0][0])
 
 
 def _order_of_events(layout, sequence, overlap):
     """Collectives and products of a column layer's backward, in the order they are started."""
     layout = replace(layout, sequence_parallel=sequence)
-    context = BuildContext(layout, overlap=overlap)
-    module = Linear(8, 8, context, split="column", init=INIT, bias=False)
-    initialize(module.named_parameters(), seed=3)
     events = []
 
     def starting(name, function):
@@ -231,14 +228,16 @@ def _order_of_events(layout, sequence, overlap):
 
     for name in ("start_all_gather", "start_all_reduce", "start_reduce_scatter"):
         short = name.removeprefix("start_")
-        setattr(communication, name, starting(short, getattr(communication, name)))
+        setattr(collectives, name, starting(short, getattr(collectives, name)))
 
     class Noting(Plain):
         def weight_gradient(self, *args, **options):
             events.append("weight")
             super().weight_gradient(*args, **options)
 
-    module.products = Noting()
+    context = BuildContext(layout, overlap=overlap).multiplying_by(Noting)
+    module = Linear(8, 8, context, split="column", init=INIT, bias=False)
+    initialize(module.named_parameters(), seed=3)
     out = module(torch.ones(4, 1, 8).requires_grad_())
     events.clear()
     out.sum().backward()

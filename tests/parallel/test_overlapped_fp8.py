@@ -6,16 +6,14 @@ import pytest
 import torch
 
 from megatron.kernels.fp8 import Fp8Casts
-from megatron.parallel.amax_history import DelayedScaling
 from megatron.parallel.build import BuildContext
-from megatron.parallel.every_layer import attach_exchange, attach_history
 from megatron.parallel.exchange import GroupExchange
-from megatron.parallel.fp8_products import Fp8Format, Fp8Products
+from megatron.parallel.fp8 import DelayedScaling, Fp8Format, Fp8Products
 from megatron.parallel.initialization import initialize
 from megatron.parallel.layers import Linear
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import Init
-from megatron.parallel.weight_gradients import WeightGradientQueue, attach
+from megatron.parallel.weight_gradients import WeightGradientQueue
 from tests.distributed import run_distributed
 from tests.parallel.buffers import new_buffer
 
@@ -26,23 +24,23 @@ CASES = [(split, *how) for split in ("column", "row") for how in HOW]
 def two_passes(layout, case, exchange):
     """Outputs, input gradients and gradients of two updates of one micro-batch."""
     split, slots, deferred, delayed = case
-    context = BuildContext(layout, dtype=torch.bfloat16).multiplying_by(
-        lambda: Fp8Products(Fp8Format(), Fp8Casts())
-    )
+    queue = WeightGradientQueue() if deferred else None
+    context = BuildContext(
+        layout, dtype=torch.bfloat16, exchange=exchange, weight_gradients=queue
+    ).multiplying_by(lambda: Fp8Products(Fp8Format(), Fp8Casts()))
     layer = Linear(
         *(64, 96), context, split=split, init=Init("normal", 0.1), bias=split == "column"
     )
     initialize(layer.named_parameters(), seed=3)
     cpu = torch.device("cpu")
-    history = attach_history([layer], DelayedScaling(), layout, cpu) if delayed else None
-    if exchange is not None:
-        attach_exchange(layer, exchange)
-        assert layer.exchange is exchange
+    history = None
+    if delayed:
+        named = layer.named_parameters(prefix="layer")
+        history = context.registry.keep_history(named, DelayedScaling(), layout, cpu)
+        assert history.layers == ("layer",)
     buffer = new_buffer(layer.named_parameters(), Layout.single(), accumulate_in_fp32=True)
     if slots:
-        layer.take_slots(buffer)
-    queue = WeightGradientQueue() if deferred else None
-    attach(layer, queue)
+        context.registry.bind_slots(buffer)
     results = []
     for step in range(2):
         generator = torch.Generator().manual_seed(step)
@@ -61,7 +59,7 @@ def two_passes(layout, case, exchange):
         results += [out.detach(), x.grad]
         if history is not None:
             history.update(step + 1)
-            layer.products.forget()
+            context.registry.forget_weights()
             results += list(history.named_tensors().values())
     return [t.clone() for t in results] + [buffer.gradient(p).clone() for p in layer.parameters()]
 
@@ -82,9 +80,20 @@ def test_the_bits_are_those_of_collectives():
     "form", [Fp8Format(by_row=True), Fp8Format(weight_gradient=False)], ids=str
 )
 def test_scales_of_rows_are_not_cut(form):
-    context = BuildContext(Layout.at(0, 2, tensor=2)).multiplying_by(
-        lambda: Fp8Products(form, Fp8Casts())
+    class Never:
+        def fits(self, elements, dtype):
+            raise AssertionError("these products are not cut")
+
+    context = BuildContext(Layout.single(), dtype=torch.bfloat16, exchange=Never())
+    layer = Linear(
+        32,
+        32,
+        context.multiplying_by(lambda: Fp8Products(form, Fp8Casts())),
+        split="row",
+        init=Init("normal", 0.1),
     )
-    layer = Linear(32, 32, context, split="row", init=Init("normal", 0.1))
-    attach_exchange(layer, object())
-    assert layer.exchange is None
+    initialize(layer.named_parameters(), seed=3)
+    layer(torch.ones(16, 1, 32, dtype=torch.bfloat16))
+    plain = Linear(32, 32, context, split="row", init=Init("normal", 0.1))
+    with pytest.raises(AssertionError, match="not cut"):  # as the others are
+        plain(torch.ones(16, 1, 32, dtype=torch.bfloat16))

@@ -6,13 +6,12 @@ import pytest
 import torch
 
 from megatron.parallel.build import BuildContext
-from megatron.parallel.every_layer import attach_exchange
 from megatron.parallel.exchange import GroupExchange
 from megatron.parallel.initialization import initialize
 from megatron.parallel.layers import Linear
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import Init
-from megatron.parallel.weight_gradients import WeightGradientQueue, attach
+from megatron.parallel.weight_gradients import WeightGradientQueue
 from tests.distributed import run_distributed
 from tests.parallel.buffers import new_buffer
 
@@ -36,18 +35,16 @@ class Counting(GroupExchange):
 def two_passes(layout, case, dtype, exchange):
     """Outputs, input gradients and gradients of two micro-batches."""
     split, bias, to = case
-    layer = Linear(*(16, 24), BuildContext(layout, dtype=dtype), split=split, init=INIT, bias=bias)
+    queue = WeightGradientQueue() if "queue" in to else None
+    context = BuildContext(layout, dtype=dtype, exchange=exchange, weight_gradients=queue)
+    layer = Linear(16, 24, context, split=split, init=INIT, bias=bias)
     initialize(layer.named_parameters(), seed=3)
     with torch.no_grad():
         if bias:
             layer.bias.fill_(0.25)
-    if exchange is not None:
-        attach_exchange(layer, exchange)
     buffer = new_buffer(layer.named_parameters(), Layout.single(), accumulate_in_fp32=True)
     if "slot" in to:
-        layer.take_slots(buffer)
-    queue = WeightGradientQueue() if "queue" in to else None
-    attach(layer, queue)
+        context.registry.bind_slots(buffer)
     results = []
     for step in range(2):
         x = torch.cos(torch.arange(512.0) * (step + 1)).view(16, 2, 16).to(dtype)
@@ -110,11 +107,10 @@ def other_cases(layout):
     for exchange in (None, GroupExchange(layout.tensor), Full(layout.tensor)):
         for split in ("column", "row"):
             for input_has, weight_has in ((True, False), (False, True), (False, False)):
-                layer = Linear(16, 24, BuildContext(layout), split=split, init=INIT, bias=False)
+                context = BuildContext(layout, exchange=exchange)
+                layer = Linear(16, 24, context, split=split, init=INIT, bias=False)
                 initialize(layer.named_parameters(), seed=3)
                 layer.weight.requires_grad_(weight_has)
-                if exchange is not None:
-                    attach_exchange(layer, exchange)
                 x = torch.cos(torch.arange(128.0) + layout.tensor.rank).view(8, 1, 16)
                 if split == "row":
                     x = x.view(16, 1, 8)

@@ -9,12 +9,10 @@ import torch
 from megatron.kernels.fp8 import E4M3, E5M2, Fp8Casts
 from megatron.kernels.library import find_library
 from megatron.models.recompute import RecomputePlan
-from megatron.parallel import collectives, communication
-from megatron.parallel.amax_history import DelayedScaling
+from megatron.parallel import collectives
 from megatron.parallel.build import BuildContext
-from megatron.parallel.communication import ALONE
-from megatron.parallel.every_layer import attach_history, forget_weights
-from megatron.parallel.fp8_products import Fp8Format, Fp8Products
+from megatron.parallel.collectives import ALONE
+from megatron.parallel.fp8 import DelayedScaling, Fp8Format, Fp8Products
 from megatron.parallel.initialization import initialize
 from megatron.parallel.layers import Linear
 from megatron.parallel.layout import Layout
@@ -82,9 +80,10 @@ def _context(new_products, layout=None, *, dtype=torch.bfloat16, overlap=True):
 
 def test_a_weight_is_cast_again_only_when_it_has_changed():
     products = Fp8Products(Fp8Format(), Fp8Casts())
+    context = _context(lambda: products)
     layer = Linear(
         *(32, 16),
-        _context(lambda: products),
+        context,
         split=None,
         init=Init("normal", 1.0),
         bias=False,
@@ -95,7 +94,7 @@ def test_a_weight_is_cast_again_only_when_it_has_changed():
     with torch.no_grad():
         layer.weight.zero_()
     assert torch.equal(layer(x), before)
-    forget_weights(layer)
+    context.registry.forget_weights()
     assert not layer(x).any()
 
 
@@ -190,10 +189,11 @@ def _column(layout, kind, form, delayed, overlap):
     """Two updates of a layer whose input is divided along the sequence: all that comes out, and
     bytes that forward gathered."""
     gathered = []
+    start = collectives.start_all_gather
 
     def noting(x, axis):
         gathered.append(x.numel() * x.element_size())
-        return collectives.start_all_gather(x, axis)
+        return start(x, axis)
 
     context = _context(
         lambda: kind(form, Fp8Casts()),
@@ -204,13 +204,14 @@ def _column(layout, kind, form, delayed, overlap):
     initialize(module.named_parameters(), seed=1)
     history = None
     if delayed:
-        history = attach_history([module], DelayedScaling(), layout, torch.device("cpu"))
+        named, cpu = module.named_parameters(prefix="module"), torch.device("cpu")
+        history = context.registry.keep_history(named, DelayedScaling(), layout, cpu)
     results, bytes_gathered = [], []
     for update in range(2):
         generator = torch.Generator().manual_seed(10 * update + layout.tensor.rank)
         x = torch.randn(8, 3, 64, generator=generator).bfloat16().requires_grad_()  # 24 rows
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(communication, "start_all_gather", noting)
+            patch.setattr(collectives, "start_all_gather", noting)
             out = module(x * (1 + layout.tensor.rank))  # one rank has the largest
         bytes_gathered.append(sum(gathered))
         gathered.clear()
@@ -220,7 +221,7 @@ def _column(layout, kind, form, delayed, overlap):
         if history is not None:
             history.update(update + 1)
             results += [tensor.clone() for tensor in history.named_tensors().values()]
-        forget_weights(module)
+        context.registry.forget_weights()
     return results, bytes_gathered
 
 

@@ -6,7 +6,6 @@ from torch import nn
 
 from megatron.parallel import reducer
 from megatron.parallel.build import BuildContext
-from megatron.parallel.every_layer import attach_slots
 from megatron.parallel.layers import Linear
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import Init
@@ -245,7 +244,8 @@ def test_idle_experts_count_as_zero_and_stall_nothing(in_fp32):
 def _idle_slots(layout, stage):
     """Slots that an update leaves out hold nothing of the update before."""
     options = {"split": None, "init": Init("normal", 1.0)}
-    layers = [Linear(8, 8, BuildContext(Layout.single()), **options) for _ in range(2)]
+    context = BuildContext(Layout.single())
+    layers = [Linear(8, 8, context, **options) for _ in range(2)]
     model = nn.ModuleList(layers)
     for i, parameter in enumerate(model.parameters()):
         nn.init.constant_(parameter, i + 1.0)
@@ -257,7 +257,7 @@ def _idle_slots(layout, stage):
         zero_stage=stage,
         overlap=True,
     )
-    attach_slots(model, buffer)
+    context.registry.bind_slots(buffer)
     sums = []
     for update in range(2):
         buffer.zero()

@@ -5,8 +5,6 @@ import torch
 from torch import nn
 
 from megatron.parallel.build import BuildContext
-from megatron.parallel.communication import Communication
-from megatron.parallel.every_layer import attach_slots
 from megatron.parallel.layers import Linear, VocabularyEmbedding
 from megatron.parallel.layout import Layout
 from megatron.parallel.linear import parallel_linear
@@ -21,34 +19,31 @@ VOCAB, WIDTH = 13, 8
 class _Tied(nn.Module):
     """A table with two uses, a layer, and a weight that nothing uses."""
 
-    def __init__(self, layout, dtype):
+    def __init__(self, context):
         super().__init__()
         torch.manual_seed(0)
-        context, init = BuildContext(layout, dtype=dtype), Init("normal", 1.0)
+        init = Init("normal", 1.0)
         self.unused = Linear(WIDTH, WIDTH, context, split=None, init=init)
         self.word = VocabularyEmbedding(VOCAB, WIDTH, context, init=init)
         self.layer = Linear(WIDTH, WIDTH, context, split=None, init=init)
-        self.output_slot = None
+        self.output = context.registry.reserve_slot(self.word.weight)
         for parameter in self.parameters():
             nn.init.normal_(parameter)
 
-    def take_slots(self, gradients):
-        self.word.slot = gradients.slot(self.word.weight)
-        self.output_slot = gradients.slot(self.word.weight)
-
     def forward(self, tokens):
         x = torch.tanh(self.layer(self.word(tokens)))
-        return parallel_linear(x, self.word.weight, None, Communication(), slot=self.output_slot)
+        return parallel_linear(x, self.word.weight, None, slot=self.output.slot)
 
 
 def _gradients(layout, dtype, slots, options, micro_batches=2):
     """What this process keeps after each of two updates."""
-    model = _Tied(Layout.single(), dtype)
+    context = BuildContext(Layout.single(), dtype=dtype)
+    model = _Tied(context)
     buffer = new_buffer(
         model.named_parameters(), layout, accumulate_in_fp32=True, bucket_bytes=300, **options
     )
     if slots:
-        attach_slots(model, buffer)
+        context.registry.bind_slots(buffer)
     kept = []
     for update in range(2):
         buffer.zero()
@@ -106,13 +101,14 @@ def test_equals_autograd_however_gradients_are_shared(dtype):
 
 def _sent_in_backward(layout):
     """Buckets on their way when backward of the last micro-batch is over."""
-    model = _Tied(Layout.single(), torch.bfloat16)
+    context = BuildContext(Layout.single(), dtype=torch.bfloat16)
+    model = _Tied(context)
     model.unused.weight.requires_grad_(False)
     model.unused.bias.requires_grad_(False)
     buffer = new_buffer(
         model.named_parameters(), layout, accumulate_in_fp32=True, bucket_bytes=1, overlap=True
     )
-    attach_slots(model, buffer)
+    context.registry.bind_slots(buffer)
     buffer.zero()
     with buffer.micro_batch(is_last=True):
         model(torch.zeros(2, 1, dtype=torch.long)).float().sum().backward()
@@ -128,12 +124,11 @@ def test_buckets_leave_during_backward():
 
 def test_all_parameters_may_have_slots():
     """As on a first stage of the embedding alone."""
-    word = VocabularyEmbedding(
-        VOCAB, WIDTH, BuildContext(Layout.single()), init=Init("normal", 1.0)
-    )
+    context = BuildContext(Layout.single())
+    word = VocabularyEmbedding(VOCAB, WIDTH, context, init=Init("normal", 1.0))
     nn.init.ones_(word.weight)
     buffer = new_buffer(word.named_parameters(), Layout.single(), accumulate_in_fp32=True)
-    word.slot = buffer.slot(word.weight)
+    context.registry.bind_slots(buffer)
     for _ in range(2):
         buffer.zero()
         with buffer.micro_batch(is_last=True):

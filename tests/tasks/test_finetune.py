@@ -16,10 +16,10 @@ from megatron.device import Device
 from megatron.errors import CheckpointError, ConfigError
 from megatron.parallel.layout import Layout
 from megatron.processes.launch import Launch
+from megatron.training.build import build_run
 from megatron.training.callbacks.standard import standard_callbacks
 from megatron.training.loop import train
 from megatron.training.panel import start_panel
-from megatron.training.setup import build_run
 from tasks import confusion, finetune_command
 from tasks.classify_files import read_glue, read_race
 from tasks.main import main
@@ -462,7 +462,7 @@ def test_pretrained_weights_are_taken_and_only_the_head_is_new(toy):
     config, recipe, extras = finetune_command.prepare("SST-2", parsed, 1)
     from megatron.device import Device
     from megatron.processes.launch import Launch
-    from megatron.training.setup import build_run
+    from megatron.training.build import build_run
 
     run = build_run(config, recipe, Launch(), Device.cpu(), Layout.single())
     extras.begin(run)

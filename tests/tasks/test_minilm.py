@@ -11,7 +11,7 @@ from megatron.data.loader import collate
 from megatron.device import Device
 from megatron.inference.load import open_existing, saved_config
 from megatron.models.bert import BertModel
-from megatron.models.build import build_model
+from megatron.models.build import build_model, run_context
 from megatron.models.plan import HeadSpec
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import build_tokenizer
@@ -40,7 +40,11 @@ def test_sentence_embeddings_are_those_of_transformers(minilm):
     config = saved_config(reader, str(minilm))
     rows = reader.meta["padded_vocab_size"]
     model = build_model(
-        BertModel, config, Layout.single(), Device.cpu(), rows, head=HeadSpec(outputs=1)
+        BertModel,
+        config,
+        run_context(config, Layout.single(), Device.cpu()),
+        rows,
+        head=HeadSpec(outputs=1),
     ).eval()
     restore(reader, model_state([model]), prefixes=("model.",))
     samples = TextSamples(

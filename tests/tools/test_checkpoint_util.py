@@ -22,9 +22,9 @@ from megatron.device import Device
 from megatron.parallel.layout import Layout
 from megatron.processes.launch import Launch
 from megatron.tokenizer.build import padded_vocab_size
+from megatron.training.build import build_run
 from megatron.training.checkpointing import network_of
 from megatron.training.pretrain import main
-from megatron.training.setup import build_run
 from pretrain_gpt import GPTRecipe
 from tests.checkpoint.huggingface.models import CASES, logits, tensors_of, write_folder
 from tests.checkpoint.legacy import megatron_files

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from megatron.parallel import weights
-from megatron.parallel.every_layer import fp8_weights
-from megatron.training import gradient_sharing, setup
+from megatron.training import build, gradient_sharing
 from megatron.training.step import Updates
 from tests.checkpoint.states import read_all
 from tests.distributed import run_distributed
@@ -32,7 +31,7 @@ def _train(layout, words, kind="gpt", in_8_bits=gradient_sharing.gathered_in_8_b
     """What was logged, the digest of what a checkpoint holds, and bytes gathered by format."""
     # In this process only.
     gradient_sharing.BUCKET_BYTES = 2**13
-    setup.gathered_in_8_bits = in_8_bits
+    build.gathered_in_8_bits = in_8_bits
     gathered: Counter[torch.dtype] = Counter()
     start = weights.start_all_gather
 
@@ -156,7 +155,7 @@ def _loss_after_a_change(layout, words):
     updates.make(look_ahead=False)
     run.optimizer.wait_for_weights()
     with torch.no_grad():
-        for weight in fp8_weights(run.parts):
+        for weight in run.layers.fp8_weights():
             weight.mul_(1.5)
     run.optimizer.reload_masters()
     return updates.make(look_ahead=False).losses
@@ -178,7 +177,7 @@ def _casts_of_an_update(layout):
         values, _ = products._weight
         inside.append(values.values.data_ptr() == products.arriving.fp8.values.data_ptr())
 
-    for products in fp8_weights(run.parts).values():
+    for products in run.layers.fp8_weights().values():
         run.parts[0].register_forward_hook(lambda *_, products=products: look(products))
     updates.make(look_ahead=True)
     return inside

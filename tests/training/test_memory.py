@@ -12,7 +12,6 @@ from megatron.device import Device
 from megatron.models.arithmetic import count_parameters, count_part_matrices
 from megatron.models.build import model_plan
 from megatron.models.plan import HeadSpec
-from megatron.parallel.every_layer import fp8_weights
 from megatron.parallel.layout import Layout
 from megatron.training.memory import estimate_memory, largest_process
 from tests.training.toy import OF_KIND, TOY, build_toy
@@ -99,7 +98,7 @@ def test_8_bit_layers_hold_their_matrices_and_transposes_besides():
 def test_8_bit_layers_are_counted_as_they_are_built(kind):
     flags = ["--bf16", "--fp8-format", "hybrid", "--micro-batch-size", "4"]
     run = build_toy(Layout.single(), flags, kind)
-    built = sum(weight.numel() for weight in fp8_weights(run.parts))
+    built = sum(weight.numel() for weight in run.layers.fp8_weights())
     plan = model_plan(run.config.model, run.padded_vocab_size)
     counted = count_part_matrices(plan, whole_model(len(plan.layers)), tensor=1)
     assert counted == built

@@ -42,13 +42,14 @@ class _Passes:
     """A linear layer whose loss is the sum of its outputs, and its passes."""
 
     def __init__(self, *, warm_up: int) -> None:
-        self.layer = Linear(4, 3, BuildContext(Layout.single()), split=None, init=ZEROS)
+        context = BuildContext(Layout.single())
+        self.layer = Linear(4, 3, context, split=None, init=ZEROS)
         nn.init.ones_(self.layer.weight)
         nn.init.zeros_(self.layer.get_parameter("bias"))
         self.gradients = new_buffer(
             self.layer.named_parameters(), Layout.single(), accumulate_in_fp32=True
         )
-        self.layer.take_slots(self.gradients)
+        context.registry.bind_slots(self.gradients)
         self.recorder = _CountingRecorder()
         self.computed = 0
         self.run = RecordedPasses(
@@ -60,7 +61,7 @@ class _Passes:
             warm_up=warm_up,
         )
 
-    def _forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _forward(self, part: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         self.computed += 1
         return {"loss": self.layer(batch["x"][:, None]).sum()}
 
@@ -71,7 +72,7 @@ class _Passes:
         losses = []
         for count in rows:
             batch = {"id": torch.arange(count), "x": torch.ones(count, 4)}
-            loss = self.run(None, batch)["loss"]
+            loss = self.run(None, batch, is_last=False)["loss"]
             with self.gradients.micro_batch(is_last=False):
                 loss.backward()
             losses.append(loss.item())
@@ -119,7 +120,7 @@ def test_each_micro_batch_goes_where_its_recording_reads_it() -> None:
     (recording,) = passes.run._recordings.values()
     assert recording.inputs.keys() == {"x"}  # sample ids stay with the host
     passes.gradients.zero()
-    passes.run(None, {"id": torch.arange(2), "x": torch.full((2, 4), 7.0)})
+    passes.run(None, {"id": torch.arange(2), "x": torch.full((2, 4), 7.0)}, is_last=True)
     assert torch.equal(recording.inputs["x"], torch.full((2, 4), 7.0))
 
 
@@ -140,7 +141,7 @@ def test_recording_a_backward_leaves_gradients_to_be_written_over() -> None:
     passes.update(2)
     passes.gradients.zero()
     with passes.gradients.recording() as note_written:
-        passes._forward({"x": torch.ones(1, 4)})["loss"].backward()
+        passes._forward(passes.layer, {"x": torch.ones(1, 4)})["loss"].backward()
         assert not passes.gradients.to_overwrite
     assert passes.gradients.to_overwrite == {id(passes.layer.weight)}
     note_written()

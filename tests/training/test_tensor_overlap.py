@@ -47,4 +47,4 @@ def test_a_run_asks_for_room_for_all_texts_of_a_sample(monkeypatch):
 
 def test_one_process_has_none():
     run = build_toy(Layout.single(), ["--tp-comm-overlap", "--train-iters", "1"])
-    assert run.exchange is None
+    assert new_exchange(run.config, run.layout, run.device, 1) is None

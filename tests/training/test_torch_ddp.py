@@ -44,7 +44,7 @@ def _waits_seen(layout):
     run, seen = build_toy(layout, FLAGS), []
     begin_wait = run.layout.journal.begin_wait
     run.layout.journal.begin_wait = lambda transfer: seen.append(transfer) or begin_wait(transfer)
-    Passes(run, run.train_batches, 4).forward_backward()
+    Passes(run, run.train_batches, 4, forward=run.forward).forward_backward()
     return [(t.kind, t.ranks) for t in seen], run.layout.journal.started
 
 

@@ -12,11 +12,11 @@ from megatron.config.parser import parse_config
 from megatron.device import Device
 from megatron.parallel.layout import Layout
 from megatron.processes.launch import Launch
+from megatron.training.build import build_run
 from megatron.training.callbacks.standard import standard_callbacks
 from megatron.training.loop import train
 from megatron.training.recipe import Recipe
 from megatron.training.run import Run
-from megatron.training.setup import build_run
 from pretrain_bert import BertRecipe
 from pretrain_gpt import GPTRecipe
 from pretrain_t5 import T5Recipe

@@ -16,7 +16,7 @@ from megatron.errors import ConfigError
 from megatron.parallel.collectives import all_gather, reduce_scatter
 from megatron.parallel.exchange import Exchange, GroupExchange
 from megatron.parallel.layout import Layout
-from megatron.parallel.overlapped_products import ScatteredProduct, gathered_product
+from megatron.parallel.linear import ScatteredProduct, gathered_product
 from megatron.processes.launch import prepare, read_launch
 
 Form = Callable[[], Tensor]
@@ -78,7 +78,12 @@ def scattered(
         "product alone": (lambda: rows @ weight, False),
         "collective": (lambda: reduce_scatter(rows @ weight, axis), True),
         "PyTorch, fused": (fused, True),
-        "cut": (lambda: ScatteredProduct(rows, multiply, weight.shape[1], exchange).finish(), True),
+        "cut": (
+            lambda: ScatteredProduct(
+                rows, multiply, weight.shape[1], exchange, rows.dtype
+            ).finish(),
+            True,
+        ),
     }
 
 

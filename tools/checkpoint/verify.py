@@ -137,7 +137,7 @@ def our_outputs(reader: Reader, config: ModelRun, inputs: Inputs) -> dict[str, T
     from megatron.checkpoint.reader import restore
     from megatron.device import Device
     from megatron.models.bert import BertModel
-    from megatron.models.build import build_model
+    from megatron.models.build import build_model, run_context
     from megatron.models.gpt import GPTModel
     from megatron.models.t5 import T5Model
     from megatron.parallel.layout import Layout
@@ -151,7 +151,9 @@ def our_outputs(reader: Reader, config: ModelRun, inputs: Inputs) -> dict[str, T
     config = replace(config, precision=replace(config.precision, fp16=False, bf16=False))
     rows = reader.global_shape("model.embedding.word.weight")[0]
     network = networks[config.model.architecture]
-    model = build_model(network, config, Layout.single(), Device.cpu(), rows).eval()
+    model = build_model(
+        network, config, run_context(config, Layout.single(), Device.cpu()), rows
+    ).eval()
     held = set(reader.names())
     state = {name: entry for name, entry in model_state([model]).items() if name in held}
     restore(reader, state, prefixes=("model.",), cast=True)

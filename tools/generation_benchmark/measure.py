@@ -12,6 +12,7 @@ from megatron.config import RunConfig
 from megatron.device import Device
 from megatron.inference.build import EngineOptions, build_engine
 from megatron.inference.engine import BatchEngine
+from megatron.inference.load import serving_context
 from megatron.inference.request import Request, Sampling, Token
 from megatron.models.build import build_model
 from megatron.models.gpt import GPTModel
@@ -43,7 +44,9 @@ class Subject:
         self._config, self._device, self._bandwidth = config, device, bandwidth
         rows = padded_vocabulary(config)
         self._vocab = rows
-        model = build_model(GPTModel, config, Layout.single(), device, rows)
+        model = build_model(
+            GPTModel, config, serving_context(config, Layout.single(), device), rows
+        )
         with torch.no_grad():
             for parameter in model.parameters():
                 # Matrices small, so that nothing overflows; vectors are weights of norms.

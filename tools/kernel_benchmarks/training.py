@@ -15,7 +15,7 @@ from megatron.kernels.fp8 import E4M3, Fp8, Fp8Casts, choose_fp8_casts
 from megatron.kernels.library import KernelLibrary
 from megatron.kernels.tensor_sums import choose_tensor_sums
 from megatron.kernels.weight_gradient import choose_embedding_gradient, weight_gradient
-from megatron.parallel.communication import Communication
+from megatron.parallel.collectives import Communication
 from megatron.parallel.cross_entropy import linear_cross_entropy, vocabulary_cross_entropy
 from megatron.parallel.layout import Axis
 from tools.kernel_benchmarks.operation import Form, Inputs, Operation

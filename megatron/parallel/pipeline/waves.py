@@ -6,13 +6,12 @@ first half brings the gradients of what no layer puts off: biases, normalization
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 
 from megatron.parallel.pipeline.schedule import Operation, OperationKind, ScheduleKind
 from megatron.parallel.tied import borrowed_parameters
-from megatron.parallel.weight_gradients import deferrable_weights
 
 Wave = tuple[OperationKind, int]  # and the chunk
 
@@ -22,16 +21,26 @@ def wave_of(operation: Operation) -> Wave:
     return operation.kind, operation.chunk
 
 
-def parameter_waves(parts: Sequence[nn.Module], kind: ScheduleKind) -> dict[int, tuple[Wave, ...]]:
-    """By `id` of every parameter of a stage's parts the operations that add to its gradient: one,
-    and of a table that parts share one for each of these."""
+def parameter_waves(
+    parts: Sequence[nn.Module], kind: ScheduleKind, deferrable: Iterable[nn.Parameter]
+) -> dict[int, tuple[Wave, ...]]:
+    """Return the operations that add to each parameter's gradient, by the parameter's `id`.
+
+    It is one operation, or for a table that parts share one for each of these.
+
+    Args:
+        parts: of a stage.
+        kind: of the schedule.
+        deferrable: weights whose gradients layers can put off.
+    """
     waves: dict[int, tuple[Wave, ...]] = {}
+    waits = {id(parameter) for parameter in deferrable}
     is_halved = kind == "zero-bubble"
     first: OperationKind = "backward_input" if is_halved else "backward"
     for chunk, part in enumerate(parts):
         for parameter in {*part.parameters(), *borrowed_parameters(part)}:
             waves[id(parameter)] = (*waves.get(id(parameter), ()), (first, chunk))
         if is_halved:
-            put_off = deferrable_weights(part)
-            waves |= {id(parameter): (("backward_weight", chunk),) for parameter in put_off}
+            put_off = {id(parameter) for parameter in part.parameters()} & waits
+            waves |= dict.fromkeys(put_off, (("backward_weight", chunk),))
     return waves

@@ -24,7 +24,7 @@ from megatron.config.yaml_file import from_dict
 from megatron.device import Device
 from megatron.errors import CheckpointError
 from megatron.models.bert import BertModel
-from megatron.models.build import build_model
+from megatron.models.build import build_model, run_context
 from megatron.parallel.layout import Layout
 from megatron.training.checkpointing import model_state, network_of
 from megatron.training.pretrain import main
@@ -123,7 +123,9 @@ def _ours(layout: Layout, folder: Path) -> tuple[torch.Tensor, torch.Tensor] | N
     parallel = replace(config.parallel, pipeline_model_parallel_size=stages)
     (part,) = parts_of_stage(plan_parts(LAYERS, parallel), layout.pipeline.rank, stages)
     rows = -(-VOCAB // layout.tensor.size) * layout.tensor.size
-    model = build_model(BertModel, config, layout, Device.cpu(), rows, part).eval()
+    model = build_model(
+        BertModel, config, run_context(config, layout, Device.cpu()), rows, part
+    ).eval()
     restore(PaddedReader(reader, rows=rows, entries=VOCAB), model_state([model]))
     tokens, types, padding = inputs()
     hidden = None

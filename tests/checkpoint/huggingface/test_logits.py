@@ -14,7 +14,7 @@ from megatron.config.run import ModelRun, narrow
 from megatron.config.stages import parts_of_stage, plan_parts
 from megatron.config.yaml_file import from_dict
 from megatron.device import Device
-from megatron.models.build import build_model
+from megatron.models.build import build_model, run_context
 from megatron.models.gpt import GPTModel
 from megatron.parallel.layout import Layout
 from megatron.training.checkpointing import model_state
@@ -41,7 +41,9 @@ def _logits(layout: Layout, folder: Path) -> torch.Tensor | None:
         plan_parts(LAYERS, parallel), layout.pipeline.rank, layout.pipeline.size
     )
     rows = -(-reader.vocab // layout.tensor.size) * layout.tensor.size
-    model = build_model(GPTModel, config, layout, Device.cpu(), rows, part).eval()
+    model = build_model(
+        GPTModel, config, run_context(config, layout, Device.cpu()), rows, part
+    ).eval()
     restore(PaddedReader(reader, rows=rows, entries=reader.vocab), model_state([model]))
     hidden = None
     if not part.embedding:

@@ -25,7 +25,7 @@ from megatron.data.loader import collate
 from megatron.data.t5 import build_t5_datasets
 from megatron.device import Device
 from megatron.errors import CheckpointError
-from megatron.models.build import build_model
+from megatron.models.build import build_model, run_context
 from megatron.models.t5 import T5Model
 from megatron.parallel.layout import Layout
 from megatron.training.checkpointing import model_state
@@ -152,7 +152,9 @@ def _ours(layout: Layout, folder: Path, split: int | None) -> torch.Tensor | Non
     plan = plan_model(config.model, parallel)
     (part,) = parts_of_stage(plan, layout.pipeline.rank, stages)
     rows = -(-VOCAB // layout.tensor.size) * layout.tensor.size
-    model = build_model(T5Model, config, layout, Device.cpu(), rows, part).eval()
+    model = build_model(
+        T5Model, config, run_context(config, layout, Device.cpu()), rows, part
+    ).eval()
     restore(PaddedReader(reader, rows=rows, entries=VOCAB), model_state([model]))
     hidden = None
     if not part.embedding:

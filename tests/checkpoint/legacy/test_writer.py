@@ -16,7 +16,7 @@ from megatron.config.parser import parse_config
 from megatron.config.yaml_file import to_dict
 from megatron.device import Device
 from megatron.errors import CheckpointError, StorageError
-from megatron.models.build import build_model
+from megatron.models.build import build_model, run_context
 from megatron.models.t5 import T5Model
 from megatron.parallel.layout import Layout
 from megatron.training.checkpointing import model_state
@@ -315,7 +315,7 @@ T5 = """
 def test_a_t5_with_adam_s_moments(tmp_path):
     """Written with two tensor ranks as Megatron names it, and read back bit for bit."""
     config = parse_config(T5, world_size=1, architecture="t5").config
-    model = build_model(T5Model, config, Layout.single(), Device.cpu(), 64)
+    model = build_model(T5Model, config, run_context(config, Layout.single(), Device.cpu()), 64)
     state = {}
     for name, entry in model_state([model]).items():
         entry.tensor.normal_()

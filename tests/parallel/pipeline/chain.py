@@ -12,7 +12,7 @@ from megatron.parallel.layout import Layout
 from megatron.parallel.pipeline.executor import run_schedule
 from megatron.parallel.pipeline.p2p import PipelineChannel
 from megatron.parallel.pipeline.schedule import ScheduleKind, forward_only, make_schedule
-from megatron.parallel.weight_gradients import WeightGradientQueue, attach
+from megatron.parallel.weight_gradients import WeightGradientQueue
 
 SHAPE = (3, 2, 4)  # s, b, h
 
@@ -96,7 +96,7 @@ def in_pipeline(
     parts = [Part(c * stages + stage, count, micro_batches) for c in range(chunks)]
     queue = WeightGradientQueue()
     for part in parts:
-        assert attach(part, queue) == 1
+        part.weight_gradients = queue
     channel = None
     if stages > 1:
         channel = PipelineChannel.create(

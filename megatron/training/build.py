@@ -1,11 +1,11 @@
-"""Building a run from its configuration, in the order in which the parts need each other."""
+"""A run is built from its configuration, in the order in which its parts need each other."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from megatron.checkpoint.entries import flatten
 from megatron.checkpoint.reader import PaddedReader
@@ -14,23 +14,23 @@ from megatron.config.stages import parts_of_stage, plan_model
 from megatron.data.datasets import corpus_fingerprint
 from megatron.device import Device
 from megatron.errors import ConfigError
+from megatron.models.build import run_context
 from megatron.optimizer.groups import split_groups
 from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.rules import rules_of
 from megatron.optimizer.schedule import Schedules
-from megatron.parallel.amax_history import AmaxHistory, DelayedScaling
-from megatron.parallel.every_layer import attach_exchange, attach_history, forget_weights
-from megatron.parallel.exchange import Exchange
+from megatron.parallel.fp8 import AmaxHistory, DelayedScaling
 from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.initialization import initialize, initialize_part
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import spec_of
 from megatron.parallel.pipeline.p2p import PipelineChannel
 from megatron.parallel.pipeline.schedule import schedule_kind
-from megatron.parallel.replicas import Gradients
-from megatron.parallel.tied import unite_copies
+from megatron.parallel.registry import LayerRegistry
+from megatron.parallel.replicas import Gradients, shares_weights
+from megatron.parallel.tied import Tie, unite_copies
 from megatron.parallel.torch_ddp import TorchDataParallel
-from megatron.parallel.weight_gradients import WeightGradientQueue, attach
+from megatron.parallel.weight_gradients import WeightGradientQueue
 from megatron.processes.ending import ExitRequest
 from megatron.processes.launch import Launch
 from megatron.tokenizer import Tokenizer, build_tokenizer
@@ -43,10 +43,17 @@ from megatron.training.checkpointing import (
     shard_state,
 )
 from megatron.training.data import batches_from, samples_needed
-from megatron.training.gradient_sharing import gathered_in_8_bits, share_gradients, uses_torch_ddp
+from megatron.training.gradient_sharing import (
+    gathered_in_8_bits,
+    named_parameters_of,
+    new_gradient_buffer,
+    shard_model,
+    tie_copies,
+    uses_torch_ddp,
+)
 from megatron.training.operation_clock import OperationClock
-from megatron.training.recipe import Batch, Recipe
-from megatron.training.recorded_passes import Losses, RecordedPasses
+from megatron.training.recipe import Recipe
+from megatron.training.recorded_passes import DirectForward, RecordedPasses, TrainingForward
 from megatron.training.run import Progress, Run
 from megatron.training.save_interval import SaveClock
 from megatron.training.tensor_overlap import new_exchange
@@ -56,9 +63,9 @@ from megatron.training.timers import Timers
 def build_run(
     config: RunConfig, recipe: Recipe, launch: Launch, device: Device, layout: Layout
 ) -> Run:
-    """Everything a run needs, its checkpoint loaded and its data at the right position.
+    """Build everything a run needs, load its checkpoint and open its data at the right position.
 
-    Collective. Raises UserError subclasses for whatever the user can mend.
+    Collective. Raises UserError subclasses for whatever the user can fix.
     """
     exit_request = ExitRequest(
         handle_signals=config.training.exit_signal_handler,
@@ -69,11 +76,13 @@ def build_run(
     vocabulary = padded_vocab_size(
         tokenizer.vocab_size, config.model.make_vocab_size_divisible_by, layout.tensor.size
     )
-    reader = _open_checkpoint(config, layout, rows=vocabulary, entries=tokenizer.vocab_size)
-    parts = _build_parts(config, recipe, layout, device, vocabulary)
-    gradients, ties = share_gradients(config, recipe, parts, layout, device)
-    named_parameters = [pair for part in parts for pair in part.named_parameters()]
-    _initialize(named_parameters, gradients, config, loading=reader is not None)
+    reader = open_for_loading(config, layout)
+    if reader is not None:
+        entries = entries_held(reader, tokenizer.vocab_size)
+        reader = PaddedReader(reader, rows=vocabulary, entries=entries)
+    model = parallelize(
+        config, recipe, tokenizer, vocabulary, layout, device, is_loaded=reader is not None
+    )
     batches = BatchPlan.from_config(config.training, layout.data.size)
     train_iterations = _train_iterations(config, batches)
     samples = samples_needed(config, train_iterations)
@@ -85,19 +94,20 @@ def build_run(
         layout=layout,
         tokenizer=tokenizer,
         padded_vocab_size=vocabulary,
-        parts=parts,
-        ties=ties,
-        amax_history=_delayed_scaling(config, parts, layout, device),
-        exchange=_tensor_exchange(config, recipe, parts, layout, device),
-        gradients=gradients,
-        torch_ddp=_torch_ddp(config, recipe, parts, layout),
-        recorded=_recorded_passes(config, recipe, tokenizer, parts, gradients, layout, device),
-        optimizer=_optimizer(config, parts, gradients, layout),
+        parts=model.parts,
+        layers=model.layers,
+        ties=model.ties,
+        amax_history=model.amax_history,
+        gradients=model.gradients,
+        forward=model.forward,
+        optimizer=model.optimizer,
         schedules=Schedules.from_config(
             config.schedule, config.optimizer, config.training, global_batch=batches.global_batch
         ),
-        channel=_connect(config, layout, device, chunks=len(parts), texts=recipe.head.sequences),
-        weight_gradients=_deferred_weight_gradients(config, parts),
+        channel=_connect(
+            config, layout, device, chunks=len(model.parts), texts=recipe.head.sequences
+        ),
+        weight_gradients=model.weight_gradients,
         batches=batches,
         train_iterations=train_iterations,
         datasets=recipe.build_datasets(config, tokenizer, samples, layout),
@@ -117,47 +127,122 @@ def build_run(
     return run
 
 
-def _open_checkpoint(
-    config: RunConfig, layout: Layout, *, rows: int, entries: int
-) -> PaddedReader | None:
-    """What --load names, its vocabulary of as many rows as this run's. Collective.
+@dataclass(frozen=True)
+class ParallelModel:
+    """The parts of a model that a process holds, with all that trains them.
+
+    Attributes:
+        parts: the modules.
+        layers: what their layers have announced.
+        ties: parameters that other pipeline stages hold too.
+        amax_history: what fp8 layers scale by; empty if they scale by what they hold.
+        weight_gradients: where a zero-bubble schedule keeps weight gradients for later.
+        gradients: the parts' gradients.
+        forward: how a micro-batch goes through a part in training.
+        optimizer: turns gradients into new weights.
+    """
+
+    parts: list[nn.Module]
+    layers: LayerRegistry
+    ties: list[Tie]
+    amax_history: AmaxHistory
+    weight_gradients: WeightGradientQueue
+    gradients: Gradients
+    forward: TrainingForward
+    optimizer: Optimizer
+
+
+def parallelize(
+    config: RunConfig,
+    recipe: Recipe,
+    tokenizer: Tokenizer,
+    vocabulary: int,
+    layout: Layout,
+    device: Device,
+    *,
+    is_loaded: bool,
+) -> ParallelModel:
+    """Build this process's parts of the model and apply all that makes them train in parallel.
+
+    Collective. The order matters: each step needs those before it.
 
     Args:
-        rows: of the vocabulary, padding included.
-        entries: of the tokenizer.
+        config: of the run.
+        recipe: what to train.
+        tokenizer: of the run.
+        vocabulary: padded entries of the vocabulary.
+        layout: this process among the others.
+        device: where it computes.
+        is_loaded: a checkpoint will replace the first weights.
     """
-    reader = open_for_loading(config, layout)
-    if reader is None:
-        return None
-    return PaddedReader(reader, rows=rows, entries=entries_held(reader, entries))
+    parallel = config.parallel
+    stages = plan_model(config.model, parallel)
+    held = parts_of_stage(stages, layout.pipeline.rank, layout.pipeline.size)
 
+    # 1. Tensor-parallel exchange: what overlaps communication with the products of split layers.
+    exchange = new_exchange(config, layout, device, recipe.head.sequences)
 
-def _build_parts(
-    config: RunConfig, recipe: Recipe, layout: Layout, device: Device, vocabulary: int
-) -> list[torch.nn.Module]:
-    """The parts of the model that this pipeline stage holds."""
-    plan = plan_model(config.model, config.parallel)
-    parts: list[torch.nn.Module] = [
-        recipe.build_part(config, layout, device, vocabulary, part)
-        for part in parts_of_stage(plan, layout.pipeline.rank, layout.pipeline.size)
-    ]
+    # 2. The parts, whose layers are split as their constructors say and recompute as the plan
+    #    says. They ask their context for what they need, now or later.
+    layers, queue = LayerRegistry(), WeightGradientQueue()
+    is_halved = schedule_kind(parallel, len(held)) == "zero-bubble"
+    context = run_context(
+        config,
+        layout,
+        device,
+        exchange=exchange,
+        weight_gradients=queue if is_halved else None,
+        registry=layers,
+    )
+    parts = [recipe.build_part(config, context, vocabulary, part) for part in held]
+
+    # 3. Ties within this process: parts share the tables that both have.
     unite_copies(parts)
-    return parts
 
+    # 4. Weight precision: fp8 layers scale by earlier updates, if the recipe says so.
+    amax_history = AmaxHistory.empty()
+    if config.precision.fp8_format is not None and config.precision.fp8_recipe == "delayed":
+        scaling = DelayedScaling.from_config(config.precision)
+        amax_history = layers.keep_history(
+            named_parameters_of(parts), scaling, layout, device.torch_device
+        )
 
-def _optimizer(
-    config: RunConfig, parts: list[torch.nn.Module], gradients: Gradients, layout: Layout
-) -> Optimizer:
+    # 5. Gradient buckets, or shards of weights and gradients (ZeRO stage 3).
+    gradients: Gradients
+    if shares_weights(parallel, layout):
+        gradients = shard_model(config, parts, layout, device)
+    else:
+        gradients = new_gradient_buffer(config, recipe, parts, layers, layout)
+
+    # 6. Ties across stages: copies' gradients are added up. Then the first weights.
+    ties = tie_copies(config, recipe, parts, gradients, layout, device)
+    _initialize(named_parameters_of(parts), gradients, config, is_loaded=is_loaded)
+
+    # 7. Recorded passes (CUDA graphs), PyTorch's data parallelism, or neither.
+    forward: TrainingForward = DirectForward(recipe.forward)
+    if config.training.cuda_graph_impl != "none":
+        assert isinstance(gradients, GradientBuffer), "a rule refuses sharded weights"
+        forward = RecordedPasses(
+            recipe.forward,
+            gradients,
+            device.recorder(),
+            journal=layout.journal,
+            forget=layers.forget_weights,
+            warm_up=config.training.cuda_graph_warmup_steps,
+        )
+    elif uses_torch_ddp(config, layout):
+        forward = TorchDataParallel(parts[0], recipe.forward, layout.replica)
+
+    # 8. Sharded updates: who gathers which weights. Then the optimizer, whose masters copy them.
     weights = gradients.share_weights(
-        parts if config.parallel.overlap_param_gather else None,
-        gathered_in_8_bits(config, parts),
+        parts if parallel.overlap_param_gather else None, gathered_in_8_bits(config, layers)
     )
     groups = split_groups(
-        [pair for part in parts for pair in part.named_parameters()],
+        named_parameters_of(parts),
         rules_of(config.optimizer),
         decouples=config.schedule.decoupled_lr is not None,
     )
-    return Optimizer(
+    optimizer = Optimizer(
         groups,
         gradients,
         config.optimizer,
@@ -166,71 +251,7 @@ def _optimizer(
         weights=weights,
         count_zeros=config.logging.log_num_zeros_in_grad,
     )
-
-
-def _delayed_scaling(
-    config: RunConfig, parts: list[torch.nn.Module], layout: Layout, device: Device
-) -> AmaxHistory | None:
-    """What the parts' fp8 layers scale by; None where they scale by what they hold."""
-    if config.precision.fp8_format is None or config.precision.fp8_recipe != "delayed":
-        return None
-    scaling = DelayedScaling.from_config(config.precision)
-    return attach_history(parts, scaling, layout, device.torch_device)
-
-
-def _tensor_exchange(
-    config: RunConfig,
-    recipe: Recipe,
-    parts: list[torch.nn.Module],
-    layout: Layout,
-    device: Device,
-) -> Exchange | None:
-    """What split layers send their rows through beside their products; None: nothing. Collective
-    over tensor ranks."""
-    if not config.parallel.tp_comm_overlap or layout.tensor.size == 1:
-        return None
-    exchange = new_exchange(config, layout, device, recipe.head.sequences)
-    for part in parts:
-        attach_exchange(part, exchange)
-    return exchange
-
-
-def _recorded_passes(
-    config: RunConfig,
-    recipe: Recipe,
-    tokenizer: Tokenizer,
-    parts: list[torch.nn.Module],
-    gradients: Gradients,
-    layout: Layout,
-    device: Device,
-) -> RecordedPasses | None:
-    """What records and runs again the passes of the model, which is whole here; None: nothing."""
-    if config.training.cuda_graph_impl == "none":
-        return None
-
-    def forward(batch: Batch) -> Losses:
-        losses = recipe.forward(parts[0], batch, None, config, tokenizer, layout)
-        assert not isinstance(losses, torch.Tensor), "a rule refuses pipeline stages"
-        return losses
-
-    assert isinstance(gradients, GradientBuffer), "a rule refuses sharded weights"
-    return RecordedPasses(
-        forward,
-        gradients,
-        device.recorder(),
-        journal=layout.journal,
-        forget=partial(forget_weights, parts[0]),
-        warm_up=config.training.cuda_graph_warmup_steps,
-    )
-
-
-def _torch_ddp(
-    config: RunConfig, recipe: Recipe, parts: list[torch.nn.Module], layout: Layout
-) -> TorchDataParallel | None:
-    """PyTorch's data parallelism, where --DDP-impl asks for it."""
-    if not uses_torch_ddp(config, layout):
-        return None
-    return TorchDataParallel(parts[0], recipe.forward, layout.replica)
+    return ParallelModel(parts, layers, ties, amax_history, queue, gradients, forward, optimizer)
 
 
 def _train_iterations(config: RunConfig, batches: BatchPlan) -> int:
@@ -277,26 +298,14 @@ def _connect(
     )
 
 
-def _deferred_weight_gradients(
-    config: RunConfig, parts: list[torch.nn.Module]
-) -> WeightGradientQueue | None:
-    """Where a zero-bubble schedule keeps weight gradients for later; None for the others."""
-    if schedule_kind(config.parallel, len(parts)) != "zero-bubble":
-        return None
-    queue = WeightGradientQueue()
-    for part in parts:
-        attach(part, queue)
-    return queue
-
-
 def _initialize(
     named_parameters: list[tuple[str, torch.nn.Parameter]],
     gradients: Gradients,
     config: RunConfig,
     *,
-    loading: bool,
+    is_loaded: bool,
 ) -> None:
-    if loading and not config.model.perform_initialization:
+    if is_loaded and not config.model.perform_initialization:
         return
     if not config.model.perform_initialization:
         raise ConfigError(

@@ -1,0 +1,480 @@
+"""The three products of a linear layer in 8 bits, and the history that their scales come from.
+
+Both factors of each are rounded to 8 bits (Micikevicius et al., "FP8 Formats for Deep Learning",
+2022), after scaling them to fill the format's range: by what they hold at that moment (current
+scaling), or by what such tensors held in earlier updates (delayed scaling).
+
+A cast that scales by its own tensor's largest magnitude (amax) reads the tensor twice. Scaled by
+what the tensors of earlier updates held, it reads once, and finds this update's amax on the way
+(Transformer Engine's DelayedScaling). A layer's input, weight and gradient have a slot each. Within
+an update its `held` is constant and its `found` only rises, so neither the number nor the order of
+micro-batches matters, nor whether one is computed again. Once an update, all slots of a process are
+moved on together, after one maximum over every process that holds a part or a replica of the same
+layers: tensor, context and data-parallel ranks. They then all have the same scales. These follow
+from global batches and not from how they were divided, except that a process divides its losses,
+and so its gradients, by the number of its micro-batches. Nothing of it waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.config.precision import PrecisionConfig
+from megatron.kernels.fp8 import E4M3, E5M2, Fp8, Fp8Casts
+from megatron.kernels.fp8_product import Fp8Product, reference_product
+from megatron.kernels.weight_gradient import weight_gradient
+from megatron.parallel.collectives import ALONE, Communication, all_reduce
+from megatron.parallel.layout import Axis, Layout
+from megatron.parallel.products import Kept
+
+ROLES = ("input", "weight", "gradient")
+
+
+@dataclass(frozen=True)
+class DelayedScaling:
+    """How scales follow from the history.
+
+    Attributes:
+        length: number of updates that are remembered.
+        takes_max: scale by the maximum of all of them; otherwise by the last one.
+        margin: scales are this many powers of 2 smaller than the amax would allow.
+        interval: updates from one choice of scales to the next.
+    """
+
+    length: int = 1
+    takes_max: bool = False
+    margin: int = 0
+    interval: int = 1
+
+    @classmethod
+    def from_config(cls, precision: PrecisionConfig) -> DelayedScaling:
+        """Return what the flags ask for."""
+        return cls(
+            length=precision.fp8_amax_history_len,
+            takes_max=precision.fp8_amax_compute_algo == "max",
+            margin=precision.fp8_margin,
+            interval=precision.fp8_interval,
+        )
+
+
+@dataclass(frozen=True)
+class AmaxSlot:
+    """What casts of one tensor read and write.
+
+    Attributes:
+        held: the amax to scale by, fp32 [].
+        found: the largest magnitude in this update so far, fp32 [].
+        has_begun: tells whether `held` means something. Before the first update of a history it
+            does not, and casts scale by what they hold, as `--fp8-recipe tensorwise` does.
+    """
+
+    held: Tensor
+    found: Tensor
+    has_begun: Callable[[], bool]
+
+
+@dataclass(frozen=True)
+class LayerSlots:
+    """The slots of one layer; with `None`, its casts scale by what they hold."""
+
+    input: AmaxSlot | None = None
+    weight: AmaxSlot | None = None
+    gradient: AmaxSlot | None = None
+
+
+class AmaxHistory:
+    """The slots of all layers of this process, in three buffers.
+
+    Args:
+        layers: names of the layers, which no other process gives to another layer.
+        largest: largest number of the fp8 format of each role, in the order of `ROLES`.
+        scaling: how scales follow from the history.
+        layout: its tensor ranks have parts of these layers, its replicas have copies.
+        device: where the layers' tensors are.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[str],
+        largest: Sequence[float],
+        scaling: DelayedScaling,
+        layout: Layout,
+        device: torch.device,
+    ) -> None:
+        self._layers = {name: place for place, name in enumerate(layers)}
+        self._scaling = scaling
+        self._layout = layout
+        self._has_begun = False
+        shape = (len(layers), len(ROLES))
+        self._largest = torch.tensor(largest, dtype=torch.float32, device=device)
+        self._held = torch.zeros(shape, device=device)
+        self._found = torch.zeros(shape, device=device)
+        self._history = torch.zeros(*shape, scaling.length, device=device)  # the last one first
+
+    @classmethod
+    def empty(cls) -> AmaxHistory:
+        """Return the history of layers that scale by what they hold."""
+        return cls([], (1.0, 1.0, 1.0), DelayedScaling(), Layout.single(), torch.device("cpu"))
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of the layers."""
+        return tuple(self._layers)
+
+    def slots(self, layer: str) -> LayerSlots:
+        """Return the slots of a layer."""
+        place = self._layers[layer]
+        return LayerSlots(
+            *(
+                AmaxSlot(held, found, lambda: self._has_begun)
+                for held, found in zip(self._held[place], self._found[place], strict=True)
+            )
+        )
+
+    @torch.no_grad()
+    def update(self, iteration: int) -> None:
+        """Make what was found the newest entry of the history. Collective.
+
+        What is not finite leaves no trace. If a gradient is not finite, none of the gradients
+        does: a loss scale that is too high, and will be lowered, has made them large. A tensor
+        that was zero keeps its scale.
+
+        Args:
+            iteration: number of updates of the run so far, this one included.
+        """
+        scaling, found = self._scaling, self._found_by_all()
+        older = self._history[..., :-1]
+        self._history.copy_(torch.cat((found.unsqueeze(-1), older), dim=-1))
+        if iteration % scaling.interval == 0 or not self._has_begun:
+            chosen = self._history.amax(dim=-1) if scaling.takes_max else found
+            kept = torch.where(self._held > 0, self._held, self._largest)  # a scale of 1
+            self._held.copy_(torch.where(chosen > 0, chosen * 2.0**scaling.margin, kept))
+        self._found.zero_()
+        self._has_begun = True
+
+    def _found_by_all(self) -> Tensor:
+        """Return what all processes found, [layers, 3], with 0 for what is dropped."""
+        finite = self._found.isfinite()
+        overflow = ~finite[:, ROLES.index("gradient")].all()
+        # Without nan: no backend says what a maximum makes of it.
+        clean = self._found.where(finite, 0.0)
+        packed = torch.cat((clean.flatten(), overflow.float().unsqueeze(0)))
+        for axis in (self._layout.tensor, self._layout.replica):
+            all_reduce(packed, axis, dist.ReduceOp.MAX)
+        found = packed[:-1].view_as(clean)
+        found[:, ROLES.index("gradient")] *= 1 - packed[-1]
+        return found
+
+    def named_tensors(self) -> dict[str, Tensor]:
+        """Return what a checkpoint holds, the same on every process that has the layer.
+
+        For each layer it is `NAME.held` [3], all zero before the first update, and `NAME.history`
+        [3, length], the newest entry first.
+        """
+        tensors = {}
+        for name, place in self._layers.items():
+            tensors[f"{name}.held"] = self._held[place]
+            tensors[f"{name}.history"] = self._history[place]
+        return tensors
+
+    def after_loading(self) -> None:
+        """Take note that the named tensors have been filled. Waits for the device."""
+        self._has_begun = bool((self._held > 0).any())
+
+
+@dataclass(frozen=True)
+class Fp8Format:
+    """What is rounded to what.
+
+    Attributes:
+        values: format of inputs and weights.
+        gradients: format of outputs' gradients, which need range more than precision.
+        by_row: each row of a factor has its own scale; otherwise the factor has one.
+        weight_gradient: this product is in 8 bits too; otherwise in the tensors' own format.
+    """
+
+    values: torch.dtype = E4M3
+    gradients: torch.dtype = E5M2
+    by_row: bool = False
+    weight_gradient: bool = True
+
+
+@dataclass(frozen=True)
+class ArrivingWeight:
+    """A weight that the processes which share its update send each other in 8 bits.
+
+    Attributes:
+        fp8: the weight, [out, in], always in the same memory.
+        is_there: tells whether it has arrived. Before the first update it has not: all processes
+            then have the weight itself, and cast it.
+    """
+
+    fp8: Fp8
+    is_there: Callable[[], bool]
+
+
+class Fp8Products:
+    """Products in 8 bits of 16-bit tensors whose sizes are multiples of 16.
+
+    Forward lets the hardware keep fewer bits of its sums, backward does not. Casts are shared: a
+    weight is cast once an update, an input and a gradient once for both of their products. A part
+    of an input is cast before it is gathered, which halves what travels.
+
+    Args:
+        form: the formats.
+        casts: kernels, or plain PyTorch.
+        multiply: a kernel, or plain PyTorch.
+
+    Attributes:
+        slots: for delayed scaling; without slots, casts scale by what they hold.
+        arriving: the weight if it comes in 8 bits; `None` if it is cast here.
+    """
+
+    is_autograds = False
+
+    def __init__(
+        self, form: Fp8Format, casts: Fp8Casts, multiply: Fp8Product = reference_product
+    ) -> None:
+        self.slots = LayerSlots()
+        self.arriving: ArrivingWeight | None = None
+        self._form = form
+        self._casts = casts
+        self._multiply = multiply
+        self._weight: tuple[Fp8, Fp8] | None = None
+
+    def scale_by(self, slots: LayerSlots) -> None:
+        """Scale by earlier updates from now on."""
+        self.slots = slots
+
+    def receive_weight(self, weight: ArrivingWeight) -> None:
+        """Take the weight in 8 bits, as it arrives, from now on."""
+        self.arriving = weight
+
+    @property
+    def largest(self) -> tuple[float, float, float]:
+        """Largest numbers of the formats of input, weight and gradient."""
+        values, gradients = (
+            torch.finfo(kind).max for kind in (self._form.values, self._form.gradients)
+        )
+        return values, values, gradients
+
+    @property
+    def keeps_input(self) -> bool:
+        """Whether the weight's gradient is computed in 16 bits."""
+        return not self._form.weight_gradient
+
+    @property
+    def weight_format(self) -> torch.dtype | None:
+        """What a weight is cast to with one scale; `None` if each of its rows has its own."""
+        return None if self._form.by_row else self._form.values
+
+    @property
+    def can_be_cut(self) -> bool:
+        """Whether one scale serves all rows of a factor, and its transpose, wherever they are."""
+        return not self._form.by_row and self._form.weight_gradient
+
+    def forward(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        communication: Communication = ALONE,
+        *,
+        training: bool = True,
+    ) -> tuple[Tensor, Kept]:
+        """Return the output, and the transposes of weight and input in 8 bits."""
+        arriving = self._start_input(x, communication, records=training)
+        by_out, by_in = self._both_of_weight(weight)  # cast while the input travels
+        left, turned = arriving()
+        kept: Kept = (by_in.values, by_in.inverse)
+        if turned is not None:
+            kept += (turned.values, turned.inverse)
+        out = self._multiply(left, by_out, x.dtype, bias=bias, fast=True)
+        return out.view(-1, *x.shape[1:-1], out.shape[-1]), kept
+
+    def _both_of_weight(self, weight: Tensor) -> tuple[Fp8, Fp8]:
+        """Return [out, in] and its transpose, cast once an update."""
+        if self._weight is None:
+            self._weight = self._cast_weight(weight)
+        return self._weight
+
+    def _cast_weight(self, weight: Tensor) -> tuple[Fp8, Fp8]:
+        # Evaluation may be the first to cast it, and finds the weight that training would find.
+        fp8, slot = self._form.values, self.slots.weight
+        if self.arriving is None:
+            return self._both(weight, fp8, slot)
+        whole = self.arriving.fp8
+        if not self.arriving.is_there():  # its memory is: a cast beside it would take more
+            amax, found = self._amax(weight, slot, ALONE), slot.found if slot else None
+            whole = self._casts.cast(weight, amax, fp8, found=found, into=whole.values)
+        return whole, self._casts.transpose(whole)
+
+    def amax_of_weight(self) -> Tensor | None:
+        """Return what casts of the weight scale by, fp32 [], or `None` if by what it holds."""
+        slot = self.slots.weight
+        return slot.held if slot is not None and slot.has_begun() else None
+
+    def measure_part(self, part: Tensor) -> Tensor:
+        """Return the largest magnitude in some elements [n] of the weight: fp32 []."""
+        return self._casts.amax(part)
+
+    def cast_part(self, part: Tensor, amax: Tensor, into: Tensor) -> None:
+        """Write some elements of the weight in 8 bits.
+
+        Args:
+            part: the elements [n], n a multiple of 16.
+            amax: what the whole weight scales by.
+            into: where they go, [n].
+        """
+        rows, slot = part.view(-1, 16), self.slots.weight
+        found = None if slot is None else slot.found
+        self._casts.cast(rows, amax, self._form.values, found=found, into=into.view(-1, 16))
+
+    def _start_input(
+        self, x: Tensor, communication: Communication, *, records: bool
+    ) -> Callable[[], tuple[Fp8, Fp8 | None]]:
+        """Begin to cast and to gather the input.
+
+        Returns:
+            What waits for the whole input, and for its transpose if the weight's gradient takes it.
+        """
+        fp8, slot, in_16_bits = self._form.values, self.slots.input, self.keeps_input
+        # A transpose with scales of its own is another matrix, which would have to travel too.
+        if not communication.gathers or (self._form.by_row and not in_16_bits):
+            rows = communication.start_gather(x).wait().flatten(0, -2)
+            if in_16_bits:
+                whole = self._one(rows, fp8, slot, records=records)
+                return lambda: (whole, None)
+            both = self._both(rows, fp8, slot, records=records)
+            return lambda: both
+        rows = x.flatten(0, -2).contiguous()
+        part = self._one(rows, fp8, slot, communication, records=records)
+        values = communication.start_gather(part.values.view(torch.uint8))  # gloo knows no fp8
+        scales = communication.start_gather(part.inverse) if self._form.by_row else None
+
+        def arrived() -> tuple[Fp8, Fp8 | None]:
+            inverse = part.inverse if scales is None else scales.wait()
+            whole = Fp8(values.wait().view(fp8), inverse)
+            return whole, None if in_16_bits else self._casts.transpose(whole)
+
+        return arrived
+
+    def prepare(self, grad: Tensor, axis: Axis | None = None) -> Kept:
+        """Return the gradient in 8 bits, and its transpose if all rows are here."""
+        rows = grad.flatten(0, -2).contiguous()
+        fp8, slot = self._form.gradients, self.slots.gradient
+        if self.keeps_input:
+            left = self._one(rows, fp8, slot)
+            return rows, left.values, left.inverse
+        return self._factor(rows, fp8, slot, axis, records=True)
+
+    def _factor(
+        self,
+        rows: Tensor,
+        fp8: torch.dtype,
+        slot: AmaxSlot | None,
+        axis: Axis | None,
+        records: bool,
+    ) -> Kept:
+        # The first tensor tells the format of the result.
+        if axis is not None:
+            everyone = Communication(axis, along_sequence=True)
+            left = self._one(rows, fp8, slot, everyone, records=records)
+            return rows.new_empty(0), left.values, left.inverse
+        left, turned = self._both(rows, fp8, slot, records=records)
+        return rows.new_empty(0), left.values, left.inverse, turned.values, turned.inverse
+
+    def input_gradient(self, grad: Kept, kept: Kept) -> Tensor:
+        """Return grad W, [m, in]."""
+        return self._multiply(Fp8(*grad[1:3]), Fp8(*kept[:2]), grad[0].dtype)
+
+    def weight_gradient(
+        self, grad: Kept, kept: Kept, x: Tensor | None, into: Tensor, *, accumulate: bool
+    ) -> None:
+        """Write or add grad^T x, in 16 bits if the input was kept."""
+        if x is not None:
+            weight_gradient(grad[0], x, into, accumulate=accumulate)
+            return
+        left, right = Fp8(*grad[3:]), Fp8(*kept[2:])
+        self._multiply(left, right, into.dtype, into=into, accumulate=accumulate)
+
+    def forget(self) -> None:
+        """Drop the cast weight and the casts' memory."""
+        self._weight = None
+        self._casts.forget()
+
+    def enroll(self, weight: nn.Parameter, in_8_bits: dict[nn.Parameter, Fp8Products]) -> None:
+        """Add the weight to those that are multiplied in 8 bits."""
+        in_8_bits[weight] = self
+
+    def weight_factors(self, weight: Tensor) -> tuple[Kept, Kept]:
+        """Return the weight in 8 bits and its transpose."""
+        by_out, by_in = self._both_of_weight(weight)
+        return (by_out.values, by_out.inverse), (by_in.values, by_in.inverse)
+
+    def prepare_input(self, x: Tensor, axis: Axis | None, *, training: bool) -> Kept:
+        """Return the input in 8 bits, and its transpose if all rows are here."""
+        return self._factor(x, self._form.values, self.slots.input, axis, records=training)
+
+    def rows_of(self, factor: Kept) -> Tensor:
+        """Return the rows as bytes: gloo knows no fp8."""
+        return factor[1].view(torch.uint8)
+
+    def with_all_rows(self, factor: Kept, rows: Tensor, *, copy: bool) -> Kept:
+        """Return the factor with the transpose of all rows."""
+        like, values, inverse = factor
+        turned = self._casts.transpose(Fp8(rows.view(values.dtype), inverse))
+        return like, values, inverse, turned.values, turned.inverse
+
+    def keep(self, weight: Kept, factor: Kept) -> Kept:
+        """Return the transposes of weight and input."""
+        return *weight, *factor[3:]
+
+    def multiply_rows(
+        self,
+        factor: Kept,
+        weight: Kept,
+        bias: Tensor | None,
+        rows: Tensor,
+        into: Tensor,
+        *,
+        backward: bool = False,
+    ) -> None:
+        """Write the product of some rows, which are scaled as all of the factor."""
+        part = Fp8(rows.view(factor[1].dtype), factor[2])
+        self._multiply(part, Fp8(*weight[:2]), into.dtype, bias=bias, fast=not backward, into=into)
+
+    def _one(
+        self,
+        x: Tensor,
+        fp8: torch.dtype,
+        slot: AmaxSlot | None,
+        communication: Communication = ALONE,
+        *,
+        records: bool = True,
+    ) -> Fp8:
+        """Cast a matrix [m, k], or a part of its rows with the scale of the whole."""
+        if self._form.by_row:
+            return self._casts.cast_rows(x, fp8)
+        amax = self._amax(x, slot, communication)
+        return self._casts.cast(x, amax, fp8, found=slot.found if slot and records else None)
+
+    def _both(
+        self, x: Tensor, fp8: torch.dtype, slot: AmaxSlot | None, *, records: bool = True
+    ) -> tuple[Fp8, Fp8]:
+        """Cast [m, k] and its transpose [k, m]."""
+        if self._form.by_row:
+            return self._casts.cast_transpose_rows(x, fp8)
+        amax, found = self._amax(x, slot, ALONE), slot.found if slot and records else None
+        return self._casts.cast_transpose(x, amax, fp8, found=found)
+
+    def _amax(self, x: Tensor, slot: AmaxSlot | None, communication: Communication) -> Tensor:
+        """Return what to scale by."""
+        if slot is not None and slot.has_begun():
+            return slot.held
+        return communication.start_max(self._casts.amax(x)).wait()

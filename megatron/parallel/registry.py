@@ -1,0 +1,119 @@
+"""What layers announce while a model is built, so that they can be served once it is complete.
+
+A layer is built before gradient buffers and scale histories exist. It reserves a gradient slot for
+each use of a weight, and announces what multiplies by the weight. Nothing is assigned into the
+layer later: it asks what it has reserved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from megatron.parallel.fp8 import AmaxHistory, DelayedScaling, Fp8Products
+from megatron.parallel.gradients import GradientBuffer
+from megatron.parallel.layout import Layout
+from megatron.parallel.linear import WeightSlot
+from megatron.parallel.products import Products
+
+
+class ReservedSlot:
+    """A place for the gradient of one use of a weight.
+
+    Attributes:
+        slot: where the gradient goes; `None` leaves it to autograd.
+    """
+
+    __slots__ = ("slot",)
+
+    def __init__(self) -> None:
+        self.slot: WeightSlot | None = None
+
+
+class LayerRegistry:
+    """What the layers of this process's parts of a model have announced."""
+
+    def __init__(self) -> None:
+        self._reserved: list[tuple[nn.Parameter, int, ReservedSlot]] = []
+        self._products: list[Products] = []
+        self._deferrable: list[nn.Parameter] = []
+        self._fp8: dict[nn.Parameter, Fp8Products] = {}
+
+    def reserve_slot(self, weight: nn.Parameter, *, uses: int = 1) -> ReservedSlot:
+        """Return a slot that `bind_slots` fills.
+
+        Args:
+            weight: whose gradient it is for.
+            uses: how often a backward adds to the gradient through this slot. The gradient is
+                complete when all uses of all slots have added to it.
+        """
+        reserved = ReservedSlot()
+        self._reserved.append((weight, uses, reserved))
+        return reserved
+
+    def add_products(self, weight: nn.Parameter, products: Products) -> None:
+        """Note what multiplies by a weight whose gradient can be put off."""
+        self._products.append(products)
+        self._deferrable.append(weight)
+        products.enroll(weight, self._fp8)
+
+    def bind_slots(self, gradients: GradientBuffer) -> None:
+        """Let products add to fp32 gradients themselves, without autograd."""
+        for weight, uses, reserved in self._reserved:
+            for _ in range(uses):
+                reserved.slot = gradients.slot(weight)
+
+    def forget_weights(self) -> None:
+        """Drop copies of weights in other number formats.
+
+        Call it when weights have changed, and when a device begins or ends to record a pass:
+        nothing may come from outside of it, or go there.
+        """
+        for products in self._products:
+            products.forget()
+
+    @property
+    def deferrable_weights(self) -> list[nn.Parameter]:
+        """Weights whose gradients wait if their layers have a queue."""
+        return self._deferrable
+
+    def fp8_weights(self) -> dict[nn.Parameter, Fp8Products]:
+        """Return the weights that only 8-bit products read, each with one scale, and by which."""
+        return {
+            weight: products
+            for weight, products in self._fp8.items()
+            if products.weight_format is not None
+        }
+
+    def keep_history(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        scaling: DelayedScaling,
+        layout: Layout,
+        device: torch.device,
+    ) -> AmaxHistory:
+        """Let the 8-bit layers scale by earlier updates.
+
+        Args:
+            named_parameters: of the model here; their names are global.
+            scaling: how scales follow from the history.
+            layout: of the layers.
+            device: where they run.
+
+        Returns:
+            The history that the layers share, empty if there are no such layers.
+        """
+        layers = {
+            name.removesuffix(".weight"): self._fp8[parameter]
+            for name, parameter in named_parameters
+            if parameter in self._fp8
+        }
+        if not layers:
+            return AmaxHistory.empty()
+        largest = next(iter(layers.values())).largest  # they are all of one form
+        history = AmaxHistory(list(layers), largest, scaling, layout, device)
+        for name, products in layers.items():
+            products.scale_by(history.slots(name))
+        return history
