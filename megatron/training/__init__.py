@@ -1,7 +1,7 @@
 """One training run, from its configuration to its last checkpoint. In the order of a run:
 
     pretrain       the run as a whole: build, show the panel, train, evaluate
-    setup          builds `run.Run`, which everything below is given
+    build          builds `run.Run`, which everything below is given
     loop           updates, and callbacks around them
     step           one update: gradients added up and averaged, weights changed, losses read
     passes         its micro-batches through the model, in the order of a pipeline schedule
