@@ -12,13 +12,13 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megatron.checkpoint.find import scan
 from megatron.checkpoint.huggingface import files
 from megatron.checkpoint.huggingface.families import family_for
-from megatron.checkpoint.huggingface.files import is_model_folder, tokenizer_in
 from megatron.checkpoint.huggingface.reader import HFReader
 from megatron.checkpoint.huggingface.settings import read_json
 from megatron.checkpoint.huggingface.writer import Export, write_folder
@@ -29,18 +29,25 @@ from megatron.checkpoint.reader import PaddedReader, Reader
 from megatron.checkpoint.store import WEIGHTS, convert_to_native
 from megatron.config.arguments import from_namespace
 from megatron.config.data import TokenizerConfig
+from megatron.config.model import ModelConfig
+from megatron.config.parallel import ParallelConfig
 from megatron.config.resolve import resolve
+from megatron.config.rules_legacy import tensor_misfit
+from megatron.config.rules_model import divisors
 from megatron.config.run import ModelRun, RunOptions, narrow
+from megatron.config.stages import plan_model
 from megatron.config.yaml_file import from_dict
 from megatron.durable import Check, replace_file, storage_errors
 from megatron.errors import CheckpointError, ConfigError, UserError
 from megatron.tokenizer import build_tokenizer, files_of
 from megatron.tokenizer.build import padded_vocab_size
-from tools.checkpoint.target import target
 
 _EMBEDDING = f"{WEIGHTS}embedding.word.weight"
 _POSITIONS = f"{WEIGHTS}embedding.position.weight"
 _WORDPIECES = ("BertWordPieceLowerCase", "BertWordPieceCase")
+_FILES = ("tokenizer_model", "vocab_file", "merge_file")  # fields of TokenizerConfig
+_LOADERS = {"native": "native", "legacy": "megatron"}  # by `Reader.format`
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 @dataclass(frozen=True)
@@ -48,12 +55,12 @@ class Source:
     """A checkpoint that was opened.
 
     Attributes:
-        reader: its tensors.
-        config: the run that it stands for.
-        companions: folder of Hugging Face files that belong to it; None: there is none.
-        family: `model_type` that it came as; None: it did not come from Hugging Face.
-        bare_names: its Hugging Face names lacked the family's prefix.
-        notices: lines for the user.
+        reader: Its tensors.
+        config: The run that it stands for.
+        companions: The folder of Hugging Face files that belong to it, if there is one.
+        family: The `model_type` that it came as; None if it did not come from Hugging Face.
+        bare_names: Its Hugging Face names lacked the family's prefix.
+        notices: Lines for the user.
     """
 
     reader: Reader
@@ -65,16 +72,22 @@ class Source:
 
     @property
     def rows(self) -> int:
-        """Of the word embedding."""
+        """Rows of the word embedding."""
         return self.reader.global_shape(_EMBEDDING)[0]
+
+    @property
+    def decodes_only(self) -> bool:
+        """Whether it is a GPT."""
+        return self.config.model.architecture == "gpt"
 
 
 def check_target(options: argparse.Namespace) -> None:
-    """See that nothing is written over or put aside: what is read, a run, another conversion.
+    """Check that nothing is overwritten or put aside: the source, a run, another conversion.
+
+    A folder of Hugging Face is refused by its writer.
 
     Raises:
-        ConfigError: the folder holds checkpoints. (A folder of Hugging Face is refused by its
-            writer.)
+        ConfigError: The folder holds checkpoints.
     """
     held = [found.path.name for found in scan(options.save_dir)[0]]
     if options.saver != "hf" and held:
@@ -85,10 +98,10 @@ def check_target(options: argparse.Namespace) -> None:
 
 
 def check_companions(options: argparse.Namespace) -> None:
-    """See that --hf-files names a folder with files that belong to a model.
+    """Check that --hf-files names a folder with files that belong to a model.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: It does not.
     """
     folder = options.hf_files
     if folder is not None and not any((folder / name).is_file() for name in files.COMPANIONS):
@@ -100,12 +113,9 @@ def check_companions(options: argparse.Namespace) -> None:
 
 
 def load_hf(options: argparse.Namespace) -> Source:
-    """A folder of safetensors with config.json."""
-    if not is_model_folder(options.load_dir) and scan(options.load_dir)[0]:
-        kind = {"native": "native", "legacy": "megatron"}[scan(options.load_dir)[0][0].format]
-        raise CheckpointError(
-            f"--loader {options.loader}: {options.load_dir} is another kind: use --loader {kind}"
-        )
+    """Open a folder of safetensors with config.json."""
+    if not files.is_model_folder(options.load_dir) and (found := scan(options.load_dir)[0]):
+        raise _other_kind(options, options.load_dir, found[0].format)
     reader = HFReader(options.load_dir)
     return Source(
         reader=reader,
@@ -117,17 +127,14 @@ def load_hf(options: argparse.Namespace) -> Source:
     )
 
 
-def load_native(options: argparse.Namespace) -> Source:
-    """The newest checkpoint that this program wrote."""
-    return _load_own(options, "native")
+def _other_kind(options: argparse.Namespace, path: Path, kind: str) -> CheckpointError:
+    return CheckpointError(
+        f"--loader {options.loader}: {path} is another kind: use --loader {_LOADERS[kind]}"
+    )
 
 
-def load_megatron(options: argparse.Namespace) -> Source:
-    """The newest checkpoint that Megatron-LM up to 23.08 wrote."""
-    return _load_own(options, "legacy")
-
-
-def _load_own(options: argparse.Namespace, expected: str) -> Source:
+def load_own(options: argparse.Namespace) -> Source:
+    """Open the newest checkpoint that this program, or Megatron-LM up to 23.08, wrote."""
     folder = options.load_dir
     reader = None if folder.is_file() else open_checkpoint(folder)
     if reader is None:
@@ -135,37 +142,31 @@ def _load_own(options: argparse.Namespace, expected: str) -> Source:
         if (folder / files.CONFIG).is_file():
             why = "a folder of Hugging Face: use --loader hf"
         raise CheckpointError(f"--load-dir {folder}: {why}")
-    loader = {"native": "native", "legacy": "megatron"}[reader.format]
-    if reader.format != expected:
-        raise CheckpointError(
-            f"--loader {options.loader}: {reader.path} is another kind: use --loader {loader}"
-        )
+    if _LOADERS[reader.format] != options.loader:
+        raise _other_kind(options, reader.path, reader.format)
     sections = reader.meta["config"]
     if reader.format == "legacy":
         sections = {**legacy_surroundings(reader.meta["legacy_args"]), **sections}
     config = _complete(from_dict(sections, str(reader.path)), reader)
     if reader.format == "legacy" and _entries_if_there(config.tokenizer) is None:
         config = replace(config, tokenizer=TokenizerConfig())  # its files were elsewhere
+    # Files that an import left: in the same place, or beside a run's tokenizer.
+    tokenizer = [getattr(config.tokenizer, field) for field in files_of(config.tokenizer)]
+    beside = [one / files.COMPANION_FOLDER for one in (folder, folder.absolute().parent)]
+    places = [*beside, *(Path(name).parent for name in tokenizer if name)]
+    companions = (place for place in places if (place / files.CONFIG).is_file())
     origin = reader.meta.get("huggingface") or {}
     return Source(
         reader=reader,
         config=config,
-        companions=options.hf_files or _find_companions(options.load_dir, config),
+        companions=options.hf_files or next(companions, None),
         family=origin.get("family"),
         bare_names=origin.get("bare_names", False),
     )
 
 
-def _find_companions(root: Path, config: ModelRun) -> Path | None:
-    """The folder that an import left: in the same place, or where a run's tokenizer lies."""
-    tokenizer = [getattr(config.tokenizer, field) for field in files_of(config.tokenizer)]
-    beside = [one / files.COMPANION_FOLDER for one in (root, root.absolute().parent)]
-    places = [*beside, *(Path(name).parent for name in tokenizer if name)]
-    return next((place for place in places if (place / files.CONFIG).is_file()), None)
-
-
 def _complete(config: RunOptions, reader: Reader) -> ModelRun:
-    """What a converted model's configuration leaves open: derived sizes, window, precision."""
+    """Fill in what a model's configuration leaves open: derived sizes, window, precision."""
     positions = config.model.max_position_embeddings
     if positions is None and _POSITIONS in reader.names():
         positions = reader.global_shape(_POSITIONS)[0]
@@ -175,14 +176,14 @@ def _complete(config: RunOptions, reader: Reader) -> ModelRun:
     precision = replace(run.precision, fp16=dtype == torch.float16, bf16=dtype == torch.bfloat16)
     data, length = run.data, run.data.seq_length or run.model.max_position_embeddings
     decoder = data.decoder_seq_length
-    if run.model.architecture == "t5" and decoder is None:
+    if run.model.decoder_layers and decoder is None:
         decoder = length
     data = replace(data, seq_length=length, decoder_seq_length=decoder)
     return replace(run, precision=precision, data=data)
 
 
 def save_native(source: Source, options: argparse.Namespace, check: Check | None) -> Path:
-    """A checkpoint of ours, with the model's small files beside it."""
+    """Write a checkpoint of ours, with the model's small files beside it."""
     tokenizer = _adopt_files(source, options)
     held = rows = options.true_vocab_size or source.rows
     is_own = tokenizer == source.config.tokenizer  # its files may be elsewhere now
@@ -211,14 +212,18 @@ def save_native(source: Source, options: argparse.Namespace, check: Check | None
 
 
 def save_megatron(source: Source, options: argparse.Namespace, check: Check | None) -> Path:
-    """Files that Megatron-LM 23.08 loads, split as the flags ask, else as they were."""
+    """Write files that Megatron-LM 23.08 loads, split as the flags ask, otherwise as they were."""
     old = source.reader.meta.get("legacy_args") or vars(source.config.parallel)
-    config = replace(source.config, parallel=target(old, source.config.model, options))
+    config = replace(source.config, parallel=split_as_asked(old, source.config.model, options))
     given = from_namespace(TokenizerConfig, options)
     if given == TokenizerConfig():
         entries = _entries_if_there(config.tokenizer)
     elif given.tokenizer_type is None and given.vocab_file and not given.merge_file:
-        entries = _count_entries(given.vocab_file)  # as Megatron's tool does
+        data = _read(given.vocab_file, "vocab_file")
+        try:  # keys of a JSON object, or lines, as Megatron's tool counts them
+            entries = len(json.loads(data))
+        except ValueError:
+            entries = len(data.splitlines())
     else:
         given = _given_tokenizer(source, options)
         config, entries = replace(config, tokenizer=given), _entries(given)
@@ -228,7 +233,7 @@ def save_megatron(source: Source, options: argparse.Namespace, check: Check | No
     # Rows of padding that a model was trained with stay, unless they are to be dropped.
     kept = held if options.true_vocab_size else source.rows
     return convert_to_legacy(
-        PaddedReader(_with_rows(source.reader, kept), rows=rows, entries=held),
+        PaddedReader(PaddedReader(source.reader, rows=kept, entries=kept), rows=rows, entries=held),
         options.save_dir,
         config,
         keep_optimizer=options.keep_optimizer,
@@ -236,18 +241,57 @@ def save_megatron(source: Source, options: argparse.Namespace, check: Check | No
     )
 
 
-def _count_entries(path: str) -> int:
-    """Of a vocabulary: keys of a JSON object, else lines."""
-    data = _read(path, "vocab_file")
+def split_as_asked(
+    old: Mapping[str, Any], model: ModelConfig, options: argparse.Namespace
+) -> ParallelConfig:
+    """Return how Megatron-LM's files are to be split, by the --target flags.
+
+    Args:
+        old: How the checkpoint was, by the names of `ParallelConfig`, which are Megatron's too.
+        model: Its network.
+        options: The options of `util.py`.
+
+    Raises:
+        ConfigError: Heads do not fit the ranks, or layers the stages.
+    """
+    split = options.target_pipeline_parallel_split_rank
+    if split is not None and not model.decoder_layers:
+        raise ConfigError(f"--target-pipeline-parallel-split-rank {split} is for a T5: drop it")
+    if split is None and options.target_pipeline_parallel_size is None:
+        split = old.get("pipeline_model_parallel_split_rank")
+    tensor, stages = options.target_tensor_parallel_size, options.target_pipeline_parallel_size
+    virtual = options.target_num_layers_per_virtual_pipeline_stage
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=tensor or old.get("tensor_model_parallel_size") or 1,
+        pipeline_model_parallel_size=stages or old.get("pipeline_model_parallel_size") or 1,
+        pipeline_model_parallel_split_rank=split,
+        num_layers_per_virtual_pipeline_stage=virtual,
+    )
+    misfit = tensor_misfit(model, parallel.tensor_model_parallel_size)
+    if misfit:
+        raise ConfigError(f"--target-tensor-parallel-size: Megatron-LM 23.08 {misfit}")
     try:
-        return len(json.loads(data))
-    except ValueError:
-        return len(data.splitlines())
+        plan_model(model, parallel)
+    except ConfigError as error:
+        shown = f"--target-pipeline-parallel-size {parallel.pipeline_model_parallel_size}"
+        if virtual is not None:
+            shown += f" --target-num-layers-per-virtual-pipeline-stage {virtual}"
+        if model.decoder_layers:
+            raise ConfigError(f"{shown}: {error}") from None
+        raise ConfigError(
+            f"{shown}: --num-layers {model.num_layers} does not split so: in Megatron-LM's files "
+            "every stage, and every virtual stage, has as many layers: use a "
+            f"--target-pipeline-parallel-size of {divisors(model.num_layers)}"
+            + (", and what divides a stage's layers for its virtual ones" * (virtual is not None))
+        ) from None
+    return parallel
 
 
 def padding_multiple(entries: int, rows: int) -> int:
-    """The smallest --make-vocab-size-divisible-by that pads `entries` to `rows`, so that training
-    goes on with the very rows that the model has: all of them take part in its softmax."""
+    """Return the smallest --make-vocab-size-divisible-by that pads `entries` to `rows`.
+
+    Training then continues with the very rows that the model has: all take part in its softmax.
+    """
     return next(
         m for m in range(rows - entries + 1, rows + 1) if math.ceil(entries / m) * m == rows
     )
@@ -257,19 +301,22 @@ def _entries(config: TokenizerConfig) -> int | None:
     return build_tokenizer(config).vocab_size if config.tokenizer_type else None
 
 
-def _with_rows(reader: Reader, rows: int) -> Reader:
-    return PaddedReader(reader, rows=rows, entries=rows)
+def _entries_if_there(config: TokenizerConfig) -> int | None:
+    try:
+        return _entries(config)
+    except UserError:  # its files are not here any more
+        return None
 
 
 def _adopt_files(source: Source, options: argparse.Namespace) -> TokenizerConfig:
-    """Copy what belongs to the model into the folder of checkpoints; the tokenizer, from there."""
+    """Copy what belongs to the model into the folder of checkpoints; return its tokenizer."""
     folder = Path(options.save_dir).absolute() / files.COMPANION_FOLDER
     found = dict(files.companions(source.companions)) if source.companions else {}
     given, own = _given_tokenizer(source, options), source.config.tokenizer
     if given == TokenizerConfig() and not source.companions:
         return own
-    paths = {}
-    for field in ("tokenizer_model", "vocab_file", "merge_file"):
+    paths: dict[str, Any] = dict.fromkeys(_FILES)
+    for field in _FILES:
         path = getattr(given, field)
         if path is not None:
             found[Path(path).name] = _read(path, field)
@@ -279,89 +326,67 @@ def _adopt_files(source: Source, options: argparse.Namespace) -> TokenizerConfig
         for name, data in found.items():
             replace_file(folder / name, data)
     if given == TokenizerConfig() and own.tokenizer_type is not None:
-        return _moved(own, source.companions, folder)
-    if not paths:
-        return _tokenizer_in(folder, given, source.config.model.architecture)
+        return _moved(own, source.companions or folder, folder)
+    if any(paths.values()):
+        return replace(given, **paths)
+    there = files.tokenizer_in(folder, source.config.model.architecture)
+    if there.tokenizer_type is None:
+        return given
+    extra = there.vocab_extra_ids or given.vocab_extra_ids
     return replace(
         given,
-        tokenizer_model=paths.get("tokenizer_model"),
-        vocab_file=paths.get("vocab_file"),
-        merge_file=paths.get("merge_file"),
+        tokenizer_type=there.tokenizer_type,
+        vocab_extra_ids=extra,
+        **{field: getattr(there, field) for field in _FILES},
     )
 
 
-def _moved(own: TokenizerConfig, old: Path | None, new: Path) -> TokenizerConfig:
-    """A run's own tokenizer; files of it that were copied, where they are now."""
-
-    def place(path: str | None) -> str | None:
-        if path is None or not (new / Path(path).name).is_file():
-            return path
-        is_elsewhere = Path(path).absolute().parent != (old or new).absolute()
-        return path if Path(path).is_file() and is_elsewhere else str(new / Path(path).name)
-
-    return replace(
-        own,
-        tokenizer_model=place(own.tokenizer_model),
-        vocab_file=place(own.vocab_file),
-        merge_file=place(own.merge_file),
-    )
+def _moved(own: TokenizerConfig, old: Path, new: Path) -> TokenizerConfig:
+    """Return a run's own tokenizer with those of its files that were copied in their new place."""
+    places: dict[str, Any] = {}
+    for field in _FILES:
+        path = getattr(own, field)
+        if path is not None and (new / Path(path).name).is_file():
+            is_elsewhere = Path(path).absolute().parent != old.absolute()
+            if not (Path(path).is_file() and is_elsewhere):
+                places[field] = str(new / Path(path).name)
+    return replace(own, **places)
 
 
 def _read(path: str, field: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise CheckpointError(
-            f"--{field.replace('_', '-')} {path}: cannot be read: {error.strerror}"
-        ) from error
+        flag = f"--{field.replace('_', '-')}"
+        raise CheckpointError(f"{flag} {path}: cannot be read: {error.strerror}") from error
 
 
 def _given_tokenizer(source: Source, options: argparse.Namespace) -> TokenizerConfig:
-    """The tokenizer of the flags, with its type where they name files; empty where there is none.
+    """Return the tokenizer of the flags, with its type if they name files; empty without any.
 
     Raises:
-        ConfigError: it cannot be built from the files that are given.
+        ConfigError: It cannot be built from the files that are given.
     """
     given = from_namespace(TokenizerConfig, options)
-    if given.tokenizer_type is None and (
-        given.tokenizer_model or given.vocab_file or given.merge_file
-    ):
-        own = source.reader.meta.get("legacy_args") or vars(source.config.tokenizer)
+    if given.tokenizer_type is None and any(getattr(given, field) for field in _FILES):
+        args = source.reader.meta.get("legacy_args")
+        own = args or vars(source.config.tokenizer)
+        model = given.tokenizer_model
+        if model is not None:
+            kind = "HuggingFaceTokenizer" if model.endswith(".json") else "Llama2Tokenizer"
+        elif source.decodes_only:
+            kind = "GPT2BPETokenizer"
+        else:  # word pieces: as in the run that the checkpoint comes from
+            kinds = (source.config.tokenizer.tokenizer_type, (args or {}).get("tokenizer_type"))
+            kind = next((str(one) for one in kinds if one in _WORDPIECES), _WORDPIECES[0])
         extra = given.vocab_extra_ids or own.get("vocab_extra_ids") or 0  # a T5's sentinels
-        given = replace(given, tokenizer_type=_kind_of(given, source), vocab_extra_ids=extra)
+        given = replace(given, tokenizer_type=kind, vocab_extra_ids=extra)
     _entries(given)
     return given
 
 
-def _kind_of(given: TokenizerConfig, source: Source) -> str:
-    """By its files; of word pieces by the run that the checkpoint comes from, else the default."""
-    model = given.tokenizer_model
-    if model is not None:
-        return "HuggingFaceTokenizer" if model.endswith(".json") else "Llama2Tokenizer"
-    if source.config.model.architecture == "gpt":
-        return "GPT2BPETokenizer"
-    args = source.reader.meta.get("legacy_args") or {}
-    kinds = (source.config.tokenizer.tokenizer_type, args.get("tokenizer_type"))
-    return next((str(kind) for kind in kinds if kind in _WORDPIECES), _WORDPIECES[0])
-
-
-def _tokenizer_in(folder: Path, given: TokenizerConfig, architecture: str) -> TokenizerConfig:
-    """The tokenizer of a folder of Hugging Face files; without a type where it has none."""
-    found = tokenizer_in(folder, architecture)
-    if found.tokenizer_type is None:
-        return given
-    return replace(
-        given,
-        tokenizer_type=found.tokenizer_type,
-        tokenizer_model=found.tokenizer_model,
-        vocab_file=found.vocab_file,
-        merge_file=found.merge_file,
-        vocab_extra_ids=found.vocab_extra_ids or given.vocab_extra_ids,
-    )
-
-
 def save_hf(source: Source, options: argparse.Namespace, check: Check | None) -> Path:
-    """A folder that `transformers` opens."""
+    """Write a folder that `transformers` opens."""
     companions = dict(files.companions(source.companions)) if source.companions else {}
     template = None
     if files.CONFIG in companions:
@@ -369,11 +394,9 @@ def save_hf(source: Source, options: argparse.Namespace, check: Check | None) ->
         template = read_json(source.companions / files.CONFIG)
     given = _given_tokenizer(source, options)
     vocab = _true_vocabulary(source, options, given, template)
-    wanted = options.model_family or source.family
-    if wanted is None and template is not None:
-        wanted = template.get("model_type")
+    wanted = options.model_family or source.family or (template or {}).get("model_type")
     export = Export(
-        _with_rows(source.reader, vocab),
+        PaddedReader(source.reader, rows=vocab, entries=vocab),
         family_for(source.config.model, vocab, wanted),
         source.config.model,
         vocab,
@@ -384,43 +407,49 @@ def save_hf(source: Source, options: argparse.Namespace, check: Check | None) ->
     if written != template:
         companions[files.CONFIG] = files.json_bytes(written)
     if files.GENERATION_CONFIG not in companions:
-        companions[files.GENERATION_CONFIG] = files.json_bytes(_generation_config(written))
+        keys = ("bos_token_id", "eos_token_id", "pad_token_id")
+        ids = {key: written[key] for key in keys if written.get(key) is not None}
+        companions[files.GENERATION_CONFIG] = files.json_bytes(ids)
     most = parse_bytes(options.max_shard_size)
     write_folder(options.save_dir, export, companions, max_shard_bytes=most, check=check)
     return Path(options.save_dir)
 
 
 def _tokenizer_files(source: Source, given: TokenizerConfig) -> dict[str, bytes]:
-    """Those of the flags or of the checkpoint's configuration, under the names of Hugging Face.
+    """Return the tokenizer's files, of the flags or the configuration, by Hugging Face's names.
 
     A checkpoint may come from a stranger: of what it names only files that its tokenizer is built
     from are passed on.
     """
     config = given
-    fields: tuple[str, ...] = ("tokenizer_model", "vocab_file", "merge_file")
+    fields: tuple[str, ...] = _FILES
     if given == TokenizerConfig():
         config = source.config.tokenizer
         fields = () if _entries_if_there(config) is None else files_of(config)
     is_json = (config.tokenizer_model or "").endswith(".json")
-    pieces = files.SPIECE if source.config.model.architecture == "t5" else files.TOKENIZER_MODEL
+    has_decoder = source.config.model.decoder_layers > 0
+    pieces = files.SPIECE if has_decoder else files.TOKENIZER_MODEL
     is_wordpiece = config.tokenizer_type in _WORDPIECES
     names = {
         "tokenizer_model": files.TOKENIZER_JSON if is_json else pieces,
         "vocab_file": files.WORDPIECES if is_wordpiece else files.VOCAB,
         "merge_file": files.MERGES,
     }
-    found = {}
-    for field in fields:
-        path = getattr(config, field)
-        if path is not None and Path(path).is_file():
-            found[names[field]] = _read(path, field)
-    return found
+    paths = {field: getattr(config, field) for field in fields}
+    return {
+        names[field]: _read(path, field)
+        for field, path in paths.items()
+        if path is not None and Path(path).is_file()
+    }
 
 
 def _token_ids(source: Source, given: TokenizerConfig) -> dict[str, int | None]:
-    """Where a GPT's texts begin and end, by its tokenizer. A config.json that leaves that out means
-    its family's own ids, which are other words of another vocabulary."""
-    if source.config.model.architecture != "gpt":
+    """Return where a GPT's texts begin and end, by its tokenizer.
+
+    A config.json that leaves that out means its family's own ids, which are other words of another
+    vocabulary.
+    """
+    if not source.decodes_only:
         return {}
     config = source.config.tokenizer if given == TokenizerConfig() else given
     try:
@@ -432,18 +461,13 @@ def _token_ids(source: Source, given: TokenizerConfig) -> dict[str, int | None]:
     return {key: next(iter(ids), None) for key, ids in found.items()}
 
 
-def _generation_config(config: Mapping[str, object]) -> dict[str, object]:
-    keys = ("bos_token_id", "eos_token_id", "pad_token_id")
-    return {key: config[key] for key in keys if config.get(key) is not None}
-
-
 def _true_vocabulary(
     source: Source,
     options: argparse.Namespace,
     given: TokenizerConfig,
     template: Mapping[str, object] | None,
 ) -> int:
-    """Rows to write: as told, as the original had, as the tokenizer has, or all."""
+    """Return the rows to write: as told, as the original had, as the tokenizer has, or all."""
     if options.true_vocab_size is not None:
         return int(options.true_vocab_size)
     original = template.get("vocab_size") if template else None
@@ -454,21 +478,11 @@ def _true_vocabulary(
     return entries if entries is not None and entries <= source.rows else source.rows
 
 
-def _entries_if_there(config: TokenizerConfig) -> int | None:
-    try:
-        return _entries(config)
-    except UserError:  # its files are not here any more
-        return None
-
-
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-
-
 def parse_bytes(text: str) -> int:
-    """`5GB` in bytes, as `transformers` counts them.
+    """Return the bytes of a size such as `5GB`, as `transformers` counts them.
 
     Raises:
-        CheckpointError: not a size.
+        CheckpointError: It is not a size.
     """
     number = text.rstrip("KMGB")
     unit = _UNITS.get(text[len(number) :])
@@ -478,8 +492,8 @@ def parse_bytes(text: str) -> int:
 
 
 LOADERS: Mapping[str, Callable[[argparse.Namespace], Source]] = {
-    "native": load_native,
-    "megatron": load_megatron,
+    "native": load_own,
+    "megatron": load_own,
     "hf": load_hf,
     "llama2_hf": load_hf,
 }

@@ -1,13 +1,13 @@
-"""Say what a folder of checkpoints holds, and whether it is sound; or how two of them differ.
+"""Describe a folder of checkpoints and say whether it is sound, or how two of them differ.
 
     python tools/checkpoint/inspect.py runs/demo/checkpoints
     python tools/checkpoint/inspect.py --no-verify --details runs/demo/checkpoints
     python tools/checkpoint/inspect.py diff runs/demo/checkpoints runs/other/iter_0000100
 
-A folder is one that was given to --save or --load, ours or Megatron-LM's, or one of Hugging Face;
-for `diff` also one checkpoint in it. Tensors are read in parts. Exit code 0: all checkpoints are
-sound, or both are the same; 1: the two differ; 4: one is damaged, the tracker names one that is not
-there, or there is none.
+A folder is one that was given to --save or --load, ours or Megatron-LM's, or a Hugging Face folder;
+for `diff` it may also be one checkpoint in it. Tensors are read in parts. Exit code 0: all
+checkpoints are sound, or both are the same; 1: the two differ; 4: one is damaged, the tracker names
+one that is not there, or there is none.
 """
 
 from __future__ import annotations
@@ -20,71 +20,60 @@ if __name__ == "__main__":
     # library's `inspect`; the package may not be installed.
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-import argparse
 from collections.abc import Sequence
 
+from megatron.command import run_command
 from megatron.config.arguments import ToolParser
 
 DIFFERENT = 1  # exit code
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the summary, or the differences; the exit code."""
+    """Print the summary, or the differences, and return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    from megatron.command import run_command
-
     if words[:1] == ["diff"]:
-        pair = _diff_parser().read(words[1:])
-        return run_command(lambda: _diff(pair))
-    args = _parser().read(words)
-    return run_command(lambda: _inspect(args))
-
-
-def _parser() -> ToolParser:
+        return _diff(words[1:])
     parser = ToolParser("inspect.py", __doc__)
     parser.add_argument("folder", type=Path, help="Folder of checkpoints.")
-    parser.add_argument(
-        "--no-verify",
-        action="store_true",
-        help="Compare sizes only, instead of reading every byte and comparing digests.",
-    )
-    parser.add_argument(
-        "--details", action="store_true", help="List all tensors and what else was saved."
-    )
-    return parser
+    text = "Compare sizes only, instead of reading every byte and comparing digests."
+    parser.add_argument("--no-verify", action="store_true", help=text)
+    text = "List all tensors and what else was saved."
+    parser.add_argument("--details", action="store_true", help=text)
+    args = parser.read(words)
+
+    def work() -> int:
+        from megatron.checkpoint.inspection import summarize
+        from megatron.errors import EXIT_OK, CheckpointError
+
+        lines, sound = summarize(args.folder, verify=not args.no_verify, details=args.details)
+        print("\n".join(lines))
+        return EXIT_OK if sound else CheckpointError.exit_code
+
+    return run_command(work)
 
 
-def _diff_parser() -> ToolParser:
-    parser = ToolParser("inspect.py diff", "How two checkpoints of any format differ.")
+def _diff(words: Sequence[str]) -> int:
+    parser = ToolParser("inspect.py diff", "Show how two checkpoints of any format differ.")
     parser.add_argument("one", type=Path, help="A checkpoint, or a folder of them: the newest.")
     parser.add_argument("other", type=Path, help="Another.")
-    parser.add_argument(
-        "--only", default="", metavar="PREFIX", help="Compare tensors whose names begin so."
-    )
+    text = "Compare tensors whose names begin so."
+    parser.add_argument("--only", default="", metavar="PREFIX", help=text)
     parser.add_argument("--no-verify", action="store_true", help="Do not compare digests first.")
-    return parser
+    args = parser.read(words)
 
+    def work() -> int:
+        from megatron.checkpoint.inspection import compare
+        from megatron.checkpoint.loading import open_any
+        from megatron.errors import EXIT_OK
 
-def _diff(args: argparse.Namespace) -> int:
-    from megatron.checkpoint.inspection import compare
-    from megatron.checkpoint.loading import open_any
-    from megatron.errors import EXIT_OK
+        one, other = (open_any(path, verify=not args.no_verify) for path in (args.one, args.other))
+        print(f"{one.path} ({one.format}) -> {other.path} ({other.format})")
+        found = compare(one, other, only=args.only)
+        print("".join(f"{line}\n" for line in found.lines), end="")
+        print(f"{found.equal} tensors are the same, {len(found.lines)} differences")
+        return DIFFERENT if found.lines else EXIT_OK
 
-    one, other = (open_any(path, verify=not args.no_verify) for path in (args.one, args.other))
-    print(f"{one.path} ({one.format}) -> {other.path} ({other.format})")
-    found = compare(one, other, only=args.only)
-    print("".join(f"{line}\n" for line in found.lines), end="")
-    print(f"{found.equal} tensors are the same, {len(found.lines)} differences")
-    return DIFFERENT if found.lines else EXIT_OK
-
-
-def _inspect(args: argparse.Namespace) -> int:
-    from megatron.checkpoint.inspection import summarize
-    from megatron.errors import EXIT_OK, CheckpointError
-
-    lines, sound = summarize(args.folder, verify=not args.no_verify, details=args.details)
-    print("\n".join(lines))
-    return EXIT_OK if sound else CheckpointError.exit_code
+    return run_command(work)
 
 
 if __name__ == "__main__":

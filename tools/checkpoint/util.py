@@ -1,17 +1,17 @@
-"""Convert a checkpoint: Megatron-LM's or Hugging Face's to ours, and out again.
+r"""Convert a checkpoint: Megatron-LM's or Hugging Face's to ours, and out again.
 
-    python tools/checkpoint/util.py --model-type GPT --loader llama2_hf --saver native \\
+    python tools/checkpoint/util.py --model-type GPT --loader llama2_hf --saver native \
         --load-dir Llama-2-7b-hf --save-dir checkpoints/llama2-7b --verify
-    python tools/checkpoint/util.py --model-type GPT --loader native --saver hf \\
+    python tools/checkpoint/util.py --model-type GPT --loader native --saver hf \
         --load-dir checkpoints/finetuned --save-dir exported
 
-    python tools/checkpoint/util.py --model-type GPT --loader native --saver megatron \\
-        --load-dir checkpoints/mine --save-dir checkpoints/megatron --keep-optimizer \\
+    python tools/checkpoint/util.py --model-type GPT --loader native --saver megatron \
+        --load-dir checkpoints/mine --save-dir checkpoints/megatron --keep-optimizer \
         --target-tensor-parallel-size 2 --target-pipeline-parallel-size 2
 
-Weights only, unless --keep-optimizer is given. Nothing is downloaded, and no code of a folder is
-run. A native checkpoint loads in any layout, so there is none to convert to; Megatron's files are
-split as the --target flags say.
+Only weights are converted unless --keep-optimizer is given. Nothing is downloaded, and no code of a
+folder is run. A native checkpoint loads in any layout, so there is none to convert to; Megatron's
+files are split as the --target flags say.
 """
 
 from __future__ import annotations
@@ -40,93 +40,64 @@ if TYPE_CHECKING:
 MODELS = ("GPT", "BERT", "T5")
 LOADERS = ("native", "megatron", "hf", "llama2_hf")
 SAVERS = ("native", "megatron", "hf")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "bert", "t5")
 _HF = ("hf", "llama2_hf")
 _SHARD = "5GB"
-_TARGETS = (
-    "target_tensor_parallel_size",
-    "target_pipeline_parallel_size",
-    "target_pipeline_parallel_split_rank",
-    "target_num_layers_per_virtual_pipeline_stage",
-)
+_TARGETS = {  # how Megatron-LM's files are split
+    "target_tensor_parallel_size": "Tensor-parallel ranks of the files. Unset: as it was split.",
+    "target_pipeline_parallel_size": "Pipeline stages of the files. Unset: as it was split.",
+    "target_pipeline_parallel_split_rank": "Stage on which a T5's decoder begins. Unset: as it was "
+    "split, or with another number of stages the one that an even split gives.",
+    "target_num_layers_per_virtual_pipeline_stage": "Layers of each virtual stage. Unset: none.",
+}
 
 
 def build_parser() -> ToolParser:
-    """The command line: Megatron's flags, and ours."""
+    """Return the parser of the command line: Megatron's flags, and ours."""
     parser = ToolParser("util.py", __doc__)
-    parser.add_argument("--model-type", required=True, choices=MODELS, help="Kind of model.")
-    parser.add_argument("--loader", default="megatron", choices=LOADERS, help="Format to read.")
-    parser.add_argument("--saver", default="megatron", choices=SAVERS, help="Format to write.")
-    parser.add_argument("--load-dir", required=True, type=Path, help="Folder to read.")
-    parser.add_argument("--save-dir", required=True, type=Path, help="Folder to write.")
-    parser.add_argument(
-        "--true-vocab-size", type=int, help="Rows of the vocabulary to keep: padding is dropped."
+    add = parser.add_argument
+    add("--model-type", required=True, choices=MODELS, help="Kind of model.")
+    add("--loader", default="megatron", choices=LOADERS, help="Format to read.")
+    add("--saver", default="megatron", choices=SAVERS, help="Format to write.")
+    add("--load-dir", required=True, type=Path, help="Folder to read.")
+    add("--save-dir", required=True, type=Path, help="Folder to write.")
+    add("--true-vocab-size", type=int, help="Rows of the vocabulary to keep, without the padding.")
+    text = "Convert the optimizer's states and the schedule's position too."
+    add("--keep-optimizer", action="store_true", help=text)
+    add = parser.add_argument_group("To Megatron-LM").add_argument
+    for name, text in _TARGETS.items():
+        add(_flag(name), type=int, help=text)
+    add = parser.add_argument_group("To Hugging Face").add_argument
+    text = f"Largest file, for example 500MB. Default: {_SHARD}."
+    add("--max-shard-size", default=_SHARD, help=text)
+    text = "Family to write. Unset: the one it came as, otherwise the first that fits."
+    add("--model-family", choices=FAMILIES, help=text)
+    text = (
+        "Folder with the original's config.json and tokenizer files. Unset: the one that an import "
+        "made, if the checkpoint's tokenizer lies in it."
     )
-    parser.add_argument(
-        "--keep-optimizer",
-        action="store_true",
-        help="Convert optimizer states and where the schedule stands too.",
-    )
-    target = parser.add_argument_group("To Megatron-LM")
-    target.add_argument(
-        "--target-tensor-parallel-size",
-        type=int,
-        help="Tensor-parallel ranks of the files. Unset: as it was split.",
-    )
-    target.add_argument(
-        "--target-pipeline-parallel-size",
-        type=int,
-        help="Pipeline stages of the files. Unset: as it was split.",
-    )
-    target.add_argument(
-        "--target-pipeline-parallel-split-rank",
-        type=int,
-        help="Stage on which a T5's decoder begins. Unset: as it was split, or with another number "
-        "of stages where layers dealt out alike have it begin.",
-    )
-    target.add_argument(
-        "--target-num-layers-per-virtual-pipeline-stage",
-        type=int,
-        help="Layers of each virtual stage. Unset: none.",
-    )
-    export = parser.add_argument_group("To Hugging Face")
-    export.add_argument(
-        "--max-shard-size",
-        default=_SHARD,
-        help=f"Largest file, for example 500MB. Default: {_SHARD}.",
-    )
-    export.add_argument(
-        "--model-family",
-        choices=("llama", "mistral", "qwen2", "qwen3", "gpt2", "bert", "t5"),
-        help="Write as this. Unset: as it came, else the first that fits.",
-    )
-    export.add_argument(
-        "--hf-files",
-        type=Path,
-        help="Folder with the original's config.json and tokenizer files. Unset: the one that an "
-        "import made, if the checkpoint's tokenizer lies in it.",
-    )
-    check = parser.add_argument_group("Check")
-    check.add_argument(
-        "--verify", action="store_true", help="Compare logits with those of transformers."
-    )
-    check.add_argument("--verify-tolerance", type=float, default=TOLERANCE, help=TOLERANCE_HELP)
+    add("--hf-files", type=Path, help=text)
+    add = parser.add_argument_group("Check").add_argument
+    add("--verify", action="store_true", help="Compare logits with those of transformers.")
+    add("--verify-tolerance", type=float, default=TOLERANCE, help=TOLERANCE_HELP)
     add_flags(parser, TokenizerConfig)
-    without = parser.add_argument_group("Flags of Megatron-LM that change nothing here")
-    without.add_argument("--megatron-path")
-    without.add_argument("--max-queue-size", type=int)
-    without.add_argument("--no-checking", action="store_true")
+    add = parser.add_argument_group("Flags of Megatron-LM that change nothing here").add_argument
+    add("--megatron-path")
+    add("--max-queue-size", type=int)
+    add("--no-checking", action="store_true")
     return parser
 
 
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 def notices(options: argparse.Namespace) -> Iterator[str]:
-    """What becomes of flags that change nothing."""
+    """Yield what becomes of flags that change nothing."""
     for name in _TARGETS if options.saver != "megatron" else ():
         value = getattr(options, name)
         if value is not None:
-            yield (
-                f"--{name.replace('_', '-')} {value}: changes nothing: what is written loads in any"
-                " layout"
-            )
+            yield f"{_flag(name)} {value}: changes nothing: what is written loads in any layout"
     if options.saver != "hf":
         for_hf = "changes nothing: it is for --saver hf"
         if options.model_family is not None:
@@ -144,10 +115,10 @@ def notices(options: argparse.Namespace) -> Iterator[str]:
 
 
 def run(options: argparse.Namespace) -> Iterator[str]:
-    """Convert; lines for the user on the way.
+    """Convert, and yield lines for the user on the way.
 
     Raises:
-        UserError: what cannot be read, expressed or written.
+        UserError: Something cannot be read, expressed or written.
     """
     from tools.checkpoint import formats
 
@@ -158,7 +129,7 @@ def run(options: argparse.Namespace) -> Iterator[str]:
     for name in (*_TARGETS, "true_vocab_size"):
         value = getattr(options, name)
         if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {value}: at least 1")
+            raise ConfigError(f"{_flag(name)} {value}: at least 1")
     formats.check_target(options)
     formats.check_companions(options)
     yield from notices(options)
@@ -190,7 +161,7 @@ def run(options: argparse.Namespace) -> Iterator[str]:
 
 
 def megatron_notices(source: formats.Source, *, keep_optimizer: bool) -> Iterator[str]:
-    """What Megatron-LM computes otherwise with the same weights, or cannot go on with."""
+    """Yield what Megatron-LM computes differently with the weights, or cannot continue with."""
     from megatron.checkpoint.legacy.writer import notices as of_network
     from megatron.config.rules_legacy import not_kept
 
@@ -201,7 +172,7 @@ def megatron_notices(source: formats.Source, *, keep_optimizer: bool) -> Iterato
 
 
 def _verify(source: formats.Source, options: argparse.Namespace, written: Path) -> str:
-    """Compare what was written, and has not got its name yet, with what was read."""
+    """Compare what was written, and does not have its name yet, with what was read."""
     from megatron.checkpoint.loading import open_checkpoint
 
     if options.saver == "hf":
@@ -214,7 +185,7 @@ def _verify(source: formats.Source, options: argparse.Namespace, written: Path) 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, else that of the error."""
+    """Convert as the command line says, and return the exit code: 0, or that of the error."""
     options = build_parser().read(argv)
 
     def work() -> None:
