@@ -1,5 +1,4 @@
-"""What a command prints, and how it ends: lines of its log, errors that tell the user what to mend,
-interruptions, exit codes."""
+"""How a command prints and ends: log lines, panels, error messages, interruptions, exit codes."""
 
 from __future__ import annotations
 
@@ -7,21 +6,24 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import NoReturn
 
 from megatron.errors import EXIT_OK, OutputClosedError, UserError, drop_unwritten, say_on_stderr
 
+PanelRow = tuple[str, str]
+"""A line of a start-up panel: its name and its value."""
+
 
 def say(text: str) -> None:
-    """Print a line at once, above the progress bar if one is drawn.
+    """Print a line at once, above the progress bar if there is one.
 
-    Where standard output cannot be written (its disk is full), the line goes to the error stream,
-    or nowhere: a run does not end for its log.
+    If standard output cannot be written (its disk is full), the line goes to the error stream, or
+    nowhere: a run does not end because of its log.
 
     Raises:
-        OutputClosedError: what read standard output has gone.
+        OutputClosedError: The reader of standard output has gone.
     """
     try:
         if sys.stderr.isatty():
@@ -43,16 +45,28 @@ def say(text: str) -> None:
         say_on_stderr(f"(log: {error.strerror}) {text}")
 
 
+def format_panel(title: str, rows: Iterable[PanelRow]) -> str:
+    """Return aligned `name  value` lines between rules."""
+    rows = list(rows)
+    width = max(len(name) for name, _ in rows)
+    body = [f"  {name.ljust(width)}  {value}" for name, value in rows]
+    rule = "-" * min(100, max(len(line) for line in [title, *body]))
+    return "\n".join([rule, title, rule, *body, rule])
+
+
 def end_on_interrupt() -> None:
-    """From now on Ctrl-C ends the process in silence, with exit code 130, until `run_command` or
-    `run_process` takes it. For a script that imports torch before, which takes seconds: Python
-    would show where it was, or some import would swallow the interruption."""
+    """Let Ctrl-C end the process in silence, with exit code 130, until a command begins.
+
+    `run_command` and `run_process` take interrupts back. This is for a script that imports torch
+    first, which takes seconds: Python would print a traceback, or some import would swallow the
+    interruption.
+    """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where it is ignored
         signal.signal(signal.SIGINT, _end)
 
 
 def take_interrupts() -> None:
-    """Have Ctrl-C raise KeyboardInterrupt after all, so that temporary files go."""
+    """Let Ctrl-C raise KeyboardInterrupt again, so that temporary files are removed."""
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -62,11 +76,17 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def run_command(work: Callable[[], int | None]) -> int:
-    """Do a command's work; its exit code.
+    """Do a command's work and return its exit code.
 
-    0, or what `work` returns; a UserError's own code, after its message on stderr; 130 after
-    Ctrl-C; 141 where nobody reads stdout any more. SIGTERM unwinds like Ctrl-C, so that temporary
-    files go, and exits with 143. Call it from the main thread.
+    SIGTERM unwinds like Ctrl-C, so that temporary files are removed, and exits with 143. Call this
+    from the main thread.
+
+    Args:
+        work: The command. It may return an exit code.
+
+    Returns:
+        0, or what `work` returns; a UserError's own code, after its message on stderr; 130 after
+        Ctrl-C; 141 if nobody reads stdout any more.
     """
     open_missing_streams()
     previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -89,9 +109,11 @@ def run_command(work: Callable[[], int | None]) -> int:
 
 
 def open_missing_streams() -> None:
-    """Give a process that was started with closed streams (`>&-`, some daemons) the null device in
-    their place: Python has None there, and the next file that is opened would get their numbers,
-    and with them what libraries print."""
+    """Open the null device in place of standard streams that were closed at the start.
+
+    Some daemons and `>&-` close them. Python then has `None` there, and the next file that is
+    opened would get their numbers, and with them what libraries print.
+    """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)
@@ -101,8 +123,10 @@ def open_missing_streams() -> None:
 
 
 def _lost_its_reader() -> bool:
-    """Whether stdout's reader has gone (`| head`). What is left to be said is forgotten then, or
-    Python would fail to say it once more when it ends."""
+    """Return whether stdout's reader has gone (`| head`).
+
+    If so, what is left to be printed is dropped: Python would fail to print it when it ends.
+    """
     poll = select.poll()
     poll.register(sys.stdout.fileno(), select.POLLOUT)
     if not any(event & select.POLLERR for _, event in poll.poll(0)):
@@ -114,7 +138,7 @@ def _lost_its_reader() -> bool:
 def leave(code: int) -> NoReturn:
     """End the process at once, after a command is done and its files are closed.
 
-    Python would first free every object one by one: 35 ms where a vocabulary is loaded.
+    Python would first free every object one by one: 35 ms if a vocabulary is loaded.
     """
     sys.stdout.flush()
     sys.stderr.flush()

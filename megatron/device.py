@@ -89,6 +89,11 @@ class Device:
         return "CPU"
 
     @property
+    def description(self) -> str:
+        """The device and PyTorch's version, for start-up panels."""
+        return f"{self.name}, torch {torch.__version__}"
+
+    @property
     def capability(self) -> tuple[int, int]:
         """Compute capability of a GPU, (9, 0) for Hopper; (0, 0) of a CPU."""
         return torch.cuda.get_device_capability(self.torch_device) if self.is_gpu else (0, 0)

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from megatron import __version__
-from megatron.command import say
+from megatron.command import format_panel, say
 from megatron.config import ParsedRun, parse_config
 from megatron.config.run import RunOptions
 from megatron.config.tasks import TaskConfig
@@ -24,7 +24,6 @@ from megatron.inference.load import (
 from megatron.parallel.layout import Layout
 from megatron.processes.launch import Launch
 from megatron.processes.process import processes, show_notices
-from megatron.training.panel import format_panel
 from tasks.results import (
     Numbers,
     check_results,

@@ -17,9 +17,9 @@ from megatron.config.tasks import TaskConfig
 from megatron.durable import storage_errors
 from megatron.inference.load import open_existing
 from megatron.parallel.collectives import all_reduce
+from megatron.training.batches import batches_from
 from megatron.training.callbacks.base import Callback, Leave
 from megatron.training.checkpointing import save_weights, take_weights
-from megatron.training.data import batches_from
 from megatron.training.loaded_settings import check_network
 from megatron.training.passes import Passes
 from megatron.training.pretrain import Extras

@@ -51,12 +51,12 @@ def _trainings_freeze_nothing() -> Iterator[None]:
 
     A training gives back at its end what it has frozen at its start, and all else with it.
     """
-    from megatron.training.callbacks import garbage
+    from megatron.training.callbacks import small
 
     kept = {name: getattr(gc, name) for name in ("collect", "disable", "enable")}
     with pytest.MonkeyPatch.context() as patch:
         nothing = {"freeze": lambda: None, "unfreeze": lambda: None}
-        patch.setattr(garbage, "gc", SimpleNamespace(**kept, **nothing))
+        patch.setattr(small, "gc", SimpleNamespace(**kept, **nothing))
         yield
 
 

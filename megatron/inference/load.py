@@ -14,6 +14,7 @@ from megatron.checkpoint.huggingface.files import COMPANION_FOLDER, tokenizer_in
 from megatron.checkpoint.legacy.arguments import legacy_surroundings
 from megatron.checkpoint.loading import open_root
 from megatron.checkpoint.reader import PaddedReader, Reader, restore
+from megatron.command import PanelRow
 from megatron.config import (
     ParsedRun,
     RunConfig,
@@ -43,7 +44,6 @@ from megatron.parallel.products import PLAIN, RowByRow
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.checkpointing import model_state
 from megatron.training.loaded_settings import check_network
-from megatron.training.panel import Row, device_row
 
 
 @dataclass(frozen=True)
@@ -407,7 +407,7 @@ _READ: dict[str, tuple[str, ...]] = {
 SAVED_MODEL_READS = frozenset(f"{section}.{name}" for section in _READ for name in _READ[section])
 
 
-def model_rows(loaded: Loaded, device: Device) -> list[Row]:
+def model_rows(loaded: Loaded, device: Device) -> list[PanelRow]:
     """Return panel rows: which model, where, in what number format and layout."""
     config = loaded.config
     model = config.model
@@ -416,13 +416,13 @@ def model_rows(loaded: Loaded, device: Device) -> list[Row]:
         ("checkpoint", f"{config.checkpoint.load}, iteration {loaded.iteration:,}"),
         ("network", f"{model.num_layers} layers, hidden size {model.hidden_size}"),
         ("tokenizer", f"{loaded.tokenizer.kind}, {loaded.tokenizer.vocab_size:,} entries"),
-        device_row(device),
+        ("device", device.description),
         ("precision", f"{dtype} weights"),
         ("layout", loaded.layout.describe()),
     ]
 
 
-def engine_rows(loaded: Loaded, engine: BatchEngine, device: Device) -> list[Row]:
+def engine_rows(loaded: Loaded, engine: BatchEngine, device: Device) -> list[PanelRow]:
     """Return the same rows, and what text generation chose there."""
     window = f"{engine.limits.max_length:,} tokens, for a prompt and its answer together"
     return [*model_rows(loaded, device), ("window", window), *engine.choices]

@@ -36,7 +36,6 @@ from megatron.inference.worker import serve
 from megatron.processes.launch import Launch
 from megatron.processes.process import processes, run_process, show_notices
 from megatron.tokenizer import Tokenizer
-from megatron.training.panel import format_panel
 
 _BEGINNING = b'{"prompt": '  # of every line: the first field of a GeneratedText
 

@@ -183,9 +183,11 @@ class Layout:
         self.world.barrier()
 
     def describe(self) -> str:
-        """The grid in words, for the start-up panel."""
-        sizes = " x ".join(f"{name} {getattr(self, name).size}" for name in reversed(AXES))
-        return f"{self.world.size} process(es) = {sizes}"
+        """Describe the grid, for the start-up panel: "2 processes: TP 1, CP 1, DP 2, PP 1"."""
+        sizes = ", ".join(
+            f"{name[0].upper()}P {getattr(self, name).size}" for name in reversed(AXES)
+        )
+        return f"{self.world.size} process{'es' * (self.world.size > 1)}: {sizes}"
 
 
 def _replica(data: Axis, context: Axis) -> Axis:

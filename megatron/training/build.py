@@ -35,14 +35,13 @@ from megatron.processes.ending import ExitRequest
 from megatron.processes.launch import Launch
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tokenizer.build import padded_vocab_size
-from megatron.training.batch_size import BatchPlan
+from megatron.training.batches import BatchPlan, batches_from, samples_needed
 from megatron.training.checkpointing import (
     entries_held,
     open_for_loading,
     restore_run,
     shard_state,
 )
-from megatron.training.data import batches_from, samples_needed
 from megatron.training.gradient_sharing import (
     gathered_in_8_bits,
     named_parameters_of,
@@ -51,13 +50,11 @@ from megatron.training.gradient_sharing import (
     tie_copies,
     uses_torch_ddp,
 )
-from megatron.training.operation_clock import OperationClock
 from megatron.training.recipe import Recipe
 from megatron.training.recorded_passes import DirectForward, RecordedPasses, TrainingForward
 from megatron.training.run import Progress, Run
-from megatron.training.save_interval import SaveClock
 from megatron.training.tensor_overlap import new_exchange
-from megatron.training.timers import Timers
+from megatron.training.timers import OperationClock, SaveClock, Timers
 
 
 def build_run(

@@ -8,8 +8,8 @@ from typing import Protocol
 from megatron.command import say
 from megatron.config.run import evaluations_until
 from megatron.data.sample import SampleDataset
+from megatron.training.batches import batches_from
 from megatron.training.callbacks.base import Callback, Leave
-from megatron.training.data import batches_from
 from megatron.training.log_line import validation_lines
 from megatron.training.passes import Passes
 from megatron.training.run import Run
@@ -17,16 +17,26 @@ from megatron.training.step import StepOutcome, reduce_losses
 
 
 class EvaluationListener(Protocol):
-    """Hears the results of every evaluation, on all ranks."""
+    """A listener for the results of every evaluation, on all ranks."""
 
-    def after_evaluation(self, run: Run, split: str, losses: Mapping[str, float]) -> None: ...
+    def after_evaluation(
+        self, run: Run, split: str, losses: Mapping[str, float], *, at_end_of_training: bool
+    ) -> None:
+        """Hear the losses of a split ("validation" or "test")."""
 
 
 def evaluate(run: Run, dataset: SampleDataset, *, skip: int) -> dict[str, float] | None:
-    """Mean losses over `--eval-iters` global batches, starting after `skip` samples; with
-    --calculate-per-token-loss over all their tokens that count.
+    """Return mean losses over `--eval-iters` global batches. Collective.
 
-    Returns None when a rank was asked to leave meanwhile. Collective.
+    With --calculate-per-token-loss the mean is over all their tokens that count.
+
+    Args:
+        run: The run whose model is evaluated.
+        dataset: Held-out samples.
+        skip: The number of samples to pass over first.
+
+    Returns:
+        Losses by name, or `None` if a rank was asked to leave meanwhile.
     """
     count = run.batches.global_batch // run.batches.samples_per_pass
     batches = batches_from(run, dataset, consumed=skip)
@@ -49,14 +59,24 @@ def evaluate(run: Run, dataset: SampleDataset, *, skip: int) -> dict[str, float]
 
 def evaluate_and_report(
     run: Run,
-    dataset: SampleDataset | None,
+    split: str,
     listeners: Sequence[EvaluationListener],
     *,
-    split: str,
     where: str,
     skip: int,
+    at_end_of_training: bool = False,
 ) -> None:
-    """Evaluate, print Megatron's lines, tell the listeners. Nothing for an empty split."""
+    """Evaluate a split unless it is empty, print Megatron's lines and tell the listeners.
+
+    Args:
+        run: The run whose model is evaluated.
+        split: "validation" or "test".
+        listeners: Those to tell.
+        where: The place in the run, for the lines.
+        skip: The number of samples to pass over first.
+        at_end_of_training: Whether this is the evaluation after the last update.
+    """
+    dataset = run.datasets[("training", "validation", "test").index(split)]
     if dataset is None or run.config.evaluation.eval_iters == 0:
         return
     with run.timers.measure("eval-time", level=0):
@@ -66,55 +86,46 @@ def evaluate_and_report(
     if run.is_log_rank:
         say(validation_lines(where, losses, has_perplexity=run.recipe.head.is_language_model))
     for listener in listeners:
-        listener.after_evaluation(run, split, losses)
+        listener.after_evaluation(run, split, losses, at_end_of_training=at_end_of_training)
     if run.config.training.empty_unused_memory_level == 2:
         run.device.empty_cache()
 
 
-def evaluation_position(run: Run) -> int:
-    """Validation samples that earlier evaluations consumed, at the current iteration.
+def evaluation_position(run: Run, iteration: int) -> int:
+    """Return the number of validation samples that evaluations up to an iteration consumed.
 
-    A function of the iteration and the flags alone: a run resumed with the same flags evaluates on
-    what the uninterrupted one would have used.
+    It is a function of the iteration and the flags alone: a run resumed with the same flags
+    evaluates on what the uninterrupted one would have used.
     """
-    done = evaluations_until(run.config, run.progress.iteration - 1)
+    done = evaluations_until(run.config, iteration)
     return done * run.config.evaluation.eval_iters * run.batches.global_batch
 
 
 class Evaluation(Callback):
-    """Validation loss every `--eval-interval` iterations; after the checkpoint was saved."""
+    """Validation loss every `--eval-interval` iterations, after the checkpoint was saved."""
 
     def __init__(self, listeners: Sequence[EvaluationListener]) -> None:
         self._listeners = listeners
 
     def interrupts(self, run: Run) -> bool:
+        """Return whether an evaluation follows the coming update."""
         return (run.progress.iteration + 1) % run.config.evaluation.eval_interval == 0
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
+        """Evaluate if it is due, unless a signal ends the run."""
         iteration = run.progress.iteration
         leaving_now = leave is not None and leave.by_signal
         if iteration % run.config.evaluation.eval_interval or leaving_now:
             return
-        evaluate_and_report(
-            run,
-            run.datasets[1],
-            self._listeners,
-            split="validation",
-            where=f"iteration {iteration}",
-            skip=evaluation_position(run),
-        )
+        skip, where = evaluation_position(run, iteration - 1), f"iteration {iteration}"
+        evaluate_and_report(run, "validation", self._listeners, where=where, skip=skip)
 
 
 def final_evaluation(run: Run, listeners: Sequence[EvaluationListener]) -> None:
-    """Validation and test loss after the last update, on samples no earlier evaluation used."""
-    done = evaluations_until(run.config, run.progress.iteration)
-    skip = done * run.config.evaluation.eval_iters * run.batches.global_batch
-    for index, split, data in ((1, "validation", "val"), (2, "test", "test")):
+    """Report validation and test loss after the last update, on samples not evaluated before."""
+    skip = evaluation_position(run, run.progress.iteration)
+    for split, data, skipped in (("validation", "val", skip), ("test", "test", 0)):
+        where = f"the end of training for {data} data"
         evaluate_and_report(
-            run,
-            run.datasets[index],
-            listeners,
-            split=split,
-            where=f"the end of training for {data} data",
-            skip=skip if index == 1 else 0,
+            run, split, listeners, where=where, skip=skipped, at_end_of_training=True
         )

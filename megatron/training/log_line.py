@@ -9,16 +9,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LogRecord:
-    """What one log line tells about the iterations since the last one.
+    """The contents of one log line, about the iterations since the last one.
 
     Attributes:
-        losses: mean over those iterations that had a finite loss.
-        milliseconds: of one iteration.
-        grad_norm, zeros, params_norm: of the last iteration; None: left out.
-        skipped_samples: of iterations left out since the run began; 0: not told.
-        decoupled_learning_rate: of word embeddings and output layer; None: not told.
-        tokens_per_second: of one process (one GPU, where there is one).
-        mfu: model FLOP/s over the device's peak; None where the peak is not known.
+        losses: Means over those iterations that had a finite loss.
+        milliseconds: The time of one iteration.
+        tokens_per_second: The throughput of one process (one GPU, if there is one). Padding counts:
+            it is computed.
+        mfu: Model FLOP/s over the device's dense 16-bit peak, or `None` if the peak is unknown.
+        grad_norm: The last iteration's gradient norm. Fields that are `None` are not printed.
+        zeros: The last iteration's zero entries of the gradient.
+        params_norm: The last iteration's parameter norm.
+        skipped_samples: Samples of --iterations-to-skip since the run began; not printed if 0.
+        decoupled_learning_rate: The learning rate of word embeddings and output layer.
     """
 
     iteration: int
@@ -41,37 +44,37 @@ class LogRecord:
 
 
 def training_line(record: LogRecord) -> str:
-    """The line of `training_log` in Megatron-LM 23.08; two fields follow its last one. Samples of
-    iterations left out and a decoupled learning rate stand where Megatron Core has them."""
-    decoupled = record.decoupled_learning_rate
+    """Return the line of `training_log` in Megatron-LM 23.08, followed by two more fields.
+
+    Skipped samples and a decoupled learning rate stand where Megatron Core has them.
+    """
     fields = [
-        f" iteration {record.iteration:8d}/{record.train_iterations:8d}",
-        f"consumed samples: {record.consumed_samples:12d}",
-        *([f"skipped samples: {record.skipped_samples:12d}"] if record.skipped_samples else []),
-        f"elapsed time per iteration (ms): {record.milliseconds:.1f}",
-        f"learning rate: {record.learning_rate:.3E}",
-        *([] if decoupled is None else [f"decoupled learning rate: {decoupled:.3E}"]),
-        f"global batch size: {record.global_batch_size:5d}",
-        *(f"{name}: {value:.6E}" for name, value in record.losses.items()),
-        f"loss scale: {record.loss_scale:.1f}",
+        (" iteration", f"{record.iteration:8d}/{record.train_iterations:8d}"),
+        ("consumed samples:", f"{record.consumed_samples:12d}"),
+        ("skipped samples:", f"{record.skipped_samples:12d}" if record.skipped_samples else ""),
+        ("elapsed time per iteration (ms):", f"{record.milliseconds:.1f}"),
+        ("learning rate:", f"{record.learning_rate:.3E}"),
+        ("decoupled learning rate:", _formatted(record.decoupled_learning_rate, ".3E")),
+        ("global batch size:", f"{record.global_batch_size:5d}"),
+        *((f"{name}:", f"{value:.6E}") for name, value in record.losses.items()),
+        ("loss scale:", f"{record.loss_scale:.1f}"),
+        ("grad norm:", _formatted(record.grad_norm, ".3f")),
+        ("num zeros:", _formatted(record.zeros, ".1f")),
+        ("params norm:", _formatted(record.params_norm, ".3f")),
+        ("number of skipped iterations:", f"{record.skipped:3d}"),
+        ("number of nan iterations:", f"{record.nan:3d}"),
+        ("tokens/s per GPU:", f"{record.tokens_per_second:.1f}"),
+        ("MFU:", _formatted(record.mfu, ".1%") or "n/a"),
     ]
-    if record.grad_norm is not None:
-        fields.append(f"grad norm: {record.grad_norm:.3f}")
-    if record.zeros is not None:
-        fields.append(f"num zeros: {record.zeros:.1f}")
-    if record.params_norm is not None:
-        fields.append(f"params norm: {record.params_norm:.3f}")
-    fields += [
-        f"number of skipped iterations: {record.skipped:3d}",
-        f"number of nan iterations: {record.nan:3d}",
-        f"tokens/s per GPU: {record.tokens_per_second:.1f}",
-        f"MFU: {'n/a' if record.mfu is None else f'{record.mfu:.1%}'}",
-    ]
-    return " | ".join(fields) + " |"
+    return " | ".join(f"{name} {text}" for name, text in fields if text) + " |"
 
 
-def left_out_line(iteration: int, train_iterations: int, samples: int) -> str:
-    """In the place of an iteration's line. Its number for the flag is one less."""
+def _formatted(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def skipped_line(iteration: int, train_iterations: int, samples: int) -> str:
+    """Return the line of an iteration that was skipped. Its number in the flag is one less."""
     return (
         f" left out iteration {iteration} of {train_iterations} (--iterations-to-skip "
         f"{iteration - 1}): read past its {samples} samples, updated nothing"
@@ -79,19 +82,19 @@ def left_out_line(iteration: int, train_iterations: int, samples: int) -> str:
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), held below exp(20) as Megatron does."""
+    """Return exp(loss), at most exp(20) as in Megatron."""
     return math.exp(min(20.0, loss))
 
 
 def validation_lines(
     where: str, losses: Mapping[str, float], *, has_perplexity: bool = True
 ) -> str:
-    """The block between dashed rules.
+    """Return the block between dashed rules.
 
     Args:
         where: "iteration N" or "the end of training ...".
-        losses: by name.
-        has_perplexity: they are of tokens, see `Recipe.head`.
+        losses: Losses by name.
+        has_perplexity: Whether they are of tokens (`Recipe.head`).
     """
     text = f" validation loss at {where} | "
     for name, value in losses.items():

@@ -1,18 +1,62 @@
-"""The training loop: steps, and callbacks around them."""
+"""The training loop: steps, and the callbacks around them in their order."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
+from megatron.models.build import model_plan
 from megatron.training.callbacks.base import Callback, Leave
+from megatron.training.callbacks.checkpoints import Checkpoints
+from megatron.training.callbacks.logging import LogLine
+from megatron.training.callbacks.nonfinite import NonFinitePolicy
+from megatron.training.callbacks.profiling import PipelineBubble, Profile
+from megatron.training.callbacks.scalars import Scalars, Writer
+from megatron.training.callbacks.small import EmptyCache, GarbageCollection, ProgressBar, SampleIds
+from megatron.training.evaluation import Evaluation, EvaluationListener
+from megatron.training.panel import model_flops
 from megatron.training.run import Run
-from megatron.training.step import StepOutcome, Updates, any_rank, leave_out
+from megatron.training.step import Updates, any_rank, skip_iteration
+
+
+def standard_callbacks(
+    run: Run, writers: Sequence[Writer]
+) -> tuple[list[Callback], list[EvaluationListener]]:
+    """Return the run's callbacks in their order, and those that hear evaluations.
+
+    The profile comes first: it must close around the step alone. Then the non-finite policy, so
+    that nothing is logged or saved after a step that ends the run. Then what belongs to an
+    iteration, and the log line that times it. The checkpoint comes before the evaluation: an
+    evaluation that fails must not cost the training before it. The line's time leaves both out.
+    """
+    config = run.config
+    flops = model_flops(config, model_plan(config.model, run.padded_vocab_size, run.recipe.head))
+    scalars = Scalars(writers, flops)
+    callbacks: list[Callback] = []
+    if config.profiling.profile and run.layout.world.rank in config.profiling.profile_ranks:
+        callbacks.append(Profile())
+    callbacks += [NonFinitePolicy(), scalars]
+    if config.data.log_sample_ids:
+        callbacks.append(SampleIds(Path(config.checkpoint.save or ".") / "samples.jsonl"))
+    if config.training.manual_gc:
+        callbacks.append(GarbageCollection())
+    if config.training.empty_unused_memory_level:
+        callbacks.append(EmptyCache())
+    callbacks += [LogLine(flops), ProgressBar()]
+    if run.operation_clock is not None:
+        callbacks.append(PipelineBubble(run.operation_clock, writers))
+    if config.checkpoint.save:
+        callbacks.append(Checkpoints())
+    if config.evaluation.eval_iters:
+        callbacks.append(Evaluation([scalars]))
+    return callbacks, [scalars]
 
 
 def train(run: Run, callbacks: Sequence[Callback]) -> Leave | None:
-    """Train until done, or until somebody asks to leave; None when done.
+    """Train until done, or until somebody asks to leave.
 
-    Callbacks run in the order given (`callbacks.standard` says why in that order).
+    Returns:
+        Why the run leaves early, or `None` when done.
     """
     for callback in callbacks:
         callback.on_start(run)
@@ -32,27 +76,21 @@ def _steps(run: Run, callbacks: Sequence[Callback]) -> Leave | None:
     leave = None
     if any_rank(run.exit.wanted, run):
         leave = Leave(run.exit.reason, run.exit.by_signal)
-    updates = Updates(run)
+    updates, exit_interval = Updates(run), run.config.training.exit_interval
     while leave is None and not run.finished:
-        if run.leaves_out_next:
-            leave_out(run)
+        if run.skips_next:
+            skip_iteration(run)
             for callback in callbacks:
-                callback.after_left_out(run)
+                callback.after_skipped(run)
             continue
         is_interrupted = any(callback.interrupts(run) for callback in callbacks)
         for callback in callbacks:
             callback.before_step(run)
         outcome = updates.make(look_ahead=not is_interrupted)
-        leave = _leave_after(run, outcome)
+        if outcome.exit_wanted:
+            leave = Leave(run.exit.reason, run.exit.by_signal)
+        elif exit_interval and run.progress.iteration % exit_interval == 0:
+            leave = Leave(f"--exit-interval {exit_interval}")
         for callback in callbacks:
             callback.after_step(run, outcome, leave)
     return leave
-
-
-def _leave_after(run: Run, outcome: StepOutcome) -> Leave | None:
-    if outcome.exit_wanted:
-        return Leave(run.exit.reason, run.exit.by_signal)
-    interval = run.config.training.exit_interval
-    if interval and run.progress.iteration % interval == 0:
-        return Leave(f"--exit-interval {interval}")
-    return None

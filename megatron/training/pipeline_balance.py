@@ -192,19 +192,18 @@ def pipeline_rows(
     bubble = pipeline.bubble(counts, costs)
     yield (
         "pipeline",
-        f"{pipeline.kind}, {stages} stages{virtual}: they wait {bubble:.1%} of the time, by the "
-        "arithmetic of their layers",
+        f"{pipeline.kind}, {stages} stages{virtual}; estimated pipeline bubble: {bubble:.1%}",
     )
     other = pipeline.best(costs)
     gain = 1 - pipeline.time(other, costs) / pipeline.time(counts, costs)
     if gain >= _WORTH_SAYING:
         layout = layout_text(other)
         others = " and ".join(dealing_flags(parallel))
-        instead = f" in the place of {others}" * bool(others)
+        instead = f" instead of {others}" * bool(others)
         proposed = replace(config, parallel=with_layout(parallel, layout))
         memory = largest_process(proposed, plan, world_size)
         yield (
-            "less waiting",
+            "smaller bubble",
             f"{pipeline.bubble(other, costs):.1%}, and {gain:.0%} less time, with {LAYOUT_FLAG} "
-            f"'{layout}'{instead} (memory a process at most about {memory.amount})",
+            f"'{layout}'{instead} (memory per process at most about {memory.amount})",
         )

@@ -22,12 +22,10 @@ from megatron.parallel.weight_gradients import WeightGradientQueue
 from megatron.processes.ending import ExitRequest
 from megatron.processes.launch import Launch
 from megatron.tokenizer.base import Tokenizer
-from megatron.training.batch_size import BatchPlan
-from megatron.training.operation_clock import OperationClock
+from megatron.training.batches import BatchPlan
 from megatron.training.recipe import Batch, Recipe, Splits
 from megatron.training.recorded_passes import TrainingForward
-from megatron.training.save_interval import SaveClock
-from megatron.training.timers import Timers
+from megatron.training.timers import OperationClock, SaveClock, Timers
 
 
 @dataclass
@@ -101,13 +99,18 @@ class Run:
         shard = self.gradients.part if self.gradients.shares_weights else None
         return parameters_norm(self.parameters(), self.layout, shard=shard)
 
+    def tokens_per_second(self, samples: int, seconds: float) -> float:
+        """Return the throughput of one process. Padding counts: it is computed."""
+        tokens = samples * self.config.data.sample_tokens * self.recipe.head.sequences
+        return tokens / seconds / self.layout.world.size
+
     @property
     def is_log_rank(self) -> bool:
         """The last rank logs, as in Megatron: under a pipeline it is the one that has the loss."""
         return self.layout.world.is_last
 
     @property
-    def leaves_out_next(self) -> bool:
+    def skips_next(self) -> bool:
         """Whether --iterations-to-skip names the iteration to come."""
         left_out = self.config.training.iterations_to_skip
         return left_out is not None and self.progress.iteration in left_out

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron.command import say
 from megatron.optimizer.optimizer import StepResult
 from megatron.parallel.collectives import all_reduce
-from megatron.training.log_line import left_out_line
+from megatron.training.log_line import skipped_line
 from megatron.training.passes import Passes
 from megatron.training.run import Run
 
@@ -138,7 +138,7 @@ class Updates:
         )
 
 
-def leave_out(run: Run) -> None:
+def skip_iteration(run: Run) -> None:
     """Read past the samples of the next iteration, and update nothing: not the schedules either.
 
     Every process does so by itself: there is nothing to agree on.
@@ -154,7 +154,7 @@ def leave_out(run: Run) -> None:
     progress.consumed_samples += samples
     progress.skipped_samples += samples
     if run.is_log_rank:
-        say(left_out_line(progress.iteration, run.train_iterations, samples))
+        say(skipped_line(progress.iteration, run.train_iterations, samples))
 
 
 def _next_passes(run: Run) -> Passes:
@@ -180,7 +180,7 @@ def _may_look_ahead(run: Run) -> bool:
     scale that may change; and where parts of an update are timed, each is to have its own."""
     return (
         not run.finished
-        and not run.leaves_out_next
+        and not run.skips_next
         and run.layout.pipeline.size == 1
         and len(run.parts) == 1
         and run.forward.may_run_ahead

@@ -1,4 +1,4 @@
-"""Named timers of one process, and their spread over all ranks.
+"""Clocks of a run: named timers, the operations of a pipeline stage, and the time to save.
 
 Level 0 times the iteration, level 1 its parts, level 2 parts of those. Timers above the level
 asked for do not wait for the device. All of them are named ranges in a profile.
@@ -6,25 +6,33 @@ asked for do not wait for the device. All of them are named ranges in a profile.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.autograd.profiler import record_function  # torch.profiler takes long to import
 
 from megatron.device import Device
 from megatron.parallel.collectives import all_gather
-from megatron.parallel.layout import Axis
+from megatron.parallel.layout import Axis, Layout
+from megatron.parallel.pipeline.schedule import COMPUTE, Operation, Schedule
+from megatron.parallel.pipeline.simulate import Times, simulate
+
+_KINDS = ("forward", "backward_input", "backward_weight")
 
 
 class Timers:
     """Accumulated seconds by name since the last `reset`.
 
     Args:
-        level: highest level that is timed.
-        device: waited for before and after a level-1 or level-2 timer.
-        world: ranks to compare over; with `barrier` they also start level-1 timers together.
+        level: The highest level that is timed.
+        device: The device to wait for before and after a level-1 or level-2 timer.
+        world: The ranks to compare over.
+        barrier: Start level-1 timers of all ranks together.
     """
 
     def __init__(
@@ -39,7 +47,7 @@ class Timers:
 
     @contextmanager
     def measure(self, name: str, level: int = 1) -> Iterator[None]:
-        """Add the time inside to `name`."""
+        """Add the time inside the block to `name`."""
         if level > self._level:  # not timed: no synchronization either
             with record_function(name):
                 yield
@@ -58,14 +66,16 @@ class Timers:
 
     @property
     def seconds(self) -> dict[str, float]:
+        """A copy of this rank's seconds by name."""
         return dict(self._seconds)
 
     def reset(self) -> None:
+        """Start all timers again from zero."""
         self._seconds.clear()
         self.resets += 1
 
     def over_ranks(self) -> dict[str, list[float]]:
-        """Seconds of every rank, by name. Collective; all ranks time the same names."""
+        """Return every rank's seconds by name. Collective; all ranks time the same names."""
         names = sorted(self._seconds)
         mine = torch.tensor([self._seconds[name] for name in names], dtype=torch.float64)
         if self._world.size == 1 or not names:
@@ -75,18 +85,131 @@ class Timers:
 
 
 def format_timers(over_ranks: dict[str, list[float]], option: str, iterations: int) -> str:
-    """The `time (ms)` block of the log: `option` is max, minmax or all."""
-    lines = [f"{'times across ranks' if option == 'all' else '(min, max) time across ranks'} (ms):"]
-    if option == "max":
-        lines = ["max time across ranks (ms):"]
+    """Return the `time (ms)` block of the log.
+
+    Args:
+        over_ranks: Every rank's seconds by name.
+        option: "max", "minmax" or "all".
+        iterations: The number of iterations in which the seconds added up.
+    """
+    title, text = {
+        "max": ("max time across ranks", lambda times: f"{max(times):.2f}"),
+        "minmax": (
+            "(min, max) time across ranks",
+            lambda times: f"({min(times):.2f}, {max(times):.2f})",
+        ),
+        "all": ("times across ranks", lambda times: ", ".join(f"{t:.2f}" for t in times)),
+    }[option]
+    lines = [f"{title} (ms):"]
     for name, values in over_ranks.items():
-        per_iteration = [1000.0 * value / iterations for value in values]
-        low, high = min(per_iteration), max(per_iteration)
-        if option == "all":
-            text = ", ".join(f"{value:.2f}" for value in per_iteration)
-        elif option == "max":
-            text = f"{high:.2f}"
-        else:
-            text = f"({low:.2f}, {high:.2f})"
-        lines.append(f"    {(name + ' ').ljust(40, '.')}: {text}")
+        times = [1000.0 * value / iterations for value in values]
+        lines.append(f"    {(name + ' ').ljust(40, '.')}: {text(times)}")
     return "\n".join(lines)
+
+
+class SaveClock:
+    """A clock for `--save-interval-in-mins`, counting from the beginning of the last save.
+
+    Processes' clocks differ a little: they decide together (`StepOutcome.save_due`).
+    """
+
+    def __init__(self, minutes: float | None) -> None:
+        self._seconds = math.inf if minutes is None else 60.0 * minutes
+        self.restart()
+
+    def restart(self) -> None:
+        """Count from now: a save begins, or the training does."""
+        self._since = time.monotonic()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next checkpoint is due."""
+        return time.monotonic() - self._since >= self._seconds
+
+
+class Bubble(NamedTuple):
+    """The fraction of all pipeline stages' time in which they wait.
+
+    Attributes:
+        measured: In one update, from the common start to the end of the last computation.
+        predicted: For the same schedule if every operation takes its mean time measured in that
+            update, and messages take none.
+        seconds: The update's span.
+        predicted_seconds: The span in the prediction.
+    """
+
+    measured: float
+    predicted: float
+    seconds: float
+    predicted_seconds: float
+
+
+class OperationClock:
+    """Times of when this pipeline stage computed and when it waited in one update.
+
+    On a GPU the times are those of the device's own queue, so nothing waits for being timed.
+
+    Args:
+        device: The device whose queue is timed.
+        layout: The run's layout; all processes start together.
+    """
+
+    def __init__(self, device: Device, layout: Layout) -> None:
+        self._device = device
+        self._layout = layout
+        self._begun: list[tuple[Operation, Any]] = []
+        self._start: Any = None
+        self._end: Any = None
+
+    def start(self) -> None:
+        """Begin an update, before its first operation. Collective over the world."""
+        self._begun.clear()
+        self._device.synchronize()
+        self._layout.wait_for_all()
+        self._start = self._device.mark()
+
+    def before(self, operation: Operation) -> None:
+        """Mark the beginning of `operation`; the one before it has been queued completely."""
+        self._begun.append((operation, self._device.mark()))
+
+    def stop(self) -> None:
+        """Mark the end of the last operation."""
+        self._end = self._device.mark()
+
+    def read(self, chunks: int) -> Tensor:
+        """Return this stage's times: fp64 [1 + 3 * chunks * 2].
+
+        The first is the time from the start to the end of the last computation. Then follow, for
+        forward, backward (of inputs) and backward of weights, chunk by chunk, the number of
+        operations and their seconds in all.
+        """
+        self._device.synchronize()
+        sums = torch.zeros(len(_KINDS), chunks, 2, dtype=torch.float64)
+        span = 0.0
+        ends = [mark for _, mark in self._begun[1:]] + [self._end]
+        for (operation, begin), end in zip(self._begun, ends, strict=True):
+            if operation.kind not in COMPUTE:
+                continue
+            kind = "backward_input" if operation.kind == "backward" else operation.kind
+            seconds = self._device.seconds_between(begin, end)
+            sums[_KINDS.index(kind), operation.chunk] += torch.tensor([1.0, seconds])
+            span = self._device.seconds_between(self._start, end)
+        return torch.cat([torch.tensor([span], dtype=torch.float64), sums.flatten()])
+
+
+def compare_with_prediction(stages: Tensor, schedule: Schedule) -> Bubble:
+    """Return the measured bubble beside the simulator's.
+
+    Args:
+        stages: [p, 1 + 3 * chunks * 2], a row of `OperationClock.read` for every stage.
+        schedule: The schedule that the stages carried out.
+    """
+    sums = stages[:, 1:].reshape(len(stages), len(_KINDS), -1, 2)
+    seconds = float(stages[:, 0].max())
+    measured = 1.0 - float(sums[..., 1].sum()) / (len(stages) * seconds)
+    means = sums[..., 1] / sums[..., 0].clamp(min=1.0)  # [p, kind, chunk]
+    forward, inputs, weights = (
+        tuple(tuple(row) for row in means[:, kind].tolist()) for kind in range(len(_KINDS))
+    )
+    timeline = simulate(schedule, Times(forward, inputs, weights))
+    return Bubble(measured, timeline.bubble, seconds, timeline.total)

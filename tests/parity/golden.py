@@ -11,9 +11,8 @@ from megatron.config.parser import parse_config
 from megatron.parallel.layout import Layout
 from megatron.processes.launch import Launch
 from megatron.training.build import build_run
-from megatron.training.callbacks.standard import standard_callbacks
 from megatron.training.evaluation import final_evaluation
-from megatron.training.loop import train
+from megatron.training.loop import standard_callbacks, train
 from pretrain_bert import BertRecipe
 from pretrain_gpt import GPTRecipe
 from tests.distributed import toy_device

@@ -18,10 +18,9 @@ import torch
 from megatron.checkpoint.entries import flatten
 from megatron.checkpoint.loading import open_checkpoint
 from megatron.parallel.layout import Layout
-from megatron.training.callbacks.standard import standard_callbacks
+from megatron.training.batches import batches_from
 from megatron.training.checkpointing import optimizer_state, restore_run, save_run, state_of
-from megatron.training.data import batches_from
-from megatron.training.loop import train
+from megatron.training.loop import standard_callbacks, train
 from megatron.training.run import Run
 from megatron.training.step import Updates
 from tests.checkpoint.states import read_whole

@@ -17,8 +17,7 @@ from megatron.errors import CheckpointError, ConfigError
 from megatron.parallel.layout import Layout
 from megatron.processes.launch import Launch
 from megatron.training.build import build_run
-from megatron.training.callbacks.standard import standard_callbacks
-from megatron.training.loop import train
+from megatron.training.loop import standard_callbacks, train
 from megatron.training.panel import start_panel
 from tasks import confusion, finetune_command
 from tasks.classify_files import read_glue, read_race
@@ -156,7 +155,7 @@ def test_a_dry_run_tells_sizes_and_trains_nothing(toy, tmp_path, capsys):
     assert main(["--task", "RACE", *words]) == 0
     panel = capsys.readouterr().out
     assert "Dry run: the configuration is valid" in panel
-    assert re.search(r"tokens an iteration +768\n", panel)
+    assert re.search(r"tokens per iteration +768\n", panel)
     assert "4 data-parallel" in panel
     assert not (tmp_path / "run").exists()
 

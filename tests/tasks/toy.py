@@ -11,9 +11,8 @@ from megatron.device import Device
 from megatron.parallel.layout import Layout
 from megatron.processes.launch import Launch
 from megatron.training.build import build_run
-from megatron.training.callbacks.standard import standard_callbacks
 from megatron.training.checkpointing import save_run
-from megatron.training.loop import train
+from megatron.training.loop import standard_callbacks, train
 from pretrain_bert import BertRecipe
 from tasks import finetune_command, language_model
 from tests.training.toy import Recorder, build_toy

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.config.training import TrainingConfig
-from megatron.training.batch_size import BatchPlan, Rampup
+from megatron.training.batches import BatchPlan, Rampup
 
 # 16, 24, 32 over 100 samples: a step is worth 50, and 100 itself still counts as the ramp.
 GROWING = BatchPlan(micro_batch=2, global_batch=32, rampup=Rampup(16, 8, 100), data_parallel=4)

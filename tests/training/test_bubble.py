@@ -10,10 +10,9 @@ from megatron.errors import ConfigError
 from megatron.parallel.layout import Layout
 from megatron.parallel.pipeline.schedule import make_schedule
 from megatron.parallel.pipeline.simulate import Times, simulate, time_table
-from megatron.training.callbacks.bubble import bubble_line
-from megatron.training.callbacks.standard import standard_callbacks
-from megatron.training.loop import train
-from megatron.training.operation_clock import Bubble, compare_with_prediction
+from megatron.training.callbacks.profiling import bubble_line
+from megatron.training.loop import standard_callbacks, train
+from megatron.training.timers import Bubble, compare_with_prediction
 from pretrain_gpt import GPTRecipe
 from tests.distributed import run_distributed
 from tests.training.toy import TOY, Recorder, build_toy

@@ -16,12 +16,11 @@ from megatron.errors import ConfigError, StorageError
 from megatron.models.plan import LANGUAGE_MODEL_HEAD, HeadSpec
 from megatron.parallel.layout import Layout
 from megatron.training import panel
-from megatron.training.callbacks import garbage
-from megatron.training.callbacks.standard import standard_callbacks
-from megatron.training.loop import train
+from megatron.training.callbacks import small
+from megatron.training.callbacks.scalars import JsonLinesWriter, open_writers
+from megatron.training.loop import standard_callbacks, train
 from megatron.training.panel import start_panel
 from megatron.training.timers import Timers, format_timers
-from megatron.training.writers import JsonLinesWriter, open_writers
 from tests.distributed import run_distributed
 from tests.training.toy import build_toy, train_toy
 
@@ -191,7 +190,7 @@ def test_garbage_collection_is_given_back(monkeypatch, interval, collected):
     calls = []
     names = ("collect", "freeze", "disable", "unfreeze", "enable")
     fake = types.SimpleNamespace(**{name: partial(calls.append, name) for name in names})
-    monkeypatch.setattr(garbage, "gc", fake)
+    monkeypatch.setattr(small, "gc", fake)
     train_toy(Layout.single(), ["--manual-gc-interval", interval])
     assert calls[:3] == ["collect", "freeze", "disable"]
     assert calls[3:-2] == ["collect"] * (collected - 1)
@@ -234,7 +233,7 @@ def test_start_panel_tells_the_decisions():
         "fp32",
         "attention",
         "no kernels for cpu",
-        "1 process(es)",
+        "1 process: TP 1",
         "4 samples",
         "NullTokenizer",
     ):
@@ -274,7 +273,7 @@ def test_start_panel_counts_by_what_the_model_ends_in(monkeypatch, head):
     monkeypatch.setattr(panel, "pipeline_rows", rows)
     told = start_panel(run, 1.0)
     assert seen == [head]
-    assert re.search(r"tokens an iteration +([\d,]+)\n", told)[1] == f"{4 * 16 * head.sequences}"
+    assert re.search(r"tokens per iteration +([\d,]+)\n", told)[1] == f"{4 * 16 * head.sequences}"
     assert ("samples of 4 x 16 tokens" in told) == (head.sequences == 4)
 
 

@@ -7,10 +7,9 @@ from megatron.checkpoint.entries import flatten
 from megatron.checkpoint.loading import open_checkpoint
 from megatron.checkpoint.store import state_of as converted_state
 from megatron.parallel.layout import Layout
-from megatron.training.callbacks.standard import standard_callbacks
+from megatron.training.batches import batches_from
 from megatron.training.checkpointing import save_run, state_of
-from megatron.training.data import batches_from
-from megatron.training.loop import train
+from megatron.training.loop import standard_callbacks, train
 from megatron.training.step import Updates
 from tests.checkpoint.states import read_whole
 from tests.distributed import run_distributed

@@ -8,7 +8,7 @@ import pytest
 
 from megatron.config.run import evaluations_until
 from megatron.parallel.layout import Layout
-from megatron.training.data import batches_from
+from megatron.training.batches import batches_from
 from megatron.training.step import Updates
 from tests.distributed import run_distributed
 from tests.training.toy import build_toy, fingerprint, train_toy

@@ -12,7 +12,7 @@ import torch
 
 from megatron.data.sample import SampleDataset
 from megatron.parallel.layout import Layout
-from megatron.training.data import batches_from
+from megatron.training.batches import batches_from
 from megatron.training.evaluation import evaluate
 from megatron.training.run import Run
 from megatron.training.step import Updates

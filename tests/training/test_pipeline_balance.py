@@ -80,21 +80,23 @@ def test_candidates_are_compared_by_one_schedule(monkeypatch):
         return make_schedule(*sizes)
 
     monkeypatch.setattr("megatron.training.pipeline_balance.make_schedule", make)
-    assert "less waiting" in _rows("--num-layers-per-virtual-pipeline-stage", "2")
+    assert "smaller bubble" in _rows("--num-layers-per-virtual-pipeline-stage", "2")
     assert len(made) == 1
 
 
 def test_a_heavy_head_is_noticed_and_the_proposed_layout_is_not_improved_further():
     rows = _rows("--num-layers-per-virtual-pipeline-stage", "2")
-    assert rows["pipeline"].startswith("interleaved, 4 stages x 4 virtual: they wait 1")
-    layout = rows["less waiting"].split("'")[1]
+    assert rows["pipeline"].startswith(
+        "interleaved, 4 stages x 4 virtual; estimated pipeline bubble: 1"
+    )
+    layout = rows["smaller bubble"].split("'")[1]
     assert layout == "Ett|(tt|)*11(ttt|)*2tt|L"
     assert list(_rows("--pipeline-model-parallel-layout", layout)) == ["pipeline"]
     # What it needs is what the run would say that takes the proposal.
     taken = [*NETWORK, "--pipeline-model-parallel-layout", layout]
     config = parse_config(taken, world_size=4).config
     memory = largest_process(config, model_plan(config.model, 128256), 4).amount
-    assert rows["less waiting"].endswith(f"(memory a process at most about {memory})")
+    assert rows["smaller bubble"].endswith(f"(memory per process at most about {memory})")
 
 
 @pytest.mark.parametrize(
@@ -107,9 +109,9 @@ def test_a_heavy_head_is_noticed_and_the_proposed_layout_is_not_improved_further
     ],
 )
 def test_a_proposal_names_the_flags_that_it_cannot_stand_beside(flags):
-    told = _rows(*flags.split())["less waiting"].partition(" (memory")[0]
+    told = _rows(*flags.split())["smaller bubble"].partition(" (memory")[0]
     proposal = told.split(LAYOUT_FLAG)[1]
-    layout, _, instead = proposal.partition(" in the place of ")
+    layout, _, instead = proposal.partition(" instead of ")
     left = " ".join(flags.split())
     for flag in filter(None, instead.split(" and ")):
         assert flag in left
@@ -125,8 +127,8 @@ def test_a_head_on_one_vector_of_a_sample_takes_no_time():
     plans = [model_plan(config.model, 128256, head) for head in heads]
     assert list(dict(pipeline_rows(config, plans[1], 16, 4))) == ["pipeline"]
     told = [dict(size_rows(config, 4, plan)) for plan in plans]
-    assert "less waiting" in told[0]
-    assert "less waiting" not in told[1]
+    assert "smaller bubble" in told[0]
+    assert "smaller bubble" not in told[1]
 
 
 def test_numbers_in_8_bits_make_the_head_count_for_more_layers():

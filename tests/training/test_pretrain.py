@@ -57,9 +57,9 @@ def test_dry_run_of_a_world_that_is_not_here(capsys):
     flags = ["--dry-run", "--dry-run-world-size", "512", "--global-batch-size", "1024"]
     assert _main(*flags) == 0
     text = capsys.readouterr().out
-    assert "512 process(es) = tensor 1 x context 1 x data 512 x pipeline 1" in text
-    assert "2 micro-batch(es) x 1 samples x 512 data-parallel" in text
-    assert "16,384" in text  # tokens an iteration
+    assert "512 processes: TP 1, CP 1, DP 512, PP 1" in text
+    assert "1024 samples = micro-batch size 1 x DP 512 x micro-batches 2" in text
+    assert "16,384" in text  # tokens per iteration
 
 
 def test_all_mistakes_are_told_at_once_and_nothing_runs(capsys):

@@ -9,11 +9,11 @@ from megatron.checkpoint import store
 from megatron.checkpoint.find import TRACKER
 from megatron.errors import StorageError
 from megatron.parallel.layout import Layout
-from megatron.training import save_interval
+from megatron.training import timers
 from megatron.training.callbacks.base import Callback
-from megatron.training.callbacks.standard import standard_callbacks
-from megatron.training.loop import train
-from megatron.training.save_interval import SaveClock, advice, best_interval
+from megatron.training.callbacks.checkpoints import advice, best_interval
+from megatron.training.loop import standard_callbacks, train
+from megatron.training.timers import SaveClock
 from tests.distributed import run_distributed
 from tests.training.toy import build_toy, train_toy
 
@@ -105,7 +105,7 @@ def test_an_error_does_not_cost_the_save_under_way(tmp_path, monkeypatch):
     write = store.write_shard
 
     def slow(*arguments):
-        save_interval.time.sleep(0.3)
+        timers.time.sleep(0.3)
         return write(*arguments)
 
     monkeypatch.setattr(store, "write_shard", slow)
@@ -146,7 +146,7 @@ def test_all_ranks_save_when_one_clock_says_so(tmp_path, flags):
 
 def test_the_clock_starts_again_with_each_save(monkeypatch):
     now = 100.0
-    monkeypatch.setattr(save_interval.time, "monotonic", lambda: now)
+    monkeypatch.setattr(timers.time, "monotonic", lambda: now)
     clock = SaveClock(0.5)
     now += 29.0
     assert not clock.is_due

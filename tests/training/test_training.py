@@ -11,8 +11,7 @@ from megatron.errors import CheckpointError, NumericsError
 from megatron.parallel.layout import Layout
 from megatron.processes import ending
 from megatron.training.callbacks.base import Callback
-from megatron.training.callbacks.standard import standard_callbacks
-from megatron.training.loop import train
+from megatron.training.loop import standard_callbacks, train
 from megatron.training.step import Updates
 from tests.distributed import run_distributed
 from tests.training.toy import Recorder, build_toy, fingerprint, train_toy

@@ -13,8 +13,7 @@ from megatron.device import Device
 from megatron.parallel.layout import Layout
 from megatron.processes.launch import Launch
 from megatron.training.build import build_run
-from megatron.training.callbacks.standard import standard_callbacks
-from megatron.training.loop import train
+from megatron.training.loop import standard_callbacks, train
 from megatron.training.recipe import Recipe
 from megatron.training.run import Run
 from pretrain_bert import BertRecipe
@@ -46,7 +45,7 @@ class Recorder:
     def __init__(self) -> None:
         self.records: list[dict[str, Any]] = []
 
-    def write(self, scalars: Mapping[str, float], iteration: int, samples: int) -> None:
+    def write(self, scalars: Mapping[str, float], iteration: int, samples: int, **_: bool) -> None:
         self.records.append({"iteration": iteration, "consumed samples": samples, **scalars})
 
     def close(self) -> None:

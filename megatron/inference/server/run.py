@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron.checkpoint.huggingface.files import COMPANION_FOLDER, GENERATION_CONFIG
-from megatron.command import say
+from megatron.command import PanelRow, format_panel, say
 from megatron.config.server import ServerConfig, problems_of
 from megatron.errors import EXIT_OK, ConfigError, UserError
 from megatron.inference.build import EngineOptions, engine_of
@@ -31,7 +31,6 @@ from megatron.inference.server.settings import LOOPBACK, Defaults, FrontSettings
 from megatron.inference.worker import serve
 from megatron.processes.launch import Launch
 from megatron.processes.process import processes, run_process, show_notices
-from megatron.training.panel import Row, format_panel
 
 PROGRAM = "run_text_generation_server.py"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -154,7 +153,7 @@ def _stop_tokens(folder: Path, vocab_size: int) -> tuple[int, ...]:
     return tuple(token for token in tokens if type(token) is int and 0 <= token < vocab_size)
 
 
-def _panel(settings: FrontSettings, url: str, engine: Sequence[Row]) -> str:
+def _panel(settings: FrontSettings, url: str, engine: Sequence[PanelRow]) -> str:
     address = url.removeprefix("http://")
     rows = [
         ("page", f"{url}/"),

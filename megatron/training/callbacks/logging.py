@@ -10,7 +10,6 @@ from megatron.training.callbacks.base import Callback, Leave
 from megatron.training.log_line import LogRecord, training_line
 from megatron.training.run import Run
 from megatron.training.step import StepOutcome
-from megatron.training.throughput import model_flops_utilization, tokens_per_second
 from megatron.training.timers import format_timers
 
 _MIB = 1024 * 1024
@@ -19,10 +18,10 @@ _MIB = 1024 * 1024
 class LogLine(Callback):
     """One line every `--log-interval` iterations, on the last rank.
 
-    Its time covers steps, data loading and logging; checkpoints and evaluations are left out.
+    Its time covers steps, data loading and logging, but not checkpoints and evaluations.
 
     Args:
-        flops_per_token: model FLOPs of one token over all processes' parts, for MFU.
+        flops_per_token: Model FLOPs of one token over all processes' parts, for MFU.
     """
 
     def __init__(self, flops_per_token: float) -> None:
@@ -31,6 +30,7 @@ class LogLine(Callback):
         self._start = 0.0
 
     def on_start(self, run: Run) -> None:
+        """Begin to count."""
         self._restart()
 
     def _restart(self) -> None:
@@ -39,20 +39,25 @@ class LogLine(Callback):
         self._iterations = self._counted = self._skipped = self._nan = self._samples = 0
 
     def before_step(self, run: Run) -> None:
+        """Start the clock."""
         self._start = time.perf_counter()
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
+        """Count the step, and print what is due."""
         self._seconds += time.perf_counter() - self._start
         self._add(outcome)
-        if run.progress.iteration % run.config.logging.log_interval:
+        options = run.config.logging
+        if run.progress.iteration % options.log_interval:
             return
-        norm = None
-        if run.config.logging.log_params_norm:
-            norm = run.parameters_norm()
+        norm = run.parameters_norm() if options.log_params_norm else None
         record = self._record(run, outcome, norm)
         if run.is_log_rank:
             say(training_line(record))
-        self._report_timers(run)
+        if options.timing_log_level > 0:
+            over_ranks = run.timers.over_ranks()
+            run.timers.reset()
+            if run.is_log_rank:
+                say(format_timers(over_ranks, options.timing_log_option, self._iterations))
         self._report_memory(run)
         self._restart()
 
@@ -68,8 +73,7 @@ class LogLine(Callback):
             self._sums[name] = self._sums.get(name, 0.0) + value
 
     def _record(self, run: Run, outcome: StepOutcome, params_norm: float | None) -> LogRecord:
-        tokens = run.config.data.sample_tokens * run.recipe.head.sequences
-        rate = tokens_per_second(self._samples, tokens, self._seconds, run.layout.world.size)
+        rate, peak = run.tokens_per_second(self._samples, self._seconds), run.device.peak_flops
         return LogRecord(
             iteration=run.progress.iteration,
             train_iterations=run.train_iterations,
@@ -85,23 +89,15 @@ class LogLine(Callback):
             skipped=self._skipped,
             nan=self._nan,
             tokens_per_second=rate,
-            mfu=model_flops_utilization(rate, self._flops_per_token, run.device.peak_flops),
-            # Megatron knows neither where a loss scale was too high.
+            mfu=None if peak is None else rate * self._flops_per_token / peak,
+            # Megatron knows neither if the loss scale was too high.
             grad_norm=None if outcome.overflow else outcome.grad_norm,
             zeros=None if outcome.overflow else outcome.zeros,
             params_norm=params_norm,
         )
 
-    def _report_timers(self, run: Run) -> None:
-        if run.config.logging.timing_log_level == 0:
-            return
-        over_ranks = run.timers.over_ranks()
-        run.timers.reset()
-        if run.is_log_rank:
-            say(format_timers(over_ranks, run.config.logging.timing_log_option, self._iterations))
-
     def _report_memory(self, run: Run) -> None:
-        """Once, after the first logged iterations: by then every buffer exists."""
+        """Print memory once, after the first logged iterations: by then every buffer exists."""
         if self._memory_reported or run.layout.data.rank:
             return
         self._memory_reported = True

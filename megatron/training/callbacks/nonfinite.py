@@ -1,4 +1,4 @@
-"""What happens when loss or gradients stop being finite: the same on all ranks."""
+"""The policy for losses or gradients that are not finite: the same on all ranks."""
 
 from __future__ import annotations
 
@@ -15,17 +15,22 @@ _SHOWN_IDS = 64
 
 
 class NonFinitePolicy(Callback):
-    """Stops the run, or counts skipped updates and stops after too many in a row.
+    """A stop of the run, at once or after too many skipped updates in a row.
 
     The update itself never changes the parameters when its gradients are not finite. With a
     dynamic fp16 loss scale, overflowing gradients are the scale's business, not an error; a
-    loss that is not finite is.
+    loss that is not finite is an error.
     """
 
     def __init__(self) -> None:
         self._in_a_row = 0
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
+        """Stop, or count the skipped update.
+
+        Raises:
+            NumericsError: The run stops here.
+        """
         if not outcome.found_nonfinite or outcome.overflow:
             self._in_a_row = 0
             return
@@ -59,7 +64,7 @@ def _describe(run: Run, outcome: StepOutcome) -> str:
 
 
 def _suspects(run: Run, outcome: StepOutcome) -> list[int]:
-    """Ids of micro-batches whose loss is not finite on any rank, else of the whole batch."""
+    """Return the ids of micro-batches with a non-finite loss on any rank, or of the whole batch."""
     width = run.batches.micro_batch
     mine = torch.tensor(outcome.sample_ids).reshape(-1, width)
     bad = ~torch.tensor(outcome.finite).reshape(-1, 1)

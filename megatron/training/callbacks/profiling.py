@@ -1,35 +1,35 @@
-"""`--profile`: a PyTorch profiler trace of a few iterations."""
+"""Where the time goes: a PyTorch profiler trace, and the pipeline's bubble."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron.command import say
 from megatron.config import RunConfig
 from megatron.durable import writing_to
+from megatron.parallel.collectives import all_gather
 from megatron.training.callbacks.base import Callback, Leave
+from megatron.training.callbacks.scalars import Writer
+from megatron.training.passes import training_schedule
 from megatron.training.run import Run
 from megatron.training.step import StepOutcome
+from megatron.training.timers import Bubble, OperationClock, compare_with_prediction
 
 
 def profile_folder(config: RunConfig) -> Path:
-    """Where traces go: `--profile-dir`, else beside TensorBoard or checkpoints, else here."""
+    """Return the folder of traces.
+
+    It is `--profile-dir`, or one beside TensorBoard's files or the checkpoints, or in this folder.
+    """
     if config.profiling.profile_dir:
         return Path(config.profiling.profile_dir)
     return Path(config.logging.tensorboard_dir or config.checkpoint.save or ".") / "profile"
 
 
-def _first(config: RunConfig) -> int:
-    """The first iteration to record: from --profile-step-start on, but none that is left out."""
-    first = max(1, config.profiling.profile_step_start)
-    while first - 1 in (config.training.iterations_to_skip or ()):
-        first += 1
-    return first
-
-
 class Profile(Callback):
-    """Records iterations [start, end) and writes a trace for a browser's trace viewer.
+    """A trace of iterations [start, end), for a browser's trace viewer (`--profile`).
 
     In the trace every iteration is a range called "iteration N", and the parts that `Timers` knows
     are ranges of their names.
@@ -40,13 +40,18 @@ class Profile(Callback):
         self._iteration: Any = None
 
     def on_start(self, run: Run) -> None:
+        """Make the folder, so that a path that cannot be written is told at once."""
         folder = profile_folder(run.config)
         with writing_to("--profile-dir", folder):
             folder.mkdir(parents=True, exist_ok=True)
+        self._first = max(1, run.config.profiling.profile_step_start)
+        while self._first - 1 in (run.config.training.iterations_to_skip or ()):
+            self._first += 1
 
     def before_step(self, run: Run) -> None:
+        """Begin to record at the first iteration that is not skipped."""
         upcoming = run.progress.iteration + 1
-        if upcoming == _first(run.config):
+        if upcoming == self._first:
             from torch.profiler import profile
 
             self._profiler = profile(record_shapes=True)
@@ -58,21 +63,20 @@ class Profile(Callback):
             self._iteration.__enter__()
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
-        if self._profiler is None:
-            return
-        self._iteration.__exit__(None, None, None)
-        self._finish_if_over(run, leave)
+        """Write the trace after the last iteration."""
+        if self._profiler is not None:
+            self._iteration.__exit__(None, None, None)
+            self._finish_if_over(run, leave)
 
-    def after_left_out(self, run: Run) -> None:
+    def after_skipped(self, run: Run) -> None:
+        """Write the trace if this was the last iteration."""
         if self._profiler is not None:
             self._finish_if_over(run, None)
 
     def _finish_if_over(self, run: Run, leave: Leave | None) -> None:
         over = run.progress.iteration + 1 >= run.config.profiling.profile_step_end
-        if over or leave or run.finished:
-            self._finish(run)
-
-    def _finish(self, run: Run) -> None:
+        if not (over or leave or run.finished):
+            return
         run.device.synchronize()
         self._profiler.__exit__(None, None, None)
         folder = profile_folder(run.config)
@@ -81,3 +85,42 @@ class Profile(Callback):
         say(self._profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=15))
         say(f"profile of rank {run.layout.world.rank}: {path}")
         self._profiler = None
+
+
+class PipelineBubble(Callback):
+    """How long stages wait for each other, measured and predicted (`--log-pipeline-bubble`).
+
+    It prints a line every `--log-interval` iterations and writes two scalars per iteration, for the
+    pipeline that the logging rank belongs to; the others do the same work.
+    """
+
+    def __init__(self, clock: OperationClock, writers: Sequence[Writer]) -> None:
+        self._clock = clock
+        self._writers = writers
+        self._bubbles: list[Bubble] = []
+
+    def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
+        """Gather the stages' times, and report. Collective."""
+        stages = all_gather(self._clock.read(len(run.parts)).unsqueeze(0), run.layout.pipeline)
+        if not run.is_log_rank:
+            return
+        bubble = compare_with_prediction(stages, training_schedule(run, len(outcome.finite)))
+        self._bubbles.append(bubble)
+        scalars = {
+            "pipeline-bubble": bubble.measured,
+            "pipeline-bubble predicted": bubble.predicted,
+        }
+        for writer in self._writers:
+            writer.write(scalars, run.progress.iteration, run.progress.consumed_samples)
+        if run.progress.iteration % run.config.logging.log_interval == 0:
+            say(bubble_line(self._bubbles))
+            self._bubbles = []
+
+
+def bubble_line(bubbles: Sequence[Bubble]) -> str:
+    """Return the line of the log, with means over some updates."""
+    mean = Bubble(*(sum(column) / len(bubbles) for column in zip(*bubbles, strict=True)))
+    return (
+        f" pipeline bubble | measured: {mean.measured:.2%} of {1000 * mean.seconds:.1f} ms |"
+        f" predicted: {mean.predicted:.2%} of {1000 * mean.predicted_seconds:.1f} ms |"
+    )

@@ -1,32 +1,198 @@
-"""The numbers of each step and evaluation, handed to the writers."""
+"""Numbers of each step and evaluation, for TensorBoard, Weights & Biases and JSON lines files."""
 
 from __future__ import annotations
 
+import errno
+import json
+import os
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
 from megatron.command import say
-from megatron.errors import StorageError
+from megatron.config import RunConfig
+from megatron.config.run import flatten
+from megatron.durable import writing_to
+from megatron.errors import ConfigError, StorageError
 from megatron.training.callbacks.base import Callback, Leave
 from megatron.training.log_line import perplexity
 from megatron.training.run import Run
 from megatron.training.step import StepOutcome
-from megatron.training.writers import Writer
+
+
+class Writer(Protocol):
+    """A destination for the scalars of one iteration.
+
+    `write` and `close` raise StorageError if the disk does not take them; a later `write` may
+    succeed.
+    """
+
+    def write(
+        self,
+        scalars: Mapping[str, float],
+        iteration: int,
+        samples: int,
+        *,
+        at_end_of_training: bool = False,
+    ) -> None:
+        """Write the scalars of an iteration, or of the evaluation at the end of training."""
+
+    def close(self) -> None:
+        """Write what is left, and close the files."""
+
+
+class TensorBoardWriter:
+    """Event files in `--tensorboard-dir`; every tag also against consumed samples."""
+
+    def __init__(self, folder: str, queue_size: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._folder = folder
+        with writing_to("--tensorboard-dir", folder):
+            self._writer = SummaryWriter(log_dir=folder, max_queue=queue_size)
+
+    def write(self, scalars: Mapping[str, float], iteration: int, samples: int, **_: bool) -> None:
+        """Add a point to the curve of every tag."""
+        # Its thread ends at a first failure, and later calls raise that one again.
+        with writing_to("--tensorboard-dir", self._folder):
+            for tag, value in scalars.items():
+                self._writer.add_scalar(tag, value, iteration)
+                self._writer.add_scalar(f"{tag} vs samples", value, samples)
+
+    def close(self) -> None:
+        """Close the event file."""
+        with writing_to("--tensorboard-dir", self._folder):
+            self._writer.close()
+
+
+class WandbWriter:
+    """A Weights & Biases run, resumed if `--wandb-id` is given. Its files go where Megatron's do.
+
+    Raises:
+        ConfigError: The package is missing, nobody is logged in, or the server refuses the run.
+        StorageError: Its folder cannot be made.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        options = config.logging
+        try:
+            import wandb
+        except ImportError:
+            raise ConfigError(
+                f"--wandb-project {options.wandb_project}: the package wandb is not installed: "
+                "pip install wandb, or drop the flag"
+            ) from None
+        folder = options.wandb_save_dir
+        if folder is None and config.checkpoint.save is not None:
+            folder = os.path.join(config.checkpoint.save, "wandb")
+        if folder is not None:  # if it does not exist, wandb takes a temporary one
+            with writing_to("--wandb-save-dir", folder):
+                Path(folder).mkdir(parents=True, exist_ok=True)
+        try:
+            self._run: Any = wandb.init(
+                project=options.wandb_project,
+                entity=options.wandb_entity,
+                name=options.wandb_name,
+                id=options.wandb_id,
+                dir=folder,
+                resume="allow" if options.wandb_id else None,
+                config=flatten(config),
+            )
+        except wandb.Error as error:
+            raise ConfigError(
+                f"--wandb-project {options.wandb_project}: {error} (without a server: set "
+                "WANDB_MODE=offline, or drop the flag)"
+            ) from None
+
+    def write(self, scalars: Mapping[str, float], iteration: int, samples: int, **_: bool) -> None:
+        """Log the scalars, with the consumed samples beside them."""
+        self._run.log({**scalars, "consumed-samples": samples}, step=iteration)
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+
+class JsonLinesWriter:
+    """One JSON object per iteration or evaluation, floats in full precision.
+
+    Objects are appended, so that a resumed run goes on in the same file. "time" is in seconds since
+    1970. The evaluation at the end of training has "end of training": true, which tells it from
+    one that --eval-interval makes at the same iteration.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        with writing_to("--metrics-jsonl", path):
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            # Without a buffer: no part of a line that failed is written with a later one.
+            self._file = Path(path).open("ab", buffering=0)  # noqa: SIM115 - held for the run
+
+    def write(
+        self,
+        scalars: Mapping[str, float],
+        iteration: int,
+        samples: int,
+        *,
+        at_end_of_training: bool = False,
+    ) -> None:
+        """Append a line, or nothing of it."""
+        record = {
+            "iteration": iteration,
+            "consumed samples": samples,
+            "time": round(time.time(), 3),
+            **({"end of training": True} if at_end_of_training else {}),
+            **scalars,
+        }
+        line = json.dumps(record).encode() + b"\n"
+        with writing_to("--metrics-jsonl", self._path):
+            written = self._file.write(line)
+            if written < len(line):  # as much as there was room for
+                os.ftruncate(self._file.fileno(), os.fstat(self._file.fileno()).st_size - written)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def open_writers(config: RunConfig, *, is_log_rank: bool) -> list[Writer]:
+    """Open the writers that the flags ask for; none on ranks that do not log."""
+    if not is_log_rank:
+        return []
+    options = config.logging
+    writers: list[Writer] = []
+    if options.tensorboard_dir:
+        writers.append(TensorBoardWriter(options.tensorboard_dir, options.tensorboard_queue_size))
+    if options.wandb_project:
+        writers.append(WandbWriter(config))
+    if options.metrics_jsonl:
+        writers.append(JsonLinesWriter(options.metrics_jsonl))
+    return writers
 
 
 class Scalars(Callback):
-    """Writes every `--tensorboard-log-interval` iterations, and after every evaluation."""
+    """Numbers every `--tensorboard-log-interval` iterations, and after every evaluation.
 
-    def __init__(self, writers: Sequence[Writer]) -> None:
+    Args:
+        writers: Destinations; none on ranks that do not log.
+        flops_per_token: Model FLOPs of one token over all processes' parts, for throughput.
+    """
+
+    def __init__(self, writers: Sequence[Writer], flops_per_token: float) -> None:
         self._writers = writers
+        self._flops_per_token = flops_per_token
         self._failed: set[Writer] = set()
         self._start = 0.0
         self._resets = self._timed = 0
 
     def before_step(self, run: Run) -> None:
+        """Start the clock."""
         self._start = time.perf_counter()
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
+        """Write the step's numbers. Collective, whether or not this rank writes."""
         seconds = time.perf_counter() - self._start
         options = run.config.logging
         if run.timers.resets != self._resets:
@@ -34,37 +200,40 @@ class Scalars(Callback):
         self._timed += 1
         if run.progress.iteration % options.tensorboard_log_interval:
             return
-        # All ranks take part in the norm and the timers, whether or not they write.
-        norm = None
-        if options.log_params_norm:
-            norm = run.parameters_norm()
+        norm = run.parameters_norm() if options.log_params_norm else None
         times = {}
         if options.log_timers_to_tensorboard and options.timing_log_level > 0:
-            times = self._slowest(run)
+            # The slowest rank's seconds per iteration since the last log line, with Megatron's tags
+            times = {
+                f"{name.removesuffix('-time')}-time": max(over_ranks) / self._timed
+                for name, over_ranks in run.timers.over_ranks().items()
+            }
         if self._writers:
-            self._write(run, step_scalars(run, outcome, norm, seconds) | times)
+            rate = run.tokens_per_second(outcome.samples, seconds)
+            speed = {
+                "tokens-per-second-per-gpu": rate,
+                "throughput": rate * self._flops_per_token / 1e12,  # Megatron's: TFLOP/s per GPU
+            }
+            self._write(run, step_scalars(run, outcome, norm, seconds) | speed | times)
 
-    def _slowest(self, run: Run) -> dict[str, float]:
-        """Seconds of an iteration that the slowest rank has spent, under Megatron's tags, as a
-        mean since the last log line. Collective."""
-        return {
-            f"{name.removesuffix('-time')}-time": max(seconds) / self._timed
-            for name, seconds in run.timers.over_ranks().items()
-        }
-
-    def after_evaluation(self, run: Run, split: str, losses: Mapping[str, float]) -> None:
-        """`split` is "validation" or "test"."""
+    def after_evaluation(
+        self, run: Run, split: str, losses: Mapping[str, float], *, at_end_of_training: bool
+    ) -> None:
+        """Write the losses of a split ("validation" or "test")."""
         scalars = {}
         for name, value in losses.items():
             scalars[f"{name} {split}"] = value
             if run.config.logging.log_validation_ppl_to_tensorboard:
                 scalars[f"{name} {split} ppl"] = perplexity(value)
-        self._write(run, scalars)
+        self._write(run, scalars, at_end_of_training=at_end_of_training)
 
-    def _write(self, run: Run, scalars: Mapping[str, float]) -> None:
+    def _write(
+        self, run: Run, scalars: Mapping[str, float], *, at_end_of_training: bool = False
+    ) -> None:
+        iteration, samples = run.progress.iteration, run.progress.consumed_samples
         for writer in self._writers:
             try:
-                writer.write(scalars, run.progress.iteration, run.progress.consumed_samples)
+                writer.write(scalars, iteration, samples, at_end_of_training=at_end_of_training)
             except StorageError as error:
                 if writer not in self._failed:
                     self._failed.add(writer)
@@ -74,35 +243,30 @@ class Scalars(Callback):
 def step_scalars(
     run: Run, outcome: StepOutcome, params_norm: float | None, seconds: float
 ) -> dict[str, float]:
-    """Megatron's TensorBoard tags and their values for one step."""
-    options = run.config.logging
-    scalars = dict(outcome.losses)
-    if not outcome.overflow:  # else Megatron knows neither
-        scalars["grad-norm"] = outcome.grad_norm
-        if outcome.zeros is not None:
-            scalars["num-zeros"] = outcome.zeros
+    """Return Megatron's TensorBoard tags and their values for one step."""
+    options, progress = run.config.logging, run.progress
+    scalars: dict[str, float | None] = dict(outcome.losses)
+    if not outcome.overflow:  # otherwise Megatron knows neither
+        scalars |= {"grad-norm": outcome.grad_norm, "num-zeros": outcome.zeros}
     if options.log_learning_rate_to_tensorboard:
-        scalars["learning-rate"] = run.schedules.learning_rate.at(run.progress.scheduled_samples)
-        decoupled = run.schedules.decoupled_at(run.progress.scheduled_samples)
-        if decoupled is not None:
-            scalars["decoupled-learning-rate"] = decoupled
-    if run.progress.skipped_samples:
-        scalars["skipped-train-samples"] = run.progress.skipped_samples
-    if options.log_batch_size_to_tensorboard:
-        scalars["batch-size"] = outcome.samples
-    if options.log_loss_scale_to_tensorboard:
-        scalars["loss-scale"] = outcome.loss_scale
-    if options.log_world_size_to_tensorboard:
-        scalars["world-size"] = run.layout.world.size
-    if params_norm is not None:
-        scalars["params-norm"] = params_norm
-    if options.log_timers_to_tensorboard:
-        scalars["iteration-time"] = seconds
+        scalars |= {
+            "learning-rate": run.schedules.learning_rate.at(progress.scheduled_samples),
+            "decoupled-learning-rate": run.schedules.decoupled_at(progress.scheduled_samples),
+        }
+    scalars |= {
+        "skipped-train-samples": progress.skipped_samples or None,
+        "batch-size": outcome.samples if options.log_batch_size_to_tensorboard else None,
+        "loss-scale": outcome.loss_scale if options.log_loss_scale_to_tensorboard else None,
+        "world-size": run.layout.world.size if options.log_world_size_to_tensorboard else None,
+        "params-norm": params_norm,
+        "iteration-time": seconds if options.log_timers_to_tensorboard else None,
+    }
     if options.log_memory_to_tensorboard:
         memory = run.device.memory()
-        scalars["mem-reserved-bytes"] = memory.reserved
-        scalars["mem-allocated-bytes"] = memory.allocated
-        scalars["mem-max-allocated-bytes"] = memory.peak_allocated
-        if memory.pieces is not None:
-            scalars["mem-allocated-count"] = memory.pieces
-    return scalars
+        scalars |= {
+            "mem-reserved-bytes": memory.reserved,
+            "mem-allocated-bytes": memory.allocated,
+            "mem-max-allocated-bytes": memory.peak_allocated,
+            "mem-allocated-count": memory.pieces,
+        }
+    return {tag: value for tag, value in scalars.items() if value is not None}

@@ -1,0 +1,148 @@
+"""Batches: the samples of an update and of a whole run, and this rank's share of them."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron.config import RunConfig
+from megatron.config.training import TrainingConfig
+from megatron.data.loader import CyclicSampler, SingleSampler, build_loader
+from megatron.data.sample import SampleDataset
+from megatron.errors import DataError
+from megatron.training.recipe import Batch, SampleCounts
+
+if TYPE_CHECKING:
+    from megatron.training.run import Run
+
+
+@dataclass(frozen=True)
+class Rampup:
+    """A global batch that grows from `start` by `increment` in even steps over some samples."""
+
+    start: int
+    increment: int
+    samples: int
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """The batch of every update of a run, as a function of the samples consumed before it.
+
+    Attributes:
+        micro_batch: Samples of one forward pass of one process.
+        global_batch: Samples of one update over all processes, after any ramp-up.
+        rampup: How the batch starts smaller, or `None` if it does not.
+        data_parallel: The number of processes that take different samples. Every batch divides
+            into micro-batches of all of them.
+    """
+
+    micro_batch: int
+    global_batch: int
+    rampup: Rampup | None = None
+    data_parallel: int = 1
+
+    def __post_init__(self) -> None:
+        assert self.global_batch % self.samples_per_pass == 0, self
+
+    @classmethod
+    def from_config(cls, training: TrainingConfig, data_parallel: int) -> BatchPlan:
+        """Return the plan that the flags ask for. The rules have checked that they fit together."""
+        ramp = training.rampup_batch_size
+        return cls(
+            training.micro_batch_size,
+            training.global_batch_size,
+            Rampup(*ramp) if ramp is not None else None,
+            data_parallel,
+        )
+
+    @property
+    def samples_per_pass(self) -> int:
+        """The samples of one micro-batch over all data-parallel processes."""
+        return self.micro_batch * self.data_parallel
+
+    def global_batch_at(self, consumed_samples: int) -> int:
+        """Return the samples of the update that follows `consumed_samples`."""
+        ramp = self.rampup
+        if ramp is None or ramp.start == self.global_batch or consumed_samples > ramp.samples:
+            return self.global_batch
+        steps = (self.global_batch - ramp.start) // ramp.increment
+        # In floating point as Megatron does it, so that every step falls on the same update.
+        return ramp.start + int(consumed_samples / (ramp.samples / steps)) * ramp.increment
+
+    def micro_batches_at(self, consumed_samples: int) -> int:
+        """Return the forward passes of each process in the update after `consumed_samples`."""
+        return self.global_batch_at(consumed_samples) // self.samples_per_pass
+
+    def iterations_for(self, train_samples: int) -> int:
+        """Return the whole updates in a run of `train_samples`, without a last partial one."""
+        iterations = consumed = 0
+        while self._is_ramping(consumed):
+            batch = self.global_batch_at(consumed)
+            count = min(self._updates_of(batch, consumed), (train_samples - consumed) // batch)
+            if count <= 0:
+                return iterations  # the run ends inside the ramp-up
+            iterations, consumed = iterations + count, consumed + count * batch
+        return iterations + (train_samples - consumed) // self.global_batch
+
+    def _is_ramping(self, consumed_samples: int) -> bool:
+        return self.rampup is not None and consumed_samples <= self.rampup.samples
+
+    def _updates_of(self, batch: int, consumed: int) -> int:
+        """Return how many updates of the ramp-up take `batch` each, from `consumed` samples on.
+
+        Found by bisection: the ramp-up may have very many updates, and rounds as
+        `global_batch_at` does.
+        """
+        assert self.rampup is not None
+        updates = range(1, (self.rampup.samples - consumed) // batch + 1)
+        return 1 + bisect.bisect_left(
+            updates, True, key=lambda n: self.global_batch_at(consumed + n * batch) != batch
+        )
+
+
+def samples_needed(config: RunConfig, train_iterations: int) -> SampleCounts:
+    """Count training, validation and test samples of the whole run, as Megatron counts them."""
+    batch, evaluation = config.training.global_batch_size, config.evaluation
+    train = config.training.train_samples or train_iterations * batch
+    evaluations = train_iterations // evaluation.eval_interval + 1
+    one_evaluation = evaluation.eval_iters * batch
+    return train, evaluations * one_evaluation, one_evaluation
+
+
+def batches_from(run: Run, dataset: SampleDataset, *, consumed: int) -> Iterator[Batch]:
+    """Return this rank's micro-batches after `consumed` samples of the global order.
+
+    Raises:
+        DataError: The dataset has no further micro-batch.
+    """
+    place = {
+        "total_samples": len(dataset),
+        "consumed_samples": consumed,
+        "micro_batch": run.batches.micro_batch,
+        "rank": run.layout.data.rank,
+        "size": run.layout.data.size,
+    }
+    sampler: SingleSampler | CyclicSampler = SingleSampler(**place)
+    if run.config.data.dataloader_type == "cyclic":
+        sampler = CyclicSampler(**place, data_sharding=run.config.data.data_sharding)
+    return _load(run.config, dataset, sampler, pin_memory=run.device.is_gpu)
+
+
+def _load(
+    config: RunConfig, dataset: SampleDataset, sampler: Iterable[list[int]], *, pin_memory: bool
+) -> Iterator[Batch]:
+    """Yield batches without a reference to the run, which holds this: a finished run is freed."""
+    yield from build_loader(
+        dataset,
+        sampler,
+        num_workers=config.data.num_workers,
+        seed=config.training.seed,
+        pin_memory=pin_memory,
+    )
+    raise DataError(
+        f"the dataset of {len(dataset)} samples has ended: it was built for --train-iters "
+        f"{config.training.train_iters}, --train-samples {config.training.train_samples}"
+    )

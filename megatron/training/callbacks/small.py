@@ -1,0 +1,107 @@
+"""Callbacks of a few lines each: garbage collection, unused memory, sample ids, progress bar."""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.parallel.collectives import all_gather
+from megatron.training.callbacks.base import Callback, Leave
+from megatron.training.run import Run
+from megatron.training.step import StepOutcome
+
+
+class GarbageCollection(Callback):
+    """Python's garbage collection, on all ranks at the same iteration (`--manual-gc`).
+
+    Left alone, every process collects at its own moment and each pause delays all the others at
+    the next collective. An interval of 0 never collects.
+    """
+
+    def on_start(self, run: Run) -> None:
+        """Collect once, and turn automatic collection off."""
+        gc.collect()
+        gc.freeze()  # what exists now stays for the whole run
+        gc.disable()
+
+    def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
+        """Collect every `--manual-gc-interval` iterations."""
+        interval = run.config.training.manual_gc_interval
+        if interval and run.progress.iteration % interval == 0:
+            gc.collect()
+
+    def on_end(self, run: Run, leave: Leave | None) -> None:
+        """Give automatic collection back."""
+        gc.unfreeze()
+        gc.enable()
+
+
+class EmptyCache(Callback):
+    """Unused GPU memory goes back to the driver (`--empty-unused-memory-level`)."""
+
+    def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
+        """Empty the cache after every iteration."""
+        run.device.empty_cache()
+
+
+class SampleIds(Callback):
+    """A JSON lines file of the samples that each iteration consumed (`--log-sample-ids`).
+
+    A line holds "iteration" and "ids", sorted so that layouts compare equal.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
+        """Append a line."""
+        mine = torch.tensor(outcome.sample_ids).reshape(-1, run.batches.micro_batch)
+        ids = sorted(all_gather(mine, run.layout.data).flatten().tolist())
+        if not run.is_log_rank:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"iteration": run.progress.iteration, "ids": ids}) + "\n")
+
+
+class ProgressBar(Callback):
+    """A live bar with loss, speed and time left, if the error stream is a terminal."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+
+    def on_start(self, run: Run) -> None:
+        """Draw the bar on the rank that logs."""
+        if not (run.is_log_rank and sys.stderr.isatty()):
+            return
+        from tqdm import tqdm
+
+        self._bar = tqdm(
+            total=run.train_iterations,
+            initial=run.progress.iteration,
+            unit="it",
+            dynamic_ncols=True,
+            desc="training",
+        )
+
+    def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
+        """Show the losses and advance."""
+        if self._bar is not None:
+            losses = {name: f"{value:.4f}" for name, value in outcome.losses.items()}
+            self._bar.set_postfix(losses, refresh=False)
+            self._bar.update(1)
+
+    def after_skipped(self, run: Run) -> None:
+        """Advance."""
+        if self._bar is not None:
+            self._bar.update(1)
+
+    def on_end(self, run: Run, leave: Leave | None) -> None:
+        """Close the bar."""
+        if self._bar is not None:
+            self._bar.close()
