@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from megatron.command import format_panel
 from megatron.config.samples import SamplesConfig, find_sample_notices, problems_of
 from megatron.data.text_input import load_line
 from megatron.durable import replace_file, storage_errors
