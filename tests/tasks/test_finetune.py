@@ -156,7 +156,7 @@ def test_a_dry_run_tells_sizes_and_trains_nothing(toy, tmp_path, capsys):
     panel = capsys.readouterr().out
     assert "Dry run: the configuration is valid" in panel
     assert re.search(r"tokens per iteration +768\n", panel)
-    assert "4 data-parallel" in panel
+    assert "x DP 4 x" in panel
     assert not (tmp_path / "run").exists()
 
 
