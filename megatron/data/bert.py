@@ -36,7 +36,7 @@ _RUN_LENGTHS: list[float] = (_CUMULATIVE / _CUMULATIVE[-1]).tolist()
 
 @dataclass(frozen=True)
 class BertOptions:
-    """What decides the samples, beside the sentences.
+    """The settings of BERT's samples.
 
     Attributes:
         seq_length: s, special tokens included.

@@ -28,7 +28,7 @@ Arrays = tuple[NDArray[Any], ...]
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """What a cached array must look like; `suffix` ends its file name."""
+    """The type and shape that a cached array must have; `suffix` ends its file name."""
 
     suffix: str
     dtype: np.dtype[Any]

@@ -37,7 +37,7 @@ _MAX_ELEMENTS = 1 << 20  # of a step's arrays, so that they stay in a processor'
 
 @dataclass(frozen=True)
 class DataRequest:
-    """What a run asks of its data, whatever the kind of sample.
+    """Everything that a run asks of its data, for any kind of sample.
 
     Attributes:
         data: The flags that name datasets, splits and caches.
@@ -80,7 +80,7 @@ class Datasets(NamedTuple):
 
 
 class _Member(NamedTuple):
-    """One dataset of a split's blend. `documents` counts those of the whole dataset."""
+    """One dataset of a split's blend; `documents` is the count of the whole dataset."""
 
     weight: float
     data: IndexedDataset
@@ -101,7 +101,7 @@ def build_datasets(
         request: What the run asks for.
         build_part: Makes the samples of one part of one dataset.
         build_mock: Makes the samples of --mock-data, from their number and the split's number.
-        count_documents: Counts the documents that --split shares out. By default each sequence is
+        count_documents: Counts the documents that --split divides. By default each sequence is
             a document, as in Megatron's GPT.
 
     Raises:
@@ -215,7 +215,7 @@ def corpus_fingerprint(data: DataConfig) -> str | None:
 def _open_members(
     data: DataConfig, count_documents: Callable[[IndexedDataset], int]
 ) -> tuple[list[_Member], list[_Member], list[_Member]]:
-    """Open the datasets of training, validation and test, and cut those that --split shares."""
+    """Open the datasets of training, validation and test, and divide those of --data-path."""
     paths = (data.train_data_path, data.valid_data_path, data.test_data_path)
     if data.data_path is None and not any(paths):
         raise ConfigError(

@@ -47,7 +47,7 @@ class GPTIndex(NamedTuple):
 
 @dataclass(frozen=True)
 class GPTIndexPlan:
-    """What is known before building: sizes of the arrays, and how the last epoch is shuffled.
+    """The sizes of the arrays, and how the last epoch is shuffled; known before building.
 
     Attributes:
         num_documents: Documents in the split.

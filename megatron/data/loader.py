@@ -33,7 +33,7 @@ _broken: list[object] = []  # loaders that lost a worker, kept for the reason in
 
 @dataclass(frozen=True)
 class _Sampler:
-    """What both samplers count with.
+    """The counts that both samplers work with.
 
     Attributes:
         total_samples: Samples in the dataset.
@@ -196,7 +196,7 @@ def lost_workers() -> Iterator[None]:
 
 
 class _ByValue:
-    """A micro-batch as a worker sends it.
+    """A micro-batch in the form in which a worker sends it.
 
     Bare tensors would come as handles of shared memory, and for each one the training process
     would connect to the worker: half a millisecond for a micro-batch of two parts, 2 for one of

@@ -102,7 +102,7 @@ def train_punkt(texts: Iterable[str], characters: int = 10_000_000) -> Any:
 
 @dataclass(frozen=True)
 class EncodingOptions:
-    """What decides the ids of a document.
+    """The settings that decide a document's ids.
 
     Attributes:
         tokenizer: The tokenizer's flags.
@@ -132,7 +132,7 @@ class Column(NamedTuple):
 
 
 class EncodedBlock(NamedTuple):
-    """What a block of lines became: one column per key."""
+    """The result of encoding a block of lines: one column per key."""
 
     block: TextBlock
     columns: list[Column]
@@ -142,7 +142,7 @@ class EncodedBlock(NamedTuple):
 
 @dataclass
 class Counts:
-    """What a run has done so far."""
+    """The work done so far."""
 
     documents: int = 0
     bad_lines: int = 0
@@ -154,12 +154,12 @@ class BlockEncoder:
     """Reads, parses and encodes blocks. When sent to another process, it is built again there.
 
     Args:
-        options: What decides the ids.
+        options: The settings that decide the ids.
         tokenizer: The tokenizer of `options`; built from its flags if not given.
     """
 
     def __init__(self, options: EncodingOptions, tokenizer: Tokenizer | None = None) -> None:
-        """Find out how documents end."""
+        """Build the tokenizer if needed, and find out how documents end."""
         self.options = options
         self.tokenizer = tokenizer or build_tokenizer(options.tokenizer)
         self.dtype = best_dtype(self.tokenizer.vocab_size)
@@ -216,7 +216,7 @@ class BlockEncoder:
         for cut, document in zip(is_cut, documents, strict=True):
             before = len(lengths)
             for ids in (next(encoded[cut]) for _ in document):
-                # A sentence without ids leaves no trace, a document without ids an empty one.
+                # A sentence without ids is left out; a document without ids stays as an empty one.
                 if len(ids):
                     pieces.append(ids)
                     lengths.append(len(ids))

@@ -1,4 +1,4 @@
-"""What the loader draws from, whatever the model."""
+"""Samples and datasets, whatever the model."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ _WORDS, _MIDDLE = 312, 156
 
 @dataclass(frozen=True)
 class SentenceMapPlan:
-    """What decides a map, beside the lengths.
+    """Everything that decides a map except the lengths.
 
     Attributes:
         num_samples: Rows that are needed; whole passes over the documents give more.
@@ -53,7 +53,7 @@ class SentenceMapPlan:
 
     @property
     def short_ratio(self) -> int:
-        """One in this many samples is short, on average; 0 if none is."""
+        """Average number of samples per short one; 0 if none is short."""
         return int(1 / self.short_seq_prob + 0.5) if self.short_seq_prob > 0 else 0
 
 

@@ -1,4 +1,4 @@
-"""Runs of sentences, one run per sample: what BERT's and T5's samples are made of.
+"""Runs of sentences, one run per sample, from which BERT's and T5's samples are made.
 
 Sentence maps are kept on disk under Megatron-LM's names:
 
@@ -94,7 +94,7 @@ class MappedSentences:
 
 @dataclasses.dataclass(frozen=True)
 class SentenceRequest:
-    """What one kind of sample asks of its sentences.
+    """The requirements of one kind of sample for its sentences.
 
     Attributes:
         flag: The flag that gives the length, for messages.

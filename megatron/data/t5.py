@@ -32,7 +32,7 @@ _RUN_END = 0.2  # chance that a run ends after each word
 
 @dataclass(frozen=True)
 class T5Options:
-    """What decides the samples, beside the sentences.
+    """The settings of T5's samples.
 
     Attributes:
         encoder_length: e.

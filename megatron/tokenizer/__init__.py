@@ -1,6 +1,6 @@
 """Text to ids and back, over well-kept libraries.
 
-build, base                             from flags to a tokenizer, and what each one offers
+build, base                             from flags to a tokenizer, and the interface of each
 files                                   vocabulary files, and entries appended to them
 gpt2, fast_bpe                          GPT-2's BPE, and its fast encoders
 huggingface, sentencepiece, tiktoken    the other kinds

@@ -1,4 +1,4 @@
-"""What every tokenizer offers."""
+"""The interface of every tokenizer."""
 
 from __future__ import annotations
 

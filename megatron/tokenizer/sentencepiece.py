@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class GPTSentencePieceTokenizer(Tokenizer):
     """GPTSentencePieceTokenizer: the model's own pieces; `</s>` ends documents.
 
-    `--vocab-extra-ids` appends sentinels as T5 does, the last one first; 100 of them make T5's
-    vocabulary of T5's model.
+    `--vocab-extra-ids` appends sentinels as T5 does, the last one first. With T5's model, 100 of
+    them give T5's vocabulary.
 
     Raises:
         DataError: `--tokenizer-model` is missing or not a SentencePiece model.

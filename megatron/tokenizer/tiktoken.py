@@ -45,7 +45,7 @@ _KNOWN_FILES: Mapping[str, tuple[str, Mapping[str, int]]] = {
 
 
 class _Definition(NamedTuple):
-    """What tiktoken needs: pieces, special tokens, and the size to report."""
+    """The pieces and special tokens that tiktoken needs, and the size to report."""
 
     ranks: dict[bytes, int]
     special: dict[str, int]
