@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Evaluate a trained GPT as it is: on LAMBADA, WikiText-103 or any corpus.
+# Evaluate a trained GPT without finetuning: on LAMBADA, WikiText-103 or any corpus.
 #
 #   TASK=LAMBADA VALID_DATA=lambada_test.jsonl CHECKPOINT=checkpoints/gpt2_345m \
 #   NPROC_PER_NODE=2 examples/evaluate_zeroshot_gpt.sh
 #
-# CHECKPOINT is a folder of checkpoints, ours or Megatron-LM's, or one of Hugging Face. Network,
-# window and tokenizer come from it; where its tokenizer's files have moved, add --vocab-file and
+# CHECKPOINT is a folder of checkpoints, ours or Megatron-LM's, or a model of Hugging Face. Network,
+# window and tokenizer come from it. If its tokenizer's files have moved, add --vocab-file and
 # --merge-file. Flags given to this script come last and win.
 set -euo pipefail
 

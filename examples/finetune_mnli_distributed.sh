@@ -6,9 +6,9 @@
 #   PRETRAINED=checkpoints/bert_345m VOCAB_FILE=bert-large-uncased-vocab.txt \
 #   NPROC_PER_NODE=8 examples/finetune_mnli_distributed.sh
 #
-# The files are GLUE's; several for validation are told apart: matched and mismatched.
-# PRETRAINED is a folder of checkpoints, ours or Megatron-LM's, or one of Hugging Face. A run that
-# was interrupted goes on when it is started again. Flags given to this script come last and win.
+# The files are GLUE's. Several validation files are reported separately: matched and mismatched.
+# PRETRAINED is a folder of checkpoints, ours or Megatron-LM's, or a model of Hugging Face. A run that
+# was interrupted continues when it is started again. Flags given to this script come last and win.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -7,8 +7,8 @@
 #   NPROC_PER_NODE=8 examples/finetune_qqp_distributed.sh
 #
 # The files are GLUE's.
-# PRETRAINED is a folder of checkpoints, ours or Megatron-LM's, or one of Hugging Face. A run that
-# was interrupted goes on when it is started again. Flags given to this script come last and win.
+# PRETRAINED is a folder of checkpoints, ours or Megatron-LM's, or a model of Hugging Face. A run that
+# was interrupted continues when it is started again. Flags given to this script come last and win.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

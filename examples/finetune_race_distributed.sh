@@ -6,9 +6,9 @@
 #   PRETRAINED=checkpoints/bert_345m VOCAB_FILE=bert-large-uncased-vocab.txt \
 #   NPROC_PER_NODE=8 examples/finetune_race_distributed.sh
 #
-# Data are folders of RACE's *.txt files; a sample of the micro-batch is a question, four texts.
-# PRETRAINED is a folder of checkpoints, ours or Megatron-LM's, or one of Hugging Face. A run that
-# was interrupted goes on when it is started again. Flags given to this script come last and win.
+# The data are folders of RACE's *.txt files; each sample of a micro-batch is a question of four texts.
+# PRETRAINED is a folder of checkpoints, ours or Megatron-LM's, or a model of Hugging Face. A run that
+# was interrupted continues when it is started again. Flags given to this script come last and win.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Pretrain a 345M-parameter GPT in one process: on the GPU where there is one, else on the CPU.
+# Pretrain a 345M-parameter GPT in a single process, on the GPU if there is one, otherwise on the CPU.
 #
 #   DATA_PATH=data/my_text_document VOCAB_FILE=gpt2-vocab.json MERGE_FILE=gpt2-merges.txt \
 #   OUT=runs/gpt-345m examples/pretrain_gpt.sh

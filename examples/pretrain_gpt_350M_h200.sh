@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A GPT of 350M for one H200: 24 layers, hidden 1024, sequence 1024, GPT-2 vocabulary, bf16. How fast
-# it is stands in docs/benchmarks/models.md ("GPT 350M on one H200", of half the batch).
+# A GPT of 350M for one H200: 24 layers, hidden 1024, sequence 1024, GPT-2 vocabulary, bf16. Its
+# speed is in docs/benchmarks/models.md ("GPT 350M on one H200", with half the batch).
 #
 #   DATA_PATH=data/my_text_document VOCAB_FILE=gpt2-vocab.json MERGE_FILE=gpt2-merges.txt \
 #   examples/pretrain_gpt_350M_h200.sh

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Pretrain a network of Llama-2-7B's shape on one machine with data parallelism. Each GPU holds the
-# whole model with its optimizer (about 121 GB), so this wants GPUs of 141 GB such as the H200.
+# whole model with its optimizer (about 121 GB), so it needs GPUs of 141 GB such as the H200.
 #
 #   DATA_PATH=data/my_text_document TOKENIZER_MODEL=tokenizer.model examples/pretrain_llama2_7b.sh
 #
-# `examples/pretrain_llama2_7b.sh --dry-run` prints what it would take and needs no GPU.
+# `examples/pretrain_llama2_7b.sh --dry-run` prints what a run would need, and needs no GPU.
 # Flags given to this script come last and win.
 set -euo pipefail
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Pretrain a 220M-parameter T5 in one process: on the GPU where there is one, else on the CPU.
+# Pretrain a 220M-parameter T5 in a single process, on the GPU if there is one, otherwise on the CPU.
 #
 #   DATA_PATH=data/my_text_sentence VOCAB_FILE=bert-vocab.txt \
 #   OUT=runs/t5-220m examples/pretrain_t5.sh

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Pretrain a 220M-parameter T5 with its layers split over processes (tensor parallel) and dealt out to
-# stages (pipeline parallel), on one machine or several.
+# Pretrain a 220M-parameter T5 with its layers split over processes (tensor parallel) and over stages
+# (pipeline parallel), on one machine or several.
 #
 #   DATA_PATH=data/my_text_sentence VOCAB_FILE=bert-vocab.txt \
 #   NPROC_PER_NODE=8 examples/pretrain_t5_distributed_with_mp.sh

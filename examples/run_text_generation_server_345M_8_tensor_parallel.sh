@@ -5,7 +5,7 @@
 #   CHECKPOINT=runs/gpt-345m/checkpoints VOCAB_FILE=gpt2-vocab.json MERGE_FILE=gpt2-merges.txt \
 #       examples/run_text_generation_server_345M_8_tensor_parallel.sh
 #
-# Then: python tools/text_generation_cli.py localhost:5000, or a browser at http://localhost:5000.
+# Then run python tools/text_generation_cli.py localhost:5000, or open http://localhost:5000 in a browser.
 # Flags given to this script come last and win, for example: --port 8000
 set -euo pipefail
 
@@ -36,7 +36,7 @@ TOKENIZER=(
     --merge-file "$MERGE_FILE"
 )
 
-# What requests get that do not say.
+# Defaults for requests.
 SAMPLING=(
     --temperature 1.0
     --top_p 0.9

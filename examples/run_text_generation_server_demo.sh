@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Serve what `make demo` has trained. Network, tokenizer and precision are in the checkpoint.
+# Serve the model that `make demo` has trained. Network, tokenizer and precision are in the checkpoint.
 #
 #   examples/run_text_generation_server_demo.sh
 #
-# Then: python tools/text_generation_cli.py localhost:5000, or a browser at http://localhost:5000.
+# Then run python tools/text_generation_cli.py localhost:5000, or open http://localhost:5000 in a browser.
 # Flags given to this script come last and win, for example: --port 8000
 set -euo pipefail
 

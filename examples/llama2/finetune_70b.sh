@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Continue pretraining, or finetune, Llama 2 70B on four machines of 8 GPUs, two machines a copy:
+# Continue pretraining, or finetune, Llama 2 70B on four machines of 8 GPUs, with two machines per copy:
 # NNODES=4, and on each machine its NODE_RANK and the first one's MASTER_ADDR.
 #
 #   CHECKPOINT=checkpoints/llama2-70b DATA_PATH=data/my_text_document \
 #       examples/llama2/finetune_70b.sh
 #
-# CHECKPOINT is what tools/checkpoint/util.py made of Meta's weights (docs/llama2.md): the network
-# and the tokenizer come from it. Run again, it goes on where it stopped. With --dry-run it prints
-# what it would take and needs no GPU. Flags given to this script come last and win.
+# CHECKPOINT is the result of importing Meta's weights with tools/checkpoint/util.py
+# (docs/llama2.md). The network and the tokenizer come from it. A second run continues from the last checkpoint. With --dry-run it
+# prints what a run would need, and needs no GPU. Flags given to this script come last and win.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
@@ -17,7 +17,7 @@ TOKENIZER_MODEL=${TOKENIZER_MODEL:-$CHECKPOINT/huggingface/tokenizer.model}
 OUT=${OUT:-runs/llama2-70b}
 CHECKPOINT_PATH=${CHECKPOINT_PATH:-$OUT/checkpoints} # saved here, and loaded to continue
 
-# Either says that it has begun: one that was killed while saving may lack the other.
+# Either file shows that the run has begun; a run that was killed while saving may lack the other.
 if [[ -e $CHECKPOINT_PATH/latest_checkpointed_iteration.txt ]] ||
     compgen -G "$CHECKPOINT_PATH/iter_???????" > /dev/null; then
     START=(--load "$CHECKPOINT_PATH")

@@ -4,9 +4,9 @@
 #   CHECKPOINT=checkpoints/llama2-7b DATA_PATH=data/my_text_document \
 #       examples/llama2/finetune_7b.sh
 #
-# CHECKPOINT is what tools/checkpoint/util.py made of Meta's weights (docs/llama2.md): the network
-# and the tokenizer come from it. Run again, it goes on where it stopped. With --dry-run it prints
-# what it would take and needs no GPU. Flags given to this script come last and win.
+# CHECKPOINT is the result of importing Meta's weights with tools/checkpoint/util.py
+# (docs/llama2.md). The network and the tokenizer come from it. A second run continues from the last checkpoint. With --dry-run it
+# prints what a run would need, and needs no GPU. Flags given to this script come last and win.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
@@ -16,7 +16,7 @@ TOKENIZER_MODEL=${TOKENIZER_MODEL:-$CHECKPOINT/huggingface/tokenizer.model}
 OUT=${OUT:-runs/llama2-7b}
 CHECKPOINT_PATH=${CHECKPOINT_PATH:-$OUT/checkpoints} # saved here, and loaded to continue
 
-# Either says that it has begun: one that was killed while saving may lack the other.
+# Either file shows that the run has begun; a run that was killed while saving may lack the other.
 if [[ -e $CHECKPOINT_PATH/latest_checkpointed_iteration.txt ]] ||
     compgen -G "$CHECKPOINT_PATH/iter_???????" > /dev/null; then
     START=(--load "$CHECKPOINT_PATH")
