@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Generate text with a trained GPT: from a prompt, from a file of prompts, or without one.
+r"""Generate text with a trained GPT: from a prompt, from a file of prompts, or without one.
 
 python tools/generate_samples_gpt.py --load CHECKPOINTS --prompt "def main("
-python tools/generate_samples_gpt.py --load CHECKPOINTS --sample-input-file prompts.txt \\
+python tools/generate_samples_gpt.py --load CHECKPOINTS --sample-input-file prompts.txt \
     --sample-output-file answers.jsonl --greedy
-torchrun --nproc-per-node 2 tools/generate_samples_gpt.py --load CHECKPOINTS \\
+torchrun --nproc-per-node 2 tools/generate_samples_gpt.py --load CHECKPOINTS \
     --tensor-model-parallel-size 2 --num-samples 1000 --genfile samples.jsonl
 """
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Serve a trained GPT: Megatron-LM's REST API, OpenAI's API, and a page to talk to.
+r"""Serve a trained GPT: Megatron-LM's REST API, OpenAI's API, and a page to talk to.
 
 python tools/run_text_generation_server.py --load runs/demo/checkpoints
-torchrun --nproc-per-node 8 tools/run_text_generation_server.py --load CHECKPOINTS \\
+torchrun --nproc-per-node 8 tools/run_text_generation_server.py --load CHECKPOINTS \
     --tensor-model-parallel-size 8
 """
 

@@ -1,6 +1,6 @@
 """Hidden words, found by a trained BERT or T5: `[MASK]` in a text stands for them.
 
-To a BERT it stands for one token, to a T5 for a run of words of any length.
+For a BERT it is a single token, for a T5 a run of words of any length.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from megatron.training.checkpointing import model_state
 
 MARK = "[MASK]"
 _LONGEST_RUN = 20  # tokens that a T5 may put in one place
-# Of a T5 of Hugging Face, whose positions have no end: what it was trained with.
+# Lengths that T5s of Hugging Face, whose positions have no end, were trained with.
 _ENCODER_LENGTH, _DECODER_LENGTH = 512, 128
 
 
 class Guess(NamedTuple):
-    """What may stand in a marked place, and how sure the model is of it."""
+    """Words for a marked place, and how sure the model is of them."""
 
     words: str
     probability: float
@@ -39,31 +39,32 @@ class Guess(NamedTuple):
 
 @dataclass(frozen=True)
 class Filler:
-    """A trained model that fills in, and what it was trained with."""
+    """A trained model that fills in hidden words, and what it was trained with."""
 
     model: BertModel | T5Model
     tokenizer: Tokenizer
     config: ModelRun
 
     def fill(self, text: str, *, top: int = 1) -> list[list[Guess]]:
-        """For each `[MASK]` of `text` the most likely fillings, the likeliest first.
+        """Return the most likely fillings for each `[MASK]` of a text, the most likely first.
 
         Args:
-            top: how many; a T5 gives one, the best that taking the likeliest token each time finds.
+            text: With `[MASK]` in it.
+            top: Number of fillings. A T5 gives one, by taking the most likely token each time.
 
         Raises:
-            UserError: nothing is marked, or the text is longer than the model's window.
+            UserError: Nothing is marked, or the text is longer than the model's window.
         """
         parts = [self.tokenizer.tokenize_spelled(part) for part in text.split(MARK)]
         if len(parts) == 1:
-            raise UserError(f"--text {text!r}: nothing to fill in: write {MARK} where words go")
+            raise UserError(f"--text {text!r}: nothing to fill in: write {MARK} in place of words")
         if isinstance(self.model, BertModel):
             return guess_tokens(self.model, self.tokenizer, self._checked(parts, 2), top=top)
         limit = self.config.data.decoder_seq_length or _DECODER_LENGTH
-        # A sentinel and one token each, behind the first token.
+        # Each place takes a sentinel and at least one token, after the first token.
         most = min(len(self.tokenizer.additional_special_tokens_ids), (limit - 1) // 2)
         if len(parts) - 1 > most:
-            raise UserError(f"--text {text!r}: this T5 fills at most {most} places: mark fewer")
+            raise UserError(f"--text {text!r}: this T5 fills in at most {most} places: mark fewer")
         runs = guess_runs(
             self.model,
             self.tokenizer,
@@ -76,15 +77,17 @@ class Filler:
         length = sum(map(len, parts)) + len(parts) - 1 + specials
         window = self.config.data.seq_length or _ENCODER_LENGTH
         if length > window:
-            raise UserError(f"--text: {length} tokens, the model reads {window}: give less text")
+            raise UserError(
+                f"--text: {length} tokens, but the model reads {window}: give less text"
+            )
         return parts
 
 
 def load_filler(folder: str, device: Device) -> Filler:
-    """The newest complete checkpoint under `folder`, as one process.
+    """Load the newest complete checkpoint of a folder, in a single process.
 
     Raises:
-        CheckpointError: there is none, or it is damaged, or holds a model of another kind.
+        CheckpointError: There is none, or it is damaged, or holds another kind of model.
     """
     reader = open_existing(folder)
     config = saved_config(reader, folder)
@@ -92,7 +95,7 @@ def load_filler(folder: str, device: Device) -> Filler:
     classes = {"bert": BertModel, "t5": T5Model}
     kind = config.model.architecture
     if kind not in classes:
-        raise CheckpointError(f"--load {folder}: holds a {kind}, where a bert or t5 is needed")
+        raise CheckpointError(f"--load {folder}: holds a {kind}, but a bert or t5 is needed")
     rows = reader.meta["padded_vocab_size"]
     model = build_model(classes[kind], config, run_context(config, Layout.single(), device), rows)
     restore(reader, model_state([model]), prefixes=("model.",), cast=True)
@@ -103,7 +106,7 @@ def load_filler(folder: str, device: Device) -> Filler:
 def guess_tokens(
     model: BertModel, tokenizer: Tokenizer, parts: Sequence[Sequence[int]], *, top: int
 ) -> list[list[Guess]]:
-    """The likeliest tokens between each two parts of a text, `top` each."""
+    """Return the `top` most likely tokens between each two parts of a text."""
     ids = [tokenizer.cls, *_joined(parts, [tokenizer.mask] * len(parts)), tokenizer.sep]
     tokens = _row(ids, model)
     result = model(tokens, torch.ones_like(tokens, dtype=torch.bool))
@@ -124,13 +127,16 @@ def guess_tokens(
 def guess_runs(
     model: T5Model, tokenizer: Tokenizer, parts: Sequence[Sequence[int]], *, limit: int
 ) -> list[Guess]:
-    """What stands between each two parts of a text, the likeliest token each time.
+    """Return the words between each two parts of a text, taking the most likely token each time.
 
-    The decoder is held to the form that it was trained on: sentinels in order, words behind each,
+    The decoder is held to the form that it was trained on: sentinels in order, words after each,
     then the end.
 
     Args:
-        limit: tokens that the decoder reads: two for each run at least, and one.
+        model: The T5.
+        tokenizer: Of the model.
+        parts: Token ids of the parts.
+        limit: Tokens that the decoder reads, at least two for each run and one more.
     """
     sentinels = tokenizer.additional_special_tokens_ids[: len(parts) - 1]
     encoder = _row([*_joined(parts, sentinels), *tokenizer.encoder_end], model)
@@ -154,7 +160,7 @@ def guess_runs(
 
 
 def _allowed(scores: Tensor, tokenizer: Tokenizer, following: int, *, is_first: bool) -> Tensor:
-    """Scores `[v]` without the special tokens that cannot come here; a run is never empty."""
+    """Mask special tokens that cannot come here in scores `[v]`. A run is never empty."""
     marks = {*tokenizer.additional_special_tokens_ids, tokenizer.eos} - {following}
     special = tokenizer.special_ids("pad", "cls", "sep", "mask", "bos")
     banned = [*marks, *special, *([following] if is_first else [])]
@@ -162,7 +168,7 @@ def _allowed(scores: Tensor, tokenizer: Tokenizer, following: int, *, is_first: 
 
 
 def _joined(parts: Sequence[Sequence[int]], marks: Sequence[int]) -> list[int]:
-    """The parts with a mark between each two."""
+    """Return the parts with a mark between each two."""
     ids = list(parts[0])
     for part, mark in zip(parts[1:], marks, strict=False):
         ids += [mark, *part]
@@ -170,5 +176,5 @@ def _joined(parts: Sequence[Sequence[int]], marks: Sequence[int]) -> list[int]:
 
 
 def _row(ids: Sequence[int], model: torch.nn.Module) -> Tensor:
-    """`[1, s]` where the model is."""
+    """Return token ids `[1, s]` on the model's device."""
     return torch.tensor([list(ids)], device=next(model.parameters()).device)

@@ -1,11 +1,12 @@
-"""How likely a model finds given tokens: log-probabilities in any parallel layout.
+"""How likely a model finds given tokens: log probabilities in any parallel layout.
 
-Data-parallel processes take the batches in turn, pipeline stages hand them on, tensor ranks each
-hold a part of the vocabulary. Every process ends up with every score.
+Data-parallel processes take the batches in turn, pipeline stages hand them on, and each tensor rank
+holds a part of the vocabulary. Every process ends up with every score.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -24,9 +25,9 @@ from megatron.parallel.pipeline.executor import run_schedule
 from megatron.parallel.pipeline.p2p import PipelineChannel
 from megatron.parallel.pipeline.schedule import Operation, forward_only, make_schedule
 
-_MULTIPLE = 8  # of padded lengths: few shapes, which suit the hardware
-_IN_FLIGHT = 32  # batches between two waits for what was sent
-_LOGITS = 2**27  # that are held in fp32 at a time
+_MULTIPLE = 8  # padded lengths are multiples of this: few shapes, which suit the hardware
+_IN_FLIGHT = 32  # batches between two waits for sent messages
+_LOGITS = 2**27  # logits held in fp32 at a time
 
 Item = TypeVar("Item")
 
@@ -36,8 +37,8 @@ class Sample:
     """Tokens, the last of which are to be scored.
 
     Attributes:
-        tokens: one more at most than the model's window: the last one is only a target.
-        scored: so many at the end; each needs a token before it.
+        tokens: At most one more than the model's window, because the last one is only a target.
+        scored: Number of tokens at the end to score. Each needs a token before it.
     """
 
     tokens: Sequence[int] | NDArray[np.integer]
@@ -46,11 +47,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class Score:
-    """What the model makes of a sample's scored tokens.
+    """How likely a sample's scored tokens are.
 
     Attributes:
-        log_probability: of all of them in a row, natural.
-        is_greedy: each is the most likely one in its place.
+        log_probability: Natural log probability of all of them in a row.
+        is_greedy: Whether each is the most likely one in its place.
     """
 
     log_probability: float
@@ -58,59 +59,68 @@ class Score:
 
 
 @dataclass(frozen=True)
-class Batch:
+class ScoreBatch:
     """Samples that pass the model together: their indices, and the length they are padded to."""
 
     samples: tuple[int, ...]
     length: int
 
 
-def plan_batches(lengths: Sequence[int], size: int, *, multiple: int, window: int) -> list[Batch]:
-    """Batches of samples of about the same length, the longest first.
+def plan_batches(
+    lengths: Sequence[int], size: int, *, multiple: int, window: int
+) -> list[ScoreBatch]:
+    """Return batches of samples of about the same length, the longest first.
 
-    The longest come first so that memory that does not suffice is found at once.
+    The longest come first so that a lack of memory shows at once.
 
     Args:
-        lengths: of every sample's input.
-        size: most samples of a batch.
-        multiple: of every padded length, as far as the window allows.
-        window: the longest input; a multiple of what the layout divides sequences by.
+        lengths: Length of every sample's input.
+        size: Largest number of samples of a batch.
+        multiple: Padded lengths are multiples of this, up to the window.
+        window: The longest input, which is a multiple of what the layout divides sequences by.
     """
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     return [
-        Batch(tuple(rows), min(-(-max(1, lengths[rows[0]]) // multiple) * multiple, window))
+        ScoreBatch(tuple(rows), min(-(-max(1, lengths[rows[0]]) // multiple) * multiple, window))
         for rows in _groups(order, size)
     ]
 
 
 class Scorer:
-    """Scores samples with one model.
-
-    Args:
-        loaded: the model; padding entries of its vocabulary get no probability.
-        device: where it runs.
-        micro_batch: most samples of a forward pass.
-
-    Making one and `score` are collective over all processes of the layout.
-    """
+    """Scores samples with one model. Making one is collective over the layout too."""
 
     def __init__(self, loaded: Loaded, device: Device, micro_batch: int) -> None:
+        """Connect the pipeline stages.
+
+        Args:
+            loaded: The model. Padding entries of its vocabulary get no probability.
+            device: Where it runs.
+            micro_batch: Largest number of samples of a forward pass.
+        """
         self.loaded = loaded
         self.device = device.torch_device
         self.micro_batch = micro_batch
         self.window = loaded.config.model.max_position_embeddings
-        self._channel = _connect(loaded, self.device)
+        self._channel = None
+        if loaded.layout.pipeline.size > 1:
+            self._channel = PipelineChannel.create(
+                loaded.layout,
+                ring=False,
+                device=self.device,
+                dtype=loaded.config.precision.stream_dtype,
+                shape=(),
+            )
 
     def score(
         self,
         samples: Sequence[Sample],
         done: Callable[[int, int], None] = lambda batches, of: None,
     ) -> list[Score]:
-        """One score a sample, in order, on every process. Collective.
+        """Return a score for each sample, in order, on every process. Collective.
 
         Args:
-            samples: the same on every process.
-            done: told after every batch of this process how many are done, of how many.
+            samples: The same on every process.
+            done: Told after every batch of this process how many are done, and of how many.
         """
         layout = self.loaded.layout
         lengths = [len(sample.tokens) - 1 for sample in samples]
@@ -123,34 +133,31 @@ class Scorer:
         )
         mine = batches[layout.data.rank :: layout.data.size]
         results = torch.zeros(len(samples), 3, dtype=torch.float64)
-        finished = 0
-
-        def one_more() -> None:
-            nonlocal finished
-            finished += 1
-            done(finished, len(mine))
-
+        count = itertools.count(1)
         for some in _groups(mine, _IN_FLIGHT):
-            self._run(some, samples, results, one_more)
+            self._run(some, samples, results, lambda: done(next(count), len(mine)))
         whole = all_reduce(results.to(self.device), layout.world).tolist()
         assert all(count == 1 for _, _, count in whole), "a sample was not scored once"
         return [Score(log_probability, greedy == 1) for log_probability, greedy, _ in whole]
 
     def _run(
         self,
-        batches: Sequence[Batch],
+        batches: Sequence[ScoreBatch],
         samples: Sequence[Sample],
         results: Tensor,
         done: Callable[[], None],
     ) -> None:
-        """Fill in the rows of these batches, where this process has the end of the model."""
+        """Fill in the rows of these batches if this process has the end of the model."""
         layout = self.loaded.layout
         stages = layout.pipeline.size
 
         def step(index: int, hidden: Tensor | None) -> Tensor:
             chosen = [samples[i] for i in batches[index].samples]
-            tokens = _input(chosen, batches[index].length).to(self.device)
-            output = self.loaded.model(tokens, hidden=hidden)
+            # Without the last token of each sample; zeros follow, which nothing sees.
+            tokens = np.zeros((len(chosen), batches[index].length), np.int64)
+            for row, sample in zip(tokens, chosen, strict=True):
+                row[: len(sample.tokens) - 1] = sample.tokens[:-1]
+            output = self.loaded.model(torch.from_numpy(tokens).to(self.device), hidden=hidden)
             if layout.pipeline.is_last:
                 scores = self._scores(output, chosen)
                 if layout.tensor.is_first:
@@ -164,16 +171,17 @@ class Scorer:
             channel = _Channel(self._channel, [self._message(batch) for batch in batches])
         run_schedule(schedule[layout.pipeline.rank], [step], channel, before=layout.journal.enter)
 
-    def _message(self, batch: Batch) -> tuple[int, int, int]:
-        """Shape of the hidden states between stages: [s, b, h], or this rank's part of it."""
+    def _message(self, batch: ScoreBatch) -> tuple[int, int, int]:
+        """Return the shape of the hidden states between stages: [s, b, h], or this rank's part."""
         hidden = self.loaded.config.model.hidden_size
         return batch.length // self.loaded.layout.sequence.size, len(batch.samples), hidden
 
     def _scores(self, logits: Tensor, samples: Sequence[Sample]) -> Tensor:
-        """Log-probability, whether greedy, and 1 for every sample: [b, 3] on the CPU.
+        """Return log probability, whether greedy, and 1 for every sample: [b, 3] on the CPU.
 
         Args:
             logits: [b, s, v/t].
+            samples: The batch.
         """
         places = [
             (row, len(sample.tokens) - 1 - sample.scored + k, int(token))
@@ -202,15 +210,15 @@ class Scorer:
 def score_targets(
     logits: Tensor, targets: Tensor, axis: Axis, *, entries: int
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target, and whether it is the most likely entry.
+    """Return each target's log probability, and whether it is the most likely entry.
 
-    Of equally likely entries the first counts, on every number of ranks.
+    Among equally likely entries the first counts, on any number of ranks.
 
     Args:
-        logits: fp32 [n, v/t], this rank's part of the padded vocabulary; changed.
+        logits: fp32 [n, v/t], this rank's part of the padded vocabulary. Changed in place.
         targets: [n], ids in the whole vocabulary.
-        axis: the tensor axis.
-        entries: of the vocabulary without padding.
+        axis: The tensor axis.
+        entries: Size of the vocabulary without padding.
 
     Returns:
         [n] fp32 and [n] bool, equal on every rank.
@@ -231,7 +239,7 @@ def score_targets(
 
 
 class _Channel:
-    """A channel whose messages have a shape for every batch."""
+    """A channel whose messages have a shape of their own for every batch."""
 
     def __init__(self, channel: PipelineChannel, shapes: Sequence[Sequence[int]]) -> None:
         self._of_batch = [channel.with_shape(shape) for shape in shapes]
@@ -250,31 +258,10 @@ class _Channel:
         self._any.finish()
 
 
-def _connect(loaded: Loaded, device: torch.device) -> PipelineChannel | None:
-    """The way to the neighbouring stages; None without a pipeline. Collective."""
-    if loaded.layout.pipeline.size == 1:
-        return None
-    return PipelineChannel.create(
-        loaded.layout,
-        ring=False,
-        device=device,
-        dtype=loaded.config.precision.stream_dtype,
-        shape=(),
-    )
-
-
-def _input(samples: Sequence[Sample], length: int) -> Tensor:
-    """Tokens [b, length] without the last of each sample; zeros behind, which nothing sees."""
-    tokens = np.zeros((len(samples), length), np.int64)
-    for row, sample in zip(tokens, samples, strict=True):
-        row[: len(sample.tokens) - 1] = sample.tokens[:-1]
-    return torch.from_numpy(tokens)
-
-
 def windows(tokens: NDArray[np.integer], window: int, step: int) -> Iterator[Sample]:
-    """A long text in overlapping windows that score each token but the first exactly once.
+    """Yield a long text in overlapping windows that score each token but the first exactly once.
 
-    The first window scores all it has; each further one moves on by `step` tokens, at most the
+    The first window scores all its tokens. Each further one moves on by `step` tokens, at most the
     window, and scores those.
     """
     step = min(step, window)

@@ -124,7 +124,7 @@ def test_a_t5_with_its_own_sentinels(own_t5: Filler) -> None:
     ((first,), (second,)) = own_t5.fill("w1 [MASK] w4 w5 [MASK] w7")
     assert (first.words, second.words) == ("w2 w3", "w6")
     # The end of the encoder's text counts.
-    with pytest.raises(UserError, match="17 tokens, the model reads 16"):
+    with pytest.raises(UserError, match="17 tokens, but the model reads 16"):
         own_t5.fill("[MASK] " + "w1 " * 15)
 
 
@@ -181,4 +181,4 @@ def test_an_untrained_t5_keeps_to_the_form(tokenizer: Tokenizer) -> None:
 def test_a_gpt_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_run(build_toy(Layout.single(), ["--save", str(tmp_path), "--save-interval", "1"]))
     assert fill_in.main(["--load", str(tmp_path), "--text", "[MASK]"]) != 0
-    assert "holds a gpt, where a bert or t5 is needed" in capsys.readouterr().err
+    assert "holds a gpt, but a bert or t5 is needed" in capsys.readouterr().err

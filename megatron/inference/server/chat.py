@@ -21,7 +21,10 @@ _TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 def _generation_tag() -> type[Extension]:
-    """`{% generation %}...{% endgeneration %}`, which marks what is trained on: here only text."""
+    """Return the tag `{% generation %}...{% endgeneration %}`, which marks what is trained on.
+
+    Here its content is only text.
+    """
     from jinja2.ext import Extension
 
     class Generation(Extension):
@@ -35,41 +38,48 @@ def _generation_tag() -> type[Extension]:
 
 
 class ChatTemplate:
-    """A Jinja template as Hugging Face tokenizers bring it, in a sandbox.
-
-    Args:
-        source: the template.
-        special: bos_token, eos_token and the like, as it calls them.
-
-    Raises:
-        ConfigError: it is no template.
-    """
+    """A Jinja template as Hugging Face tokenizers have it, in a sandbox."""
 
     def __init__(self, source: str, special: Mapping[str, str]) -> None:
-        from jinja2 import TemplateSyntaxError
+        """Compile the template.
+
+        Args:
+            source: The template.
+            special: Texts of bos_token, eos_token and the like.
+
+        Raises:
+            ConfigError: It is not a template.
+        """
+        from jinja2 import TemplateError, TemplateSyntaxError
         from jinja2.ext import loopcontrols
         from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        def refuse(message: str) -> NoReturn:
+            raise TemplateError(message)
 
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _generation_tag()]
         )
         environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _refuse
+        environment.globals["raise_exception"] = refuse
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         self._special = dict(special)
         try:
             self._template = environment.from_string(source)
         except TemplateSyntaxError as error:
             raise ConfigError(
-                f"the chat template has a mistake in line {error.lineno}: {error}: mend it, or "
+                f"the chat template has a mistake in line {error.lineno}: {error}: fix it, or "
                 "give another one by --chat-template"
             ) from error
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The text of the conversation, up to where the model's answer begins.
+        """Return the text of a conversation, up to where the model's answer begins.
+
+        Args:
+            messages: With a role, content and perhaps a name.
 
         Raises:
-            ApiError: the template refuses these messages.
+            ApiError: The template refuses these messages.
         """
         from jinja2 import TemplateError
 
@@ -88,21 +98,22 @@ class ChatTemplate:
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:
-    # Jinja's own filter writes for HTML.
+    # Jinja's own filter escapes for HTML.
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
-def _refuse(message: str) -> NoReturn:
-    from jinja2 import TemplateError
-
-    raise TemplateError(message)
-
-
 def find_template(chat_template: str | None, tokenizer_model: str | None) -> str | None:
-    """The text of `--chat-template`, else of the one beside the tokenizer; None: there is none.
+    """Return the text of `--chat-template`, or otherwise of the template beside the tokenizer.
+
+    Args:
+        chat_template: File of the template.
+        tokenizer_model: File or folder of the tokenizer.
+
+    Returns:
+        `None` if there is no template.
 
     Raises:
-        ConfigError: a file cannot be read.
+        ConfigError: A file cannot be read.
     """
     if chat_template is not None:
         return _read("--chat-template", Path(chat_template))
@@ -119,7 +130,7 @@ def find_template(chat_template: str | None, tokenizer_model: str | None) -> str
 
 
 def special_tokens(tokenizer_model: str | None) -> dict[str, str]:
-    """bos_token and the like, as tokenizer_config.json beside the tokenizer spells them."""
+    """Return bos_token and the like, as tokenizer_config.json beside the tokenizer has them."""
     folder = _folder(tokenizer_model)
     settings = {} if folder is None else _settings(folder)
     found = {}

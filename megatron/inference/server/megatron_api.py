@@ -7,11 +7,12 @@ a string, and the length penalty has bounds.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 from typing_extensions import TypedDict  # pydantic asks for this one before Python 3.12
 
 from megatron.inference.request import MOST_LENGTH_PENALTY, Beam, Sampling
@@ -28,58 +29,44 @@ _TOO_LONG_BEAM = "context length + tokens_to_generate too large"
 
 
 class MegatronRequest(BaseModel):
-    """The body of `PUT /api`. The rules below are asked in the order of these fields."""
+    """The body of `PUT /api`, whose fields are checked in this order."""
 
-    prompts: list[str] = Field(
-        min_length=1, max_length=MAX_PROMPTS, description="texts to continue"
-    )
-    tokens_to_generate: int = Field(
-        64, ge=0, description="largest number of new tokens; 0 with logprobs scores the prompts"
-    )
-    logprobs: bool = Field(
-        False, description="return the log probability of every token, the prompt's too"
-    )
-    temperature: float = Field(
-        1.0, gt=0, le=_MAX_TEMPERATURE, description="divide the scores by this before sampling"
-    )
-    top_k: int = Field(
-        0,
-        ge=0,
-        le=_MAX_TOP_K,
-        description="sample from the k most likely tokens; 1: greedy; 0: all",
-    )
-    top_p: float = Field(
-        0.0,
-        description="sample from the most likely tokens that together have this probability; "
-        "0: all",
-    )
-    top_p_decay: float = Field(
-        0.0, description="multiply top_p by this after each token; 0: keep it"
-    )
-    top_p_bound: float = Field(0.0, description="top_p does not decay below this")
-    add_BOS: bool = Field(  # noqa: N815
-        False, description="put the end-of-document token before each prompt"
-    )
-    stop_on_double_eol: bool = Field(False, description="end an answer after an empty line")
-    stop_on_eol: bool = Field(False, description="end an answer after a line")
-    prevent_newline_after_colon: bool = Field(
-        False, description="never choose a new line right after a colon"
-    )
-    random_seed: int = Field(-1, ge=0, description="the same seed gives the same answers")
-    no_log: bool = Field(False, description="do not write this request to the server's log")
-    beam_width: int | None = Field(
-        None, ge=1, description="search for this many best answers instead of sampling"
-    )
-    stop_token: int = Field(
-        50256,
-        description="with beam search: ends an answer; default: the tokenizer's end of document",
-    )
-    length_penalty: float = Field(
-        1.0,
-        ge=-MOST_LENGTH_PENALTY,
-        le=MOST_LENGTH_PENALTY,
-        description="with beam search: a score is divided by the length to this power",
-    )
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    prompts: list[str] = Field(min_length=1, max_length=MAX_PROMPTS)
+    """texts to continue"""
+    tokens_to_generate: int = Field(64, ge=0)
+    """largest number of new tokens; 0 with logprobs scores the prompts"""
+    logprobs: bool = False
+    """return the log probability of every token, the prompt's too"""
+    temperature: float = Field(1.0, gt=0, le=_MAX_TEMPERATURE)
+    """divide the scores by this before sampling"""
+    top_k: int = Field(0, ge=0, le=_MAX_TOP_K)
+    """sample from the k most likely tokens; 1: greedy; 0: all"""
+    top_p: float = 0.0
+    """sample from the most likely tokens that together have this probability; 0: all"""
+    top_p_decay: float = 0.0
+    """multiply top_p by this after each token; 0: keep it"""
+    top_p_bound: float = 0.0
+    """top_p does not decay below this"""
+    add_BOS: bool = False  # noqa: N815
+    """put the end-of-document token before each prompt"""
+    stop_on_double_eol: bool = False
+    """end an answer after an empty line"""
+    stop_on_eol: bool = False
+    """end an answer after a line"""
+    prevent_newline_after_colon: bool = False
+    """never choose a new line right after a colon"""
+    random_seed: int = Field(-1, ge=0)
+    """the same seed gives the same answers"""
+    no_log: bool = False
+    """do not write this request to the server's log"""
+    beam_width: int | None = Field(None, ge=1)
+    """search for this many best answers instead of sampling"""
+    stop_token: int = 50256
+    """with beam search: ends an answer; default: the tokenizer's end of document"""
+    length_penalty: float = Field(1.0, ge=-MOST_LENGTH_PENALTY, le=MOST_LENGTH_PENALTY)
+    """with beam search: a score is divided by the length to this power"""
 
 
 class MegatronAnswer(TypedDict, total=False):
@@ -91,139 +78,99 @@ class MegatronAnswer(TypedDict, total=False):
     scores: list[float]
 
 
-class ContractRule(NamedTuple):
-    """What must hold for a field, and what is said if it does not.
-
-    Attributes:
-        field: Name of the field.
-        holds: Function of the field's value and the values of this and the earlier fields.
-        message: Megatron's message.
-        absent_too: Whether the rule is asked about the default as well.
-        always: Whether the status is 400 under `--legacy-status-codes` too, as in Megatron.
-    """
-
-    field: str
-    holds: Callable[[Any, Mapping[str, Any]], bool]
-    message: str
-    absent_too: bool = False
-    always: bool = False
+# Returns whether a rule holds for a field's value, given the values of all earlier fields.
+Holds = Callable[[Any, Mapping[str, Any]], bool]
 
 
-def _is(kind: type) -> Callable[[Any, Mapping[str, Any]], bool]:
+def _is(kind: type) -> Holds:
     # bool is a subclass of int, but true and false are not integers here.
     return lambda value, _: type(value) is kind
 
 
-def _switch(name: str) -> ContractRule:
-    return ContractRule(name, _is(bool), f"{name} must be a boolean value")
-
-
-# Megatron asks these in this order, and answers with the first that does not hold.
-_RULES = (
-    ContractRule(
-        "prompts",
-        lambda v, _: isinstance(v, list) and all(isinstance(prompt, str) for prompt in v),
-        "prompts is not a list of strings",
-        always=True,
+# Each field's rules with Megatron's messages, in the order in which Megatron asks them.
+_RULES: dict[str, tuple[tuple[Holds, str], ...]] = {
+    "prompts": (
+        (
+            lambda v, _: isinstance(v, list) and all(isinstance(prompt, str) for prompt in v),
+            "prompts is not a list of strings",
+        ),
+        (lambda v, _: len(v) > 0, "prompts is empty"),
+        (lambda v, _: len(v) <= MAX_PROMPTS, f"Maximum number of prompts is {MAX_PROMPTS}"),
     ),
-    ContractRule("prompts", lambda v, _: len(v) > 0, "prompts is empty", always=True),
-    ContractRule(
-        "prompts",
-        lambda v, _: len(v) <= MAX_PROMPTS,
-        f"Maximum number of prompts is {MAX_PROMPTS}",
-        always=True,
+    "tokens_to_generate": (
+        (_is(int), "tokens_to_generate must be an integer greater than 0"),
+        (lambda v, _: v >= 0, "tokens_to_generate must be an integer greater than or equal to 0"),
     ),
-    ContractRule(
-        "tokens_to_generate", _is(int), "tokens_to_generate must be an integer greater than 0"
+    "temperature": (
+        (
+            lambda v, _: type(v) in (int, float) and 0 < v <= _MAX_TEMPERATURE,
+            "temperature must be a positive number less than or equal to 100.0",
+        ),
     ),
-    ContractRule(
-        "tokens_to_generate",
-        lambda v, _: v >= 0,
-        "tokens_to_generate must be an integer greater than or equal to 0",
+    "top_k": (
+        (
+            _is(int),
+            "top_k must be an integer equal to or greater than 0 and less than or equal to 1000",
+        ),
+        (
+            lambda v, _: 0 <= v <= _MAX_TOP_K,
+            "top_k must be equal to or greater than 0 and less than or equal to 1000",
+        ),
     ),
-    _switch("logprobs"),
-    ContractRule(
-        "logprobs",
+    "top_p": (
+        (_is(float), "top_p must be a positive float less than or equal to 1.0"),
+        (
+            lambda v, seen: not (v > 0 and seen["top_k"] > 0),
+            "cannot set both top-k and top-p samplings.",
+        ),
+        (lambda v, _: 0 <= v <= 1, "top_p must be less than or equal to 1.0"),
+    ),
+    "top_p_decay": (
+        (_is(float), "top_p_decay must be a positive float less than or equal to 1.0"),
+        (lambda _, seen: seen["top_p"] != 0, "top_p_decay cannot be set without top_p"),
+        (lambda v, _: 0 <= v <= 1, "top_p_decay must be less than or equal to 1.0"),
+    ),
+    "top_p_bound": (
+        (_is(float), "top_p_bound must be a positive float less than or equal to top_p"),
+        (lambda _, seen: seen["top_p"] != 0, "top_p_bound cannot be set without top_p"),
+        (
+            lambda v, seen: 0 < v <= seen["top_p"],
+            "top_p_bound must be greater than 0 and less than top_p",
+        ),
+    ),
+    "random_seed": (
+        (_is(int), "random_seed must be integer"),
+        (lambda v, _: v >= 0, "random_seed must be a positive integer"),
+    ),
+    "beam_width": (
+        (_is(int), "beam_width must be integer"),
+        (lambda v, _: v >= 1, "beam_width must be an integer > 1"),
+        (
+            lambda _, seen: len(seen["prompts"]) == 1,
+            "When doing beam_search, batch size must be 1",
+        ),
+    ),
+    "stop_token": ((_is(int), "stop_token must be an integer"),),
+    "length_penalty": (
+        (_is(float), "length_penalty must be a float"),
+        (
+            lambda v, _: abs(v) <= MOST_LENGTH_PENALTY,
+            f"length_penalty must be a float from {-MOST_LENGTH_PENALTY:g} to "
+            f"{MOST_LENGTH_PENALTY:g}",
+        ),
+    ),
+}
+# Rules that are asked of defaults too, after a field's own.
+_RULES_OF_DEFAULTS: dict[str, tuple[Holds, str]] = {
+    "logprobs": (
         lambda v, seen: v or seen["tokens_to_generate"] > 0,
         "tokens_to_generate=0 implies logprobs should be True",
-        absent_too=True,
     ),
-    ContractRule(
-        "temperature",
-        lambda v, _: type(v) in (int, float) and 0 < v <= _MAX_TEMPERATURE,
-        "temperature must be a positive number less than or equal to 100.0",
-    ),
-    ContractRule(
-        "top_k",
-        _is(int),
-        "top_k must be an integer equal to or greater than 0 and less than or equal to 1000",
-    ),
-    ContractRule(
-        "top_k",
-        lambda v, _: 0 <= v <= _MAX_TOP_K,
-        "top_k must be equal to or greater than 0 and less than or equal to 1000",
-    ),
-    ContractRule("top_p", _is(float), "top_p must be a positive float less than or equal to 1.0"),
-    ContractRule(
-        "top_p",
-        lambda v, seen: not (v > 0 and seen["top_k"] > 0),
-        "cannot set both top-k and top-p samplings.",
-    ),
-    ContractRule("top_p", lambda v, _: 0 <= v <= 1, "top_p must be less than or equal to 1.0"),
-    ContractRule(
-        "top_p_decay",
-        _is(float),
-        "top_p_decay must be a positive float less than or equal to 1.0",
-    ),
-    ContractRule(
-        "top_p_decay",
-        lambda _, seen: seen["top_p"] != 0,
-        "top_p_decay cannot be set without top_p",
-    ),
-    ContractRule(
-        "top_p_decay", lambda v, _: 0 <= v <= 1, "top_p_decay must be less than or equal to 1.0"
-    ),
-    ContractRule(
-        "top_p_bound",
-        _is(float),
-        "top_p_bound must be a positive float less than or equal to top_p",
-    ),
-    ContractRule(
-        "top_p_bound",
-        lambda _, seen: seen["top_p"] != 0,
-        "top_p_bound cannot be set without top_p",
-    ),
-    ContractRule(
-        "top_p_bound",
-        lambda v, seen: 0 < v <= seen["top_p"],
-        "top_p_bound must be greater than 0 and less than top_p",
-    ),
-    _switch("add_BOS"),
-    ContractRule(
-        "add_BOS",
+    "add_BOS": (
         lambda v, seen: v or all(seen["prompts"]),
         "Empty prompts require add_BOS=true",
-        absent_too=True,
     ),
-    *map(_switch, ("stop_on_double_eol", "stop_on_eol", "prevent_newline_after_colon")),
-    ContractRule("random_seed", _is(int), "random_seed must be integer"),
-    ContractRule("random_seed", lambda v, _: v >= 0, "random_seed must be a positive integer"),
-    _switch("no_log"),
-    ContractRule("beam_width", _is(int), "beam_width must be integer"),
-    ContractRule("beam_width", lambda v, _: v >= 1, "beam_width must be an integer > 1"),
-    ContractRule(
-        "beam_width",
-        lambda _, seen: len(seen["prompts"]) == 1,
-        "When doing beam_search, batch size must be 1",
-    ),
-    ContractRule("stop_token", _is(int), "stop_token must be an integer"),
-    ContractRule("length_penalty", _is(float), "length_penalty must be a float"),
-    ContractRule(
-        "length_penalty",
-        lambda v, _: abs(v) <= MOST_LENGTH_PENALTY,
-        f"length_penalty must be a float from {-MOST_LENGTH_PENALTY:g} to {MOST_LENGTH_PENALTY:g}",
-    ),
-)
+}
 
 # (name, whether it must be present, message), asked before anything else.
 _NAMES = (
@@ -244,10 +191,18 @@ def read_contract(body: Mapping[str, Any]) -> dict[str, Any]:
             raise ApiError(400, message, field=name)
     values = {name: field.default for name, field in MegatronRequest.model_fields.items()}
     values |= {name: body[name] for name in values if name in body}
-    for rule in _RULES:
-        name = rule.field
-        if (name in body or rule.absent_too) and not rule.holds(values[name], values):
-            raise ApiError(400, rule.message, field=name, always=rule.always)
+    for name, field in MegatronRequest.model_fields.items():
+        rules: tuple[tuple[Holds, str], ...] = ()
+        if name in body:
+            is_switch = field.annotation is bool
+            switch = (_is(bool), f"{name} must be a boolean value")
+            rules = (switch,) if is_switch else _RULES[name]
+        if name in _RULES_OF_DEFAULTS:
+            rules = (*rules, _RULES_OF_DEFAULTS[name])
+        for holds, message in rules:
+            if not holds(values[name], values):
+                # Megatron answers mistakes in the prompts with 400 in either case.
+                raise ApiError(400, message, field=name, always=name == "prompts")
     return values
 
 
@@ -337,11 +292,19 @@ class MegatronApi:
             )
 
         asked = [Asked(prompt, sampling(number)) for number, prompt in enumerate(prompts)]
-        with self._service.answers(asked, silent=frozenset()) as answers:
+        with contextlib.ExitStack() as stack:
+            answers = self._start(asked, stack)
             rows = await asyncio.gather(*(self._row(answer) for answer in answers))
         texts, segments, logprobs = zip(*rows, strict=True)
         told = list(logprobs) if values["logprobs"] else None
         return {"text": list(texts), "segments": list(segments), "logprobs": told}
+
+    def _start(self, asked: list[Asked], stack: contextlib.ExitStack) -> list[TextAnswer]:
+        """Start answers, all of whose tokens are text, and have the stack close them."""
+        answers = self._service.start(asked, silent=frozenset())
+        for answer in answers:
+            stack.callback(answer.close)
+        return answers
 
     async def _row(self, answer: TextAnswer) -> tuple[str, list[str], list[float]]:
         """Return text, segments and log probabilities of one prompt with its answer."""
@@ -368,7 +331,8 @@ class MegatronApi:
             length_penalty=values["length_penalty"],
             logprobs=True,
         )
-        with self._service.answers([Asked(prompt, sampling)], silent=frozenset()) as (answer,):
+        with contextlib.ExitStack() as stack:
+            (answer,) = self._start([Asked(prompt, sampling)], stack)
             tokens = [token async for piece in answer.pieces() for token in piece.tokens]
         assert answer.finished is not None
         beams = answer.finished.beams

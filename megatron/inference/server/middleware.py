@@ -71,7 +71,7 @@ class Guard:
         )
 
 
-class Metrics:
+class Metrics(Collector):
     """Everything that is counted, in a registry of its own. docs/generation.md explains it."""
 
     def __init__(self, engine: EngineClient) -> None:
@@ -80,8 +80,9 @@ class Metrics:
         Args:
             engine: Has figures of its own.
         """
+        self._engine = engine
         self._registry = CollectorRegistry()
-        self._registry.register(_EngineFigures(engine))
+        self._registry.register(self)
         self.requests = Counter(
             "megatron_http_requests",
             "Requests answered.",
@@ -106,15 +107,8 @@ class Metrics:
         """Return all figures in Prometheus' text format."""
         return generate_latest(self._registry)
 
-
-class _EngineFigures(Collector):
-    """The state of the engine and its queue at the moment of a request."""
-
-    def __init__(self, engine: EngineClient) -> None:
-        self._engine = engine
-
     def collect(self) -> Iterator[Metric]:
-        """Yield one figure after another."""
+        """Yield the figures of the engine and its queue at this moment."""
         stats = self._engine.stats
         gauges = {
             "megatron_sequences": ("Sequences that run or wait.", self._engine.active),

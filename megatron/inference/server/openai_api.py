@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import secrets
 import time
-from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -34,60 +33,51 @@ from megatron.inference.server.settings import MAX_PROMPTS
 Choice = dict[str, Any]
 
 
-class ResponseForm(ABC):
-    """The shape of an endpoint's answers."""
+@dataclass(frozen=True)
+class ResponseForm:
+    """The shape of an endpoint's answers.
 
-    prefix: str  # of ids
-    whole: str  # `object` of an answer
-    part: str  # `object` of a streamed bit
-    first: Choice | None = None  # what a stream begins with, before any text
+    Attributes:
+        prefix: Beginning of ids.
+        whole: `object` of an answer.
+        part: `object` of a streamed bit.
+        choice: Returns a whole answer without its index. Takes the piece, and whether to report
+            log probabilities.
+        delta: Returns a bit of a streamed answer, likewise.
+        first: What a stream begins with, before any text.
+    """
 
-    @abstractmethod
-    def choice(self, piece: TextPiece, *, logprobs: bool) -> Choice:
-        """Return a whole answer, without its index."""
-
-    @abstractmethod
-    def delta(self, piece: TextPiece, *, logprobs: bool) -> Choice:
-        """Return a bit of a streamed answer, without its index."""
-
-
-class CompletionForm(ResponseForm):
-    """`text_completion`: text, and the tokens in four lists."""
-
-    prefix, whole, part = "cmpl-", "text_completion", "text_completion"
-
-    def choice(self, piece: TextPiece, *, logprobs: bool) -> Choice:
-        """Return a whole answer, without its index."""
-        if not logprobs:
-            return {"text": piece.text, "logprobs": None}
-        lists = {
-            "tokens": [token.text for token in piece.tokens],
-            "token_logprobs": [token.logprob for token in piece.tokens],
-            "top_logprobs": [dict(token.top) if token.top else None for token in piece.tokens],
-            "text_offset": [token.offset for token in piece.tokens],
-        }
-        return {"text": piece.text, "logprobs": lists}
-
-    delta = choice
+    prefix: str
+    whole: str
+    part: str
+    choice: Callable[[TextPiece, bool], Choice]
+    delta: Callable[[TextPiece, bool], Choice]
+    first: Choice | None = None
 
 
-class ChatForm(ResponseForm):
-    """`chat.completion`: a message, and a list of tokens."""
+def _completion(piece: TextPiece, logprobs: bool) -> Choice:
+    """Return text, and the tokens in four lists."""
+    if not logprobs:
+        return {"text": piece.text, "logprobs": None}
+    lists = {
+        "tokens": [token.text for token in piece.tokens],
+        "token_logprobs": [token.logprob for token in piece.tokens],
+        "top_logprobs": [dict(token.top) if token.top else None for token in piece.tokens],
+        "text_offset": [token.offset for token in piece.tokens],
+    }
+    return {"text": piece.text, "logprobs": lists}
 
-    prefix, whole, part = "chatcmpl-", "chat.completion", "chat.completion.chunk"
-    first = {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
 
-    def choice(self, piece: TextPiece, *, logprobs: bool) -> Choice:
-        """Return a whole answer, without its index."""
-        message = {"role": "assistant", "content": piece.text, "refusal": None}
-        return {"message": message, "logprobs": _token_objects(piece.tokens) if logprobs else None}
+def _message(piece: TextPiece, logprobs: bool) -> Choice:
+    """Return a message, and a list of tokens."""
+    message = {"role": "assistant", "content": piece.text, "refusal": None}
+    return {"message": message, "logprobs": _token_objects(piece.tokens) if logprobs else None}
 
-    def delta(self, piece: TextPiece, *, logprobs: bool) -> Choice:
-        """Return a bit of a streamed answer, without its index."""
-        return {
-            "delta": {"content": piece.text} if piece.text else {},
-            "logprobs": _token_objects(piece.tokens) if logprobs else None,
-        }
+
+def _message_delta(piece: TextPiece, logprobs: bool) -> Choice:
+    """Return more text of a message, and a list of tokens."""
+    delta = {"content": piece.text} if piece.text else {}
+    return {"delta": delta, "logprobs": _token_objects(piece.tokens) if logprobs else None}
 
 
 def _token_objects(tokens: Sequence[Spelled]) -> dict[str, Any]:
@@ -101,6 +91,19 @@ def _token_objects(tokens: Sequence[Spelled]) -> dict[str, Any]:
         for token in tokens
     ]
     return {"content": content, "refusal": None}
+
+
+_COMPLETION = ResponseForm(
+    "cmpl-", "text_completion", "text_completion", choice=_completion, delta=_completion
+)
+_CHAT = ResponseForm(
+    "chatcmpl-",
+    "chat.completion",
+    "chat.completion.chunk",
+    choice=_message,
+    delta=_message_delta,
+    first={"delta": {"role": "assistant", "content": ""}, "logprobs": None},
+)
 
 
 @dataclass(frozen=True)
@@ -157,7 +160,7 @@ class OpenAiApi:
             prompt_logprobs=request.echo and request.logprobs is not None,
         )
         logprobs = request.logprobs is not None
-        return await self._answer(Job(request, CompletionForm(), asked, logprobs, request.echo))
+        return await self._answer(Job(request, _COMPLETION, asked, logprobs, request.echo))
 
     async def chat(self, body: Mapping[str, Any]) -> dict[str, Any] | Events:
         """Answer `POST /v1/chat/completions`."""
@@ -172,7 +175,7 @@ class OpenAiApi:
             new_tokens=request.max_completion_tokens or request.max_tokens or max(1, room),
             tops=request.top_logprobs if request.logprobs else None,
         )
-        return await self._answer(Job(request, ChatForm(), asked, request.logprobs))
+        return await self._answer(Job(request, _CHAT, asked, request.logprobs))
 
     def models(self) -> dict[str, Any]:
         """Return the answer to `GET /v1/models`."""
@@ -313,7 +316,12 @@ class OpenAiApi:
         ]
 
     async def _answer(self, job: Job) -> dict[str, Any] | Events:
-        answers, close = self._service.start(job.asked, silent=self._service.ends)
+        answers = self._service.start(job.asked, silent=self._service.ends)
+
+        def close() -> None:
+            for answer in answers:
+                answer.close()
+
         if job.request.stream:
             return Events(self._stream(job, answers), close)
         try:
@@ -323,7 +331,7 @@ class OpenAiApi:
         choices = [
             {
                 "index": index,
-                **job.form.choice(piece, logprobs=job.logprobs),
+                **job.form.choice(piece, job.logprobs),
                 "finish_reason": answer.reason,
             }
             for index, (piece, answer) in enumerate(zip(pieces, answers, strict=True))
@@ -345,7 +353,7 @@ class OpenAiApi:
             async for index, piece in merged:
                 end = answers[index].reason if piece is None else None
                 logprobs = job.logprobs and piece is not None
-                delta = form.delta(piece or TextPiece("", ()), logprobs=logprobs)
+                delta = form.delta(piece or TextPiece("", ()), logprobs)
                 choice = {"index": index, **delta, "finish_reason": end}
                 yield {**head, "choices": [choice], **tail}
         if usage:

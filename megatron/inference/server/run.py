@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -88,7 +88,9 @@ def _serve(arguments: Sequence[str], launch: Launch) -> int:
             loaded, engine = load()
             settings = _settings(server, loaded, engine, token, template)
             say(_panel(settings, url, engine_rows(loaded, engine, device)))
-            with SocketInbox.open(connection, settings, lambda: engine.stats) as inbox:
+            with suppress(BrokenPipeError):  # it has died, which shows when we read
+                connection.sendall(pack(FrontSettings, settings))
+            with closing(SocketInbox(connection, lambda: engine.stats)) as inbox:
                 # They end the server on all ranks, between two steps. They stay in place while
                 # the web server ends, so that a second Ctrl-C does not leave it behind.
                 for number in _SIGNALS:
@@ -288,26 +290,6 @@ class SocketInbox:
         ]
         for thread in self._threads:
             thread.start()
-
-    @classmethod
-    @contextmanager
-    def open(
-        cls, connection: socket.socket, settings: FrontSettings, stats: Callable[[], Stats]
-    ) -> Iterator[SocketInbox]:
-        """Send the settings, and be the inbox during the block.
-
-        Args:
-            connection: Socket to the web server.
-            settings: Its first message.
-            stats: Returns what the engine is doing.
-        """
-        with suppress(BrokenPipeError):  # it has died, which shows when we read
-            connection.sendall(pack(FrontSettings, settings))
-        inbox = cls(connection, stats)
-        try:
-            yield inbox
-        finally:
-            inbox.close()
 
     def poll(self, wait: float) -> list[Command]:
         """Return the commands that have arrived, in order.

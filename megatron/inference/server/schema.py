@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    StringConstraints,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from megatron.config.fields import suggestion
@@ -26,13 +19,18 @@ _MAX_TOP_LOGPROBS = 20
 _DEFAULT_NEW_TOKENS = 16  # OpenAI's default for completions
 _SHOWN = 64  # characters of a field name that a client made up
 
-_Stop = Annotated[str, StringConstraints(min_length=1, max_length=_MAX_STOP_LENGTH)]
+_Stop = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_LENGTH)]
+_Prompt = Annotated[
+    str | list[str] | list[int] | list[list[int]], Field(union_mode="left_to_right")
+]
 
 
 class _Schema(BaseModel):
     """A JSON object with exactly these fields and types, in which null means "not given"."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    model_config = ConfigDict(
+        strict=True, extra="forbid", frozen=True, use_attribute_docstrings=True
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -45,7 +43,8 @@ class _Schema(BaseModel):
 class StreamOptions(_Schema):
     """Options of a streamed answer."""
 
-    include_usage: bool = Field(False, description="end the stream with token counts")
+    include_usage: bool = False
+    """end the stream with token counts"""
 
 
 class TextPart(_Schema):
@@ -75,45 +74,29 @@ class Message(_Schema):
 class OpenAiRequest(_Schema):
     """Fields that both endpoints have."""
 
-    model: str | None = Field(
-        None, description="name of the model, as in /v1/models; default: the one being served"
-    )
-    n: int = Field(1, ge=1, le=MAX_PROMPTS, description="number of answers to each prompt")
-    temperature: float | None = Field(
-        None,
-        ge=0,
-        le=100,
-        description="divide the scores by this before sampling; 0 always takes the most likely "
-        "token",
-    )
-    top_p: float | None = Field(
-        None,
-        ge=0,
-        le=1,
-        description="sample from the most likely tokens that together have this probability; "
-        "1: all; 0: only the most likely",
-    )
-    top_k: int | None = Field(
-        None,
-        ge=0,
-        le=1000,
-        description="sample from the k most likely tokens; 0: all (not in OpenAI's API)",
-    )
-    repetition_penalty: float = Field(
-        1.0,
-        ge=0.01,
-        le=100,
-        description="weaken the scores of tokens that have occurred; 1: off (not in OpenAI's API)",
-    )
-    seed: int | None = Field(
-        None, ge=0, le=LARGEST_SEED, description="the same seed gives the same answers"
-    )
-    stop: _Stop | Annotated[list[_Stop], Field(max_length=_MAX_STOPS)] = Field(
-        [], description="texts that end an answer and are not part of it"
-    )
-    stream: bool = Field(False, description="send the answer as server-sent events, bit by bit")
-    stream_options: StreamOptions | None = Field(None, description="options of a stream")
-    user: str | None = Field(None, description="who asks; not used")
+    model: str | None = None
+    """name of the model, as in /v1/models; default: the one being served"""
+    n: int = Field(1, ge=1, le=MAX_PROMPTS)
+    """number of answers to each prompt"""
+    temperature: float | None = Field(None, ge=0, le=100)
+    """divide the scores by this before sampling; 0 always takes the most likely token"""
+    top_p: float | None = Field(None, ge=0, le=1)
+    """sample from the most likely tokens that together have this probability; 1: all; 0: only the
+    most likely"""
+    top_k: int | None = Field(None, ge=0, le=1000)
+    """sample from the k most likely tokens; 0: all (not in OpenAI's API)"""
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100)
+    """weaken the scores of tokens that have occurred; 1: off (not in OpenAI's API)"""
+    seed: int | None = Field(None, ge=0, le=LARGEST_SEED)
+    """the same seed gives the same answers"""
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=_MAX_STOPS)] = []
+    """texts that end an answer and are not part of it"""
+    stream: bool = False
+    """send the answer as server-sent events, bit by bit"""
+    stream_options: StreamOptions | None = None
+    """options of a stream"""
+    user: str | None = None
+    """who asks; not used"""
 
     @model_validator(mode="after")
     def _check_stream(self) -> OpenAiRequest:
@@ -135,48 +118,36 @@ class OpenAiRequest(_Schema):
 class CompletionRequest(OpenAiRequest):
     """The body of `POST /v1/completions`."""
 
-    prompt: Annotated[
-        str | list[str] | list[int] | list[list[int]], Field(union_mode="left_to_right")
-    ] = Field(description=f"a text, up to {MAX_PROMPTS} texts, or the token ids of either")
-    max_tokens: int = Field(
-        _DEFAULT_NEW_TOKENS, ge=0, description="largest number of new tokens of an answer"
-    )
-    logprobs: int | None = Field(
-        None,
-        ge=0,
-        le=_MAX_TOP_LOGPROBS,
-        description="return the log probability of each token and of this many most likely ones",
-    )
-    echo: bool = Field(False, description="put the prompt before the answer")
+    prompt: _Prompt
+    """a text, several texts, or the token ids of either"""
+    max_tokens: int = Field(_DEFAULT_NEW_TOKENS, ge=0)
+    """largest number of new tokens of an answer"""
+    logprobs: int | None = Field(None, ge=0, le=_MAX_TOP_LOGPROBS)
+    """return the log probability of each token and of this many most likely ones"""
+    echo: bool = False
+    """put the prompt before the answer"""
 
     @model_validator(mode="after")
     def _check_tokens(self) -> CompletionRequest:
         if self.max_tokens == 0 and not (self.echo and self.logprobs is not None):
-            raise ApiError(
-                400,
-                "max_tokens 0 only scores the prompt: it requires echo: true and logprobs",
-                field="max_tokens",
-            )
+            message = "max_tokens 0 only scores the prompt: it requires echo: true and logprobs"
+            raise ApiError(400, message, field="max_tokens")
         return self
 
 
 class ChatRequest(OpenAiRequest):
     """The body of `POST /v1/chat/completions`."""
 
-    messages: list[Message] = Field(min_length=1, description="the conversation so far")
-    max_tokens: int | None = Field(
-        None, ge=1, description="largest number of new tokens of an answer; default: all that fit"
-    )
-    max_completion_tokens: int | None = Field(
-        None, ge=1, description="the same; has precedence over max_tokens"
-    )
-    logprobs: bool = Field(False, description="return the log probability of each token")
-    top_logprobs: int = Field(
-        0,
-        ge=0,
-        le=_MAX_TOP_LOGPROBS,
-        description="with logprobs: also return this many most likely tokens",
-    )
+    messages: list[Message] = Field(min_length=1)
+    """the conversation so far"""
+    max_tokens: int | None = Field(None, ge=1)
+    """largest number of new tokens of an answer; default: all that fit"""
+    max_completion_tokens: int | None = Field(None, ge=1)
+    """the same; has precedence over max_tokens"""
+    logprobs: bool = False
+    """return the log probability of each token"""
+    top_logprobs: int = Field(0, ge=0, le=_MAX_TOP_LOGPROBS)
+    """with logprobs: also return this many most likely tokens"""
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> ChatRequest:
@@ -202,47 +173,39 @@ _TYPES = {
 }
 
 
-class _Refused(NamedTuple):
-    """Why a field of OpenAI's is refused, and its values that ask for nothing and so pass."""
-
-    reason: str
-    harmless: tuple[Any, ...] = ()
-
-
-_PENALTY = _Refused("use repetition_penalty", (0, 0.0))
 _NO_FUNCTIONS = "functions are not called: omit it"
 _TEXT_ONLY = "the model answers in text only"
 _NO_SETTING = "there is no such setting: omit it"
-_REFUSED = {
-    "frequency_penalty": _PENALTY,
-    "presence_penalty": _PENALTY,
-    "logit_bias": _Refused("scores cannot be shifted: omit it", ({},)),
+_NOT_KEPT = "nothing is kept: omit it"
+# Fields of OpenAI's that are refused: the reason, and values that ask for nothing and so pass.
+_REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "frequency_penalty": ("use repetition_penalty", (0, 0.0)),
+    "presence_penalty": ("use repetition_penalty", (0, 0.0)),
+    "logit_bias": ("scores cannot be shifted: omit it", ({},)),
 }
-_REFUSED_BY: dict[type[OpenAiRequest], dict[str, _Refused]] = {
+_REFUSED_BY: dict[type[OpenAiRequest], dict[str, tuple[str, tuple[Any, ...]]]] = {
     CompletionRequest: {
         **_REFUSED,
-        "best_of": _Refused("ask for n answers and choose among them", (1,)),
-        "suffix": _Refused("text is only continued, never inserted: omit it", ("",)),
+        "best_of": ("ask for n answers and choose among them", (1,)),
+        "suffix": ("text is only continued, never inserted: omit it", ("",)),
     },
     ChatRequest: {
         **_REFUSED,
-        "tools": _Refused(_NO_FUNCTIONS, ([],)),
-        "tool_choice": _Refused(_NO_FUNCTIONS, ("none",)),
-        "parallel_tool_calls": _Refused(_NO_FUNCTIONS, (True, False)),
-        "functions": _Refused(_NO_FUNCTIONS, ([],)),
-        "function_call": _Refused(_NO_FUNCTIONS, ("none",)),
-        "response_format": _Refused(
-            "the form of answers is not enforced: omit it", ({"type": "text"},)
-        ),
-        "modalities": _Refused(_TEXT_ONLY, (["text"],)),
-        "audio": _Refused(_TEXT_ONLY),
-        "prediction": _Refused("omit it"),
-        "reasoning_effort": _Refused(_NO_SETTING, ("none",)),
-        "verbosity": _Refused(_NO_SETTING),
-        "web_search_options": _Refused("nothing is searched: omit it"),
-        "store": _Refused("nothing is kept: omit it", (False,)),
-        "metadata": _Refused("nothing is kept: omit it", ({},)),
-        "service_tier": _Refused("there is only one: omit it", ("auto", "default")),
+        "tools": (_NO_FUNCTIONS, ([],)),
+        "tool_choice": (_NO_FUNCTIONS, ("none",)),
+        "parallel_tool_calls": (_NO_FUNCTIONS, (True, False)),
+        "functions": (_NO_FUNCTIONS, ([],)),
+        "function_call": (_NO_FUNCTIONS, ("none",)),
+        "response_format": ("the form of answers is not enforced: omit it", ({"type": "text"},)),
+        "modalities": (_TEXT_ONLY, (["text"],)),
+        "audio": (_TEXT_ONLY, ()),
+        "prediction": ("omit it", ()),
+        "reasoning_effort": (_NO_SETTING, ("none",)),
+        "verbosity": (_NO_SETTING, ()),
+        "web_search_options": ("nothing is searched: omit it", ()),
+        "store": (_NOT_KEPT, (False,)),
+        "metadata": (_NOT_KEPT, ({},)),
+        "service_tier": ("there is only one: omit it", ("auto", "default")),
     },
 }
 
@@ -259,8 +222,10 @@ def read_request(kind: type[AnyRequest], body: Mapping[str, Any]) -> AnyRequest:
     for name, value in body.items():
         if name not in refused:
             values[name] = value
-        elif value is not None and value not in refused[name].harmless:
-            raise ApiError(400, f"{name} is not supported: {refused[name].reason}", field=name)
+            continue
+        reason, harmless = refused[name]
+        if value is not None and value not in harmless:
+            raise ApiError(400, f"{name} is not supported: {reason}", field=name)
     for name in values:
         if name not in kind.model_fields:
             shown = name[:_SHOWN]

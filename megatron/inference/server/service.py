@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -254,7 +253,7 @@ class TextAnswer:
 
         Args:
             tokenizer: Of the model.
-            stream: The sequence's events. Whoever makes the answer closes it.
+            stream: The sequence's events. `close` closes it.
             stops: Strings that end the answer and are not part of it.
             silent: Stop tokens, which end the answer and are not part of its text.
         """
@@ -300,8 +299,12 @@ class TextAnswer:
             tokens, self._waiting = self._waiting[:count], self._waiting[count:]
             yield TextPiece(text, tuple(tokens))
             if self._stopped:
-                self._stream.close()
+                self.close()
                 return
+
+    def close(self) -> None:
+        """End the sequence if it still runs."""
+        self._stream.close()
 
     def _take(self, event: Event) -> str:
         """Return the text that can be shown because of an event."""
@@ -411,38 +414,18 @@ class Service:
         """
         return None if seed is None or seed < 0 else (seed + number) & LARGEST_SEED
 
-    @contextlib.contextmanager
-    def answers(self, asked: Sequence[Asked], silent: frozenset[int]) -> Iterator[list[TextAnswer]]:
-        """Send sequences to the engine. On leaving, end those that still run."""
-        answers, close = self.start(asked, silent)
-        try:
-            yield answers
-        finally:
-            close()
-
-    def start(
-        self, asked: Sequence[Asked], silent: frozenset[int]
-    ) -> tuple[list[TextAnswer], Callable[[], None]]:
-        """Send sequences to the engine, for answers that outlive the caller.
+    def start(self, asked: Sequence[Asked], silent: frozenset[int]) -> list[TextAnswer]:
+        """Send sequences to the engine, and return their answers, which must be closed.
 
         Args:
             asked: The sequences.
             silent: Stop tokens that are not part of an answer's text.
 
-        Returns:
-            The answers, and a function that ends those that still run.
-
         Raises:
             ApiError: 429 if there is too much to do, 503 if there is no engine.
         """
         streams = self.engine.start([(each.prompt, each.sampling) for each in asked])
-        answers = [
+        return [
             TextAnswer(self.tokenizer, stream, each.stops, silent)
             for each, stream in zip(asked, streams, strict=True)
         ]
-
-        def close() -> None:
-            for stream in streams:
-                stream.close()
-
-        return answers, close
