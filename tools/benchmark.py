@@ -1,12 +1,12 @@
-"""Measure pretraining: the real entry script with data loading, optimizer and logging.
+r"""Measure pretraining: the real entry script with data loading, optimizer and logging.
 
     python tools/benchmark.py --workload S --precision bf16
-    python tools/benchmark.py --workload L --gpus 8 --layout "--use-distributed-optimizer" \\
+    python tools/benchmark.py --workload L --gpus 8 --layout "--use-distributed-optimizer" \
         -- --overlap-grad-reduce --overlap-param-gather
     python tools/benchmark.py --workload S --compare HEAD~1
 
-Prints speed, memory, start-up time, where a step's time goes, and what this machine could do at
-the workload's shapes; the same as JSON under --output. Words after -- go to pretrain_gpt.py.
+Prints speed, memory, start-up time, a breakdown of a step, and what this machine could do at the
+workload's shapes, and writes the same as JSON to --output. Words after -- go to pretrain_gpt.py.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ if TYPE_CHECKING:
     from megatron.config import RunConfig
 
 ROOT = Path(__file__).resolve().parent.parent
-_PROFILED = 4  # iterations, of which the inner ones are broken down
-_QUICK = {"warmup": 5, "iterations": 15, "repeat": 1, "ceiling_seconds": 0.5}  # unless given
-# What a run is and shows by this tool's own flags.
+_PROFILED = 4  # iterations; the inner ones are broken down
+_QUICK = {"warmup": 5, "iterations": 15, "repeat": 1, "ceiling_seconds": 0.5}  # defaults
+# Flags of pretrain_gpt.py that this tool sets itself.
 _OWN_FLAGS = {
     *("--train-iters", "--train-samples", "--exit-interval", "--exit-duration-in-mins"),
     *("--log-interval", "--metrics-jsonl", "--skip-train", "--dry-run"),
@@ -63,14 +63,18 @@ _OWN_FLAGS = {
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is run, the same for every run of one call.
+    """The settings that all runs of one call share.
 
     Attributes:
-        flags: words for pretrain_gpt.py but for length and output.
-        config: what they mean.
-        folder: for logs, traces and results.
-        warmup, iterations: iterations before timing, and timed.
-        timeout: of one run, in seconds.
+        workload: The model and its batch.
+        precision: A key of PRECISIONS.
+        gpus: Number of GPUs.
+        flags: Flags of pretrain_gpt.py, except its length and its output.
+        config: The configuration that they describe.
+        folder: Folder for logs, traces and results.
+        warmup: Iterations before the timed ones.
+        iterations: Timed iterations.
+        timeout: Limit of one run, in seconds.
     """
 
     workload: Workload
@@ -86,14 +90,14 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """A checkout that is measured, and what to call it."""
+    """A checkout to measure, and its name in the output."""
 
     name: str
     root: Path
 
 
 def build_parser() -> ToolParser:
-    """The command line up to `--`."""
+    """Return the parser of the command line up to `--`."""
     parser = ToolParser("benchmark.py", __doc__)
     parser.usage = "%(prog)s --workload S|L|demo [options] [-- flags of pretrain_gpt.py]"
     add = parser.add_argument
@@ -101,23 +105,23 @@ def build_parser() -> ToolParser:
     add("--workload", choices=WORKLOADS, default="S", help=shown)
     add("--precision", choices=PRECISIONS, default="bf16", help="Default: bf16.")
     add("--gpus", type=int, default=1, help="Processes; more than one under torchrun (default: 1).")
-    add("--layout", default="", metavar="FLAGS", help="Flags of pretrain_gpt.py in one word.")
-    add("--iterations", type=int, default=30, help="Timed iterations of a run (default: 30).")
+    add("--layout", default="", metavar="FLAGS", help="Flags of pretrain_gpt.py, in quotes.")
+    add("--iterations", type=int, default=30, help="Timed iterations per run (default: 30).")
     add("--warmup", type=int, default=10, help="Iterations before them (default: 10).")
-    add("--repeat", type=int, default=3, help="Runs (default: 3).")
+    add("--repeat", type=int, default=3, help="Number of runs (default: 3).")
     add(
         "--quick",
         action="store_true",
-        help="By default 5 + 15 iterations, one run, 0.5 s a ceiling.",
+        help="Change the defaults to 5 + 15 iterations, one run, and 0.5 s per ceiling.",
     )
-    add("--no-profile", action="store_true", help="Do not look where a step's time goes.")
+    add("--no-profile", action="store_true", help="Do not break down a step.")
     add("--compare", metavar="COMMIT", help="Also measure this commit, or checkout in a folder.")
     add("--ceilings", action="store_true", help="Only measure what the machine can do.")
-    add("--ceiling-seconds", type=float, default=2.0, help="For each ceiling (default: 2).")
+    add("--ceiling-seconds", type=float, default=2.0, help="Time per ceiling (default: 2).")
     add("--label", help="Name of this checkout in the output (default: its commit).")
     add("--output", type=Path, default=Path("runs/benchmark"), help="Default: runs/benchmark.")
     add("--overwrite", action="store_true", help="Replace the result of an earlier call.")
-    add("--timeout", type=float, default=600, help="Of one run, in seconds (default: 600).")
+    add("--timeout", type=float, default=600, help="Limit of one run, in seconds (default: 600).")
     return parser
 
 
@@ -125,17 +129,17 @@ def make_plan(options: argparse.Namespace, further: Sequence[str]) -> Plan:
     """Check the request and write the corpus.
 
     Raises:
-        ConfigError: a number or a flag is wrong.
+        ConfigError: A number or a flag is wrong.
     """
     for name in ("gpus", "iterations", "warmup", "repeat"):
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name} {getattr(options, name)}: give at least 1")
     for name in ("ceiling_seconds", "timeout"):
-        if not getattr(options, name) > 0:  # nan neither
+        if not getattr(options, name) > 0:  # refuses nan too
             flag = name.replace("_", "-")
             raise ConfigError(f"--{flag} {getattr(options, name):g}: give more than 0")
     if options.ceilings and options.compare is not None:
-        raise ConfigError("--ceilings runs no checkout, so --compare has no meaning: drop one")
+        raise ConfigError("--ceilings does not run a checkout to --compare: drop one of the two")
     workload, output = WORKLOADS[options.workload], options.output.resolve()
     further = _further_flags(options.layout, further)
     _expect_gpus(options)
@@ -159,7 +163,7 @@ def make_plan(options: argparse.Namespace, further: Sequence[str]) -> Plan:
 
 
 def _further_flags(layout: str, further: Sequence[str]) -> list[str]:
-    """What is given for pretrain_gpt.py, in one word and behind `--`."""
+    """Return the flags for pretrain_gpt.py from --layout and from behind `--`."""
     try:
         words = [*shlex.split(layout), *further]
     except ValueError as error:
@@ -167,28 +171,28 @@ def _further_flags(layout: str, further: Sequence[str]) -> list[str]:
     for name in (word.partition("=")[0] for word in words):
         if name in _OWN_FLAGS:
             raise ConfigError(
-                f"{name}: how long runs are and what they show is this tool's to say: use "
-                "--iterations, --warmup and --no-profile"
+                f"{name}: this tool sets the length and output of its runs: use --iterations, "
+                "--warmup and --no-profile"
             )
     return words
 
 
 def _expect_gpus(options: argparse.Namespace) -> None:
-    """All but the toy would take hours on a CPU."""
+    """Check that the GPUs exist: all workloads but the toy would take hours on a CPU."""
     from megatron.device import gpu_count
 
     found = gpu_count()
     if options.workload != "demo" and found < options.gpus:
         raise ConfigError(
             f"--workload {options.workload} --gpus {options.gpus}: this machine has {found} GPUs: "
-            + ("use no more, or --workload demo" if found else "--workload demo runs without one")
+            + ("use at most that many" if found else "--workload demo runs without a GPU")
         )
 
 
 def run_once(plan: Plan, subject: Subject, number: int, result: Result, *, profile: bool) -> None:
-    """One launch of the entry script; its numbers go to `result`.
+    """Launch the entry script once and add its numbers to `result`.
 
-    The profile is of further iterations after the timed ones, so that it costs those nothing.
+    The profile covers further iterations after the timed ones, so that it does not slow those down.
     """
     folder = plan.folder / subject.name / f"run{number}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -217,7 +221,7 @@ def _length_flags(last: int, profile: bool, folder: Path) -> list[str]:
 
 
 def _with_memory_of(metrics: Path, measured: Measured) -> Measured:
-    """With the peaks of the whole run: the log tells those of the first iterations only."""
+    """Return measurements with the memory peaks of the whole run: the log has only the first."""
     records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
 
     def most(tag: str, logged: int) -> int:
@@ -234,7 +238,7 @@ def _break_down(folder: Path, result: Result) -> None:
     traces = sorted(folder.glob("rank*_iteration*.json"))
     try:
         if not traces:
-            raise DataError(f"{folder}: no trace in it")
+            raise DataError(f"{folder} contains no trace")
         result.breakdown = read_breakdown(traces[0])
     except DataError as error:
         result.unavailable = str(error)
@@ -245,7 +249,7 @@ def _tokens_per_gpu(plan: Plan) -> float:
 
 
 def benchmark(options: argparse.Namespace, further: Sequence[str]) -> None:
-    """Measure, print and write."""
+    """Measure, print the report and write it."""
     plan = make_plan(options, further)
     if options.ceilings:
         path = _ceilings_file(plan, options)
@@ -265,7 +269,7 @@ def benchmark(options: argparse.Namespace, further: Sequence[str]) -> None:
         unavailable = "--no-profile" if options.no_profile else ""
         results = [Result(subject.name, [], unavailable=unavailable) for subject in subjects]
         profiled = None if options.no_profile else options.repeat
-        for number in range(1, options.repeat + 1):  # in turn, so that both see the machine alike
+        for number in range(1, options.repeat + 1):  # alternating, so both see the same machine
             for subject, result in zip(subjects, results, strict=True):
                 run_once(plan, subject, number, result, profile=number == profiled)
     facts = report.Facts.of(plan.config, plan.precision, plan.gpus, ceilings)
@@ -283,8 +287,11 @@ def _ceilings_file(plan: Plan, options: argparse.Namespace) -> Path:
 def _known_ceilings(
     plan: Plan, options: argparse.Namespace, further: Sequence[str]
 ) -> dict[str, Any]:
-    """Those of an earlier call if they were measured here, at these shapes and long enough, else
-    measured now, in a process of its own that leaves no memory in use."""
+    """Return the machine's ceilings.
+
+    They are those of an earlier call if it measured this machine at these shapes for long enough.
+    Otherwise they are measured now, in a separate process that leaves no memory in use.
+    """
     from tools.bench.ceilings import shapes_of
 
     path, wanted = _ceilings_file(plan, options), options.ceiling_seconds
@@ -302,7 +309,7 @@ def _known_ceilings(
 
 
 def _for_run(record: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
-    """Ceilings, and what follows from them for a step of these runs."""
+    """Return the ceilings with the rooflines of these runs' steps."""
     from tools.bench.ceilings import Ceilings, rooflines
 
     measured = Ceilings(**{field.name: record[field.name] for field in fields(Ceilings)})
@@ -310,7 +317,7 @@ def _for_run(record: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
 
 
 def _read_ceilings(path: Path) -> dict[str, Any]:
-    """Those in the file; nothing where there is none, or half of one."""
+    """Read recorded ceilings, or return nothing if the file is missing or incomplete."""
     with contextlib.suppress(FileNotFoundError, ValueError):
         record = json.loads(path.read_text(encoding="utf-8"))
         return record if isinstance(record, dict) else {}
@@ -331,7 +338,7 @@ def _write_ceilings(plan: Plan, path: Path, seconds: float) -> None:
 
 
 def commit_of(root: Path) -> str:
-    """Short commit of a checkout, with -changed where files differ from it; "here" without git."""
+    """Return a checkout's short commit, with -changed if files differ from it, or "here"."""
     head = _git(root, "rev-parse", "--short", "HEAD")
     if head is None:
         return "here"
@@ -339,7 +346,7 @@ def commit_of(root: Path) -> str:
 
 
 def _git(root: Path, *words: str) -> str | None:
-    """What a git command prints; None where it fails."""
+    """Return what a git command prints, or `None` if it fails."""
     done = subprocess.run(
         ["git", *words], cwd=root, capture_output=True, text=True, timeout=60, check=False
     )
@@ -348,10 +355,10 @@ def _git(root: Path, *words: str) -> str | None:
 
 @contextmanager
 def _other_checkout(asked: str | None) -> Iterator[Subject | None]:
-    """What --compare names: a folder with a checkout, or a commit in a worktree for the time.
+    """Yield what --compare names: a folder with a checkout, or a commit in a temporary worktree.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: It is neither.
     """
     if asked is None:
         yield None
@@ -373,18 +380,18 @@ def _other_checkout(asked: str | None) -> Iterator[Subject | None]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, else that of the error."""
+    """Run the command and return its exit code: 0, or that of the error."""
     words = list(sys.argv[1:] if argv is None else argv)
     cut = words.index("--") if "--" in words else len(words)
     own = words[:cut]
-    if "--layout" in own[:-1]:  # argparse takes a value that is one flag for a flag of its own
+    if "--layout" in own[:-1]:  # argparse would take a value that looks like a flag for a flag
         at = own.index("--layout")
         own[at : at + 2] = [f"--layout={own[at + 1]}"]
     options = build_parser().read(own)
     if options.quick:
         parser = build_parser()
         parser.set_defaults(**_QUICK)
-        options = parser.read(own)  # what is given beside it counts
+        options = parser.read(own)  # flags given explicitly win
     return run_command(lambda: benchmark(options, words[cut + 1 :]))
 
 

@@ -1,11 +1,11 @@
-"""Train one model in many layouts for some iterations each, and write the table of what came out.
+r"""Train one model in many layouts for a few iterations each, and write a table of the results.
 
-    python tools/benchmark_layouts.py --model 350m --data-path novels_text_document \\
+    python tools/benchmark_layouts.py --model 350m --data-path novels_text_document \
         --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt --out table.md
 
-Every row is `torchrun pretrain_gpt.py` with the flags that the table shows. Layouts of more GPUs
-than are present are left out by name; a run that fails leaves its error in its row. Each row is
-written as soon as it is there. Flags after `--` go to every run and win.
+Every row is a run of `torchrun pretrain_gpt.py` with the flags that the table shows. Layouts that
+need more GPUs than are present are skipped by name. A failed run leaves its error in its row. Each
+row is written as soon as its run ends. Flags after `--` go to every run and override its own.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ from tools.layouts.table import Row, as_markdown
 
 
 def build_parser() -> ToolParser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = ToolParser("benchmark_layouts.py", __doc__)
     add = parser.add_argument
     add("--model", choices=sorted(models()), help="What to train.")
-    add("--layouts", nargs="+", metavar="NAME", help="Only these. Unset: all that fit.")
-    add("--list", action="store_true", help="Print the layouts of --model, or of all, and end.")
-    add("--processes", type=int, help="At most so many. Unset: the GPUs present.")
-    add("--train-iters", type=int, default=12, help="Iterations of a run (default: 12).")
+    add("--layouts", nargs="+", metavar="NAME", help="Layouts to run (default: all that fit).")
+    add("--list", action="store_true", help="Print the layouts of --model, or of all models.")
+    add("--processes", type=int, help="Most processes of a run (default: the GPUs present).")
+    add("--train-iters", type=int, default=12, help="Iterations per run (default: 12).")
     add("--timeout", type=float, default=300.0, help="Seconds for one run (default: 300).")
-    add("--budget", type=float, help="Seconds for all runs together. Unset: no limit.")
+    add("--budget", type=float, help="Seconds for all runs together (default: no limit).")
     add("--pipeline-bubble", action="store_true", help="Also measure and predict the bubble.")
-    add("--data-path", help="Prefix of a GPT-2 BPE dataset. Unset: generated tokens.")
+    add("--data-path", help="Prefix of a GPT-2 BPE dataset (default: generated tokens).")
     add("--vocab-file", help="GPT-2 vocabulary, with --data-path.")
     add("--merge-file", help="GPT-2 merges, with --data-path.")
     add("--out", type=Path, help="Markdown table to write.")
     add("--overwrite", action="store_true", help="Replace an existing table.")
-    add("--jsonl", type=Path, help="File to append one object a run to: curves and all.")
-    add("further", nargs="*", metavar="-- FLAG", help="Further flags of every run.")
+    add("--jsonl", type=Path, help="File to append one object per run to, with its loss curve.")
+    add("further", nargs="*", metavar="-- FLAG", help="Further flags for every run.")
     return parser
 
 
 def data_flags(options: argparse.Namespace) -> list[str]:
-    """Where the runs' tokens come from.
+    """Return the flags that say where the runs' tokens come from.
 
     Raises:
-        ConfigError: a dataset without its vocabulary.
+        ConfigError: A dataset is given without its vocabulary.
     """
     given = (options.data_path, options.vocab_file, options.merge_file)
     if not any(given):
@@ -71,21 +71,21 @@ def data_flags(options: argparse.Namespace) -> list[str]:
 
 
 def choose(options: argparse.Namespace) -> list[BenchmarkLayout]:
-    """The layouts to run, in the model's order.
+    """Return the layouts to run, in the model's order.
 
     Raises:
-        ConfigError: a name that the model does not have.
+        ConfigError: The model has no layout of that name.
     """
     layouts = models()[options.model].layouts
     names = [layout.name for layout in layouts]
     unknown = [name for name in options.layouts or () if name not in names]
     if unknown:
-        raise ConfigError(f"--layouts {' '.join(unknown)}: use some of {', '.join(names)}")
+        raise ConfigError(f"--layouts {' '.join(unknown)}: choose from {', '.join(names)}")
     return [layout for layout in layouts if layout.name in (options.layouts or names)]
 
 
 def list_layouts(options: argparse.Namespace) -> None:
-    """Print what can be run: a line each layout, with its processes and flags."""
+    """Print a line for each layout, with its number of processes and its flags."""
     for model in [options.model] if options.model else sorted(models()):
         print(f"--model {model}")
         for layout in models()[model].layouts:
@@ -93,7 +93,7 @@ def list_layouts(options: argparse.Namespace) -> None:
 
 
 def run(options: argparse.Namespace) -> list[Row]:
-    """Run them one after another; a row each, written as soon as it is there."""
+    """Run the layouts one after another and return a row for each."""
     from megatron.device import gpu_count
     from tools.layouts.measure import measure
 
@@ -127,7 +127,7 @@ def run(options: argparse.Namespace) -> list[Row]:
 
 
 def main(words: Sequence[str]) -> int:
-    """The exit code: 1 when a run failed."""
+    """Run the command and return its exit code, which is 1 if a run failed."""
     options = build_parser().read(words)
 
     def work() -> int:

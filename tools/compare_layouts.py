@@ -66,14 +66,14 @@ _COLUMNS = ("layout", "processes", "flags", "loss", "gradient norm", "machine")
 
 
 def machine() -> str:
-    """What the comparison ran on, in a few words."""
+    """Describe the machine of the comparison in a few words."""
     import torch
 
     return f"{os.cpu_count()} CPU cores ({platform.machine()}), torch {torch.__version__}"
 
 
 def page(rows: Iterable[tuple[LayoutCase, Difference]], where: str) -> str:
-    """The documentation page: a row a layout."""
+    """Return the documentation page, with a row for each layout."""
     from tests.parity.layouts import (
         ITERATIONS,
         LOSS_TOLERANCE,
@@ -97,7 +97,7 @@ def page(rows: Iterable[tuple[LayoutCase, Difference]], where: str) -> str:
 
 
 def cells(case: LayoutCase, difference: Difference, where: str) -> list[str]:
-    """Of one row."""
+    """Return the cells of one row."""
     flags = f"`{case.shown_flags}`".replace("|", "\\|") if case.shown_flags else ""
     numbers = (f"{difference.loss:.1e}", f"{difference.norm:.1e}")
     return [case.name, str(case.processes), flags, *numbers, where]
@@ -108,10 +108,10 @@ def _row(values: Sequence[str]) -> str:
 
 
 def run(words: Sequence[str]) -> None:
-    """Compare, and write the page.
+    """Compare the layouts and write the page.
 
     Raises:
-        NumericsError: a layout differs by more than it may; the page is as it was.
+        NumericsError: A layout differs by more than it may. The page is left as it was.
     """
     parser = ToolParser("compare_layouts.py", __doc__)
     parser.add_argument(
@@ -122,9 +122,9 @@ def run(words: Sequence[str]) -> None:
     options = parser.read(words)
     is_new = not options.out.exists()
     expect_no_file("--out", [options.out], overwrite=options.overwrite)
-    with writing_to("--out", options.out):  # known before minutes of work
+    with writing_to("--out", options.out):  # fail before minutes of work, not after
         options.out.open("a").close()
-        if is_new:  # an empty page would stand in the way of the next try
+        if is_new:  # an empty page would make the next call refuse
             options.out.unlink()
 
     import torch
@@ -143,14 +143,14 @@ def run(words: Sequence[str]) -> None:
         if not (difference.loss <= LOSS_TOLERANCE and difference.norm <= NORM_TOLERANCE)
     ]
     if differing:
-        raise NumericsError("layouts that are not as one process:\n  " + "\n  ".join(differing))
+        raise NumericsError("layouts that differ from one process:\n  " + "\n  ".join(differing))
     with writing_to("--out", options.out):
         options.out.write_text(page(rows, machine()), encoding="utf-8")
     print(f"wrote {options.out}")
 
 
 def main(words: Sequence[str]) -> int:
-    """Exit code: 0 done, 7 a layout differs, 8 storage, 9 bad flags."""
+    """Run the command. Exit codes: 0 done, 7 a layout differs, 8 storage, 9 bad flags."""
     return run_command(lambda: run(words))
 
 

@@ -1,10 +1,10 @@
-"""Try what the software promises of faults, and write the counts into the documentation.
+"""Test what the software promises about faults, and write the counts into the documentation.
 
     python tools/scoreboard.py --out docs/reliability.md
     python tools/scoreboard.py --out docs/reliability.md --rows 2 3
 
-Each row kills, fills, damages or attacks for real, in forked processes, and counts how often the
-promise held. The rows are those of `tests/reliability/scoreboard`, which the tests try fewer times.
+Each row really kills, fills up, damages or attacks, in forked processes, and counts how often the
+promise held. The rows are those of `tests/reliability/scoreboard`; the tests try them fewer times.
 """
 
 from __future__ import annotations
@@ -39,15 +39,16 @@ _COLUMNS = ("#", "what is done, and what must hold", "held", "longest", "beside"
 
 
 def table(lines: Iterable[str]) -> str:
-    """The lines of results under their heading, in Markdown."""
+    """Return the lines of results under their heading, in Markdown."""
     return "\n".join([_line(_COLUMNS), _line(["---"] * len(_COLUMNS)), *lines]) + "\n"
 
 
 def result(row: Row, trials: Trials, commit: str) -> str:
-    """One line."""
+    """Return one line of results."""
     beside = "; ".join(f"{text}: {count:,}" for text, count in sorted(trials.notes.items()))
     held = f"{trials.passed} of {trials.tried}"
-    longest = f"{trials.worst:.1f} s" if trials.worst >= 0.05 else ""  # else all were tried at once
+    # Trials that were made all at once have no time of their own.
+    longest = f"{trials.worst:.1f} s" if trials.worst >= 0.05 else ""
     return _line([str(row.number), row.what, held, longest, beside, commit])
 
 
@@ -56,7 +57,7 @@ def _line(values: Sequence[str]) -> str:
 
 
 def commit_and_day() -> str:
-    """Of the results."""
+    """Return the commit and the day of the results."""
     root = Path(__file__).resolve().parent.parent
     words = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
     git = subprocess.run(words, cwd=root, capture_output=True, text=True, check=False)
@@ -64,17 +65,17 @@ def commit_and_day() -> str:
 
 
 def machine() -> str:
-    """What the results are from, in a line."""
+    """Describe the machine of the results in a line."""
     import torch
 
     return f"{os.cpu_count()} CPU cores ({platform.machine()}), torch {torch.__version__}."
 
 
 def read_page(path: Path) -> str:
-    """A page that has a place for results.
+    """Read a page that has a place for results.
 
     Raises:
-        ConfigError: it cannot be read and written, or has none.
+        ConfigError: The page cannot be read and written, or has no such place.
     """
     try:
         with path.open("r+", encoding="utf-8") as file:
@@ -83,7 +84,7 @@ def read_page(path: Path) -> str:
         why = getattr(error, "strerror", None) or error
         raise ConfigError(
             f"--out {path}: {why}: give a page to write into, such as docs/reliability.md, or "
-            "leave --out away to print the results"
+            "omit --out to print the results"
         ) from None
     if not re.search(f"{re.escape(_BEGIN)}.*{re.escape(_END)}", page, re.DOTALL):
         raise ConfigError(
@@ -94,7 +95,7 @@ def read_page(path: Path) -> str:
 
 
 def replaced(page: str, lines: Mapping[int, str], where: str) -> str:
-    """The page with these lines, by row number, beside or in the place of those that it has."""
+    """Return the page with these lines, by row number, added to its own or replacing them."""
     head, begin, rest = page.partition(_BEGIN)
     before, end, tail = rest.partition(_END)
     held = {
@@ -106,7 +107,7 @@ def replaced(page: str, lines: Mapping[int, str], where: str) -> str:
 
 
 def try_row(row: Row, count: int) -> Trials:
-    """One row, in a folder of its own; what the trials print is left out."""
+    """Try one row in a folder of its own and suppress what the trials print."""
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         inner = Path(folder) / "row"
         inner.mkdir()
@@ -116,10 +117,10 @@ def try_row(row: Row, count: int) -> Trials:
 
 
 def main(words: Sequence[str]) -> int:
-    """Exit code: 0 all held, 1 not all, 9 bad flags, 130 interrupted."""
+    """Run the command. Exit codes: 0 all held, 1 not all, 9 bad flags, 130 interrupted."""
     parser = ToolParser("scoreboard.py", __doc__)
     parser.add_argument(
-        "--out", type=Path, metavar="PAGE.md", help="Page to write the results into. Unset: print."
+        "--out", type=Path, metavar="PAGE.md", help="Page for the results (default: print them)."
     )
     parser.add_argument("--rows", type=int, nargs="+", metavar="N", help="Only these rows.")
     options = parser.read(words)
@@ -133,10 +134,10 @@ def main(words: Sequence[str]) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Try the rows that were asked for; 1 where one did not hold.
+    """Try the requested rows and return 1 if one did not hold.
 
     Raises:
-        ConfigError: there is no such row, or no place for its result.
+        ConfigError: There is no such row, or no place for its result.
     """
     import torch
 
@@ -145,8 +146,8 @@ def run(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)  # as in the tests: forked processes start clean
     known = {row.number for row in ROWS}
     if absent := sorted(set(options.rows or ()) - known):
-        raise ConfigError(f"--rows {absent[0]}: there are {', '.join(map(str, sorted(known)))}")
-    if options.out:  # before hours of trials
+        raise ConfigError(f"--rows {absent[0]}: choose from {', '.join(map(str, sorted(known)))}")
+    if options.out:  # fail before hours of trials, not after
         read_page(options.out)
     lines, failures = {}, 0
     commit = commit_and_day()
@@ -161,7 +162,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"{row.number}: {trials.passed} of {trials.tried} in {seconds:.0f} s", flush=True)
         for failure in trials.failures:
             print(f"  {failure}", flush=True)
-        if options.out:  # at once: the rest may take long
+        if options.out:  # now, because the remaining rows may take long
             page = replaced(read_page(options.out), lines, machine())
             options.out.write_text(page, encoding="utf-8")
     if not options.out:

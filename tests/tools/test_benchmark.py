@@ -158,9 +158,9 @@ def test_several_gpus_go_under_torchrun(tmp_path) -> None:
         (["--gpus", "3", "--layout", "--tensor-model-parallel-size 2"], "--tensor-model-parallel"),
         (["--layout", "--sequence-paralel"], "did you mean --sequence-parallel"),
         (["--compare", "no-such-commit"], "--compare no-such-commit: neither a commit"),
-        (["--", "--train-iters", "9"], "--train-iters: how long runs are"),
+        (["--", "--train-iters", "9"], "--train-iters: this tool sets the length"),
         (["--layout", "--exit-interval=7"], "use --iterations, --warmup and --no-profile"),
-        (["--ceilings", "--compare", "HEAD"], "so --compare has no meaning: drop one"),
+        (["--ceilings", "--compare", "HEAD"], "--ceilings does not run a checkout to --compare"),
     ],
 )
 def test_mistakes_are_named_before_anything_runs(
@@ -174,7 +174,7 @@ def test_mistakes_are_named_before_anything_runs(
 
 @pytest.mark.parametrize(
     ("present", "remedy"),
-    [(0, "0 GPUs: --workload demo runs without one"), (1, "use no more, or --workload demo")],
+    [(0, "0 GPUs: --workload demo runs without a GPU"), (1, "use at most that many")],
 )
 def test_too_few_gpus_are_named(present, remedy, tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr("megatron.device.gpu_count", lambda: present)

@@ -78,7 +78,7 @@ def test_a_run_that_takes_too_long_is_ended():
 
 def test_without_time_left_nothing_starts():
     row = _measure([], timeout=-1.0)
-    assert row.problem == "skipped: no time is left for it"
+    assert row.problem == "skipped: no time left"
     assert not row.failed
 
 
@@ -122,7 +122,7 @@ def test_table_compares_with_the_first_row_of_the_same_batch():
 
 def test_mistakes_are_one_line(capsys):
     assert main(["--model", "toy", "--layouts", "seven", "--processes", "1"]) == 9
-    assert "--layouts seven: use some of one, data 2" in capsys.readouterr().err
+    assert "--layouts seven: choose from one, data 2" in capsys.readouterr().err
     assert main(["--model", "toy", "--data-path", "x", "--processes", "1"]) == 9
     assert "give all three" in capsys.readouterr().err
 

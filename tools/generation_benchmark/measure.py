@@ -1,4 +1,4 @@
-"""Our engine on a model of random weights."""
+"""Measure our engine on a model with random weights."""
 
 from __future__ import annotations
 
@@ -24,14 +24,7 @@ _BLOCK = 16
 
 
 class Subject:
-    """A model, and an engine made anew for each measurement.
-
-    Args:
-        config: of the network.
-        device: where to run.
-        bandwidth: bytes/s, for the floor.
-        options: of the engine, but for its sizes.
-    """
+    """A model, with a new engine for each measurement."""
 
     def __init__(
         self,
@@ -40,6 +33,14 @@ class Subject:
         bandwidth: float,
         options: EngineOptions,
     ) -> None:
+        """Build the model with random weights.
+
+        Args:
+            config: The network.
+            device: Where to run.
+            bandwidth: Bytes/s of a copy, for the floor.
+            options: Options of the engine, except its sizes.
+        """
         self._options = replace(options, block_size=_BLOCK)
         self._config, self._device, self._bandwidth = config, device, bandwidth
         rows = padded_vocabulary(config)
@@ -49,24 +50,24 @@ class Subject:
         )
         with torch.no_grad():
             for parameter in model.parameters():
-                # Matrices small, so that nothing overflows; vectors are weights of norms.
+                # Matrices are small so that nothing overflows; vectors are the norms' weights.
                 parameter.normal_(std=0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self._weight_bytes = sum(
             parameter.numel() * parameter.element_size()
             for name, parameter in model.named_parameters()
-            if not name.startswith("embedding.")  # of which a step reads a row a sequence
+            if not name.startswith("embedding.")  # a step reads a single row per sequence
         )
         self._model: GPTModel | None = model
 
     def release(self) -> None:
-        """Give the model's memory back."""
+        """Release the model's memory."""
         self._model = None
         self._device.empty_cache()
 
     def decode(self, batch: int, prompt: int, new: int, warm_up: int) -> Decoding:
-        """Time `new` steps of `batch` sequences that have begun with `prompt` tokens."""
-        # While the last prompts are taken in, the first sequences go on already.
+        """Time `new` steps of `batch` sequences whose prompts have `prompt` tokens."""
+        # While the last prompts are read, the first sequences already continue.
         ahead = 2 + batch * prompt // (_step_tokens(batch) - batch)
         most = new + warm_up + ahead
         engine = self._engine(batch, batch * (prompt + most + _BLOCK))
@@ -89,7 +90,7 @@ class Subject:
         return Decoding(batch, length, seconds, self._floor(batch, length))
 
     def prefill(self, length: int, tokens: int) -> float:
-        """Tokens/s of prompts of this length, `tokens` of them in all."""
+        """Return the tokens/s of reading prompts of this length, `tokens` tokens in all."""
         engine = self._engine(16, max(tokens, length) + 32 * _BLOCK)
         count = max(1, tokens // length)
         for warm in (True, False):
@@ -120,12 +121,12 @@ class Subject:
         )
 
     def _request(self, number: int, prompt: int, new: int) -> Request:
-        chance = random.Random(number * 1000 + new)  # no two begin alike
+        chance = random.Random(number * 1000 + new)  # so that all prompts differ
         tokens = tuple(chance.randrange(self._vocab) for _ in range(prompt))
         return Request(str(number), tokens, Sampling(max_new_tokens=new, temperature=0))
 
     def _floor(self, batch: int, length: float) -> float:
-        """Seconds to read all weights, and the keys and values of the batch."""
+        """Return the seconds it takes to read all weights and the batch's keys and values."""
         assert self._model is not None
         plan = self._model.plan
         attention = plan.attention

@@ -1,4 +1,4 @@
-"""What the benchmark found, and how it is shown."""
+"""The results of the benchmark, and their table."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Decoding:
-    """Steps in which each sequence of a batch gets a token.
+    """Decoding steps, in each of which every sequence of a batch gets a token.
 
     Attributes:
-        batch: sequences.
-        length: tokens of each, on average over the steps.
-        seconds: of a step.
-        floor: seconds, for reading what must be read.
-        theirs: seconds of a step of `transformers`; None: not measured.
+        batch: Number of sequences.
+        length: Mean length of the sequences over the steps, in tokens.
+        seconds: Time per step.
+        floor: Seconds that reading the weights and the KV cache takes.
+        theirs: Time per step of `transformers`, or None if it was not measured.
     """
 
     batch: int
@@ -26,7 +26,7 @@ class Decoding:
 
 @dataclass(frozen=True)
 class Result:
-    """All that was measured, on one device."""
+    """All measurements on one device."""
 
     device: str
     torch: str
@@ -40,7 +40,7 @@ class Result:
 
 
 def table(result: Result) -> str:
-    """In markdown."""
+    """Return the results as a Markdown table."""
     lines = [
         f"{result.device}, torch {result.torch}; {result.model}, "
         f"{result.parameters / 1e9:.2f} billion parameters, {result.precision}; "
@@ -69,4 +69,5 @@ def _row(row: Decoding) -> str:
 
 
 def line(row: Decoding) -> str:
+    """Describe one measurement in a line."""
     return f"batch {row.batch}: {row.seconds * 1e3:.2f} ms a step, floor {row.floor * 1e3:.2f} ms"

@@ -1,5 +1,7 @@
-"""`transformers` at the same shape: its Llama with a static cache, which it compiles on a GPU where
-it may."""
+"""Measure `transformers` at the same shape.
+
+Its Llama runs with a static cache, and `transformers` may compile it on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -19,22 +21,26 @@ _WARM_UP_STEPS = 4
 
 
 class Rival:
-    """Its model, of random weights.
-
-    Args:
-        config: of the network.
-        device: where to run.
-        compiles: whether it may.
-
-    Raises:
-        ConfigError: `transformers` is not installed.
-    """
+    """A `transformers` model with random weights."""
 
     def __init__(self, config: RunConfig, device: Device, *, compiles: bool) -> None:
+        """Build the model.
+
+        Args:
+            config: The network.
+            device: Where to run.
+            compiles: Whether `transformers` may compile it.
+
+        Raises:
+            ConfigError: `transformers` is not installed.
+        """
         try:
             import transformers
         except ImportError as error:
-            raise ConfigError("--transformers: it is not installed: drop the flag") from error
+            raise ConfigError(
+                "--transformers: the package transformers is not installed: install it, or drop "
+                "the flag"
+            ) from error
         network = config.model
         self._device, self._compiles = device, compiles
         self._vocab = padded_vocabulary(config)
@@ -56,14 +62,14 @@ class Rival:
         self._processors = transformers.LogitsProcessorList
 
     def beside(self, ours: Decoding, prompt: int, new: int) -> Decoding:
-        """`ours` with the seconds of a step of theirs."""
+        """Return `ours` with the seconds of one of their steps."""
         return replace(ours, theirs=self._seconds(ours.batch, prompt, new))
 
     def _seconds(self, batch: int, prompt: int, new: int) -> float:
         generator = torch.Generator().manual_seed(1)
         tokens = torch.randint(self._vocab, (batch, prompt), generator=generator)
         clock = _Clock(self._device)
-        for _ in range(2):  # the first compiles
+        for _ in range(2):  # the first one compiles
             clock.times.clear()
             with torch.no_grad():
                 self._model.generate(
@@ -81,7 +87,7 @@ class Rival:
 
 
 class _Clock:
-    """Called with each step's scores: notes when they were there."""
+    """A logits processor that records when each step's scores arrived."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

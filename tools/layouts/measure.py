@@ -1,4 +1,4 @@
-"""One run of `pretrain_gpt.py`, and what it tells about itself."""
+"""Run `pretrain_gpt.py` in one layout and measure it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MIB_A_GIB = 1024.0
 
 
 class RunFailedError(UserError):
-    """A run that ended early; the message is its error line."""
+    """A run ended early. The message is its error line."""
 
 
 def measure(
@@ -39,18 +39,19 @@ def measure(
     timeout: float,
     bubble: bool,
 ) -> Row:
-    """Train in one layout; its row, whatever happens.
+    """Train in one layout and return its row, whatever happens.
 
     Args:
-        flags: of the model, the data and the layout, and further ones.
-        present: GPUs, or processes on a CPU.
-        iterations: of the run, unless the layout has fewer.
-        timeout: seconds after which the run is ended; none left: it is skipped.
-        bubble: also measure the pipeline's.
+        layout: The layout.
+        flags: Flags of the model, the data and the layout, and further ones.
+        present: Available GPUs, or processes on a CPU.
+        iterations: Iterations of the run, unless the layout allows fewer.
+        timeout: Seconds after which the run is ended. It is skipped if this is not positive.
+        bubble: Whether to measure the pipeline bubble too.
     """
     row = Row(layout.name, layout.processes, layout.flags)
     if timeout <= 0:
-        return replace(row, problem="skipped: no time is left for it")
+        return replace(row, problem="skipped: no time left")
     if layout.processes > present:
         return replace(row, problem=f"skipped: {layout.processes} needed, {present} present")
     iterations = min(iterations, layout.most_iterations or iterations)
@@ -72,10 +73,10 @@ def measure(
 def launch(
     words: Sequence[str], processes: int, timeout: float
 ) -> tuple[str, list[dict[str, Any]]]:
-    """Run it; what it printed, and what it wrote for every iteration.
+    """Run it, and return what it printed and its metrics of every iteration.
 
     Raises:
-        RunFailedError: it ended with an error, or not in time.
+        RunFailedError: The run failed or took too long.
     """
     with tempfile.TemporaryDirectory() as folder:
         metrics = Path(folder) / "metrics.jsonl"
@@ -83,7 +84,7 @@ def launch(
         lines, code = run_to_end(command, timeout=timeout, OMP_NUM_THREADS="1")
         log = "\n".join(line for _, line in lines)
         if code is None:
-            raise RunFailedError(f"ended after {timeout:.3g} s, the time it had")
+            raise RunFailedError(f"did not end within its {timeout:.3g} s")
         if code:
             raise RunFailedError(error_line(log, code))
         records = metrics.read_text(encoding="utf-8").splitlines()
@@ -91,7 +92,7 @@ def launch(
 
 
 def error_line(log: str, code: int) -> str:
-    """The line that says what went wrong: our own errors first, then Python's."""
+    """Return the line that says what went wrong: one of our errors, otherwise one of Python's."""
     for pattern in (r"^(?:\[rank \d+\] )?error: .*", r"^(?:\[rank\d+\]: )?[\w.]*Error: .*"):
         found = [
             line
@@ -106,12 +107,12 @@ def error_line(log: str, code: int) -> str:
 def read_measurement(
     config: RunConfig, processes: int, log: str, records: Sequence[dict[str, Any]]
 ) -> Measurement:
-    """The numbers of a run that came to its end."""
+    """Return the numbers of a finished run."""
     steps = [record for record in records if "lm loss" in record]
     settled = len(steps) // 3
     seconds = median(record["iteration-time"] for record in steps[settled:])
     tokens = config.training.global_batch_size * config.data.seq_length
-    utilization = re.findall(r"MFU: ([\d.]+)%", log)  # of each iteration
+    utilization = re.findall(r"MFU: ([\d.]+)%", log)  # one per iteration
     pace = steps[-1]["iteration-time"] / seconds
     memory = [float(text) for text in re.findall(r"max allocated: ([\d.]+)", log)]
     return Measurement(
@@ -133,6 +134,6 @@ def _mean_of(records: Sequence[dict[str, Any]], name: str, settled: int) -> floa
 
 
 def _predicted(config: RunConfig, processes: int) -> float:
-    """GiB of the largest process, as `--dry-run` shows them."""
+    """Return the GiB of the largest process, as `--dry-run` shows them."""
     plan = model_plan(config.model, padded_vocabulary(config))
     return largest_process(config, plan, processes).total / _GIB

@@ -1,4 +1,4 @@
-"""What `benchmark_layouts.py` trains, and in which layouts."""
+"""The models that `benchmark_layouts.py` trains, and their layouts."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ class BenchmarkLayout:
     """One row of the table.
 
     Attributes:
-        processes: GPUs.
-        name: the grid in words.
-        flags: besides the model's.
-        most_iterations: of a run that takes long; None: as many as are asked for.
+        processes: Number of GPUs.
+        name: The layout in words.
+        flags: Flags in addition to the model's.
+        most_iterations: Limit for a run that takes long, or None.
     """
 
     processes: int
@@ -24,7 +24,7 @@ class BenchmarkLayout:
 
 @dataclass(frozen=True)
 class BenchmarkModel:
-    """A network, its batch and its optimizer, in flags, and the layouts to compare."""
+    """The flags of a network, its batch and its optimizer, and the layouts to compare."""
 
     flags: str
     layouts: tuple[BenchmarkLayout, ...]
@@ -113,7 +113,7 @@ _350M = BenchmarkModel(
 )
 
 _FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-# One sequence an update; its losses are compared among such rows only.
+# A single sequence per update. Its losses are compared only with those of other such rows.
 _LONG = f"--seq-length 131072 --max-position-embeddings 131072 --global-batch-size 1 {_FULL}"
 
 _7B = BenchmarkModel(
@@ -121,8 +121,8 @@ _7B = BenchmarkModel(
     "--ffn-hidden-size 11008 --swiglu --normalization RMSNorm --position-embedding-type rope "
     "--disable-bias-linear --untie-embeddings-and-output-weights --seq-length 4096 "
     "--max-position-embeddings 4096 --global-batch-size 16 --bf16 "
-    # Llama's own warm-up. A steeper one throws the first losses up and down, and how far then
-    # depends on the rounding of each layout.
+    # Llama's own warm-up. With a steeper one the first losses jump up and down, by amounts that
+    # depend on the rounding of each layout.
     "--init-method-std 0.01 --lr-warmup-iters 2000 --lr-decay-iters 500000",
     (
         BenchmarkLayout(2, "tensor 2", _micro(1, _grid(tensor=2), _SP)),
@@ -165,5 +165,5 @@ _7B = BenchmarkModel(
 
 
 def models() -> dict[str, BenchmarkModel]:
-    """By the name that `--model` takes."""
+    """Return the models by the name that `--model` takes."""
     return {"toy": _TOY, "350m": _350M, "7b": _7B}

@@ -13,18 +13,18 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one run gave.
+    """The measurements of one run.
 
     Attributes:
-        losses: of every iteration.
-        norms: of the gradient, likewise.
-        milliseconds: of an iteration, the median without the first third.
-        tokens_per_second: of one GPU.
-        mfu: in percent, of such an iteration; None where the device's peak is not known.
-        peak_gib: the most memory allocated by any rank; None where no rank told.
-        predicted_gib: the same by the arithmetic of `--dry-run`.
-        bubble: fraction of time in which pipeline stages wait; None where it was not measured.
-        predicted_bubble: the same by the simulator, from the operations' times.
+        losses: Loss of every iteration.
+        norms: Gradient norm of every iteration.
+        milliseconds: Median time per iteration, without the first third.
+        tokens_per_second: Speed of one GPU.
+        mfu: Model FLOPs utilization in percent, or None if the device's peak is not known.
+        peak_gib: Most memory allocated by any rank, or None if no rank reported it.
+        predicted_gib: The same as estimated by `--dry-run`.
+        bubble: Fraction of time in which pipeline stages wait, or None if it was not measured.
+        predicted_bubble: The same as simulated from the operations' times.
     """
 
     losses: tuple[float, ...]
@@ -40,13 +40,16 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Row:
-    """A layout and what came of it.
+    """A layout and the result of its run.
 
     Attributes:
-        batch: what must be equal for losses to be comparable, in words.
-        measured: None where the run did not take place or failed.
-        problem: why there is no measurement.
-        failed: the problem is an error.
+        layout: Name of the layout.
+        processes: Number of GPUs.
+        flags: Flags of the layout.
+        batch: The batch in words. Losses are comparable between rows with the same batch.
+        measured: The measurements, or None if the run was skipped or failed.
+        problem: Why there is no measurement.
+        failed: Whether the problem is an error.
     """
 
     layout: str
@@ -59,15 +62,16 @@ class Row:
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
-    """The table. A difference is the largest relative one from the first row of the same batch."""
+    """Return the table. Differences are the largest relative ones from the batch's first row."""
     lines = [_line(_COLUMNS), _line(["---"] * len(_COLUMNS))]
     return "\n".join(lines + [_line(_cells(row, rows)) for row in rows]) + "\n"
 
 
 def loss_difference(row: Row, rows: Sequence[Row]) -> float | None:
-    """The largest relative difference over the iterations; None where there is nothing to compare.
+    """Return the largest relative loss difference over the iterations.
 
-    Compared is with the first row of the same batch that has as many iterations.
+    The row is compared with the first row of the same batch. Returns None if it is that row, or if
+    their numbers of iterations differ.
     """
     if row.measured is None:
         return None
