@@ -1,5 +1,5 @@
-"""Hot operations, one a file: plain PyTorch that says what is computed, and forms that are faster.
+"""Hot operations, one per module: plain PyTorch that says what is computed, and faster forms.
 
-A function `choose_...` picks one when a model is built, by flags, device and the compiled CUDA
-kernels, which are in a `library.KernelLibrary`; their sources are in the folder `cuda`.
+A function `choose_...` picks a form when a model is built, by flags, device and the compiled CUDA
+kernels in a `library.KernelLibrary`. The kernels' sources are in the folder `cuda`.
 """

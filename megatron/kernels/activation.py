@@ -1,7 +1,7 @@
 """Non-linearities of the MLP, with the bias of the projection before them.
 
-Each is PyTorch's operations, and some also (through `fused_activation`) one CUDA kernel that adds
-the bias, applies the non-linearity, and in backward computes both again from its input.
+Each consists of PyTorch's operations. Some also have (in `fused_activation`) a CUDA kernel that
+adds the bias and applies the non-linearity, and computes both again from its input in backward.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ PARTIALS = 4  # rows of partial sums, for each multiprocessor
 
 
 class Activation(Protocol):
-    """What a model calls: x [..., f] (gated: [..., 2 f]) and a bias like its last dimension, or
-    None, -> [..., f]."""
+    """One form of an activation."""
 
-    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor: ...
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Apply it to x [..., f] (gated: [..., 2 f]) plus a bias like x's last dimension."""
 
 
 def choose_activation(
@@ -64,33 +64,33 @@ def choose_activation(
 
 
 def gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x times the normal distribution function at x (exact form)."""
+    """Return x times the normal distribution function at x (exact form)."""
     return F.gelu(_add(x, bias))
 
 
 def gelu_tanh(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """OpenAI's approximation: x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))."""
+    """Return OpenAI's approximation, x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))."""
     return F.gelu(_add(x, bias), approximate="tanh")
 
 
 def squared_relu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """max(x, 0)^2 (Primer)."""
+    """Return max(x, 0)^2 (Primer)."""
     return F.relu(_add(x, bias)).square()
 
 
 def relu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """max(x, 0)."""
+    """Return max(x, 0)."""
     return F.relu(_add(x, bias))
 
 
 def swiglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """[..., 2 f], gate then up -> gate * sigmoid(gate) * up (Shazeer, 2020), [..., f]."""
+    """Return gate * sigmoid(gate) * up of [..., 2 f], gate then up (Shazeer, 2020): [..., f]."""
     gate, up = _add(x, bias).chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 def geglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """[..., 2 f], gate then up -> GeLU(gate) * up, the tanh form (Shazeer, 2020), [..., f]."""
+    """Return GeLU(gate) * up of [..., 2 f], gate then up, tanh form (Shazeer, 2020): [..., f]."""
     gate, up = _add(x, bias).chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
 
@@ -117,15 +117,16 @@ def fused_activation(
     *,
     amaxes: Amaxes | None = None,
 ) -> Tensor:
-    """One of the functions above by one kernel, where the sizes allow; the bias's gradient is
-    summed in a fixed order.
+    """Apply one of the functions above by a kernel if the sizes allow it.
+
+    The bias's gradient is summed in a fixed order.
 
     Args:
-        library: of kernels.
+        library: Compiled kernels.
         plain: gelu, gelu_tanh, squared_relu or swiglu.
         x: [..., f] (SwiGLU: [..., 2 f]).
-        bias: like the last dimension of x, or None.
-        amaxes: see `choose_activation`.
+        bias: Like the last dimension of x, or None.
+        amaxes: As in `choose_activation`.
     """
     columns = x.shape[-1] // (2 if plain is swiglu else 1)
     fits = (

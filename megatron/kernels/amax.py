@@ -1,9 +1,9 @@
 """Largest magnitudes on their way from the kernel that writes a tensor to the cast that reads it.
 
 A cast to fp8 needs the largest magnitude of its tensor first: one more pass over memory, which is
-saved where the kernel that wrote the tensor has found it already. Only the two ends know of it:
-what lies between (autograd, a gather over ranks, a dropout) may give the cast another tensor, which
-it then measures itself.
+saved if the kernel that wrote the tensor has found it already. Only the two ends know of it: what
+lies between (autograd, a gather over ranks, a dropout) may give the cast another tensor, which it
+then measures itself.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Compiles the CUDA sources beside this file into one shared library, and keeps it.
+"""Compilation of the CUDA sources beside this file into a shared library, which is kept.
 
-Needs nvcc and no GPU; imports no torch, so that `pip install` can use it. One library serves one
-GPU architecture. Its file name carries everything that it was made from, so a stale one is never
-found: `kernels-<architecture>-<digest of sources and flags>-cuda<nvcc version>.so`.
+It needs nvcc but no GPU, and imports no torch, so that `pip install` can use it. A library serves
+one GPU architecture. Its file name tells what it was made from, so a stale one is never found:
+`kernels-<architecture>-<digest of sources and flags>-cuda<nvcc version>.so`.
 """
 
 from __future__ import annotations
@@ -19,20 +19,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from megatron.environment import cuda_home
 
 HERE = Path(__file__).parent
 PREBUILT = HERE / "built"  # filled by `pip install`
 FLAGS = ("-O3", "-std=c++17", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC")
-# Seconds for all of nvcc: 10 to 16 are usual, 60 on two cores that others use as well. Well below
-# --distributed-timeout-minutes, in which processes of other machines may be waiting already.
+# Seconds for all of nvcc: 10 to 16 are usual, 60 on two cores that others use too. Well below
+# --distributed-timeout-minutes: processes on other machines may be waiting already.
 BUILD_LIMIT = 240
-PROGRESS = 30  # seconds between lines that say that it goes on
+PROGRESS = 30  # seconds between progress lines
 LOCK_LIMIT = 300  # seconds to wait for another process that builds
-LOCK_PATIENCE = 20.0  # of these, until it is said
-LEFT_AFTER = 3600.0  # seconds without a change, and a scratch folder is one of a killed build
+LOCK_PATIENCE = 20.0  # seconds until a line says that it waits
+LEFT_AFTER = 3600.0  # seconds without a change after which a scratch folder is a killed build's
 _SCRATCH = "compiling-"
 _LINK_FLAGS = ("-shared", "-cudart", "static", "-Xlinker", "--exclude-libs,ALL")
 
@@ -52,9 +51,13 @@ class Compiler:
     architectures: frozenset[int]  # 80, 90, ...: what it can compile for
 
     def gencode(self, architecture: str) -> str:
-        """nvcc's flag for "sm_90a" and the like: machine code, or where this nvcc is too old for
-        the GPU, PTX of the newest it knows, which the driver compiles further."""
-        number = _number(architecture)
+        """Return nvcc's flag for "sm_90a" and the like.
+
+        If this nvcc is too old for the GPU, it compiles to PTX for the newest one that it knows,
+        which the driver compiles further.
+        """
+        major, minor = _capability(architecture)
+        number = 10 * major + minor
         if number in self.architectures:
             virtual = architecture.replace("sm_", "compute_")
             return f"-gencode=arch={virtual},code={architecture}"
@@ -66,10 +69,10 @@ class Compiler:
 
 
 def find_compiler() -> Compiler:
-    """The nvcc of CUDA_HOME, of the PATH, or of /usr/local/cuda.
+    """Return the nvcc of CUDA_HOME, of the PATH, or of /usr/local/cuda.
 
     Raises:
-        BuildError: there is none, or it does not run.
+        BuildError: There is none, or it does not run.
     """
     home = cuda_home()
     found = shutil.which("nvcc", path=str(home / "bin")) if home else shutil.which("nvcc")
@@ -81,24 +84,19 @@ def find_compiler() -> Compiler:
         said = _output(found, "--version")
         listed = _output(found, "--list-gpu-arch")
     except (OSError, subprocess.SubprocessError) as error:
-        raise BuildError(f"{found} does not run ({error}): mend the CUDA toolkit") from None
+        raise BuildError(f"{found} does not run ({error}): reinstall the CUDA toolkit") from None
     version = re.search(r"release (\d+\.\d+)", said)
     if version is None:
-        raise BuildError(f"{found} --version names no release: mend the CUDA toolkit")
+        raise BuildError(f"{found} --version names no release: reinstall the CUDA toolkit")
     known = frozenset(int(number) for number in re.findall(r"compute_(\d+)", listed))
     return Compiler(Path(found), version[1], known)
 
 
 def _output(*command: str) -> str:
-    """What it prints may be in any encoding: that of a locale, or of a line of source."""
+    """Return what a command prints, in whatever encoding of a locale or a line of source."""
     return subprocess.run(
         command, capture_output=True, encoding="utf-8", errors="replace", timeout=60, check=True
     ).stdout
-
-
-def _number(architecture: str) -> int:
-    major, minor = _capability(architecture)
-    return 10 * major + minor
 
 
 def _capability(architecture: str) -> tuple[int, int]:
@@ -109,17 +107,17 @@ def _capability(architecture: str) -> tuple[int, int]:
 
 
 def looked_up_as(architecture: str) -> str:
-    """ "sm_90", "90" or "9.0" as runs on such a GPU ask for it: "sm_90a"."""
+    """Return "sm_90a", as runs on such a GPU ask for it, for "sm_90", "90" or "9.0"."""
     return name_of(*_capability(architecture))
 
 
 def source_files() -> list[Path]:
-    """Every .cu file."""
+    """Return every .cu file."""
     return sorted(HERE.glob("cuda/*.cu"))
 
 
 def digest() -> str:
-    """Of all sources, headers and flags."""
+    """Return a digest of all sources, headers and flags."""
     state = hashlib.sha256(repr((FLAGS, _LINK_FLAGS)).encode())
     for file in sorted(HERE.glob("cuda/*.cu*")):
         state.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
@@ -127,7 +125,7 @@ def digest() -> str:
 
 
 def find_built(architecture: str, folder: Path) -> Path | None:
-    """A library in `folder` made from these sources, by whatever nvcc."""
+    """Return a library in `folder` that any nvcc made from these sources."""
     return next(folder.glob(f"kernels-{architecture}-{digest()}-cuda*.so"), None)
 
 
@@ -136,12 +134,12 @@ def build(architecture: str, folder: Path, say: Say, say_waiting: Say) -> Path:
 
     Args:
         architecture: "sm_90a".
-        folder: cache.
-        say: prints one line.
-        say_waiting: prints one line where it takes long until another process has built.
+        folder: The cache.
+        say: Prints one line.
+        say_waiting: Prints one line if another process takes long to build.
 
     Raises:
-        BuildError: no compiler, no place to write, or the compiler fails.
+        BuildError: There is no compiler or no place to write, or the compiler fails.
     """
     compiler = find_compiler()
     target = folder / f"kernels-{architecture}-{digest()}-cuda{compiler.version}.so"
@@ -174,21 +172,16 @@ def _make(compiler: Compiler, architecture: str, target: Path, say: Say) -> None
         f"{compiler.version}, once; less than a minute"
     )
     started = time.monotonic()
-    _remove_left_over(target.parent)
+    for left in target.parent.glob(f"{_SCRATCH}*"):  # by killed builds; another may be running
+        with suppress(FileNotFoundError):  # another process removes them too
+            if time.time() - left.stat().st_mtime > LEFT_AFTER:
+                shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=_SCRATCH) as scratch:
         made = compile_sources(compiler, architecture, Path(scratch), say=say)
         with made.open("rb+") as file:
             os.fsync(file.fileno())
-        made.replace(target)  # nobody ever sees half a library, whatever ends the machine
+        made.replace(target)  # nobody ever sees half a library, even if the machine goes down
     say(f"fused kernels: compiled in {time.monotonic() - started:.0f} s, kept as {target}")
-
-
-def _remove_left_over(folder: Path) -> None:
-    """Scratch folders of builds that were killed; not of one that runs, perhaps for another GPU."""
-    for scratch in folder.glob(f"{_SCRATCH}*"):
-        with suppress(FileNotFoundError):  # another process removes them too
-            if time.time() - scratch.stat().st_mtime > LEFT_AFTER:
-                shutil.rmtree(scratch, ignore_errors=True)
 
 
 def compile_sources(
@@ -197,29 +190,29 @@ def compile_sources(
     """Compile every source, all at once, and link them.
 
     Args:
-        say: prints a line, every half minute; None: nothing does.
+        compiler: The nvcc.
+        architecture: "sm_90a".
+        scratch: Folder for what is made.
+        more_flags: Further flags of nvcc.
+        say: Prints a line every half minute, if given.
+
+    Returns:
+        The library.
 
     Raises:
-        BuildError: with the first error of nvcc; or it takes too long.
+        BuildError: nvcc fails (the message has its first error) or takes too long.
     """
-    command = [str(compiler.path), *FLAGS, *more_flags, compiler.gencode(architecture)]
-    sources = source_files()
-    objects = [scratch / (source.stem + ".o") for source in sources]
+    command = [str(compiler.path), *FLAGS, *more_flags, compiler.gencode(architecture), "-c"]
+    made = {source: str(scratch / (source.stem + ".o")) for source in source_files()}
     clock = _Clock(say or say_nothing)
-    _run(
-        [
-            [*command, "-c", str(source), "-o", str(made)]
-            for source, made in zip(sources, objects, strict=True)
-        ],
-        clock,
-    )
+    _run([[*command, str(source), "-o", target] for source, target in made.items()], clock)
     library = scratch / "library.so"
-    _run([[str(compiler.path), *_LINK_FLAGS, *map(str, objects), "-o", str(library)]], clock)
+    _run([[str(compiler.path), *_LINK_FLAGS, *made.values(), "-o", str(library)]], clock)
     return library
 
 
 class _Clock:
-    """Of one build: says now and then that it goes on, and ends one that hangs."""
+    """The clock of a build, which prints its progress and ends it if it hangs."""
 
     def __init__(self, say: Say) -> None:
         self._say = say
@@ -227,7 +220,7 @@ class _Clock:
         self._next_line = self._started + PROGRESS
 
     def check(self, unfinished: Sequence[str]) -> None:
-        """Raises BuildError where the files that are still to be made have taken too long."""
+        """Raise `BuildError` if the files that are still to be made have taken too long."""
         if not unfinished:
             return
         now = time.monotonic()
@@ -246,10 +239,9 @@ class _Clock:
 
 
 def _run(commands: Sequence[list[str]], clock: _Clock) -> list[str]:
-    """Every nvcc at once; the last word of a command is the file that it makes.
+    """Run nvcc commands at the same time, and return what each printed.
 
-    Returns:
-        What each of them said.
+    The last word of a command is the file that it makes.
     """
     running: dict[int, subprocess.Popen[str]] = {}
     said = [""] * len(commands)
@@ -260,7 +252,15 @@ def _run(commands: Sequence[list[str]], clock: _Clock) -> list[str]:
         ]
         try:
             for i, command in enumerate(commands):
-                running[i] = _start(command, outputs[i])
+                # A group of its own, with what nvcc itself starts.
+                running[i] = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=outputs[i],
+                    text=True,
+                    process_group=0,
+                )
             while running:
                 for i in [i for i, process in running.items() if process.poll() is not None]:
                     outputs[i].seek(0)
@@ -269,29 +269,18 @@ def _run(commands: Sequence[list[str]], clock: _Clock) -> list[str]:
                     del running[i]
                 clock.check([Path(commands[i][-1]).name for i in running])
                 time.sleep(0.02)
+        except OSError as error:
+            raise BuildError(f"{commands[0][0]} does not run ({error.strerror})") from None
         finally:
             for process in running.values():
-                with suppress(ProcessLookupError):  # a group of its own, with what nvcc started
+                with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     return said
 
 
-def _start(command: list[str], output: IO[str]) -> subprocess.Popen[str]:
-    try:
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=output,
-            text=True,
-            process_group=0,
-        )
-    except OSError as error:
-        raise BuildError(f"{command[0]} does not run ({error.strerror})") from None
-
-
 def _expect_made(target: str, code: int, said: str) -> None:
+    """Raise `BuildError` with nvcc's first error unless it has made the file."""
     if code:
         lines = [line for line in said.splitlines() if "error" in line.lower()]
         reason = next(iter([*lines, *said.splitlines()]), f"exit code {code}")
@@ -302,8 +291,11 @@ def _expect_made(target: str, code: int, said: str) -> None:
 
 @contextmanager
 def _alone(path: Path, say_waiting: Say) -> Iterator[None]:
-    """Hold the lock file. Where a file system has no locks, go on without: files are renamed into
-    place, so building twice is a waste and no error."""
+    """Hold the lock file.
+
+    On a file system without locks go on without it: files are renamed into place, so building twice
+    is a waste but no error.
+    """
     import fcntl
 
     with path.open("w") as file:
@@ -329,14 +321,13 @@ def _alone(path: Path, say_waiting: Say) -> Iterator[None]:
 
 
 def say_nothing(line: str) -> None:
-    """In the place of `errors.say_on_stderr`, where another process says it."""
+    """Print nothing, in place of `errors.say_on_stderr`, if another process prints the line."""
 
 
 def detect_architectures() -> list[str]:
-    """Architectures of this machine's GPUs, as its driver says; none without a driver."""
-    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    """Return the architectures of this machine's GPUs by its driver; none without a driver."""
     try:
-        said = _output(*command)
+        said = _output("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
     except (OSError, subprocess.SubprocessError):
         return []
     found = {name_of(int(a), int(b)) for a, b in re.findall(r"^\s*(\d+)\.(\d+)", said, re.M)}
@@ -344,5 +335,5 @@ def detect_architectures() -> list[str]:
 
 
 def name_of(major: int, minor: int) -> str:
-    """(9, 0) -> "sm_90a": with the features of exactly that GPU where there are such."""
+    """Return "sm_90a" for (9, 0): with the features of exactly that GPU if it has any."""
     return f"sm_{major}{minor}" + ("a" if major >= 9 else "")

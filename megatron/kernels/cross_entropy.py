@@ -22,8 +22,13 @@ CHUNK = 2**24  # logits held in fp32 at a time by the plain form: 64 MiB
 
 
 class Statistics(NamedTuple):
-    """Of each row, fp32 [n]: the largest logit, the sum of exp(logit - maximum), and the logit at
-    the label, 0 where the label lies outside of this part."""
+    """Statistics of each row, fp32 [n].
+
+    Attributes:
+        maxima: The largest logit.
+        sums: The sum of exp(logit - maximum).
+        targets: The logit at the label, 0 if the label lies outside of this part.
+    """
 
     maxima: Tensor
     sums: Tensor
@@ -38,7 +43,7 @@ class CrossEntropy:
         statistics: (logits [n, v], labels [n] counted from this part's first entry) -> Statistics.
         gradient: (logits, labels, maxima, sums, upstream, out): out [n, v], which may be the
             logits' own memory, becomes upstream * (exp(logit - maximum) / sum - [is the label]).
-        name: for the start-up panel.
+        name: Name for the start-up panel.
     """
 
     statistics: Callable[[Tensor, Tensor], Statistics]
@@ -46,15 +51,16 @@ class CrossEntropy:
     name: str
 
     def __str__(self) -> str:
+        """Return the name."""
         return self.name
 
 
 def choose_cross_entropy(library: KernelLibrary | None, *, in_16_bits: bool) -> CrossEntropy:
-    """The kernel where there is a library, else plain PyTorch.
+    """Choose the kernel if there is a library, otherwise plain PyTorch.
 
     Args:
-        library: see `library.find_library`.
-        in_16_bits: exponentials in the logits' own format: always plain PyTorch.
+        library: Compiled kernels.
+        in_16_bits: Compute exponentials in the logits' own format, always in plain PyTorch.
     """
     if in_16_bits:
         return CrossEntropy(
@@ -72,9 +78,9 @@ def choose_cross_entropy(library: KernelLibrary | None, *, in_16_bits: bool) -> 
 
 
 def statistics_reference(logits: Tensor, labels: Tensor, *, in_16_bits: bool = False) -> Statistics:
-    """See `CrossEntropy`; a few rows at a time."""
+    """Compute `CrossEntropy.statistics` in PyTorch, a few rows at a time."""
     maxima = logits.amax(dim=-1)
-    shift = maxima if in_16_bits else maxima.float()  # and so is every difference from it
+    shift = maxima if in_16_bits else maxima.float()  # sets the type of every difference from it
     sums = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
     for part in _row_chunks(logits):
         differences = logits[part] - shift[part, None]
@@ -94,7 +100,7 @@ def gradient_reference(
     *,
     in_16_bits: bool = False,
 ) -> None:
-    """See `CrossEntropy`; a few rows at a time."""
+    """Compute `CrossEntropy.gradient` in PyTorch, a few rows at a time."""
     shift = maxima.to(logits.dtype) if in_16_bits else maxima
     mine = (labels >= 0) & (labels < logits.shape[1])
     places, at_label = torch.where(mine, labels, 0)[:, None], -(upstream * mine)[:, None]
@@ -109,7 +115,7 @@ REFERENCE = CrossEntropy(statistics_reference, gradient_reference, "plain PyTorc
 
 
 def _row_chunks(rows: Tensor) -> Iterator[slice]:
-    """Slices of rows with at most CHUNK elements each (but at least one row)."""
+    """Return slices of rows with at most CHUNK elements each (but at least one row)."""
     height = max(1, CHUNK // rows.shape[1])
     return (slice(i, i + height) for i in range(0, rows.shape[0], height))
 
@@ -118,6 +124,7 @@ def _row_chunks(rows: Tensor) -> Iterator[slice]:
 def cross_entropy_statistics(
     library: KernelLibrary, logits: Tensor, labels: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `Statistics` by a kernel."""
     rows, size = logits.shape
     maxima, sums, targets = (logits.new_empty(rows, dtype=torch.float32) for _ in range(3))
     labels = labels.contiguous()
@@ -136,5 +143,6 @@ def cross_entropy_gradient(
     upstream: Tensor,
     out: Tensor,
 ) -> None:
+    """Compute `CrossEntropy.gradient` by a kernel."""
     arguments = [x.contiguous() for x in (labels, maxima, sums, upstream.float())]
     library.launch(GRADIENT, logits, out, *arguments, *logits.shape, DTYPE_CODES[logits.dtype])

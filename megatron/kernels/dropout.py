@@ -1,4 +1,4 @@
-"""Dropout of what a layer gives, with its bias before and the residual stream after it."""
+"""Dropout of a layer's output, with its bias before it and the residual stream after it."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ GROUP = 8  # elements that share a block of random words; dropout.cu has the sam
 
 
 class BiasDropoutAdd(Protocol):
-    """What a model calls."""
+    """One form of bias, dropout and residual sum."""
 
     def __call__(
         self, x: Tensor, bias: Tensor | None, residual: Tensor, probability: float
     ) -> Tensor:
-        """residual + dropout(x + bias).
+        """Return residual + dropout(x + bias).
 
         Args:
             x: [..., h].
             bias: [h] or None.
             residual: [..., h], of the type of x or fp32.
-            probability: of an element to be dropped; 0 outside of training.
+            probability: Probability of an element to be dropped; 0 outside of training.
 
         Returns:
             [..., h] in the residual's type.
@@ -45,7 +45,7 @@ class BiasDropoutAdd(Protocol):
 
 
 def choose_bias_dropout_add(model: ModelConfig, library: KernelLibrary | None) -> BiasDropoutAdd:
-    """The fused kernel where there is a library, but for --no-bias-dropout-fusion."""
+    """Choose the kernel if there is a library and no --no-bias-dropout-fusion."""
     if library is None or not model.bias_dropout_fusion:
         return bias_dropout_add
     return partial(fused_bias_dropout_add, library)
@@ -54,7 +54,7 @@ def choose_bias_dropout_add(model: ModelConfig, library: KernelLibrary | None) -
 def bias_dropout_add(
     x: Tensor, bias: Tensor | None, residual: Tensor, probability: float
 ) -> Tensor:
-    """See `BiasDropoutAdd`: by PyTorch's operations."""
+    """Return residual + dropout(x + bias), by PyTorch's operations."""
     return residual + F.dropout(x if bias is None else x + bias, probability)
 
 
@@ -65,10 +65,12 @@ def fused_bias_dropout_add(
     residual: Tensor,
     probability: float,
 ) -> Tensor:
-    """See `BiasDropoutAdd`: one kernel, and one in backward that draws the same mask again. Its
-    seed comes from the device's default generator and stays on the device, so that the host never
-    waits. A probability is rounded to 1/65536. Sizes that the kernel does not take run on PyTorch's
-    operations."""
+    """Return residual + dropout(x + bias) by one kernel; another in backward draws the mask again.
+
+    The seed comes from the device's default generator and stays on the device, so that the host
+    never waits. The probability is rounded to 1/65536. Sizes that the kernel does not take run on
+    PyTorch's operations.
+    """
     drop = round(probability * 65536)
     fits = (
         x.dtype in DTYPE_CODES

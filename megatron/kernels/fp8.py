@@ -205,11 +205,13 @@ def _check(x: Tensor, *, rows: bool = False) -> None:
 
 @operator("result")
 def fp8_amax(library: KernelLibrary, x: Tensor, result: Tensor) -> None:
+    """Raise `result` to the largest magnitude of x."""
     library.launch(AMAX, x, result, x.numel(), DTYPE_CODES[x.dtype])
 
 
 @operator("of_rows", "of_columns")
 def fp8_amax_both(library: KernelLibrary, x: Tensor, of_rows: Tensor, of_columns: Tensor) -> None:
+    """Raise the largest magnitudes [m, 1] of rows and [k, 1] of columns."""
     library.launch(AMAX_BOTH, x, of_rows, of_columns, *x.shape, DTYPE_CODES[x.dtype])
 
 
@@ -217,6 +219,7 @@ def fp8_amax_both(library: KernelLibrary, x: Tensor, of_rows: Tensor, of_columns
 def fp8_cast(
     library: KernelLibrary, x: Tensor, amax: Tensor, values: Tensor, found: Tensor | None
 ) -> Tensor:
+    """Write x in 8 bits to `values`; return the inverse scale."""
     inverse = torch.empty_like(amax)
     codes = (x.numel(), DTYPE_CODES[x.dtype], FP8_CODES[values.dtype])
     library.launch(CAST, x, values, amax, inverse, found, *codes)
@@ -225,6 +228,7 @@ def fp8_cast(
 
 @operator()
 def fp8_cast_rows(library: KernelLibrary, x: Tensor, fp8: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return x in 8 bits, and the inverse scale of each row."""
     values = torch.empty_like(x, dtype=fp8)
     inverse = x.new_empty(x.shape[0], 1, dtype=torch.float32)
     codes = (*x.shape, DTYPE_CODES[x.dtype], FP8_CODES[fp8])
@@ -256,6 +260,7 @@ def fp8_cast_transpose(
 
 @operator()
 def fp8_transpose(library: KernelLibrary, matrix: Tensor) -> Tensor:
+    """Return the transpose of an 8-bit matrix."""
     turned = matrix.new_empty(matrix.shape[::-1])
     library.launch(TRANSPOSE, matrix, turned, *matrix.shape)
     return turned

@@ -327,6 +327,7 @@ class LibraryChoice:
     reason: str
 
     def __str__(self) -> str:
+        """Return the start-up panel's words."""
         return f"{'fused' if self.library else 'plain PyTorch'} ({self.reason})"
 
 

@@ -1,6 +1,6 @@
-"""Normalization over the last dimension. Statistics in fp32, result in the weight's type.
+"""Normalization over the last dimension, with statistics in fp32 and results in the weight's type.
 
-`layer_norm` and `rms_norm` normalize; an `AddNorm` also adds what a layer gives to the residual
+`layer_norm` and `rms_norm` normalize. An `AddNorm` also adds a layer's output to the residual
 stream, which the CUDA kernel does in one pass over memory.
 """
 
@@ -31,7 +31,7 @@ LONGEST_ROW = {2: 16384, 4: 8192}  # elements, by bytes of a weight; rows.cuh ha
 
 
 class AddNorm(Protocol):
-    """What a model calls."""
+    """One form of the residual sum and its normalization."""
 
     def __call__(
         self,
@@ -48,7 +48,7 @@ class AddNorm(Protocol):
             delta: [..., h] of the weights' type; None adds nothing.
             weight: [h].
             bias: [h] for LayerNorm; None for RMSNorm.
-            epsilon: added to the variance.
+            epsilon: Added to the variance.
 
         Returns:
             residual + delta in the residual's type, and its normalization in the weights'.
@@ -56,18 +56,18 @@ class AddNorm(Protocol):
 
 
 def choose_add_norm(library: KernelLibrary | None, amaxes: Amaxes | None = None) -> AddNorm:
-    """The fused kernel where there is a library, else PyTorch's operations.
+    """Choose the kernel if there is a library, otherwise PyTorch's operations.
 
     Args:
-        library: of kernels.
-        amaxes: where the kernel leaves the largest magnitudes of the normalized sum and of delta's
-            gradient; None: it measures none.
+        library: Compiled kernels.
+        amaxes: Where the kernel leaves the largest magnitudes of the normalized sum and of delta's
+            gradient, if anywhere.
     """
     return add_norm if library is None else partial(fused_add_norm, library, amaxes=amaxes)
 
 
 def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
-    """(x - mean) / sqrt(var + epsilon) * weight + bias, over the last dimension of [..., h]."""
+    """Return (x - mean) / sqrt(var + epsilon) * weight + bias, over the last dimension."""
     x = x.float()
     centred = x - x.mean(dim=-1, keepdim=True)
     variance = centred.square().mean(dim=-1, keepdim=True)
@@ -76,7 +76,7 @@ def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
-    """The same by PyTorch's fused kernel."""
+    """Compute `layer_norm_reference` by PyTorch's fused kernel."""
     if x.dtype == weight.dtype:
         return F.layer_norm(x, weight.shape, weight, bias, epsilon)
     # An fp32 residual stream enters a layer of 16-bit weights.
@@ -85,14 +85,14 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tenso
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """x / sqrt(mean(x^2) + epsilon) * weight, over the last dimension of [..., h]."""
+    """Return x / sqrt(mean(x^2) + epsilon) * weight, over the last dimension."""
     x = x.float()
     normal = x * (x.square().mean(dim=-1, keepdim=True) + epsilon).rsqrt()
     return (normal * weight.float()).to(weight.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """The same by PyTorch's fused kernel."""
+    """Compute `rms_norm_reference` by PyTorch's fused kernel."""
     if x.dtype == weight.dtype:
         return F.rms_norm(x, weight.shape, weight, epsilon)
     return F.rms_norm(x.float(), weight.shape, weight.float(), epsilon).to(weight.dtype)
@@ -101,7 +101,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 def add_norm(
     residual: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, epsilon: float
 ) -> tuple[Tensor, Tensor]:
-    """See `AddNorm`: by PyTorch's operations, one for the sum and one for its norm."""
+    """Add and normalize by PyTorch's operations, one for the sum and one for its norm."""
     total = residual if delta is None else residual + delta
     if bias is None:
         return total, rms_norm(total, weight, epsilon)
@@ -118,9 +118,12 @@ def fused_add_norm(
     *,
     amaxes: Amaxes | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `AddNorm`: one kernel forward, and in backward one that takes the gradients of both
-    results and gives one of the sum, with those of weight and bias (the same bits every time).
-    Sizes that the kernel does not take run on PyTorch's operations."""
+    """Add and normalize by one kernel.
+
+    The backward kernel takes the gradients of both results and computes those of the sum, the
+    weight and the bias (the same bits every time). Sizes that the kernels do not take run on
+    PyTorch's operations.
+    """
     if not _fits(residual, delta, weight, bias):
         return add_norm(residual, delta, weight, bias, epsilon)
     if is_traced(residual):

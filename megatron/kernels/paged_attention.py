@@ -170,6 +170,7 @@ def paged_attention(
     longest: int,
     block_size: int,
 ) -> Tensor:
+    """Attend by the kernels; the arguments are those of `PagedAttention.singles`."""
     query = query.contiguous()
     rows, heads, size = query.shape
     groups, parts = keys.shape[1], -(-longest // PART)
@@ -192,6 +193,7 @@ def paged_attention(
 def append_to_cache(
     library: KernelLibrary, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor
 ) -> None:
+    """Put key and value [s, g, d] at `slots` of keys and values, by a kernel."""
     key, value = key.contiguous(), value.contiguous()
     width = key[0].numel() * key.element_size() // VECTOR_BYTES
     library.launch(APPEND_TO_CACHE, key, value, keys, values, slots, len(slots), width)

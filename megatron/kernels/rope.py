@@ -1,7 +1,7 @@
 """Rotary position embedding (Su et al., 2021) in the half-rotation form.
 
 The first r of a head's d channels rotate: channel i and channel i + r/2 form a plane that turns
-by position / base^(2i/r). The rest passes unchanged.
+by position / base^(2i/r). The other channels stay as they are.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from megatron.kernels.library import (
 
 SPLIT_ROTATE = Kernel("split_rotate", "pppvvvp" + "i" * 17)
 LARGEST_PAIRS = 256  # pairs of vectors in a head; rope.cu has the same
-_FIRST_CONTEXT = 8192  # tokens of the context that a Llama 3.1 was trained in first
-_SLOWED_TURNS, _KEPT_TURNS = 1.0, 4.0  # in it, up to which and from which on: `scale_frequencies`
+_FIRST_CONTEXT = 8192  # tokens of the context that Llama 3.1 was first trained with
+# Turns within it up to which a frequency is slowed down, and from which it is kept.
+_SLOWED_TURNS, _KEPT_TURNS = 1.0, 4.0
 
 Rotation = tuple[Tensor, Tensor]  # cosines and sines, fp32 [s, 1, 1, r]
 
@@ -43,15 +44,15 @@ def rotation_table(
     scaling: float | None = None,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Cosines and sines of every position: fp32 [2, positions, r].
+    """Return cosines and sines of every position: fp32 [2, positions, r].
 
     Args:
-        positions: how many, counted from 0.
+        positions: Number of positions, counted from 0.
         rotary_size: r, channels of a head that rotate; even.
-        base: of the frequencies.
-        interpolation: divide positions by this, to stretch a trained context (Chen et al., 2023).
-        scaling: slow low frequencies down by this factor, as Llama 3.1 does; None: by none.
-        device: where the table is made.
+        base: Base of the frequencies.
+        interpolation: Divide positions by this, to stretch a trained context (Chen et al., 2023).
+        scaling: Slow low frequencies down by this factor, as Llama 3.1 does.
+        device: Where the table is made.
     """
     assert rotary_size % 2 == 0, rotary_size
     even = torch.arange(0, rotary_size, 2, dtype=torch.float64, device=device)
@@ -64,15 +65,15 @@ def rotation_table(
 
 
 def scale_frequencies(frequency: Tensor, factor: float) -> Tensor:
-    """Frequencies [r/2] for a longer context, as Llama 3.1 has them (Grattafiori et al., 2024).
+    """Return frequencies [r/2] for a longer context, as in Llama 3.1 (Grattafiori et al., 2024).
 
-    What turns often within the first context tells near positions apart and stays as it is. What
-    turns less than once is slowed down by `factor`, so that far positions look like known ones.
-    In between the two are mixed.
+    Planes that turn often within the first context tell near positions apart and stay as they are.
+    Planes that turn less than once are slowed down by `factor`, so that far positions look like
+    known ones. In between the two are mixed.
 
     Args:
-        frequency: radians a token.
-        factor: above 0.
+        frequency: Radians per token.
+        factor: Above 0.
     """
     turns = _FIRST_CONTEXT * frequency / (2 * math.pi)
     kept = ((turns - _SLOWED_TURNS) / (_KEPT_TURNS - _SLOWED_TURNS)).clamp(0, 1)
@@ -80,7 +81,7 @@ def scale_frequencies(frequency: Tensor, factor: float) -> Tensor:
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate queries or keys [s, b, n, d] by their position; computed in fp32, same type back."""
+    """Rotate queries or keys [s, b, n, d] by their position, in fp32; the type stays the same."""
     cosine, sine = rotation
     size = cosine.shape[-1]
     turning, still = x[..., :size], x[..., size:]
@@ -91,18 +92,18 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
 
 
 class SplitRotate(Protocol):
-    """What a model calls."""
+    """One form of splitting and rotating."""
 
     def __call__(
         self, qkv: Tensor, groups: int, head_size: int, rotation: Rotation | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Cut a fused projection into heads, and rotate queries and keys.
+        """Split a fused projection into heads, and rotate queries and keys.
 
         Args:
             qkv: [s, b, (n + 2g) d], by group: the group's n/g query heads, its key, its value.
             groups: g, key-value heads.
             head_size: d.
-            rotation: see `rotate`; None: nothing turns.
+            rotation: Cosines and sines; None rotates nothing.
 
         Returns:
             Queries [s, b, n, d], keys and values [s, b, g, d].
@@ -112,13 +113,13 @@ class SplitRotate(Protocol):
 def choose_split_rotate(
     model: ModelConfig, library: KernelLibrary | None, amaxes: Amaxes | None = None
 ) -> SplitRotate:
-    """The fused kernel where there is a library, but for --no-rope-fusion.
+    """Choose the kernel if there is a library and no --no-rope-fusion.
 
     Args:
-        model: flags.
-        library: of kernels.
-        amaxes: where the kernel leaves the largest magnitude of the projection's gradient; None:
-            it does not measure it.
+        model: Network flags.
+        library: Compiled kernels.
+        amaxes: Where the kernel leaves the largest magnitude of the projection's gradient, if
+            anywhere.
     """
     if library is None or not model.apply_rope_fusion:
         return split_rotate
@@ -128,7 +129,7 @@ def choose_split_rotate(
 def split_rotate(
     qkv: Tensor, groups: int, head_size: int, rotation: Rotation | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `SplitRotate`: views, and rotated copies."""
+    """Split into views, and rotated copies, in PyTorch."""
     by_group = qkv.unflatten(2, (groups, -1, head_size))
     query, key, value = (
         by_group[:, :, :, :-2].flatten(2, 3),
@@ -149,10 +150,12 @@ def fused_split_rotate(
     *,
     amaxes: Amaxes | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `SplitRotate`: one kernel that writes contiguous heads, and in backward one that gathers
-    their gradients, in whatever layout attention leaves them, into that of the projection. Heads
-    that do not turn are views of it where each has its own key. Sizes that the kernel does not
-    take run on PyTorch's operations."""
+    """Split and rotate by one kernel that writes contiguous heads.
+
+    The backward kernel gathers their gradients, in whatever layout attention leaves them, into the
+    projection's. Heads that do not rotate are views of the projection if each has its own key.
+    Sizes that the kernel does not take run on PyTorch's operations.
+    """
     if not _fits(qkv, head_size, rotation):
         return split_rotate(qkv, groups, head_size, rotation)
     cosine, sine = (None, None) if rotation is None else rotation

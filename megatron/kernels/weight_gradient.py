@@ -62,6 +62,7 @@ def embedding_gradient_reference(entries: Tensor, grad: Tensor, into: Tensor) ->
 
 @operator("into")
 def embedding_gradient(library: KernelLibrary, entries: Tensor, grad: Tensor, into: Tensor) -> None:
+    """Add grad[i] to into[entries[i]] by a kernel; an `into` of 16 bits takes the plain form."""
     if into.dtype != torch.float32:
         embedding_gradient_reference(entries, grad, into)
         return
