@@ -23,8 +23,8 @@ from tasks.table import OPTIONS, PROGRAM, TASKS, find_task
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one process of a task; the exit code, as `pretrain_gpt.py`'s."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if {"-h", "--help"} & set(arguments):
-        return run_command(_help)
+    if {"-h", "--help", "--help-all"} & set(arguments):
+        return run_command(lambda: _help("--help-all" in arguments))
     from megatron.processes.process import run_process
 
     def work(launch: Launch) -> int:
@@ -41,10 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_process(arguments, work)
 
 
-def _help() -> None:
-    from megatron.config.parser import build_parser
+def _help(everything: bool) -> None:
+    from megatron.config.parser import show_help
 
-    build_parser(PROGRAM, OPTIONS).print_help()
+    show_help(PROGRAM, OPTIONS, trains=False, everything=everything)
     print("\ntasks:")
     for name, task in TASKS.items():
         print(f"  {name.ljust(12)} {task.help}")

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.config.arguments import flag_destinations
-from megatron.config.command_line import split
+from megatron.config.arguments import split
 from megatron.config.fields import fields_of, nearest, suggestion
-from megatron.config.old_flags import translate
+from megatron.config.other_flags import translate
 from megatron.config.tasks import (
     FinetuneConfig,
     HarnessConfig,
@@ -79,7 +78,7 @@ def find_task(arguments: Sequence[str]) -> str:
     Raises:
         ConfigError: it is missing or unknown, or an old flag says another.
     """
-    known = flag_destinations(OPTIONS)
+    known = [name for kind in OPTIONS for field in fields_of(kind) for name in field.names]
     asked: dict[str, tuple[str, str]] = {}  # by flag: as given, and the name of the task
     misspelt: list[str] = []
     for flag in split(arguments):
@@ -95,7 +94,7 @@ def find_task(arguments: Sequence[str]) -> str:
         raise ConfigError(f"{' and '.join(shown)} contradict each other: keep one")
     name: str = names[0]
     if name in _RETRIEVAL:
-        raise ConfigError(f"--task {name}: retrieval (ICT, ORQA) is out of scope: drop it")
+        raise ConfigError(f"--task {name}: retrieval (ICT, ORQA) is not supported: drop it")
     if name not in TASKS:
         spelled = {_letters(task): task for task in TASKS}
         near = spelled.get(_letters(name))

@@ -91,9 +91,9 @@ def _check_generation(words: list[str]) -> None:
     from megatron.config.server import ServerConfig
 
     if words[0] == _SERVER:
-        build_parser(words[0], (ServerConfig,)).parse_args(words[1:])
+        build_parser((ServerConfig,)).parse_args(words[1:])
         return
-    given = build_parser(words[0], (SamplesConfig,)).parse_args(words[1:])
+    given = build_parser((SamplesConfig,)).parse_args(words[1:])
     assert not problems_of(from_namespace(SamplesConfig, given))
 
 

@@ -26,11 +26,11 @@ PROGRAM = "generate_samples_gpt.py"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one process, and return the exit code, as `pretrain_gpt.py` does."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if {"-h", "--help"} & set(arguments):
-        from megatron.config.parser import build_parser
+    if {"-h", "--help", "--help-all"} & set(arguments):
+        from megatron.config.parser import show_help
         from megatron.config.samples import SamplesConfig
 
-        build_parser(PROGRAM, (SamplesConfig,)).print_help()
+        show_help(PROGRAM, (SamplesConfig,), trains=False, everything="--help-all" in arguments)
         return 0
     from megatron.inference.samples import main as run
 

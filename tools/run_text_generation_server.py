@@ -22,11 +22,16 @@ from megatron.command import end_on_interrupt
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one process of the server, and return the exit code, as `pretrain_gpt.py` does."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if {"-h", "--help"} & set(arguments):
-        from megatron.config.parser import build_parser
+    if {"-h", "--help", "--help-all"} & set(arguments):
+        from megatron.config.parser import show_help
         from megatron.config.server import ServerConfig
 
-        build_parser("run_text_generation_server.py", (ServerConfig,)).print_help()
+        show_help(
+            "run_text_generation_server.py",
+            (ServerConfig,),
+            trains=False,
+            everything="--help-all" in arguments,
+        )
         return 0
     from megatron.inference.server.run import main as run
 

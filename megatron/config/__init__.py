@@ -1,14 +1,14 @@
-"""What was asked for: frozen dataclasses, and the flags, help and YAML made from them.
+"""What was asked for and what will be: frozen dataclasses, and flags, help and YAML made of them.
 
-    flag, fields     what a dataclass's field says of its flag
-    run              `RunConfig`, of a dataclass a concern: `model`, `training`, `parallel` ...
-    parser           command line and YAML to one `RunConfig`
+    fields           a dataclass's field as a flag: its help, bounds and needs
+    run              `RunOptions` (asked) and `RunConfig` (resolved), with a section a concern:
+                     `model`, `training`, `parallel` ...
+    parser           command line and YAML to one checked `RunConfig`
     resolve          what follows from what was given
-    checks           the table of rules, which are functions in the files `rules_*`
+    checks           the table of rules, which are functions in the modules `rules_*`
     stages           which layers each pipeline stage holds
-    old_flags        what Megatron-LM's flags of other years mean here
-    refused          its flags that have no field, and why
-    compatibility    the table of all flags in docs/compatibility.md
+    other_flags      flags that have no field: Megatron-LM's of every year, and what to do instead
+    __main__         the table of all flags in docs/compatibility.md
 
 A new flag is a new field: see docs/tour.md.
 """

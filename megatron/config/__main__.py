@@ -1,14 +1,109 @@
-"""Write the tables of flags into a document: `python -m megatron.config docs/compatibility.md`."""
+"""Write the tables of flags into a document: `python -m megatron.config docs/compatibility.md`.
+
+The tables come from the code that reads the flags.
+"""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 
-from megatron.config.compatibility import BEGIN, END, insert_tables
+from megatron.config.arguments import default_text, title_of
+from megatron.config.fields import Field, fields_of
+from megatron.config.other_flags import OtherFlag, other_flags
+from megatron.config.run import sections
+
+BEGIN = "<!-- flags: written by `python -m megatron.config`, do not edit -->"
+END = "<!-- end of flags -->"
+
+
+def insert_tables(document: str) -> str:
+    """`document` with everything between the two marks replaced by today's tables."""
+    before, _, rest = document.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n\n{flag_tables()}\n{END}{after}"
+
+
+def flag_tables() -> str:
+    """Markdown tables: our flags by section, then those without a field, then the old ones."""
+    return "\n".join([*_supported(), *_known(), *_old()])
+
+
+def _supported() -> Iterator[str]:
+    for config_type in sections().values():
+        yield f"### {title_of(config_type)}\n"
+        rows = [
+            (_spellings(field), _status(field), default_text(field), _meaning(field))
+            for field in fields_of(config_type)
+            if field.names
+        ]
+        yield from _table(("Flag", "Status", "Default", "Meaning"), rows)
+
+
+def _spellings(field: Field) -> str:
+    return ", ".join(f"`{name}`" for name in (*field.names, *field.info.off))
+
+
+def _status(field: Field) -> str:
+    return "honoured in meaning" if field.info.notice else "supported"
+
+
+def _meaning(field: Field) -> str:
+    facts = [field.info.help]
+    if field.info.choices:
+        facts.append("One of " + ", ".join(f"`{choice}`" for choice in field.info.choices) + ".")
+    if field.info.unit:
+        facts.append(f"Unit: {field.info.unit}.")
+    return " ".join(facts)
+
+
+def _known() -> Iterator[str]:
+    yield "### Honoured in meaning: there is nothing to do\n"
+    yield from _table(("Flags", "Why"), _families(other_flags().honoured))
+    yield "### Refused by name\n"
+    yield "A value equal to Megatron's default asks for nothing and passes.\n"
+    yield from _table(("Flags", "Answer"), _families(other_flags().refused))
+
+
+def _families(flags: Sequence[OtherFlag]) -> list[tuple[str, str]]:
+    """Neighbours with one reason in a row."""
+    return [
+        (", ".join(f"`{flag.name}`" for flag in group), reason)
+        for reason, group in groupby(flags, key=lambda flag: flag.reason)
+    ]
+
+
+def _old() -> Iterator[str]:
+    yield "### Old flags, translated with one notice\n"
+    rows = [
+        (
+            f"`{flag.name}`",
+            flag.era,
+            f"{flag.now} ({flag.program[0]})" if flag.program else flag.now,
+        )
+        for flag in other_flags().translated
+    ]
+    yield from _table(("Flag", "Megatron-LM", "Read as"), rows)
+    yield "### Old flags, refused with the remedy\n"
+    gone = [
+        (f"`{flag.name} {flag.value or ''}".rstrip() + "`", flag.era, flag.remedy)
+        for flag in other_flags().gone
+    ]
+    yield from _table(("Flag", "Last seen", "Remedy"), gone)
+
+
+def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(titles)} |"
+    yield f"|{'|'.join(' --- ' for _ in titles)}|"
+    for row in rows:
+        yield f"| {' | '.join(cell.replace('|', '/') for cell in row)} |"
+    yield ""
 
 
 def main() -> None:
+    """Rewrite what is between the two marks of a document."""
     parser = argparse.ArgumentParser(prog="python -m megatron.config", description=__doc__)
     parser.add_argument("document", type=Path, help="Markdown file with the two marks.")
     path = parser.parse_args().document

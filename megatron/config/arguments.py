@@ -1,29 +1,80 @@
-"""argparse made from configuration dataclasses: names, types, defaults and grouped help."""
+"""A command line: split into flags, and argparse made from configuration dataclasses."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
-from megatron.config.command_line import split
 from megatron.config.fields import Field, fields_of, from_text, suggestion
-from megatron.config.flag import FlagInfo
-from megatron.config.refused import HONOURED, REFUSED, KnownFlag
 from megatron.errors import ConfigError
 
 Config = TypeVar("Config")
 
 
+@dataclass(frozen=True)
+class Given:
+    """One flag as typed, with the words after it. Words that belong to no flag have the name ""."""
+
+    name: str
+    values: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """Write the flag as it was typed."""
+        return " ".join((self.name, *self.values)).strip()
+
+    def words(self) -> tuple[str, ...]:
+        """Return the flag for argparse, joined if that would mistake a value such as -1e-5."""
+        if self.name and len(self.values) == 1:
+            return (f"{self.name}={self.values[0]}",)
+        return (self.name, *self.values) if self.name else self.values
+
+
+def split(words: Sequence[str]) -> list[Given]:
+    """Split `--lr 0.1 --fp16` into two flags, each with the values that follow it.
+
+    Old flags are translated and misspelt ones found in this form, because argparse stops at the
+    first mistake and all of them are reported here.
+    """
+    flags: list[Given] = []
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word.partition("=")
+            flags.append(Given(name, (value,) if equals else ()))
+        elif word == "-h" or not flags:
+            flags.append(Given(word) if word == "-h" else Given("", (word,)))
+        else:
+            last = flags.pop()
+            flags.append(Given(last.name, (*last.values, word)))
+    return flags
+
+
+def join(flags: Iterable[Given]) -> list[str]:
+    """Return the words that `split` took apart."""
+    return [word for flag in flags for word in flag.words()]
+
+
+class _Group:
+    """A group of flags that keeps their spellings in a list."""
+
+    def __init__(self, group: Any, spellings: list[str]) -> None:
+        self._group, self._spellings = group, spellings
+
+    def add_argument(self, *names: str, **options: Any) -> Any:
+        self._spellings += [name for name in names if name.startswith("-")]
+        return self._group.add_argument(*names, **options)
+
+
 class ToolParser(argparse.ArgumentParser):
-    """A tool's command line: its mistakes end with the code of a ConfigError, without the usage.
+    """A tool's command line. Its mistakes exit with the code of a ConfigError, without the usage.
 
     Args:
-        prog: the tool's file.
-        doc: what it does.
-        gone: flags of Megatron's tool that this one lacks, and what to do instead.
-        shows_defaults: --help appends them.
+        prog: The tool's file.
+        doc: What it does.
+        gone: Flags of Megatron's tool that this one lacks, and what to do instead.
+        shows_defaults: Whether --help appends them.
     """
 
     def __init__(
@@ -37,34 +88,45 @@ class ToolParser(argparse.ArgumentParser):
         formatter: type[argparse.HelpFormatter] = argparse.RawDescriptionHelpFormatter
         if shows_defaults:
             formatter = argparse.ArgumentDefaultsHelpFormatter
-        super().__init__(prog=prog, description=doc, formatter_class=formatter, allow_abbrev=False)
         self._gone = dict(gone or {})
+        self._spellings: list[str] = []
+        super().__init__(prog=prog, description=doc, formatter_class=formatter, allow_abbrev=False)
+
+    def add_argument(self, *names: Any, **options: Any) -> Any:
+        """Add a flag or a positional argument, as argparse does."""
+        self._spellings += [name for name in names if name.startswith("-")]
+        return super().add_argument(*names, **options)
+
+    def add_argument_group(self, *args: Any, **options: Any) -> Any:
+        """Add a group with a heading of its own, as argparse does."""
+        group = super().add_argument_group(*args, **options)
+        # argparse makes two groups of its own before it adds --help.
+        return _Group(group, self._spellings) if self._spellings else group
 
     def read(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
-        """What was given, None: on this process's command line. Leaves where it is mistaken.
+        """Parse a command line, or this process's own, and exit if it is mistaken.
 
-        Unknown flags come first, all of them: one that is misspelt is then not called missing.
+        All unknown flags are reported before anything else, so that one that is misspelt is not
+        called missing.
         """
         words = list(sys.argv[1:] if argv is None else argv)
         flags = words[: words.index("--")] if "--" in words else words  # behind it are none
         names = [given.name for given in split(flags)]
         # With a space it is a text, for argparse too.
         unknown = [
-            name
-            for name in names
-            if name and " " not in name and name not in self._option_string_actions
+            name for name in names if name and " " not in name and name not in self._spellings
         ]
         if unknown and not {"-h", "--help"} & set(names):
-            self.error("\nerror: ".join(map(self._unknown, unknown)))
+            problems = []
+            for name in unknown:
+                hint = suggestion(name, self._spellings) or ": --help lists all flags"
+                gone = self._gone.get(name)
+                problems.append(f"{name}: {gone}" if gone else f"unknown flag {name}{hint}")
+            self.error("\nerror: ".join(problems))
         return self.parse_args(words)
 
-    def _unknown(self, name: str) -> str:
-        if name in self._gone:
-            return f"{name}: {self._gone[name]}"
-        hint = suggestion(name, self._option_string_actions) or ": --help lists all flags"
-        return f"unknown flag {name}{hint}"
-
     def error(self, message: str) -> NoReturn:
+        """Print the mistake and exit."""
         self.exit(ConfigError.exit_code, f"error: {message}\n")
 
 
@@ -87,25 +149,29 @@ class _Switch(argparse.Action):
         setattr(namespace, self.dest, option_string not in self.off)
 
 
+def title_of(config_type: type) -> str:
+    """Return a section's heading in help and documentation."""
+    return (config_type.__doc__ or config_type.__name__).splitlines()[0].rstrip(".")
+
+
 def add_flags(parser: argparse.ArgumentParser, config_type: type) -> None:
     """Add a help group with the flags of a dataclass.
 
     Flags that are not given leave no trace in the namespace; `from_namespace` fills defaults in.
     """
-    title = (config_type.__doc__ or config_type.__name__).splitlines()[0].rstrip(".")
-    group = parser.add_argument_group(title)
+    group = parser.add_argument_group(title_of(config_type))
     for field in fields_of(config_type):
         if field.names:
-            _add_flag(group.add_argument, field)
+            add_flag(group.add_argument, field)
 
 
 def from_namespace(config_type: type[Config], namespace: argparse.Namespace) -> Config:
-    """The dataclass with what was given on the command line, and defaults for the rest."""
+    """Return the dataclass with what was given on the command line, and defaults for the rest."""
     return config_type(**given_values(config_type, namespace))
 
 
 def given_values(config_type: type, namespace: argparse.Namespace) -> dict[str, Any]:
-    """Field name to value, for what was given on the command line only."""
+    """Return field name to value, only for what was given on the command line."""
     given = vars(namespace)
     values = {
         field.name: given[field.name] for field in fields_of(config_type) if field.name in given
@@ -113,7 +179,8 @@ def given_values(config_type: type, namespace: argparse.Namespace) -> dict[str, 
     return {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
 
 
-def _add_flag(add: Callable[..., Any], field: Field) -> None:
+def add_flag(add: Callable[..., Any], field: Field) -> None:
+    """Add a field's flag with an `add_argument` of argparse."""
     options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS}
     help_text = _help(field)
     if field.is_switch:
@@ -135,7 +202,7 @@ def _add_flag(add: Callable[..., Any], field: Field) -> None:
 
 
 def _reader(field: Field) -> Any:
-    """Text to value, with argparse's kind of error."""
+    """Return the function from text to value, with argparse's kind of error."""
 
     def read(text: str) -> Any:
         try:
@@ -155,23 +222,16 @@ def _metavar(field: Field) -> str:
 
 
 def _help(field: Field) -> str:
-    """Help, unit and default in one line; `%` is argparse's own sign."""
-    facts = [field.info.unit] if field.info.unit else []
-    facts.append(f"default: {default_text(field)}")
-    return f"{field.info.help} ({'; '.join(facts)})".replace("%", "%%")
-
-
-def flag_destinations(config_types: Iterable[type]) -> dict[str, str]:
-    """Every spelling that the parser knows, to the field (or known flag) that it sets."""
-    names = {"-h": "help", "--help": "help", "--config": "config"}
-    names |= {flag.name: flag.name for flag in (*REFUSED, *HONOURED)}
-    for field in (field for config_type in config_types for field in fields_of(config_type)):
-        names |= dict.fromkeys((*field.names, *field.off_names), field.name)
-    return names
+    """Write help, unit and default in one line; `%` is argparse's own sign."""
+    facts = [fact for fact in (field.info.required, field.info.unit) if fact]
+    if default_text(field) != "unset":
+        facts.append(f"default: {default_text(field)}")
+    shown = f" ({'; '.join(facts)})" if facts else ""
+    return f"{field.info.help}{shown}".replace("%", "%%")
 
 
 def default_text(field: Field) -> str:
-    """The default as help and documentation print it."""
+    """Write the default as help and documentation print it."""
     if field.default is None or field.default == ():
         return "unset"
     if field.is_switch:
@@ -179,33 +239,3 @@ def default_text(field: Field) -> str:
     if field.many:
         return " ".join(str(value) for value in field.default)
     return f"{field.default:g}" if isinstance(field.default, float) else str(field.default)
-
-
-def add_known_flags(
-    parser: argparse.ArgumentParser, config_types: Iterable[type], given: Collection[str]
-) -> None:
-    """Megatron's flags without a field, kept out of the help, under their own names.
-
-    A flag that one program has a field for (in `config_types`) is only known to the others. Only
-    those that are `given` on the command line are added: there are hundreds, and most runs have
-    none.
-    """
-    taken = {name for each in config_types for field in fields_of(each) for name in field.names}
-    wanted = set(given) - taken
-    for flag in (flag for flag in (*REFUSED, *HONOURED) if flag.name in wanted):
-        options: dict[str, Any] = {
-            "dest": flag.name,
-            "default": argparse.SUPPRESS,
-            "help": argparse.SUPPRESS,
-        }
-        if flag.kind is None:
-            parser.add_argument(flag.name, action="store_true", **options)
-        else:
-            nargs = "*" if flag.many else None
-            parser.add_argument(flag.name, type=_reader(_field_of(flag)), nargs=nargs, **options)
-
-
-def _field_of(flag: KnownFlag) -> Field:
-    assert flag.kind is not None
-    info = FlagInfo(help=flag.reason, choices=flag.choices, many=flag.many)
-    return Field(flag.name, flag.kind, True, flag.many, flag.default, info)

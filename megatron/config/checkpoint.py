@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.flag import flag
+from megatron.config.fields import flag
 
 _OF_CORE = ("torch", "torch_dist", "torch_dcp", "zarr", "fsdp_dtensor")
 
@@ -27,12 +27,17 @@ def _written_format(text: str) -> str:
 class CheckpointConfig:
     """Checkpoints."""
 
-    save: str | None = flag(None, "Folder to write checkpoints to. Unset: none are written.")
+    save: str | None = flag(
+        None,
+        "Folder to write checkpoints to. Unset: none are written.",
+        is_common=True,
+    )
     save_interval: int | None = flag(
         None,
         "Iterations between checkpoints.",
         unit="iterations",
         names=("--save-interval", "--persistent-save-interval"),
+        is_common=True,
     )
     ckpt_format: str = flag(
         "native",
@@ -66,7 +71,11 @@ class CheckpointConfig:
     )
     no_save_optim: bool = flag(False, "Leave the optimizer out of checkpoints.")
     no_save_rng: bool = flag(False, "Leave random states out of checkpoints.")
-    load: str | None = flag(None, "Folder to load the newest checkpoint from.")
+    load: str | None = flag(
+        None,
+        "Folder to load the newest checkpoint from.",
+        is_common=True,
+    )
     ckpt_step: int | None = flag(
         None,
         "Load the checkpoint of this iteration from --load, not the newest.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from megatron.config.flag import flag
+from megatron.config.fields import flag
 
 # Kinds of tokenizers, with the fields that say what each is made of: its files, or its size.
 TOKENIZER_NEEDS: Mapping[str, tuple[str, ...]] = {
@@ -49,11 +49,19 @@ class TokenizerConfig:
         "Kind of tokenizer. Unset, with --vocab-file: GPT2BPETokenizer for a GPT, "
         "BertWordPieceLowerCase for a BERT or T5.",
         choices=TOKENIZER_TYPES,
+        is_common=True,
+        required="required",
     )
     tokenizer_model: str | None = flag(
-        None, "Model file: SentencePiece .model, tokenizer.json (or its folder), tiktoken ranks."
+        None,
+        "Model file: SentencePiece .model, tokenizer.json (or its folder), tiktoken ranks.",
+        is_common=True,
     )
-    vocab_file: str | None = flag(None, "Vocabulary file (GPT-2 json or WordPiece text).")
+    vocab_file: str | None = flag(
+        None,
+        "Vocabulary file (GPT-2 json or WordPiece text).",
+        is_common=True,
+    )
     merge_file: str | None = flag(None, "GPT-2 BPE merges file.")
     vocab_size: int | None = flag(
         None, "Vocabulary size of NullTokenizer, or of a TikTokenizer .json.", unit="entries"
@@ -83,10 +91,16 @@ class DataOptions:
     """Data."""
 
     data_path: tuple[str, ...] | None = flag(
-        None, "Indexed dataset prefix, or WEIGHT PREFIX WEIGHT PREFIX ...", many=True
+        None,
+        "Indexed dataset prefix, or WEIGHT PREFIX WEIGHT PREFIX ...",
+        many=True,
+        is_common=True,
+        required="required unless --mock-data is given",
     )
     split: str = flag(
-        "969, 30, 1", "Shares of documents for training, validation and test with --data-path."
+        "969, 30, 1",
+        "Shares of documents for training, validation and test with --data-path.",
+        is_common=True,
     )
     train_data_path: tuple[str, ...] | None = flag(
         None, "As --data-path, training only.", many=True
@@ -104,12 +118,18 @@ class DataOptions:
         "under the keys train, valid and test: lists, texts, or null for no data.",
     )
     data_cache_path: str | None = flag(None, "Folder for index caches. Unset: beside the dataset.")
-    mock_data: bool = flag(False, "Train on generated tokens instead of a corpus.")
+    mock_data: bool = flag(
+        False,
+        "Train on generated tokens instead of a corpus.",
+        is_common=True,
+    )
     seq_length: int | None = flag(
         None,
         "Sequence length.",
         unit="tokens",
         names=("--seq-length", "--encoder-seq-length"),
+        is_common=True,
+        required="required",
     )
     decoder_seq_length: int | None = flag(None, "Sequence length of a T5's decoder.", unit="tokens")
     mmap_warmup: bool = flag(False, "Read the data files once at the start.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.flag import flag
+from megatron.config.fields import flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,4 +12,9 @@ class EvaluationConfig:
     """Evaluation."""
 
     eval_iters: int = flag(100, "Global batches of one evaluation. 0: no evaluation.")
-    eval_interval: int = flag(1000, "Iterations between evaluations.", unit="iterations")
+    eval_interval: int = flag(
+        1000,
+        "Iterations between evaluations.",
+        unit="iterations",
+        is_common=True,
+    )

@@ -1,4 +1,4 @@
-"""What a configuration dataclass says about its fields; text and YAML turned into values."""
+"""A field of a configuration dataclass as a flag: what `flag()` says of it, and text to values."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
-
-from megatron.config.flag import FlagInfo
 
 _TRUE_WORDS = ("true", "yes", "on", "1")
 _FALSE_WORDS = ("false", "no", "off", "0")
@@ -19,16 +17,103 @@ _EXPECTED = {int: "a whole number", float: "a finite number", bool: "true or fal
 
 
 @dataclasses.dataclass(frozen=True)
+class Need:
+    """A condition without which a flag changes nothing.
+
+    Attributes:
+        is_met: Tells whether it holds for a resolved run (a `RunOptions`).
+        why: What follows "changes nothing" in the notice.
+    """
+
+    is_met: Callable[[Any], Any]
+    why: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FlagInfo:
+    """What the parser, `--help`, YAML and the documentation need beyond name, type and default.
+
+    Attributes:
+        help: One sentence, which names the off value if there is one.
+        unit: What the number counts, for example "tokens" or "minutes".
+        names: Flag spellings, the preferred one first. Empty for `--` and the field's name.
+        off: Spellings that turn a field with default True off, for example `--no-x`.
+        choices: The accepted values.
+        many: Whether the flag takes any number of values (the field is a tuple).
+        convert: Text to value, if the annotation's own type would not do.
+        notice: Printed once if the value is not the default, for a flag that is accepted although
+            there is nothing here for it to change.
+        at_least: The smallest value.
+        above: A number that every value exceeds.
+        below: A number that no value reaches.
+        at_most: The largest value.
+        needs: What the flag changes nothing without.
+        is_common: Whether `--help` shows the flag, and not only `--help-all`.
+        required: What `--help` says of a flag that must be given.
+        is_flag: False for what only the YAML file holds, as `setting` makes it.
+    """
+
+    help: str
+    unit: str | None = None
+    names: tuple[str, ...] = ()
+    off: tuple[str, ...] = ()
+    choices: tuple[Any, ...] | None = None
+    many: bool = False
+    convert: Callable[[str], Any] | None = None
+    notice: str | None = None
+    at_least: float | None = None
+    above: float | None = None
+    below: float | None = None
+    at_most: float | None = None
+    needs: Need | None = None
+    is_common: bool = False
+    required: str = ""
+    is_flag: bool = True
+
+
+def flag(
+    default: Any,
+    help: str,
+    *,
+    names: str | Sequence[str] = (),
+    off: str | Sequence[str] = (),
+    choices: Sequence[Any] | None = None,
+    **info: Any,
+) -> Any:
+    """Return a dataclass field with a default that is also a command-line flag.
+
+    Args:
+        default: The value if nothing is asked for.
+        help: One sentence.
+        names: One or several spellings.
+        off: One or several spellings that turn a switch off.
+        choices: The accepted values.
+        info: Further attributes of `FlagInfo`.
+    """
+    words = ((given,) if isinstance(given, str) else tuple(given) for given in (names, off))
+    spelled, turned_off = words
+    accepted = None if choices is None else tuple(choices)
+    whole = FlagInfo(help=help, names=spelled, off=turned_off, choices=accepted, **info)
+    return dataclasses.field(default=default, metadata={"flag": whole})
+
+
+def setting(default: Any, help: str, *, choices: Sequence[Any]) -> Any:
+    """Return a field that the program sets and the YAML file keeps, without a flag."""
+    info = FlagInfo(help=help, choices=tuple(choices), is_flag=False)
+    return dataclasses.field(default=default, metadata={"flag": info})
+
+
+@dataclasses.dataclass(frozen=True)
 class Field:
     """One field of a configuration dataclass.
 
     Attributes:
-        name: the attribute, the argparse destination and the key in YAML.
-        kind: int, float, str or bool: type of the value, or of each value where `many`.
-        optional: None is a value too.
-        many: a tuple of values.
-        default: the value where nothing is asked for.
-        info: help, unit, spellings.
+        name: The attribute, the argparse destination and the key in YAML.
+        kind: The type of the value, or of each of `many` values: int, float, str or bool.
+        optional: Whether None is a value too.
+        many: Whether the value is a tuple.
+        default: The value if nothing is asked for.
+        info: Help, unit, spellings, bounds and the like.
     """
 
     name: str
@@ -40,12 +125,12 @@ class Field:
 
     @property
     def is_switch(self) -> bool:
-        """The flag takes no value."""
+        """Whether the flag takes no value."""
         return self.kind is bool and not self.optional
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Spellings that give a value, or turn a switch on; none of what is no flag."""
+        """Spellings that give a value, or turn a switch on. A `setting` has none."""
         if not self.info.is_flag:
             return ()
         return self.info.names or ("--" + self.name.replace("_", "-"),)
@@ -65,23 +150,41 @@ class Field:
         return self.off_names[0] if self.default is True else self.names[0]
 
     def spell(self, value: Any) -> str:
-        """A value as one would give it as a flag: `--lr 0.1`, `--swiglu`, `--no-swiglu`."""
+        """Write a value as one would give it as a flag: `--lr 0.1`, `--swiglu`, `--no-swiglu`."""
         if self.is_switch and self.names and (value or self.off_names):
             return self.names[0] if value else self.off_names[0]
         unset = '""' if self.kind is str else "none"
         words = value if isinstance(value, tuple | list) else (unset if value is None else value,)
-        return " ".join([self.names[0] if self.names else self.name, *map(_word, words)])
+        shown = [
+            # 10000 and not 10000.0, if that is the same number.
+            f"{word:g}" if isinstance(word, float) and float(f"{word:g}") == word else str(word)
+            for word in words
+        ]
+        return " ".join([self.names[0] if self.names else self.name, *shown])
 
-
-def _word(value: Any) -> str:
-    """10000 and not 10000.0, as far as that is the same number."""
-    is_short = isinstance(value, float) and float(f"{value:g}") == value
-    return f"{value:g}" if is_short else str(value)
+    def out_of_bounds(self, value: Any) -> str:
+        """Return the rule that a value breaks, such as "must be at least 1", or ""."""
+        info = self.info
+        if value is None:
+            return ""
+        if info.at_least is not None and info.below is not None:
+            fits = info.at_least <= value < info.below
+            return "" if fits else f"must be at least {info.at_least} and below {info.below}"
+        if info.at_least is not None and value < info.at_least:
+            return f"must be at least {info.at_least}"
+        if info.above is not None and value <= info.above:
+            return f"must be above {info.above}"
+        if info.at_most is not None and value > info.at_most:
+            return f"must be at most {info.at_most}"
+        return ""
 
 
 @functools.cache
 def fields_of(config_type: type) -> tuple[Field, ...]:
-    """The flags of a dataclass whose fields are made by `flag()`: of options, if those differ."""
+    """Return the flags of a dataclass whose fields are made by `flag()`.
+
+    Of two forms of a section it takes the options, not what narrows their types.
+    """
     hints = typing.get_type_hints(config_type)
     return tuple(_field(entry, hints[entry.name]) for entry in dataclasses.fields(config_type))
 
@@ -100,24 +203,33 @@ def _field(entry: dataclasses.Field[Any], hint: Any) -> Field:
 
 
 def nearest(word: str, known: Iterable[str], others: Iterable[str] = ()) -> str | None:
-    """The known word that a misspelt or shortened one stands for; None where none is near.
+    """Return the known word that a misspelt or shortened one stands for, or None.
 
-    Parts of a long flag, as in `--tensor-parallel`, say more than a similar sound.
+    Parts of a long flag, as in `--tensor-parallel`, say more than a similar sound. A word that
+    differs in a whole part means something else: `--train-tokens` is not `--train-iters`.
 
     Args:
-        word: as written.
-        known: what it may stand for.
-        others: what it may stand for too, where no known word is as near.
+        word: The word as it was written.
+        known: What it may stand for.
+        others: What it may stand for if no known word is as near.
     """
     import difflib  # only mistakes need it
 
-    groups = [list(known), list(others)]
-    parts = word.lstrip("-").split("-")
+    parts = _parts(word)
+
+    def is_another(candidate: str) -> bool:
+        ours, theirs = parts - _parts(candidate), _parts(candidate) - parts
+        return bool(ours and theirs) and not all(
+            difflib.get_close_matches(part, theirs, cutoff=0.7) for part in ours
+        )
+
+    groups = [
+        [candidate for candidate in group if not is_another(candidate)] for group in (known, others)
+    ]
     for words in groups:
         if near := difflib.get_close_matches(word, words, n=1, cutoff=0.8):
             return near[0]
-        longer = [flag for flag in words if set(parts) <= set(flag.lstrip("-").split("-"))]
-        if longer:
+        if longer := [flag for flag in words if parts <= _parts(flag)]:
             return min(longer, key=len)
     for words in groups:
         if near := difflib.get_close_matches(word, words, n=1, cutoff=0.6):
@@ -125,19 +237,24 @@ def nearest(word: str, known: Iterable[str], others: Iterable[str] = ()) -> str 
     return None
 
 
+def _parts(word: str) -> set[str]:
+    """Return what hyphens separate in a flag."""
+    return set(word.lstrip("-").replace("_", "-").split("-"))
+
+
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """`: did you mean X?`, or nothing where no known word is near."""
+    """Return `: did you mean X?`, or nothing if no known word is near."""
     near = nearest(word, known)
     return f": did you mean {near}?" if near else ""
 
 
 def from_text(field: Field, text: str) -> Any:
-    """One value as written on a command line.
+    """Read a value as it is written on a command line.
 
-    What YAML sets can be unset again: by `none`, or by nothing where a value is text.
+    What YAML sets can be unset again: with `none`, or with an empty word if the value is text.
 
     Raises:
-        ValueError: the message says what was expected.
+        ValueError: The message says what was expected.
     """
     unset = "" if field.kind is str else "none"
     if field.optional and not field.many and text == unset:
@@ -148,10 +265,10 @@ def from_text(field: Field, text: str) -> Any:
 
 
 def text_to(kind: type, text: str) -> Any:
-    """`text` as int, float, bool or str.
+    """Read a text as int, float, bool or str.
 
     Raises:
-        ValueError: the message says what was expected.
+        ValueError: The message says what was expected.
     """
     word = text.strip().lower()
     if kind is bool and word in _TRUE_WORDS + _FALSE_WORDS:
@@ -172,7 +289,7 @@ def _check_size(value: Any) -> None:
     """Refuse a whole number that is beyond 64 bits, whatever it counts.
 
     Raises:
-        ValueError: the message says how large it may be.
+        ValueError: The message says how large it may be.
     """
     if isinstance(value, int) and abs(value) > _LARGEST:
         raise ValueError(f"expected a whole number of 64 bits (at most {_LARGEST}), got {value}")
@@ -182,7 +299,7 @@ def check_choice(choices: tuple[Any, ...] | None, value: Any) -> None:
     """Refuse a value that is not among the choices.
 
     Raises:
-        ValueError: the message lists the choices.
+        ValueError: The message lists the choices.
     """
     if choices is None or value in choices:
         return
@@ -192,12 +309,13 @@ def check_choice(choices: tuple[Any, ...] | None, value: Any) -> None:
 
 
 def from_yaml(field: Field, value: Any) -> Any:
-    """A field's value as read from YAML.
+    """Read a field's value from YAML.
 
-    YAML calls `1e-5` text, and leaves list items such as blend weights as numbers: both are taken.
+    YAML calls `1e-5` text, and leaves list items such as blend weights as numbers. Both are
+    accepted.
 
     Raises:
-        ValueError: the message says what was expected.
+        ValueError: The message says what was expected.
     """
     if value is None:
         if field.optional:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.flag import flag
+from megatron.config.fields import flag
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
     """Logging."""
 
-    log_interval: int = flag(100, "Iterations between log lines.", unit="iterations")
+    log_interval: int = flag(
+        100,
+        "Iterations between log lines.",
+        unit="iterations",
+        is_common=True,
+    )
     log_params_norm: bool = flag(False, "Log the norm of all parameters.")
     log_num_zeros_in_grad: bool = flag(False, "Log how many gradient entries are zero.")
     timing_log_level: int = flag(

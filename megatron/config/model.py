@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megatron.config.flag import flag, setting
+from megatron.config.fields import flag, setting
 
 ARCHITECTURES = ("gpt", "bert", "t5")
 _FLASH_HEAD_STEP, _LARGEST_FLASH_HEAD = 8, 256
@@ -22,17 +22,30 @@ class ModelOptions:
         "Transformer layers.",
         unit="layers",
         names=("--num-layers", "--encoder-num-layers"),
+        is_common=True,
+        required="required",
     )
     decoder_num_layers: int | None = flag(
         None, "Layers of a T5's decoder. Unset: as many as --num-layers.", unit="layers"
     )
-    hidden_size: int | None = flag(None, "Width of the residual stream.")
+    hidden_size: int | None = flag(
+        None,
+        "Width of the residual stream.",
+        is_common=True,
+        required="required",
+    )
     ffn_hidden_size: int | None = flag(
         None,
         "Inner width of the MLP. Unset: 4 x hidden, or 8/3 x hidden rounded with --swiglu and "
         "--geglu.",
     )
-    num_attention_heads: int | None = flag(None, "Query heads.", unit="heads")
+    num_attention_heads: int | None = flag(
+        None,
+        "Query heads.",
+        unit="heads",
+        is_common=True,
+        required="required",
+    )
     kv_channels: int | None = flag(None, "Size of one head. Unset: hidden / heads.")
     group_query_attention: bool = flag(False, "Share keys and values among groups of query heads.")
     num_query_groups: int = flag(1, "Key-value heads with --group-query-attention.", unit="groups")

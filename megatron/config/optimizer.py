@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.flag import flag
+from megatron.config.fields import flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +35,17 @@ class OptimizerConfig:
 class ScheduleConfig:
     """Learning rate."""
 
-    lr: float | None = flag(None, "Peak learning rate.")
+    lr: float | None = flag(
+        None,
+        "Peak learning rate.",
+        is_common=True,
+        required="required",
+    )
     lr_decay_style: str = flag(
         "linear",
         "Shape of the decay.",
         choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
+        is_common=True,
     )
     lr_wsd_decay_style: str = flag(
         "exponential",
@@ -61,10 +67,19 @@ class ScheduleConfig:
     lr_warmup_fraction: float | None = flag(
         None, "Linear warm-up as a share of the decay length.", unit="0 to 1"
     )
-    lr_warmup_iters: int = flag(0, "Linear warm-up.", unit="iterations")
+    lr_warmup_iters: int = flag(
+        0,
+        "Linear warm-up.",
+        unit="iterations",
+        is_common=True,
+    )
     lr_warmup_samples: int = flag(0, "Linear warm-up.", unit="samples")
     lr_warmup_init: float = flag(0.0, "Learning rate at the start of the warm-up.")
-    min_lr: float = flag(0.0, "Smallest learning rate of the decay.")
+    min_lr: float = flag(
+        0.0,
+        "Smallest learning rate of the decay.",
+        is_common=True,
+    )
     decoupled_lr: float | None = flag(
         None,
         "Peak learning rate of the word embeddings and the output layer. Unset: --lr.",

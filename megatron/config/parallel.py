@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.flag import flag
+from megatron.config.fields import flag
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelOptions:
     """Parallelism."""
 
-    tensor_model_parallel_size: int = flag(1, "Processes that split each layer.", unit="processes")
+    tensor_model_parallel_size: int = flag(
+        1,
+        "Processes that split each layer.",
+        unit="processes",
+        is_common=True,
+    )
     pipeline_model_parallel_size: int = flag(
-        1, "Processes that split the layers into stages.", unit="processes"
+        1,
+        "Processes that split the layers into stages.",
+        unit="processes",
+        is_common=True,
     )
     context_parallel_size: int = flag(1, "Processes that split each sequence.", unit="processes")
     num_layers_per_virtual_pipeline_stage: int | None = flag(
@@ -101,6 +109,7 @@ class ParallelOptions:
     use_distributed_optimizer: bool = flag(
         False,
         "Share optimizer states and the update among data-parallel processes: --zero-stage 1.",
+        is_common=True,
     )
     zero_stage: int | None = flag(
         None,

@@ -8,25 +8,28 @@ Every mistake found on the way is collected and raised as one `ConfigError`.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megatron.config import old_flags, yaml_file
+from megatron.config import yaml_file
 from megatron.config.arguments import (
+    Given,
+    add_flag,
     add_flags,
-    add_known_flags,
-    flag_destinations,
     from_namespace,
     given_values,
+    join,
+    split,
 )
 from megatron.config.checks import RULES, Rule, find_notices, find_problems
-from megatron.config.command_line import Given, join, split
 from megatron.config.data_files import DATA_FILES, read_data_files
+from megatron.config.fields import Field, FlagInfo, fields_of
 from megatron.config.model import ROTARY_SPEED, WITHOUT_TABLE
-from megatron.config.refused import HONOURED, REFUSED
+from megatron.config.other_flags import OtherFlag, explain, other_flags, translate
 from megatron.config.resolve import forget_derived, longest_sequence, resolve
 from megatron.config.run import (
     RunConfig,
@@ -37,13 +40,20 @@ from megatron.config.run import (
     sections,
     with_values,
 )
-from megatron.config.unknown import explain
 from megatron.errors import ConfigError, UserError
 
 ReadCheckpoint = Callable[[str, int | None], Mapping[str, Any]]
 FindStart = Callable[[Mapping[str, Any]], RunOptions]
 FindReads = Callable[[Mapping[str, Any]], Collection[str] | None]
 Result = TypeVar("Result")
+
+# What `--help` shows of a program that takes up a trained model, beside its own flags.
+_COMMON_WITH_A_MODEL = (
+    *("load", "ckpt_step", "micro_batch_size", "seq_length", "bf16", "fp16", "seed"),
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
+)
+# Flags with a field of which older versions took other values, or said something else.
+_READ_IN_CONTEXT = ("--apply-query-key-layer-scaling", "--lr-decay-style")
 
 
 @dataclass(frozen=True)
@@ -118,7 +128,7 @@ def parse_config(
     """
     extra = tuple(extra)
     words = sys.argv[1:] if argv is None else argv
-    line = _read_command_line(words, program, extra, elsewhere or {})
+    line = _read_command_line(words, program, extra, elsewhere or {}, trains=find_start is None)
     start = with_values(RunOptions(), {"model.architecture": architecture})
     if find_start is not None:
         start = with_values(start, flatten(line.ask(lambda: find_start(vars(line.namespace)))))
@@ -150,32 +160,74 @@ def parse_config(
     return ParsedRun(narrow(config, RunConfig), notices=(*line.notices, *notices), extra=others)
 
 
-def build_parser(
-    program: str, extra: Sequence[type] = (), given: Collection[str] = ()
-) -> argparse.ArgumentParser:
-    """The whole parser, one help group a section. It raises on the first mistake, never exits.
+def show_help(
+    program: str, extra: Sequence[type] = (), *, trains: bool = True, everything: bool = False
+) -> None:
+    """Print the flags that are used most, or all flags in a group for each section.
 
     Args:
-        program: name for `--help`.
-        extra: dataclasses of further flags.
-        given: names on the command line, as far as they are of flags without a field.
+        program: The program's file.
+        extra: Dataclasses of the program's own flags, all of which are shown.
+        trains: Whether the program trains a model, or takes up a trained one.
+        everything: Whether to show all flags.
     """
     parser = argparse.ArgumentParser(
         prog=program,
         usage=f"{program} [--config run.yaml] [flags]",
-        description="Flags win over the YAML file, the YAML file over defaults."
-        + " What only this program has stands last." * bool(extra),
+        description="Flags win over the YAML file, and the YAML file over defaults.",
         epilog="A switch --x that is off by default also takes --no-x, to overrule the YAML file. "
-        "Flags of Megatron-LM that are not listed here are translated or answered by name; "
-        "docs/compatibility.md has all of them.",
+        "Flags of Megatron-LM that are not listed are translated or answered by name; "
+        "docs/compatibility.md has all of them."
+        if everything
+        else "These are the flags that are used most; --help-all lists all of them.",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32),
-        allow_abbrev=False,
-        exit_on_error=False,
+        add_help=False,
     )
+    parser.add_argument("-h", "--help", action="store_true", help="Show the flags used most.")
+    parser.add_argument("--help-all", action="store_true", help="Show all flags.")
     parser.add_argument("--config", metavar="FILE", help="YAML file with the same settings.")
+    if everything:
+        for section in sections().values():
+            add_flags(parser, section)
+    else:
+        group = parser.add_argument_group("Used most")
+        for section in sections().values():
+            for field in fields_of(section):
+                if trains and field.info.is_common:
+                    add_flag(group.add_argument, field)
+                elif not trains and field.name in _COMMON_WITH_A_MODEL:
+                    info = dataclasses.replace(field.info, required="")
+                    add_flag(group.add_argument, dataclasses.replace(field, info=info))
+    for section in extra:
+        add_flags(parser, section)
+    parser.print_help()
+
+
+def build_parser(
+    extra: Sequence[type] = (), given: Iterable[OtherFlag] = ()
+) -> argparse.ArgumentParser:
+    """Build the whole parser. It raises on the first mistake and never exits.
+
+    Args:
+        extra: Dataclasses of further flags.
+        given: The flags without a field that are on the command line. There are hundreds, and most
+            command lines have none of them.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--config")
     for section in (*sections().values(), *extra):
         add_flags(parser, section)
-    add_known_flags(parser, extra, given)
+    for flag in given:
+        # Under its own name, for no field is called so.
+        if flag.kind is None:
+            options: dict[str, Any] = {"dest": flag.name, "default": argparse.SUPPRESS}
+            parser.add_argument(flag.name, action="store_true", **options)
+        else:
+            info = FlagInfo(
+                help=flag.reason, names=(flag.name,), choices=flag.choices, many=flag.many
+            )
+            field = Field(flag.name, flag.kind, True, flag.many, flag.default, info)
+            add_flag(parser.add_argument, field)
     return parser
 
 
@@ -200,42 +252,62 @@ def asks_for_mpi(argv: Sequence[str] | None = None) -> bool:
 
 
 def _read_command_line(
-    argv: Sequence[str], program: str, extra: Sequence[type], elsewhere: Mapping[str, str]
+    argv: Sequence[str],
+    program: str,
+    extra: Sequence[type],
+    elsewhere: Mapping[str, str],
+    *,
+    trains: bool,
 ) -> _CommandLine:
-    destinations = flag_destinations((*sections().values(), *extra))
-    own = {**flag_destinations(extra), **elsewhere}
-    translation = old_flags.translate(split(argv), own)
-    line = _CommandLine(argparse.Namespace(), translation.notices, translation.problems, set())
-    given = _drop_unknown(translation.flags, destinations, elsewhere, line)
+    given = split(argv)
+    names = {flag.name for flag in given}
+    if names & {"-h", "--help", "--help-all"}:
+        show_help(program, extra, trains=trains, everything="--help-all" in names)
+        raise SystemExit(0)
+    own = {name: field for field in _fields(extra) for name in (*field.names, *field.off_names)}
+    fields = {
+        name: field
+        for field in _fields(sections().values())
+        for name in (*field.names, *field.off_names)
+    } | own
+    destinations = {"--config": "config"} | {name: field.name for name, field in fields.items()}
+    line = _CommandLine(argparse.Namespace(), [], [], set())
+    others: dict[str, OtherFlag] = {}
+    if names - {"", *destinations} or names & {*_READ_IN_CONTEXT, *elsewhere}:
+        others = {flag.name: flag for flag in other_flags().known if flag.name not in destinations}
+        destinations |= {name: name for name in others}
+        translation = translate(given, {*own, *elsewhere})
+        line.notices, line.problems = translation.notices, translation.problems
+        given = _drop_unknown(translation.flags, destinations, elsewhere, line)
     _find_contradictions(given, destinations, line)
-    parser = build_parser(program, extra, {flag.name for flag in given})
+    answered = [flag for name, flag in others.items() if name in {flag.name for flag in given}]
+    parser = build_parser(extra, answered)
     while True:
         try:
             line.namespace, rest = parser.parse_known_args(join(given))
             break
         except argparse.ArgumentError as error:
-            names = (error.argument_name or "").split("/")
-            line.problems.append(_usage_problem(error, names, given))
-            line.spoilt.update(destinations[name] for name in names)
-            given = [flag for flag in given if flag.name not in names]
-    line.problems += _surplus(rest, given, parser)
-    _apply_known(line)
+            spellings = (error.argument_name or "").split("/")
+            flag = next(
+                (flag for flag in reversed(given) if flag.name in spellings), Given(spellings[0])
+            )
+            unwanted = error.message.startswith("ignored explicit argument")
+            line.problems.append(f"{flag}: {'takes no value' if unwanted else error.message}")
+            line.spoilt.update(destinations[name] for name in spellings)
+            given = [flag for flag in given if flag.name not in spellings]
+    single = {name for name, field in fields.items() if not (field.is_switch or field.many)}
+    single |= {flag.name for flag in answered if flag.kind is not None and not flag.many}
+    owners = {word: flag.name for flag in given if flag.name in single for word in flag.values[1:]}
+    for word in rest:
+        owner = f" ({owners[word]} takes one value)" if word in owners else ""
+        line.problems.append(f"{word!r} belongs to no flag{owner}: drop it")
+    _answer(answered, line)
     return line
 
 
-def _surplus(
-    words: Sequence[str], given: Sequence[Given], parser: argparse.ArgumentParser
-) -> list[str]:
-    """A mistake for each word that is left over, with the flag that it follows."""
-    actions = parser._option_string_actions
-    single = {name for name, action in actions.items() if action.nargs is None}
-    owners = {word: flag.name for flag in given if flag.name in single for word in flag.values[1:]}
-    return [
-        f"{word!r} belongs to no flag"
-        + (f" ({owners[word]} takes one value)" if word in owners else "")
-        + ": drop it"
-        for word in words
-    ]
+def _fields(config_types: Iterable[type]) -> Iterable[Field]:
+    """Return the fields of several dataclasses."""
+    return (field for config_type in config_types for field in fields_of(config_type))
 
 
 def _drop_unknown(
@@ -244,7 +316,7 @@ def _drop_unknown(
     elsewhere: Mapping[str, str],
     line: _CommandLine,
 ) -> list[Given]:
-    """Flags that we know. What a misspelt one probably meant is not reported as missing too."""
+    """Return the known flags. What a misspelt one probably meant is not reported as missing too."""
     for flag in flags:
         if flag.name in elsewhere:
             line.problems.append(f"{flag.name} belongs to {elsewhere[flag.name]}: drop it")
@@ -269,27 +341,17 @@ def _find_contradictions(
         last[destinations[flag.name]] = flag
 
 
-def _usage_problem(error: argparse.ArgumentError, names: list[str], given: list[Given]) -> str:
-    """`--lr abc: expected a finite number, got 'abc'`."""
-    flag = next((flag for flag in reversed(given) if flag.name in names), Given(names[0]))
-    unwanted = error.message.startswith("ignored explicit argument")
-    return f"{flag}: {'takes no value' if unwanted else error.message}"
-
-
-def _apply_known(line: _CommandLine) -> None:
-    """Refuse Megatron's flags that have no field, or say that they have nothing to do."""
-    given = vars(line.namespace)
-    for flag in (*REFUSED, *HONOURED):
-        value = given.get(flag.name, flag.default)
+def _answer(flags: Iterable[OtherFlag], line: _CommandLine) -> None:
+    """Refuse Megatron's flags that have no field, or say that they change nothing."""
+    refused = set(other_flags().refused) if flags else set()
+    for flag in flags:
+        value = getattr(line.namespace, flag.name, flag.default)
         value = tuple(value) if flag.many and value is not None else value
         if value == flag.default:
             continue
         words = value if isinstance(value, tuple) else () if value is True else (value,)
         shown = " ".join([flag.name, *(str(word) for word in words)])
-        if flag in REFUSED:
-            line.problems.append(f"{shown}: {flag.reason}")
-        else:
-            line.notices.append(f"{shown}: {flag.reason}")
+        (line.problems if flag in refused else line.notices).append(f"{shown}: {flag.reason}")
 
 
 def _other_kind(found: str, expected: str, program: str) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from megatron.config.flag import flag
+from megatron.config.fields import flag
 
 if TYPE_CHECKING:
     import torch
@@ -16,7 +16,11 @@ class PrecisionConfig:
     """Precision."""
 
     fp16: bool = flag(False, "Half precision weights with a loss scale.")
-    bf16: bool = flag(False, "bfloat16 weights, gradients accumulated in fp32.")
+    bf16: bool = flag(
+        False,
+        "bfloat16 weights, gradients accumulated in fp32.",
+        is_common=True,
+    )
     loss_scale: float | None = flag(None, "Fixed loss scale. Unset: dynamic with fp16, else 1.")
     initial_loss_scale: float = flag(2.0**32, "First dynamic loss scale.")
     min_loss_scale: float = flag(1.0, "Smallest dynamic loss scale.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.flag import flag
+from megatron.config.fields import flag
 from megatron.config.server import MOST_SEQUENCES
 
 _MOST_SAMPLES = 10_000_000  # of a file, which is read whole where it is gone on with

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.flag import flag
+from megatron.config.fields import flag
 
 MOST_SEQUENCES = 1 << 16  # computed at a time: a step is planned and recorded by their number
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megatron.config.flag import flag
+from megatron.config.fields import flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,12 +12,17 @@ class TrainingOptions:
     """Training."""
 
     micro_batch_size: int | None = flag(
-        None, "Samples of one forward pass of one process.", unit="samples"
+        None,
+        "Samples of one forward pass of one process.",
+        unit="samples",
+        is_common=True,
+        required="required",
     )
     global_batch_size: int | None = flag(
         None,
         "Samples of one update over all processes. Unset: micro batch x data-parallel size.",
         unit="samples",
+        is_common=True,
     )
     rampup_batch_size: tuple[int, ...] | None = flag(
         None, "Grow the global batch: START INCREMENT SAMPLES.", many=True
@@ -27,7 +32,13 @@ class TrainingOptions:
         "Average losses and gradients over all tokens of an update that count. Off: over those of "
         "each micro-batch, and these means over micro-batches.",
     )
-    train_iters: int | None = flag(None, "Length of the run.", unit="iterations")
+    train_iters: int | None = flag(
+        None,
+        "Length of the run.",
+        unit="iterations",
+        is_common=True,
+        required="required unless --train-samples is given",
+    )
     train_samples: int | None = flag(None, "Length of the run.", unit="samples")
     skip_train: bool = flag(False, "Only evaluate.")
     iterations_to_skip: tuple[int, ...] | None = flag(

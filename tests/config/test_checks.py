@@ -355,7 +355,7 @@ def test_what_a_run_needs(name: str) -> None:
             "--recompute-method uniform",
             "--distribute-saved-activations: one tensor-parallel process: there is nothing left",
         ),
-        ("--lazy-mpu-init yes", "--lazy-mpu-init: process groups are made once"),
+        ("--lazy-mpu-init yes", "--lazy-mpu-init: the entry script creates process groups once"),
     ],
 )
 def test_what_changes_nothing_is_said_once(words: str, line: str) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.compatibility import BEGIN, END, insert_tables
-from megatron.config.old_flags import GONE_FLAGS, OLD_FLAGS
+from megatron.config.__main__ import BEGIN, END, insert_tables
+from megatron.config.other_flags import other_flags
 
 _DOCUMENT = Path(__file__).parents[2] / "docs" / "compatibility.md"
 _FLAGS = Path(__file__).with_name("megatron_flags.json")
@@ -27,7 +27,7 @@ def test_the_table_has_every_flag_of_megatron() -> None:
     listed = set(re.findall(r"`(--[\w-]+)", table))
     flags = [entry["flags"] for part in json.loads(_FLAGS.read_text()).values() for entry in part]
     assert {name for names in flags for name in names} <= listed
-    assert {flag.name for flag in (*OLD_FLAGS, *GONE_FLAGS)} <= listed
+    assert {flag.name for flag in (*other_flags().translated, *other_flags().gone)} <= listed
 
 
 def test_the_command_rewrites_only_what_is_between_the_marks(tmp_path: Path) -> None:

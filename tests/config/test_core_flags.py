@@ -13,15 +13,14 @@ from typing import Any
 import pytest
 
 from megatron.config.fields import Field, fields_of
-from megatron.config.known_flag import KnownFlag, family
-from megatron.config.old_flags import GONE_FLAGS, OLD_FLAGS
-from megatron.config.refused import HONOURED, REFUSED
+from megatron.config.other_flags import OtherFlag, other_flags, read_entry
 from megatron.config.run import sections
 from megatron.config.server import ServerConfig
-from megatron.config.unknown import OTHER_NAMES
 from tests.config.command import parse, problems
 from tests.repository import ROOT
 
+REFUSED, HONOURED = other_flags().refused, other_flags().honoured
+OTHER_NAMES = other_flags().other_programs
 _FILE = Path(__file__).with_name("megatron_core_flags.json")
 _FLAGS: dict[str, dict[str, Any]] = {
     flag["flag"]: flag for flags in json.loads(_FILE.read_text()).values() for flag in flags
@@ -33,7 +32,7 @@ _FIELDS: dict[str, Field] = {
     for name in (*field.names, *field.off_names)
 }
 _KNOWN = {flag.name: flag for flag in (*REFUSED, *HONOURED)}
-_OLD = {flag.name for flag in (*OLD_FLAGS, *GONE_FLAGS)}
+_OLD = {flag.name for flag in (*other_flags().translated, *other_flags().gone)}
 
 # What differs on purpose, and why.
 _DEVIATIONS = {
@@ -86,14 +85,14 @@ def test_every_flag_of_core_is_known_with_what_it_takes() -> None:
     assert {name: what for name, what in found.items() if what} == {}
 
 
-def _given(flag: KnownFlag, value: Any) -> list[str]:
+def _given(flag: OtherFlag, value: Any) -> list[str]:
     if flag.kind is None:
         return [flag.name]
     values = value if isinstance(value, tuple) else (value,)
     return [flag.name, *map(str, values)]
 
 
-def _other_value(flag: KnownFlag) -> Any:
+def _other_value(flag: OtherFlag) -> Any:
     """One that asks for something."""
     if flag.choices:
         return next(choice for choice in flag.choices if choice != flag.default)
@@ -102,7 +101,7 @@ def _other_value(flag: KnownFlag) -> Any:
     return {int: 98765, float: 0.98765, str: "other"}.get(flag.kind or str)
 
 
-def _asking(flags: tuple[KnownFlag, ...]) -> list[KnownFlag]:
+def _asking(flags: tuple[OtherFlag, ...]) -> list[OtherFlag]:
     """Those that ask for something when they are given: not `--no-x` of what is off anyway."""
     return [flag for flag in flags if flag.default is not True]
 
@@ -195,7 +194,7 @@ def test_a_misspelt_flag_that_is_refused_anyway_says_so_at_once() -> None:
     (line,) = problems("--moe-routr-topk 2")
     assert line == (
         "unknown flag --moe-routr-topk: did you mean --moe-router-topk? "
-        "(mixtures of experts are not built: drop the flag)"
+        "(mixtures of experts are not supported: drop the flag)"
     )
 
 
@@ -212,7 +211,8 @@ def test_a_family_is_read_as_its_entries_say() -> None:
     table = "--a --[no-]b --c:int --d=0.5 --e=x|y --f:str=1 --g:int... --h=2... --i=-1"
     read = [
         (flag.name, flag.kind, flag.default, flag.choices, flag.many)
-        for flag in family("why", table)
+        for entry in table.split()
+        for flag in read_entry(entry, "why")
     ]
     assert read == [
         ("--a", None, None, None, False),

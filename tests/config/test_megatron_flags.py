@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from megatron.config.fields import Field, fields_of
-from megatron.config.old_flags import GONE_FLAGS, OLD_FLAGS
-from megatron.config.refused import HONOURED, REFUSED
+from megatron.config.other_flags import other_flags
 from megatron.config.run import flatten, sections
 from tests.config.command import parse, problems
 
+REFUSED, HONOURED = other_flags().refused, other_flags().honoured
+OLD_FLAGS, GONE_FLAGS = other_flags().translated, other_flags().gone
 _FILE = Path(__file__).with_name("megatron_flags.json")
 _FLAGS: list[dict[str, Any]] = [
     flag for flags in json.loads(_FILE.read_text()).values() for flag in flags

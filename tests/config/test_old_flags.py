@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
-from megatron.config.old_flags import GONE_FLAGS, OLD_FLAGS
+from megatron.config.other_flags import other_flags
 from megatron.config.run import flatten
 from tests.config.command import parse, problems
+
+OLD_FLAGS, GONE_FLAGS = other_flags().translated, other_flags().gone
 
 # Old words, and the fields they set today.
 _TRANSLATED: dict[str, dict[str, Any]] = {

@@ -13,12 +13,11 @@ import pytest
 
 from megatron.config.arguments import add_flags, from_namespace
 from megatron.config.data import TokenizerConfig
-from megatron.config.fields import fields_of
-from megatron.config.flag import flag
+from megatron.config.fields import fields_of, flag
 from megatron.config.parser import asks_for_mpi, parse_config
-from megatron.config.run import sections
+from megatron.config.run import RunOptions, sections
 from megatron.errors import CheckpointError, ConfigError
-from tests.config.command import command, parse, problems
+from tests.config.command import BASE, command, parse, problems
 
 
 @pytest.mark.parametrize(
@@ -75,7 +74,7 @@ def test_lists() -> None:
         ("--seed 1 2", "'2' belongs to no flag (--seed takes one value): drop it"),
         ("--nm-workers 4", "unknown flag --nm-workers: did you mean --num-workers?"),
         ("--batch-sise 4", "unknown flag --batch-sise: did you mean --batch-size?"),
-        ("--qqq", "unknown flag --qqq: --help lists all flags"),
+        ("--qqq", "unknown flag --qqq: --help-all lists all flags"),
         ("--num-work 1", "unknown flag --num-work: did you mean --num-workers?"),
         (
             "--encoder-seq-length 64",
@@ -113,7 +112,7 @@ def test_help_is_grouped_and_has_units_defaults_and_choices(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit) as left:
-        parse_config(["--help"], world_size=1, program="pretrain_gpt.py")
+        parse_config(["--help-all"], world_size=1, program="pretrain_gpt.py")
     text = capsys.readouterr().out
     words = " ".join(text.split())
     assert left.value.code == 0
@@ -125,9 +124,33 @@ def test_help_is_grouped_and_has_units_defaults_and_choices(
                 continue
             assert field.names[0] in text
             assert field.shown in text or field.default is False
-    assert "Sequence length. (tokens; default: unset)" in words
+    assert "Sequence length. (required; tokens)" in words
     assert "--optimizer {adam,sgd}" in words
     assert "--vision-pretraining" not in text
+    assert "unset" not in text
+
+
+def test_help_shows_the_flags_that_are_used_most(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        parse_config(["--help"], world_size=1, program="pretrain_gpt.py", extra=[_TaskConfig])
+    text = capsys.readouterr().out
+    assert left.value.code == 0
+    assert len(text.splitlines()) < 80
+    assert "unset" not in text
+    assert "--help-all lists all of them" in text
+    assert "--adam-eps" not in text
+    for name in re.findall(r"(--[\w-]+) is required", "\n".join(problems(without=list(BASE)))):
+        assert re.search(rf"{name} .*?\(required", text, re.DOTALL)
+    assert "--keep-last" in text  # the program's own
+
+
+def test_help_of_a_program_with_a_trained_model(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_config(["-h"], world_size=1, find_start=lambda given: RunOptions())
+    text = capsys.readouterr().out
+    assert "--load" in text
+    assert "required" not in text
+    assert "--lr " not in text
 
 
 def test_help_needs_no_torch() -> None:

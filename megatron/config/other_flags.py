@@ -1,0 +1,256 @@
+"""Flags that have no field here: Megatron-LM's of every year, and those of other programs.
+
+`other_flags.json` holds them, grouped by the answer that they get:
+
+    refused         Megatron's flags for what is not supported, and what to do instead
+    honoured        Megatron's flags that change nothing here, and why
+    translated      flags of older versions, in today's words
+    gone            flags, or single values, of older versions that nothing stands for
+    other_programs  how other programs call what Megatron has a flag for
+
+An entry of `refused` and `honoured` says what its flag takes:
+
+    --name            nothing: a switch
+    --[no-]name       nothing, with an opposite that is what Megatron does anyway
+    --name:int        a value of that type (int, float, str, bool) without a default
+    --name=0.5        a value whose default says the type; `:str=1` where it does not
+    --name=a|b        one of these, the default first
+    --name:int...     any number of values
+
+The file is only read when a command line holds a flag that is not a field's.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron.config.arguments import Given
+from megatron.config.fields import nearest
+
+_FILE = Path(__file__).with_suffix(".json")
+_KINDS: dict[str, type] = {"int": int, "float": float, "str": str, "bool": bool}
+_ENTRY = re.compile(
+    r"--(?P<no>\[no-\])?(?P<name>[\w-]+)"
+    r"(?::(?P<kind>int|float|str|bool))?(?:=(?P<default>.+?))?(?P<many>\.\.\.)?"
+)
+
+
+@dataclass(frozen=True)
+class OtherFlag:
+    """A flag of Megatron's that no field stands for.
+
+    Attributes:
+        name: The spelling.
+        reason: One line for the user.
+        kind: The type of its value, or `None` for a switch.
+        default: Megatron's default, which passes. `None` passes for flags without one.
+        choices: The accepted values.
+        many: Whether it takes any number of values.
+    """
+
+    name: str
+    reason: str
+    kind: type | None = None
+    default: Any = None
+    choices: tuple[str, ...] | None = None
+    many: bool = False
+
+
+@dataclass(frozen=True)
+class OldFlag:
+    """A flag of an older version that today's flags express.
+
+    Attributes:
+        name: The spelling.
+        era: The versions that had it.
+        now: What it is called today, for the documentation.
+        becomes: Today's flags, each with the words of its value (`*`: those of the old flag) and
+            the given flags that make it superfluous.
+        program: The program that takes it, by file and by a flag that it has, or `None` if all do.
+    """
+
+    name: str
+    era: str
+    now: str
+    becomes: tuple[tuple[str, tuple[str, ...]], ...]
+    program: tuple[str, str] | None = None
+
+    def translate(self, given: Given, flags: Sequence[Given]) -> list[Given]:
+        """Return today's flags for a given one, on a command line of `flags`."""
+        now = []
+        for text, unless in self.becomes:
+            if any(flag.name in unless or str(flag) in unless for flag in flags):
+                continue
+            words = [
+                word for part in text.split() for word in (given.values if part == "*" else (part,))
+            ]
+            name = words.pop(0) if text.startswith("--") else ""
+            if name or words:
+                now.append(Given(name, tuple(words)))
+        return now
+
+
+@dataclass(frozen=True)
+class GoneFlag:
+    """An old flag, or a single value of a flag, that nothing today stands for."""
+
+    name: str
+    era: str
+    remedy: str
+    value: str | None = None
+
+
+@dataclass(frozen=True)
+class OtherFlags:
+    """The contents of the file: the attributes are its parts."""
+
+    refused: tuple[OtherFlag, ...]
+    honoured: tuple[OtherFlag, ...]
+    translated: tuple[OldFlag, ...]
+    gone: tuple[GoneFlag, ...]
+    other_programs: Mapping[str, str]
+
+    @property
+    def known(self) -> tuple[OtherFlag, ...]:
+        """Flags of Megatron's that are answered by name."""
+        return (*self.refused, *self.honoured)
+
+
+@functools.cache
+def other_flags() -> OtherFlags:
+    """Read the file."""
+    content = json.loads(_FILE.read_text(encoding="utf-8"))
+    refused, honoured = (
+        tuple(
+            flag
+            for family in content[part]
+            for entry in family["flags"]
+            for flag in read_entry(entry, family["reason"])
+        )
+        for part in ("refused", "honoured")
+    )
+    return OtherFlags(
+        refused,
+        honoured,
+        translated=tuple(
+            OldFlag(
+                old["flag"],
+                old["era"],
+                old["now"],
+                tuple(
+                    (one, ()) if isinstance(one, str) else (one["flag"], tuple(one["unless"]))
+                    for one in old["becomes"]
+                ),
+                tuple(old["program"]) if "program" in old else None,
+            )
+            for old in content["translated"]
+        ),
+        gone=tuple(
+            GoneFlag(name, family["era"], family["remedy"], value or None)
+            for family in content["gone"]
+            for name, _, value in (entry.partition(" ") for entry in family["flags"])
+        ),
+        other_programs=content["other_programs"],
+    )
+
+
+def read_entry(entry: str, reason: str) -> tuple[OtherFlag, ...]:
+    """Return the flags that an entry of the file describes: one, or a switch and its opposite."""
+    match = _ENTRY.fullmatch(entry)
+    assert match is not None, f"{entry} describes no flag"
+    name, text = match["name"], match["default"]
+    if match["no"]:
+        opposite = OtherFlag(f"--no-{name}", reason, default=True)
+        return (OtherFlag(f"--{name}", reason), opposite)
+    if match["kind"] is None and text is None:
+        return (OtherFlag(f"--{name}", reason),)
+    choices = tuple(text.split("|")) if text and "|" in text else None
+    default = choices[0] if choices else text
+    kind = _KINDS[match["kind"]] if match["kind"] else _kind_of(default or "")
+    value = None if default is None else default == "true" if kind is bool else kind(default)
+    if match["many"]:
+        value = () if value is None else (value,)
+    return (OtherFlag(f"--{name}", reason, kind, value, choices, bool(match["many"])),)
+
+
+def _kind_of(text: str) -> type:
+    """Return int, float or str: the first that can be read from `text`."""
+    for kind in (int, float):
+        try:
+            kind(text)
+        except ValueError:
+            continue
+        return kind
+    return str
+
+
+@dataclass
+class Translation:
+    """A command line in today's flags, a notice for each old flag, a problem for each gone one."""
+
+    flags: list[Given] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def translate(flags: Sequence[Given], own: Container[str] = ()) -> Translation:
+    """Return today's command line for an old one.
+
+    Args:
+        flags: The command line.
+        own: Flags that only this program has. They are never old.
+    """
+    table = other_flags()
+    old = {flag.name: flag for flag in table.translated if flag.name not in own}
+    gone = {(flag.name, flag.value): flag for flag in table.gone if flag.name not in own}
+    result = Translation()
+    for given in flags:
+        value = given.values[0] if given.values else None
+        lost = gone.get((given.name, None)) or gone.get((given.name, value))
+        if lost is not None:
+            shown = f"{lost.name} {lost.value}" if lost.value else lost.name
+            result.problems.append(f"{shown} is gone (last seen {lost.era}): {lost.remedy}")
+        elif given.name in old:
+            entry = old[given.name]
+            if entry.program is not None and entry.program[1] not in own:
+                result.problems.append(
+                    f"{given} is an old flag ({entry.era}) for {entry.program[0]} {entry.now}: "
+                    "run that, or drop it"
+                )
+                continue
+            now = entry.translate(given, flags)
+            result.flags += now
+            meaning = " ".join(str(flag) for flag in now) or f"nothing: {entry.now}"
+            result.notices.append(f"{given} is an old flag ({entry.era}), read as {meaning}")
+        else:
+            result.flags.append(given)
+    return result
+
+
+def explain(name: str, known: Mapping[str, str]) -> tuple[str, str]:
+    """Return a line about an unknown flag, and the known flag that was probably meant, or "".
+
+    Args:
+        name: The flag as it was given.
+        known: Flags that the program knows, to what they set: themselves if they have no field.
+    """
+    table = other_flags()
+    called = table.other_programs.get(name.replace("_", "-"))
+    if called is not None:
+        first = re.search(r"--[\w-]+", called)
+        return f"unknown flag {name}: {called}", first.group() if first else ""
+    refused = {
+        flag.name: flag.reason for flag in table.refused if known.get(flag.name) == flag.name
+    }
+    taken = [word for word in known if word not in refused]
+    meant = nearest(name, [*taken, *(flag.name for flag in table.translated)], refused)
+    if meant is None:
+        return f"unknown flag {name}: --help-all lists all flags", ""
+    more = f" ({refused[meant]})" if meant in refused else ""
+    return f"unknown flag {name}: did you mean {meant}?{more}", meant

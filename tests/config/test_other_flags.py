@@ -1,0 +1,136 @@
+"""The file of flags that have no field is well-formed, and only read when it is needed."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.config import other_flags as module
+from megatron.config.fields import fields_of
+from megatron.config.other_flags import other_flags, read_entry
+from megatron.config.run import sections
+from tests.config.command import parse, problems
+
+_CONTENT: dict[str, Any] = json.loads(Path(module.__file__).with_suffix(".json").read_text())
+_FIELDS = {
+    name
+    for section in sections().values()
+    for field in fields_of(section)
+    for name in (*field.names, *field.off_names)
+}
+_REMEDY = re.compile(r"\b(use|drop|give|save memory with|record passes with|name the key|load a)\b")
+
+
+def test_the_file_has_its_parts() -> None:
+    assert list(_CONTENT) == ["refused", "honoured", "translated", "gone", "other_programs"]
+    for part in ("refused", "honoured"):
+        assert all(set(family) == {"reason", "flags"} for family in _CONTENT[part])
+    for old in _CONTENT["translated"]:
+        assert (
+            {"flag", "era", "now", "becomes"}
+            <= set(old)
+            <= {*("flag", "era", "now", "becomes", "program")}
+        )
+    assert all(set(family) == {"remedy", "era", "flags"} for family in _CONTENT["gone"])
+
+
+def test_every_entry_is_well_formed() -> None:
+    for part in ("refused", "honoured"):
+        for family in _CONTENT[part]:
+            for entry in family["flags"]:
+                for flag in read_entry(entry, family["reason"]):
+                    assert re.fullmatch(r"--\w[\w-]*", flag.name)
+                    assert flag.choices is None or flag.default in flag.choices
+    for old in other_flags().translated:
+        assert re.fullmatch(r"--\w[\w-]*", old.name)
+        assert all(text == "*" or text.startswith("--") for text, _ in old.becomes)
+
+
+def test_names_are_unique_and_no_field_has_one() -> None:
+    table = other_flags()
+    names = Counter(flag.name for flag in (*table.known, *table.translated))
+    names.update({(flag.name, flag.value) for flag in table.gone})
+    names.update(table.other_programs.keys())
+    assert [name for name, count in names.items() if count > 1] == []
+    whole = {flag.name for flag in table.known} | {*table.other_programs}
+    whole |= {flag.name for flag in table.gone if flag.value is None}
+    assert whole & _FIELDS == set()
+
+
+def test_flags_that_older_versions_read_otherwise_are_listed() -> None:
+    """With them on a command line the file is read, although they have fields."""
+    from megatron.config.parser import _READ_IN_CONTEXT
+
+    table = other_flags()
+    names = {flag.name for flag in (*table.translated, *table.gone)}
+    assert names & _FIELDS == {*_READ_IN_CONTEXT}
+
+
+def test_every_refusal_ends_with_a_remedy() -> None:
+    reasons = {family["reason"] for family in _CONTENT["refused"]}
+    reasons |= {family["remedy"] for family in _CONTENT["gone"]} | {
+        *_CONTENT["other_programs"].values()
+    }
+    assert [reason for reason in reasons if not _REMEDY.search(reason)] == []
+    assert [r for r in reasons if r.endswith(".") or "not built" in r or "out of scope" in r] == []
+
+
+def test_the_file_is_not_read_for_a_command_line_of_todays_flags() -> None:
+    code = (
+        "from megatron.config import other_flags, parser\n"
+        "from tests.config.command import command\n"
+        "parser.parse_config(command('--seed 3'), world_size=1)\n"
+        "print(other_flags.other_flags.cache_info().currsize)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines()[-1] == "0"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("--train-tokens", "use --train-samples, which is tokens / --seq-length, or --train-iters"),
+        (
+            "--lr-warmup-tokens",
+            "use --lr-warmup-samples, which is tokens / --seq-length, or --lr-warmup-iters",
+        ),
+        (
+            "--no-pipeline-parallel",
+            "drop it: --pipeline-model-parallel-size is 1 unless given",
+        ),
+        ("--lora-rank", "adapters (LoRA) are not supported: drop it"),
+        ("--model-path", "use --load"),
+        ("--cpu-optimizer", "use --optimizer-cpu-offload"),
+        ("--test-tokens", "--help-all lists all flags"),
+        ("--no-tensor-parallel", "drop it: --tensor-model-parallel-size is 1 unless given"),
+        ("--no-context-parallel", "--help-all lists all flags"),
+    ],
+)
+def test_a_flag_of_another_meaning_is_no_suggestion(given: str, said: str) -> None:
+    assert problems(f"{given} 3") == [f"unknown flag {given}: {said}"]
+
+
+def test_the_remedy_of_2019s_corpora_names_todays_flag() -> None:
+    for split in ("train", "valid", "test"):
+        (line,) = problems(f"--{split}-data corpus")
+        assert line.endswith(f"and use --{split}-data-path")
+
+
+def test_a_chat_template_belongs_to_the_server() -> None:
+    (line,) = problems("--chat-template file")
+    assert line.endswith(
+        "give it to tools/run_text_generation_server.py, which takes --chat-template"
+    )
+
+
+def test_an_old_style_of_decay_is_refused_and_todays_is_not() -> None:
+    assert parse("--lr-decay-style cosine").notices == ()
+    (line,) = problems("--lr-decay-style exponential")
+    assert line.startswith("--lr-decay-style exponential is gone")
