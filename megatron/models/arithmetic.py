@@ -60,7 +60,7 @@ def count_part_parameters(plan: ModelPlan, part: ModelPart, *, tensor: int) -> i
 
 
 def count_part_matrices(plan: ModelPlan, part: ModelPart, *, tensor: int) -> int:
-    """Count those of them that are matrices of layers."""
+    """Count the elements of the layers' matrices that one of `tensor` ranks holds of a part."""
     return sum(Block.matrix_parameters(plan.layers[i]) for i in part.layers) // tensor
 
 

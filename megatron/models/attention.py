@@ -19,7 +19,7 @@ from megatron.parallel.random import split_region
 
 
 class KeyValueCache(Protocol):
-    """Keys and values of earlier tokens, which inference gives a model besides new tokens.
+    """The keys and values of earlier tokens, which inference passes to a model with new tokens.
 
     Such a pass has one sample of s tokens: they may be of any number of sequences, each token at
     its own place in its own sequence.
@@ -36,7 +36,7 @@ class KeyValueCache(Protocol):
         ...
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, layer_number: int) -> Tensor:
-        """Keep the tokens' keys and values, and attend to all of each one's sequence up to it.
+        """Store the tokens' keys and values, then attend from each to its sequence up to itself.
 
         Args:
             query: [s, 1, n/t, d].
@@ -82,7 +82,7 @@ class AttentionCore(nn.Module):
         self.site = site
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None) -> Tensor:
-        """Attend.
+        """Attend from each query to the keys.
 
         Args:
             query: [s, b, n/t, d].
@@ -155,7 +155,7 @@ class SelfAttention(nn.Module):
 
     @staticmethod
     def matrices(plan: AttentionPlan) -> list[tuple[int, int]]:
-        """Return (outputs, inputs) of its weights."""
+        """Return (outputs, inputs) of each weight matrix."""
         return [(plan.qkv, plan.hidden), (plan.hidden, plan.query)]
 
     @staticmethod
@@ -168,7 +168,7 @@ class SelfAttention(nn.Module):
 
     @staticmethod
     def work(plan: AttentionPlan, length: int, encoder_length: int) -> Work:
-        """Count operations; a causal mask leaves half of the square."""
+        """Count the operations; a causal mask leaves half of the scores."""
         products = 6 * length * plan.hidden * (plan.qkv + plan.query)
         return Work(products, (6 if plan.causal else 12) * length * length * plan.query)
 
@@ -214,7 +214,7 @@ class SelfAttention(nn.Module):
 
     @property
     def bias_to_add(self) -> Tensor | None:
-        """What the residual sum still adds, [h]; `None` if nothing is left."""
+        """Bias [h] that the residual sum still has to add; `None` if there is none."""
         return self.output.bias_to_add
 
     def _split_heads(self, qkv: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -238,7 +238,7 @@ class SelfAttention(nn.Module):
 
 
 class EncoderOutput(NamedTuple):
-    """What a decoder reads of its encoder; e counts the encoder's tokens.
+    """The encoder's output as a decoder reads it; e counts the encoder's tokens.
 
     Attributes:
         states: normalized hidden states [e, b, h]; [e/t, b, h] with sequence parallelism.
@@ -296,7 +296,7 @@ class CrossAttention(nn.Module):
 
     @staticmethod
     def matrices(plan: AttentionPlan) -> list[tuple[int, int]]:
-        """Return (outputs, inputs) of its weights."""
+        """Return (outputs, inputs) of each weight matrix."""
         hidden, query = plan.hidden, plan.query
         return [(query, hidden), (2 * query, hidden), (hidden, query)]
 
@@ -307,7 +307,7 @@ class CrossAttention(nn.Module):
 
     @staticmethod
     def work(plan: AttentionPlan, length: int, encoder_length: int) -> Work:
-        """Count operations; keys and values are products over the encoder's tokens."""
+        """Count the operations; keys and values are products over the encoder's tokens."""
         products = 12 * (length + encoder_length) * plan.hidden * plan.query
         return Work(products, 12 * length * encoder_length * plan.query)
 
@@ -336,7 +336,7 @@ class CrossAttention(nn.Module):
 
     @property
     def bias_to_add(self) -> Tensor | None:
-        """What the residual sum still adds, [h]; `None` if nothing is left."""
+        """Bias [h] that the residual sum still has to add; `None` if there is none."""
         return self.output.bias_to_add
 
 
@@ -353,7 +353,7 @@ def _output_projection(plan: AttentionPlan, context: BuildContext) -> Linear:
 
 
 def _score_bytes(plan: AttentionPlan, batch: MicroBatch, keys: int) -> int:
-    """Count the scores of queries with so many keys, their weights, and the dropout mask."""
+    """Count the scores of the queries with `keys` keys, their weights, and the dropout mask."""
     if not batch.keeps_scores:
         return 0
     scores = batch.tokens * keys * plan.heads // batch.tensor

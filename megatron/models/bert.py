@@ -73,7 +73,7 @@ def bert_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
 
 
 class BertResult(NamedTuple):
-    """What the end of a BERT gives.
+    """The results of a BERT's heads.
 
     Attributes:
         tokens: with labels the loss of each token, fp32 [b, s]; otherwise logits [b, s, v/t].
@@ -206,7 +206,7 @@ def _may_join_samples(plan: ModelPlan, context: BuildContext) -> bool:
 
 
 def padding_mask(padding: Tensor) -> Tensor:
-    """Return which keys may be attended to, [b, 1, 1, s], from bool [b, s], True for a token.
+    """Turn bool [b, s], True for a token, into the keys to attend to, [b, 1, 1, s].
 
     Padding attends too: nobody reads the result.
     """
@@ -239,12 +239,12 @@ class Classifier(Linear):
 
     @staticmethod
     def activation_bytes(plan: ClassifierPlan, batch: MicroBatch) -> int:
-        """Return 0: it keeps a few vectors a sequence, a layer that many a token."""
+        """Return 0: a few vectors per sequence are nothing beside what layers keep per token."""
         return 0
 
 
 class Pooler(nn.Module):
-    """A vector of the whole sample: tanh of a layer over its first token."""
+    """A vector for the whole sample: tanh of a linear layer over its first token."""
 
     def __init__(self, plan: HeadPlan, context: BuildContext) -> None:
         """Allocate the layer over the first token."""
@@ -264,7 +264,7 @@ class Pooler(nn.Module):
 
     @staticmethod
     def activation_bytes(plan: HeadPlan, batch: MicroBatch) -> int:
-        """Return 0: it keeps a few vectors a sequence, a layer that many a token."""
+        """Return 0: a few vectors per sequence are nothing beside what layers keep per token."""
         return 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -356,7 +356,7 @@ class BertChooser(BertModel):
     def choose(
         self, tokens: Tensor, padding: Tensor, token_types: Tensor, hidden: Tensor | None = None
     ) -> Tensor:
-        """Score each text of each sample once; classes are chosen among with c = 1 text.
+        """Score each of the c texts of every sample; for classification c is 1.
 
         Args:
             tokens: [b, c, s].

@@ -31,7 +31,7 @@ from megatron.parallel.random import split_region
 
 
 class Sublayer(Protocol):
-    """What the class of a mixer or an MLP states about a record, without building anything."""
+    """The costs that the class of a mixer or an MLP states for a record without building it."""
 
     def matrices(self, plan: Any, /) -> list[tuple[int, int]]:
         """Return (outputs, inputs) of its weight matrices, which tensor ranks split evenly."""
@@ -46,7 +46,7 @@ class Sublayer(Protocol):
         ...
 
     def activation_bytes(self, plan: Any, batch: MicroBatch, /) -> int:
-        """Count what it keeps for the backward pass of a micro-batch."""
+        """Count the bytes that it keeps for the backward pass of a micro-batch."""
         ...
 
 
@@ -132,7 +132,7 @@ class Block(nn.Module):
 
     @staticmethod
     def activation_bytes(plan: LayerPlan, batch: MicroBatch) -> int:
-        """Count what is kept for backward, input and output of each part's norm included."""
+        """Count the bytes kept for backward, with the input and output of each part's norm."""
         # Dropout adds one byte for each entry of its mask.
         entry = 2 * batch.width + (1 if plan.dropout > 0 else 0)
         around = entry * (batch.tokens * plan.mixer.hidden // batch.sequence)
@@ -173,7 +173,7 @@ class Block(nn.Module):
         return self._add(residual, self.mlp(normal), self.mlp.bias_to_add, "mlp output")
 
     def _add(self, residual: Tensor, update: Tensor, bias: Tensor | None, site: str) -> Stream:
-        """Return residual + dropout(update + bias), without dropout as a sum still to be taken."""
+        """Return residual + dropout(update + bias); without dropout the next norm takes the sum."""
         if not self.training or self.dropout == 0:
             return Stream(residual, update if bias is None else update + bias)
         with split_region(self.sequence, update.device, self.layer_number, site):

@@ -1,4 +1,4 @@
-"""What enters the first layer: word vectors, positions, dropout; and the rotary table."""
+"""The input of the first layer: word vectors, positions, dropout; and the rotary table."""
 
 from __future__ import annotations
 
@@ -164,5 +164,5 @@ class RotaryTable(nn.Module):
 
 
 def new_rotary_table(plan: ModelPlan, context: BuildContext) -> RotaryTable | None:
-    """Build the table of a model whose queries and keys rotate."""
+    """Build the table of a model with rotary positions; return `None` for others."""
     return None if plan.rotary is None else RotaryTable(plan.rotary, context.device)

@@ -25,7 +25,7 @@ from megatron.parallel.parameter import ZEROS
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """How hidden states become the loss of each token, decided when a model is built.
+    """The form of each token's loss, chosen when a model is built.
 
     Attributes:
         form: of the cross entropy.
@@ -136,7 +136,7 @@ class Output(nn.Module):
 
     @staticmethod
     def activation_bytes(plan: OutputPlan, batch: MicroBatch) -> int:
-        """Count the logits, whose gradient takes their place, of all losses that wait."""
+        """Count the logits, whose gradient takes their place, of all losses that await backward."""
         rows = plan.vocabulary // batch.tensor
         if not batch.chunked_loss:
             return batch.losses * batch.width * batch.tokens * rows

@@ -10,7 +10,7 @@ from megatron.parallel.layers import Linear
 
 
 class MLP(nn.Module):
-    """h -> f -> h with a non-linearity; the up projection of a gated one holds gate and up.
+    """A dense MLP from h to f and back; with a gate, the up projection holds gate and up.
 
     Args:
         plan: the record of its sizes.
@@ -43,7 +43,7 @@ class MLP(nn.Module):
 
     @staticmethod
     def matrices(plan: MLPPlan) -> list[tuple[int, int]]:
-        """Return (outputs, inputs) of its weights."""
+        """Return (outputs, inputs) of each weight matrix."""
         return [(plan.up, plan.hidden), (plan.hidden, plan.inner)]
 
     @staticmethod
@@ -53,7 +53,7 @@ class MLP(nn.Module):
 
     @staticmethod
     def work(plan: MLPPlan, length: int, encoder_length: int) -> Work:
-        """Count operations."""
+        """Count the operations."""
         return Work(6 * length * plan.hidden * (plan.up + plan.inner))
 
     @staticmethod
@@ -67,5 +67,5 @@ class MLP(nn.Module):
 
     @property
     def bias_to_add(self) -> Tensor | None:
-        """What the residual sum still adds, [h]; `None` if nothing is left."""
+        """Bias [h] that the residual sum still has to add; `None` if there is none."""
         return self.down.bias_to_add

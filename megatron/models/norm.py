@@ -17,7 +17,7 @@ from megatron.parallel.parameter import ONES, ZEROS
 
 
 class Stream(NamedTuple):
-    """Hidden states between two halves of blocks: a sum that is not taken yet.
+    """Hidden states between two halves of a block, as a sum that is not computed yet.
 
     Attributes:
         residual: [s, b, h].

@@ -20,7 +20,7 @@ from megatron.parallel.parameter import Init
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """What a model ends in, and for how many sequences of a sample at once.
+    """The purpose of a model's heads, and how many sequences a sample has.
 
     Attributes:
         outputs: scores that a task's head gives for each sequence; `None` stands for a
@@ -93,7 +93,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class InitPlan:
-    """How weights start.
+    """The distribution of initial weights.
 
     Attributes:
         std: standard deviation of a normal distribution.
@@ -106,7 +106,7 @@ class InitPlan:
     xavier: bool = False
 
     def weight(self, fan_in: int, fan_out: int, *, into_residual: bool = False) -> Init:
-        """Return how a matrix starts.
+        """Return the initial distribution of a matrix.
 
         Args:
             fan_in: inputs of the whole matrix.
@@ -160,7 +160,7 @@ class SublayerPlan:
     Attributes:
         kind: a name of `block.MIXERS` or `block.MLPS`.
         hidden: width of the residual stream.
-        init: how weights start.
+        init: distribution of the initial weights.
         bias: linear layers have biases.
         defers_bias: the last bias is left to the residual sum, whose dropout kernel adds it.
     """
@@ -174,7 +174,7 @@ class SublayerPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class MixerPlan(SublayerPlan):
-    """What moves information between tokens.
+    """A sublayer that moves information between tokens.
 
     Attributes:
         causal: without a mask, tokens see those before them only.
@@ -269,15 +269,15 @@ class LayerPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingPlan:
-    """What enters the first layer.
+    """The embedding in front of the first layer.
 
     Attributes:
         vocabulary: rows of the word table, padding included.
         hidden: width of a vector.
-        init: how the tables start.
+        init: distribution of the initial tables.
         positions: rows of a table of learned positions; 0 if there is none.
         token_types: rows of a table of token types; 0 if there is none.
-        calls: in one pass: an encoder and a decoder have one each.
+        calls: per pass; an encoder and a decoder make one each.
         dropout: on the sum.
     """
 
@@ -299,7 +299,7 @@ class PositionBiasPlan:
         buckets: of distances, each with a bias for each head.
         longest: from here on all distances share one bucket.
         positions: longest sequence.
-        init: how the table starts.
+        init: distribution of the initial table.
     """
 
     heads: int
@@ -316,7 +316,7 @@ class HeadPlan:
     Attributes:
         kind: a name of `arithmetic.HEADS`.
         hidden: width of the residual stream.
-        init: how weights start.
+        init: distribution of the initial weights.
     """
 
     kind: str
@@ -374,11 +374,11 @@ class ModelPlan:
     """A whole network, whatever part of it a process holds.
 
     Attributes:
-        embedding: what enters the first layer.
+        embedding: in front of the first layer.
         layers: the encoder's first, then its decoder's.
         final_norm: after the last layer (and after an encoder's last).
-        heads: what follows.
-        head_spec: what the heads are for.
+        heads: modules after that.
+        head_spec: their purpose.
         positions: longest sequence.
         encoder_layers: how many of `layers` are the encoder beneath a decoder; 0 if there is a
             single stack.
@@ -418,7 +418,7 @@ class ModelPlan:
 
     @property
     def attention(self) -> AttentionPlan:
-        """The self-attention of every layer, for what needs all layers to have the same."""
+        """The self-attention that all layers share, for code that needs them alike."""
         (found,) = {layer.mixer for layer in self.layers}
         assert isinstance(found, AttentionPlan), "layers mix tokens in another way"
         return found
@@ -448,7 +448,7 @@ class ModelPlan:
 
 
 def layer_plan(model: ModelConfig, *, causal: bool, crosses: bool = False) -> LayerPlan:
-    """Return the record of a layer as the network's flags describe it: all layers are alike.
+    """Return the record of a layer as the flags describe it; flags make all layers alike.
 
     Args:
         model: network flags, resolved.
@@ -510,12 +510,12 @@ def layer_plan(model: ModelConfig, *, causal: bool, crosses: bool = False) -> La
 
 
 def init_plan(model: ModelConfig) -> InitPlan:
-    """Return how weights start."""
+    """Return the distribution of initial weights."""
     return InitPlan(model.init_method_std, model.num_layers, model.init_method_xavier_uniform)
 
 
 def norm_plan(model: ModelConfig) -> NormPlan:
-    """Return the record of every normalization."""
+    """Return the record that all normalizations share."""
     return NormPlan(model.normalization, model.norm_epsilon, model.apply_layernorm_1p)
 
 

@@ -100,7 +100,7 @@ class PositionBias(SharedTable):
 
     @staticmethod
     def activation_bytes(plan: PositionBiasPlan, batch: MicroBatch, *, both_ways: bool) -> int:
-        """Count what is added to scores.
+        """Count the bytes of what is added to scores.
 
         An encoder's is another one for each sample, because it has the padding's mask in it.
         """

@@ -1,4 +1,4 @@
-"""What is computed again in backward instead of being kept: the plan, and the running of it."""
+"""Recomputation of activations in backward: the plan, and its execution."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LayerGroup:
 
 @dataclass(frozen=True)
 class RecomputePlan:
-    """What to compute again in backward: time traded for memory.
+    """The activations to compute again in backward, trading time for memory.
 
     Attributes:
         granularity: "full" recomputes whole layers, "selective" the attention core of each.
@@ -53,7 +53,7 @@ class RecomputePlan:
         return cls(training.recompute_granularity, method, count, split_inputs)
 
     def bytes_kept(self, of_layers: list[int], boundary: int, batch: MicroBatch) -> int:
-        """Count what the layers of a part keep for the backward pass of a micro-batch.
+        """Count the bytes that the layers of a part keep for backward of a micro-batch.
 
         Args:
             of_layers: what each of them keeps by itself.

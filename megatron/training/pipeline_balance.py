@@ -1,6 +1,6 @@
-"""How long a pipeline's stages would wait, by the arithmetic of their layers.
+"""The estimated bubble of a pipeline, and a layout of its layers with a smaller one.
 
-And which layout of the same layers would wait less.
+Times follow from the FLOPs of each layer, so nothing is run.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Costs:
 
     @classmethod
     def of(cls, config: RunConfig, plan: ModelPlan) -> Costs:
-        """Count FLOPs. The embedding and a task's head take no time to speak of."""
+        """Estimate by FLOPs. The embedding and a task's head take no time to speak of."""
         length = config.data.seq_length
         in_8_bits = 1.0 if config.precision.fp8_format is None else _OF_FP8
         each = 6 * length  # forward and backward are counted together
@@ -66,7 +66,7 @@ class Costs:
         return self.head * len(self.layers) / math.fsum(self.layers)
 
     def of_parts(self, counts: Counts, *, again: int = 0) -> list[float]:
-        """Return the time of each part, with its layers run so many times more.
+        """Return the time of each part, with its layers run `again` more times.
 
         The last part has the head.
         """
@@ -86,7 +86,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What a schedule is made of (`make_schedule`).
+    """The shape of a pipeline, from which `make_schedule` makes its schedule.
 
     Attributes:
         kind: of schedule.
@@ -124,7 +124,7 @@ class Pipeline:
         return Course(make_schedule(self.kind, self.stages, self.chunks, self._rounds))
 
     def bubble(self, counts: Counts, costs: Costs) -> float:
-        """Return the share of all stages' time in which they wait."""
+        """Return the share of all stages' time that they spend waiting."""
         busy = sum(costs.of_updates(counts)) * self.micro_batches
         return 1 - busy / (self.stages * self.time(counts, costs))
 
@@ -170,9 +170,9 @@ def layout_text(counts: Counts) -> str:
 def pipeline_rows(
     config: RunConfig, plan: ModelPlan, micro_batches: int, world_size: int
 ) -> Iterator[tuple[str, str]]:
-    """Yield what to tell about a pipeline, as lines of a panel.
+    """Yield the pipeline's lines of the start-up panel.
 
-    There is nothing to tell without a pipeline, and about a T5, whose halves have other lengths.
+    There are none without a pipeline, nor for a T5, whose halves have different lengths.
 
     Args:
         config: of the run.
