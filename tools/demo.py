@@ -250,7 +250,7 @@ def report(kind: Kind, out: Path, validation: Validation, loss: float, seconds: 
     untrained = ""
     if not loss < entropy:
         untrained = (
-            "\nSo far the model has learned only how frequent each token is: what it wrote above\n"
+            "\nThe model has not yet learned even how frequent each token is: what it wrote above\n"
             "makes no sense. Train it longer: give more --iters (make demo ITERS=...).\n"
         )
     print(f"""

@@ -6,8 +6,9 @@
 #       examples/llama2/finetune_70b.sh
 #
 # CHECKPOINT is the result of importing Meta's weights with tools/checkpoint/util.py
-# (docs/llama2.md). The network and the tokenizer come from it. A second run continues from the last checkpoint. With --dry-run it
-# prints what a run would need, and needs no GPU. Flags given to this script come last and win.
+# (docs/llama2.md). The network and the tokenizer come from it. A second run continues from the last
+# checkpoint. With --dry-run it prints what a run would need, and needs no GPU. Flags given to this
+# script come last and win.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
