@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron.errors import ConfigError, NumericsError, UserError, say_on_stderr
 from megatron.parallel.journal import Journal
-from megatron.processes.launch import Launch
+from megatron.processes.launch import Launch, leave_message
 from megatron.processes.watchdog import BEAT, Watchdog, ranks_text
 
 _CRASHED = 1  # as Python's own exit code after an exception
@@ -39,6 +39,7 @@ def report(error: Exception, launch: Launch) -> None:
         text = f"{where}error: this is a bug, not a mistake of yours\n"
         text += "".join(traceback.format_exception(error)).removesuffix("\n")
     say_on_stderr(text)
+    leave_message(text)
 
 
 def end_run(

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import socket
 import struct
+import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from megatron.environment import LOCAL_RANK_ENV, whole_number
 from megatron.errors import ConfigError
@@ -35,8 +39,8 @@ def read_launch(*, use_mpi: bool = False) -> Launch:
         use_mpi: Read mpirun's variables instead of torchrun's (`--use-mpi`).
 
     Raises:
-        ConfigError: A variable is not a number, the rank is outside the world, or mpirun's
-            variables are asked for and absent.
+        ConfigError: A variable is not a number, the rank is outside the world, mpirun's variables
+            are asked for and absent, or SLURM started several processes without torchrun.
     """
     launcher, rank, size = "torchrun", RANK_ENV, WORLD_SIZE_ENV
     local_rank, local_size = LOCAL_RANK_ENV, "LOCAL_WORLD_SIZE"
@@ -49,6 +53,8 @@ def read_launch(*, use_mpi: bool = False) -> Launch:
                 f"--use-mpi: {rank} is not set; start with mpirun, or drop the flag and start with "
                 "torchrun"
             )
+    elif RANK_ENV not in os.environ and WORLD_SIZE_ENV not in os.environ:
+        _refuse_bare_slurm()
     launch = Launch(
         rank=whole_number(rank, 0),
         world_size=whole_number(size, 1),
@@ -62,6 +68,38 @@ def read_launch(*, use_mpi: bool = False) -> Launch:
             f"0 to one below it: set both, as {launcher} does, or neither"
         )
     return launch
+
+
+def _refuse_bare_slurm() -> None:
+    """Refuse to be one of several SLURM tasks that do not know of each other.
+
+    Each would train alone, in silence, and all would save to the same folder. A shell that `salloc`
+    or `srun --pty` opens counts a single task, or has no SLURM_PROCID.
+    """
+    task = os.environ.get("SLURM_PROCID")
+    # Of this step (`srun`), or of the job in the script that `sbatch` runs.
+    name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in os.environ else "SLURM_NTASKS"
+    tasks = whole_number(name, 1)
+    if task is not None and tasks > 1:
+        raise ConfigError(
+            f"SLURM started this as task {task} of {tasks} ({name}), and without {RANK_ENV} and "
+            f"{WORLD_SIZE_ENV} each task would train alone: start one torchrun on each machine "
+            "(srun --ntasks-per-node 1 torchrun --nnodes ... --nproc-per-node GPUS ..., see "
+            "docs/several-machines.md), or for a single process set "
+            f"{RANK_ENV}=0 {WORLD_SIZE_ENV}=1"
+        )
+
+
+def leave_message(text: str) -> None:
+    """Give torchrun the reason why this process fails, for the report with which torchrun ends.
+
+    Without it the report ends with "To enable traceback see ...", 40 lines below our message.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        message = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
 
 
 def placed(launch: Launch, local_rank: int | None) -> Launch:

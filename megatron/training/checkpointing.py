@@ -23,7 +23,7 @@ from megatron.config import RunConfig
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.model import NETWORK_FIELDS, ModelOptions
 from megatron.config.yaml_file import to_dict
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, ConfigError
 from megatron.parallel.buckets import Span
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Layout
@@ -240,6 +240,7 @@ def open_for_loading(config: RunConfig, layout: Layout) -> Reader | None:
     """The checkpoint under `--load`; None where the run starts fresh. Collective.
 
     Raises:
+        ConfigError: The folder does not exist, and it is not `--save`.
         CheckpointError: there is none and `--exit-on-missing-checkpoint` is given, or none of the
             iteration `--ckpt-step`, or a folder in it is one, and it is not `--save`; or all that
             are there are damaged, or the checkpoint is of another network.
@@ -261,9 +262,16 @@ def open_for_loading(config: RunConfig, layout: Layout) -> Reader | None:
             )
         if config.checkpoint.exit_on_missing_checkpoint:
             raise CheckpointError(f"--load {root}: there is no checkpoint in this folder")
+        if not (root.exists() or _is_saved_to(config, root)):
+            raise ConfigError(
+                f"--load {root} does not exist: correct the path, or drop --load to start from "
+                "random weights (a run that resumes itself gives the same folder to --save)"
+            )
         if layout.world.rank == 0:
-            what = "holds no checkpoint" if root.exists() else "does not exist"
-            say(f"WARNING: --load {root} {what}: nothing is loaded from it")
+            line = f"WARNING: --load {root} holds no checkpoint: nothing is loaded from it"
+            if _is_saved_to(config, root):
+                line = f"  --load {root} holds no checkpoint yet: this is the run's first start"
+            say(line)
         return None
     told = check_network(config, reader, finetunes=config.checkpoint.finetune)
     if layout.world.rank == 0:

@@ -2,9 +2,11 @@
 
 import pytest
 from torch.distributed import HashStore
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from megatron.errors import ConfigError
 from megatron.processes import groups
+from megatron.processes.ending import report
 from megatron.processes.launch import Launch, check_meeting_place, placed, read_launch
 from megatron.processes.process import processes
 from tests.config.command import parse
@@ -12,7 +14,8 @@ from tests.config.command import parse
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch):
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+    names += ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS"]
     for name in names:
         monkeypatch.setenv(name, "")  # so that it is restored, whatever is set meanwhile
         monkeypatch.delenv(name)
@@ -53,6 +56,45 @@ def test_processes_that_do_not_know_where_to_meet(monkeypatch):
         check_meeting_place(4)
     monkeypatch.setenv("MASTER_PORT", "29500")
     check_meeting_place(4)
+
+
+@pytest.mark.parametrize("step", [{}, {"SLURM_STEP_NUM_TASKS": "4"}])
+def test_one_of_several_tasks_of_slurm_does_not_train_alone(monkeypatch, step):
+    for name, value in {"SLURM_PROCID": "1", "SLURM_NTASKS": "4", **step}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"task 1 of 4 .*srun .* torchrun .*RANK=0 WORLD_SIZE=1"):
+        read_launch()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert read_launch() == Launch()
+    monkeypatch.setenv("RANK", "5")  # torchrun's, inside a task
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert read_launch() == Launch(5, 8)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"},  # srun --pty, or srun of one task
+        {"SLURM_NTASKS": "8"},  # the shell of salloc
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1"},
+    ],
+)
+def test_a_single_task_of_slurm_is_a_world_of_one(monkeypatch, variables):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert read_launch() == Launch()
+
+
+def test_torchruns_report_ends_with_our_message(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    report(ConfigError(["--lr is required", "--seed is x"]), Launch(0, 2))
+    said = capsys.readouterr().err
+    failure = ProcessFailure(0, 1234, 9, str(tmp_path / "error.json"))
+    assert str(ChildFailedError("pretrain_gpt.py", {0: failure})).count("error: --lr is req") == 1
+    assert (
+        failure.message["message"] + "\n" == said == "error: --lr is required\nerror: --seed is x\n"
+    )
 
 
 @pytest.mark.parametrize(("rank", "size"), [("2", "2"), ("-1", "2"), ("1", None), ("0", "0")])

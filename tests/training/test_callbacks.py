@@ -5,6 +5,7 @@ import os
 import re
 import resource
 import sys
+import time
 import types
 from contextlib import nullcontext
 from functools import partial
@@ -18,6 +19,7 @@ from megatron.parallel.layout import Layout
 from megatron.training import panel
 from megatron.training.callbacks import small
 from megatron.training.callbacks.scalars import JsonLinesWriter, open_writers
+from megatron.training.evaluation import final_evaluation
 from megatron.training.loop import standard_callbacks, train
 from megatron.training.panel import start_panel
 from megatron.training.timers import Timers, format_timers
@@ -48,7 +50,8 @@ def test_tensorboard_has_megatrons_tags(tmp_path):
     expected = {"lm loss", "lm loss vs samples", "learning-rate", "loss-scale", "grad-norm",
                 "num-zeros", "params-norm", "batch-size", "world-size", "iteration-time",
                 "lm loss validation", "lm loss validation ppl", "mem-reserved-bytes",
-                "mem-allocated-bytes", "forward-backward-time", "optimizer-time"}  # fmt: skip
+                "mem-allocated-bytes", "forward-backward-time", "optimizer-time",
+                "tokens-per-second-per-gpu", "throughput"}  # fmt: skip
     assert expected <= tags
     assert [event.step for event in events.Scalars("lm loss")] == [1, 2, 3, 4, 5, 6]
     assert [event.step for event in events.Scalars("lm loss vs samples")] == [4, 8, 12, 16, 20, 24]
@@ -65,6 +68,26 @@ def test_json_lines_hold_full_precision(tmp_path):
     _train_with_writers("--metrics-jsonl", str(path))
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [r["lm loss"] for r in lines if "lm loss" in r] == recorder.values("lm loss")
+
+
+def test_json_lines_have_time_speed_and_one_last_validation(tmp_path):
+    """Also where --eval-interval makes an evaluation at the last iteration."""
+    path = tmp_path / "metrics.jsonl"
+    begun = time.time()
+    run = build_toy(Layout.single(), ["--metrics-jsonl", str(path), "--eval-interval", "3"])
+    writers = open_writers(run.config, is_log_rank=True)
+    callbacks, listeners = standard_callbacks(run, writers)
+    train(run, callbacks)
+    final_evaluation(run, listeners)
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    times = [record["time"] for record in records]
+    assert begun - 1 <= times[0] <= times[-1] <= time.time() + 1
+    assert times == sorted(times)
+    steps = [record for record in records if "lm loss" in record]
+    assert all(0 < record["tokens-per-second-per-gpu"] < 1e9 for record in steps)
+    validations = [record for record in records if "lm loss validation" in record]
+    assert [record["iteration"] for record in validations] == [3, 6, 6]
+    assert [record.get("end of training") for record in validations] == [None, None, True]
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has this device")

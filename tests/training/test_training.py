@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.errors import CheckpointError, NumericsError
+from megatron.errors import CheckpointError, ConfigError, NumericsError
 from megatron.parallel.layout import Layout
 from megatron.processes import ending
 from megatron.training.callbacks.base import Callback
@@ -197,6 +197,21 @@ def test_a_time_that_is_up_on_one_clock_saves_and_leaves_on_all(tmp_path):
 def test_a_missing_checkpoint_is_an_error_where_asked(tmp_path):
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
         build_toy(Layout.single(), ["--load", str(tmp_path), "--exit-on-missing-checkpoint"])
+
+
+def test_a_load_that_does_not_exist_is_an_error_unless_the_run_saves_there(tmp_path, capsys):
+    """Random weights would be trained in silence; a run that resumes itself starts for once."""
+    missing = str(tmp_path / "typo")
+    with pytest.raises(ConfigError, match=rf"^--load {missing} does not exist: correct the path"):
+        build_toy(Layout.single(), ["--load", missing])
+    save = ["--save", str(tmp_path / "other"), "--save-interval", "9"]
+    with pytest.raises(ConfigError, match="does not exist"):
+        build_toy(Layout.single(), ["--load", missing, *save])
+    save[1] = f"{tmp_path}/../{tmp_path.name}/typo"
+    assert build_toy(Layout.single(), ["--load", missing, *save]).progress.iteration == 0
+    said = capsys.readouterr().out
+    assert f"--load {missing} holds no checkpoint yet: this is the run's first start" in said
+    assert "WARNING" not in said
 
 
 def test_another_network_is_refused_by_name(tmp_path):
