@@ -38,7 +38,7 @@ from megatron.models.recompute import RecomputePlan
 from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import reduce_from
 from megatron.parallel.layers import Linear
-from megatron.parallel.products import InFp32, Plain
+from megatron.parallel.products import InFp32, Products
 
 _SEGMENTS = 2  # of a sample: token types, and classes of the binary head
 SHORTEST_IN_ONE = 256  # tokens of a sample; at 128 the flash kernel is slower
@@ -222,7 +222,7 @@ class Classifier(Linear):
         super().__init__(
             plan.hidden,
             plan.outputs,
-            whole.multiplying_by(InFp32 if plan.in_fp32 else Plain),
+            whole.multiplying_by(InFp32 if plan.in_fp32 else Products),
             split=None,
             init=plan.init.weight(plan.hidden, plan.outputs),
         )
@@ -293,7 +293,7 @@ class MaskedTokenHead(nn.Module):
         self.dense = Linear(
             plan.hidden,
             plan.hidden,
-            context.multiplying_by(Plain),
+            context.multiplying_by(Products),
             split=None,
             init=plan.init.weight(plan.hidden, plan.hidden),
         )

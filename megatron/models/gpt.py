@@ -43,7 +43,7 @@ def gpt_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
 class GPTModel(nn.Module):
     """Embedding, layers, final normalization, output.
 
-    Parameters are allocated, not filled: `parallel.initialization.initialize` does that. Their
+    Parameters are allocated, not filled: `parallel.parameter.initialize` does that. Their
     names are global: layer i is `layers.i` whatever part of the model this process holds.
 
     Args:

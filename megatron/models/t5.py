@@ -112,7 +112,7 @@ class Half(nn.Module):
 class T5Model(nn.Module):
     """Embeddings of both halves, encoder, decoder, output.
 
-    Parameters are allocated, not filled: `parallel.initialization.initialize` does that. Their
+    Parameters are allocated, not filled: `parallel.parameter.initialize` does that. Their
     names are global, whatever part of the model this process holds:
 
         embedding.word.weight, embedding.position.weight            [v, h], [positions, h]

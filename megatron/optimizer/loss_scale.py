@@ -16,24 +16,25 @@ GROWTH = 2.0
 
 @dataclass(frozen=True)
 class ConstantScale:
-    """A scale that stays (1: no scaling)."""
+    """A scale that does not change (1 means no scaling)."""
 
     value: float = 1.0
 
     @property
     def can_shrink(self) -> bool:
+        """Whether the scale can still become smaller: never."""
         return False
 
     def update(self, *, found_overflow: bool) -> ConstantScale:
-        """The scale of the next iteration: this one."""
+        """Return the scale of the next iteration, which is this one."""
         return self
 
     def state(self) -> dict[str, Any]:
-        """Nothing to save: the scale comes from the flags."""
+        """Return nothing to save, because the scale comes from the flags."""
         return {}
 
     def with_state(self, state: dict[str, Any]) -> ConstantScale:
-        """This scale, whatever another run had."""
+        """Return this scale, whatever another run had."""
         return self
 
 
@@ -61,15 +62,16 @@ class DynamicScale:
     def start(
         cls, *, initial: float, minimum: float, window: float, hysteresis: int
     ) -> DynamicScale:
-        """The scale of a new run."""
+        """Return the scale of a new run."""
         return cls(initial, minimum, window, hysteresis, 0, hysteresis)
 
     @property
     def can_shrink(self) -> bool:
+        """Whether the scale can still become smaller."""
         return self.value > self.minimum
 
     def update(self, *, found_overflow: bool) -> DynamicScale:
-        """The scale of the next iteration."""
+        """Return the scale of the next iteration."""
         if found_overflow:
             left = self.overflows_left - 1
             value = max(self.value / GROWTH, self.minimum) if left <= 0 else self.value
@@ -85,7 +87,7 @@ class DynamicScale:
         )
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds, under Megatron's names."""
+        """Return what a checkpoint holds, under Megatron's names."""
         return {
             "scale": self.value,
             "growth_tracker": self.clean_iterations,
@@ -93,7 +95,10 @@ class DynamicScale:
         }
 
     def with_state(self, state: dict[str, Any]) -> DynamicScale:
-        """This scale as `state()` left it; a run that had none (bf16, constant) starts anew."""
+        """Return this scale as `state()` left it.
+
+        If the run that saved had no dynamic scale (bf16, constant), this one starts anew.
+        """
         if not state:
             return self
         return replace(
@@ -108,7 +113,7 @@ LossScale = ConstantScale | DynamicScale
 
 
 def loss_scale_of(precision: PrecisionConfig) -> LossScale:
-    """The scale that the flags ask for: dynamic for fp16, constant where given, else 1."""
+    """Return the scale that the flags ask for: dynamic for fp16, constant if given, otherwise 1."""
     is_16bit = precision.fp16 or precision.bf16
     if is_16bit and precision.loss_scale is not None:
         return ConstantScale(precision.loss_scale)

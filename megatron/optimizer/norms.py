@@ -23,7 +23,7 @@ from megatron.parallel.layout import Layout
 
 
 def is_counted_here(parameter: nn.Parameter, layout: Layout) -> bool:
-    """Whether this process answers for the parameter in sums over the whole model."""
+    """Return whether this process counts the parameter in sums over the whole model."""
     spec = getattr(parameter, "spec", None)
     if spec is None:
         return layout.tensor.is_first
@@ -32,10 +32,14 @@ def is_counted_here(parameter: nn.Parameter, layout: Layout) -> bool:
 
 
 def sum_over_model(values: Tensor, layout: Layout, *, over_replicas: bool = False) -> Tensor:
-    """`values` added over the processes that hold different parts of the model, in place.
+    """Add `values` over the processes that hold different parts of the model, in place.
 
-    Collective over the tensor and pipeline axes; with `over_replicas` (sharded gradients) over
-    the replica axis too.
+    Collective over the tensor and pipeline axes.
+
+    Args:
+        values: of this process.
+        layout: this process among the others.
+        over_replicas: add over the replica axis too, because gradients are sharded.
     """
     axes = [layout.tensor, layout.pipeline, *([layout.replica] if over_replicas else [])]
     for axis in axes:
@@ -50,10 +54,12 @@ def parameters_norm(
     *,
     shard: Callable[[nn.Parameter], Tensor] | None = None,
 ) -> float:
-    """L2 norm of all parameters of the model. Collective; waits for the device.
+    """Return the L2 norm of all parameters of the model. Collective; waits for the device.
 
     Args:
-        shard: where processes share the weights, gives what this one holds of a parameter.
+        parameters: of this process.
+        layout: this process among the others.
+        shard: if processes share the weights, gives what this one holds of a parameter.
     """
     held = list(parameters)
     counted = [p if shard is None else shard(p) for p in held if is_counted_here(p, layout)]

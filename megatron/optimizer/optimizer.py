@@ -158,6 +158,7 @@ class Optimizer:
         weights: SharedWeights | None = None,
         count_zeros: bool = False,
     ) -> None:
+        """Allocate masters and states of what this process updates."""
         assert (weights is not None) == gradients.is_sharded, "shards need someone to gather them"
         self.gradients = gradients
         self._clip = config.clip_grad

@@ -210,6 +210,7 @@ class OffloadedUpdate:
     """
 
     def __init__(self, rule: UpdateRule, tensors: UpdateTensors, parts: Sequence[Tensor]) -> None:
+        """Allocate host memory for the gradients."""
         self._pairs = [(on_host(g, g.dtype), g) for g in tensors.gradients]
         self._sent = list(zip(parts, tensors.weights, strict=True))
         held = replace(

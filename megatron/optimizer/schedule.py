@@ -25,12 +25,12 @@ class LearningRateSchedule:
         peak: learning rate at the end of the warm-up.
         minimum: learning rate at the end of the decay and after it.
         initial: learning rate at the start of the warm-up.
-        warmup: its length in samples; a fraction of the decay need not be whole.
+        warmup: length of the warm-up in samples; a fraction of the decay need not be whole.
         decay: samples, warm-up included, after which the minimum is reached.
         style: constant, linear, cosine, inverse-square-root or WSD (warm-up, stable, decay; Hu et
             al., "MiniCPM", 2024), which stays at the peak until `anneal` samples are left.
-        anneal: of WSD, the decay at the end, in samples; None with other styles.
-        anneal_style: its shape: exponential, linear, cosine or minus_sqrt.
+        anneal: length of WSD's decay at the end, in samples; `None` with other styles.
+        anneal_style: shape of this decay: exponential, linear, cosine or minus_sqrt.
     """
 
     peak: float
@@ -43,7 +43,7 @@ class LearningRateSchedule:
     anneal_style: str | None = None
 
     def at(self, samples: float) -> float:
-        """The learning rate of the update that follows `samples` consumed ones."""
+        """Return the learning rate of the update that follows `samples` consumed ones."""
         if self.warmup > 0 and samples <= self.warmup:
             return self.initial + (self.peak - self.initial) * samples / self.warmup
         if self.style == "constant":
@@ -72,7 +72,7 @@ _SHAPES: dict[str, Callable[[float], float]] = {
 
 @dataclass(frozen=True)
 class WeightDecaySchedule:
-    """From `start` to `end` over `length` samples; style constant, linear or cosine."""
+    """Weight decay from `start` to `end` over `length` samples; constant, linear or cosine."""
 
     start: float
     end: float
@@ -80,7 +80,7 @@ class WeightDecaySchedule:
     style: str
 
     def at(self, samples: float) -> float:
-        """The weight decay of the update that follows `samples` consumed ones."""
+        """Return the weight decay of the update that follows `samples` consumed ones."""
         if self.style == "constant" or samples > self.length:
             return self.end
         done = samples / self.length
@@ -90,8 +90,10 @@ class WeightDecaySchedule:
 
 @dataclass(frozen=True)
 class DecoupledEnds:
-    """Peak and minimum of the learning rate of word embeddings and output layer; None where it is
-    that of everything else."""
+    """Peak and minimum of the learning rate of word embeddings and output layer.
+
+    Both are `None` if it is that of everything else.
+    """
 
     peak: float | None = None
     minimum: float | None = None
@@ -107,7 +109,7 @@ class Schedules:
 
     @property
     def decoupled_learning_rate(self) -> LearningRateSchedule | None:
-        """That of word embeddings and output layer: warm-up and decay are those of the others."""
+        """Learning rate of word embeddings and output layer, with the others' warm-up and decay."""
         ends = self.decoupled
         if ends.peak is None:
             return None
@@ -115,8 +117,11 @@ class Schedules:
         return replace(self.learning_rate, peak=ends.peak, minimum=ends.minimum)
 
     def decoupled_at(self, samples: float) -> float | None:
-        """Its value for the update that follows `samples` consumed ones; None where it has none of
-        its own."""
+        """Return the decoupled learning rate after `samples` consumed ones.
+
+        Returns:
+            The value for the update that follows, or `None` if there is no such learning rate.
+        """
         schedule = self.decoupled_learning_rate
         return None if schedule is None else schedule.at(samples)
 
@@ -129,10 +134,16 @@ class Schedules:
         *,
         global_batch: int,
     ) -> Schedules:
-        """What the flags ask for; iterations become samples by the full `global_batch`.
+        """Return what the flags ask for.
 
         The flags have passed the checks of `megatron.config`. With --skip-train the schedules are
         never followed and need neither learning rate nor length.
+
+        Args:
+            schedule: flags of the learning rate.
+            optimizer: flags of the weight decay.
+            training: flags of the run's length.
+            global_batch: full batch by which iterations become samples.
         """
         assert schedule.lr is not None or training.skip_train, "a rule asks for it"
         run = _samples(training.train_iters, training.train_samples, global_batch)
@@ -165,10 +176,10 @@ class Schedules:
         )
 
     def to_dict(self, samples: int) -> dict[str, Any]:
-        """The schedules and where they stand, under Megatron's `opt_param_scheduler` names.
+        """Return the schedules and where they stand, under Megatron's `opt_param_scheduler` names.
 
-        What Megatron does not save only where there is one: WSD's decay, and the learning rate of
-        word embeddings and output layer.
+        What Megatron does not save is there only if the run has it: WSD's decay, and the learning
+        rate of word embeddings and output layer.
         """
         values = {
             key: getattr(getattr(self, part), field) for key, (part, field, _) in _FIELDS.items()
@@ -178,7 +189,7 @@ class Schedules:
     def resumed(
         self, saved: dict[str, Any], *, override: bool = False, use_checkpoint: bool = False
     ) -> tuple[Schedules, int]:
-        """The schedules to go on with, and the samples that they have seen.
+        """Return the schedules to go on with, and the samples that they have seen.
 
         Args:
             saved: `to_dict` of the run that saved, or Megatron's, also under its older names.
@@ -186,10 +197,10 @@ class Schedules:
             use_checkpoint: take the saved ones.
 
         Raises:
-            CheckpointError: neither was chosen and the two differ; or the saved one is a WSD whose
-                decay at the end neither the checkpoint nor the flags give; or has a learning
-                rate for word embeddings and output layer, and the flags ask for none; or it holds a
-                value that is none of a schedule.
+            CheckpointError: neither was chosen and the two differ. Or the saved schedule is a WSD
+                whose decay at the end neither the checkpoint nor the flags give. Or it has a
+                learning rate for word embeddings and output layer, and the flags ask for none. Or
+                it holds a value that no schedule has.
         """
         given = saved
         saved = {_OLD_NAMES.get(key, key): value for key, value in saved.items()}
@@ -220,7 +231,7 @@ class Schedules:
         return other, samples
 
     def _with_saved(self, saved: dict[str, Any]) -> Schedules:
-        """These schedules with every saved value in place of ours."""
+        """Return these schedules with every saved value in place of ours."""
         changes: dict[str, dict[str, Any]] = {
             "learning_rate": {},
             "weight_decay": {},
@@ -298,8 +309,10 @@ _STYLES = {  # the flags whose words they are
 
 
 def _check_saved(saved: dict[str, Any]) -> None:
-    """Raise CheckpointError where a saved value is of no schedule here: whoever wrote it may know
-    other styles."""
+    """Raise CheckpointError if a saved value belongs to no schedule here.
+
+    The program that wrote it may know other styles.
+    """
     for key, value in saved.items():
         name = _OLD_NAMES.get(key, key)
         if name in _STYLES:
@@ -338,7 +351,7 @@ def _check_equal(ours: Schedules, saved: Schedules) -> None:
 
 
 def _samples(iterations: int | None, samples: int | None, global_batch: int) -> int:
-    """A length given in iterations or in samples, in samples."""
+    """Return a length given in iterations or in samples, in samples."""
     if iterations is not None:
         return iterations * global_batch
     assert samples is not None, "the checks let a run without length through"
@@ -346,14 +359,14 @@ def _samples(iterations: int | None, samples: int | None, global_batch: int) -> 
 
 
 def _decoupled_ends(peak: float | None, least: float | None, min_lr: float) -> DecoupledEnds:
-    """Without a peak there is no minimum either; a peak's is else that of the others."""
+    """Return the ends; without a peak there is no minimum, and `min_lr` is the default minimum."""
     if peak is None:
         return DecoupledEnds()
     return DecoupledEnds(peak, min_lr if least is None else least)
 
 
 def _decay_ends(optimizer: OptimizerConfig) -> tuple[float, float]:
-    """First and last weight decay."""
+    """Return the first and the last weight decay."""
     if optimizer.weight_decay_incr_style == "constant":
         return optimizer.weight_decay, optimizer.weight_decay
     assert optimizer.start_weight_decay is not None

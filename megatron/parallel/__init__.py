@@ -5,7 +5,7 @@
     build                what a layer is built in: layout, device, kernels
     layers, linear       layers whose weights are split; `products` multiply for them
     registry             what layers announce while a model is built
-    parameter            which part of a whole tensor a parameter is; `initialization` fills it
+    parameter            which part of a whole tensor a parameter is, and its first values
     buckets              the plan of flat buffers, as data
     gradients, weights   carry it out: gradients averaged, updated weights gathered
     sharded              ZeRO stage 3 instead of these

@@ -40,14 +40,13 @@ from megatron.parallel.context.block import (
     reference_backward,
     reference_forward,
 )
-from megatron.parallel.context.ring import ring_attention
-from megatron.parallel.context.ulysses import ulysses_attention
+from megatron.parallel.context.ring import ring_attention, ulysses_attention
 from megatron.parallel.exchange import Exchange
 from megatron.parallel.fp8 import Fp8Format, Fp8Products
 from megatron.parallel.layout import Axis, Layout
 from megatron.parallel.linear import WorkQueue
 from megatron.parallel.parameter import Init, new_parameter
-from megatron.parallel.products import PLAIN, Plain, Products
+from megatron.parallel.products import PLAIN, Products
 from megatron.parallel.registry import LayerRegistry
 
 _ON_CPU = torch.device("cpu")
@@ -70,7 +69,7 @@ class Kernels:
     """
 
     library: KernelLibrary | None = None
-    new_products: Callable[[], Products] = Plain
+    new_products: Callable[[], Products] = Products
     output_products: Products = PLAIN
     amaxes: Amaxes | None = None
     attention: AttentionChoice = AttentionChoice("fused", "PyTorch's", fused_attention)

@@ -203,8 +203,13 @@ _UNIT = 1024.0
 
 @dataclass
 class _HeadGradients:
-    """Of the sum of losses: those of the input [s, b, h], the weight [v/t, h] in fp32 and the bias
-    [v/t] in fp32."""
+    """Gradients of the sum of losses.
+
+    Attributes:
+        input: [s, b, h].
+        weight: [v/t, h] in fp32.
+        bias: [v/t] in fp32.
+    """
 
     input: Tensor
     weight: Tensor

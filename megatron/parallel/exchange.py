@@ -4,6 +4,11 @@ A product that is cut by rows sends each part as soon as it is there, and takes 
 needs them. What is sent between an `open` and its `close` is one use of an exchange. All ranks
 program the same uses in the same order; step i is the message to the i-th rank after one's own,
 round the axis, and from the i-th before it.
+
+On a GPU ranks write into each other's memory, and each keeps an account of which part of it is free
+(`Ledger`), without asking the others. The ranks are not in step, but each makes the same calls in
+the same order. So a rank that has sent rows for a use had closed, in its own queue, every use that
+the program closes before that.
 """
 
 from __future__ import annotations
@@ -22,58 +27,61 @@ class Use(Protocol):
     """One message to, and one from, each other rank of the axis: [rows, ...] of one shape."""
 
     def send(self, step: int, rows: Tensor) -> None:
-        """Begin to send, contiguous rows that nobody changes until `close`."""
+        """Begin to send contiguous rows, which nobody changes until `close`."""
         ...
 
     def computing(self) -> None:
-        """Call when the kernels that are to run beside the messages have been launched."""
+        """Take note that the kernels which are to run beside the messages have been launched."""
         ...
 
     def receive(self, step: int) -> Tensor:
-        """What came, [rows, ...]; to be read until `close`."""
+        """Return the rows that came, [rows, ...], to be read until `close`."""
         ...
 
     def whole(self, own: Tensor) -> Tensor:
-        """Everything received and one's own rows, in the order of the ranks: [t rows, ...], to be
-        read until `close`. After all of `receive`."""
+        """Return everything received and one's own rows, in the order of the ranks.
+
+        They are [t rows, ...], to be read until `close`. Call it after all of `receive`.
+        """
         ...
 
     def close(self) -> None:
-        """The messages are read."""
+        """Take note that the messages have been read."""
         ...
 
 
 class Exchange(Protocol):
-    """Where uses are opened; two may be open at a time."""
+    """Opens uses, of which two may be open at a time."""
 
     axis: Axis
 
     def fits(self, elements: int, dtype: torch.dtype) -> bool:
-        """Whether messages of so many elements can be sent; the same on every rank."""
+        """Return whether messages of so many elements can be sent; the same on every rank."""
         ...
 
     def open(self, rows: Tensor) -> Use:
-        """Begin a use, of messages like `rows`."""
+        """Begin a use, with messages like `rows`."""
         ...
 
 
 class GroupExchange:
-    """By messages of the axis' process group: on a CPU.
+    """An exchange by messages of the axis' process group, for CPUs.
 
     Args:
         axis: of at least two processes.
     """
 
     def __init__(self, axis: Axis) -> None:
+        """Send messages over the axis."""
         assert axis.group is not None, "an axis without a process group cannot exchange"
         self.axis = axis
 
     def fits(self, elements: int, dtype: torch.dtype) -> bool:
-        """See `Exchange`."""
+        """Return True: messages may have any size."""
         return True
 
     def open(self, rows: Tensor) -> Use:
-        """See `Exchange`."""
+        """Begin a use, with messages like `rows`."""
         return _GroupUse(self.axis, rows)
 
 
@@ -114,3 +122,55 @@ class _GroupUse:
         for work in self._sending:
             work.wait()
         self._kept.clear()
+
+
+SLOTS = 3  # of a column's backward two are open; with a third the next use needs no barrier
+
+
+class Ledger:
+    """Which of the slots a use takes, and whether it is known to be free on every rank.
+
+    Uses count from 0; use k takes slot k modulo `slots`. Rows that another rank has sent for use k
+    tell that it has closed what this rank had closed when it sent its own for k.
+    """
+
+    def __init__(self, slots: int) -> None:
+        """Begin with all slots free."""
+        self._slots = slots
+        self._opened = 0
+        self._open: list[int] = []
+        self._closed_at_send: dict[int, int] = {}
+        self._known = 0
+
+    def open(self) -> int:
+        """Return the next use."""
+        assert len(self._open) < self._slots, "uses are not closed"
+        use = self._opened
+        self._opened += 1
+        self._open.append(use)
+        return use
+
+    def may_send(self, use: int) -> bool:
+        """Return whether the others have closed the use that had this one's slot."""
+        return use - self._slots < self._known
+
+    def met(self) -> None:
+        """Take note that the ranks are at a barrier."""
+        self._known = self._closed
+
+    def sent(self, use: int) -> None:
+        """Take note that the first rows of a use are on their way."""
+        self._closed_at_send.setdefault(use, self._closed)
+
+    def received(self, use: int) -> None:
+        """Take note that all others' rows of a use are there."""
+        self._known = max(self._known, self._closed_at_send.pop(use))
+
+    def close(self, use: int) -> None:
+        """Take note that a use's slot has been read."""
+        self._open.remove(use)
+
+    @property
+    def _closed(self) -> int:
+        """All uses below this one are closed."""
+        return min(self._open, default=self._opened)

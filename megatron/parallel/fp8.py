@@ -30,7 +30,7 @@ from megatron.kernels.fp8_product import Fp8Product, reference_product
 from megatron.kernels.weight_gradient import weight_gradient
 from megatron.parallel.collectives import ALONE, Communication, all_reduce
 from megatron.parallel.layout import Axis, Layout
-from megatron.parallel.products import Kept
+from megatron.parallel.products import Kept, Products
 
 ROLES = ("input", "weight", "gradient")
 
@@ -106,6 +106,7 @@ class AmaxHistory:
         layout: Layout,
         device: torch.device,
     ) -> None:
+        """Allocate the buffers."""
         self._layers = {name: place for place, name in enumerate(layers)}
         self._scaling = scaling
         self._layout = layout
@@ -218,7 +219,7 @@ class ArrivingWeight:
     is_there: Callable[[], bool]
 
 
-class Fp8Products:
+class Fp8Products(Products):
     """Products in 8 bits of 16-bit tensors whose sizes are multiples of 16.
 
     Forward lets the hardware keep fewer bits of its sums, backward does not. Casts are shared: a
@@ -240,12 +241,16 @@ class Fp8Products:
     def __init__(
         self, form: Fp8Format, casts: Fp8Casts, multiply: Fp8Product = reference_product
     ) -> None:
+        """Begin with current scaling and a weight that is cast here."""
         self.slots = LayerSlots()
         self.arriving: ArrivingWeight | None = None
         self._form = form
         self._casts = casts
-        self._multiply = multiply
+        self._product = multiply
         self._weight: tuple[Fp8, Fp8] | None = None
+        self.keeps_input = not form.weight_gradient
+        # One scale then serves all rows of a factor, and its transpose, wherever they are.
+        self.can_be_cut = form.weight_gradient and not form.by_row
 
     def scale_by(self, slots: LayerSlots) -> None:
         """Scale by earlier updates from now on."""
@@ -264,19 +269,9 @@ class Fp8Products:
         return values, values, gradients
 
     @property
-    def keeps_input(self) -> bool:
-        """Whether the weight's gradient is computed in 16 bits."""
-        return not self._form.weight_gradient
-
-    @property
     def weight_format(self) -> torch.dtype | None:
         """What a weight is cast to with one scale; `None` if each of its rows has its own."""
         return None if self._form.by_row else self._form.values
-
-    @property
-    def can_be_cut(self) -> bool:
-        """Whether one scale serves all rows of a factor, and its transpose, wherever they are."""
-        return not self._form.by_row and self._form.weight_gradient
 
     def forward(
         self,
@@ -294,7 +289,7 @@ class Fp8Products:
         kept: Kept = (by_in.values, by_in.inverse)
         if turned is not None:
             kept += (turned.values, turned.inverse)
-        out = self._multiply(left, by_out, x.dtype, bias=bias, fast=True)
+        out = self._product(left, by_out, x.dtype, bias=bias, fast=True)
         return out.view(-1, *x.shape[1:-1], out.shape[-1]), kept
 
     def _both_of_weight(self, weight: Tensor) -> tuple[Fp8, Fp8]:
@@ -391,7 +386,7 @@ class Fp8Products:
 
     def input_gradient(self, grad: Kept, kept: Kept) -> Tensor:
         """Return grad W, [m, in]."""
-        return self._multiply(Fp8(*grad[1:3]), Fp8(*kept[:2]), grad[0].dtype)
+        return self._product(Fp8(*grad[1:3]), Fp8(*kept[:2]), grad[0].dtype)
 
     def weight_gradient(
         self, grad: Kept, kept: Kept, x: Tensor | None, into: Tensor, *, accumulate: bool
@@ -401,7 +396,7 @@ class Fp8Products:
             weight_gradient(grad[0], x, into, accumulate=accumulate)
             return
         left, right = Fp8(*grad[3:]), Fp8(*kept[2:])
-        self._multiply(left, right, into.dtype, into=into, accumulate=accumulate)
+        self._product(left, right, into.dtype, into=into, accumulate=accumulate)
 
     def forget(self) -> None:
         """Drop the cast weight and the casts' memory."""
@@ -447,7 +442,7 @@ class Fp8Products:
     ) -> None:
         """Write the product of some rows, which are scaled as all of the factor."""
         part = Fp8(rows.view(factor[1].dtype), factor[2])
-        self._multiply(part, Fp8(*weight[:2]), into.dtype, bias=bias, fast=not backward, into=into)
+        self._product(part, Fp8(*weight[:2]), into.dtype, bias=bias, fast=not backward, into=into)
 
     def _one(
         self,

@@ -25,8 +25,12 @@ _KEPT_PLACES = 4096  # more than a process is ever ahead of its device
 class DeviceMarks(Protocol):
     """Numbers that travel through a device's queue: `device.StreamMarks`."""
 
-    def put(self, number: int) -> None: ...
-    def behind(self, number: int) -> int: ...
+    def put(self, number: int) -> None:
+        """Send a number through the queue."""
+
+    def behind(self, number: int) -> int:
+        """Return how many numbers the device is behind this one."""
+        ...
 
 
 class Place(NamedTuple):
@@ -42,14 +46,15 @@ class Transfer:
 
     Attributes:
         kind: "all-reduce", "receive" ...
-        ranks: the global ranks of the group, this one among them; of a message the one other end.
-        number: how many this process has started with these ranks, this one included; None of a
+        ranks: the global ranks of the group, this one among them; for a message the other end.
+        number: how many this process has started with these ranks, this one included; `None` for a
             message.
     """
 
     def __init__(
         self, journal: Journal, kind: str, ranks: tuple[int, ...], number: int | None, work: Any
     ) -> None:
+        """Name a piece of work."""
         self.kind, self.ranks, self.number = kind, ranks, number
         self._journal, self._work = journal, work
 
@@ -60,18 +65,19 @@ class Transfer:
         self._journal.end_wait()  # not after an error: what was waited for says what it means
 
     def is_completed(self) -> bool:
+        """Return whether the work is done, without waiting for it."""
         return bool(self._work.is_completed())
 
     def future(self) -> Any:
-        """PyTorch's, of its end."""
+        """Return PyTorch's future of the work's end."""
         return self._work.get_future()
 
 
 class Journal:
-    """Written by the thread that trains (autograd's threads too), read by any.
+    """What the thread that trains (and autograd's threads) writes and any thread may read.
 
     Args:
-        marks: to follow a GPU; None where the process itself computes.
+        marks: to follow a GPU; `None` if the process itself computes.
 
     Attributes:
         iteration: the update under way, from 1; 0 before the first.
@@ -80,6 +86,7 @@ class Journal:
     """
 
     def __init__(self, marks: DeviceMarks | None = None) -> None:
+        """Begin at start-up."""
         self.iteration = 0
         self.waits_for: Transfer | None = None
         self.started: dict[tuple[int, ...], int] = {}
@@ -90,7 +97,7 @@ class Journal:
         self._places = deque([self._place], maxlen=_KEPT_PLACES if marks is not None else 1)
 
     def enter(self, operation: object) -> None:
-        """From now on the process is in `operation`; its `str` is what a user reads."""
+        """Note that the process is in `operation`, whose `str` is what a user reads."""
         self._moved = time.monotonic()
         number = self._place.number + 1
         self._place = Place(number, self.iteration, operation)
@@ -100,7 +107,7 @@ class Journal:
 
     @contextmanager
     def inside(self, operation: object) -> Iterator[None]:
-        """In `operation` for the length of the block, then again where it was before."""
+        """Be in `operation` during the block, and then again where the process was before."""
         outer = self._place.operation
         self.enter(operation)
         yield
@@ -108,7 +115,7 @@ class Journal:
 
     @contextmanager
     def without_marks(self) -> Iterator[None]:
-        """Around work that a device only records: a mark in it would come back with every run."""
+        """Surround work that a device only records: a mark in it would come back with every run."""
         marks, self._marks = self._marks, None
         try:
             yield
@@ -122,7 +129,7 @@ class Journal:
 
     @contextmanager
     def joining(self, kind: str, ranks: tuple[int, ...]) -> Iterator[None]:
-        """Around a collective that another library starts and itself waits for.
+        """Surround a collective that another library starts and itself waits for.
 
         On a GPU it is only queued, in a stream of that library's, where marks would be out of turn.
         """
@@ -136,10 +143,12 @@ class Journal:
         return Transfer(self, kind, (peer,), None, work)
 
     def begin_wait(self, transfer: Transfer) -> None:
+        """Note that the process waits for a communication."""
         self._moved = time.monotonic()
         self.waits_for = transfer
 
     def end_wait(self) -> None:
+        """Note that the process waits no more."""
         self.waits_for = None
         self._moved = time.monotonic()
         if self._marks is not None:
@@ -158,10 +167,10 @@ class Journal:
 
     @property
     def device_is_behind(self) -> bool:
-        """Work that the process has queued is not done."""
+        """Whether work that the process has queued is not done."""
         return self._marks is not None and self._marks.behind(self._place.number) > 0
 
     @property
     def progress(self) -> tuple[float, int]:
-        """Changes whenever process or device gets on."""
+        """A value that changes whenever process or device gets on."""
         return self._moved, self.place.number

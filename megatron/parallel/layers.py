@@ -60,6 +60,7 @@ class Linear(nn.Module):
         adds_bias: bool = True,
         parts: int = 1,
     ) -> None:
+        """Allocate this rank's part, and announce it to the context's registry."""
         super().__init__()
         self.adds_bias = adds_bias
         layout = context.layout
@@ -164,6 +165,7 @@ class VocabularyEmbedding(nn.Module):
         lookup_in_fp32: bool = False,
         calls: int = 1,
     ) -> None:
+        """Allocate this rank's rows, and reserve a gradient slot."""
         super().__init__()
         self.layout = context.layout
         self.lookup_in_fp32 = lookup_in_fp32

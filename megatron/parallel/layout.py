@@ -40,18 +40,20 @@ class Axis:
 
     @property
     def is_first(self) -> bool:
+        """Whether this process is the axis' first."""
         return self.rank == 0
 
     @property
     def is_last(self) -> bool:
+        """Whether this process is the axis' last."""
         return self.rank == self.size - 1
 
     def transfer(self, kind: str, work: Any) -> Transfer:
-        """A started collective of this axis under its name."""
+        """Note a started collective of this axis under its name."""
         return self.journal.transfer(kind, self.ranks, work)
 
     def joining(self, kind: str) -> AbstractContextManager[None]:
-        """Around a collective of this axis that another library starts: see `Journal.joining`."""
+        """Surround a collective of this axis that another library starts and waits for."""
         return self.journal.joining(kind, self.ranks)
 
     def barrier(self) -> None:
@@ -86,19 +88,19 @@ class Layout:
 
     @property
     def sequence(self) -> Axis:
-        """Who divides the sequence between the split layers: the tensor ranks, or nobody."""
+        """Ranks that divide the sequence between split layers: the tensor ranks, or nobody."""
         return self.tensor if self.sequence_parallel else Axis()
 
     @classmethod
     def single(cls) -> Layout:
-        """One process that does everything: for tests, tools and a laptop."""
+        """Return the grid of one process that does everything: for tests, tools and a laptop."""
         return cls()
 
     @classmethod
     def at(
         cls, rank: int, world_size: int, *, tensor: int = 1, context: int = 1, pipeline: int = 1
     ) -> Layout:
-        """The grid as process `rank` of `world_size` sees it, without communication."""
+        """Return the grid as process `rank` of `world_size` sees it, without communication."""
         sizes = grid_sizes(world_size, tensor=tensor, context=context, pipeline=pipeline)
         strides = _strides(sizes)
         axes: dict[str, Any] = {}
@@ -124,7 +126,7 @@ class Layout:
         pipeline: int = 1,
         journal: Journal | None = None,
     ) -> Layout:
-        """The same with process groups. Collective: `init_process_group` must have run.
+        """Return the grid with process groups. Collective: `init_process_group` must have run.
 
         A world of one has no groups and needs no initialization.
         """
@@ -166,7 +168,7 @@ class Layout:
         return self.world.journal
 
     def beside(self, timeout: timedelta) -> Layout:
-        """This grid for a thread beside the one that trains. Collective.
+        """Return this grid for a thread beside the one that trains. Collective.
 
         Its `world`, the only axis to talk over, has a group of its own for tensors on the CPU, and
         a journal of its own.
@@ -200,7 +202,7 @@ def _replica(data: Axis, context: Axis) -> Axis:
 
 
 def grid_sizes(world_size: int, *, tensor: int, context: int, pipeline: int) -> dict[str, int]:
-    """Size of every axis; data takes what the others leave."""
+    """Return the size of every axis; data gets the processes that the others leave."""
     model = tensor * context * pipeline
     assert world_size % model == 0, "rules_model.layout: the sizes divide the world"
     return {
@@ -212,7 +214,7 @@ def grid_sizes(world_size: int, *, tensor: int, context: int, pipeline: int) -> 
 
 
 def _ends(pipeline: Axis) -> Axis:
-    """The axis of a pipeline's first and last stage; of one for those between."""
+    """Return the axis of a pipeline's first and last stage; an axis of one for those between."""
     if pipeline.size == 1 or not (pipeline.is_first or pipeline.is_last):
         return Axis(ranks=(pipeline.ranks[pipeline.rank],))
     ends = (pipeline.ranks[0], pipeline.ranks[-1])
@@ -220,7 +222,10 @@ def _ends(pipeline: Axis) -> Axis:
 
 
 def _embedding_group(layout: Layout, mesh: DeviceMesh) -> ProcessGroup | None:
-    """The group of this process's pipeline ends. Every process makes all groups, in one order."""
+    """Return the group of this process's pipeline ends.
+
+    Every process makes all groups, in one order.
+    """
     import torch.distributed as dist
 
     mine = None

@@ -260,6 +260,7 @@ class Whole:
     """
 
     def __init__(self, communication: Communication) -> None:
+        """Choose the collectives."""
         self._communication = communication
 
     def forward(
@@ -372,6 +373,7 @@ class ScatteredProduct:
         dtype: torch.dtype,
         before_sending: Callable[[], None] = lambda: None,
     ) -> None:
+        """Multiply, and send what the others need."""
         self._axis = axis = exchange.axis
         parts = rows.unflatten(0, (axis.size, -1))
         self._use: Use | None = None
@@ -413,6 +415,7 @@ class CutColumn:
     """
 
     def __init__(self, exchange: Exchange) -> None:
+        """Choose the exchange."""
         self._exchange = exchange
 
     def forward(
@@ -507,6 +510,7 @@ class CutRow:
     """
 
     def __init__(self, exchange: Exchange) -> None:
+        """Choose the exchange."""
         self._exchange = exchange
 
     def forward(

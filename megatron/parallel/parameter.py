@@ -2,17 +2,25 @@
 
 A parameter's first values, its checkpoint entry and its share of the gradient norm follow from
 its `ParameterSpec` alone, so none of them depends on how the model is split.
+
+First values follow from the global index, the same for every layout, device and order: element i of
+the tensor called `name` is a pure function of (seed, name, i). A counter-based generator,
+Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), turns
+(key, i // 4) into four 32-bit words, and the words into values. A shard computes the blocks that it
+needs and nothing else.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.parallel.layout import Axis
+from megatron.parallel.random import derive_key
 
 
 @dataclass(frozen=True)
@@ -105,3 +113,116 @@ def part_shape(parameter: nn.Parameter) -> tuple[int, ...]:
     shape[spec.split_dim] = 1
     shape[spec.split_dim] = parameter.numel() // math.prod(shape)
     return tuple(shape)
+
+
+WORDS = 4  # values of one Philox block
+CHUNK = 2**21  # elements made at a time, so that temporaries stay small (about 100 MB)
+_MASK = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+
+
+@torch.no_grad()
+def initialize(named_parameters: Iterable[tuple[str, nn.Parameter]], seed: int) -> None:
+    """Fill every parameter from its spec, in place.
+
+    Args:
+        named_parameters: global names and parameters made by `new_parameter`.
+        seed: of the run.
+    """
+    for name, parameter in named_parameters:
+        initialize_part(name, parameter, spec_of(parameter), seed)
+
+
+@torch.no_grad()
+def initialize_part(name: str, tensor: Tensor, spec: ParameterSpec, seed: int) -> None:
+    """Fill `tensor` with what parameter `name` starts with at the place that `spec` names."""
+    fill(tensor, spec, derive_key(seed, name))
+
+
+def fill(tensor: Tensor, spec: ParameterSpec, key: tuple[int, int]) -> None:
+    """Write into `tensor` its part, by `spec`, of the whole tensor that `key` stands for."""
+    if spec.init.kind == "zeros":
+        tensor.zero_()
+        return
+    if spec.init.kind == "ones":
+        tensor.fill_(1)
+        return
+    runs, length = _runs(tuple(tensor.shape), spec)
+    target = tensor.view(runs.numel(), length)
+    runs = runs.to(tensor.device)
+    for rows, columns in _chunks(runs.numel(), length):
+        starts = runs[rows] + columns.start
+        count = columns.stop - columns.start
+        target[rows, columns] = _values(starts, count, spec.init, key).to(tensor.dtype)
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> list[Tensor]:
+    """Philox4x32-10. Words are int64 tensors that hold 0 to 2**32 - 1.
+
+    Args:
+        counter: four words of one shape, lowest first.
+        key: two words.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        # The product wraps to 64 bits, read as signed: both halves are right after the mask.
+        first, second = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0 = (second >> 32).bitwise_and_(_MASK).bitwise_xor_(c1).bitwise_xor_(k0)
+        c2 = (first >> 32).bitwise_and_(_MASK).bitwise_xor_(c3).bitwise_xor_(k1)
+        c1, c3 = second.bitwise_and_(_MASK), first.bitwise_and_(_MASK)
+        k0, k1 = (k0 + _KEY_STEPS[0]) & _MASK, (k1 + _KEY_STEPS[1]) & _MASK
+    return [c0, c1, c2, c3]
+
+
+def _runs(shape: tuple[int, ...], spec: ParameterSpec) -> tuple[Tensor, int]:
+    """Where the part's pieces that are contiguous in the whole start, and how long they are."""
+    dims, length = len(shape), 1
+    while dims:  # take trailing dimensions until the first that the part holds only partly
+        dims -= 1
+        length *= shape[dims]
+        if shape[dims] != spec.global_shape[dims]:
+            break
+    stride = [math.prod(spec.global_shape[dim + 1 :]) for dim in range(len(shape))]
+    starts = torch.tensor([sum(o * s for o, s in zip(spec.offset, stride, strict=True))])
+    for dim in range(dims):
+        starts = (starts[:, None] + torch.arange(shape[dim]) * stride[dim]).flatten()
+    return starts, length
+
+
+def _chunks(runs: int, length: int) -> Iterator[tuple[slice, slice]]:
+    """Rectangles of at most CHUNK elements that cover `runs` rows of `length` columns."""
+    height, width = max(1, CHUNK // length), min(CHUNK, length)
+    for row in range(0, runs, height):
+        for column in range(0, length, width):
+            yield slice(row, min(runs, row + height)), slice(column, min(length, column + width))
+
+
+def _values(starts: Tensor, count: int, init: Init, key: tuple[int, int]) -> Tensor:
+    """Elements starts[r] to starts[r] + count - 1 for every r: float64 [r, count]."""
+    phase = starts % WORDS
+    blocks = (int(phase.max()) + count + WORDS - 1) // WORDS
+    index = (starts // WORDS)[:, None] + torch.arange(blocks, device=starts.device)
+    zero = torch.zeros_like(index)
+    words = philox((index & _MASK, index >> 32, zero, zero), key)
+    values = torch.stack(_transform(words, init), dim=-1).flatten(1)
+    if not phase.any():
+        return values[:, :count]
+    return values.gather(1, phase[:, None] + torch.arange(count, device=starts.device))
+
+
+def _transform(words: list[Tensor], init: Init) -> list[Tensor]:
+    """Words of uniform bits to four values of the wanted distribution, in float64."""
+    # Centres of 2**32 equal cells: never 0, so the logarithm below is finite.
+    uniform = [(word.double() + 0.5).mul_(2.0**-32) for word in words]
+    if init.kind == "uniform":
+        return [u.mul_(2).sub_(1).mul_(init.scale) for u in uniform]
+    assert init.kind == "normal", init.kind
+    normal: list[Tensor] = []
+    for u, v in (uniform[:2], uniform[2:]):  # Box and Muller, 1958
+        radius = u.log_().mul_(-2).sqrt_().mul_(init.scale)
+        angle = v.mul_(2 * math.pi)
+        normal += [radius * angle.cos(), radius * angle.sin()]
+    return normal

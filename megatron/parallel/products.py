@@ -4,14 +4,14 @@ With x [m, in], weight [out, in] and the output's gradient [m, out]:
 
     output = x W^T        input gradient = grad W        weight gradient = grad^T x
 
-`Plain` multiplies in the tensors' own format, `InFp32` in fp32, `RowByRow` so that the bits of a
-row do not depend on the others. `fp8.Fp8Products` multiplies in 8 bits. How the factors get to the
-processes that need them is another choice: see `linear`.
+`Products` itself multiplies in the tensors' own format, `InFp32` in fp32, `RowByRow` so that the
+bits of a row do not depend on the others. `fp8.Fp8Products` multiplies in 8 bits. How the factors
+get to the processes that need them is another choice, that of `linear`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -28,22 +28,22 @@ if TYPE_CHECKING:
 Kept = tuple[Tensor, ...]
 
 
-class Products(Protocol):
-    """How a layer multiplies; one object a layer.
+class Products:
+    """How a layer multiplies, one object a layer: here in the tensors' own format.
 
-    Forward's `kept` and the layer's gradient, once prepared, are all that the two products of
-    backward need, besides the input if `keeps_input`.
+    Other formats extend this class. Forward's `kept` and the layer's gradient, once prepared, are
+    all that the two products of backward need, besides the input if `keeps_input`. Weight gradients
+    are added in fp32 if they are kept so.
+
+    Attributes:
+        keeps_input: the weight's gradient needs the input itself.
+        is_autograds: `F.linear` under autograd gives the same products.
+        can_be_cut: a product may be made by rows, wherever these are.
     """
 
-    @property
-    def keeps_input(self) -> bool:
-        """Whether the weight's gradient needs the input itself."""
-        ...
-
-    @property
-    def is_autograds(self) -> bool:
-        """Whether `F.linear` under autograd gives the same products."""
-        ...
+    keeps_input = True
+    is_autograds = True
+    can_be_cut = True
 
     def forward(
         self,
@@ -63,7 +63,11 @@ class Products(Protocol):
             communication: gathers the input.
             training: whether statistics of the input may be recorded.
         """
-        ...
+        return self._multiply(communication.start_gather(x).wait(), weight, bias), (weight,)
+
+    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return forward's product of the whole input."""
+        return F.linear(x, weight, bias)
 
     def prepare(self, grad: Tensor, axis: Axis | None = None) -> Kept:
         """Return the output's gradient [..., out] as both products of backward take it.
@@ -72,47 +76,41 @@ class Products(Protocol):
             grad: all rows, or those of one rank of an axis.
             axis: the ranks that have the other rows, which are to be cast alike.
         """
-        ...
+        return (grad.flatten(0, -2),)
 
     def input_gradient(self, grad: Kept, kept: Kept) -> Tensor:
         """Return the input's gradient [m, in]."""
-        ...
+        return grad[0] @ kept[0]
 
     def weight_gradient(
         self, grad: Kept, kept: Kept, x: Tensor | None, into: Tensor, *, accumulate: bool
     ) -> None:
         """Write [out, in] over what `into` holds, or add it, in the format of `into`."""
-        ...
+        assert x is not None
+        weight_gradient(grad[0], x, into, accumulate=accumulate)
 
     def forget(self) -> None:
         """Drop what is kept from one call to the next.
 
         Call it when the weight has changed, and when a device begins or ends to record.
         """
-        ...
 
     def enroll(self, weight: nn.Parameter, in_8_bits: dict[nn.Parameter, Fp8Products]) -> None:
         """Add the weight to those that are multiplied in 8 bits, if it is."""
-        ...
 
     # The same piece by piece, for a transport that cuts the product by rows.
 
-    @property
-    def can_be_cut(self) -> bool:
-        """Whether a product may be made by rows, wherever these are."""
-        ...
-
     def weight_factors(self, weight: Tensor) -> tuple[Kept, Kept]:
         """Return the weight as the output's product takes it, and as the input gradient's does."""
-        ...
+        return (weight.t(),), (weight,)
 
     def prepare_input(self, x: Tensor, axis: Axis | None, *, training: bool) -> Kept:
         """Return the input [m, in] as the output's product takes it; arguments as in `prepare`."""
-        ...
+        return (x,)
 
     def rows_of(self, factor: Kept) -> Tensor:
         """Return the rows of a prepared factor as they travel."""
-        ...
+        return factor[0]
 
     def with_all_rows(self, factor: Kept, rows: Tensor, *, copy: bool) -> Kept:
         """Return the factor of all ranks, for the weight's gradient.
@@ -122,11 +120,11 @@ class Products(Protocol):
             rows: of all ranks, in memory that is soon used for something else.
             copy: the result must not share this memory.
         """
-        ...
+        return (rows.clone() if copy else rows,)
 
     def keep(self, weight: Kept, factor: Kept) -> Kept:
         """Return what `forward` keeps, of the weight's second factor and the prepared input."""
-        ...
+        return weight
 
     def multiply_rows(
         self,
@@ -148,94 +146,16 @@ class Products(Protocol):
             into: [rows, out] or [rows, in].
             backward: it is the input gradient's product.
         """
-        ...
-
-
-class Plain:
-    """In the tensors' own format; weight gradients are added in fp32 if they are kept so."""
-
-    keeps_input = True
-    is_autograds = True
-    can_be_cut = True
-
-    def forward(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        communication: Communication = ALONE,
-        *,
-        training: bool = True,
-    ) -> tuple[Tensor, Kept]:
-        """Return the output [s, ..., out], and the weight."""
-        return self._multiply(communication.start_gather(x).wait(), weight, bias), (weight,)
-
-    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return forward's product of the whole input."""
-        return F.linear(x, weight, bias)
-
-    def prepare(self, grad: Tensor, axis: Axis | None = None) -> Kept:
-        """Return the gradient as a matrix."""
-        return (grad.flatten(0, -2),)
-
-    def input_gradient(self, grad: Kept, kept: Kept) -> Tensor:
-        """Return grad W, [m, in]."""
-        return grad[0] @ kept[0]
-
-    def weight_gradient(
-        self, grad: Kept, kept: Kept, x: Tensor | None, into: Tensor, *, accumulate: bool
-    ) -> None:
-        """Write or add grad^T x."""
-        assert x is not None
-        weight_gradient(grad[0], x, into, accumulate=accumulate)
-
-    def forget(self) -> None:
-        """Do nothing: nothing is kept."""
-
-    def enroll(self, weight: nn.Parameter, in_8_bits: dict[nn.Parameter, Fp8Products]) -> None:
-        """Do nothing: it is multiplied in its own format."""
-
-    def weight_factors(self, weight: Tensor) -> tuple[Kept, Kept]:
-        """Return W^T and W."""
-        return (weight.t(),), (weight,)
-
-    def prepare_input(self, x: Tensor, axis: Axis | None, *, training: bool) -> Kept:
-        """Return the input."""
-        return (x,)
-
-    def rows_of(self, factor: Kept) -> Tensor:
-        """Return the matrix itself."""
-        return factor[0]
-
-    def with_all_rows(self, factor: Kept, rows: Tensor, *, copy: bool) -> Kept:
-        """Return all rows."""
-        return (rows.clone() if copy else rows,)
-
-    def keep(self, weight: Kept, factor: Kept) -> Kept:
-        """Return the weight."""
-        return weight
-
-    def multiply_rows(
-        self,
-        factor: Kept,
-        weight: Kept,
-        bias: Tensor | None,
-        rows: Tensor,
-        into: Tensor,
-        *,
-        backward: bool = False,
-    ) -> None:
-        """Write the product of some rows."""
         if bias is None:
             torch.mm(rows, weight[0], out=into)
         else:
             torch.addmm(bias, rows, weight[0], out=into)
 
 
-PLAIN = Plain()
+PLAIN = Products()
 
 
-class InFp32(Plain):
+class InFp32(Products):
     """In fp32 whatever the format of input and weight; the output stays in fp32.
 
     It is meant for a layer with few outputs, each of which counts.
@@ -264,13 +184,14 @@ class InFp32(Plain):
 IN_FP32 = InFp32()
 
 
-class RowByRow(Plain):
+class RowByRow(Products):
     """Forward gives each row the same bits whatever rows come with it."""
 
     is_autograds = False
     can_be_cut = False
 
     def __init__(self, product: RowProduct) -> None:
+        """Multiply by `product`."""
         self._product = product
 
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

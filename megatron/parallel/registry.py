@@ -29,6 +29,7 @@ class ReservedSlot:
     __slots__ = ("slot",)
 
     def __init__(self) -> None:
+        """Leave the gradient to autograd until a buffer exists."""
         self.slot: WeightSlot | None = None
 
 
@@ -36,6 +37,7 @@ class LayerRegistry:
     """What the layers of this process's parts of a model have announced."""
 
     def __init__(self) -> None:
+        """Begin without layers."""
         self._reserved: list[tuple[nn.Parameter, int, ReservedSlot]] = []
         self._products: list[Products] = []
         self._deferrable: list[nn.Parameter] = []

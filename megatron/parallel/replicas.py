@@ -2,21 +2,29 @@
 
 `gradients.GradientBuffer` keeps whole parameters (ZeRO stages 0 to 2), `sharded.ShardedModel` a
 shard of each (stage 3).
+
+`TorchDataParallel` is --DDP-impl torch: gradients averaged by PyTorch's DistributedDataParallel.
+They stay where a `GradientBuffer` of one replica keeps them: PyTorch averages them in place.
 """
 
 from __future__ import annotations
 
+import inspect
+import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from megatron.config.parallel import ParallelOptions
 from megatron.parallel.buckets import Span
+from megatron.parallel.collectives import Pending, mean_of, start_all_reduce
 from megatron.parallel.fp8 import Fp8Products
-from megatron.parallel.layout import Layout
+from megatron.parallel.layout import Axis, Layout
 
 
 class SharedWeights(Protocol):
@@ -30,10 +38,12 @@ class SharedWeights(Protocol):
 
     def wait(self) -> None:
         """Return once parameters may be read, or changed, outside of their model's forward.
-        Collective over the replica axis."""
+
+        Collective over the replica axis.
+        """
 
     def forget(self) -> None:
-        """All parameters have been given other values, on all processes."""
+        """Take note that all processes have given the parameters other values."""
 
 
 class Gradients(Protocol):
@@ -41,26 +51,26 @@ class Gradients(Protocol):
 
     @property
     def is_sharded(self) -> bool:
-        """Each process keeps and updates its own shard only."""
+        """Whether each process keeps and updates only its own shard."""
 
     @property
     def shares_weights(self) -> bool:
-        """Between two passes each process holds no more of the weights than it updates."""
+        """Whether a process holds, between two passes, no more of the weights than it updates."""
 
     def owned(self, parameter: nn.Parameter, /) -> Span:
-        """Which elements of the flattened parameter this process updates; may be none."""
+        """Return which elements of the flattened parameter this process updates; may be none."""
 
     def part(self, parameter: nn.Parameter, /) -> Tensor:
-        """The weights that are `owned`: the parameter, or where sharded a 1-D view of it."""
+        """Return the weights that are `owned`: the parameter or, if sharded, a 1-D view of it."""
 
     def gradient(self, parameter: nn.Parameter, /) -> Tensor:
-        """The gradient of `part`, of its shape."""
+        """Return the gradient of `part`, of its shape."""
 
     def compute_dtype(self, parameter: nn.Parameter, /) -> torch.dtype:
-        """What forward computes in, and what a checkpoint holds the weight in."""
+        """Return what forward computes in, and what a checkpoint holds the weight in."""
 
     def views(self, select: Callable[[nn.Parameter], bool], /) -> list[Tensor]:
-        """As few 1-D tensors as hold what is owned of all selected parameters' gradients."""
+        """Return the fewest 1-D tensors that hold what is owned of all selected gradients."""
 
     def share_weights(
         self,
@@ -68,21 +78,97 @@ class Gradients(Protocol):
         in_8_bits: Mapping[nn.Parameter, Fp8Products],
         /,
     ) -> SharedWeights | None:
-        """The other half of a sharded update; None where every process updates everything."""
+        """Return the other half of a sharded update; `None` if each process updates everything."""
 
     def zero(self) -> None:
         """Forget all gradients. Call before the first micro-batch of an update."""
 
     def micro_batch(self, *, is_last: bool, wave: Hashable = None) -> AbstractContextManager[None]:
-        """Around each backward of an update; `wave` says which gradients it brings."""
+        """Surround each backward of an update; `wave` says which gradients it brings."""
 
     def complete(self) -> None:
-        """Zero the gradients that no backward of this update has reached. Before reading any."""
+        """Zero the gradients that no backward of this update has reached, before any is read."""
 
     def reduce(self) -> None:
         """Finish the average. Collective over the replica axis."""
 
 
 def shares_weights(config: ParallelOptions, layout: Layout) -> bool:
-    """Whether processes hold shards of the weights (ZeRO stage 3): one alone has all of them."""
+    """Return whether processes hold shards of the weights (ZeRO stage 3).
+
+    A single replica has all of them.
+    """
     return config.zero_stage == 3 and layout.replica.size > 1
+
+
+# torch 2.13 renamed it.
+_SYNC_BUFFERS = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
+
+
+class TorchDataParallel:
+    """The forward of a model whose gradients the backward averages over `axis`.
+
+    Collective, to construct and to call.
+
+    Args:
+        model: not cut into pipeline stages: its backward passes follow its forward passes.
+        forward: called with the model and what `__call__` is given.
+        axis: who holds the same weights.
+    """
+
+    may_run_ahead = False
+
+    def __init__(self, model: nn.Module, forward: Callable[..., Any], axis: Axis) -> None:
+        """Wrap the model in PyTorch's DistributedDataParallel."""
+        options: dict[str, Any] = {"process_group": axis.group, _SYNC_BUFFERS: False}
+        self._axis = axis
+        self._under_way: list[Pending] = []
+        with axis.joining("start of DistributedDataParallel"):
+            self._replica = DistributedDataParallel(_Forward(model, forward), **options)
+        # A function without annotations: PyTorch compares them, and ours are texts. It is held
+        # where the garbage collector does not look: with a way back we would never be freed.
+        average: Any = weakref.WeakMethod(self._average)
+        self._replica.register_comm_hook(None, lambda _, bucket: average()(bucket))
+
+    def begin_update(self) -> None:
+        """Do nothing."""
+
+    def release(self) -> None:
+        """Do nothing."""
+
+    def __call__(self, part: nn.Module, /, *args: Any, is_last: bool) -> Any:
+        """Run one micro-batch; the backward of an update's last one averages the sums of all."""
+        with nullcontext() if is_last else self._replica.no_sync():
+            return self._replica(*args)
+
+    def _average(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """PyTorch's own all-reduce, under its name in the journal.
+
+        Behind the last bucket there is nothing left to compute, so that all are waited for here,
+        where it can be seen for what.
+        """
+        gradients = bucket.buffer()
+        pending = start_all_reduce(gradients, self._axis, mean_of(gradients, self._axis))
+        self._under_way.append(pending)
+        if bucket.is_last():
+            for each in self._under_way:
+                each.wait()
+            self._under_way.clear()
+        assert pending.transfer is not None, "alone there is nothing to average"
+        return pending.transfer.future().then(lambda _: gradients)
+
+
+class _Forward(nn.Module):
+    """What PyTorch may wrap: the model, called by `function`."""
+
+    def __init__(self, model: nn.Module, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.model = model
+        self.function = function
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(self.model, *args)

@@ -65,6 +65,7 @@ class ShardedModel:
         compute_dtype: torch.dtype,
         reduce_dtype: torch.dtype,
     ) -> None:
+        """Shard the parts in place."""
         self.axis = layout.replica
         assert self.axis.group is not None, "one process has nobody to share with"
         self._compute_dtype = compute_dtype
@@ -88,7 +89,7 @@ class ShardedModel:
             self._gradients.append((parameter, self._attach(parameter, slot)))
 
     def _attach(self, parameter: nn.Parameter, slot: Span) -> DTensor:
-        """The parameter's gradient as autograd wants it, in our storage."""
+        """Return the parameter's gradient as autograd wants it, in our storage."""
         flat = self._storage[slot.start : slot.end]
         parameter.main_grad = flat  # type: ignore[attr-defined]
         assert isinstance(parameter, DTensor)
@@ -102,27 +103,27 @@ class ShardedModel:
         )
 
     def owned(self, parameter: nn.Parameter) -> Span:
-        """Which elements of the flattened parameter this process holds; may be none."""
+        """Return which elements of the flattened parameter this process holds; may be none."""
         rows, size = parameter.shape[0], self.axis.size
         first = min(self.axis.rank * -(-rows // size), rows)
         start = first * (parameter.numel() // rows)
         return Span(start, start + self._slots[id(parameter)].size)
 
     def part(self, parameter: nn.Parameter) -> Tensor:
-        """The weights that are `owned`, fp32, 1-D."""
+        """Return the weights that are `owned`, fp32, 1-D."""
         return self._shards[id(parameter)].view(-1)
 
     def gradient(self, parameter: nn.Parameter) -> Tensor:
-        """The gradient of `part`, fp32, 1-D."""
+        """Return the gradient of `part`, fp32, 1-D."""
         slot = self._slots[id(parameter)]
         return self._storage[slot.start : slot.end]
 
     def compute_dtype(self, parameter: nn.Parameter) -> torch.dtype:
-        """What forward computes in."""
+        """Return what forward computes in."""
         return self._compute_dtype
 
     def views(self, select: Callable[[nn.Parameter], bool]) -> list[Tensor]:
-        """As few 1-D tensors as hold what is owned of all selected parameters' gradients."""
+        """Return the fewest 1-D tensors that hold what is owned of all selected gradients."""
         runs = []
         for is_selected, members in groupby(self._parameters, key=select):
             slots = [self._slots[id(parameter)] for parameter in members]
@@ -135,19 +136,19 @@ class ShardedModel:
         overlap_in: Sequence[nn.Module] | None,
         in_8_bits: Mapping[nn.Parameter, Fp8Products],
     ) -> ShardedModel:
-        """Itself: see `gather` and `wait`."""
+        """Return itself: it gathers what forward needs."""
         assert not in_8_bits, "a rule refuses fp8"
         return self
 
     def gather(self) -> None:
-        """Nothing: the next forward gathers what it needs when it needs it."""
+        """Do nothing: the next forward gathers what it needs when it needs it."""
 
     def settle(self) -> None:
-        """The same as `wait`."""
+        """Give back what is whole, as `wait` does."""
         self.wait()
 
     def forget(self) -> None:
-        """Nothing: nothing is kept beside the shards."""
+        """Do nothing: nothing is kept beside the shards."""
 
     def wait(self) -> None:
         """Give back what forward alone, without a backward, has left whole."""
@@ -162,11 +163,11 @@ class ShardedModel:
 
     @contextmanager
     def micro_batch(self, *, is_last: bool, wave: Hashable = None) -> Iterator[None]:
-        """Around each backward, which itself reduces what it computes. Collective."""
+        """Surround each backward, which itself reduces what it computes. Collective."""
         yield
 
     def complete(self) -> None:
-        """Nothing: `zero` has zeroed all."""
+        """Do nothing: `zero` has zeroed all gradients."""
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -259,7 +260,7 @@ def _merge_leading_dimensions(part: nn.Module) -> None:
 
 
 def _layers(part: nn.Module) -> Iterable[nn.Module]:
-    """The modules that stand in a list or dict of the part: its layers."""
+    """Return the modules that stand in a list or dict of the part: its layers."""
     for child in part.modules():
         if isinstance(child, nn.ModuleDict):
             yield from child.values()
@@ -269,7 +270,7 @@ def _layers(part: nn.Module) -> Iterable[nn.Module]:
 
 @torch.no_grad()
 def _local(parameter: nn.Parameter) -> Tensor:
-    """This process's rows of a sharded parameter, sharing its memory."""
+    """Return this process's rows of a sharded parameter, sharing its memory."""
     assert isinstance(parameter, DTensor)
     rows = parameter.to_local()
     assert rows.is_contiguous()

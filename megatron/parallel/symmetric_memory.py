@@ -18,10 +18,9 @@ import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
 
 from megatron.errors import ConfigError
-from megatron.parallel.exchange import Use
+from megatron.parallel.exchange import SLOTS, Ledger, Use
 from megatron.parallel.journal import Transfer
 from megatron.parallel.layout import Axis
-from megatron.parallel.ledger import SLOTS, Ledger
 
 # Freed with the process: PyTorch waits for the device before it unmaps memory, and the device may
 # wait for a neighbour that is gone.
@@ -52,6 +51,7 @@ class SymmetricExchange:
     def __init__(
         self, axis: Axis, device: torch.device, message_bytes: int, *, seconds: float
     ) -> None:
+        """Map the others' memory. Collective over the axis."""
         assert axis.group is not None, "an axis without a process group cannot exchange"
         self.axis, self.device = axis, device
         self.patience = {"timeout_ms": int(1000 * seconds)}
@@ -74,11 +74,11 @@ class SymmetricExchange:
         self.side = torch.Stream(device, priority=-1)
 
     def fits(self, elements: int, dtype: torch.dtype) -> bool:
-        """See `Exchange`."""
+        """Return whether messages of so many elements can be sent; the same on every rank."""
         return elements * dtype.itemsize * self.axis.size <= self._slot_bytes
 
     def open(self, rows: Tensor) -> Use:
-        """See `Exchange`."""
+        """Begin a use, with messages like `rows`."""
         while len(self._ends) >= _AHEAD:
             end, transfer = self._ends.popleft()
             self.axis.journal.begin_wait(transfer)
@@ -123,9 +123,12 @@ class _SymmetricUse:
         self._unsaid.append(to)
 
     def computing(self) -> None:
-        """Flags are set by a kernel, which has to wait for the copy: launched before the product,
-        in the one hardware queue that we ask for (CUDA_DEVICE_MAX_CONNECTIONS=1), it would keep
-        the product waiting too."""
+        """Set the flags, now that the product has been launched.
+
+        A kernel sets them, which has to wait for the copy: launched before the product, in the one
+        hardware queue that we ask for (CUDA_DEVICE_MAX_CONNECTIONS=1), it would keep the product
+        waiting too.
+        """
         exchange = self._exchange
         with exchange.side:
             for to in self._unsaid:

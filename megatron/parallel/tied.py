@@ -46,10 +46,10 @@ class Tie:
 
 
 def tied_names(layout: Layout, *, words: bool, tables: Sequence[str]) -> frozenset[str]:
-    """Of the parameters that other stages may hold too.
+    """Return the names of parameters that other stages may hold too.
 
     Args:
-        layout: who this process is.
+        layout: this process among the others.
         words: the output layer uses the word embeddings.
         tables: names of parameters that any stages may hold.
     """
@@ -60,11 +60,11 @@ def tied_names(layout: Layout, *, words: bool, tables: Sequence[str]) -> frozens
 def tie_words(
     named_parameters: Iterable[tuple[str, nn.Parameter]], layout: Layout, *, is_tied: bool
 ) -> list[Tie]:
-    """The word embeddings, where another stage holds them too.
+    """Return the word embeddings as a tie, if another stage holds them too.
 
     Args:
         named_parameters: held by this process.
-        layout: who this process is.
+        layout: this process among the others.
         is_tied: the output layer uses the word embeddings.
     """
     if layout.embedding.size == 1 or not is_tied:
@@ -80,14 +80,16 @@ def tie_tables(
     device: torch.device,
     gradient_dtype: torch.dtype,
 ) -> list[Tie]:
-    """Parameters of which any stages of a pipeline hold copies. Collective over the pipeline.
+    """Return the parameters of which any stages of a pipeline hold copies.
+
+    Collective over the pipeline.
 
     Args:
         named_parameters: held by this process, with their `main_grad`, which may be of a shard.
         names: of the parameters.
-        layout: who this process is.
+        layout: this process among the others.
         device: of the gradients.
-        gradient_dtype: their type.
+        gradient_dtype: type of the gradients.
     """
     if layout.pipeline.size == 1 or not names:
         return []
@@ -107,6 +109,7 @@ class SharedTable(nn.Module):
     """A module that several parts of a model have, each under the same name."""
 
     def __init__(self) -> None:
+        """Begin with parameters of its own."""
         super().__init__()
         self._original: tuple[SharedTable, ...] = ()  # in a tuple: no child of this module
 
@@ -116,7 +119,7 @@ class SharedTable(nn.Module):
         return self._original[0] if self._original else None
 
     def use(self, original: SharedTable) -> None:
-        """Give up the parameters: that module's are used."""
+        """Give up the parameters, and use that module's."""
         for name, _ in list(self.named_parameters()):
             delattr(self, name)
         self._original = (original,)
@@ -134,7 +137,7 @@ def unite_copies(parts: Iterable[nn.Module]) -> None:
 
 
 def borrowed_parameters(part: nn.Module) -> Iterator[nn.Parameter]:
-    """Those of other parts' tables that a part uses."""
+    """Yield the parameters of other parts' tables that a part uses."""
     for module in part.modules():
         if isinstance(module, SharedTable) and module.original is not None:
             yield from module.original.parameters()

@@ -84,6 +84,7 @@ class WeightBuffer:
         overlap_in: Sequence[nn.Module] | None = None,
         in_8_bits: Mapping[nn.Parameter, Fp8Products] | None = None,
     ) -> None:
+        """Move the parameters into flat buffers."""
         self._is_overlapped = overlap_in is not None
         self._buckets: list[tuple[Tensor, Axis]] = []
         self._works: dict[int, Pending] = {}
@@ -231,6 +232,7 @@ class Fp8Weights:
         storage: Tensor,
         products: Mapping[nn.Parameter, Fp8Products],
     ) -> None:
+        """Allocate the 8-bit buffer and hand each weight its place in it."""
         self._axis = flat.axis
         self._products = [products[parameter] for parameter, _ in flat.members]
         fp8 = self._products[0].weight_format

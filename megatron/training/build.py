@@ -21,16 +21,14 @@ from megatron.optimizer.rules import rules_of
 from megatron.optimizer.schedule import Schedules
 from megatron.parallel.fp8 import AmaxHistory, DelayedScaling
 from megatron.parallel.gradients import GradientBuffer
-from megatron.parallel.initialization import initialize, initialize_part
 from megatron.parallel.layout import Layout
-from megatron.parallel.parameter import spec_of
+from megatron.parallel.parameter import initialize, initialize_part, spec_of
 from megatron.parallel.pipeline.p2p import PipelineChannel
 from megatron.parallel.pipeline.schedule import schedule_kind
+from megatron.parallel.pipeline.weight_gradients import WeightGradientQueue
 from megatron.parallel.registry import LayerRegistry
-from megatron.parallel.replicas import Gradients, shares_weights
+from megatron.parallel.replicas import Gradients, TorchDataParallel, shares_weights
 from megatron.parallel.tied import Tie, unite_copies
-from megatron.parallel.torch_ddp import TorchDataParallel
-from megatron.parallel.weight_gradients import WeightGradientQueue
 from megatron.processes.ending import ExitRequest
 from megatron.processes.launch import Launch
 from megatron.tokenizer import Tokenizer, build_tokenizer
@@ -271,9 +269,12 @@ def _timers(config: RunConfig, device: Device, layout: Layout) -> Timers:
 def _connect(
     config: RunConfig, layout: Layout, device: Device, *, chunks: int, texts: int
 ) -> PipelineChannel | None:
-    """The way to the neighbouring pipeline stages; None without a pipeline. Collective.
+    """Connect to the neighboring pipeline stages. Collective. `None` without a pipeline.
 
     Args:
+        config: of the run.
+        layout: this process among the others.
+        device: where it computes.
         chunks: parts of the model on each stage.
         texts: sequences of a sample.
     """

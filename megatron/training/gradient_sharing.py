@@ -17,7 +17,7 @@ from megatron.parallel.fp8 import Fp8Products
 from megatron.parallel.gradients import GradientBuffer, traits_of
 from megatron.parallel.layout import Axis, Layout
 from megatron.parallel.pipeline.schedule import schedule_kind
-from megatron.parallel.pipeline.waves import parameter_waves
+from megatron.parallel.pipeline.weight_gradients import parameter_waves
 from megatron.parallel.registry import LayerRegistry
 from megatron.parallel.replicas import Gradients
 from megatron.parallel.tied import WORDS, Tie, tie_tables, tie_words, tied_names

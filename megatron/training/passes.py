@@ -26,7 +26,7 @@ from megatron.parallel.pipeline.schedule import (
     make_schedule,
     schedule_kind,
 )
-from megatron.parallel.pipeline.waves import wave_of
+from megatron.parallel.pipeline.weight_gradients import wave_of
 from megatron.parallel.random import derive_seed, micro_batch_seed
 from megatron.training.recipe import Batch
 from megatron.training.recorded_passes import DirectForward, TrainingForward
@@ -85,6 +85,7 @@ class Passes:
         scale: Callable[[Tensor], Tensor] = lambda loss: loss,
         forward: TrainingForward | None = None,
     ) -> None:
+        """Prepare to take micro-batches."""
         self.losses: dict[str, list[Tensor]] = {}
         self.sample_ids: list[list[int]] = []
         self.counted: list[Tensor] = []
@@ -170,8 +171,10 @@ class Passes:
 
     @property
     def weights(self) -> Tensor | None:
-        """The share of each micro-batch's labels that counts, [micro-batches] fp32: by this its
-        loss was multiplied; None where all losses weigh the same."""
+        """Share of each micro-batch's labels that counts, [micro-batches] fp32.
+
+        Its loss was multiplied by it; `None` if all losses weigh the same.
+        """
         return (torch.stack(self.counted) / self.labels).float() if self.counted else None
 
     def _seed(self, chunk: int, micro_batch: int) -> None:

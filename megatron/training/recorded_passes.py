@@ -1,6 +1,7 @@
-"""A micro-batch's forward and backward, recorded once and run again: a GPU then gets all kernels of
-each in one call (a CUDA graph). In small models the host needs longer to start a kernel than the
-kernel takes.
+"""A micro-batch's forward and backward, recorded once and run again.
+
+A GPU then gets all kernels of each in one call (a CUDA graph). In small models the host needs
+longer to start a kernel than the kernel takes.
 
 What is recorded are the passes of the whole model, from a micro-batch in fixed memory to its
 losses, and from gradients of the losses to those of the weights. What surrounds them happens as it
@@ -52,6 +53,7 @@ class DirectForward:
     may_run_ahead = True
 
     def __init__(self, forward: PartForward) -> None:
+        """Choose the forward."""
         self._forward = forward
 
     def begin_update(self) -> None:
@@ -119,6 +121,7 @@ class RecordedPasses:
         forget: Callable[[], None],
         warm_up: int,
     ) -> None:
+        """Begin without recordings."""
         self._forward = forward
         self._gradients = gradients
         self._recorder = recorder

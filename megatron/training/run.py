@@ -15,10 +15,10 @@ from megatron.optimizer.schedule import Schedules
 from megatron.parallel.fp8 import AmaxHistory
 from megatron.parallel.layout import Layout
 from megatron.parallel.pipeline.p2p import PipelineChannel
+from megatron.parallel.pipeline.weight_gradients import WeightGradientQueue
 from megatron.parallel.registry import LayerRegistry
 from megatron.parallel.replicas import Gradients
 from megatron.parallel.tied import Tie
-from megatron.parallel.weight_gradients import WeightGradientQueue
 from megatron.processes.ending import ExitRequest
 from megatron.processes.launch import Launch
 from megatron.tokenizer.base import Tokenizer
@@ -85,16 +85,17 @@ class Run:
     """Fingerprint of the training data, on rank 0; None where tokens are generated."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Of all parts of the model here; names are global, so no two parts share one."""
+        """Yield the parameters of all parts with their names, which are global."""
         for part in self.parts:
             yield from part.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters of all parts of the model here."""
         for _, parameter in self.named_parameters():
             yield parameter
 
     def parameters_norm(self) -> float:
-        """L2 norm of all parameters of the model. Collective; waits for the device."""
+        """Return the L2 norm of all parameters of the model. Collective; waits for the device."""
         self.optimizer.wait_for_weights()
         shard = self.gradients.part if self.gradients.shares_weights else None
         return parameters_norm(self.parameters(), self.layout, shard=shard)
@@ -106,7 +107,7 @@ class Run:
 
     @property
     def is_log_rank(self) -> bool:
-        """The last rank logs, as in Megatron: under a pipeline it is the one that has the loss."""
+        """Whether this is the last rank, which logs: in a pipeline it is the one with the loss."""
         return self.layout.world.is_last
 
     @property
@@ -117,7 +118,7 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """All the training that was asked for is done; a last partial batch is left out."""
+        """Whether all the training that was asked for is done; a last partial batch is left out."""
         samples = self.config.training.train_samples
         if samples is None:
             return self.progress.iteration >= self.train_iterations

@@ -64,6 +64,7 @@ class Updates:
     """
 
     def __init__(self, run: Run) -> None:
+        """Begin without a pass under way."""
         self._run = run
         self._begun: Passes | None = None
 
@@ -158,7 +159,7 @@ def skip_iteration(run: Run) -> None:
 
 
 def _next_passes(run: Run) -> Passes:
-    """Those of the update that follows what is consumed, with no gradients from before."""
+    """Return the passes of the update that follows what is consumed, with fresh gradients."""
     consumed = run.progress.consumed_samples
     for part in run.parts:
         if not part.training:  # 0.9 ms for the 400 modules of 32 layers, and seldom needed
@@ -176,8 +177,11 @@ def _next_passes(run: Run) -> Passes:
 
 
 def _may_look_ahead(run: Run) -> bool:
-    """Not where no update follows; not where a forward pass waits for other stages, or for a loss
-    scale that may change; and where parts of an update are timed, each is to have its own."""
+    """Return whether the next forward pass may start before this update's result is known.
+
+    It may not if this is the last update, if the pass depends on another pipeline stage, or if the
+    loss scale can still change. If parts of an update are timed, each update must have its own.
+    """
     return (
         not run.finished
         and not run.skips_next
@@ -190,7 +194,7 @@ def _may_look_ahead(run: Run) -> bool:
 
 
 class _Reading:
-    """What an update tells the host, read at once: each reading of its own would cost a wait."""
+    """What an update tells the host, read at once, because each reading would cost a wait."""
 
     def __init__(self, run: Run, ended: Tensor, passes: Passes) -> None:
         self._run = run
@@ -201,8 +205,11 @@ class _Reading:
         self._reading = run.device.read(torch.cat([part.double() for part in parts]))
 
     def wait(self) -> tuple[StepResult, dict[str, float], list[bool], list[bool]]:
-        """The optimizer's result; the losses; whether some rank wants to leave, and whether one
-        has a checkpoint due; and whether each micro-batch of this rank had a finite loss."""
+        """Return the optimizer's result, the losses, two flags, and which losses are finite.
+
+        The flags say whether some rank wants to leave, and whether one has a checkpoint due. The
+        last list says whether each micro-batch of this rank had a finite loss.
+        """
         numbers = iter(self._reading.wait())
         ended, packed, finite = (list(islice(numbers, size)) for size in self._sizes)
         losses, _, flags = unpack_losses(packed, self._run)
@@ -210,7 +217,7 @@ class _Reading:
 
 
 def reduce_gradients(run: Run) -> None:
-    """From this process's gradients to those of the global batch. Collective."""
+    """Turn this process's gradients into those of the global batch. Collective."""
     run.gradients.complete()
     for tie in run.ties:
         tie.add_up()
@@ -218,12 +225,12 @@ def reduce_gradients(run: Run) -> None:
 
 
 def counted_share(passes: Passes, run: Run) -> Tensor:
-    """How much of the global batch's labels counts: a scalar fp64 on the device. Collective over
-    the data axis.
+    """Return how much of the global batch's labels counts: a scalar fp64 on the device.
 
-    Each micro-batch's loss is multiplied by the share of its own labels, which is known when it is
-    differentiated; that of all is known once all are loaded, and divides the gradients' average.
-    What is added are whole numbers, so that all processes get the same bits.
+    Collective over the data axis. Each micro-batch's loss is multiplied by the share of its own
+    labels, which is known when it is differentiated; that of all is known once all are loaded, and
+    divides the gradients' average. What is added are whole numbers, so that all processes get the
+    same bits.
     """
     counted = all_reduce(torch.stack(passes.counted).sum(), run.layout.data)
     labels = passes.labels * len(passes.counted) * run.layout.data.size
@@ -231,7 +238,7 @@ def counted_share(passes: Passes, run: Run) -> Tensor:
 
 
 def _finite(passes: Passes, like: Tensor) -> Tensor:
-    """1 for each micro-batch with a finite loss, and where losses are computed elsewhere."""
+    """Return 1 for each micro-batch with a finite loss, and if losses are computed elsewhere."""
     if not passes.losses:
         return like.new_ones(len(passes.sample_ids))
     totals = torch.stack([torch.stack(values) for values in passes.losses.values()]).sum(dim=0)
@@ -239,7 +246,7 @@ def _finite(passes: Passes, like: Tensor) -> Tensor:
 
 
 def any_rank(flag: bool, run: Run) -> bool:
-    """Whether any rank says yes. Collective."""
+    """Return whether any rank has set the flag. Collective."""
     return reduce_losses({}, [flag], run)[2][0]
 
 
@@ -249,11 +256,15 @@ def reduce_losses(
     run: Run,
     weights: Tensor | None = None,
 ) -> tuple[dict[str, float], float, list[bool]]:
-    """Mean of each loss over the global batch, the batch's weight, and for each flag whether any
-    rank has set it. Collective; waits for the device.
+    """Return each loss's mean over the global batch, the batch's weight, and the flags.
+
+    A flag is true if any rank has set it. Collective; waits for the device.
 
     Args:
-        weights: of the micro-batches, see `Passes.weights`.
+        losses: by log name, one value a micro-batch.
+        flags: of this rank.
+        run: whose losses they are.
+        weights: of the micro-batches, as `Passes.weights`.
     """
     return unpack_losses(pack_losses(losses, flags, run, weights).tolist(), run)
 
@@ -264,10 +275,10 @@ def pack_losses(
     run: Run,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """The same on the device: the losses, with --calculate-per-token-loss times their weights and
-    followed by these, and for each flag the number of ranks that set it.
+    """Return the losses on the device, and for each flag the number of ranks that set it.
 
-    One all-reduce over the world: the ranks that hold the end of the model know the losses, and
+    With --calculate-per-token-loss losses are multiplied by their weights and followed by these. It
+    is one all-reduce over the world: the ranks that hold the end of the model know the losses, and
     one tensor rank speaks for all. Each data and context rank gives its mean over micro-batches.
     """
     layout, names = run.layout, run.recipe.loss_names(run.config)
@@ -286,8 +297,7 @@ def pack_losses(
 
 
 def unpack_losses(packed: Sequence[float], run: Run) -> tuple[dict[str, float], float, list[bool]]:
-    """Losses by log name, the weight of their mean, and for each flag whether some rank had set
-    it."""
+    """Return losses by log name, the weight of their mean, and whether some rank set each flag."""
     numbers, weight = iter(packed), 1.0
     losses = dict(zip(run.recipe.loss_names(run.config), numbers, strict=False))
     if run.config.training.calculate_per_token_loss:

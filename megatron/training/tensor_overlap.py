@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from megatron.config import RunConfig
 from megatron.device import Device
-from megatron.parallel.exchange import Exchange, GroupExchange
+from megatron.parallel.exchange import SLOTS, Exchange, GroupExchange
 from megatron.parallel.layout import Layout
-from megatron.parallel.ledger import SLOTS
 from megatron.processes.groups import BACKSTOP
 
 
 def largest_message(config: RunConfig, layout: Layout, texts: int) -> int:
-    """Bytes of the longest rows that a split layer sends to one tensor rank: its part of a
-    micro-batch's hidden states.
+    """Return the bytes of the longest rows that a split layer sends to one tensor rank.
+
+    They are its part of a micro-batch's hidden states.
 
     Args:
         config: of the run.
@@ -28,7 +28,7 @@ def largest_message(config: RunConfig, layout: Layout, texts: int) -> int:
 
 
 def exchange_bytes(config: RunConfig, layout: Layout, texts: int) -> int:
-    """Memory that a process keeps for it on a GPU."""
+    """Return the memory that a process keeps for its exchange on a GPU."""
     if not config.parallel.tp_comm_overlap or layout.tensor.size == 1:
         return 0
     return SLOTS * layout.tensor.size * largest_message(config, layout, texts)

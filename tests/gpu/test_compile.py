@@ -8,7 +8,7 @@ from megatron.device import Device
 from megatron.kernels.library import find_library
 from megatron.models.gpt import GPTModel
 from megatron.models.norm import Stream
-from megatron.parallel.initialization import initialize
+from megatron.parallel.parameter import initialize
 from tests.kernels.test_operators import cases, operators
 from tests.models.small import LLAMA, VOCAB, config, new_context, plan
 

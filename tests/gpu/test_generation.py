@@ -16,8 +16,8 @@ from megatron.inference.load import serving_context
 from megatron.inference.request import Event, Finished, Request, Sampling
 from megatron.models.build import build_model
 from megatron.models.gpt import GPTModel
-from megatron.parallel.initialization import initialize
 from megatron.parallel.layout import Layout
+from megatron.parallel.parameter import initialize
 from tests.inference.toy import drain, greedy, prompts, tokens_of
 
 DEVICE = Device.pick()

@@ -18,9 +18,8 @@ from megatron.models.gpt import GPTModel
 from megatron.models.recompute import RecomputePlan
 from megatron.parallel.collectives import Communication
 from megatron.parallel.cross_entropy import linear_cross_entropy, vocabulary_cross_entropy
-from megatron.parallel.initialization import initialize
 from megatron.parallel.layout import Layout
-from megatron.parallel.parameter import Init, new_parameter
+from megatron.parallel.parameter import Init, initialize, new_parameter
 from tests.models.small import LLAMA, batch, config, new_context, plan
 from tests.models.small import config as model_config
 

@@ -19,8 +19,8 @@ from megatron.models.bert import BertModel, BertResult
 from megatron.models.build import model_plan
 from megatron.models.t5 import T5Model
 from megatron.parallel.build import BuildContext
-from megatron.parallel.initialization import initialize
 from megatron.parallel.layout import Layout
+from megatron.parallel.parameter import initialize
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.checkpointing import save_run
 from tests.data.corpus import write_vocabulary

@@ -13,7 +13,7 @@ from megatron.kernels.dropout import (
 )
 from megatron.kernels.library import LibraryChoice
 from megatron.models.recompute import RecomputePlan
-from megatron.parallel.initialization import philox
+from megatron.parallel.parameter import philox
 from tests.kernels.compare import BF16, FP16, FP32, TOLERANCE, check, fresh
 from tests.models.small import batch, gpt, loss_and_gradients
 from tests.models.small import config as model_config

@@ -11,8 +11,8 @@ from megatron.config.precision import PrecisionConfig
 from megatron.models.bert import BertModel
 from megatron.models.plan import LANGUAGE_MODEL_HEAD, HeadSpec
 from megatron.models.t5 import T5Model
-from megatron.parallel.initialization import initialize
 from megatron.parallel.layout import Layout
+from megatron.parallel.parameter import initialize
 from tests.models.small import BATCH, SEQUENCE, VOCAB, config, new_context, plan
 
 NETWORKS: dict[str, type[nn.Module]] = {"bert": BertModel, "t5": T5Model}

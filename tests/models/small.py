@@ -14,8 +14,8 @@ from megatron.models.gpt import GPTModel
 from megatron.models.plan import LANGUAGE_MODEL_HEAD, HeadSpec, ModelPlan
 from megatron.models.recompute import RecomputePlan
 from megatron.parallel.build import BuildContext, choose_kernels
-from megatron.parallel.initialization import initialize
 from megatron.parallel.layout import Layout
+from megatron.parallel.parameter import initialize
 
 VOCAB, SEQUENCE, BATCH = 64, 12, 2
 

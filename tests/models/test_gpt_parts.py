@@ -7,8 +7,8 @@ from megatron.config.parallel import ParallelConfig
 from megatron.config.stages import plan_parts
 from megatron.models.arithmetic import count_part_parameters
 from megatron.models.gpt import GPTModel
-from megatron.parallel.initialization import initialize
 from megatron.parallel.layout import Layout
+from megatron.parallel.parameter import initialize
 from tests.models.small import LLAMA, batch, config, new_context, plan
 
 NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}

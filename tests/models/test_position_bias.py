@@ -8,9 +8,8 @@ import torch.nn.functional as F
 
 from megatron.models.position_bias import PositionBias, relative_buckets
 from megatron.parallel.build import BuildContext
-from megatron.parallel.initialization import initialize
 from megatron.parallel.layout import Layout
-from megatron.parallel.parameter import spec_of
+from megatron.parallel.parameter import initialize, spec_of
 from megatron.parallel.tied import unite_copies
 from tests.models.others import DECODER, batch_of, build, losses
 from tests.models.small import SEQUENCE, config, plan

@@ -20,8 +20,8 @@ from megatron.models.block import MIXERS, MLPS, Block
 from megatron.models.gpt import GPTModel
 from megatron.models.plan import MicroBatch
 from megatron.parallel.build import BuildContext
-from megatron.parallel.initialization import initialize
 from megatron.parallel.layout import Layout
+from megatron.parallel.parameter import initialize
 from megatron.training.checkpointing import model_state
 from megatron.training.memory import largest_process
 from megatron.training.pipeline_balance import Costs, Pipeline

@@ -9,11 +9,10 @@ import torch
 from megatron.parallel import collectives
 from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import Pending, gather_to
-from megatron.parallel.initialization import initialize
 from megatron.parallel.layers import Linear, VocabularyEmbedding
 from megatron.parallel.layout import Layout
-from megatron.parallel.parameter import Init, spec_of
-from megatron.parallel.products import Plain
+from megatron.parallel.parameter import Init, initialize, spec_of
+from megatron.parallel.products import Products
 from tests.distributed import run_distributed
 from tests.parallel.buffers import new_buffer
 
@@ -230,7 +229,7 @@ def _order_of_events(layout, sequence, overlap):
         short = name.removeprefix("start_")
         setattr(collectives, name, starting(short, getattr(collectives, name)))
 
-    class Noting(Plain):
+    class Noting(Products):
         def weight_gradient(self, *args, **options):
             events.append("weight")
             super().weight_gradient(*args, **options)

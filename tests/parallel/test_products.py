@@ -13,11 +13,10 @@ from megatron.parallel import collectives
 from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import ALONE
 from megatron.parallel.fp8 import DelayedScaling, Fp8Format, Fp8Products
-from megatron.parallel.initialization import initialize
 from megatron.parallel.layers import Linear
 from megatron.parallel.layout import Layout
-from megatron.parallel.parameter import Init
-from megatron.parallel.products import IN_FP32, Plain
+from megatron.parallel.parameter import Init, initialize
+from megatron.parallel.products import IN_FP32, Products
 from tests.distributed import run_distributed
 from tests.models.small import LLAMA, gpt, loss_and_gradients
 
@@ -146,7 +145,7 @@ def test_a_model_in_8_bits_is_close_to_one_in_16():
         patch.setattr("tests.models.small.SEQUENCE", 16)
         loss, grads = _fp8_gpt(Layout.single())
         plain = gpt(WIDE, {"bf16": True}, dtype=torch.bfloat16)
-        assert isinstance(plain.layers["0"].mlp.up.products, Plain)
+        assert isinstance(plain.layers["0"].mlp.up.products, Products)
         expected, expected_grads = loss_and_gradients(plain)
     assert not torch.equal(loss, expected)
     torch.testing.assert_close(loss, expected, rtol=0.02, atol=0)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.parallel import reducer
+from megatron.parallel import gradients as reducer
 from megatron.parallel.build import BuildContext
 from megatron.parallel.layers import Linear
 from megatron.parallel.layout import Layout

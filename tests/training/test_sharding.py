@@ -8,9 +8,8 @@ import torch
 from megatron.checkpoint.loading import open_checkpoint
 from megatron.config.parser import parse_config
 from megatron.errors import ConfigError
-from megatron.parallel.gradients import GradientBuffer
+from megatron.parallel.gradients import GradientBuffer, Reducer
 from megatron.parallel.layout import Layout
-from megatron.parallel.reducer import Reducer
 from megatron.training import gradient_sharing
 from megatron.training.checkpointing import save_run
 from tests.checkpoint.states import read_whole

@@ -1,5 +1,5 @@
 """Context parallelism: every process holds a part of each sequence.
 
-`split` says which part, `ring` and `ulysses` are two ways for the parts to attend to each other,
+`split` says which part, `ring` has two ways for the parts to attend to each other,
 `block` is what a ring computes between two transfers.
 """

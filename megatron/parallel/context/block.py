@@ -62,13 +62,17 @@ class BlockBackward(Protocol):
         dropout: float,
         drawn: Drawn,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """This block's part of the gradients.
+        """Return this block's part of the gradients.
 
         Args:
             grad: of `out`.
-            query: as in forward; `key`, `value`, `causal` and `dropout` too.
+            query: as in forward.
+            key: as in forward.
+            value: as in forward.
             out: the merged result of all blocks of these queries, [b, n, q, d].
             logsumexp: over all blocks, fp32 [b, n, q].
+            causal: as in forward.
+            dropout: as in forward.
             drawn: what this block's forward gave.
 
         Returns:
@@ -216,7 +220,7 @@ def _widen(x: Tensor) -> Tensor:
 
 
 def _by_group(x: Tensor, groups: int) -> Tensor:
-    """Rows of all query heads that share a key head, joined: [b, n, q, ...] -> [b, g, n/g * q, ...]
+    """Join the rows of query heads that share a key head: [b, n, q, ...] -> [b, g, n/g * q, ...].
 
     Products with a group's keys or values then need no copies of them, and sums over rows are
     sums over the group's heads.

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.parallel.pipeline.schedule import COMPUTE, SENDS, Operation, Operations
-from megatron.parallel.weight_gradients import WeightGradientQueue
+from megatron.parallel.pipeline.weight_gradients import WeightGradientQueue
 
 # (micro-batch, input [s, b, h] or None for the first part) -> output [s, b, h]; of the last part
 # the loss to differentiate, a scalar.
@@ -25,12 +25,20 @@ Key = tuple[int, int]  # micro-batch, chunk
 
 
 class Channel(Protocol):
-    """How a stage talks to its neighbours: `p2p.PipelineChannel`."""
+    """How a stage talks to its neighbors: `p2p.PipelineChannel`."""
 
-    def post_receive(self, operation: Operation) -> None: ...
-    def receive(self, operation: Operation) -> Tensor: ...
-    def send(self, operation: Operation, tensor: Tensor) -> None: ...
-    def finish(self) -> None: ...
+    def post_receive(self, operation: Operation) -> None:
+        """Begin to receive what an operation waits for."""
+
+    def receive(self, operation: Operation) -> Tensor:
+        """Return what an operation waits for."""
+        ...
+
+    def send(self, operation: Operation, tensor: Tensor) -> None:
+        """Begin to send an operation's result."""
+
+    def finish(self) -> None:
+        """Wait until everything has been sent."""
 
 
 class _Passed(NamedTuple):

@@ -55,6 +55,7 @@ class PipelineChannel:
         dtype: torch.dtype,
         shape: Sequence[int],
     ) -> None:
+        """Connect the process to its neighbors."""
         self._edges = edges
         self._device = device
         self._dtype = dtype

@@ -115,6 +115,7 @@ class Course:
     """
 
     def __init__(self, schedule: Schedule) -> None:
+        """Number the steps and their messages."""
         self._stages = len(schedule)
         self._steps: list[tuple[int, Operation, int]] = []  # stage, what, and which message
         travelling: dict[tuple[int, int, str], deque[int]] = {}  # messages, by edge

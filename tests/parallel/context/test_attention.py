@@ -6,9 +6,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.kernels.attention import AttentionOptions, fused_attention
 from megatron.parallel.context.block import choose_block
-from megatron.parallel.context.ring import ring_attention, ring_plan
+from megatron.parallel.context.ring import ring_attention, ring_plan, ulysses_attention
 from megatron.parallel.context.split import join_sequence, local_positions, split_sequence
-from megatron.parallel.context.ulysses import ulysses_attention
 from megatron.parallel.layout import Axis
 from tests.distributed import run_distributed
 from tests.parallel.context.inputs import heads, one_process, weights_of

@@ -12,7 +12,7 @@ from megatron.parallel.layout import Layout
 from megatron.parallel.pipeline.executor import run_schedule
 from megatron.parallel.pipeline.p2p import PipelineChannel
 from megatron.parallel.pipeline.schedule import ScheduleKind, forward_only, make_schedule
-from megatron.parallel.weight_gradients import WeightGradientQueue
+from megatron.parallel.pipeline.weight_gradients import WeightGradientQueue
 
 SHAPE = (3, 2, 4)  # s, b, h
 

@@ -16,7 +16,7 @@ from megatron.parallel.pipeline.executor import (
     run_schedule,
 )
 from megatron.parallel.pipeline.schedule import Operation, make_schedule
-from megatron.parallel.weight_gradients import WeightGradientQueue
+from megatron.parallel.pipeline.weight_gradients import WeightGradientQueue
 from tests.distributed import run_distributed
 from tests.parallel.pipeline.chain import alone, in_pipeline
 

@@ -11,14 +11,22 @@ the context it is built in, and hands it to its autograd function, whose backwar
 
 The queue is an ordinary object, not thread-local state: on GPUs autograd runs backward in a thread
 of its own while the thread that asked for it waits.
+
+`parameter_waves` tells which operation of a schedule brings the gradient of which parameter. An
+operation brings those of one chunk. If a zero-bubble schedule takes backward in two, the first half
+brings the gradients that no layer puts off: biases, normalizations, embeddings.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch import nn
+
+from megatron.parallel.pipeline.schedule import Operation, OperationKind, ScheduleKind
+from megatron.parallel.tied import borrowed_parameters
 
 Work = Callable[[], None]
 
@@ -27,6 +35,7 @@ class WeightGradientQueue:
     """Weight-gradient products that wait, by the backward pass (`key`) they belong to."""
 
     def __init__(self) -> None:
+        """Begin without work."""
         self._waiting: dict[Hashable, list[Work]] = {}
         self._open: list[Work] | None = None
 
@@ -36,7 +45,7 @@ class WeightGradientQueue:
         return self._open is not None
 
     def __len__(self) -> int:
-        """Backward passes whose weight gradients wait."""
+        """Return the number of backward passes whose weight gradients wait."""
         return len(self._waiting)
 
     @contextmanager
@@ -66,3 +75,36 @@ class WeightGradientQueue:
             works.reverse()
             while works:
                 works.pop()()  # gone before the next runs: what it held is free
+
+
+Wave = tuple[OperationKind, int]  # and the chunk
+
+
+def wave_of(operation: Operation) -> Wave:
+    """Return what a backward operation brings."""
+    return operation.kind, operation.chunk
+
+
+def parameter_waves(
+    parts: Sequence[nn.Module], kind: ScheduleKind, deferrable: Iterable[nn.Parameter]
+) -> dict[int, tuple[Wave, ...]]:
+    """Return the operations that add to each parameter's gradient, by the parameter's `id`.
+
+    It is one operation, or for a table that parts share one for each of these.
+
+    Args:
+        parts: of a stage.
+        kind: of the schedule.
+        deferrable: weights whose gradients layers can put off.
+    """
+    waves: dict[int, tuple[Wave, ...]] = {}
+    waits = {id(parameter) for parameter in deferrable}
+    is_halved = kind == "zero-bubble"
+    first: OperationKind = "backward_input" if is_halved else "backward"
+    for chunk, part in enumerate(parts):
+        for parameter in {*part.parameters(), *borrowed_parameters(part)}:
+            waves[id(parameter)] = (*waves.get(id(parameter), ()), (first, chunk))
+        if is_halved:
+            put_off = {id(parameter) for parameter in part.parameters()} & waits
+            waves |= dict.fromkeys(put_off, (("backward_weight", chunk),))
+    return waves

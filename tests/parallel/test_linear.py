@@ -7,11 +7,10 @@ import torch
 
 from megatron.parallel.build import BuildContext
 from megatron.parallel.exchange import GroupExchange
-from megatron.parallel.initialization import initialize
 from megatron.parallel.layers import Linear
 from megatron.parallel.layout import Layout
-from megatron.parallel.parameter import Init
-from megatron.parallel.weight_gradients import WeightGradientQueue
+from megatron.parallel.parameter import Init, initialize
+from megatron.parallel.pipeline.weight_gradients import WeightGradientQueue
 from tests.distributed import run_distributed
 from tests.parallel.buffers import new_buffer
 

@@ -2,7 +2,7 @@
 
 import random
 
-from megatron.parallel.ledger import SLOTS, Ledger
+from megatron.parallel.exchange import SLOTS, Ledger
 
 # What products do with their ledger, in order; letters are uses.
 ROW = "open a, send a, receive a, close a"

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.parallel import initialization
-from megatron.parallel.initialization import fill, initialize, philox
+from megatron.parallel import parameter as initialization
 from megatron.parallel.layout import Layout
-from megatron.parallel.parameter import Init, ParameterSpec, new_parameter
+from megatron.parallel.parameter import Init, ParameterSpec, fill, initialize, new_parameter, philox
 from megatron.parallel.random import derive_key, derive_seed, micro_batch_seed
 
 NORMAL = Init("normal", 0.02)
