@@ -1,4 +1,4 @@
-"""The toy as a user starts it, in a forked process: its exit code and what it prints."""
+"""Runs the toy as a user would, in a forked process; gives its exit code and its output."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _LIMIT = 60.0  # seconds
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended: code, negative for a signal; all output."""
+    """The result of a command: exit code (negative for a signal) and all output."""
 
     code: int
     output: str
 
 
 class Command:
-    """A forked process that runs `function`, its output in a file. It ends with the block."""
+    """Run `function` in a forked process with its output in a file, until the block ends."""
 
     def __init__(self, function: Callable[[], int | None], output: Path) -> None:
         self.output = output
@@ -83,7 +83,7 @@ class Command:
 
 
 def train_command(output: Path, *flags: str, before: Callable[[], object] | None = None) -> Command:
-    """`pretrain_gpt.py` with the toy's flags; `before` is called in its process first."""
+    """Start `pretrain_gpt.py` with the toy's flags; its process first calls `before`."""
 
     def function() -> int:
         if before is not None:
@@ -94,12 +94,12 @@ def train_command(output: Path, *flags: str, before: Callable[[], object] | None
 
 
 def run_training(output: Path, *flags: str, before: Callable[[], object] | None = None) -> Ended:
-    """The same, to its end."""
+    """Run `pretrain_gpt.py` with the toy's flags to its end."""
     with train_command(output, *flags, before=before) as command:
         return command.end()
 
 
 def run_words(output: Path, tool: Callable[[Sequence[str]], int | None], *words: str) -> Ended:
-    """A tool's `main` with its command line, to its end."""
+    """Run a tool's `main` with its command line to its end."""
     with Command(lambda: tool(list(words)), output) as command:
         return command.end()

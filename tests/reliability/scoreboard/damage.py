@@ -55,7 +55,7 @@ def _append(data: bytearray, rng: random.Random) -> None:
 
 
 def _swap(data: bytearray, rng: random.Random) -> None:
-    """Two blocks change places, as on a disk that mixes up its addresses."""
+    """Swap two blocks, as a disk does that mixes up its addresses."""
     size = min(512, len(data) // 2)
     first, second = rng.randrange(len(data) - size), rng.randrange(len(data) - size)
     a, b = bytes(data[first : first + size]), bytes(data[second : second + size])
@@ -68,7 +68,7 @@ _DAMAGES: tuple[Callable[[bytearray, random.Random], None], ...] = (
 
 
 def two_checkpoints(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
-    """Of two ranks: the folder of the newer one, of iteration 2, and what the older one holds."""
+    """Save two checkpoints of two ranks; return the newer's folder and the older's content."""
     for iteration in (1, 2):
         run_distributed(_RANKS, _save, folder, iteration)
     newest = folder / "iter_0000002"
@@ -77,7 +77,7 @@ def two_checkpoints(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
 
 
 def damaged_files(folder: Path, count: int) -> Trials:
-    """Row 10: refused before a tensor changes; then the older checkpoint is loaded, whole."""
+    """Try row 10: damage is refused before a tensor changes; then the older checkpoint loads."""
     newest, older = two_checkpoints(folder)
     files = sorted(newest.iterdir())
     trials, rng = Trials(), random.Random(10)
@@ -100,7 +100,7 @@ def damaged_files(folder: Path, count: int) -> Trials:
 
 
 def refused_and_replaced(newest: Path, file: str, older: dict[str, torch.Tensor]) -> None:
-    """That a checkpoint with a wrong `file` is refused by its name, and the older one is loaded."""
+    """Check that a checkpoint with a damaged `file` is refused by name, and the older one loads."""
     try:
         open_found(FoundCheckpoint("native", 2, newest))
     except CheckpointError as error:
@@ -135,7 +135,7 @@ _SOUND = {"CRLF": b"2\r\n", "spaces": b" 2 ", "zeros": b"0000002"}
 
 
 def torn_trackers(folder: Path, count: int) -> Trials:
-    """Row 11: the newest sound checkpoint is loaded; where there is none, the run does not start.
+    """Try row 11: the newest sound checkpoint loads; if there is none, the run does not start.
 
     Each with the program as a user starts it, its exit code and what it prints.
     """

@@ -33,7 +33,7 @@ _SAVE = ("--save-interval", "2")
 
 @contextmanager
 def _small_disk(folder: Path) -> Iterator[bool]:
-    """A file system of its own on `folder`; False where we may not mount one."""
+    """Mount a small file system on `folder`; return False if that is not permitted."""
     folder.mkdir(exist_ok=True)
     words = ["mount", "-t", "tmpfs", "-o", f"size={_TMPFS}", "none", str(folder)]
     mounted = subprocess.run(words, capture_output=True, check=False).returncode == 0
@@ -45,7 +45,7 @@ def _small_disk(folder: Path) -> Iterator[bool]:
 
 
 def _fill_disk_at(share: float, root: Path, really: bool) -> Callable[[], None]:
-    """From the second checkpoint on, room is left for this share of a shard.
+    """Leave space for this share of a shard, from the second checkpoint on.
 
     Really by a file beside it; else the system's answer is played.
     """
@@ -81,7 +81,7 @@ def _fill_disk_at(share: float, root: Path, really: bool) -> Callable[[], None]:
 
 
 def full_disk(folder: Path, count: int) -> Trials:
-    """Row 8: no space left at `count` offsets of a shard, in the foreground and background."""
+    """Try row 8: no space left at `count` offsets of a shard, in the foreground and background."""
     trials = Trials()
     for flags in ((), ("--async-save",)):
         for step in range(count):
@@ -136,7 +136,7 @@ def _failing(call: str, number: int) -> Iterator[None]:
 
 
 def _fail_everywhere(layout: Layout, folder: Path, rounds: int) -> list[tuple[str, str | None]]:
-    """Every case on this rank: its name, and what is wrong with what happened."""
+    """Try every case on this rank; return its name and what went wrong."""
     results = []
     rank = layout.world.rank
     beside = layout.beside(TIMEOUT)
@@ -155,7 +155,7 @@ def _fail_everywhere(layout: Layout, folder: Path, rounds: int) -> list[tuple[st
 
 
 class _Case:
-    """A failing save between two that do not fail."""
+    """Make a failing save between two that succeed."""
 
     def __init__(self, root: Path, layout: Layout, beside: Layout, background: bool) -> None:
         self._root, self._layout = root, layout
@@ -213,7 +213,7 @@ class _Case:
 
 
 def failing_disk(folder: Path, count: int) -> Trials:
-    """Row 9: an input/output error in any call, in any writer, of any rank, in both ways."""
+    """Try row 9: an input/output error in any call of any writer on any rank, in both ways."""
     trials = Trials()
     answers = run_distributed(2, _fail_everywhere, folder, count)
     for (name, first), (_, second) in zip(*answers, strict=True):
@@ -223,7 +223,7 @@ def failing_disk(folder: Path, count: int) -> Trials:
 
 
 def shared_folders(folder: Path, count: int) -> Trials:
-    """Row 26: what a folder's other users, owners and file systems do to a run."""
+    """Try row 26: what other users, owners and file systems of a folder do to a run."""
     trials = Trials()
     for number in range(count):
         for case in (_second_job, _after_a_killed_job, _read_only, _removed, _gone):
@@ -276,7 +276,7 @@ def _read_only(folder: Path, flags: tuple[str, ...]) -> None:
 
 
 def _removed(folder: Path, flags: tuple[str, ...]) -> None:
-    """The folder goes: the next save makes it again."""
+    """Remove the folder: the next save makes it again."""
     with _long_training(folder, flags) as run:
         run.until("successfully saved")
         shutil.rmtree(folder / "save", ignore_errors=True)
@@ -293,7 +293,7 @@ def _removed(folder: Path, flags: tuple[str, ...]) -> None:
 
 
 def _gone(folder: Path, flags: tuple[str, ...]) -> None:
-    """A file takes the folder's place: the run ends, and says so."""
+    """Replace the folder by a file: the run ends and says so."""
     with _long_training(folder, flags) as run:
         run.until("successfully saved")
         (folder / "save").rename(folder / "moved")

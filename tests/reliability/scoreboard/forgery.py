@@ -53,7 +53,7 @@ def _reshape(table: Table, rng: random.Random) -> None:
 
 
 def _exchange_places(table: Table, rng: random.Random) -> None:
-    """Two tensors of a manifest with as many bytes: where they lie, file and digest with it."""
+    """Swap the places (with file and digest) of two tensors of a manifest that have equal sizes."""
     by_size: dict[int, list[Any]] = {}
     for name in sorted(table):
         for piece in table[name]["pieces"]:
@@ -64,7 +64,7 @@ def _exchange_places(table: Table, rng: random.Random) -> None:
 
 
 def _move(table: Table, rng: random.Random) -> None:
-    """A tensor of a header begins and ends where another one does."""
+    """Give a tensor of a header the offsets of another one."""
     one, other = rng.sample(sorted(table), 2)
     spans = "data_offsets"
     table[one][spans], table[other][spans] = table[other][spans], table[one][spans]
@@ -74,7 +74,7 @@ _IN_BOTH: tuple[Forge, ...] = (_rename, _exchange_names, _retype, _drop, _double
 
 
 def forged_tables(folder: Path, count: int) -> Trials:
-    """Row 36: refused before a tensor changes, although each digest is right."""
+    """Try row 36: forgeries are refused before a tensor changes, although each digest is right."""
     newest, older = two_checkpoints(folder)
     shards = sorted(newest.glob("*.safetensors"))
     trials, rng = Trials(), random.Random(36)
@@ -108,7 +108,7 @@ def forged_tables(folder: Path, count: int) -> Trials:
 
 
 def _forged_header(data: bytes, forge: Forge, rng: random.Random) -> tuple[bytes, bytes]:
-    """A shard's header, forged, and what stands behind it."""
+    """Return a shard with a forged header."""
     end = 8 + int.from_bytes(data[:8], "little")
     table = json.loads(data[8:end])
     forge(table, rng)
@@ -118,7 +118,7 @@ def _forged_header(data: bytes, forge: Forge, rng: random.Random) -> tuple[bytes
 
 
 def _describe_header(body: dict[str, Any], file: str, header: bytes) -> None:
-    """Let the manifest say what its file's header is, and what that has moved."""
+    """Update the manifest to its file's new header, and to the offsets that it has moved."""
     info = body["files"][file]
     moved = len(header) - info["header_bytes"]
     info["bytes"] += moved

@@ -41,7 +41,7 @@ _PATIENCE = 30.0  # seconds within which what is left of a killed job has ended
 
 
 def _state_of(iteration: int, rank: int) -> State:
-    """One tensor that both ranks hold, and tensors of the rank's own."""
+    """Return a tensor that both ranks hold, and tensors of this rank alone."""
     own = make_state(iteration * _RANKS + rank, _HIDDEN)
     shared = {"model.copy": Entry.whole(torch.full((1000,), float(iteration)))}
     return shared | {f"{name}.{rank}": entry for name, entry in own.items()}
@@ -52,7 +52,7 @@ def _whole_state(iteration: int) -> State:
 
 
 def _save_on_and_on(rank: int, store: Path, root: Path, background: bool, ready: int) -> None:
-    """One rank of a job that saves iteration 2, 3 ... until it is killed."""
+    """Run one rank of a job that saves iteration 2, 3 ... until it is killed."""
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=_RANKS, timeout=_TIMEOUT
     )
@@ -77,7 +77,7 @@ def _save_on_and_on(rank: int, store: Path, root: Path, background: bool, ready:
 
 
 class _Job:
-    """Forked ranks that save without end."""
+    """Fork ranks that save without end."""
 
     def __init__(self, folder: Path, root: Path, background: bool) -> None:
         receive, send = os.pipe()
@@ -115,7 +115,7 @@ class _Job:
 
 
 def _watch(root: Path, seconds: float) -> int:
-    """Look at the tracker every millisecond: what it names is complete and verifies. How often."""
+    """Check every millisecond that the tracker names a sound checkpoint; return how often."""
     looks, named_before, deadline = 0, None, time.monotonic() + seconds
     while time.monotonic() < deadline:
         named, complaint = read_tracker(root)
@@ -178,12 +178,12 @@ def _kill_often(folder: Path, count: int, background: bool) -> Trials:
 
 
 def killed_in_a_save(folder: Path, count: int) -> Trials:
-    """Row 2: one of two ranks, at a random time of a save in the foreground."""
+    """Try row 2: kill one of two ranks at a random time of a save in the foreground."""
     return _kill_often(folder, count, background=False)
 
 
 def killed_in_a_background_save(folder: Path, count: int) -> Trials:
-    """Row 3: the same in the background, while the tracker is watched."""
+    """Try row 3: the same in the background, while the tracker is watched."""
     return _kill_often(folder, count, background=True)
 
 
@@ -212,7 +212,7 @@ _WAYS: dict[str, Callable[[Path], None]] = {
 
 
 def killed_at_every_call(folder: Path, count: int) -> Trials:
-    """Row 4: at every call to the system that a save makes; `count` bounds the calls a way."""
+    """Try row 4: kill at every system call of a save; `count` bounds the calls for each way."""
     trials = Trials()
     for name, way in _WAYS.items():
         for boundary in range(count):

@@ -9,7 +9,7 @@ from tests.reliability.scoreboard.score import Trials, expect
 
 
 def all_layouts(folder: Path, count: int) -> Trials:
-    """All pairs of `count` layouts; of a few that differ in everything where it is small."""
+    """Try row 6: all pairs of `count` layouts; a small `count` takes those that differ most."""
     grids = GRIDS if count >= len(GRIDS) else FEW[:count]
     expected, results = all_pairs(grids, folder)
     trials = Trials()

@@ -47,7 +47,7 @@ def _load(folder: Path) -> int:
 
 
 def _legacy(data: bytes) -> Attack:
-    """A file of torch.save's form, with this pickle in it."""
+    """Return a file in torch.save's format with this pickle in it."""
 
     def attack(folder: Path) -> int:
         _records(folder, [("archive/data.pkl", data), ("archive/version", b"3\n")])
@@ -70,7 +70,7 @@ def _weights_file(folder: Path) -> Path:
 
 
 def _whole_tree(folder: Path) -> int:
-    """A sound checkpoint of Megatron's, but for one object in it."""
+    """Write a checkpoint of Megatron's that is sound except for one object."""
     write(folder, Form(), whole_model(), rng_state=Calls(os.system, f"touch {MARK}"))
     return _load(folder)
 
@@ -94,7 +94,7 @@ def _tar(folder: Path) -> int:
 
 
 def _distributed_checkpoint(folder: Path) -> int:
-    """torch.distributed.checkpoint's files: pickles under other names."""
+    """Write torch.distributed.checkpoint's files: pickles under other names."""
     inner = folder / "iter_0000003"
     inner.mkdir()
     (folder / TRACKER).write_text("3")
@@ -138,7 +138,7 @@ def _tokenizer_pickle(kind: str, *flags: str) -> Attack:
 
 
 def _tokenizer_code(folder: Path) -> int:
-    """A folder of the Hub whose tokenizer is Python code."""
+    """Write a folder of the Hub whose tokenizer is Python code."""
     (folder / "tokenizer_config.json").write_text(
         json.dumps({"auto_map": {"AutoTokenizer": ["code.T", None]}, "tokenizer_class": "T"})
     )
@@ -182,7 +182,7 @@ def _hub_link(folder: Path) -> int:
 
 
 def _object_array(folder: Path) -> int:
-    """An index cache with an array of objects: it is built anew, never read."""
+    """Write an index cache with an array of objects: it is built again, never read."""
     spec = ArraySpec("a_idx", np.dtype("i4"), (3,))
     cache = IndexCache((folder,))
     cache.load_or_build("text", [spec], lambda: (np.arange(3, dtype=np.int32),))
@@ -244,7 +244,7 @@ def _snapshot(folder: Path) -> dict[str, int]:
 
 
 def malicious_files(folder: Path, count: int) -> Trials:
-    """Row 29: nothing runs, nothing appears outside the folder, and the command fails."""
+    """Try row 29: nothing runs, nothing appears outside the folder, and the command fails."""
     trials = Trials()
     pickle.loads(_PAYLOAD)  # or the payloads would prove nothing
     expect(Path(MARK).exists(), "the payload does not work")
@@ -269,7 +269,7 @@ def malicious_files(folder: Path, count: int) -> Trials:
 
 
 def banned_calls(folder: Path, count: int) -> Trials:
-    """Row 30: no shipped file of ours can execute what it reads."""
+    """Try row 30: no shipped file can execute what it reads."""
     trials = Trials()
     for file in _shipped()[:count]:
         where = repository_name(file)

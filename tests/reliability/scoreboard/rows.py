@@ -1,4 +1,4 @@
-"""The table's rows, in the order in which it shows them."""
+"""The rows of the table, in its order."""
 
 from __future__ import annotations
 
@@ -32,33 +32,33 @@ _ALL = 100_000
 ROWS: tuple[Row, ...] = (
     Row(
         2,
-        "SIGKILL of one of two ranks at a random time of a save: the newest complete checkpoint "
-        "loads, unmixed; the other rank ends; the next save tidies up",
+        "SIGKILL to one of two ranks at a random time during a save: the newest complete "
+        "checkpoint loads, with nothing mixed in; the other rank ends; the next save cleans up",
         killed_in_a_save,
         full=100,
         quick=3,
     ),
     Row(
         3,
-        "the same with `--async-save` and `--keep-latest`; the tracker, read every millisecond, "
-        "never names what does not verify",
+        "the same with `--async-save` and `--keep-latest`; the tracker, read every millisecond,"
+        " never names a checkpoint that does not verify",
         killed_in_a_background_save,
         full=100,
         quick=3,
     ),
     Row(
         4,
-        "SIGKILL at every call to the system that a save makes (new, replacing, with retention, "
-        "in the background): the run resumes",
+        "SIGKILL at every system call of a save (new, replacing, with retention, in the "
+        "background): the run resumes",
         killed_at_every_call,
         full=100,
         quick=2,
     ),
     Row(
         5,
-        "40 iterations at once against 20 and 20 with a new start between, dropout on, in 12 "
-        "layouts and formats, some with `--async-save`: losses, weights, moments and position bit "
-        "for bit on every rank",
+        "40 iterations in one run, compared with 20 and 20 with a restart between them, with "
+        "dropout, in 12 layouts and formats, some with `--async-save`: losses, weights, moments"
+        " and position are equal bit for bit on every rank",
         resumed_runs,
         full=12,
         quick=1,
@@ -66,24 +66,24 @@ ROWS: tuple[Row, ...] = (
     Row(
         6,
         "checkpoints of all layouts of tensor {1, 2} x pipeline {1, 2} x data {1, 2, 4} x ZeRO "
-        "{0, 1, 3}, each loaded into each: parameters, moments and position bit for bit, the next "
-        "loss of each layout within 1e-5 of one process's",
+        "{0, 1, 3}, each loaded into each: parameters, moments and position are equal bit for "
+        "bit, and the next loss of each layout is within 1e-5 of a single process's",
         all_layouts,
         full=36,
         quick=3,
     ),
     Row(
         7,
-        "a run that goes on with 4, 2, 1 and 3 processes, in all orders: each iteration reads the "
-        "samples of an uninterrupted run, none twice, none skipped",
+        "a run that continues with 4, 2, 1 and 3 processes, in all orders: each iteration reads"
+        " the samples of an uninterrupted run, none twice and none skipped",
         sample_order,
         full=24,
         quick=0,
     ),
     Row(
         8,
-        "disk full at 10 offsets of a shard, in the foreground and background: exit code 8 with "
-        "the path, tracker unmoved, the run goes on where there is room again",
+        "disk full at 10 offsets of a shard, in the foreground and background: exit code 8 with"
+        " the path, the tracker is unchanged, and the run continues once there is space again",
         full_disk,
         full=10,
         quick=1,
@@ -91,7 +91,7 @@ ROWS: tuple[Row, ...] = (
     Row(
         9,
         "input/output error in any call of any writer on either rank, in the foreground and "
-        "background: nothing published, told on all ranks at once or by the next save",
+        "background: nothing is published, and all ranks report it, at once or at the next save",
         failing_disk,
         full=8,
         quick=1,
@@ -99,14 +99,15 @@ ROWS: tuple[Row, ...] = (
     Row(
         10,
         "bit flips, holes, truncations, additions and swapped blocks at random places of all "
-        "files: refused by name before a tensor changes, the older checkpoint loads",
+        "files: the damaged file is named and refused before a tensor changes, and the older "
+        "checkpoint loads",
         damaged_files,
         full=400,
         quick=20,
     ),
     Row(
         11,
-        "trackers torn or wrong in 15 ways: the newest sound checkpoint loads; where all are "
+        "trackers torn or wrong in 15 ways: the newest sound checkpoint loads; if all are "
         "damaged, exit code 4 and no start from scratch",
         torn_trackers,
         full=15,
@@ -114,46 +115,48 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         12,
-        "training waits for a save in the background at most 0.1 s and a second a gigabyte (CPU)",
+        "training waits for a save in the background at most 0.1 s and one second per gigabyte "
+        "(CPU)",
         waiting_time,
         full=10,
         quick=0,
     ),
     Row(
         15,
-        "SIGTERM or SIGINT at a random time, in an iteration, an evaluation or a save: exit code "
-        "3, a checkpoint of the last iteration, and the next run goes on behind it",
+        "SIGTERM or SIGINT at a random time, during an iteration, an evaluation or a save: exit"
+        " code 3, a checkpoint of the last iteration, and the next run continues after it",
         terminated,
         full=40,
         quick=2,
     ),
     Row(
         26,
-        "a second job in one folder, one after a killed job, a read-only folder, one that is "
-        "removed, one that becomes a file: refused or survived, by name, no hang",
+        "a second job in the same folder, a job after a killed one, a read-only folder, a "
+        "folder that is removed, one that is replaced by a file: refused with its name or "
+        "survived, without a hang",
         shared_folders,
         full=2,
         quick=0,
     ),
     Row(
         27,
-        "the clock jumps by an hour to and fro: same losses, no timer fires",
+        "the clock jumps back and forth by an hour: same losses, and no timer fires",
         jumping_clock,
         full=10,
         quick=1,
     ),
     Row(
         28,
-        "50 iterations twice with `--deterministic-mode`, in 12 layouts and formats: losses and "
-        "states bit for bit on every rank (CPU)",
+        "50 iterations twice with `--deterministic-mode`, in 12 layouts and formats: losses and"
+        " states are equal bit for bit on every rank (CPU)",
         fresh_runs,
         full=12,
         quick=0,
     ),
     Row(
         29,
-        "hostile checkpoints, YAML, tokenizers, arrays and models: nothing runs, nothing appears "
-        "outside the folder, every command refuses",
+        "hostile checkpoints, YAML, tokenizers, arrays and models: nothing is executed, nothing"
+        " appears outside the folder, and every command refuses",
         malicious_files,
         full=_ALL,
         quick=6,
@@ -168,16 +171,17 @@ ROWS: tuple[Row, ...] = (
     Row(
         31,
         "fuzzed requests to the text generation server on two ranks (types, sizes, Unicode, "
-        "numbers that are none, depth, broken HTTP): no 5xx, no crash, good requests in between "
-        "answered",
+        "values that are not numbers, depth, broken HTTP): no 5xx, no crash, and valid requests"
+        " in between are answered",
         fuzzed_requests,
         full=50,
         quick=0,  # tests/inference/server/test_fuzz.py and test_processes.py try it
     ),
     Row(
         32,
-        "50 clients that send slowly, bodies of 2 MiB, clients that leave: 408, 413, places free "
-        "within 1 s, and p99 of good requests at most doubled; then 200 clients at a time",
+        "50 clients that send slowly, bodies of 2 MiB, clients that disconnect: 408, 413, slots"
+        " are free within 1 s, and the p99 of valid requests at most doubles; then 200 clients "
+        "at a time",
         crowded_server,
         full=10,
         quick=0,  # tests/inference/server/test_limits.py tries it
@@ -185,16 +189,16 @@ ROWS: tuple[Row, ...] = (
     Row(
         33,
         "the text generation server listens on 127.0.0.1; another address is refused without a "
-        "token, and every request without it is 401",
+        "token, and every request without the token gets 401",
         guarded_server,
         full=3,
         quick=0,  # tests/inference/server/test_guard.py tries it
     ),
     Row(
         36,
-        "manifests, and headers of files, that say other names, types, shapes or places than the "
-        "other does, with digests that fit: refused by name before a tensor changes, the older "
-        "checkpoint loads",
+        "manifests and file headers that contradict each other in names, types, shapes or "
+        "offsets, with matching digests: refused by name before a tensor changes, and the older"
+        " checkpoint loads",
         forged_tables,
         full=400,
         quick=20,

@@ -1,4 +1,4 @@
-"""Rows 5, 7, 15, 27 and 28: what a run gives again, and what signals and clocks do to it."""
+"""Rows 5, 7, 15, 27 and 28: repeated and resumed runs, signals, and jumping clocks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SIZES = {"tensor": "--tensor-model-parallel-size", "pipeline": "--pipeline-mode
 
 @dataclass(frozen=True)
 class _Way:
-    """A layout, and flags that save or share in some way."""
+    """A layout, and flags for saving or sharding."""
 
     processes: int
     tensor: int = 1
@@ -82,7 +82,7 @@ def _train(layout: Layout, words: list[str]) -> tuple[list[float], str]:
 
 
 def resumed_runs(folder: Path, count: int) -> Trials:
-    """Row 5: 40 iterations at once, and 20 and 20 with a new start between."""
+    """Try row 5: 40 iterations in one run, and 20 and 20 with a restart between them."""
     trials = Trials()
     for way in _WAYS[:count]:
         with trials.trial(way.name):
@@ -98,7 +98,7 @@ def resumed_runs(folder: Path, count: int) -> Trials:
 
 
 def fresh_runs(folder: Path, count: int) -> Trials:
-    """Row 28: the same run twice."""
+    """Try row 28: the same run twice."""
     trials = Trials()
     for way in _WAYS[:count]:
         with trials.trial(way.name):
@@ -112,7 +112,7 @@ def _samples(layout: Layout, words: list[str]) -> None:
 
 
 def sample_order(folder: Path, count: int) -> Trials:
-    """Row 7: the run goes on with other numbers of processes; what each iteration reads."""
+    """Try row 7: what each iteration reads if the run continues with other numbers of processes."""
     common = "--global-batch-size 12 --train-iters 12 --eval-iters 0 --log-sample-ids".split()
     whole = folder / "whole"
     _samples(Layout.single(), [*common, "--save", str(whole), "--save-interval", "100"])
@@ -138,7 +138,7 @@ def _read_samples(root: Path) -> dict[int, list[int]]:
 
 
 def terminated(folder: Path, count: int) -> Trials:
-    """Row 15: SIGTERM at a random time: a checkpoint of the last iteration, and a code of its own.
+    """Try row 15: SIGTERM at a random time gives a last checkpoint and an exit code of its own.
 
     In an iteration, an evaluation or a save, in the foreground or background.
     """
@@ -163,7 +163,7 @@ def terminated(folder: Path, count: int) -> Trials:
 
 
 def jumping_clock(folder: Path, count: int) -> Trials:
-    """Row 27: the machine's clock jumps by an hour, to and fro."""
+    """Try row 27: the machine's clock jumps back and forth by an hour."""
     trials = Trials()
     words = ("--save-interval-in-mins", "5", "--exit-duration-in-mins", "30")
     expected = _losses(run_training(folder / "out", "--save", str(folder / "a"), *words).output)
@@ -192,7 +192,7 @@ def _losses(text: str) -> list[str]:
 
 
 def waiting_time(folder: Path, count: int) -> Trials:
-    """Row 12: how long the training stands still for half a gigabyte."""
+    """Try row 12: measure how long training waits for half a gigabyte."""
     tensors = {f"model.{i}": Entry.whole(torch.full((16 << 20,), float(i))) for i in range(8)}
     size = sum(entry.tensor.nbytes for entry in tensors.values())
     layout = Layout.single()

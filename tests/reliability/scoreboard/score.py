@@ -1,4 +1,4 @@
-"""What a row of the scoreboard is: a promise, tried so many times."""
+"""A row of the scoreboard: a promise that is tried a number of times."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 @dataclass
 class Trials:
-    """Counts trials of one promise.
+    """Counts of the trials of one promise.
 
     Attributes:
         passed, tried: so far.
@@ -65,6 +65,6 @@ class Row:
 
 
 def expect(condition: object, text: str) -> None:
-    """AssertionError with a text: also where Python leaves `assert` out, and for the table."""
+    """Raise AssertionError with a text, also if Python leaves `assert` out; the table shows it."""
     if not condition:
         raise AssertionError(text)

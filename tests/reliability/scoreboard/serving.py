@@ -1,5 +1,4 @@
-"""Rows 31 to 33: the text generation server under requests that nobody should send, under clients
-that nobody should have, and towards those who should not reach it."""
+"""Rows 31 to 33: the text generation server with bad requests, bad clients and strangers."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ _LARGE = 2 << 20  # bytes of a body
 
 
 def fuzzed_requests(folder: Path, count: int) -> Trials:
-    """Row 31: a hundred at a time, to two ranks that stay the same."""
+    """Try row 31: a hundred requests at a time, to two ranks that keep running."""
     write_tokenizer(folder)
     trials = Trials()
     words = ["torchrun", "--standalone", "--nproc-per-node", "2", TOOL]
@@ -46,7 +45,7 @@ def fuzzed_requests(folder: Path, count: int) -> Trials:
 
 
 def crowded_server(folder: Path, count: int) -> Trials:
-    """Row 32: slow clients, large bodies, clients that leave; the others as ever."""
+    """Try row 32: slow clients, large bodies and clients that leave do not disturb the others."""
     write_tokenizer(folder)
     trials = Trials()
     limits = ServerLimits(read_seconds=2.0, queued=256)
@@ -102,7 +101,7 @@ def _send_large(live: Live) -> int:
 
 
 def _leave(live: Live) -> None:
-    """A client that leaves in the middle of a long answer frees its place within a second."""
+    """Check that a client that leaves during a long answer frees its slot within a second."""
     body = json.dumps({"prompt": "x", "max_tokens": 250, "stream": True}).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     connection = _connect(live, f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
@@ -115,7 +114,7 @@ def _leave(live: Live) -> None:
 
 
 def guarded_server(folder: Path, count: int) -> Trials:
-    """Row 33: by default this machine alone; others with the token and not without."""
+    """Try row 33: by default only this machine connects; others need the token."""
     write_tokenizer(folder)
     trials = Trials()
     checks = (_listens_here_alone, _refuses_other_addresses, _asks_for_the_token)
