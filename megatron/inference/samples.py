@@ -90,12 +90,21 @@ def _run(program: str, arguments: Sequence[str], launch: Launch) -> int:
         rows = [("answers", ", ".join(answers)), *engine_rows(loaded, engine, device)]
         say_on_stderr(format_panel(program, rows))
 
+        def sampling(room: int) -> Sampling:
+            return Sampling(
+                max_new_tokens=min(samples.out_seq_length, room),
+                temperature=0.0 if samples.greedy else samples.temperature,
+                top_k=samples.top_k,
+                top_p=samples.top_p,
+                stop_tokens=(loaded.tokenizer.eod,),
+            )
+
         def write(prompts: Iterable[tuple[int, str | None]], output: OrderedOutput) -> int:
             """Answer all prompts, and return how many could not be answered."""
             inbox = SampleInbox(
                 prompts,
                 loaded.tokenizer,
-                lambda room: _sampling(samples, loaded.tokenizer, room),
+                sampling,
                 engine.limits,
                 output,
                 # More than are computed at a time, so that the next ones wait when some end.
@@ -104,7 +113,11 @@ def _run(program: str, arguments: Sequence[str], launch: Launch) -> int:
             serve(engine, inbox, layout.world, device=device.torch_device)
             return inbox.failed
 
-        path = output_of(samples)
+        path = None  # the terminal
+        if samples.sample_input_file is not None:
+            path = Path(samples.sample_output_file or f"{samples.sample_input_file}.out")
+        elif samples.genfile is not None:
+            path = Path(samples.genfile)
         if path is None:
             asked = [samples.prompt] * max(1, samples.num_samples)
             failed = write(enumerate(asked), Printer(len(asked)))
@@ -122,23 +135,6 @@ def _run(program: str, arguments: Sequence[str], launch: Launch) -> int:
         where = "above" if path is None else f"in {path}"
         raise UserError(f'{failed} prompt(s) got no answer: see "error" {where}')
     return EXIT_OK
-
-
-def output_of(samples: SamplesConfig) -> Path | None:
-    """Return the file for the samples, or `None` for the terminal."""
-    if samples.sample_input_file is not None:
-        return Path(samples.sample_output_file or f"{samples.sample_input_file}.out")
-    return None if samples.genfile is None else Path(samples.genfile)
-
-
-def _sampling(samples: SamplesConfig, tokenizer: Tokenizer, room: int) -> Sampling:
-    return Sampling(
-        max_new_tokens=min(samples.out_seq_length, room),
-        temperature=0.0 if samples.greedy else samples.temperature,
-        top_k=samples.top_k,
-        top_p=samples.top_p,
-        stop_tokens=(tokenizer.eod,),
-    )
 
 
 @dataclass(frozen=True)

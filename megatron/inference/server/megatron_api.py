@@ -7,7 +7,6 @@ a string, and the length penalty has bounds.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -292,19 +291,12 @@ class MegatronApi:
             )
 
         asked = [Asked(prompt, sampling(number)) for number, prompt in enumerate(prompts)]
-        with contextlib.ExitStack() as stack:
-            answers = self._start(asked, stack)
+        answers, stack = self._service.start(asked, silent=frozenset())
+        with stack:
             rows = await asyncio.gather(*(self._row(answer) for answer in answers))
         texts, segments, logprobs = zip(*rows, strict=True)
         told = list(logprobs) if values["logprobs"] else None
         return {"text": list(texts), "segments": list(segments), "logprobs": told}
-
-    def _start(self, asked: list[Asked], stack: contextlib.ExitStack) -> list[TextAnswer]:
-        """Start answers, all of whose tokens are text, and have the stack close them."""
-        answers = self._service.start(asked, silent=frozenset())
-        for answer in answers:
-            stack.callback(answer.close)
-        return answers
 
     async def _row(self, answer: TextAnswer) -> tuple[str, list[str], list[float]]:
         """Return text, segments and log probabilities of one prompt with its answer."""
@@ -331,8 +323,9 @@ class MegatronApi:
             length_penalty=values["length_penalty"],
             logprobs=True,
         )
-        with contextlib.ExitStack() as stack:
-            (answer,) = self._start([Asked(prompt, sampling)], stack)
+        asked = [Asked(prompt, sampling)]
+        (answer,), stack = self._service.start(asked, silent=frozenset())
+        with stack:
             tokens = [token async for piece in answer.pieces() for token in piece.tokens]
         assert answer.finished is not None
         beams = answer.finished.beams

@@ -7,7 +7,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.inference.request import Sampling
@@ -106,27 +106,6 @@ _CHAT = ResponseForm(
 )
 
 
-@dataclass(frozen=True)
-class Job:
-    """A request that has been read.
-
-    Attributes:
-        request: As the client sent it.
-        form: The shape of the answer.
-        asked: A sequence for each choice.
-        logprobs: Whether to return log probabilities.
-        echo: Whether each answer begins with its prompt.
-        started: When it had been read, by `time.perf_counter`.
-    """
-
-    request: OpenAiRequest
-    form: ResponseForm
-    asked: list[Asked]
-    logprobs: bool
-    echo: bool = False
-    started: float = field(default_factory=time.perf_counter)
-
-
 class OpenAiApi:
     """Both endpoints over one service."""
 
@@ -152,15 +131,7 @@ class OpenAiApi:
         request = read_request(CompletionRequest, body)
         self._check_model(request.model)
         prompts = await self._read_prompts(request.prompt)
-        asked = self._make_asked(
-            request,
-            prompts,
-            new_tokens=request.max_tokens,
-            tops=request.logprobs,
-            prompt_logprobs=request.echo and request.logprobs is not None,
-        )
-        logprobs = request.logprobs is not None
-        return await self._answer(Job(request, _COMPLETION, asked, logprobs, request.echo))
+        return await self._answer(request, _COMPLETION, prompts, request.max_tokens)
 
     async def chat(self, body: Mapping[str, Any]) -> dict[str, Any] | Events:
         """Answer `POST /v1/chat/completions`."""
@@ -169,13 +140,8 @@ class OpenAiApi:
         prompt = await self._read_messages(request.messages)
         limit = self._service.settings.limits.tokens // request.n
         room = min(self._service.max_length, limit) - len(prompt)
-        asked = self._make_asked(
-            request,
-            [prompt],
-            new_tokens=request.max_completion_tokens or request.max_tokens or max(1, room),
-            tops=request.top_logprobs if request.logprobs else None,
-        )
-        return await self._answer(Job(request, _CHAT, asked, request.logprobs))
+        new_tokens = request.max_completion_tokens or request.max_tokens or max(1, room)
+        return await self._answer(request, _CHAT, [prompt], new_tokens)
 
     def models(self) -> dict[str, Any]:
         """Return the answer to `GET /v1/models`."""
@@ -255,23 +221,9 @@ class OpenAiApi:
         return ids
 
     def _make_asked(
-        self,
-        request: OpenAiRequest,
-        prompts: Sequence[tuple[int, ...]],
-        *,
-        new_tokens: int,
-        tops: int | None,
-        prompt_logprobs: bool = False,
+        self, request: OpenAiRequest, prompts: Sequence[tuple[int, ...]], new_tokens: int
     ) -> list[Asked]:
         """Return n sequences for each prompt, in the order of OpenAI's `choices`.
-
-        Args:
-            request: As the client sent it.
-            prompts: Token ids of each prompt.
-            new_tokens: Largest number of new tokens.
-            tops: Number of most likely tokens to report beside the chosen one. `None`: no log
-                probabilities at all.
-            prompt_logprobs: Whether to report those of the prompt's tokens too.
 
         Raises:
             ApiError: 400 or 422 if the request is over the limits.
@@ -303,9 +255,9 @@ class OpenAiApi:
             top_p=top_p,
             repetition_penalty=request.repetition_penalty,
             stop_tokens=tuple(sorted(service.ends)),
-            logprobs=tops is not None,
-            top_logprobs=tops or 0,
-            prompt_logprobs=prompt_logprobs,
+            logprobs=request.tops is not None,
+            top_logprobs=request.tops or 0,
+            prompt_logprobs=request.echoes and request.tops is not None,
         )
         return [
             Asked(
@@ -315,49 +267,54 @@ class OpenAiApi:
             for copy in range(copies)
         ]
 
-    async def _answer(self, job: Job) -> dict[str, Any] | Events:
-        answers = self._service.start(job.asked, silent=self._service.ends)
-
-        def close() -> None:
-            for answer in answers:
-                answer.close()
-
-        if job.request.stream:
-            return Events(self._stream(job, answers), close)
-        try:
-            pieces = await asyncio.gather(*(_joined(each) for each in self._sources(job, answers)))
-        finally:
-            close()
+    async def _answer(
+        self,
+        request: OpenAiRequest,
+        form: ResponseForm,
+        prompts: Sequence[tuple[int, ...]],
+        new_tokens: int,
+    ) -> dict[str, Any] | Events:
+        started = time.perf_counter()
+        asked = self._make_asked(request, prompts, new_tokens)
+        answers, stack = self._service.start(asked, silent=self._service.ends)
+        sources = self._sources(request, answers, started)
+        if request.stream:
+            return Events(self._stream(request, form, answers, sources), stack.close)
+        with stack:
+            pieces = await asyncio.gather(*map(_joined, sources))
         choices = [
             {
                 "index": index,
-                **job.form.choice(piece, job.logprobs),
+                **form.choice(piece, request.tops is not None),
                 "finish_reason": answer.reason,
             }
             for index, (piece, answer) in enumerate(zip(pieces, answers, strict=True))
         ]
-        head = self._head(job.form.prefix, job.form.whole)
-        return {**head, "choices": choices, "usage": _usage(answers, job.request.n)}
+        head = self._head(form.prefix, form.whole)
+        return {**head, "choices": choices, "usage": _usage(answers, request.n)}
 
     async def _stream(
-        self, job: Job, answers: Sequence[TextAnswer]
+        self,
+        request: OpenAiRequest,
+        form: ResponseForm,
+        answers: Sequence[TextAnswer],
+        sources: Sequence[AsyncGenerator[TextPiece, None]],
     ) -> AsyncGenerator[dict[str, Any], None]:
-        form, usage = job.form, job.request.include_usage
         head = self._head(form.prefix, form.part)
-        tail = {"usage": None} if usage else {}
+        tail = {"usage": None} if request.include_usage else {}
         if form.first is not None:
             for index in range(len(answers)):
                 choice = {"index": index, **form.first, "finish_reason": None}
                 yield {**head, "choices": [choice], **tail}
-        async with contextlib.aclosing(_merged(self._sources(job, answers))) as merged:
+        async with contextlib.aclosing(_merged(sources)) as merged:
             async for index, piece in merged:
                 end = answers[index].reason if piece is None else None
-                logprobs = job.logprobs and piece is not None
+                logprobs = request.tops is not None and piece is not None
                 delta = form.delta(piece or TextPiece("", ()), logprobs)
                 choice = {"index": index, **delta, "finish_reason": end}
                 yield {**head, "choices": [choice], **tail}
-        if usage:
-            yield {**head, "choices": [], "usage": _usage(answers, job.request.n)}
+        if request.include_usage:
+            yield {**head, "choices": [], "usage": _usage(answers, request.n)}
 
     def _head(self, prefix: str, kind: str) -> dict[str, Any]:
         return {
@@ -368,18 +325,18 @@ class OpenAiApi:
         }
 
     def _sources(
-        self, job: Job, answers: Sequence[TextAnswer]
+        self, request: OpenAiRequest, answers: Sequence[TextAnswer], started: float
     ) -> list[AsyncGenerator[TextPiece, None]]:
         """Return the pieces of every choice, the echoed prompt first. No piece is empty."""
         is_first = True
 
         async def pieces(answer: TextAnswer) -> AsyncGenerator[TextPiece, None]:
             nonlocal is_first
-            offset, told = 0, not job.echo
-            if job.echo:
+            offset, told = 0, not request.echoes
+            if request.echoes:
                 prompt = self._service.tokenizer.detokenize(answer.prompt_ids)
                 offset = len(prompt)
-                if not job.logprobs:
+                if request.tops is None:
                     told = True
                     yield TextPiece(prompt, ())
             async for piece in answer.pieces():
@@ -393,7 +350,7 @@ class OpenAiApi:
                 if piece.text or piece.tokens:
                     if is_first:
                         is_first = False
-                        self._observe_first(time.perf_counter() - job.started)
+                        self._observe_first(time.perf_counter() - started)
                     tokens = (replace(t, offset=t.offset + offset) for t in piece.tokens)
                     yield TextPiece(piece.text, tuple(tokens) if offset else piece.tokens)
 

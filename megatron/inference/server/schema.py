@@ -105,6 +105,16 @@ class OpenAiRequest(_Schema):
         return self
 
     @property
+    def tops(self) -> int | None:
+        """Number of most likely tokens to report with each; `None`: no log probabilities."""
+        raise NotImplementedError
+
+    @property
+    def echoes(self) -> bool:
+        """Whether each answer begins with its prompt."""
+        return False
+
+    @property
     def stops(self) -> tuple[str, ...]:
         """Stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -127,6 +137,16 @@ class CompletionRequest(OpenAiRequest):
     echo: bool = False
     """put the prompt before the answer"""
 
+    @property
+    def tops(self) -> int | None:
+        """Number of most likely tokens to report with each; `None`: no log probabilities."""
+        return self.logprobs
+
+    @property
+    def echoes(self) -> bool:
+        """Whether each answer begins with its prompt."""
+        return self.echo
+
     @model_validator(mode="after")
     def _check_tokens(self) -> CompletionRequest:
         if self.max_tokens == 0 and not (self.echo and self.logprobs is not None):
@@ -148,6 +168,11 @@ class ChatRequest(OpenAiRequest):
     """return the log probability of each token"""
     top_logprobs: int = Field(0, ge=0, le=_MAX_TOP_LOGPROBS)
     """with logprobs: also return this many most likely tokens"""
+
+    @property
+    def tops(self) -> int | None:
+        """Number of most likely tokens to report with each; `None`: no log probabilities."""
+        return self.top_logprobs if self.logprobs else None
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> ChatRequest:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Literal
 
@@ -253,7 +254,7 @@ class TextAnswer:
 
         Args:
             tokenizer: Of the model.
-            stream: The sequence's events. `close` closes it.
+            stream: The sequence's events. Whoever makes the answer closes it.
             stops: Strings that end the answer and are not part of it.
             silent: Stop tokens, which end the answer and are not part of its text.
         """
@@ -299,12 +300,8 @@ class TextAnswer:
             tokens, self._waiting = self._waiting[:count], self._waiting[count:]
             yield TextPiece(text, tuple(tokens))
             if self._stopped:
-                self.close()
+                self._stream.close()
                 return
-
-    def close(self) -> None:
-        """End the sequence if it still runs."""
-        self._stream.close()
 
     def _take(self, event: Event) -> str:
         """Return the text that can be shown because of an event."""
@@ -414,18 +411,25 @@ class Service:
         """
         return None if seed is None or seed < 0 else (seed + number) & LARGEST_SEED
 
-    def start(self, asked: Sequence[Asked], silent: frozenset[int]) -> list[TextAnswer]:
-        """Send sequences to the engine, and return their answers, which must be closed.
+    def start(
+        self, asked: Sequence[Asked], silent: frozenset[int]
+    ) -> tuple[list[TextAnswer], ExitStack]:
+        """Send sequences to the engine.
 
         Args:
             asked: The sequences.
             silent: Stop tokens that are not part of an answer's text.
 
+        Returns:
+            The answers, and what ends those that still run when it is closed.
+
         Raises:
             ApiError: 429 if there is too much to do, 503 if there is no engine.
         """
+        stack = ExitStack()
+        answers = []
         streams = self.engine.start([(each.prompt, each.sampling) for each in asked])
-        return [
-            TextAnswer(self.tokenizer, stream, each.stops, silent)
-            for each, stream in zip(asked, streams, strict=True)
-        ]
+        for each, stream in zip(asked, streams, strict=True):
+            stack.callback(stream.close)
+            answers.append(TextAnswer(self.tokenizer, stream, each.stops, silent))
+        return answers, stack
