@@ -46,7 +46,7 @@ Work = Callable[[], Result]
 class MemoryReport:
     """Bytes in use and held by the allocator, now and at most; and the pieces in use.
 
-    Of a CPU, what is resident stands for both, and nobody counts pieces.
+    On a CPU, resident memory stands for both, and pieces are not counted.
     """
 
     allocated: int
@@ -64,26 +64,29 @@ class Device:
 
     @classmethod
     def pick(cls, local_rank: int = 0) -> Device:
-        """This process's GPU where there is one, else the CPU."""
+        """Return this process's GPU if there is one, otherwise the CPU."""
         if torch.cuda.is_available():
             return cls(torch.device("cuda", local_rank % torch.cuda.device_count()))
         return cls(torch.device("cpu"))
 
     @classmethod
     def cpu(cls) -> Device:
+        """Return the CPU."""
         return cls(torch.device("cpu"))
 
     @property
     def is_gpu(self) -> bool:
+        """Whether this is a GPU."""
         return self.torch_device.type == "cuda"
 
     @property
     def type(self) -> str:
+        """PyTorch's name for this kind of device."""
         return self.torch_device.type
 
     @property
     def name(self) -> str:
-        """Marketing name, or "CPU"."""
+        """The marketing name, or "CPU"."""
         if self.is_gpu:
             return torch.cuda.get_device_name(self.torch_device)
         return "CPU"
@@ -95,12 +98,12 @@ class Device:
 
     @property
     def capability(self) -> tuple[int, int]:
-        """Compute capability of a GPU, (9, 0) for Hopper; (0, 0) of a CPU."""
+        """The compute capability of a GPU, (9, 0) for Hopper; (0, 0) for a CPU."""
         return torch.cuda.get_device_capability(self.torch_device) if self.is_gpu else (0, 0)
 
     @property
     def multiprocessors(self) -> int:
-        """How many blocks of threads run at a time, at least; 1 on a CPU."""
+        """The number of multiprocessors of a GPU; 1 for a CPU."""
         return _multiprocessors(self.torch_device) if self.is_gpu else 1
 
     @property
@@ -110,14 +113,14 @@ class Device:
 
     @property
     def peak_flops(self) -> float | None:
-        """Dense 16-bit peak in FLOP/s by datasheet; None where we know none."""
+        """The dense 16-bit peak in FLOP/s by datasheet, or `None` if unknown."""
         if not self.is_gpu:
             return None
         name = self.name
         return next((flops for part, flops in _PEAK_FLOPS if part in name), None)
 
     def as_current(self) -> AbstractContextManager[object]:
-        """Inside, this is the process's current device."""
+        """Return a context in which this is the process's current device."""
         return torch.cuda.device(self.torch_device) if self.is_gpu else nullcontext()
 
     def activate(self) -> None:
@@ -126,15 +129,15 @@ class Device:
             torch.cuda.set_device(self.torch_device)
 
     def marks(self) -> StreamMarks | None:
-        """A way to see how far the device is; None where the process itself computes."""
+        """Return a way to see how far the device is, or `None` if the process itself computes."""
         return StreamMarks(self.torch_device) if self.is_gpu else None
 
     def backend(self, asked: str) -> str:
-        """Communication library: what was asked for on GPUs, gloo on a CPU."""
+        """Return the communication library: the one asked for on GPUs, gloo on a CPU."""
         return asked if self.is_gpu else "gloo"
 
     def recorder(self) -> Recorder:
-        """What records work, to be run again at once. Recordings of one recorder share memory."""
+        """Return a recorder of work (CUDA graphs). Recordings of one recorder share memory."""
         assert self.is_gpu, "a CPU has nothing to record"
         return Recorder(self.torch_device)
 
@@ -144,7 +147,7 @@ class Device:
             torch.cuda.synchronize(self.torch_device)
 
     def mark(self) -> Any:
-        """A point in the work queued so far, for `seconds_between`; costs no waiting."""
+        """Return a point in the work queued so far, for `seconds_between`, without waiting."""
         if not self.is_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -152,11 +155,11 @@ class Device:
         return event
 
     def seconds_between(self, start: Any, end: Any) -> float:
-        """Time from one mark to a later one; all work up to it must be done (`synchronize`)."""
+        """Return the time from one mark to a later one. All work up to it must be done."""
         return start.elapsed_time(end) / 1000.0 if self.is_gpu else end - start
 
     def send(self, array: np.ndarray) -> Tensor:
-        """The array there; a GPU copies while this process goes on."""
+        """Return the array on the device. A GPU copies while this process goes on."""
         tensor = torch.from_numpy(array)
         if not self.is_gpu:
             return tensor
@@ -179,13 +182,13 @@ class Device:
                 torch.cuda.manual_seed(seed)
 
     def host_buffer(self, size: int) -> torch.Tensor:
-        """`size` bytes of host memory to copy to, in place from the start; pinned on a GPU.
+        """Return `size` bytes of host memory to copy to, resident from the start; pinned for a GPU.
 
-        As long as the result is held: views of it alone do not keep it pinned. Processes that are
-        forked do not have it: they would copy whatever is written to it.
+        The memory stays pinned as long as the result itself is held, not only views of it. Forked
+        processes do not have it: they would copy whatever is written to it.
 
         Raises:
-            MemoryError: there is not as much.
+            MemoryError: There is not enough memory.
         """
         try:
             memory = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -206,7 +209,7 @@ class Device:
 
     @property
     def default_generator(self) -> torch.Generator:
-        """The generator that operations on this device draw from."""
+        """The generator from which operations on this device draw."""
         if self.is_gpu:
             index = self.torch_device.index
             index = torch.cuda.current_device() if index is None else index
@@ -214,13 +217,13 @@ class Device:
         return torch.random.default_generator
 
     def free_memory(self) -> int:
-        """Bytes of a GPU that nobody has."""
+        """Return the bytes of a GPU that no process has."""
         assert self.is_gpu, "a CPU's memory is not ours alone"
         self.empty_cache()
         return torch.cuda.mem_get_info(self.torch_device)[0]
 
     def memory(self) -> MemoryReport:
-        """What the process holds: GPU memory, or resident memory on a CPU."""
+        """Return what the process holds: GPU memory, or resident memory on a CPU."""
         if self.is_gpu:
             numbers = torch.cuda.memory_stats(self.torch_device)
             return MemoryReport(
@@ -242,10 +245,10 @@ class Device:
 
 @contextmanager
 def shortage_errors() -> Iterator[None]:
-    """Where a training runs out of memory, say what helps.
+    """Turn PyTorch's out-of-memory errors into one that says what helps.
 
     Raises:
-        ShortageError: instead of PyTorch's errors.
+        ShortageError: The device or the host ran out of memory.
     """
     try:
         yield
@@ -263,21 +266,22 @@ def shortage_errors() -> Iterator[None]:
 
 
 def _unpin(runtime: Any, memory: mmap.mmap, address: int) -> None:
-    """Give pinned pages back; `memory` is held until then."""
+    """Unpin pages; `memory` is held until then."""
     runtime.cudaHostUnregister(address)
 
 
 class Ferry:
-    """Takes bytes between a GPU and the host for one thread, through a little pinned memory: while
-    it uses one piece another is on its way.
+    """A carrier of bytes between a GPU and the host for one thread, through pinned memory.
+
+    While the thread uses one piece, another is on its way.
 
     Args:
-        device: a GPU; the thread's current device from then on. A thread starts with the first
+        device: A GPU, which becomes the thread's current device. A thread starts with the first
             GPU, where it would open a context of its own.
-        size: bytes of a piece; twice as many are pinned as long as the ferry lasts.
+        size: Bytes of a piece. Twice as many are pinned as long as the ferry lasts.
 
     Raises:
-        MemoryError: there is not enough host memory.
+        MemoryError: There is not enough host memory.
     """
 
     def __init__(self, device: Device, size: int) -> None:
@@ -287,11 +291,11 @@ class Ferry:
         self._arrived = torch.cuda.Event(), torch.cuda.Event()
 
     def take(self, data: Tensor) -> Iterator[memoryview]:
-        """All bytes in order, each piece until the next is asked for.
+        """Yield all bytes in order. Each piece is valid until the next is asked for.
 
         Args:
-            data: 1-D, uint8, on the device, as the work queued there so far leaves it; nobody
-                changes it before the last piece.
+            data: 1-D, uint8, on the device, as the work queued there so far leaves it. It must not
+                change before the last piece.
         """
         pieces, places = data.split(self._size), self._memory.split(self._size)
         self._stream.wait_stream(torch.cuda.default_stream(self._stream.device))
@@ -313,13 +317,13 @@ class Ferry:
             self._stream.synchronize()
 
     def bring(self, data: Tensor, target: Tensor) -> None:
-        """Copy bytes from any memory of the host; they are there when this returns.
+        """Copy bytes from any memory of the host, and wait until they have arrived.
 
-        The driver does the same for memory that is not pinned, for one thread at a time.
+        The driver does the same for memory that is not pinned, but for one thread at a time.
 
         Args:
             data: 1-D, uint8, on the CPU.
-            target: of its size, on the device.
+            target: A tensor of the same size on the device.
         """
         places = self._memory.split(self._size)
         self._stream.wait_stream(torch.cuda.default_stream(self._stream.device))
@@ -335,10 +339,10 @@ class Ferry:
 
 
 class Ferries(threading.local):
-    """One for each thread that asks, as long as the thread lasts.
+    """One ferry for each thread that asks, as long as the thread lasts.
 
     Args:
-        size: see `Ferry`.
+        size: Bytes of a piece (see `Ferry`).
     """
 
     def __init__(self, size: int) -> None:
@@ -346,14 +350,14 @@ class Ferries(threading.local):
         self._ferry: Ferry | None = None
 
     def to(self, device: torch.device) -> Ferry:
-        """This thread's, between the host and this device, always the same."""
+        """Return this thread's ferry between the host and this device, always the same."""
         if self._ferry is None:
             self._ferry = Ferry(Device(device), self._size)
         return self._ferry
 
 
 class Recorder:
-    """Records the kernels that work starts on a GPU (a CUDA graph), to start all of them at once.
+    """A recorder of the kernels that work starts on a GPU (a CUDA graph), to replay them at once.
 
     They read and write the same memory each time, and the result is the same tensors. The work
     must not wait for the device, and what it does beside kernels is not done again. Recordings
@@ -366,9 +370,12 @@ class Recorder:
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     def record(self, work: Work[Result]) -> tuple[Result, Callable[[], None]]:
-        """Do the work without running its kernels: its result, and what runs them.
+        """Do the work without running its kernels.
 
         The same work must have been done before: libraries set themselves up in a first call.
+
+        Returns:
+            The work's result, and a function that runs the kernels.
         """
         graph = torch.cuda.CUDAGraph()
         # Other threads (data loading, saving) may go on with what a recording must not contain.
@@ -378,13 +385,15 @@ class Recorder:
         return result, graph.replay
 
     def release(self) -> None:
-        """Free what was recorded, of which nothing may run again. To be called before process
-        groups end: NCCL ends none while a recording has kernels of it."""
+        """Free what was recorded; none of it may run again.
+
+        Call this before process groups end: NCCL ends none while a recording has its kernels.
+        """
         for graph in self._graphs:
             graph.reset()
 
     def __call__(self, work: Work[Result]) -> Work[Result]:
-        """Do the work once, then record it: gives what does it again."""
+        """Do the work once, record it, and return a function that does it again."""
         here, aside = torch.cuda.current_stream(self._device), torch.cuda.Stream(self._device)
         aside.wait_stream(here)
         with torch.cuda.stream(aside):
@@ -408,7 +417,7 @@ class Reading:
     """Numbers on their way to the host.
 
     Args:
-        numbers: 1-D.
+        numbers: 1-D, on any device.
     """
 
     def __init__(self, numbers: Tensor) -> None:
@@ -421,17 +430,17 @@ class Reading:
             self._arrived.record(torch.cuda.current_stream(numbers.device))
 
     def wait(self) -> list[float]:
-        """The numbers, once the device has come to them."""
+        """Return the numbers, once the device has computed them."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._copy.tolist()
 
 
 class StreamMarks:
-    """Numbers sent through a device's queue to the host: the last to arrive is where the device is.
+    """Numbers sent through a device's queue to the host: the last to arrive tells its progress.
 
-    One costs a copy of 4 bytes. To read asks nothing of the driver, which answers nobody while
-    another thread waits for room in a full queue.
+    Each costs a copy of 4 bytes. Reading asks nothing of the driver, which answers no thread while
+    another one waits for room in a full queue.
     """
 
     _NUMBERS = 2**16  # more than are ever under way
@@ -441,30 +450,30 @@ class StreamMarks:
         self._arrived = torch.zeros(1, dtype=torch.int32, pin_memory=device.type != "cpu")
 
     def put(self, number: int) -> None:
-        """Send a number, which rises from call to call."""
+        """Send a number that rises from call to call."""
         place = number % self._NUMBERS
         self._arrived.copy_(self._numbers[place : place + 1], non_blocking=True)
 
     def behind(self, number: int) -> int:
-        """How many numbers before `number`, the last one put, the device is."""
+        """Return how far the device is behind `number`, the last one put."""
         return (number - int(self._arrived.item())) % self._NUMBERS
 
 
 def current_gpu() -> int:
-    """Index of the process's current GPU. Quick, once there is a tensor on one."""
+    """Return the index of the process's current GPU. Quick, once there is a tensor on one."""
     return torch._C._cuda_getDevice()
 
 
 def stream_handle(gpu: int) -> int:
-    """Address of PyTorch's current stream on a GPU, for kernels of our own. As quick."""
+    """Return the address of PyTorch's current stream on a GPU, for our own kernels. Quick."""
     return torch._C._cuda_getCurrentRawStream(gpu)
 
 
 def cuda_release() -> str:
-    """First number of the CUDA release that PyTorch was built with; "" without."""
+    """Return the first number of the CUDA release that PyTorch was built with, or ""."""
     return (torch.version.cuda or "").split(".")[0]
 
 
 def gpu_count() -> int:
-    """GPUs that this process sees."""
+    """Return the number of GPUs that this process sees."""
     return torch.cuda.device_count()

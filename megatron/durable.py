@@ -1,4 +1,4 @@
-"""Files that are on the disk, or not there: never half of one, whatever ends process or machine."""
+"""Files that are on the disk completely or not at all, whatever ends process or machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEMPORARY = ".tmp-"
 UNVERIFIED = ".unverified-"
 
 Check = Callable[[Path], None]
-"""Looks at a folder that is whole and has no name yet; raises where it is not to get it."""
+"""A check of a complete folder that has no name yet. It raises if the folder must not get one."""
 
 
 @contextmanager
@@ -31,7 +31,7 @@ def storage_errors(path: Path) -> Iterator[None]:
 
 @contextmanager
 def writing_to(flag: str, path: str | Path) -> Iterator[None]:
-    """The same for a path that a flag names: the flag, its value and the remedy."""
+    """Turn a refusal into a StorageError with the flag that names the path, and the remedy."""
     try:
         with storage_errors(Path(path)):
             yield
@@ -61,7 +61,7 @@ def expect_no_file(flag: str, paths: Iterable[str | Path], *, overwrite: bool) -
 
 
 def unique_suffix(kind: str) -> str:
-    """`kind` and an unpredictable tail, for names that no other process chooses."""
+    """Return `kind` with an unpredictable tail, for names that no other process chooses."""
     return f"{kind}{uuid.uuid4().hex}"
 
 
@@ -84,8 +84,10 @@ def write_file(path: Path, data: bytes) -> None:
 
 @contextmanager
 def renamed_when_done(path: Path) -> Iterator[IO[bytes]]:
-    """A new file that gets its name when the body succeeds, and goes when it fails. The folder is
-    not flushed."""
+    """Yield a new file that gets its name when the body succeeds, and goes when it fails.
+
+    The folder is not flushed.
+    """
     temporary = path.with_name(path.name + unique_suffix(TEMPORARY))
     try:
         with open(temporary, "xb") as file:
@@ -100,20 +102,22 @@ def renamed_when_done(path: Path) -> Iterator[IO[bytes]]:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Replace a file's content: readers, and a machine that loses power, see old or new."""
+    """Replace a file's content. Readers see the old or the new, even after a power failure."""
     with renamed_when_done(path) as file:
         file.write(data)
     sync_folder(path.parent)
 
 
 def check_unpublished(check: Check | None, temporary: Path, final: Path) -> None:
-    """Look at a folder before it gets its name. Where the check fails, or does not come to its end,
-    the folder is `final` with `.unverified-<unique>` behind it, for a look: no program loads that.
+    """Check a folder before it gets its name.
+
+    If the check fails or does not finish, the folder is kept as `final` with `.unverified-<unique>`
+    appended, for inspection. No program loads it.
 
     Args:
-        check: None: nothing to look at.
-        temporary: the folder, whole.
-        final: what it is to be called.
+        check: The check, or `None` to do nothing.
+        temporary: The complete folder.
+        final: The name that it is to get.
     """
     if check is None:
         return
@@ -132,5 +136,5 @@ def check_unpublished(check: Check | None, temporary: Path, final: Path) -> None
 
 
 def remove_tree(path: Path) -> None:
-    """Delete a folder as far as possible; what stays is reaped by the next save."""
+    """Delete a folder as far as possible. The next save removes the rest."""
     shutil.rmtree(path, ignore_errors=True)

@@ -15,8 +15,11 @@ EXIT_SAVED_ON_SIGNAL = 3
 
 
 def say_on_stderr(text: str) -> None:
-    """Print now, also where output is piped; or nowhere, where the disk of the log is full: work
-    goes on, or ends as it was about to, with its own exit code."""
+    """Print a line at once, even if output is piped.
+
+    If the disk of the log is full, the line is dropped: work goes on, or ends as it was about to,
+    with its own exit code.
+    """
     try:
         print(text, file=sys.stderr, flush=True)
     except OSError:
@@ -24,8 +27,10 @@ def say_on_stderr(text: str) -> None:
 
 
 def drop_unwritten(stream: TextIO) -> None:
-    """Forget what a stream holds but could not write (a full disk). It would be written, or fail,
-    again with the next line, and when Python ends."""
+    """Drop what a stream holds but could not write (a full disk).
+
+    Python would try to write it again with the next line, and when it ends.
+    """
     number = stream.fileno()
     kept, null = os.dup(number), os.open(os.devnull, os.O_WRONLY)
     try:
@@ -38,12 +43,12 @@ def drop_unwritten(stream: TextIO) -> None:
 
 
 def warn(text: str) -> None:
-    """Print what a user should know and may mend, where work goes on."""
+    """Print what a user should know and may fix while work goes on."""
     say_on_stderr(f"WARNING: {text}")
 
 
 class UserError(Exception):
-    """Something the user can mend. The message names the flag or file, its value and the remedy."""
+    """A mistake that the user can fix. The message names flag or file, value and remedy."""
 
     exit_code = 1
 
@@ -85,13 +90,17 @@ class ShortageError(UserError):
 
 
 class OutputClosedError(UserError):
-    """Nobody reads the log any more."""
+    """The reader of the log has gone."""
 
     exit_code = 141  # as of a program that SIGPIPE ends
 
 
 class ConfigError(UserError):
-    """One or more configuration mistakes, all of them reported at once."""
+    """One or more configuration mistakes, all of them reported at once.
+
+    Attributes:
+        problems: One line for each.
+    """
 
     exit_code = 9
 

@@ -1,4 +1,4 @@
-"""From a command line to a trained model: what every `pretrain_*.py` calls."""
+"""A whole run, from a command line to a trained model: what every `pretrain_*.py` calls."""
 
 from __future__ import annotations
 
@@ -34,23 +34,29 @@ from megatron.training.run import Run
 
 
 class Extras:
-    """What a kind of training does beside pretraining. All ranks call all of it; collective."""
+    """Steps that a kind of training adds to pretraining. All ranks call all of them; collective."""
 
     def begin(self, run: Run) -> None:
-        """Once the run is built, its checkpoint loaded."""
+        """Act once the run is built and its checkpoint loaded."""
 
     def callbacks(self, run: Run) -> list[Callback]:
-        """Further ones, after the others: their checkpoints are written already."""
+        """Return further callbacks. They run after the others, when checkpoints are written."""
         return []
 
     def end(self, run: Run) -> None:
-        """Once the training that was asked for is done, or there was none."""
+        """Act once the training that was asked for is done, or there was none."""
 
 
 def main(recipe: Recipe, argv: Sequence[str] | None = None) -> int:
-    """Run one process of a pretraining job; the exit code.
+    """Run one process of a pretraining job.
 
-    0 done, 3 saved and left on a signal, else the code of the error (see `megatron.errors`).
+    Args:
+        recipe: What to train.
+        argv: The command line, or `None` for the process's own.
+
+    Returns:
+        The exit code: 0 when done, 3 when saved and left on a signal, otherwise the error's
+        (`megatron.errors`).
     """
     started = time.monotonic()
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -72,7 +78,11 @@ def main(recipe: Recipe, argv: Sequence[str] | None = None) -> int:
 
 
 def dry_run(config: RunConfig, recipe: Recipe, launch: Launch) -> int:
-    """Print what the run would be; touches no device, process group or corpus. The exit code."""
+    """Print what the run would be, without a device, process group or corpus.
+
+    Returns:
+        The exit code.
+    """
     if launch.rank:
         return EXIT_OK
     world_size = config.training.dry_run_world_size or launch.world_size
@@ -89,11 +99,17 @@ def pretrain(
     started: float,
     extras: Extras | None = None,
 ) -> int:
-    """Train as a resolved configuration says; the exit code. Collective.
+    """Train as a resolved configuration says. Collective.
 
     Args:
-        started: when the process began, by `time.monotonic`.
-        extras: what else is to be done; None: nothing.
+        config: The run's.
+        recipe: What to train.
+        launch: This process.
+        started: When the process began, by `time.monotonic`.
+        extras: Further steps, if any.
+
+    Returns:
+        The exit code.
     """
     extras = extras or Extras()
     at_end = ExitStack()  # of the process groups
@@ -117,7 +133,7 @@ def pretrain(
 
 
 def _close(writer: Writer) -> None:
-    """What is trained is trained: a disk without room for its last numbers is no error."""
+    """Close a writer. A disk without room for the last numbers is no error after training."""
     try:
         writer.close()
     except StorageError as error:
@@ -125,7 +141,7 @@ def _close(writer: Writer) -> None:
 
 
 def _warn_of_later(run: Run) -> None:
-    """Of checkpoints in --save that this run did not come from: a forgotten --load, perhaps."""
+    """Warn of checkpoints in --save that this run did not start from: --load may be forgotten."""
     root, start = run.config.checkpoint.save, run.progress.iteration
     if root is None or run.layout.world.rank:
         return
@@ -139,8 +155,10 @@ def _warn_of_later(run: Run) -> None:
 
 
 def _way_to_go_on(config: RunConfig, root: str) -> str:
-    """What else to give, to start from the newest of `root`; nothing where it was not taken, for
-    that has been said."""
+    """Return which flags start from the newest checkpoint of `root`.
+
+    The text is empty if --load named it already: why it was not taken has been said.
+    """
     options = config.checkpoint
     load, chosen = options.load, {"--finetune": options.finetune, "--ckpt-step": options.ckpt_step}
     asked = load is not None and Path(load).resolve() == Path(root).resolve()
@@ -152,7 +170,7 @@ def _way_to_go_on(config: RunConfig, root: str) -> str:
 
 
 def _claim_folder(config: RunConfig, folder: Path) -> SaveLock:
-    """Keep other jobs out of `--save`, and leave the resolved configuration there."""
+    """Keep other jobs out of `--save`, and write the resolved configuration there."""
     with writing_to("--save", folder):
         lock = SaveLock(folder)
         (folder / "config.yaml").write_text(dump(config), encoding="utf-8")

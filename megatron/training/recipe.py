@@ -1,4 +1,4 @@
-"""What a `pretrain_*.py` script supplies: a model, its datasets and its loss."""
+"""The part that a `pretrain_*.py` script supplies: a model, its datasets and its loss."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Recipe(Protocol):
     """Name for messages and `--help`, for example `pretrain_gpt.py`."""
 
     architecture: str
-    """Kind of network, see `ModelConfig.architecture`."""
+    """Kind of network (`ModelConfig.architecture`)."""
 
     @property
     def head(self) -> HeadSpec:
-        """What the model ends in.
+        """The head in which the model ends.
 
         Losses of a language-model head are mean negative log likelihoods of tokens, and exp(loss)
         stands beside them, as Megatron prints it.
@@ -39,7 +39,7 @@ class Recipe(Protocol):
         ...
 
     def loss_names(self, config: RunConfig) -> tuple[str, ...]:
-        """What `forward` returns at the end of the model, in the order of the log line."""
+        """Return the names of the losses that `forward` returns, in the order of the log line."""
         ...
 
     def build_part(
@@ -49,23 +49,25 @@ class Recipe(Protocol):
         padded_vocab_size: int,
         part: ModelPart,
     ) -> nn.Module:
-        """Some layers of the model, their parameters named globally and not yet initialized."""
+        """Build some layers of the model, with global parameter names and no values yet."""
         ...
 
     def build_datasets(
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
     ) -> Splits:
-        """Training, validation and test samples; None for an empty split. Collective."""
+        """Return training, validation and test samples, `None` for an empty split. Collective."""
         ...
 
     def describe_kernels(self, part: Any) -> str:
-        """Which kernels the model runs on and why, for the start-up panel."""
+        """Say which kernels the model runs on and why, for the start-up panel."""
         ...
 
     def loss_mask(self, batch: Batch, config: RunConfig, tokenizer: Tokenizer) -> Tensor:
-        """Of a micro-batch of whole sequences 1 for each label whose loss counts, else 0: of one
-        shape in all of a run, `[b, s]` where labels are tokens. Asked for by
-        --calculate-per-token-loss."""
+        """Return 1 for each label of a micro-batch whose loss counts, and 0 for the others.
+
+        Used by --calculate-per-token-loss. Sequences are whole, and the shape is the same in all of
+        a run: `[b, s]` if labels are tokens.
+        """
         ...
 
     def forward(
@@ -77,15 +79,19 @@ class Recipe(Protocol):
         tokenizer: Tokenizer,
         layout: Layout,
     ) -> Tensor | Mapping[str, Tensor]:
-        """One micro-batch through a part of the model.
+        """Run one micro-batch through a part of the model.
 
         Args:
-            batch: whole sequences; each context rank takes its part of them.
-            hidden: [s, b, h] from the part before; None for the first.
+            part: Some layers of the model.
+            batch: Whole sequences; each context rank takes its part of them.
+            hidden: [s, b, h] from the part before; `None` for the first.
+            config: The run's.
+            tokenizer: The run's.
+            layout: The run's.
 
         Returns:
-            Hidden states for the next part; of the last one scalar losses by log name, whose sum
-            is differentiated. The mean over context ranks is the loss of the micro-batch: a mean
-            over the labels that count; 0 where none does.
+            Hidden states for the next part. The last part returns scalar losses by log name, whose
+            sum is differentiated. Their mean over context ranks is the loss of the micro-batch: a
+            mean over the labels that count, or 0 if none does.
         """
         ...
