@@ -285,6 +285,7 @@ class Ferry:
     """
 
     def __init__(self, device: Device, size: int) -> None:
+        """Pin the memory, and make the device current."""
         device.activate()
         self._memory, self._size = device.host_buffer(2 * size), size
         self._stream = torch.cuda.Stream(device.torch_device)
@@ -346,6 +347,7 @@ class Ferries(threading.local):
     """
 
     def __init__(self, size: int) -> None:
+        """Start without any ferry."""
         self._size = size
         self._ferry: Ferry | None = None
 
@@ -365,6 +367,7 @@ class Recorder:
     """
 
     def __init__(self, device: torch.device) -> None:
+        """Start without any recording."""
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()  # gone with the last recording: no two owners
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
@@ -421,6 +424,7 @@ class Reading:
     """
 
     def __init__(self, numbers: Tensor) -> None:
+        """Begin the copy."""
         self._arrived = None
         self._copy = numbers
         if numbers.is_cuda:
@@ -446,6 +450,7 @@ class StreamMarks:
     _NUMBERS = 2**16  # more than are ever under way
 
     def __init__(self, device: torch.device) -> None:
+        """Put the numbers on the device."""
         self._numbers = torch.arange(self._NUMBERS, dtype=torch.int32, device=device)
         self._arrived = torch.zeros(1, dtype=torch.int32, pin_memory=device.type != "cpu")
 

@@ -105,5 +105,6 @@ class ConfigError(UserError):
     exit_code = 9
 
     def __init__(self, problems: list[str] | str) -> None:
+        """Take one mistake, or several."""
         self.problems = [problems] if isinstance(problems, str) else list(problems)
         super().__init__("\n".join(self.problems))

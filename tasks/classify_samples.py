@@ -26,14 +26,17 @@ class TextSamples:
     """
 
     def __init__(self, examples: Sequence[Example], tokenizer: Tokenizer, length: int) -> None:
+        """Take the examples and how to read them."""
         self.examples = examples
         self._tokenizer = tokenizer
         self._length = length
 
     def __len__(self) -> int:
+        """Return the number of samples."""
         return len(self.examples)
 
     def __getitem__(self, i: int) -> Sample:
+        """Return a sample."""
         example = self.examples[i]
         limit = _MOST_OF_CHOICE if len(example.texts) > 1 else None
         rows = [self._row(first, second, limit) for first, second in example.texts]
@@ -80,6 +83,7 @@ class Epochs:
     def __init__(
         self, dataset: SampleDataset, *, seed: int, length: int, used: int | None = None
     ) -> None:
+        """Take the dataset and how it is shuffled."""
         self._dataset = dataset
         self._seed = seed
         self._length = length
@@ -87,9 +91,11 @@ class Epochs:
         self._order: tuple[int, NDArray[np.int64]] | None = None  # of the epoch asked for last
 
     def __len__(self) -> int:
+        """Return the number of samples."""
         return self._length
 
     def __getitem__(self, i: int) -> Sample:
+        """Return a sample."""
         epoch, place = divmod(i, self._used)
         if self._order is None or self._order[0] != epoch:
             generator = np.random.default_rng((self._seed, epoch))
@@ -107,13 +113,16 @@ class FilledUp:
     """
 
     def __init__(self, dataset: SampleDataset, length: int) -> None:
+        """Take the dataset and its new length."""
         self._dataset = dataset
         self._length = length
 
     def __len__(self) -> int:
+        """Return the number of samples."""
         return self._length
 
     def __getitem__(self, i: int) -> Sample:
+        """Return a sample."""
         sample: Sample = self._dataset[i if i < len(self._dataset) else 0]
         return {**sample, "id": i}
 
@@ -122,12 +131,15 @@ class Repeated:
     """A dataset again and again, up to `length`: for losses between epochs."""
 
     def __init__(self, dataset: SampleDataset, length: int) -> None:
+        """Take the dataset and its new length."""
         self._dataset = dataset
         self._length = length
 
     def __len__(self) -> int:
+        """Return the number of samples."""
         return self._length
 
     def __getitem__(self, i: int) -> Sample:
+        """Return a sample."""
         sample: Sample = self._dataset[i % len(self._dataset)]
         return sample

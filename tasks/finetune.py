@@ -44,6 +44,7 @@ class FinetuneRecipe:
         valid: Sequence[Example],
         used: int | None,
     ) -> None:
+        """Take the target and the examples."""
         self.target = target
         self._train = train
         self._valid = valid

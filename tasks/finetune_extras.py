@@ -75,6 +75,7 @@ class Finetuning(Extras):
         epoch_ends: Set[int],
         options: TaskConfig,
     ) -> None:
+        """Take what is evaluated and when."""
         self._recipe = recipe
         self._pretrained = pretrained
         self._valid = valid

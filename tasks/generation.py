@@ -46,6 +46,7 @@ class Generator:
     """
 
     def __init__(self, loaded: Loaded, device: Device) -> None:
+        """Build an engine for this copy of the model. Collective."""
         self._world = loaded.layout.world
         self._data = loaded.layout.data
         self._is_speaker = loaded.layout.tensor.is_first and loaded.layout.pipeline.is_first

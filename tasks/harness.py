@@ -106,6 +106,7 @@ class Backend:
     """What all processes do for the harness. Its methods are collective."""
 
     def __init__(self, loaded: Loaded, device: Device, micro_batch: int, log_interval: int) -> None:
+        """Take the model; its cache is made when first needed."""
         self._loaded = loaded
         self._device = device
         self._scorer = Scorer(loaded, device, micro_batch)

@@ -19,6 +19,7 @@ class HarnessModel(TemplateLM):
     """On rank 0; what it needs computed, `workers` compute."""
 
     def __init__(self, loaded: Loaded, workers: Workers) -> None:
+        """Take the model and the workers."""
         super().__init__()
         self._text = loaded.tokenizer
         self._workers = workers

@@ -17,6 +17,7 @@ class Progress:
     """
 
     def __init__(self, *, shown: bool, log_interval: int) -> None:
+        """Start at nothing."""
         self._shown = shown
         self._log_interval = log_interval
         self._bar: Any = None

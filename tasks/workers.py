@@ -21,6 +21,7 @@ class Workers:
     """
 
     def __init__(self, world: Axis, works: Mapping[str, Work]) -> None:
+        """Take what can be called."""
         self._exchange = JsonExchange(world)
         self._works = works
 

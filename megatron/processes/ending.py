@@ -23,6 +23,7 @@ class RunEndedError(Exception):
     """The run has ended and everything is said: the process only has to exit with `code`."""
 
     def __init__(self, code: int) -> None:
+        """Take the exit code."""
         super().__init__(code)
         self.code = code
 
@@ -102,6 +103,7 @@ class ExitRequest:
     """
 
     def __init__(self, *, handle_signals: bool, duration_minutes: int | None) -> None:
+        """Start the clock, and install handlers if asked."""
         self._signal: str | None = None
         self._interrupts = 0
         self._deadline = (

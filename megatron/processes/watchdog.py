@@ -242,6 +242,7 @@ class Watchdog:
         journal: Journal,
         seconds: float,
     ) -> None:
+        """Start to watch."""
         self._store, self._rank, self._world_size = store, rank, world_size
         self._machine, self._journal, self._seconds = machine, journal, seconds
         self._main = threading.get_ident()

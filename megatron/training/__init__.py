@@ -1,4 +1,6 @@
-"""One training run, from its configuration to its last checkpoint. In the order of a run:
+"""One training run, from its configuration to its last checkpoint.
+
+In the order of a run:
 
     pretrain       the run as a whole: build, show the panel, train, evaluate
     build          builds `run.Run`, which everything below is given

@@ -45,6 +45,7 @@ class BatchPlan:
     data_parallel: int = 1
 
     def __post_init__(self) -> None:
+        """Check that batches divide into micro-batches."""
         assert self.global_batch % self.samples_per_pass == 0, self
 
     @classmethod

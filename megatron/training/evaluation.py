@@ -105,6 +105,7 @@ class Evaluation(Callback):
     """Validation loss every `--eval-interval` iterations, after the checkpoint was saved."""
 
     def __init__(self, listeners: Sequence[EvaluationListener]) -> None:
+        """Take those who hear the results."""
         self._listeners = listeners
 
     def interrupts(self, run: Run) -> bool:

@@ -38,6 +38,7 @@ class Timers:
     def __init__(
         self, *, level: int, device: Device, world: Axis | None = None, barrier: bool = False
     ) -> None:
+        """Start with all timers at zero."""
         self._level = level
         self._device = device
         self._world = world or Axis()
@@ -114,6 +115,7 @@ class SaveClock:
     """
 
     def __init__(self, minutes: float | None) -> None:
+        """Start the clock."""
         self._seconds = math.inf if minutes is None else 60.0 * minutes
         self.restart()
 
@@ -155,6 +157,7 @@ class OperationClock:
     """
 
     def __init__(self, device: Device, layout: Layout) -> None:
+        """Start without any operation."""
         self._device = device
         self._layout = layout
         self._begun: list[tuple[Operation, Any]] = []

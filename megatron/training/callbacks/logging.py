@@ -25,6 +25,7 @@ class LogLine(Callback):
     """
 
     def __init__(self, flops_per_token: float) -> None:
+        """Take the FLOPs; counting begins with the training."""
         self._flops_per_token = flops_per_token
         self._memory_reported = False
         self._start = 0.0

@@ -23,6 +23,7 @@ class NonFinitePolicy(Callback):
     """
 
     def __init__(self) -> None:
+        """Start with no skipped update."""
         self._in_a_row = 0
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:

@@ -36,6 +36,7 @@ class Profile(Callback):
     """
 
     def __init__(self) -> None:
+        """Start without a profiler."""
         self._profiler: Any = None
         self._iteration: Any = None
 
@@ -95,6 +96,7 @@ class PipelineBubble(Callback):
     """
 
     def __init__(self, clock: OperationClock, writers: Sequence[Writer]) -> None:
+        """Take the clock and the destinations."""
         self._clock = clock
         self._writers = writers
         self._bubbles: list[Bubble] = []

@@ -46,6 +46,7 @@ class TensorBoardWriter:
     """Event files in `--tensorboard-dir`; every tag also against consumed samples."""
 
     def __init__(self, folder: str, queue_size: int) -> None:
+        """Open the event file."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._folder = folder
@@ -75,6 +76,7 @@ class WandbWriter:
     """
 
     def __init__(self, config: RunConfig) -> None:
+        """Start or resume the run."""
         options = config.logging
         try:
             import wandb
@@ -123,6 +125,7 @@ class JsonLinesWriter:
     """
 
     def __init__(self, path: str) -> None:
+        """Open the file to append to it."""
         self._path = path
         with writing_to("--metrics-jsonl", path):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -181,6 +184,7 @@ class Scalars(Callback):
     """
 
     def __init__(self, writers: Sequence[Writer], flops_per_token: float) -> None:
+        """Take the destinations."""
         self._writers = writers
         self._flops_per_token = flops_per_token
         self._failed: set[Writer] = set()

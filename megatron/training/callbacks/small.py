@@ -56,6 +56,7 @@ class SampleIds(Callback):
     """
 
     def __init__(self, path: Path) -> None:
+        """Take the path of the file."""
         self._path = path
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
@@ -73,6 +74,7 @@ class ProgressBar(Callback):
     """A live bar with loss, speed and time left, if the error stream is a terminal."""
 
     def __init__(self) -> None:
+        """Start without a bar."""
         self._bar: Any = None
 
     def on_start(self, run: Run) -> None:
