@@ -126,7 +126,7 @@ class GPTRecipe:
             return result
         counted = whole.loss_mask.sum().clamp(min=1)  # nothing counts: loss 0, not nan
         # This rank's share of the sum, times the ranks: their mean is the mean over all tokens.
-        return {"lm loss": layout.context.size * (result * mine.loss_mask).sum() / counted}
+        return {"lm loss": layout.context.size * result / counted}
 
 
 if __name__ == "__main__":

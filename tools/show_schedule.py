@@ -27,7 +27,7 @@ from megatron.errors import ConfigError
 from megatron.parallel.pipeline.check import check, check_all
 from megatron.parallel.pipeline.schedule import SCHEDULE_KINDS, OperationKind, make_schedule
 from megatron.parallel.pipeline.simulate import (
-    Span,
+    Interval,
     Timeline,
     Times,
     check_times,
@@ -162,7 +162,7 @@ def _shade(kind: OperationKind, chunk: int, chunks: int) -> tuple[float, float, 
 
 
 def _box(
-    axes: Any, stage: int, span: Span, colour: tuple[float, float, float], per_inch: float
+    axes: Any, stage: int, span: Interval, colour: tuple[float, float, float], per_inch: float
 ) -> None:
     width = span.end - span.start
     axes.barh(

@@ -76,7 +76,8 @@ class BertResult(NamedTuple):
     """The results of a BERT's heads.
 
     Attributes:
-        tokens: with labels the loss of each token, fp32 [b, s]; otherwise logits [b, s, v/t].
+        tokens: with labels the loss of each token, fp32 [b, s], or with a mask their sum;
+            otherwise logits [b, s, v/t].
         order: logits of the two segments standing as in the text (0) or the other way round (1),
             [b, 2]; `None` without a binary head.
     """

@@ -56,35 +56,38 @@ class TokenLoss:
         bias: Tensor | None = None,
         slot: WeightSlot | None = None,
     ) -> Tensor:
-        """Return the loss of each token.
+        """Return the loss of each token, or of all tokens together.
 
         Args:
             x: [s, b, h]; [s/t, b, h] with sequence parallelism.
             weight: [v/t, h], this rank's rows of the output matrix.
-            labels: [s, b].
+            labels: [b, s].
             communication: around the product.
-            loss_mask: [s, b]; it changes no loss, `linear_cross_entropy` says what it is for.
+            loss_mask: [b, s], the weight of each token's loss.
             bias: [v/t].
             slot: where the weight's gradient goes; `None` leaves it to autograd.
 
         Returns:
-            fp32 [s, b].
+            With a mask the scalar sum(losses * loss_mask); otherwise the losses, fp32 [b, s], which
+            have no gradient if they are chunked.
         """
         if self.is_chunked:
-            return linear_cross_entropy(
+            chunked = linear_cross_entropy(
                 x,
                 weight,
-                labels,
+                labels.t(),
                 communication,
-                loss_mask=loss_mask,
+                loss_mask=None if loss_mask is None else loss_mask.t(),
                 bias=bias,
                 form=self.form,
                 slot=slot,
             )
+            return chunked.losses.t() if loss_mask is None else chunked.total
         logits = parallel_linear(x, weight, bias, around(communication), slot=slot)
-        return vocabulary_cross_entropy(
-            logits, labels, communication.axis, form=self.form, reuse_logits=True
-        )
+        losses = vocabulary_cross_entropy(
+            logits, labels.t(), communication.axis, form=self.form, reuse_logits=True
+        ).t()
+        return losses if loss_mask is None else (losses * loss_mask).sum()
 
 
 class Output(nn.Module):
@@ -151,12 +154,12 @@ class Output(nn.Module):
         Args:
             x: normalized hidden states [s, b, h]; [s/t, b, h] with sequence parallelism.
             labels: [b, s].
-            loss_mask: [b, s], the weight of each token's loss; `None` stands for 1. With
-                --cross-entropy-fusion-impl linear only sum(losses * loss_mask), times anything, can
-                be differentiated: gradients of another function become nan.
+            loss_mask: [b, s], the weight of each token's loss.
 
         Returns:
-            With labels the loss of each token, fp32 [b, s]; otherwise logits [b, s, v/t].
+            With labels and a mask the scalar sum(losses * loss_mask). With labels alone the loss of
+            each token, fp32 [b, s], which --cross-entropy-fusion-impl linear gives without a
+            gradient. Otherwise logits [b, s, v/t].
         """
         if self.scale is not None:
             x = x * self.scale
@@ -170,12 +173,12 @@ class Output(nn.Module):
         return self.token_loss(
             x,
             self._matrix(),
-            labels.t(),
+            labels,
             self.communication,
-            loss_mask=None if loss_mask is None else loss_mask.t(),
+            loss_mask=loss_mask,
             bias=self.bias,
             slot=slot,
-        ).t()
+        )
 
     def _matrix(self) -> nn.Parameter:
         owner = self._tied[0] if self._tied else self
@@ -183,6 +186,11 @@ class Output(nn.Module):
         return matrix
 
 
-def masked_mean(losses: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean of the losses [b, s] where the mask is 1; 0, not nan, if nothing counts."""
-    return (losses * mask).sum() / mask.sum().clamp(min=1)
+def masked_mean(total: Tensor, mask: Tensor) -> Tensor:
+    """Return the mean over the tokens that count; 0, not nan, if none does.
+
+    Args:
+        total: sum(losses * mask).
+        mask: 1 for each token whose loss counts, otherwise 0.
+    """
+    return total / mask.sum().clamp(min=1)

@@ -173,17 +173,14 @@ RuleChoice = Callable[[str, nn.Parameter], UpdateRule]
 """Gives each parameter, by its name, the rule that updates it."""
 
 
-def _adam(config: OptimizerConfig) -> RuleChoice:
-    rule = AdamW(config.adam_beta1, config.adam_beta2, config.adam_eps)
+def _everywhere(rule: UpdateRule) -> RuleChoice:
     return lambda name, parameter: rule
 
 
-def _sgd(config: OptimizerConfig) -> RuleChoice:
-    rule = SGD(config.sgd_momentum)
-    return lambda name, parameter: rule
-
-
-RULES: dict[str, Callable[[OptimizerConfig], RuleChoice]] = {"adam": _adam, "sgd": _sgd}
+RULES: dict[str, Callable[[OptimizerConfig], RuleChoice]] = {
+    "adam": lambda c: _everywhere(AdamW(c.adam_beta1, c.adam_beta2, c.adam_eps)),
+    "sgd": lambda c: _everywhere(SGD(c.sgd_momentum)),
+}
 """The rules that each value of --optimizer stands for."""
 
 

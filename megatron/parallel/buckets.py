@@ -160,7 +160,7 @@ class FlatPlan:
         return (member for bucket in self.buckets for member in bucket.members)
 
 
-class Place(NamedTuple):
+class ParameterPlace(NamedTuple):
     """Where a parameter is in a plan: the numbers of its buffer and bucket, and its slot."""
 
     flat: int
@@ -182,7 +182,7 @@ class BucketPlan:
     flats: tuple[FlatPlan, ...]
     order: tuple[tuple[int, int], ...]
 
-    def find(self, name: str) -> Place:
+    def find(self, name: str) -> ParameterPlace:
         """Return where a parameter is.
 
         Raises:
@@ -192,7 +192,7 @@ class BucketPlan:
             for j, bucket in enumerate(flat.buckets):
                 for member in bucket.members:
                     if member.traits.name == name:
-                        return Place(i, j, member.slot)
+                        return ParameterPlace(i, j, member.slot)
         raise KeyError(name)
 
     def owner(self, name: str) -> tuple[int, ...]:
@@ -310,7 +310,7 @@ def lay_out(
     ends: Collection[int] = (),
     keeps_whole: bool = False,
 ) -> list[tuple[Span, list[tuple[int, Span]]]]:
-    """Place tensors in buckets of at least `limit` elements.
+    """ParameterPlace tensors in buckets of at least `limit` elements.
 
     Every slot starts at a multiple of `alignment`. Buckets follow one another without gaps; only
     the last may be smaller than the limit, and those that must end. Each is padded, so that it

@@ -200,7 +200,7 @@ def first_users(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
 
 
 @dataclass(frozen=True)
-class _OwnPart:
+class _CastPart:
     """The part of a weight that this process updates.
 
     Attributes:
@@ -243,7 +243,7 @@ class Fp8Weights:
         apart = ALIGNMENT_BYTES // torch.float32.itemsize
         self._inverses = torch.zeros(len(self._products), apart, device=storage.device)[:, 0]
         self._is_there = False
-        self._pieces: list[_OwnPart] = []
+        self._pieces: list[_CastPart] = []
         values = self.bytes.view(fp8)
         for place, (parameter, slot) in enumerate(flat.members):
             whole = values[slot.start : slot.end].view(-1, parameter.shape[-1])
@@ -253,7 +253,7 @@ class Fp8Weights:
                 own = slot.intersect(span)
                 if own is not None:
                     part = slice(own.start, own.end)
-                    self._pieces.append(_OwnPart(place, storage[part], values[part]))
+                    self._pieces.append(_CastPart(place, storage[part], values[part]))
 
     @torch.no_grad()
     def cast(self) -> None:

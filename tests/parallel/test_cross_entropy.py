@@ -147,11 +147,15 @@ def run_linear(layout, sequence_parallel=False, chunk_logits=2**27, dtype=torch.
     part = weight.chunk(axis.size)[axis.rank].clone().requires_grad_()
     communication = Communication(axis, sequence_parallel)
     options = {"loss_mask": weights, "chunk_logits": chunk_logits}
-    loss = linear_cross_entropy(x, part, labels, communication, **options)
-    (3 * (loss * weights).sum() / 3).backward()
+    loss, total = linear_cross_entropy(x, part, labels, communication, **options)
+    assert not loss.requires_grad
+    assert total.item() == pytest.approx((loss * weights).sum().item())
+    (3 * total / 3).backward()
     with torch.no_grad():
-        assert torch.equal(linear_cross_entropy(x, part, labels, communication, **options), loss)
-    return loss.detach(), x.grad, part.grad
+        again = linear_cross_entropy(x, part, labels, communication, **options)
+        assert torch.equal(again.losses, loss)
+        assert torch.equal(again.total, total)
+    return loss, x.grad, part.grad
 
 
 @pytest.mark.parametrize("chunk_logits", [1, 5 * V, 2**27])
@@ -189,7 +193,7 @@ def test_chunked_keeps_small_probabilities_in_fp16():
     x.requires_grad_()
     weight.requires_grad_()
     loss = linear_cross_entropy(x, weight, labels, Communication())
-    (2.0**10 * loss.sum()).backward()  # as a loss scale does
+    (2.0**10 * loss.total).backward()  # as a loss scale does
     others = torch.arange(2**16) != labels.item()
     expected_grad = 2.0**-6 * x.detach()[0].float()
     torch.testing.assert_close(weight.grad[others].float(), expected_grad.expand(2**16 - 1, H))
@@ -201,13 +205,16 @@ def test_chunked_differentiates_one_sum_alone(mask):
     weight.requires_grad_()
     counted = torch.ones(6, B) if mask is None else mask
 
-    def gradient(weights):
+    def gradient(factor):
         loss = linear_cross_entropy(x, weight, labels, Communication(), loss_mask=mask)
-        return torch.autograd.grad((loss * weights).sum(), weight)[0]
+        return torch.autograd.grad(factor * loss.total, weight)[0]
 
     logits = (x @ weight.t()).flatten(0, 1)
     losses = F.cross_entropy(logits, labels.flatten(), reduction="none").view(6, B)
     (whole,) = torch.autograd.grad((losses * 0.5 * counted).sum(), weight)
-    torch.testing.assert_close(gradient(0.5 * counted), whole, rtol=1e-5, atol=1e-6)
-    assert gradient(other).isnan().all()
-    assert gradient(0 * counted).abs().max() == 0
+    torch.testing.assert_close(gradient(0.5), whole, rtol=1e-5, atol=1e-6)
+    assert gradient(0.0).abs().max() == 0
+    # Another function of the losses cannot be differentiated by mistake.
+    found = linear_cross_entropy(x, weight, labels, Communication(), loss_mask=mask)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        (found.losses * other).sum().backward()

@@ -76,7 +76,7 @@ def check_times(flag: str, values: Sequence[float]) -> None:
             raise ConfigError(f"{flag} {value:g}: must be a number from 0 on")
 
 
-class Span(NamedTuple):
+class Interval(NamedTuple):
     """One computation and its time: [start, end)."""
 
     start: float
@@ -88,7 +88,7 @@ class Span(NamedTuple):
 class Timeline:
     """What every stage does when: computations only, in order."""
 
-    spans: tuple[tuple[Span, ...], ...]
+    spans: tuple[tuple[Interval, ...], ...]
 
     @property
     def total(self) -> float:
@@ -139,9 +139,9 @@ class Course:
 
     def timeline(self, times: Times) -> Timeline:
         """Every computation as early as its stage is free and its message there."""
-        spans: list[list[Span]] = [[] for _ in range(self._stages)]
+        spans: list[list[Interval]] = [[] for _ in range(self._stages)]
         for (stage, operation), start, end in self._timed(times):
-            spans[stage].append(Span(start, end, operation))
+            spans[stage].append(Interval(start, end, operation))
         return Timeline(tuple(tuple(line) for line in spans))
 
     def _timed(self, times: Times) -> Iterator[tuple[tuple[int, Operation], float, float]]:
