@@ -1,0 +1,61 @@
+"""A family that the package does not know: what a new one takes is this module and a table line."""
+
+from __future__ import annotations
+
+from megatron.checkpoint.huggingface.rules import (
+    Described,
+    Family,
+    Key,
+    Names,
+    layer_names,
+    read_keys,
+)
+from megatron.checkpoint.huggingface.settings import MOST_HEADS, MOST_LAYERS, Settings
+from megatron.config.model import ModelConfig
+
+_KEYS = (
+    Key("width", "hidden_size"),
+    Key("inner", "ffn_hidden_size"),
+    Key("blocks", "num_layers", most=MOST_LAYERS),
+    Key("heads", "num_attention_heads", most=MOST_HEADS),
+    Key("groups", "num_query_groups", most=MOST_HEADS),
+    Key("head_width", "kv_channels", most=MOST_HEADS),
+    Key("context", "max_position_embeddings"),
+)
+_BLOCK = {
+    "attention_norm": ("before",),
+    "attention.qkv": ("see.ask", "see.find", "see.tell"),
+    "attention.output": ("see.out",),
+    "mlp_norm": ("between",),
+    "mlp.up": ("think.up",),
+    "mlp.down": ("think.down",),
+}
+
+
+class Toy(Family):
+    """A decoder with learned positions, grouped queries, ReLU, and biases in its queries alone."""
+
+    def __init__(self) -> None:
+        super().__init__("toy", "ToyForCausalLM", tied_head="say.weight", keys=_KEYS)
+
+    def read(self, settings: Settings) -> Described:
+        settings.must_be("model_type", self.name)
+        model = ModelConfig(
+            **read_keys(settings, self.keys),
+            group_query_attention=True,
+            relu=True,
+            add_bias_linear=False,
+            add_qkv_bias=True,
+            untie_embeddings_and_output_weights=True,
+        )
+        vocab = settings.size("vocab_size")
+        settings.refuse_the_rest()
+        return Described(model, vocab)
+
+    def names(self, model: ModelConfig) -> Names:
+        yield "embedding.word", ["hear"]
+        yield "embedding.position", ["where"]
+        for layer in range(model.num_layers):
+            yield from layer_names(f"layers.{layer}", f"block.{layer}", _BLOCK)
+        yield "final_norm", ["after"]
+        yield "output", ["say"]
