@@ -1,4 +1,4 @@
-"""Between a run and its checkpoints: what is saved, and how a checkpoint becomes a run again."""
+"""Save a run's state, and turn a checkpoint into a run again."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.model import NETWORK_FIELDS, ModelOptions
 from megatron.config.yaml_file import to_dict
 from megatron.errors import CheckpointError, ConfigError
+from megatron.models.build import model_plan
 from megatron.parallel.buckets import Span
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Layout
@@ -40,8 +41,9 @@ from megatron.training.run import Run
 
 _PADDING = ModelOptions.make_vocab_size_divisible_by
 _MOST_RANKS = 64  # that split a vocabulary
-# Of a BERT: what guesses hidden tokens, and the order of the segments.
-_HEADS, _OF_ORDER = ("model.head.", "model.output."), ("model.pooler.", "model.binary_head.")
+# A BERT's heads: those that guess hidden tokens, and those that guess the order of the segments.
+_HEADS: tuple[str, ...] = ("model.head.", "model.output.")
+_OF_ORDER = ("model.pooler.", "model.binary_head.")
 
 
 def save_run(run: Run) -> Path:
@@ -61,13 +63,13 @@ def save_run(run: Run) -> Path:
 
 
 def keep_of(options: CheckpointConfig) -> Keep | None:
-    """Which checkpoints stay when a run saves; None: all."""
+    """Return which checkpoints stay when a run saves, or None if all do."""
     keep = Keep(options.keep_latest, options.save_retain_interval)
     return None if keep == Keep() else keep
 
 
 def writer_of(run: Run) -> Callable[..., Path]:
-    """What writes checkpoints of the run's `--ckpt-format`; called as `store.write_checkpoint`."""
+    """Return what writes the run's `--ckpt-format`; it is called like `store.write_checkpoint`."""
     if run.config.checkpoint.ckpt_format == "native":
         return write_checkpoint
     return LegacySaver(run.config, run.tokenizer.vocab_size).write
@@ -86,14 +88,15 @@ def save_weights(run: Run, root: Path) -> Path:
 
 
 def take_weights(run: Run, reader: Reader, *, fresh: Iterable[str]) -> None:
-    """Weights of another network's checkpoint, as far as this one has them.
+    """Load the weights that another network's checkpoint shares with this run.
 
     Args:
-        reader: whose vocabulary has this run's rows.
-        fresh: beginnings of parameters' names that keep their initial values.
+        run: The run, with initial values.
+        reader: The checkpoint; its vocabulary has this run's rows.
+        fresh: What the names of parameters begin with that keep their initial values.
 
     Raises:
-        CheckpointError: a parameter is missing in the checkpoint, or has another shape.
+        CheckpointError: A parameter is missing in the checkpoint, or has another shape.
     """
     ours = tuple(f"model.{name}" for name in fresh)
     state = _weights_state(run, is_copy=False)
@@ -103,7 +106,7 @@ def take_weights(run: Run, reader: Reader, *, fresh: Iterable[str]) -> None:
 
 
 def report_saved(saved: Saved) -> None:
-    """Say what is on the disk now, and what it has cost."""
+    """Print what is on the disk now, and what it has cost."""
     speed = f"{saved.size / 1e9:.3g} GB in {saved.seconds:.2f} s"
     say(
         f"  successfully saved checkpoint at iteration {saved.iteration:7d} to {saved.path} "
@@ -112,13 +115,14 @@ def report_saved(saved: Saved) -> None:
 
 
 def state_of(run: Run) -> State:
-    """The tensors of this process that a checkpoint holds, as far as the flags ask.
+    """Return the tensors of this process that a checkpoint holds, as the flags ask.
 
-    Those of the run, not copies; but weights that processes share are copies in their own format.
+    They are the run's own, not copies, except that weights which processes share are copies in
+    their own format.
 
-    Of the states of tied parameters each has one holder. Where processes share the update, each
-    stage cuts its gradients as they lie, and tied ones elsewhere than the next: pieces that
-    overlap, which no reader could put together.
+    Each state of a tied parameter has a single holder. If processes share the update, each stage
+    cuts its gradients as they lie, and cuts tied ones elsewhere than the next stage: the pieces
+    would overlap, and no reader could put them together.
     """
     run.optimizer.wait_for_weights()
     state = _weights_state(run, is_copy=True)
@@ -128,11 +132,12 @@ def state_of(run: Run) -> State:
 
 
 def model_state(parts: Iterable[nn.Module]) -> State:
-    """The parameters under their names in a checkpoint."""
+    """Return the parameters by their names in a checkpoint."""
     return {
-        f"model.{name}": _entry(parameter.detach(), parameter)
+        f"model.{name}": Entry(parameter.detach(), spec.global_shape, spec.offset)
         for part in parts
         for name, parameter in part.named_parameters()
+        for spec in [spec_of(parameter)]
     }
 
 
@@ -142,11 +147,13 @@ def shard_state(
     *,
     is_copy: bool = False,
 ) -> State:
-    """The same where processes share the weights: each names its fp32 shards.
+    """Return this process's shards of the parameters, if processes share the weights.
 
     Args:
-        is_copy: in the format that forward computes in, as checkpoints have it: where that has 16
-            bits, copies.
+        named_parameters: The parameters.
+        gradients: What shares them out.
+        is_copy: Return shards in the number format of the forward pass, as checkpoints have them
+            (copies, if it has 16 bits), instead of the fp32 shards themselves.
     """
     return {
         f"model.{name}": _entries(
@@ -165,10 +172,11 @@ def _weights_state(run: Run, *, is_copy: bool) -> State:
 
 
 def optimizer_state(run: Run, *, copies: bool = True) -> State:
-    """Moments and masters of all parameters here.
+    """Return moments and masters of all parameters here.
 
     Args:
-        copies: of those too of which another stage holds the original.
+        run: The run.
+        copies: Include parameters of which another stage holds the original.
     """
     return {
         f"optimizer.{name}": _entries(tensor, parameter, run.optimizer.gradients.owned(parameter))
@@ -178,13 +186,13 @@ def optimizer_state(run: Run, *, copies: bool = True) -> State:
 
 
 def _history_state(run: Run) -> State:
-    """Of delayed fp8 scaling: part of the training as the optimizer's states are."""
+    """Return the history of delayed fp8 scaling, which is part of training as the optimizer is."""
     named = run.amax_history.named_tensors().items()
     return {f"fp8.{name}": Entry.whole(tensor) for name, tensor in named}
 
 
 def _history_from(run: Run, reader: Reader) -> State:
-    """The same as far as the checkpoint has it: of a history of another length the newest."""
+    """Return the part of the history that the checkpoint has: the newest, if the lengths differ."""
     ours, held = _history_state(run), set(reader.names())
     if held.isdisjoint(ours):
         if ours and run.layout.world.rank == 0:
@@ -198,13 +206,8 @@ def _history_from(run: Run, reader: Reader) -> State:
     return state
 
 
-def _entry(tensor: Tensor, parameter: nn.Parameter) -> Entry:
-    spec = spec_of(parameter)
-    return Entry(tensor, spec.global_shape, spec.offset)
-
-
 def _entries(tensor: Tensor, parameter: nn.Parameter, held: Span) -> list[Entry]:
-    """`tensor` holds the elements `held` of the flattened parameter: as boxes of the whole."""
+    """Return elements `held` of a flattened parameter, which `tensor` is, as boxes of the whole."""
     spec, boxes = spec_of(parameter), boxes_of_range(part_shape(parameter), held.start, held.end)
     values = tensor.view(-1).split([box.volume for box in boxes])
     return [
@@ -218,7 +221,7 @@ def _entries(tensor: Tensor, parameter: nn.Parameter, held: Span) -> list[Entry]
 
 
 def meta_of(run: Run) -> dict[str, Any]:
-    """What a checkpoint holds beside tensors: position, scalars, configuration; JSON."""
+    """Return what a checkpoint holds beside tensors, as JSON: position, scalars, configuration."""
     progress, options = run.progress, run.config.checkpoint
     return {
         "iteration": progress.iteration,
@@ -237,13 +240,13 @@ def meta_of(run: Run) -> dict[str, Any]:
 
 
 def open_for_loading(config: RunConfig, layout: Layout) -> Reader | None:
-    """The checkpoint under `--load`; None where the run starts fresh. Collective.
+    """Open the checkpoint under `--load`, or return None if the run starts fresh. Collective.
 
     Raises:
         ConfigError: The folder does not exist, and it is not `--save`.
-        CheckpointError: there is none and `--exit-on-missing-checkpoint` is given, or none of the
-            iteration `--ckpt-step`, or a folder in it is one, and it is not `--save`; or all that
-            are there are damaged, or the checkpoint is of another network.
+        CheckpointError: There is none and `--exit-on-missing-checkpoint` is given, or none of the
+            iteration `--ckpt-step`; or a folder in it is one, and it is not `--save`; or all that
+            are there are damaged; or the checkpoint is of another network.
     """
     if config.checkpoint.load is None:
         return None
@@ -252,9 +255,11 @@ def open_for_loading(config: RunConfig, layout: Layout) -> Reader | None:
         raise CheckpointError(f"--load {root}: a file: give the folder of checkpoints")
     reader = open_root(root, step=config.checkpoint.ckpt_step, layout=layout)
     if reader is None:
-        # Where a run saves it starts afresh before its first checkpoint, whatever else is there:
-        # finetuning keeps its best weights in a folder there.
-        below = [] if _is_saved_to(config, root) else checkpoints_below(root)
+        # A run starts fresh in the folder that it saves to before its first checkpoint, whatever
+        # else is there: finetuning keeps its best weights in a folder there.
+        save = config.checkpoint.save
+        is_saved_to = save is not None and Path(save).resolve() == root.resolve()
+        below = [] if is_saved_to else checkpoints_below(root)
         if below:
             raise CheckpointError(
                 f"--load {root}: there is no checkpoint in this folder, but in {below[0]} in it: "
@@ -262,14 +267,14 @@ def open_for_loading(config: RunConfig, layout: Layout) -> Reader | None:
             )
         if config.checkpoint.exit_on_missing_checkpoint:
             raise CheckpointError(f"--load {root}: there is no checkpoint in this folder")
-        if not (root.exists() or _is_saved_to(config, root)):
+        if not (root.exists() or is_saved_to):
             raise ConfigError(
                 f"--load {root} does not exist: correct the path, or drop --load to start from "
                 "random weights (a run that resumes itself gives the same folder to --save)"
             )
         if layout.world.rank == 0:
             line = f"WARNING: --load {root} holds no checkpoint: nothing is loaded from it"
-            if _is_saved_to(config, root):
+            if is_saved_to:
                 line = f"  --load {root} holds no checkpoint yet: this is the run's first start"
             say(line)
         return None
@@ -279,36 +284,34 @@ def open_for_loading(config: RunConfig, layout: Layout) -> Reader | None:
             say(line)
         seconds = time.perf_counter() - started
         size = sum(file.stat().st_size for file in reader.path.rglob("*")) / 1e9
-        # Files of Hugging Face have no digests.
+        # Hugging Face files have no digests.
         done = "opened" if reader.format == "hf" else "verified"
         say(f"  {reader.path}: {size:.3g} GB {done} in {seconds:.2f} s")
     return reader
 
 
-def _is_saved_to(config: RunConfig, root: Path) -> bool:
-    """Whether it is the folder of --save."""
-    save = config.checkpoint.save
-    return save is not None and Path(save).resolve() == root.resolve()
-
-
 def entries_held(reader: Reader, entries: int) -> int:
-    """Of a tokenizer's entries those that a checkpoint has rows for, or should have.
+    """Return how many of a tokenizer's entries a checkpoint has rows for, or should have.
 
-    A BERT of Hugging Face knows nothing of the [BOS] and [EOS] that our tokenizer adds to its own.
+    A BERT of Hugging Face has no rows for the [BOS] and [EOS] that our tokenizer adds to its own.
+
+    Args:
+        reader: The checkpoint.
+        entries: The tokenizer's entries.
     """
     is_theirs = reader.format == "hf" and reader.meta["config"]["model"]["architecture"] == "bert"
     return min(entries, int(reader.meta["padded_vocab_size"])) if is_theirs else entries
 
 
 def network_of(folder: str, step: int | None = None) -> dict[str, Any]:
-    """For --use-checkpoint-args: the network of a checkpoint, by "model.field".
+    """Return the network of a checkpoint by "model.field", for --use-checkpoint-args.
 
     Args:
-        folder: --load.
-        step: --ckpt-step.
+        folder: The folder of --load.
+        step: The iteration of --ckpt-step.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: There is no checkpoint.
     """
     reader = open_root(Path(folder), step=step, verify=False)
     if reader is None:
@@ -319,24 +322,20 @@ def network_of(folder: str, step: int | None = None) -> dict[str, Any]:
     network = {f"model.{name}": saved[name] for name in NETWORK_FIELDS if name in saved}
     if saved.get("position_embedding_type") == "relative":
         del network["model.max_position_embeddings"]  # relative positions reach any length
-    # Two that are no part of the network, but say what it computes. How the vocabulary is padded
-    # decides the padding entries' share of the softmax; an import may set the exact GeLU, which
-    # is not our default.
-    network["model.make_vocab_size_divisible_by"] = _padding_of(reader)
+    # Two flags that are no part of the network, but say what it computes. How the vocabulary is
+    # padded decides the padding entries' share of the softmax; an import may set the exact GeLU,
+    # which is not our default. A Hugging Face folder does not tell how many entries its tokenizer
+    # has: if its rows look padded, all of them count, otherwise there is no padding.
+    multiple = int(saved.get("make_vocab_size_divisible_by", _PADDING))
+    if reader.format == "hf":
+        rows = int(reader.meta["padded_vocab_size"])
+        multiple = rows if rows % _MOST_RANKS == 0 else 1
+    network["model.make_vocab_size_divisible_by"] = multiple
     return network | ({"model.onnx_safe": True} if saved.get("onnx_safe") else {})
 
 
-def _padding_of(reader: Reader) -> int:
-    """--make-vocab-size-divisible-by. A folder of Hugging Face does not tell how many entries its
-    tokenizer has: all rows where they were padded, as it seems; else no padding."""
-    rows, saved = int(reader.meta["padded_vocab_size"]), reader.meta["config"]["model"]
-    if reader.format != "hf":
-        return int(saved.get("make_vocab_size_divisible_by", _PADDING))
-    return rows if rows % _MOST_RANKS == 0 else 1
-
-
 def restore_run(run: Run, reader: Reader) -> None:
-    """Weights, optimizer and position from the checkpoint, as far as the flags ask."""
+    """Load weights, optimizer and position from the checkpoint, as the flags ask."""
     options, started = run.config.checkpoint, time.perf_counter()
     weights_only = options.finetune or options.no_load_optim
     # Loaded alone, 16-bit weights go straight into their masters.
@@ -349,7 +348,7 @@ def restore_run(run: Run, reader: Reader) -> None:
             )
         check_states(run.config, reader)
         state |= optimizer_state(run) | _history_from(run, reader)
-    # First: what does not go together is said before much is read.
+    # Before much is read: the messages about what does not go together.
     anew: tuple[str, ...] = ()
     if options.finetune:
         _warn_of_tokenizer(run, reader)
@@ -380,13 +379,15 @@ def restore_run(run: Run, reader: Reader) -> None:
 
 
 def _lacking_heads(run: Run, reader: Reader, state: State) -> tuple[str, ...]:
-    """Beginnings of the names of a BERT's heads that the run has and the checkpoint has nothing of,
-    as many folders of Hugging Face have not all of them. Collective: a task's run has none, and
-    under a pipeline the last stage alone has them."""
-    model, held = run.config.model, reader.names()
-    if model.architecture != "bert":
-        return ()
-    heads = (*_HEADS, *(_OF_ORDER if model.bert_binary_head else ()))
+    """Return what the names of a BERT's heads begin with that the checkpoint has nothing of.
+
+    Many Hugging Face folders lack some. Collective, because a head may be on another process: under
+    a pipeline only the last stage has them, and a task's run has none.
+    """
+    plan = model_plan(run.config.model, run.padded_vocab_size, run.recipe.head)
+    heads = () if plan.head("masked_token") is None and plan.head("pooler") is None else _HEADS
+    heads += () if plan.head("pooler") is None else _OF_ORDER
+    held = reader.names()
     lacking = [head for head in heads if not any(name.startswith(head) for name in held)]
     if not lacking:
         return ()
@@ -397,7 +398,7 @@ def _lacking_heads(run: Run, reader: Reader, state: State) -> tuple[str, ...]:
 
 
 def _warn_of_tokenizer(run: Run, reader: Reader) -> None:
-    """--finetune may go on with another one, and no row of the vocabulary then means the same."""
+    """Warn if --finetune continues with another tokenizer: no row then means the same."""
     fingerprint, ours = reader.meta.get("tokenizer"), run.tokenizer.fingerprint()
     if run.layout.world.rank or fingerprint in (None, ours):
         return
@@ -409,6 +410,7 @@ def _warn_of_tokenizer(run: Run, reader: Reader) -> None:
 
 
 def _restore_position(run: Run, reader: Reader) -> None:
+    """Continue where the checkpoint's run stopped, in data, schedule and random numbers."""
     meta, options = reader.meta, run.config.schedule
     fingerprint = meta.get("tokenizer")
     if fingerprint and fingerprint != run.tokenizer.fingerprint():

@@ -1,4 +1,4 @@
-"""A run against the checkpoint that it loads: what does not go together, and what has changed."""
+"""Compare a run with the checkpoint that it loads: what cannot go together, what has changed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from megatron.config.run import field_at, flatten
 from megatron.config.yaml_file import from_dict
 from megatron.errors import CheckpointError
 
-# What optimizer states go with.
+# Settings that optimizer states depend on.
 _OF_STATES = ("optimizer.optimizer", "precision.fp16", "precision.bf16")
 _LOST = "samples come in another order, and some that were seen come again"
 _PATHS = ("data.data_path", "data.train_data_path")
 _LENGTHS = ("training.train_iters", "training.train_samples")
-# What else decides which sample is the run's k-th; the rest of a position is their count.
+# Settings that decide which sample is the run's k-th; the rest of a position is their count.
 _ORDER = (
     *_PATHS,
     "training.seed",
@@ -33,7 +33,7 @@ _ORDER = (
     "data.short_seq_prob",
 )
 
-# Flags of this section that a saved schedule does not replace.
+# Flags of the schedule's section that a saved schedule does not replace.
 _NOT_OF_SCHEDULES = (
     "schedule.lr_warmup_init",
     "schedule.override_opt_param_scheduler",
@@ -50,19 +50,19 @@ _OF_WEIGHT_DECAY = (
 def check_network(
     config: RunConfig, reader: Reader, flag: str = "--load", *, finetunes: bool = False
 ) -> list[str]:
-    """A run loads a checkpoint of its own network only; a context without weights may grow.
+    """Check that a run loads a checkpoint of its own network; a context without weights may grow.
 
     Args:
-        config: of the run.
-        reader: of the checkpoint.
-        flag: what named it.
-        finetunes: rotary positions may turn at another speed, which the weights then learn.
+        config: The run's configuration.
+        reader: The checkpoint.
+        flag: The flag that named it.
+        finetunes: Rotary positions may turn at another speed, which the weights then learn.
 
     Returns:
-        Where they do, a line for the log for each flag that says so.
+        A line for the log for each flag by which they turn at another speed.
 
     Raises:
-        CheckpointError: they differ; lists flags and values.
+        CheckpointError: The networks differ; the message lists flags and values.
     """
     saved = reader.meta["config"].get("model", {})
     may_differ: tuple[str, ...] = ()
@@ -95,10 +95,10 @@ def check_network(
 
 
 def check_states(config: RunConfig, reader: Reader) -> None:
-    """Optimizer states go with an optimizer and a precision.
+    """Check that the optimizer's states are of the run's optimizer and precision.
 
     Raises:
-        CheckpointError: they are of another.
+        CheckpointError: They are of others.
     """
     saved = dict(reader.meta.get("legacy_args") or {})
     for section in ("precision", "optimizer"):
@@ -120,7 +120,7 @@ def check_states(config: RunConfig, reader: Reader) -> None:
 
 
 def _difference(path: str, here: Any, saved: Any) -> str:
-    """A "section.field" by its flag, where it has one, spelt as one would change it."""
+    """Return how a "section.field" differs, by its flag if it has one, as one would set it."""
     field = field_at(path)
     name = field.name
     flag = field.shown if field.names else name
@@ -131,13 +131,16 @@ def _difference(path: str, here: Any, saved: Any) -> str:
 
 
 def changed_settings(config: RunConfig, reader: Reader) -> Iterator[str]:
-    """What else is not as the run was trained so far, a line each for the log.
+    """Yield what else differs from how the run was trained so far, a line each for the log.
 
-    Of Megatron-LM's checkpoints, whose flags are not all ours, what the order of samples hangs on,
-    and of those that were converted from them; of a model of Hugging Face, which no run has
-    trained, nothing.
+    For checkpoints of Megatron-LM, whose flags are not all ours, and for those converted from them,
+    only what the order of samples depends on is compared. A model of Hugging Face, which no run has
+    trained, gives no lines.
     """
     here, meta = flatten(config), reader.meta
+    # Whether the schedules continue as they were saved (`Schedules.resumed`).
+    fresh = config.checkpoint.no_load_optim or config.training.skip_train
+    keeps_schedule = config.schedule.use_checkpoint_opt_param_scheduler and not fresh
     if not meta.get("iteration") and not meta.get("consumed_train_samples"):
         return
     if reader.format == "native" and "legacy_args" not in meta:
@@ -156,17 +159,11 @@ def changed_settings(config: RunConfig, reader: Reader) -> Iterator[str]:
             continue
         field = field_at(path)
         ours, theirs = field.spell(here[path]), field.spell(value)
-        if _keeps_schedule(config) and _is_of_schedule(path):
+        if keeps_schedule and _is_of_schedule(path):
             yield f"  --use-checkpoint-opt_param-scheduler: {theirs} goes on, not {ours}"
             continue
         change = f"{ours} instead of {theirs}"
         yield from _changed(path, change, is_moved=path in _PATHS and _moved(value, here[path]))
-
-
-def _keeps_schedule(config: RunConfig) -> bool:
-    """Whether the schedules go on as they were saved, see `Schedules.resumed`."""
-    takes_it = config.schedule.use_checkpoint_opt_param_scheduler
-    return takes_it and not (config.checkpoint.no_load_optim or config.training.skip_train)
 
 
 def _is_of_schedule(path: str) -> bool:
@@ -175,8 +172,10 @@ def _is_of_schedule(path: str) -> bool:
 
 
 def beyond_window(config: RunConfig, reader: Reader) -> Iterator[str]:
-    """A line where a model that came from Hugging Face trains on more tokens than each attended to:
-    windows are not computed here."""
+    """Warn if a model from Hugging Face trains on longer sequences than its attention window.
+
+    Windows are not computed here.
+    """
     window = (reader.meta.get("huggingface") or {}).get("window")
     length = config.data.seq_length
     if isinstance(window, int) and length is not None and length > window:
@@ -189,7 +188,7 @@ def beyond_window(config: RunConfig, reader: Reader) -> Iterator[str]:
 
 
 def changed_corpus(corpus: str | None, reader: Reader) -> Iterator[str]:
-    """A line where the checkpoint was trained on other data, whatever its name. None: unknown."""
+    """Warn if the checkpoint was trained on other data, whatever its name. None means unknown."""
     saved = reader.meta.get("corpus")
     if None not in (corpus, saved) and corpus != saved:
         yield (
@@ -208,5 +207,5 @@ def _changed(path: str, change: str, *, is_moved: bool) -> Iterator[str]:
 
 
 def _moved(old: tuple[str, ...] | None, new: tuple[str, ...] | None) -> bool:
-    """Whether paths name the same files in another folder."""
+    """Return whether paths name the same files in another folder."""
     return [Path(one).name for one in old or ()] == [Path(one).name for one in new or ()]
