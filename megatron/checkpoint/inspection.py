@@ -12,14 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.checkpoint import find
 from megatron.checkpoint.entries import Box, boxes_of_range
-from megatron.checkpoint.find import (
-    FoundCheckpoint,
-    checkpoint_at,
-    list_checkpoints,
-    read_tracker,
-    scan,
-)
 from megatron.checkpoint.huggingface.files import is_model_folder
 from megatron.checkpoint.huggingface.reader import HFReader
 from megatron.checkpoint.loading import nothing_at, open_found
@@ -146,15 +140,15 @@ def summarize(root: Path, *, verify: bool, details: bool) -> tuple[list[str], bo
         return [headline, *(_details(reader) if details else ())], True
     if root.is_file():
         raise CheckpointError(f"{root}: {nothing_at(root)}")
-    single = checkpoint_at(root)
+    single = find.checkpoint_at(root)
     if single is not None:
         return _summarize_all([single], verify=verify, details=details)
     # Before the list: a job may save meanwhile, and what verifying takes is long enough for that.
-    named, complaint = read_tracker(root)
-    checkpoints = list_checkpoints(root, quiet=True)
+    named, complaint = find.read_tracker(root)
+    checkpoints = find.list_checkpoints(root, quiet=True)
     if not checkpoints:
         raise CheckpointError(f"{root}: {nothing_at(root)}")
-    incomplete = [f"{problem}: never loaded" for problem in scan(root)[1]]
+    incomplete = [f"{problem}: never loaded" for problem in find.scan(root)[1]]
     incomplete += [
         f"{path.name}: a save that has not finished, never loaded"
         for path in sorted(root.glob(f"*{TEMPORARY}*"))
@@ -169,7 +163,7 @@ def summarize(root: Path, *, verify: bool, details: bool) -> tuple[list[str], bo
 
 
 def _summarize_all(
-    checkpoints: Sequence[FoundCheckpoint], *, verify: bool, details: bool
+    checkpoints: Sequence[find.FoundCheckpoint], *, verify: bool, details: bool
 ) -> tuple[list[str], bool]:
     lines: list[str] = []
     sound = True

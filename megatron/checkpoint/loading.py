@@ -5,14 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron.checkpoint import find
 from megatron.checkpoint.exchange import JsonExchange
-from megatron.checkpoint.find import (
-    TRACKER,
-    FoundCheckpoint,
-    checkpoint_at,
-    checkpoint_of,
-    list_checkpoints,
-)
 from megatron.checkpoint.huggingface.files import is_model_folder
 from megatron.checkpoint.huggingface.reader import HFReader
 from megatron.checkpoint.legacy.reader import LegacyReader
@@ -47,18 +41,18 @@ def open_checkpoint(
     exchange = JsonExchange((layout or Layout.single()).world)
     root = Path(root).absolute()
 
-    def candidates() -> list[FoundCheckpoint]:
+    def candidates() -> list[find.FoundCheckpoint]:
         if step is not None:
-            return [checkpoint_of(root, step)]
-        itself = checkpoint_at(root)
-        return list_checkpoints(root) if itself is None else [itself]
+            return [find.checkpoint_of(root, step)]
+        itself = find.checkpoint_at(root)
+        return find.list_checkpoints(root) if itself is None else [itself]
 
     listed = exchange.on_main(
         lambda: [[one.format, one.iteration, str(one.path)] for one in candidates()]
     )
     problems: list[str] = []
     for kind, iteration, path in listed:
-        found = FoundCheckpoint(kind, iteration, Path(path))
+        found = find.FoundCheckpoint(kind, iteration, Path(path))
         reader, problem = _try_open(found, exchange, verify)
         if reader is not None:
             if problems and exchange.is_main:
@@ -80,7 +74,7 @@ def open_checkpoint(
 
 
 def _try_open(
-    found: FoundCheckpoint, exchange: JsonExchange, verify: bool
+    found: find.FoundCheckpoint, exchange: JsonExchange, verify: bool
 ) -> tuple[Reader | None, str | None]:
     """Return a reader that every rank agrees on, or the first problem of any rank. Collective."""
     reader: Reader | None = None
@@ -95,7 +89,7 @@ def _try_open(
 
 
 def open_found(
-    found: FoundCheckpoint, *, verify: bool = True, rank: int = 0, ranks: int = 1
+    found: find.FoundCheckpoint, *, verify: bool = True, rank: int = 0, ranks: int = 1
 ) -> Reader:
     """Open this checkpoint, without a fallback, and verify a rank's share of it.
 
@@ -182,9 +176,9 @@ def checkpoints_below(root: Path) -> list[str]:
     if not root.is_dir():
         return []
     tests: tuple[Callable[[Path], object], ...] = (
-        lambda folder: (folder / TRACKER).is_file(),
+        lambda folder: (folder / find.TRACKER).is_file(),
         is_model_folder,
-        checkpoint_at,
+        find.checkpoint_at,
     )
     folders = (one for one in root.iterdir() if one.is_dir())
     named = (one for one in folders if not any(word in one.name for word in _UNPUBLISHED))

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megatron.checkpoint import shard
 from megatron.checkpoint.entries import DTYPES, Box, Json, State, check_request, flatten, look_up
 from megatron.checkpoint.manifest import (
     MANIFEST,
@@ -26,14 +27,6 @@ from megatron.checkpoint.manifest import (
     parse,
 )
 from megatron.checkpoint.retention import hold_for_reading
-from megatron.checkpoint.shard import (
-    PIECE,
-    THREADS,
-    Placement,
-    bytes_of,
-    digest_of_range,
-    parse_header,
-)
 from megatron.device import Device, Ferries
 from megatron.errors import CheckpointError
 
@@ -134,11 +127,13 @@ class NativeReader:
             CheckpointError: The message names the file and the tensor whose bytes have changed, or
                 which is not in the file as the manifest says.
         """
-        described: dict[str, list[tuple[str, Placement]]] = {f: [] for f in self.manifest.files}
+        described: dict[str, list[tuple[str, shard.Placement]]] = {
+            f: [] for f in self.manifest.files
+        }
         for name in self.manifest.tensors:
             for key, piece in self._keyed(name):
                 dtype = self.manifest.tensors[name].dtype
-                place = Placement(dtype, piece.box.shape, piece.start, piece.size)
+                place = shard.Placement(dtype, piece.box.shape, piece.start, piece.size)
                 described[piece.file].append((key, place))
         shares = [0] * ranks
         mine = []
@@ -150,7 +145,7 @@ class NativeReader:
 
         def verify(span: _Span) -> None:
             try:
-                found = digest_of_range(self.path / span.file, span.start, span.size)
+                found = shard.digest_of_range(self.path / span.file, span.start, span.size)
             except OSError as error:
                 raise CheckpointError(f"{span.file}: cannot be read: {error.strerror}") from error
             if found != span.digest:
@@ -159,7 +154,7 @@ class NativeReader:
             if span.start == 0:  # the header
                 self._check_header(span, described[span.file])
 
-        with ThreadPoolExecutor(THREADS) as pool:
+        with ThreadPoolExecutor(shard.THREADS) as pool:
             try:
                 for _ in pool.map(verify, mine):
                     pass
@@ -175,17 +170,17 @@ class NativeReader:
             for piece in tensor.pieces:
                 yield _Span(piece.file, name, piece.start, piece.size, piece.digest)
 
-    def _check_header(self, header: _Span, described: list[tuple[str, Placement]]) -> None:
+    def _check_header(self, header: _Span, described: list[tuple[str, shard.Placement]]) -> None:
         """Check that a header, by which tensors are read, says what the manifest says."""
         file = header.file
         try:
             self._open(file)  # refuses whatever reading would refuse
             with open(self.path / file, "rb") as stream:
-                held = parse_header(stream.read(header.size))
+                held = shard.parse_header(stream.read(header.size))
         except (OSError, SafetensorError, ValueError) as error:
             raise CheckpointError(f"{file}: {error}") from error
 
-        def in_words(place: Placement) -> str:
+        def in_words(place: shard.Placement) -> str:
             return f"{describe(place.dtype, place.shape)} at byte {place.start}"
 
         for key, place in described:
@@ -374,12 +369,12 @@ def restore(
         )
     # A native checkpoint's values come from the disk when they are copied: several at a time.
     copying: deque[Future[None]] = deque()
-    ferries = Ferries(PIECE)
-    with ThreadPoolExecutor(THREADS) as pool:
+    ferries = Ferries(shard.PIECE)
+    with ThreadPoolExecutor(shard.THREADS) as pool:
         for name, entry in flatten(entries):
             values = reader.read(name, entry.box, global_shape=entry.global_shape)
             copying.append(pool.submit(_copy, entry.tensor, values, ferries))
-            if len(copying) > THREADS:  # so that not all values wait in memory
+            if len(copying) > shard.THREADS:  # so that not all values wait in memory
                 copying.popleft().result()
         for future in copying:
             future.result()
@@ -392,7 +387,7 @@ def _copy(tensor: Tensor, values: Tensor, ferries: Ferries) -> None:
         with Device(tensor.device).as_current():  # a thread starts with the first GPU
             tensor.copy_(values)
     else:
-        ferries.to(tensor.device).bring(bytes_of(values), bytes_of(tensor))
+        ferries.to(tensor.device).bring(shard.bytes_of(values), shard.bytes_of(tensor))
 
 
 def find_problems(

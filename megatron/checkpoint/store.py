@@ -20,17 +20,10 @@ from pathlib import Path
 
 import torch
 
+from megatron import durable
+from megatron.checkpoint import find
 from megatron.checkpoint.entries import Box, Entry, Json, LazyTensor, State
 from megatron.checkpoint.exchange import JsonExchange
-from megatron.checkpoint.find import (
-    RELEASE,
-    REPLACED,
-    TRACKER,
-    iteration_folder,
-    iteration_of,
-    read_tracker,
-    tracker_text,
-)
 from megatron.checkpoint.lock import SaveLock
 from megatron.checkpoint.manifest import (
     MANIFEST,
@@ -46,17 +39,6 @@ from megatron.checkpoint.retention import Keep, prune
 from megatron.checkpoint.shard import THREADS, digest_of, plan_shard, write_shard
 from megatron.config.run import ModelRun
 from megatron.config.yaml_file import to_dict
-from megatron.durable import (
-    TEMPORARY,
-    Check,
-    check_unpublished,
-    remove_tree,
-    replace_file,
-    storage_errors,
-    sync_folder,
-    unique_suffix,
-    write_file,
-)
 from megatron.errors import CheckpointError, StorageError, warn
 from megatron.parallel.layout import AXES, Layout
 
@@ -72,7 +54,7 @@ def save(
     meta: Json,
     layout: Layout,
     *,
-    check: Check | None = None,
+    check: durable.Check | None = None,
 ) -> Path:
     """Save a state and return the checkpoint's folder. Collective over all ranks of `layout`.
 
@@ -117,7 +99,7 @@ def write_checkpoint(
     layout: Layout,
     *,
     keep: Keep | None = None,
-    check: Check | None = None,
+    check: durable.Check | None = None,
 ) -> Path:
     """Do what `save` does once it is settled who writes what.
 
@@ -139,7 +121,7 @@ def write_checkpoint(
 
     last = (MANIFEST, lambda _: dump(_manifest(iteration, layout, plan, reports, meta)))
     return write_folder(
-        root, iteration_folder(iteration), exchange, plan.total_bytes, fill, last, keep, check
+        root, find.iteration_folder(iteration), exchange, plan.total_bytes, fill, last, keep, check
     )
 
 
@@ -151,7 +133,7 @@ def write_folder(
     fill: Callable[[Path], None],
     last: tuple[str, Callable[[Path], bytes]],
     keep: Keep | None,
-    check: Check | None,
+    check: durable.Check | None,
 ) -> Path:
     """Write a checkpoint's folder by the protocol above, whatever its format. Collective.
 
@@ -169,11 +151,11 @@ def write_folder(
         The folder's path.
     """
     root = Path(root).absolute()
-    before = read_tracker(root)[0] if exchange.is_main else None
+    before = find.read_tracker(root)[0] if exchange.is_main else None
 
     def finish() -> None:
-        with storage_errors(root):
-            write_file(temporary / last[0], last[1](temporary))
+        with durable.storage_errors(root):
+            durable.write_file(temporary / last[0], last[1](temporary))
         _publish(root, temporary, folder, check)
 
     owns_manifest = last[0] == MANIFEST
@@ -183,11 +165,11 @@ def write_folder(
         exchange.on_main(finish)
     except BaseException:
         if exchange.is_main:
-            remove_tree(temporary)
+            durable.remove_tree(temporary)
         raise
     if keep is not None and exchange.is_main:
         try:
-            prune(root, iteration_of(folder), keep, before)
+            prune(root, find.iteration_of(folder), keep, before)
         except OSError as error:  # what was saved is saved: this costs no more than space
             warn(f"{error.filename or root}: an old checkpoint stays: {error.strerror}")
         except CheckpointError as error:  # of one process: the others are training on
@@ -201,10 +183,10 @@ def _prepare(root: Path, folder: str, need: int, owns_manifest: bool) -> str:
     A native checkpoint replaces only native ones; files of Megatron-LM may replace its own.
     """
     final = root / folder
-    with storage_errors(root):
+    with durable.storage_errors(root):
         if not root.is_dir():
             root.mkdir(parents=True)
-            sync_folder(root.parent)
+            durable.sync_folder(root.parent)
         reap(root)
         is_ours = not owns_manifest or (final / MANIFEST).exists()
         if final.exists() and not is_ours and any(final.iterdir()):
@@ -219,7 +201,7 @@ def _prepare(root: Path, folder: str, need: int, owns_manifest: bool) -> str:
                 f"{root}: the checkpoint needs {need:,} bytes, with {_SPARE:,} to spare, and "
                 f"{free:,} are free: make room, or give another folder to --save"
             )
-        temporary = final.with_name(final.name + unique_suffix(TEMPORARY))
+        temporary = final.with_name(final.name + durable.unique_suffix(durable.TEMPORARY))
         temporary.mkdir()
     return str(temporary)
 
@@ -230,14 +212,14 @@ def reap(root: Path) -> None:
     A replaced checkpoint whose successor never arrived gets its name back.
     """
     for path in list(root.iterdir()):
-        if not path.name.startswith(("iter_", RELEASE, TRACKER)):
+        if not path.name.startswith(("iter_", find.RELEASE, find.TRACKER)):
             continue
-        if TEMPORARY in path.name:
-            remove_tree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        elif REPLACED in path.name:
-            final = path.with_name(path.name.split(REPLACED)[0])
+        if durable.TEMPORARY in path.name:
+            durable.remove_tree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        elif find.REPLACED in path.name:
+            final = path.with_name(path.name.split(find.REPLACED)[0])
             if final.exists():
-                remove_tree(path)
+                durable.remove_tree(path)
             else:
                 path.rename(final)
 
@@ -253,7 +235,7 @@ def _write_files(
     def write(name: str) -> tuple[Json, Json]:
         share = {key: tensors[key] for key in files[name]}
         header, places = plan_shard(share)
-        with storage_errors(folder / name):
+        with durable.storage_errors(folder / name):
             digests = write_shard(folder / name, share, header, places, threads)
         size = len(header) + sum(place.size for place in places.values())
         return [size, len(header), digest_of(header)], {
@@ -262,8 +244,8 @@ def _write_files(
 
     with ThreadPoolExecutor(len(files)) as pool:
         written = dict(zip(files, pool.map(write, files), strict=True))
-    with storage_errors(folder):
-        sync_folder(folder)
+    with durable.storage_errors(folder):
+        durable.sync_folder(folder)
     return {
         "files": {name: info for name, (info, _) in written.items()},
         "tensors": {key: place for _, held in written.values() for key, place in held.items()},
@@ -290,17 +272,17 @@ def _manifest(
     return Manifest(iteration, created, sizes, files, tensors, meta)
 
 
-def _publish(root: Path, temporary: Path, folder: str, check: Check | None) -> None:
+def _publish(root: Path, temporary: Path, folder: str, check: durable.Check | None) -> None:
     """Give a complete folder its name, then let the tracker name it: each durable before the next.
 
     If that fails, what stood there before is back in its place.
     """
     final, replaced = root / folder, None
-    check_unpublished(check, temporary, final)
-    with storage_errors(root):
-        sync_folder(temporary)
+    durable.check_unpublished(check, temporary, final)
+    with durable.storage_errors(root):
+        durable.sync_folder(temporary)
         if final.exists():
-            replaced = final.with_name(final.name + unique_suffix(REPLACED))
+            replaced = final.with_name(final.name + durable.unique_suffix(find.REPLACED))
             os.rename(final, replaced)
         try:
             os.rename(temporary, final)
@@ -309,10 +291,10 @@ def _publish(root: Path, temporary: Path, folder: str, check: Check | None) -> N
                 with suppress(OSError):
                     os.rename(replaced, final)
             raise
-        sync_folder(root)
-        replace_file(root / TRACKER, tracker_text(folder))
+        durable.sync_folder(root)
+        durable.replace_file(root / find.TRACKER, find.tracker_text(folder))
         if replaced is not None:
-            remove_tree(replaced)
+            durable.remove_tree(replaced)
 
 
 def state_of(reader: Reader, *, keep_optimizer: bool = False) -> State:
@@ -339,7 +321,7 @@ def convert_to_native(
     extra: Json | None = None,
     *,
     keep_optimizer: bool = False,
-    check: Check | None = None,
+    check: durable.Check | None = None,
 ) -> Path:
     """Write a native checkpoint of what a reader reads, a few tensors at a time.
 

@@ -11,18 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.checkpoint.huggingface.rules import (
-    Described,
-    Family,
-    Key,
-    Names,
-    Shape,
-    layer_names,
-    linear_shapes,
-    norm_shapes,
-    read_keys,
-    under,
-)
+from megatron.checkpoint.huggingface import rules
 from megatron.checkpoint.huggingface.settings import MOST_HEADS, MOST_LAYERS, Settings
 from megatron.config.model import ModelConfig
 from megatron.models.plan import LayerPlan, layer_plan, norm_plan
@@ -31,14 +20,14 @@ _TANH = {"gelu": False, "gelu_new": True, "gelu_pytorch_tanh": True}
 # Pieces that files may lack as a whole.
 _POOLER, _MASKED, _ORDER = "pooler", "masked tokens", "sentence order"
 _KEYS = (
-    Key("hidden_size", "hidden_size"),
-    Key("num_attention_heads", "num_attention_heads", most=MOST_HEADS),
-    Key("num_hidden_layers", "num_layers", most=MOST_LAYERS),
-    Key("intermediate_size", "ffn_hidden_size"),
-    Key("max_position_embeddings", "max_position_embeddings"),
-    Key("layer_norm_eps", "norm_epsilon", "number", 1e-12),
-    Key("attention_probs_dropout_prob", "attention_dropout", "share", 0.1),
-    Key("hidden_dropout_prob", "hidden_dropout", "share", 0.1),
+    rules.Key("hidden_size", "hidden_size"),
+    rules.Key("num_attention_heads", "num_attention_heads", most=MOST_HEADS),
+    rules.Key("num_hidden_layers", "num_layers", most=MOST_LAYERS),
+    rules.Key("intermediate_size", "ffn_hidden_size"),
+    rules.Key("max_position_embeddings", "max_position_embeddings"),
+    rules.Key("layer_norm_eps", "norm_epsilon", "number", 1e-12),
+    rules.Key("attention_probs_dropout_prob", "attention_dropout", "share", 0.1),
+    rules.Key("hidden_dropout_prob", "hidden_dropout", "share", 0.1),
 )
 _LAYER = {
     "attention.qkv": tuple(f"attention.self.{part}" for part in ("query", "key", "value")),
@@ -50,7 +39,7 @@ _LAYER = {
 _TOKEN_TYPES = 2
 
 
-class Bert(Family):
+class Bert(rules.Family):
     """The family of BERT."""
 
     def __init__(self) -> None:
@@ -72,9 +61,9 @@ class Bert(Family):
             return self.language_model if both else "BertForNextSentencePrediction"
         return "BertForMaskedLM" if _MASKED in pieces else "BertModel"
 
-    def read(self, settings: Settings) -> Described:
+    def read(self, settings: Settings) -> rules.Described:
         """Return the network of a config.json."""
-        flags = read_keys(settings, self.keys)
+        flags = rules.read_keys(settings, self.keys)
         hidden, heads = flags["hidden_size"], flags["num_attention_heads"]
         settings.must_be("model_type", self.name)
         settings.must_be("is_decoder", False)
@@ -98,7 +87,7 @@ class Bert(Family):
             raise settings.error("num_attention_heads", f"does not divide hidden_size {hidden}")
         vocab = settings.size("vocab_size")
         settings.refuse_the_rest()
-        return Described(model, vocab)
+        return rules.Described(model, vocab)
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
         """Return a config.json for a network."""
@@ -114,20 +103,20 @@ class Bert(Family):
         plan = layer_plan(model, causal=False)
         return {f"layers.{layer}": plan for layer in range(model.num_layers)}
 
-    def shapes_outside(self, model: ModelConfig, vocab: int) -> dict[str, Shape]:
+    def shapes_outside(self, model: ModelConfig, vocab: int) -> dict[str, rules.Shape]:
         """Return the shapes of all parameters outside the layers."""
         hidden = model.hidden_size
         return {
             **super().shapes_outside(model, vocab),
             "embedding.token_type.weight": (_TOKEN_TYPES, hidden),
             "output.bias": (vocab,),
-            **under("pooler.dense", linear_shapes((hidden,), hidden)),
-            **under("head.dense", linear_shapes((hidden,), hidden)),
-            **under("head.norm", norm_shapes(norm_plan(model), hidden)),
-            **under("binary_head", linear_shapes((_TOKEN_TYPES,), hidden)),
+            **rules.under("pooler.dense", rules.linear_shapes((hidden,), hidden)),
+            **rules.under("head.dense", rules.linear_shapes((hidden,), hidden)),
+            **rules.under("head.norm", rules.norm_shapes(norm_plan(model), hidden)),
+            **rules.under("binary_head", rules.linear_shapes((_TOKEN_TYPES,), hidden)),
         }
 
-    def names(self, model: ModelConfig) -> Names:
+    def names(self, model: ModelConfig) -> rules.Names:
         """Yield our modules with theirs."""
         for table in ("word", "position", "token_type"):
             yield f"embedding.{table}", [f"bert.embeddings.{table}_embeddings"]
@@ -135,7 +124,7 @@ class Bert(Family):
         for layer in range(model.num_layers):
             theirs = f"bert.encoder.layer.{layer}"
             yield f"layers.{layer}.attention_norm", [norm_before]
-            yield from layer_names(f"layers.{layer}", theirs, _LAYER)
+            yield from rules.layer_names(f"layers.{layer}", theirs, _LAYER)
             norm_before = f"{theirs}.output.LayerNorm"
         yield "final_norm", [norm_before]
         yield "pooler.dense", ["bert.pooler.dense"]

@@ -5,29 +5,20 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from megatron.checkpoint.huggingface.rules import (
-    Described,
-    Family,
-    Key,
-    Names,
-    TensorForm,
-    Transposed,
-    layer_names,
-    read_keys,
-)
+from megatron.checkpoint.huggingface import rules
 from megatron.checkpoint.huggingface.settings import MOST_HEADS, MOST_LAYERS, Settings
 from megatron.config.model import ModelConfig
 from megatron.models.plan import LayerPlan
 
 _EXACT_GELU = {"gelu_new": False, "gelu_pytorch_tanh": False, "gelu": True}
 _KEYS = (
-    Key("n_embd", "hidden_size"),
-    Key("n_head", "num_attention_heads", most=MOST_HEADS),
-    Key("n_layer", "num_layers", most=MOST_LAYERS),
-    Key("n_positions", "max_position_embeddings"),
-    Key("layer_norm_epsilon", "norm_epsilon", "number", 1e-5),
-    Key("attn_pdrop", "attention_dropout", "share", 0.1),
-    Key("resid_pdrop", "hidden_dropout", "share", 0.1),
+    rules.Key("n_embd", "hidden_size"),
+    rules.Key("n_head", "num_attention_heads", most=MOST_HEADS),
+    rules.Key("n_layer", "num_layers", most=MOST_LAYERS),
+    rules.Key("n_positions", "max_position_embeddings"),
+    rules.Key("layer_norm_epsilon", "norm_epsilon", "number", 1e-5),
+    rules.Key("attn_pdrop", "attention_dropout", "share", 0.1),
+    rules.Key("resid_pdrop", "hidden_dropout", "share", 0.1),
 )
 _LAYER = {
     "attention_norm": ("ln_1",),
@@ -39,16 +30,16 @@ _LAYER = {
 }
 
 
-class GPT2(Family):
+class GPT2(rules.Family):
     """The family of GPT-2."""
 
     def __init__(self) -> None:
         """State names and keys."""
         super().__init__("gpt2", "GPT2LMHeadModel", prefix="transformer.", keys=_KEYS)
 
-    def read(self, settings: Settings) -> Described:
+    def read(self, settings: Settings) -> rules.Described:
         """Return the network of a config.json."""
-        flags = read_keys(settings, self.keys)
+        flags = rules.read_keys(settings, self.keys)
         hidden, heads = flags["hidden_size"], flags["num_attention_heads"]
         settings.must_be("model_type", self.name)
         settings.must_be("add_cross_attention", False)
@@ -69,7 +60,7 @@ class GPT2(Family):
             raise settings.error("n_head", f"does not divide n_embd {hidden}")
         vocab = settings.size("vocab_size")
         settings.refuse_the_rest()
-        return Described(model, vocab)
+        return rules.Described(model, vocab)
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
         """Return a config.json for a network."""
@@ -82,19 +73,19 @@ class GPT2(Family):
             "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
         }
 
-    def names(self, model: ModelConfig) -> Names:
+    def names(self, model: ModelConfig) -> rules.Names:
         """Yield our modules with theirs."""
         yield "embedding.word", ["transformer.wte"]
         yield "embedding.position", ["transformer.wpe"]
         for layer in range(model.num_layers):
-            yield from layer_names(f"layers.{layer}", f"transformer.h.{layer}", _LAYER)
+            yield from rules.layer_names(f"layers.{layer}", f"transformer.h.{layer}", _LAYER)
         yield "final_norm", ["transformer.ln_f"]
         yield "output", ["lm_head"]
 
-    def form(self, layer: LayerPlan, module: str, tensors: int) -> TensorForm:
+    def form(self, layer: LayerPlan, module: str, tensors: int) -> rules.TensorForm:
         """Return the form of a layer's module."""
         if module in ("attention.output", "mlp.up", "mlp.down"):
-            return Transposed()
+            return rules.Transposed()
         return super().form(layer, module, tensors)
 
     def is_derived(self, name: str) -> bool:

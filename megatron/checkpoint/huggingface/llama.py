@@ -5,14 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.checkpoint.huggingface.rules import (
-    Described,
-    Family,
-    Key,
-    Names,
-    layer_names,
-    read_keys,
-)
+from megatron.checkpoint.huggingface import rules
 from megatron.checkpoint.huggingface.settings import MOST_HEADS, MOST_LAYERS, Settings
 from megatron.config.model import ModelConfig
 
@@ -23,12 +16,12 @@ _LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 _KEYS = (
-    Key("num_attention_heads", "num_attention_heads", most=MOST_HEADS),
-    Key("hidden_size", "hidden_size"),
-    Key("num_hidden_layers", "num_layers", most=MOST_LAYERS),
-    Key("intermediate_size", "ffn_hidden_size"),
-    Key("rms_norm_eps", "norm_epsilon", "number"),
-    Key("attention_dropout", "attention_dropout", "share", 0.0),
+    rules.Key("num_attention_heads", "num_attention_heads", most=MOST_HEADS),
+    rules.Key("hidden_size", "hidden_size"),
+    rules.Key("num_hidden_layers", "num_layers", most=MOST_LAYERS),
+    rules.Key("intermediate_size", "ffn_hidden_size"),
+    rules.Key("rms_norm_eps", "norm_epsilon", "number"),
+    rules.Key("attention_dropout", "attention_dropout", "share", 0.0),
 )
 _LAYER = {
     "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -43,7 +36,7 @@ _LAYER = {
 
 
 @dataclass(frozen=True)
-class LlamaLike(Family):
+class LlamaLike(rules.Family):
     """A family with RMSNorm, rotary positions, grouped queries, SwiGLU, no biases.
 
     Attributes:
@@ -54,16 +47,16 @@ class LlamaLike(Family):
         head_size: The head size if config.json does not say it; None for hidden size / heads.
     """
 
-    keys: tuple[Key, ...] = _KEYS
+    keys: tuple[rules.Key, ...] = _KEYS
     qkv_bias: bool = False
     head_norm: bool = False
     window: bool = False
     old_files: bool = False
     head_size: int | None = None
 
-    def read(self, settings: Settings) -> Described:
+    def read(self, settings: Settings) -> rules.Described:
         """Return the network of a config.json."""
-        flags = read_keys(settings, self.keys)
+        flags = rules.read_keys(settings, self.keys)
         heads, hidden = flags["num_attention_heads"], flags["hidden_size"]
         kv_heads = settings.size("num_key_value_heads", heads if self.old_files else None)
         positions = settings.size("max_position_embeddings")
@@ -99,7 +92,7 @@ class LlamaLike(Family):
             f"sliding_window {window}: sequences up to {window} tokens only (of {positions}), "
             f"where full attention is the same: --max-position-embeddings {window}"
         )
-        return Described(model, vocab, (notice,) if window else (), window)
+        return rules.Described(model, vocab, (notice,) if window else (), window)
 
     def _read_window(self, settings: Settings, positions: int) -> int | None:
         """Return to how many tokens attention is limited, or None if that is no limit."""
@@ -134,11 +127,11 @@ class LlamaLike(Family):
             **({"sliding_window": None, "use_sliding_window": False} if self.window else {}),
         }
 
-    def names(self, model: ModelConfig) -> Names:
+    def names(self, model: ModelConfig) -> rules.Names:
         """Yield our modules with theirs."""
         yield "embedding.word", ["model.embed_tokens"]
         for layer in range(model.num_layers):
-            yield from layer_names(f"layers.{layer}", f"model.layers.{layer}", _LAYER)
+            yield from rules.layer_names(f"layers.{layer}", f"model.layers.{layer}", _LAYER)
         yield "final_norm", ["model.norm"]
         yield "output", ["lm_head"]
 

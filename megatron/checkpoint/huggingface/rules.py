@@ -16,18 +16,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+import megatron.models.plan as plans
 from megatron.checkpoint.huggingface.settings import MOST, Settings
 from megatron.config.model import ModelConfig
-from megatron.models.plan import (
-    AttentionPlan,
-    LayerPlan,
-    MLPPlan,
-    NormPlan,
-    embedding_plan,
-    layer_plan,
-    norm_plan,
-    output_plan,
-)
 
 Shape = tuple[int, ...]
 Names = Iterator[tuple[str, Sequence[str]]]
@@ -251,19 +242,19 @@ class Family(ABC):
     def names(self, model: ModelConfig) -> Names:
         """Yield our modules with theirs, in the order in which files hold them."""
 
-    def layers(self, model: ModelConfig) -> dict[str, LayerPlan]:
+    def layers(self, model: ModelConfig) -> dict[str, plans.LayerPlan]:
         """Return the records of all layers by our names, for a decoder without an encoder."""
-        plan = layer_plan(model, causal=True)
+        plan = plans.layer_plan(model, causal=True)
         return {f"layers.{layer}": plan for layer in range(model.num_layers)}
 
     def shapes_outside(self, model: ModelConfig, vocab: int) -> dict[str, Shape]:
         """Return the shapes of all parameters outside the layers, for a network of one stack."""
-        table = embedding_plan(model, vocab)
+        table = plans.embedding_plan(model, vocab)
         found: dict[str, Shape] = {"embedding.word.weight": (vocab, table.hidden)}
         if table.positions:
             found["embedding.position.weight"] = (table.positions, table.hidden)
-        found |= under("final_norm", norm_shapes(norm_plan(model), table.hidden))
-        if not output_plan(model, vocab).tied:
+        found |= under("final_norm", norm_shapes(plans.norm_plan(model), table.hidden))
+        if not plans.output_plan(model, vocab).tied:
             found["output.weight"] = (vocab, table.hidden)
         return found
 
@@ -287,7 +278,7 @@ class Family(ABC):
                 rules.append(ParameterRule(f"model.{name}", shapes[name], names, form, piece))
         return rules
 
-    def form(self, layer: LayerPlan, module: str, tensors: int) -> TensorForm:
+    def form(self, layer: plans.LayerPlan, module: str, tensors: int) -> TensorForm:
         """Return the form of a layer's module that so many of their tensors make up."""
         if module == "attention.qkv":
             mixer = attention_of(layer)
@@ -303,7 +294,7 @@ class Family(ABC):
         return False
 
 
-def norm_shapes(norm: NormPlan, size: int) -> dict[str, Shape]:
+def norm_shapes(norm: plans.NormPlan, size: int) -> dict[str, Shape]:
     """Return the shapes of a normalization's parameters."""
     return dict.fromkeys(KINDS if norm.kind == "LayerNorm" else KINDS[:1], (size,))
 
@@ -318,16 +309,16 @@ def under(module: str, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
     return {f"{module}.{name}": shape for name, shape in shapes.items()}
 
 
-def attention_of(layer: LayerPlan) -> AttentionPlan:
+def attention_of(layer: plans.LayerPlan) -> plans.AttentionPlan:
     """Return a layer's self-attention; the families here have no other mixers."""
-    assert isinstance(layer.mixer, AttentionPlan), layer.mixer
+    assert isinstance(layer.mixer, plans.AttentionPlan), layer.mixer
     return layer.mixer
 
 
-def layer_shapes(layer: LayerPlan) -> dict[str, Shape]:
+def layer_shapes(layer: plans.LayerPlan) -> dict[str, Shape]:
     """Return the shapes of a layer's parameters by their names within it."""
     mixer, mlp, cross = attention_of(layer), layer.mlp, layer.cross_attention
-    assert isinstance(mlp, MLPPlan), mlp
+    assert isinstance(mlp, plans.MLPPlan), mlp
     hidden, norm = mixer.hidden, norm_shapes(layer.norm, mixer.hidden)
     up = (2, mlp.inner) if mlp.gated else (mlp.inner,)
     modules = {

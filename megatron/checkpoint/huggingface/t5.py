@@ -11,17 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.checkpoint.huggingface.rules import (
-    Described,
-    Family,
-    Key,
-    Names,
-    Shape,
-    layer_names,
-    norm_shapes,
-    read_keys,
-    under,
-)
+from megatron.checkpoint.huggingface import rules
 from megatron.checkpoint.huggingface.settings import MOST_HEADS, MOST_LAYERS, Settings
 from megatron.config.model import ModelConfig
 from megatron.models.plan import LayerPlan, layer_plan, norm_plan
@@ -42,20 +32,20 @@ _PROJECTIONS = {
     "gelu": "gelu",
 }
 _KEYS = (
-    Key("num_layers", "num_layers", default=6, most=MOST_LAYERS),
-    Key("d_model", "hidden_size", default=512),
-    Key("d_ff", "ffn_hidden_size", default=2048),
-    Key("num_heads", "num_attention_heads", default=8, most=MOST_HEADS),
-    Key("d_kv", "kv_channels", default=64, most=MOST_HEADS),
+    rules.Key("num_layers", "num_layers", default=6, most=MOST_LAYERS),
+    rules.Key("d_model", "hidden_size", default=512),
+    rules.Key("d_ff", "ffn_hidden_size", default=2048),
+    rules.Key("num_heads", "num_attention_heads", default=8, most=MOST_HEADS),
+    rules.Key("d_kv", "kv_channels", default=64, most=MOST_HEADS),
     # What it was trained with; it computes any.
-    Key("n_positions", "max_position_embeddings", default=512),
-    Key("relative_attention_num_buckets", "relative_attention_num_buckets", default=32),
-    Key("relative_attention_max_distance", "relative_attention_max_distance", default=128),
-    Key("layer_norm_epsilon", "norm_epsilon", "number", 1e-6),
+    rules.Key("n_positions", "max_position_embeddings", default=512),
+    rules.Key("relative_attention_num_buckets", "relative_attention_num_buckets", default=32),
+    rules.Key("relative_attention_max_distance", "relative_attention_max_distance", default=128),
+    rules.Key("layer_norm_epsilon", "norm_epsilon", "number", 1e-6),
 )
 
 
-class T5(Family):
+class T5(rules.Family):
     """The family of T5."""
 
     def __init__(self) -> None:
@@ -68,10 +58,10 @@ class T5(Family):
             keys=_KEYS,
         )
 
-    def read(self, settings: Settings) -> Described:
+    def read(self, settings: Settings) -> rules.Described:
         """Return the network of a config.json."""
         settings.must_be("model_type", self.name)
-        flags = read_keys(settings, self.keys)
+        flags = rules.read_keys(settings, self.keys)
         tied = settings.switch("tie_word_embeddings", True)
         dropout = settings.share("dropout_rate", 0.1)
         decoder = settings.size("num_decoder_layers", flags["num_layers"], MOST_LAYERS)
@@ -107,7 +97,7 @@ class T5(Family):
         settings.number("initializer_factor", 1.0)
         settings.share("classifier_dropout", 0.0)
         settings.refuse_the_rest()
-        return Described(model, vocab)
+        return rules.Described(model, vocab)
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
         """Return a config.json for a network."""
@@ -130,16 +120,19 @@ class T5(Family):
             found |= {f"{stack}.layers.{layer}": plan for layer in range(layers)}
         return found
 
-    def shapes_outside(self, model: ModelConfig, vocab: int) -> dict[str, Shape]:
+    def shapes_outside(self, model: ModelConfig, vocab: int) -> dict[str, rules.Shape]:
         """Return the shapes of all parameters outside the layers."""
         found = super().shapes_outside(model, vocab)
         table = (model.relative_attention_num_buckets, model.num_attention_heads)
-        norm = norm_shapes(norm_plan(model), model.hidden_size)
+        norm = rules.norm_shapes(norm_plan(model), model.hidden_size)
         for stack in _stacks(model):
-            found |= {f"{stack}.position_bias.weight": table, **under(f"{stack}.final_norm", norm)}
+            found |= {
+                f"{stack}.position_bias.weight": table,
+                **rules.under(f"{stack}.final_norm", norm),
+            }
         return found
 
-    def names(self, model: ModelConfig) -> Names:
+    def names(self, model: ModelConfig) -> rules.Names:
         """Yield our modules with theirs."""
         yield "embedding.word", ["shared"]
         up = ("wi_0", "wi_1") if model.is_gated else ("wi",)
@@ -161,7 +154,7 @@ class T5(Family):
             }
             for layer in range(layers):
                 theirs = f"{stack}.block.{layer}.layer"
-                yield from layer_names(f"{stack}.layers.{layer}", theirs, modules)
+                yield from rules.layer_names(f"{stack}.layers.{layer}", theirs, modules)
             yield f"{stack}.final_norm", [f"{stack}.final_layer_norm"]
         yield "output", ["lm_head"]
 

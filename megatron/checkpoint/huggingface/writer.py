@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from megatron import durable
 from megatron.checkpoint.entries import Box, LazyTensor
 from megatron.checkpoint.huggingface.families import differing_fields
 from megatron.checkpoint.huggingface.files import CONFIG, INDEX, SINGLE, json_bytes
@@ -19,16 +20,6 @@ from megatron.checkpoint.huggingface.settings import Settings, harmless
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.shard import plan_shard, write_shard
 from megatron.config.model import ModelConfig
-from megatron.durable import (
-    TEMPORARY,
-    Check,
-    check_unpublished,
-    remove_tree,
-    storage_errors,
-    sync_folder,
-    unique_suffix,
-    write_file,
-)
 from megatron.errors import CheckpointError, StorageError
 
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -119,7 +110,7 @@ def write_folder(
     companions: Mapping[str, bytes],
     *,
     max_shard_bytes: int,
-    check: Check | None = None,
+    check: durable.Check | None = None,
 ) -> None:
     """Write a new folder, which has its name only once it is whole.
 
@@ -139,9 +130,9 @@ def write_folder(
         raise CheckpointError(f"--save-dir {folder} exists: give a new folder")
     shards = plan_shards(export.tensors(), max_shard_bytes)
     total = sum(map(_size, shards.values()))
-    temporary = folder.with_name(folder.name + unique_suffix(TEMPORARY))
+    temporary = folder.with_name(folder.name + durable.unique_suffix(durable.TEMPORARY))
     try:
-        with storage_errors(folder):
+        with durable.storage_errors(folder):
             temporary.mkdir(parents=True)
             disk = os.statvfs(temporary)
             free = disk.f_bavail * disk.f_frsize
@@ -149,21 +140,21 @@ def write_folder(
                 needed = f"{total:,} bytes are needed and {free:,} are free"
                 raise StorageError(f"--save-dir {folder.parent}: {needed}")
             for name, data in companions.items():
-                write_file(temporary / name, data)
+                durable.write_file(temporary / name, data)
             for name, tensors in shards.items():
                 header, places = plan_shard(tensors, metadata={"format": "pt"})
                 write_shard(temporary / name, tensors, header, places)
             if len(shards) > 1:
                 held = {name: file for file, tensors in shards.items() for name in tensors}
                 index = {"metadata": {"total_size": total}, "weight_map": held}
-                write_file(temporary / INDEX, json_bytes(index))
-            sync_folder(temporary)
-        check_unpublished(check, temporary, folder)
-        with storage_errors(folder):
+                durable.write_file(temporary / INDEX, json_bytes(index))
+            durable.sync_folder(temporary)
+        durable.check_unpublished(check, temporary, folder)
+        with durable.storage_errors(folder):
             os.rename(temporary, folder)
-            sync_folder(folder.parent)
+            durable.sync_folder(folder.parent)
     except BaseException:
-        remove_tree(temporary)
+        durable.remove_tree(temporary)
         raise
 
 

@@ -13,18 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.checkpoint.entries import Box
-from megatron.checkpoint.legacy.names import (
-    AFTER_LAYERS,
-    DECODER_LAYER,
-    EMBEDDINGS,
-    HEADS,
-    KINDS,
-    LAYER,
-    TIED_COPY,
-    Arrangement,
-    megatron_path,
-    parameters_of,
-)
+from megatron.checkpoint.legacy import names
 from megatron.config.stages import ModelPart, megatron_misfit, parts_of_stage
 from megatron.errors import CheckpointError
 
@@ -95,7 +84,7 @@ def plan_files(
         CheckpointError: A parameter has no place in Megatron's model, or cannot be split so.
     """
     _check(shapes, parts, stages)
-    arrangement = Arrangement(VERSION, heads=0, gated=gated)
+    arrangement = names.Arrangement(VERSION, heads=0, gated=gated)
     plans = []
     for stage in range(stages):
         for rank in range(tensor):
@@ -150,34 +139,36 @@ def _names(shapes: Shapes, part: ModelPart) -> Iterator[str]:
     encoder = _encoder_layers(shapes)
     has_embedding = part.embedding or (encoder > 0 and part.layers.start == encoder)
     if has_embedding:
-        yield from parameters_of(EMBEDDINGS)
+        yield from names.parameters_of(names.EMBEDDINGS)
     for stack, layers, ends in _stacks(shapes, part):
-        table = DECODER_LAYER if stack == "decoder." else LAYER
+        table = names.DECODER_LAYER if stack == "decoder." else names.LAYER
         modules = [f"layers.{index}.{module}" for index in layers for module in table]
         modules += ["final_norm"] * ends
-        yield from (f"{stack}{module}.{kind}" for module in modules for kind in KINDS)
+        yield from (f"{stack}{module}.{kind}" for module in modules for kind in names.KINDS)
     if part.head:
-        yield from parameters_of(AFTER_LAYERS)
+        yield from names.parameters_of(names.AFTER_LAYERS)
         if not has_embedding:
             yield _TIED
-        yield from parameters_of(HEADS)
+        yield from names.parameters_of(names.HEADS)
 
 
 def _parameters(
-    shapes: Shapes, part: ModelPart, arrangement: Arrangement, rank: int, ranks: int
+    shapes: Shapes, part: ModelPart, arrangement: names.Arrangement, rank: int, ranks: int
 ) -> Iterator[FileParameter]:
     stacks = list(_stacks(shapes, part))
     for name in _names(shapes, part):
         if name == _TIED and "output.weight" not in shapes:
             box = _box(_WORDS, shapes[_WORDS], arrangement, rank, ranks)
-            yield FileParameter(TIED_COPY, _WORDS, box)
+            yield FileParameter(names.TIED_COPY, _WORDS, box)
         elif name in shapes:
             first = next((layers.start for stack, layers, _ in stacks if name.startswith(stack)), 0)
             box = _box(name, shapes[name], arrangement, rank, ranks)
-            yield FileParameter(megatron_path(name, first), name, box)
+            yield FileParameter(names.megatron_path(name, first), name, box)
 
 
-def _box(name: str, shape: tuple[int, ...], arrangement: Arrangement, rank: int, ranks: int) -> Box:
+def _box(
+    name: str, shape: tuple[int, ...], arrangement: names.Arrangement, rank: int, ranks: int
+) -> Box:
     """Return the part of a parameter that a tensor-parallel rank holds."""
     dim = arrangement.split_dim(name)
     if dim is None:

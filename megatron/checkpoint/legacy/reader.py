@@ -18,20 +18,12 @@ import torch
 
 from megatron.checkpoint.entries import Box, Json, check_request, look_up
 from megatron.checkpoint.find import RELEASE
+from megatron.checkpoint.legacy import names as legacy
 from megatron.checkpoint.legacy.arguments import (
     consumed_samples,
     legacy_config,
     optimizer_config,
     plain_arguments,
-)
-from megatron.checkpoint.legacy.names import (
-    Arrangement,
-    FirstLayers,
-    chunks_of_tree,
-    count_layers,
-    is_core,
-    list_parameters,
-    network_of,
 )
 from megatron.checkpoint.legacy.optimizer import OptimizerState, read_distributed, read_optimizer
 from megatron.checkpoint.legacy.torch_file import (
@@ -96,9 +88,9 @@ class LegacyReader:
         self._check_grid()
         self._arrangement = self._find_arrangement(first)
         # Later Megatron numbers the optimizer's parameters in orders of its own.
-        self._weights_only = is_core(first)
-        self._network = network_of(
-            model for file in self._files for model in chunks_of_tree(file.tree)
+        self._weights_only = legacy.is_core(first)
+        self._network = legacy.network_of(
+            model for file in self._files for model in legacy.chunks_of_tree(file.tree)
         )
         self._beside: list[RankFile] = []
         self._parts: dict[str, list[tuple[RankFile, TensorRef]]] = {}
@@ -131,7 +123,7 @@ class LegacyReader:
                     "different saves? Remove the folders that do not belong to it"
                 )
 
-    def _find_arrangement(self, tree: Mapping[str, Any]) -> Arrangement:
+    def _find_arrangement(self, tree: Mapping[str, Any]) -> legacy.Arrangement:
         version = tree.get("checkpoint_version", 0)
         heads = self._args.get("num_attention_heads", 0)
         if type(version) not in (int, float) or not 0 <= version < 4 or type(heads) is not int:
@@ -139,36 +131,42 @@ class LegacyReader:
         if version < 2 and not heads:
             raise CheckpointError(f"{self.path}: `args` does not tell the number of heads")
         gated = bool(self._args.get("swiglu", False))
-        return Arrangement(float(version), heads // self._tensor_size, gated)
+        return legacy.Arrangement(float(version), heads // self._tensor_size, gated)
 
-    def _with_layers(self) -> Iterator[tuple[RankFile, list[FirstLayers]]]:
+    def _with_layers(self) -> Iterator[tuple[RankFile, list[legacy.FirstLayers]]]:
         """Yield every file with the numbers of the first layers of each of its chunks.
 
         Chunk v of stage p is part v * stages + p of the model.
         """
-        counts: dict[tuple[int, int], FirstLayers] = {}  # by chunk and stage: the model's order
+        counts: dict[
+            tuple[int, int], legacy.FirstLayers
+        ] = {}  # by chunk and stage: the model's order
         for file in self._files:
-            for chunk, model in enumerate(chunks_of_tree(file.tree)):
-                counts.setdefault((chunk, file.stage), count_layers(model))
+            for chunk, model in enumerate(legacy.chunks_of_tree(file.tree)):
+                counts.setdefault((chunk, file.stage), legacy.count_layers(model))
 
-        def before(key: tuple[int, int]) -> FirstLayers:
+        def before(key: tuple[int, int]) -> legacy.FirstLayers:
             earlier = [count for other, count in counts.items() if other < key]
-            return FirstLayers(sum(one.encoder for one in earlier), sum(o.decoder for o in earlier))
+            return legacy.FirstLayers(
+                sum(one.encoder for one in earlier), sum(o.decoder for o in earlier)
+            )
 
         first = {key: before(key) for key in counts}
         for file in self._files:
-            chunks = range(len(chunks_of_tree(file.tree)))
+            chunks = range(len(legacy.chunks_of_tree(file.tree)))
             yield file, [first[chunk, file.stage] for chunk in chunks]
 
     def _add_file(
-        self, file: RankFile, first_layers: Sequence[FirstLayers]
+        self, file: RankFile, first_layers: Sequence[legacy.FirstLayers]
     ) -> OptimizerState | None:
         """Take the tensors of a file, and return its optimizer's state if it is read."""
         try:
             tied = not self._args.get("untie_embeddings_and_output_weights", False)
             chunks = [
-                list_parameters(model, first, self._network, tied=tied, is_first=file.stage == 0)
-                for model, first in zip(chunks_of_tree(file.tree), first_layers, strict=True)
+                legacy.list_parameters(
+                    model, first, self._network, tied=tied, is_first=file.stage == 0
+                )
+                for model, first in zip(legacy.chunks_of_tree(file.tree), first_layers, strict=True)
             ]
             parameters = [parameter for chunk in chunks for parameter in chunk]
             named = {f"model.{one.name}": one.tensor for one in parameters if one.name is not None}

@@ -37,7 +37,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.legacy.unpickler import TensorRef, read_pickle, show
+from megatron.checkpoint.legacy.unpickler import STORAGES, TensorRef, read_pickle, show
 from megatron.checkpoint.shard import memory_of
 from megatron.errors import CheckpointError
 
@@ -57,15 +57,7 @@ _PADDING_ID = b"FB"  # as PyTorch marks it
 _LARGE = 1 << 30  # bytes; larger records have a ZIP64 header
 _ZIP64_FIELD = 20  # bytes
 _RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
-_STORAGES = {
-    torch.float64: torch.DoubleStorage,
-    torch.float32: torch.FloatStorage,
-    torch.float16: torch.HalfStorage,
-    torch.bfloat16: torch.BFloat16Storage,
-    torch.int64: torch.LongStorage,
-    torch.int32: torch.IntStorage,
-    torch.uint8: torch.ByteStorage,
-}
+_STORAGE_TYPES = {dtype: getattr(torch, name) for name, dtype in STORAGES.items()}
 
 
 class TorchZip:
@@ -241,7 +233,7 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, Tensor):
             return NotImplemented
-        storage = _Storage(_STORAGES[obj.dtype], str(len(self.tensors)), obj.numel())
+        storage = _Storage(_STORAGE_TYPES[obj.dtype], str(len(self.tensors)), obj.numel())
         self.tensors.append(obj)
         shape = tuple(obj.shape)
         strides = torch.empty(shape, device="meta").stride()

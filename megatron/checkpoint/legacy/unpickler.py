@@ -32,7 +32,7 @@ _OPCODES = frozenset(
     "BINPUT LONG_BINPUT BINGET LONG_BINGET MEMOIZE "
     "GLOBAL STACK_GLOBAL REDUCE NEWOBJ BUILD BINPERSID ".split()
 )
-_STORAGES = {
+STORAGES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
     "HalfStorage": torch.float16,
@@ -186,8 +186,8 @@ def _check_opcodes(data: bytes) -> None:
 class _RestrictedUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Return our stand-in for a global name in the file."""
-        if module in ("torch", "torch.cuda") and name in _STORAGES:
-            return StorageType(_STORAGES[name])
+        if module in ("torch", "torch.cuda") and name in STORAGES:
+            return StorageType(STORAGES[name])
         # By vars(): getattr on torch imports some modules when asked for their name.
         if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
             return f"torch.{name}"
@@ -272,8 +272,9 @@ _STAND_INS: dict[tuple[str, str], Any] = {
     ("_codecs", "encode"): Factory("encode", _encode),
     ("numpy", "ndarray"): _ARRAY,
     ("numpy", "dtype"): _ARRAY,
-    ("numpy.core.multiarray", "_reconstruct"): _ARRAY,
-    ("numpy._core.multiarray", "_reconstruct"): _ARRAY,
-    ("numpy.core.multiarray", "scalar"): _ARRAY,
-    ("numpy._core.multiarray", "scalar"): _ARRAY,
+    **{
+        (f"numpy.{core}.multiarray", name): _ARRAY
+        for core in ("core", "_core")
+        for name in ("_reconstruct", "scalar")
+    },
 }
