@@ -1,27 +1,47 @@
-"""Finetuning a pretrained BERT on labelled texts: what `pretrain_bert.py` is for pretraining."""
+"""Finetuning a pretrained BERT on labelled texts: the recipe, evaluation, the best weights."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.checkpoint.exchange import JsonExchange
+from megatron.checkpoint.reader import PaddedReader
+from megatron.command import say
 from megatron.config import RunConfig
 from megatron.config.stages import ModelPart
+from megatron.config.tasks import TaskConfig
+from megatron.durable import storage_errors
+from megatron.inference.load import open_existing
 from megatron.models.bert import BertChooser
 from megatron.models.build import build_model
 from megatron.models.plan import HeadSpec
 from megatron.parallel.build import BuildContext
+from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer
+from megatron.training.batches import batches_from
+from megatron.training.callbacks.base import Callback, Leave
+from megatron.training.checkpointing import save_weights, take_weights
+from megatron.training.loaded_settings import check_network
+from megatron.training.passes import Passes
+from megatron.training.pretrain import Extras
 from megatron.training.recipe import Batch, SampleCounts, Splits
-from tasks.classify_files import Example
-from tasks.classify_samples import Epochs, Repeated, TextSamples
+from megatron.training.recorded_passes import DirectForward
+from megatron.training.run import Run
+from megatron.training.step import StepOutcome
+from tasks.classify import Epochs, Example, FilledUp, Repeated, TextSamples
+from tasks.results import Numbers, Progress, format_number, results_path, write_results
 from tasks.table import PROGRAM
-from tasks.target import Target
+from tasks.target import Guesses, Target
 
 
 class FinetuneRecipe:
@@ -125,3 +145,253 @@ class FinetuneRecipe:
 
     def _scores(self, part: BertChooser, batch: Batch, hidden: Tensor | None) -> Tensor:
         return part.choose(batch["text"], batch["padding_mask"].bool(), batch["types"], hidden)
+
+
+BEST = "best"  # a folder in --save
+_RECORD = "evaluation.json"  # in it: of which iteration, and how good
+_MAY_LACK = ("pooler", "embedding.token_type")  # a pretrained model
+_PASSES = 16  # micro-batches between two looks at the progress
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """One evaluation on all files."""
+
+    iteration: int
+    by_file: Mapping[str, Guesses]
+
+    @property
+    def all_files(self) -> Guesses:
+        """The guesses of all files together."""
+        return Guesses.joined(self.by_file.values())
+
+
+class Finetuning(Extras):
+    """See the module.
+
+    Args:
+        recipe: what is trained.
+        pretrained: folder of the pretrained checkpoint; None: random weights.
+        valid: examples to evaluate on, by file.
+        epoch_ends: the updates after which an epoch has ended; none: no training.
+        options: where results go.
+
+    Attributes:
+        last: the last evaluation; None before the first.
+    """
+
+    def __init__(
+        self,
+        recipe: FinetuneRecipe,
+        *,
+        pretrained: str | None,
+        valid: Mapping[str, Sequence[Example]],
+        epoch_ends: Set[int],
+        options: TaskConfig,
+    ) -> None:
+        """Take what is evaluated and when."""
+        self._recipe = recipe
+        self._pretrained = pretrained
+        self._valid = valid
+        self._epoch_ends = epoch_ends
+        self._options = options
+        self._start = 0  # the iteration of weights that are only evaluated
+        self.last: Evaluated | None = None
+
+    def begin(self, run: Run) -> None:
+        """Weights of the pretrained model, unless the finetuning itself goes on; and when to
+        save, where nothing else is asked for: after each epoch."""
+        if run.config.checkpoint.save_interval is None:
+            run.save_at = self._epoch_ends
+        if self._pretrained is not None and run.progress.iteration == 0:
+            fresh = [self._recipe.target.head_name] if self._epoch_ends else []
+            iteration = _take_pretrained(run, self._pretrained, fresh)
+            self._start = 0 if self._epoch_ends else iteration
+
+    def callbacks(self, run: Run) -> list[Callback]:
+        """Evaluation at the end of each epoch."""
+        return [_AtEpochsEnd(self)] if self._valid and self._epoch_ends else []
+
+    def end(self, run: Run) -> None:
+        """The results, for good."""
+        if not self._valid:
+            return
+        if self.last is None or self.last.iteration != self._iteration(run):
+            self.evaluate(run)
+        assert self.last is not None
+        if run.layout.world.rank == 0:
+            self._write(run, self.last)
+
+    def evaluate(self, run: Run) -> None:
+        """Guess on all files, tell, and keep the weights if they are the best. Collective."""
+        found = {name: collect_guesses(run, self._recipe, data) for name, data in self._data(run)}
+        self.last = Evaluated(self._iteration(run), found)
+        if run.layout.world.rank == 0:
+            say(self._table(run, self.last))
+        self._keep_if_best(run, self.last)
+
+    @property
+    def epoch_ends(self) -> Set[int]:
+        """The updates after which an epoch has ended."""
+        return self._epoch_ends
+
+    def _iteration(self, run: Run) -> int:
+        """With which the weights came to be."""
+        return run.progress.iteration or self._start
+
+    def _data(self, run: Run) -> list[tuple[str, TextSamples]]:
+        length = run.config.data.seq_length
+        return [
+            (name, TextSamples(examples, run.tokenizer, length))
+            for name, examples in self._valid.items()
+        ]
+
+    def _table(self, run: Run, evaluated: Evaluated) -> str:
+        target = self._recipe.target
+        parts = [f"{target.task} at iteration {evaluated.iteration}"]
+        for name, found in evaluated.by_file.items():
+            parts.append(f"{name}: {_in_line(target.numbers(found))}\n{target.table(found)}")
+        if len(evaluated.by_file) > 1:
+            parts.append(f"all files: {_in_line(target.numbers(evaluated.all_files))}")
+        return "\n".join(parts)
+
+    def _keep_if_best(self, run: Run, evaluated: Evaluated) -> None:
+        """Write `--save`/best, where this is better than what is there. Collective."""
+        if run.config.checkpoint.save is None or not self._epoch_ends:
+            return
+        root = Path(run.config.checkpoint.save) / BEST
+        target = self._recipe.target
+        score = target.score(target.numbers(evaluated.all_files))
+        best = JsonExchange(run.layout.world).on_main(lambda: _best_score(root, target.scores))
+        if not score > best:  # of numbers that are none nothing is kept
+            return
+        save_weights(run, root)
+        if run.layout.world.rank == 0:
+            record = {"iteration": evaluated.iteration, "score": score, "of": target.scores}
+            write_results(root / _RECORD, record)
+            say(f"  the best so far ({target.score_name} {score:.6g}): kept in {root}")
+
+    def _write(self, run: Run, evaluated: Evaluated) -> None:
+        path = self._results_path(run, evaluated.iteration)
+        if path is None:
+            return
+        target = self._recipe.target
+        together = target.numbers(evaluated.all_files)
+        content: dict[str, Any] = {
+            "task": target.task,
+            "iteration": evaluated.iteration,
+            "score": target.score(together),
+            "score_of": target.scores,
+            "results": _with_underscores(together),
+            "files": {
+                name: {
+                    "results": _with_underscores(target.numbers(found)),
+                    **target.details(found),
+                }
+                for name, found in evaluated.by_file.items()
+            },
+            "pretrained_checkpoint": self._pretrained,
+            "layout": run.layout.describe(),
+        }
+        save = run.config.checkpoint.save
+        if save is not None and (Path(save) / BEST / _RECORD).is_file():
+            with storage_errors(Path(save)):
+                content["best"] = json.loads((Path(save) / BEST / _RECORD).read_text())
+        write_results(path, content)
+        say(f"results written to {path}")
+
+    def _results_path(self, run: Run, iteration: int) -> Path | None:
+        """The file asked for, or one in the folder of checkpoints; None: there is neither."""
+        asked, folder = self._options.results, run.config.checkpoint.save
+        if asked is None and folder is None:
+            return None
+        return results_path(asked, folder or "", self._recipe.target.task, iteration)
+
+
+class _AtEpochsEnd(Callback):
+    """Evaluates after each epoch."""
+
+    def __init__(self, finetuning: Finetuning) -> None:
+        self._finetuning = finetuning
+
+    def interrupts(self, run: Run) -> bool:
+        return run.progress.iteration + 1 in self._finetuning.epoch_ends
+
+    def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
+        at_end = run.progress.iteration in self._finetuning.epoch_ends
+        if at_end and not (leave is not None and leave.by_signal):
+            self._finetuning.evaluate(run)
+
+
+def collect_guesses(run: Run, recipe: FinetuneRecipe, dataset: TextSamples) -> Guesses:
+    """What the model guesses of every sample, each looked at once. Collective."""
+    run.optimizer.wait_for_weights()
+    each = run.batches.samples_per_pass
+    passes_needed = -(-len(dataset) // each)
+    filled = FilledUp(dataset, passes_needed * each)
+    batches = batches_from(run, filled, consumed=0)
+    guesses = torch.zeros(len(filled), device=run.device.torch_device)
+    looks = torch.zeros_like(guesses)
+    progress = Progress(
+        shown=run.layout.world.rank == 0, log_interval=run.config.logging.log_interval
+    )
+    for part in run.parts:
+        part.eval()
+    for first in range(0, passes_needed, _PASSES):
+        count = min(_PASSES, passes_needed - first)
+        passes = Passes(run, batches, count, forward=DirectForward(recipe.guess))
+        passes.forward()
+        if passes.losses and run.layout.tensor.is_first:
+            ids = [i for micro_batch in passes.sample_ids for i in micro_batch]
+            guesses[ids] = torch.cat(passes.losses["guess"])
+            looks[ids] += 1
+        progress(first + count, passes_needed)
+    guesses, looks = (all_reduce(values, run.layout.world) for values in (guesses, looks))
+    assert bool((looks == 1).all()), "a sample was not looked at once"
+    labels = tuple(example.label for example in dataset.examples)
+    return Guesses(labels, tuple(guesses[: len(dataset)].tolist()))
+
+
+def _take_pretrained(run: Run, folder: str, fresh: Sequence[str]) -> int:
+    """The weights under --pretrained-checkpoint, but for the layers that are drawn anew; their
+    iteration.
+
+    Raises:
+        CheckpointError: it is of another network.
+    """
+    flag = "--pretrained-checkpoint"
+    reader = open_existing(folder, flag=flag, layout=run.layout)
+    # A classifier is built on a pooler, which a model without a binary head lacks: that is no
+    # difference here.
+    saved = reader.meta["config"].get("model", {})
+    model = replace(run.config.model, bert_binary_head=saved.get("bert_binary_head", True))
+    check_network(replace(run.config, model=model), reader, flag)
+    held = reader.names()
+    anew = list(fresh)
+    for name in _MAY_LACK if fresh else ():
+        if not any(one.startswith(f"model.{name}") for one in held):
+            anew.append(name)
+    entries = run.tokenizer.text_vocab_size  # Google's BERT has no rows for what we append
+    padded = PaddedReader(reader, rows=run.padded_vocab_size, entries=entries)
+    take_weights(run, padded, fresh=anew)
+    run.pretrained = str(reader.path) + (f" (drawn anew: {', '.join(anew)})" if anew else "")
+    return reader.iteration
+
+
+def _best_score(root: Path, scores: Sequence[str]) -> float:
+    """Of the weights that are kept; below all others where none are, chosen by these scores."""
+    try:
+        record = json.loads((root / _RECORD).read_text())
+        if record["of"] == list(scores):
+            return float(record["score"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    return -2.0
+
+
+def _with_underscores(numbers: Numbers) -> dict[str, Any]:
+    return {key.replace(" ", "_"): value for key, value in numbers.items()}
+
+
+def _in_line(numbers: Numbers) -> str:
+    return ", ".join(f"{key} {format_number(value)}" for key, value in numbers.items())

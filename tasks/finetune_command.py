@@ -30,13 +30,12 @@ from megatron.inference.load import check_architecture, open_existing, saved_con
 from megatron.processes.launch import Launch
 from megatron.processes.process import show_notices
 from megatron.training.pretrain import dry_run, pretrain
-from tasks.classify_files import GLUE, Example, read_glue, read_race
-from tasks.files import find_missing, find_repeated
-from tasks.finetune import FinetuneRecipe
-from tasks.finetune_extras import Finetuning
+from tasks.classify import GLUE, Example, read_glue, read_race
+from tasks.finetune import FinetuneRecipe, Finetuning
 from tasks.results import check_results
 from tasks.table import PROGRAM, flags_elsewhere
 from tasks.target import HEADS, Target
+from tasks.texts import find_missing, find_repeated
 
 FindStart = Callable[[Mapping[str, Any]], RunOptions]
 # What can only be said once the length of the run is known.

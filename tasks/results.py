@@ -1,4 +1,4 @@
-"""A task's numbers: as a table on the terminal, in Megatron-LM's line, and as JSON."""
+"""A task's progress, and its numbers: a table, Megatron-LM's line and JSON."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import errno
 import json
 import math
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
+from megatron.command import say
 from megatron.durable import replace_file, storage_errors, writing_to
 from megatron.errors import ConfigError
 
@@ -94,3 +96,37 @@ def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
     return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+class Progress:
+    """A bar where the error stream is a terminal, else a line every so often.
+
+    Args:
+        shown: whether this process is the one that prints.
+        log_interval: batches between lines.
+    """
+
+    def __init__(self, *, shown: bool, log_interval: int) -> None:
+        """Start at nothing."""
+        self._shown = shown
+        self._log_interval = log_interval
+        self._bar: Any = None
+
+    def __call__(self, batches: int, of: int) -> None:
+        """`batches` of `of` are done."""
+        if not self._shown:
+            return
+        if sys.stderr.isatty():
+            self._draw(batches, of)
+        elif batches % self._log_interval == 0 or batches == of:
+            say(f"> batch {batches:,} of {of:,}")
+
+    def _draw(self, batches: int, of: int) -> None:
+        from tqdm import tqdm
+
+        if self._bar is None:
+            self._bar = tqdm(total=of, unit="batch", dynamic_ncols=True, desc="evaluating")
+        self._bar.update(batches - self._bar.n)
+        if batches == of:
+            self._bar.close()
+            self._bar = None

@@ -19,8 +19,8 @@ from megatron.processes.launch import Launch
 from megatron.training.build import build_run
 from megatron.training.loop import standard_callbacks, train
 from megatron.training.panel import start_panel
-from tasks import confusion, finetune_command
-from tasks.classify_files import read_glue, read_race
+from tasks import finetune_command, target
+from tasks.classify import read_glue, read_race
 from tasks.main import main
 from tasks.target import Guesses
 from tests.distributed import run_distributed
@@ -233,7 +233,7 @@ def test_heads_of_pretraining_are_not_said_to_be_drawn(toy, tmp_path, capsys):
 
 
 def _counts(last):
-    return confusion.count(last.all_files.labels, last.all_files.guesses, 2)
+    return target.count_classes(last.all_files.labels, last.all_files.guesses, 2)
 
 
 LAYOUTS = [

@@ -12,9 +12,9 @@ from megatron.errors import ConfigError, DataError
 from megatron.inference.load import load_gpt
 from megatron.parallel.layout import Layout
 from tasks import language_model
-from tasks.detokenize import ptb, wikitext
+from tasks.language_model import count_words, encode_pair, prepare_perplexity
 from tasks.table import find_task
-from tasks.zero_shot import count_words, encode_pair, prepare_perplexity
+from tasks.texts import ptb, wikitext
 from tests.distributed import run_distributed
 from tests.tasks.toy import evaluate, save_toy
 

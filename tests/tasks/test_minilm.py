@@ -17,8 +17,7 @@ from megatron.parallel.layout import Layout
 from megatron.tokenizer import build_tokenizer
 from megatron.training.checkpointing import model_state
 from tasks import finetune_command
-from tasks.classify_files import Example
-from tasks.classify_samples import TextSamples
+from tasks.classify import Example, TextSamples
 
 TEXTS = [
     "A man is eating food.",

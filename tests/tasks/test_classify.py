@@ -3,8 +3,7 @@
 import pytest
 
 from megatron.errors import DataError
-from tasks.classify_files import Example, read_glue, read_race
-from tasks.classify_samples import Epochs, TextSamples
+from tasks.classify import Epochs, Example, TextSamples, read_glue, read_race
 
 
 class _Numbers:

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from tasks.confusion import accuracy, class_rows, matthews, summary
 from tasks.results import format_table, write_results
+from tasks.target import accuracy, class_numbers, class_rows, matthews
 
 
 def test_two_classes():
@@ -14,13 +14,13 @@ def test_two_classes():
     # (tp tn - fp fn) / sqrt of the margins' product
     expected = (35 * 50 - 10 * 5) / math.sqrt(45 * 40 * 60 * 55)
     assert matthews(matrix) == pytest.approx(expected)
-    numbers = summary(matrix)
+    numbers = class_numbers(matrix)
     assert numbers["F1"] == pytest.approx(2 * 35 / (2 * 35 + 10 + 5))
     assert numbers["largest class"] == 0.6
 
 
 def test_guessing_one_class_only():
-    numbers = summary([[0, 7], [0, 3]])
+    numbers = class_numbers([[0, 7], [0, 3]])
     assert (numbers["accuracy"], numbers["matthews"]) == (0.3, 0.0)
 
 
