@@ -15,7 +15,6 @@ from megatron.config import (
     parse_config,
     rules_data,
     rules_model,
-    rules_ranges,
     rules_training,
 )
 from megatron.config.checks import RULES, Rule, find_problems
@@ -41,7 +40,7 @@ FindStart = Callable[[Mapping[str, Any]], RunOptions]
 # What can only be said once the length of the run is known.
 _LATE: tuple[Rule, ...] = (
     rules_model.some_length,
-    rules_ranges.samples,
+    rules_training.samples,
     rules_training.length,
     rules_training.warm_up,
 )

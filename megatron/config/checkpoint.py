@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.fields import flag
+from megatron.config.fields import Need, flag
 
 _OF_CORE = ("torch", "torch_dist", "torch_dcp", "zarr", "fsdp_dtensor")
 
@@ -23,14 +23,19 @@ def _written_format(text: str) -> str:
     return text
 
 
+# What some flags change nothing without.
+_LOADS = Need(lambda run: run.checkpoint.load is not None, "without --load")
+_SAVES = Need(
+    lambda run: run.checkpoint.save is not None, "without --save: no checkpoints are written"
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """Checkpoints."""
 
     save: str | None = flag(
-        None,
-        "Folder to write checkpoints to. Unset: none are written.",
-        is_common=True,
+        None, "Folder to write checkpoints to. Unset: none are written.", is_common=True
     )
     save_interval: int | None = flag(
         None,
@@ -38,6 +43,8 @@ class CheckpointConfig:
         unit="iterations",
         names=("--save-interval", "--persistent-save-interval"),
         is_common=True,
+        at_least=1,
+        needs=_SAVES,
     )
     ckpt_format: str = flag(
         "native",
@@ -45,46 +52,57 @@ class CheckpointConfig:
         "Both are read.",
         choices=("native", "legacy"),
         convert=_written_format,
+        needs=_SAVES,
     )
     save_interval_in_mins: float | None = flag(
-        None, "Time between checkpoints; with --save-interval, whichever is due.", unit="minutes"
+        None,
+        "Time between checkpoints; with --save-interval, whichever is due.",
+        unit="minutes",
+        above=0,
+        needs=_SAVES,
     )
     async_save: bool = flag(
         False,
         "Train on while checkpoints are written: training waits only for a copy of its state in "
         "host memory.",
+        needs=_SAVES,
     )
     keep_latest: int | None = flag(
-        None, "Delete all but so many of the newest checkpoints in --save.", unit="checkpoints"
+        None,
+        "Delete all but so many of the newest checkpoints in --save.",
+        unit="checkpoints",
+        at_least=1,
+        needs=_SAVES,
     )
     save_retain_interval: int | None = flag(
         None,
         "Keep the checkpoints of multiples of this, a multiple of --save-interval; delete others "
         "once the next is there, or as --keep-latest says.",
         unit="iterations",
+        at_least=1,
+        needs=_SAVES,
     )
     mean_hours_between_failures: float | None = flag(
         None,
         "Of the whole job, for the advice how often to save. Unset: 50,000 GPU hours, as of Llama "
         "3's training.",
         unit="hours",
+        above=0,
+        needs=_SAVES,
     )
-    no_save_optim: bool = flag(False, "Leave the optimizer out of checkpoints.")
-    no_save_rng: bool = flag(False, "Leave random states out of checkpoints.")
-    load: str | None = flag(
-        None,
-        "Folder to load the newest checkpoint from.",
-        is_common=True,
-    )
+    no_save_optim: bool = flag(False, "Leave the optimizer out of checkpoints.", needs=_SAVES)
+    no_save_rng: bool = flag(False, "Leave random states out of checkpoints.", needs=_SAVES)
+    load: str | None = flag(None, "Folder to load the newest checkpoint from.", is_common=True)
     ckpt_step: int | None = flag(
         None,
         "Load the checkpoint of this iteration from --load, not the newest.",
         unit="iterations",
+        at_least=0,
     )
-    no_load_optim: bool = flag(False, "Start with a fresh optimizer.")
-    no_load_rng: bool = flag(False, "Start with fresh random states.")
+    no_load_optim: bool = flag(False, "Start with a fresh optimizer.", needs=_LOADS)
+    no_load_rng: bool = flag(False, "Start with fresh random states.", needs=_LOADS)
     finetune: bool = flag(
-        False, "Load weights only and start at iteration 0 with a fresh optimizer."
+        False, "Load weights only and start at iteration 0 with a fresh optimizer.", needs=_LOADS
     )
     use_checkpoint_args: bool = flag(
         False,

@@ -9,47 +9,45 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 
-from megatron.config import (
-    rules_architecture,
-    rules_context,
-    rules_data,
-    rules_dependent,
-    rules_fp8,
-    rules_graphs,
-    rules_legacy,
-    rules_model,
-    rules_overlap,
-    rules_ranges,
-    rules_sharding,
-    rules_training,
-)
+from megatron.config import rules_data, rules_legacy, rules_model, rules_parallel, rules_training
 from megatron.config.fields import fields_of
 from megatron.config.run import RunOptions, flatten, sections
 
 Rule = Callable[[RunOptions, int], Iterator[str]]
 
+
+def bounds(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield a line for each value that is outside of its field's bounds."""
+    for name, section in sections().items():
+        for field in fields_of(section):
+            value = getattr(getattr(config, name), field.name)
+            rule = "" if field.many else field.out_of_bounds(value)
+            if rule:
+                yield f"{field.names[0]} {value}: {rule}"
+
+
 RULES: tuple[Rule, ...] = (
     rules_model.required,
     rules_model.some_length,
-    rules_ranges.bounds,
-    rules_ranges.samples,
-    rules_ranges.passes,
-    rules_sharding.sharding,
-    rules_sharding.torch_ddp,
-    rules_architecture.architecture,
-    rules_architecture.t5,
-    rules_architecture.relative_positions,
-    rules_model.layout,
-    rules_context.context,
-    rules_overlap.overlap,
-    rules_model.tensor_parallel,
-    rules_model.pipeline,
+    bounds,
+    rules_training.samples,
+    rules_training.passes,
+    rules_parallel.sharding,
+    rules_parallel.torch_ddp,
+    rules_model.architecture,
+    rules_model.t5,
+    rules_model.relative_positions,
+    rules_parallel.layout,
+    rules_parallel.context,
+    rules_parallel.overlap,
+    rules_parallel.tensor_parallel,
+    rules_parallel.pipeline,
     rules_model.heads,
     rules_model.positions,
     rules_model.activation_function,
     rules_model.normalization,
     rules_model.precision,
-    rules_fp8.fp8,
+    rules_model.fp8,
     rules_training.batch_size,
     rules_training.batch_size_ramp,
     rules_training.length,
@@ -59,7 +57,7 @@ RULES: tuple[Rule, ...] = (
     rules_training.wsd_decay,
     rules_training.weight_decay,
     rules_training.recomputation,
-    rules_graphs.graphs,
+    rules_parallel.graphs,
     rules_training.per_token_loss,
     rules_training.nonfinite,
     rules_training.save_interval,
@@ -73,7 +71,6 @@ RULES: tuple[Rule, ...] = (
     rules_data.sources,
     rules_data.blends,
     rules_data.split,
-    rules_data.masking,
     rules_data.tokenizer,
     rules_data.sentinels,
 )
@@ -120,10 +117,10 @@ def find_notices(config: RunOptions, world_size: int, start: RunOptions) -> list
     ]
     return [
         *lines,
-        *rules_sharding.no_effect(config, world_size),
-        *rules_overlap.no_effect(config),
+        *rules_parallel.no_effect(config, world_size),
+        *rules_parallel.overlap_no_effect(config),
         *_no_effect(config, start),
-        *rules_dependent.dependent(config, start),
+        *_in_vain(config, start),
         *_not_kept(config),
     ]
 
@@ -164,3 +161,19 @@ def _no_effect(config: RunOptions, start: RunOptions) -> Iterator[str]:
     given = config.training.skip_train and not start.training.skip_train
     if given and config.checkpoint.load is None:
         yield "--skip-train without --load: evaluating an untrained model"
+
+
+def _in_vain(config: RunOptions, start: RunOptions) -> Iterator[str]:
+    """Yield a line for each given flag that changes nothing because another one is missing."""
+    kind = config.tokenizer.tokenizer_type
+    unread = {"vocab_file", "merge_file", "tokenizer_model", "vocab_size"} if kind else set()
+    unread -= {*rules_data.tokenizer_files(kind)}
+    for name, section in sections().items():
+        for field in fields_of(section):
+            value = getattr(getattr(config, name), field.name)
+            if value is None or value == getattr(getattr(start, name), field.name):
+                continue
+            if field.info.needs is not None and not field.info.needs.is_met(config):
+                yield f"{field.spell(value)} changes nothing {field.info.needs.why}"
+            elif name == "tokenizer" and field.name in unread:
+                yield f"{field.spell(value)} changes nothing with --tokenizer-type {kind}"

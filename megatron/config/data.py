@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from megatron.config.fields import flag
+from megatron.config.fields import MOST_IDS, Need, flag
 
 # Kinds of tokenizers, with the fields that say what each is made of: its files, or its size.
 TOKENIZER_NEEDS: Mapping[str, tuple[str, ...]] = {
@@ -40,6 +40,19 @@ MAY_HAVE_SENTINELS = (
 SPLIT_NAMES = ("train", "valid", "test")
 
 
+# What some flags change nothing without.
+_TIKTOKEN = Need(
+    lambda run: run.tokenizer.tokenizer_type == "TikTokenizer",
+    "without --tokenizer-type TikTokenizer",
+)
+_APPENDS = Need(
+    lambda run: run.tokenizer.tokenizer_type in APPENDS_SENTINELS,
+    "without a WordPiece or SentencePiece vocabulary",
+)
+_WHOLE_CORPUS = Need(lambda run: run.data.data_path is not None, "without --data-path")
+_CYCLIC = Need(lambda run: run.data.dataloader_type == "cyclic", "without --dataloader-type cyclic")
+
+
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
     """Tokenizer."""
@@ -58,31 +71,44 @@ class TokenizerConfig:
         is_common=True,
     )
     vocab_file: str | None = flag(
-        None,
-        "Vocabulary file (GPT-2 json or WordPiece text).",
-        is_common=True,
+        None, "Vocabulary file (GPT-2 json or WordPiece text).", is_common=True
     )
     merge_file: str | None = flag(None, "GPT-2 BPE merges file.")
     vocab_size: int | None = flag(
-        None, "Vocabulary size of NullTokenizer, or of a TikTokenizer .json.", unit="entries"
+        None,
+        "Vocabulary size of NullTokenizer, or of a TikTokenizer .json.",
+        unit="entries",
+        at_least=1,
+        at_most=MOST_IDS,
     )
     vocab_extra_ids: int = flag(
-        0, "Additional sentinel entries at the end of the vocabulary.", unit="entries"
+        0,
+        "Additional sentinel entries at the end of the vocabulary.",
+        unit="entries",
+        at_least=0,
+        at_most=2**20,
+        needs=_APPENDS,
     )
     tiktoken_pattern: str | None = flag(
         None,
         "How TikTokenizer cuts text into words: v1 and v2 as in Megatron, gpt2, cl100k. Unset: v2 "
         "for .json, by name for OpenAI's files, else cl100k.",
         choices=("v1", "v2", "gpt2", "cl100k"),
+        needs=_TIKTOKEN,
     )
     tiktoken_num_special_tokens: int = flag(
-        1000, "Ids that a TikTokenizer .json reserves for special tokens.", unit="entries"
+        1000,
+        "Ids that a TikTokenizer .json reserves for special tokens.",
+        unit="entries",
+        at_most=2**20,
+        needs=_TIKTOKEN,
     )
     tokenizer_special_tokens: tuple[str, ...] | None = flag(
         None,
         "Special tokens of TikTokenizer. Unset: <unk> <s> </s> for .json, else <|endoftext|>.",
         names=("--tokenizer-special-tokens", "--tiktoken-special-tokens"),
         many=True,
+        needs=_TIKTOKEN,
     )
 
 
@@ -101,6 +127,7 @@ class DataOptions:
         "969, 30, 1",
         "Shares of documents for training, validation and test with --data-path.",
         is_common=True,
+        needs=_WHOLE_CORPUS,
     )
     train_data_path: tuple[str, ...] | None = flag(
         None, "As --data-path, training only.", many=True
@@ -118,11 +145,7 @@ class DataOptions:
         "under the keys train, valid and test: lists, texts, or null for no data.",
     )
     data_cache_path: str | None = flag(None, "Folder for index caches. Unset: beside the dataset.")
-    mock_data: bool = flag(
-        False,
-        "Train on generated tokens instead of a corpus.",
-        is_common=True,
-    )
+    mock_data: bool = flag(False, "Train on generated tokens instead of a corpus.", is_common=True)
     seq_length: int | None = flag(
         None,
         "Sequence length.",
@@ -130,11 +153,19 @@ class DataOptions:
         names=("--seq-length", "--encoder-seq-length"),
         is_common=True,
         required="required",
+        at_least=1,
+        at_most=MOST_IDS,
     )
-    decoder_seq_length: int | None = flag(None, "Sequence length of a T5's decoder.", unit="tokens")
+    decoder_seq_length: int | None = flag(
+        None, "Sequence length of a T5's decoder.", unit="tokens", at_least=1, at_most=MOST_IDS
+    )
     mmap_warmup: bool = flag(False, "Read the data files once at the start.")
     num_workers: int = flag(
-        2, "Loader processes of each rank. 0: load in the training process.", unit="processes"
+        2,
+        "Loader processes of each rank. 0: load in the training process.",
+        unit="processes",
+        at_least=0,
+        at_most=1024,
     )
     data_impl: str = flag(
         "infer",
@@ -147,14 +178,23 @@ class DataOptions:
         choices=("single", "cyclic"),
     )
     data_sharding: bool = flag(
-        True, "With cyclic: each process shuffles its own share.", off="--no-data-sharding"
+        True,
+        "With cyclic: each process shuffles its own share.",
+        off="--no-data-sharding",
+        needs=_CYCLIC,
     )
     reset_position_ids: bool = flag(False, "Restart positions after each end of document.")
     reset_attention_mask: bool = flag(False, "No attention across an end of document.")
     eod_mask_loss: bool = flag(False, "No loss on end-of-document tokens.")
-    mask_prob: float = flag(0.15, "Share of tokens that BERT and T5 are to find.", unit="0 to 1")
+    mask_prob: float = flag(
+        0.15, "Share of tokens that BERT and T5 are to find.", unit="0 to 1", at_least=0, at_most=1
+    )
     short_seq_prob: float = flag(
-        0.1, "Share of BERT's and T5's samples that are made shorter.", unit="0 to 1"
+        0.1,
+        "Share of BERT's and T5's samples that are made shorter.",
+        unit="0 to 1",
+        at_least=0,
+        at_most=1,
     )
     log_sample_ids: bool = flag(
         False, "Append each iteration's sample ids to samples.jsonl in the --save folder."

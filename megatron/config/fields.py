@@ -12,6 +12,10 @@ from typing import Any
 
 _TRUE_WORDS = ("true", "yes", "on", "1")
 _FALSE_WORDS = ("false", "no", "off", "0")
+MAX_LAYERS = 10_000  # so that `t*999999999` in a layout string is an answer and not a hang
+MOST_IDS = 2**31 - 1  # token ids and offsets of samples are kept in 32 bits
+MOST_WIDTH = 2**24  # of a matrix, so that no product of its sides overflows
+_MOST_DIVISORS = 1024  # process counts that a message tries
 _LARGEST = 2**63 - 1  # what files, tensors and the length of a dataset hold
 _EXPECTED = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text"}
 
@@ -345,3 +349,10 @@ def _scalar_from_yaml(field: Field, value: Any) -> Any:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def divisors(number: int) -> str:
+    """Write the process counts that divide a number: `1, 2, 3 or 6` for 6."""
+    most = min(number, _MOST_DIVISORS)
+    values = [str(value) for value in range(1, most + 1) if number % value == 0]
+    return values[0] if len(values) == 1 else f"{', '.join(values[:-1])} or {values[-1]}"

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.fields import flag
+from megatron.config.fields import Need, flag
+
+# What some flags change nothing without.
+_RECORDS = Need(
+    lambda run: (
+        run.logging.tensorboard_dir or run.logging.wandb_project or run.logging.metrics_jsonl
+    ),
+    "without --tensorboard-dir, --wandb-project or --metrics-jsonl",
+)
+_TENSORBOARD = Need(lambda run: run.logging.tensorboard_dir, "without --tensorboard-dir")
+_TIMES = Need(lambda run: run.logging.timing_log_level, "without --timing-log-level")
+_PROFILES = Need(lambda run: run.profiling.profile, "without --profile")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,10 +23,7 @@ class LoggingConfig:
     """Logging."""
 
     log_interval: int = flag(
-        100,
-        "Iterations between log lines.",
-        unit="iterations",
-        is_common=True,
+        100, "Iterations between log lines.", unit="iterations", is_common=True, at_least=1
     )
     log_params_norm: bool = flag(False, "Log the norm of all parameters.")
     log_num_zeros_in_grad: bool = flag(False, "Log how many gradient entries are zero.")
@@ -23,9 +31,14 @@ class LoggingConfig:
         0, "0: iteration time, 1: parts of an iteration, 2: parts of those.", choices=(0, 1, 2)
     )
     barrier_with_l1_time: bool = flag(
-        True, "Synchronize ranks around level-1 timers.", off="--no-barrier-with-level-1-timing"
+        True,
+        "Synchronize ranks around level-1 timers.",
+        off="--no-barrier-with-level-1-timing",
+        needs=_TIMES,
     )
-    timing_log_option: str = flag("minmax", "Timers over ranks.", choices=("max", "minmax", "all"))
+    timing_log_option: str = flag(
+        "minmax", "Timers over ranks.", choices=("max", "minmax", "all"), needs=_TIMES
+    )
     log_pipeline_bubble: bool = flag(
         False,
         "Time every operation of the pipeline, and log the share of time in which stages wait "
@@ -33,24 +46,34 @@ class LoggingConfig:
     )
     tensorboard_dir: str | None = flag(None, "Folder for TensorBoard. Unset: none.")
     tensorboard_log_interval: int = flag(
-        1, "Iterations between TensorBoard points.", unit="iterations"
+        1, "Iterations between TensorBoard points.", unit="iterations", at_least=1, needs=_RECORDS
     )
-    tensorboard_queue_size: int = flag(1000, "Points held before a write.", unit="points")
+    tensorboard_queue_size: int = flag(
+        1000, "Points held before a write.", unit="points", at_least=1, needs=_TENSORBOARD
+    )
     log_timers_to_tensorboard: bool = flag(
-        False, "Iteration time, and the timers of --timing-log-level, to TensorBoard."
+        False,
+        "Iteration time, and the timers of --timing-log-level, to TensorBoard.",
+        needs=_RECORDS,
     )
-    log_batch_size_to_tensorboard: bool = flag(False, "Batch size to TensorBoard.")
+    log_batch_size_to_tensorboard: bool = flag(False, "Batch size to TensorBoard.", needs=_RECORDS)
     log_learning_rate_to_tensorboard: bool = flag(
-        True, "Learning rate to TensorBoard.", off="--no-log-learnig-rate-to-tensorboard"
+        True,
+        "Learning rate to TensorBoard.",
+        off="--no-log-learnig-rate-to-tensorboard",
+        needs=_RECORDS,
     )
     log_loss_scale_to_tensorboard: bool = flag(
         True,
         "Loss scale to TensorBoard.",
         off=("--no-log-loss-scale-to-tensorboard", "--disable-log-loss-scale-to-tensorboard"),
+        needs=_RECORDS,
     )
-    log_validation_ppl_to_tensorboard: bool = flag(False, "Validation perplexity to TensorBoard.")
-    log_memory_to_tensorboard: bool = flag(False, "Memory to TensorBoard.")
-    log_world_size_to_tensorboard: bool = flag(False, "World size to TensorBoard.")
+    log_validation_ppl_to_tensorboard: bool = flag(
+        False, "Validation perplexity to TensorBoard.", needs=_RECORDS
+    )
+    log_memory_to_tensorboard: bool = flag(False, "Memory to TensorBoard.", needs=_RECORDS)
+    log_world_size_to_tensorboard: bool = flag(False, "World size to TensorBoard.", needs=_RECORDS)
     wandb_project: str | None = flag(None, "Weights & Biases project. Unset: none.")
     wandb_entity: str | None = flag(None, "Weights & Biases entity.")
     wandb_name: str | None = flag(
@@ -72,9 +95,15 @@ class ProfilingConfig:
     """Profiling."""
 
     profile: bool = flag(False, "Record a PyTorch profile.")
-    profile_step_start: int = flag(10, "First profiled iteration.", unit="iteration")
-    profile_step_end: int = flag(12, "Iteration before which the profile ends.", unit="iteration")
-    profile_ranks: tuple[int, ...] = flag((0,), "Ranks to profile.", many=True)
+    profile_step_start: int = flag(
+        10, "First profiled iteration.", unit="iteration", at_least=0, needs=_PROFILES
+    )
+    profile_step_end: int = flag(
+        12, "Iteration before which the profile ends.", unit="iteration", needs=_PROFILES
+    )
+    profile_ranks: tuple[int, ...] = flag((0,), "Ranks to profile.", many=True, needs=_PROFILES)
     profile_dir: str | None = flag(
-        None, "Folder for traces. Unset: profile in --tensorboard-dir, --save or here."
+        None,
+        "Folder for traces. Unset: profile in --tensorboard-dir, --save or here.",
+        needs=_PROFILES,
     )

@@ -4,10 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megatron.config.fields import flag, setting
+from megatron.config.fields import MAX_LAYERS, MOST_IDS, MOST_WIDTH, Need, flag, setting
 
 ARCHITECTURES = ("gpt", "bert", "t5")
 _FLASH_HEAD_STEP, _LARGEST_FLASH_HEAD = 8, 256
+
+
+# What some flags change nothing without.
+_GROUPED = Need(lambda run: run.model.group_query_attention, "without --group-query-attention")
+_ROTARY = Need(
+    lambda run: run.model.position_embedding_type == "rope",
+    "without --position-embedding-type rope",
+)
+_SCALED = Need(lambda run: run.model.use_rope_scaling, "without --use-rope-scaling")
+_UNBIASED = Need(
+    lambda run: not run.model.add_bias_linear,
+    "without --disable-bias-linear: all linear layers have biases",
+)
+_PLAIN_SCORES = Need(
+    lambda run: not run.model.use_flash_attn, "with --use-flash-attn: its kernels hold no scores"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,20 +40,30 @@ class ModelOptions:
         names=("--num-layers", "--encoder-num-layers"),
         is_common=True,
         required="required",
+        at_least=1,
+        at_most=MAX_LAYERS,
     )
     decoder_num_layers: int | None = flag(
-        None, "Layers of a T5's decoder. Unset: as many as --num-layers.", unit="layers"
+        None,
+        "Layers of a T5's decoder. Unset: as many as --num-layers.",
+        unit="layers",
+        at_least=1,
+        at_most=MAX_LAYERS,
     )
     hidden_size: int | None = flag(
         None,
         "Width of the residual stream.",
         is_common=True,
         required="required",
+        at_least=1,
+        at_most=MOST_WIDTH,
     )
     ffn_hidden_size: int | None = flag(
         None,
         "Inner width of the MLP. Unset: 4 x hidden, or 8/3 x hidden rounded with --swiglu and "
         "--geglu.",
+        at_least=1,
+        at_most=MOST_WIDTH,
     )
     num_attention_heads: int | None = flag(
         None,
@@ -45,12 +71,27 @@ class ModelOptions:
         unit="heads",
         is_common=True,
         required="required",
+        at_least=1,
+        at_most=2**16,
     )
-    kv_channels: int | None = flag(None, "Size of one head. Unset: hidden / heads.")
+    kv_channels: int | None = flag(
+        None, "Size of one head. Unset: hidden / heads.", at_least=1, at_most=2**16
+    )
     group_query_attention: bool = flag(False, "Share keys and values among groups of query heads.")
-    num_query_groups: int = flag(1, "Key-value heads with --group-query-attention.", unit="groups")
+    num_query_groups: int = flag(
+        1,
+        "Key-value heads with --group-query-attention.",
+        unit="groups",
+        at_least=1,
+        at_most=2**16,
+        needs=_GROUPED,
+    )
     max_position_embeddings: int | None = flag(
-        None, "Longest sequence the position embedding covers. Unset: --seq-length.", unit="tokens"
+        None,
+        "Longest sequence the position embedding covers. Unset: --seq-length.",
+        unit="tokens",
+        at_least=1,
+        at_most=MOST_IDS,
     )
     position_embedding_type: str = flag(
         "learned_absolute",
@@ -61,31 +102,47 @@ class ModelOptions:
         32,
         "Distances that --position-embedding-type relative tells apart, a bias for each and head.",
         unit="buckets",
+        at_most=MOST_WIDTH,
     )
     relative_attention_max_distance: int = flag(
-        128, "From here on all relative distances share one bucket.", unit="tokens"
+        128, "From here on all relative distances share one bucket.", unit="tokens", at_least=1
     )
-    rotary_percent: float = flag(1.0, "Share of each head that rotates with rope.", unit="0 to 1")
-    rotary_base: float = flag(10000.0, "Base of the rotary frequencies.")
+    rotary_percent: float = flag(
+        1.0,
+        "Share of each head that rotates with rope.",
+        unit="0 to 1",
+        above=0,
+        at_most=1,
+        needs=_ROTARY,
+    )
+    rotary_base: float = flag(10000.0, "Base of the rotary frequencies.", above=0, needs=_ROTARY)
     rotary_seq_len_interpolation_factor: int | None = flag(
-        None, "Divide positions by this factor before rotating. Unset: 1."
+        None,
+        "Divide positions by this factor before rotating. Unset: 1.",
+        at_least=1,
+        needs=_ROTARY,
     )
     use_rope_scaling: bool = flag(
         False, "Slow the rotary frequencies down as Llama 3.1 does, whose first context was 8192."
     )
     rope_scaling_factor: float = flag(
-        8.0, "How much --use-rope-scaling slows the lowest frequencies down."
+        8.0,
+        "How much --use-rope-scaling slows the lowest frequencies down.",
+        above=0,
+        needs=_SCALED,
     )
     make_vocab_size_divisible_by: int = flag(
         128,
         "Pad the vocabulary to a multiple of this times the tensor-parallel size.",
         unit="entries",
+        at_least=1,
+        at_most=MOST_IDS,
     )
     normalization: str = flag(
         "LayerNorm", "Normalization before each block.", choices=("LayerNorm", "RMSNorm")
     )
     norm_epsilon: float = flag(
-        1e-5, "Added to the variance.", names=("--norm-epsilon", "--layernorm-epsilon")
+        1e-5, "Added to the variance.", names=("--norm-epsilon", "--layernorm-epsilon"), above=0
     )
     apply_layernorm_1p: bool = flag(False, "Store LayerNorm weights as offset from one.")
     apply_residual_connection_post_layernorm: bool = flag(
@@ -114,11 +171,15 @@ class ModelOptions:
         off="--disable-output-bias",
     )
     softmax_scale: float | None = flag(
-        None, "Factor of a T5's attention scores (Google's: 1.0). Unset: 1 / root of --kv-channels."
+        None,
+        "Factor of a T5's attention scores (Google's: 1.0). Unset: 1 / root of --kv-channels.",
+        above=0,
     )
     add_bias_linear: bool = flag(True, "Biases in the linear layers.", off="--disable-bias-linear")
     add_qkv_bias: bool = flag(
-        False, "Biases of queries, keys and values, even with --disable-bias-linear."
+        False,
+        "Biases of queries, keys and values, even with --disable-bias-linear.",
+        needs=_UNBIASED,
     )
     qk_layernorm: bool = flag(
         False, "Normalize each head's query and key, with --normalization, before they meet."
@@ -129,9 +190,13 @@ class ModelOptions:
         "without token types and pooler.",
         off="--bert-no-binary-head",
     )
-    attention_dropout: float = flag(0.1, "Dropout on attention probabilities.", unit="0 to 1")
-    hidden_dropout: float = flag(0.1, "Dropout on block outputs and embeddings.", unit="0 to 1")
-    init_method_std: float = flag(0.02, "Standard deviation of the initial weights.")
+    attention_dropout: float = flag(
+        0.1, "Dropout on attention probabilities.", unit="0 to 1", at_least=0, below=1
+    )
+    hidden_dropout: float = flag(
+        0.1, "Dropout on block outputs and embeddings.", unit="0 to 1", at_least=0, below=1
+    )
+    init_method_std: float = flag(0.02, "Standard deviation of the initial weights.", at_least=0)
     init_method_xavier_uniform: bool = flag(False, "Xavier uniform initial weights.")
     perform_initialization: bool = flag(
         True,
@@ -148,6 +213,7 @@ class ModelOptions:
         True,
         "Allow a fused attention kernel; off: plain scores, mask and softmax.",
         off="--no-masked-softmax-fusion",
+        needs=_PLAIN_SCORES,
     )
     apply_rope_fusion: bool = flag(
         True,

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.fields import flag
+from megatron.config.fields import MAX_LAYERS, Need, flag
+
+# What some flags change nothing without.
+_SHARES_SEQUENCES = Need(
+    lambda run: run.parallel.context_parallel_size > 1,
+    "without --context-parallel-size: no process shares a sequence",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,18 +18,19 @@ class ParallelOptions:
     """Parallelism."""
 
     tensor_model_parallel_size: int = flag(
-        1,
-        "Processes that split each layer.",
-        unit="processes",
-        is_common=True,
+        1, "Processes that split each layer.", unit="processes", is_common=True, at_least=1
     )
     pipeline_model_parallel_size: int = flag(
         1,
         "Processes that split the layers into stages.",
         unit="processes",
         is_common=True,
+        at_least=1,
+        at_most=MAX_LAYERS,
     )
-    context_parallel_size: int = flag(1, "Processes that split each sequence.", unit="processes")
+    context_parallel_size: int = flag(
+        1, "Processes that split each sequence.", unit="processes", at_least=1
+    )
     num_layers_per_virtual_pipeline_stage: int | None = flag(
         None,
         "Cut each stage into virtual stages of so many layers (interleaved). Unset: one part.",
@@ -63,6 +70,7 @@ class ParallelOptions:
         "How context-parallel processes attend to each other: p2p sends keys and values round a "
         "ring, a2a trades tokens for heads (Ulysses).",
         choices=("p2p", "a2a"),
+        needs=_SHARES_SEQUENCES,
     )
     sequence_parallel: bool = flag(
         False,
@@ -92,6 +100,8 @@ class ParallelOptions:
         10.0,
         "A process that others wait for longer than this ends the run, by name. Fractions count.",
         unit="minutes",
+        above=0,
+        at_most=365 * 24 * 60,
     )
     ddp_impl: str = flag(
         "local",
@@ -133,6 +143,8 @@ class ParallelOptions:
         None,
         "GPU of this process, where LOCAL_RANK does not say it.",
         names=("--local_rank", "--local-rank"),
+        at_least=0,
+        at_most=2**15 - 1,
     )
     use_mpi: bool = flag(
         False, "Started by mpirun: take ranks from OMPI_COMM_WORLD_* instead of torchrun's."

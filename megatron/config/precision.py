@@ -5,10 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from megatron.config.fields import flag
+from megatron.config.fields import Need, flag
 
 if TYPE_CHECKING:
     import torch
+
+
+# What some flags change nothing without.
+_DYNAMIC_SCALE = Need(
+    lambda run: run.precision.fp16 and run.precision.loss_scale is None,
+    "without --fp16 and its dynamic loss scale",
+)
+_HALF = Need(lambda run: run.precision.fp16 or run.precision.bf16, "without --fp16 or --bf16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,18 +24,24 @@ class PrecisionConfig:
     """Precision."""
 
     fp16: bool = flag(False, "Half precision weights with a loss scale.")
-    bf16: bool = flag(
-        False,
-        "bfloat16 weights, gradients accumulated in fp32.",
-        is_common=True,
+    bf16: bool = flag(False, "bfloat16 weights, gradients accumulated in fp32.", is_common=True)
+    loss_scale: float | None = flag(
+        None, "Fixed loss scale. Unset: dynamic with fp16, else 1.", above=0, needs=_HALF
     )
-    loss_scale: float | None = flag(None, "Fixed loss scale. Unset: dynamic with fp16, else 1.")
-    initial_loss_scale: float = flag(2.0**32, "First dynamic loss scale.")
-    min_loss_scale: float = flag(1.0, "Smallest dynamic loss scale.")
+    initial_loss_scale: float = flag(
+        2.0**32, "First dynamic loss scale.", above=0, needs=_DYNAMIC_SCALE
+    )
+    min_loss_scale: float = flag(1.0, "Smallest dynamic loss scale.", above=0, needs=_DYNAMIC_SCALE)
     loss_scale_window: float = flag(
-        1000.0, "Good iterations before the scale doubles.", unit="iterations"
+        1000.0,
+        "Good iterations before the scale doubles.",
+        unit="iterations",
+        at_least=1,
+        needs=_DYNAMIC_SCALE,
     )
-    hysteresis: int = flag(2, "Overflows before the scale halves.", unit="iterations")
+    hysteresis: int = flag(
+        2, "Overflows before the scale halves.", unit="iterations", at_least=1, needs=_DYNAMIC_SCALE
+    )
     fp32_residual_connection: bool = flag(False, "Keep the residual stream in fp32.")
     apply_query_key_layer_scaling: bool = flag(
         True,
@@ -63,17 +77,20 @@ class PrecisionConfig:
         0,
         "With --fp8-recipe delayed: how much smaller scales are than the history allows.",
         unit="powers of 2",
+        at_least=0,
     )
     fp8_interval: int = flag(
         1,
         "With --fp8-recipe delayed: time from one choice of scales to the next.",
         unit="iterations",
+        at_least=1,
     )
     fp8_amax_history_len: int = flag(
         1,
         "With --fp8-recipe delayed: how long a matrix's largest magnitudes are remembered "
         "(Transformer Engine's own default is 1024).",
         unit="iterations",
+        at_least=1,
     )
     fp8_amax_compute_algo: str = flag(
         "most_recent",

@@ -100,14 +100,6 @@ def split(config: RunOptions, world_size: int) -> Iterator[str]:
         )
 
 
-def masking(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Shares of hidden tokens and of short samples."""
-    for name in ("mask_prob", "short_seq_prob"):
-        share = getattr(config.data, name)
-        if not 0 <= share <= 1:
-            yield f"--{name.replace('_', '-')} {share} is no share: give a number from 0 to 1"
-
-
 def tokenizer(config: RunOptions, world_size: int) -> Iterator[str]:
     if config.tokenizer.tokenizer_type is None:
         yield (

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.config.fields import divisors
 from megatron.config.model import ModelOptions
 from megatron.config.precision import PrecisionConfig
-from megatron.config.rules_model import divisors
 from megatron.config.run import RunOptions
 from megatron.config.stages import megatron_misfit, plan_model
 from megatron.errors import ConfigError

@@ -1,23 +1,17 @@
-"""Checks of what must be given, layout, network and precision. See `checks`."""
+"""Rules of what must be given, of the network and its number formats, by architecture."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.config.model import flash_head_misfit
+from megatron.config.data import DataOptions
+from megatron.config.fields import divisors, fields_of
+from megatron.config.model import ModelOptions, flash_head_misfit
+from megatron.config.precision import PrecisionConfig
 from megatron.config.resolve import longest_sequence
 from megatron.config.run import RunOptions
-from megatron.config.stages import MAX_LAYERS, plan_model
+from megatron.config.stages import plan_model
 from megatron.errors import ConfigError
-
-_MOST_PROCESSES = 1024  # of one model-parallel axis that a message proposes
-
-
-def divisors(number: int) -> str:
-    """`1, 2, 3 or 6` for 6: the process counts that divide it."""
-    most = min(number, _MOST_PROCESSES)
-    values = [str(value) for value in range(1, most + 1) if number % value == 0]
-    return values[0] if len(values) == 1 else f"{', '.join(values[:-1])} or {values[-1]}"
 
 
 def required(config: RunOptions, world_size: int) -> Iterator[str]:
@@ -40,96 +34,6 @@ def some_length(config: RunOptions, world_size: int) -> Iterator[str]:
     training = config.training
     if training.train_iters is None and training.train_samples is None:
         yield "the length of the run is required: give --train-iters or --train-samples"
-
-
-def layout(config: RunOptions, world_size: int) -> Iterator[str]:
-    parallel, model = config.parallel, config.model
-    tensor, pipeline, context = (
-        max(parallel.tensor_model_parallel_size, 1),
-        max(parallel.pipeline_model_parallel_size, 1),
-        max(parallel.context_parallel_size, 1),
-    )
-    product = tensor * pipeline * context
-    if world_size % product:
-        yield (
-            f"--tensor-model-parallel-size {tensor} x --pipeline-model-parallel-size {pipeline} x "
-            f"--context-parallel-size {context} = {product} does not divide the {world_size} "
-            f"launched process(es): launch a multiple of {product}"
-        )
-    for name, number in (
-        ("--num-attention-heads", model.num_attention_heads),
-        ("--ffn-hidden-size", model.ffn_hidden_size),
-        ("--hidden-size", model.hidden_size),
-    ):
-        if number and number > 0 and number % tensor:
-            yield (
-                f"{name} {number} is not divisible by --tensor-model-parallel-size {tensor}: "
-                f"use {divisors(number)}"
-            )
-
-
-def pipeline(config: RunOptions, world_size: int) -> Iterator[str]:
-    parallel, layers = config.parallel, config.model.num_layers
-    stages = parallel.pipeline_model_parallel_size
-    most = max(stages, layers or 0, config.model.decoder_num_layers or 0)
-    if stages < 1 or not layers or layers < 1 or most > MAX_LAYERS:
-        return
-    try:
-        parts = plan_model(config.model, parallel)
-    except ConfigError as error:
-        yield from error.problems
-        return
-    chunks = len(parts) // stages
-    if parallel.pipeline_schedule in ("1f1b", "zero-bubble") and chunks > 1:
-        yield (
-            f"--pipeline-schedule {parallel.pipeline_schedule}: takes one part a stage, not "
-            f"{chunks}: use interleaved or gpipe, or drop the virtual stages"
-        )
-    if parallel.pipeline_schedule == "interleaved" and chunks == 1:
-        yield (
-            "--pipeline-schedule interleaved: needs virtual stages: give "
-            "--num-layers-per-virtual-pipeline-stage, or use 1f1b"
-        )
-    if stages == 1 and chunks > 1:
-        yield (
-            f"{chunks} virtual stages need a pipeline: give --pipeline-model-parallel-size, or "
-            "drop --num-layers-per-virtual-pipeline-stage"
-        )
-
-
-def tensor_parallel(config: RunOptions, world_size: int) -> Iterator[str]:
-    parallel, model = config.parallel, config.model
-    tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    groups, head, length = model.num_query_groups, model.kv_channels or 0, config.data.seq_length
-    if tensor < 1 or context < 1:
-        return
-    rows = 2 * groups * head if model.group_query_attention else 0
-    if rows > 0 and groups % tensor and tensor % groups:
-        yield (
-            f"--num-query-groups {groups} neither divides nor is divided by "
-            f"--tensor-model-parallel-size {tensor}: use {divisors(groups)}, or a multiple of "
-            f"{groups}"
-        )
-    elif rows > 0 and rows % tensor:
-        yield (
-            f"2 x --num-query-groups {groups} x --kv-channels {head} = {rows} rows of keys and "
-            f"values are not divisible by --tensor-model-parallel-size {tensor}: use "
-            f"{divisors(rows)}"
-        )
-    part = tensor * context
-    if parallel.sequence_parallel and length and length > 0 and length % part:
-        near = (length // part * part, -(-length // part) * part)
-        yield (
-            f"--seq-length {length} is not divisible by --tensor-model-parallel-size {tensor} x "
-            f"--context-parallel-size {context} = {part}, as --sequence-parallel needs: use "
-            f"{' or '.join(str(number) for number in near if number)}"
-        )
-    recomputes = config.training.recompute_granularity == "full"
-    if parallel.distribute_saved_activations and not recomputes:
-        yield (
-            "--distribute-saved-activations: nothing is split without --recompute-granularity "
-            "full: add it, or drop the flag"
-        )
 
 
 def heads(config: RunOptions, world_size: int) -> Iterator[str]:
@@ -158,9 +62,8 @@ def positions(config: RunOptions, world_size: int) -> Iterator[str]:
             f"--max-position-embeddings {longest} is less than {name} {length}: "
             f"use at least {length}"
         )
-    if not 0 < model.rotary_percent <= 1:
-        yield f"--rotary-percent {model.rotary_percent}: must be above 0 and at most 1"
-    elif model.position_embedding_type == "rope" and model.kv_channels:
+    fits = 0 < model.rotary_percent <= 1
+    if fits and model.position_embedding_type == "rope" and model.kv_channels:
         rotating = int(model.kv_channels * model.rotary_percent)
         if rotating < 2 or rotating % 2:
             yield (
@@ -235,3 +138,196 @@ def precision(config: RunOptions, world_size: int) -> Iterator[str]:
             f"--min-loss-scale {numbers.min_loss_scale:g} is above --initial-loss-scale "
             f"{numbers.initial_loss_scale:g}: lower it"
         )
+
+
+_FEWEST_BUCKETS = 4
+_SHOWN = {"gpt": "GPT", "bert": "BERT", "t5": "T5"}
+
+
+def architecture(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Flags that another kind of network has."""
+    kind = config.model.architecture
+    data, parallel, model = config.data, config.parallel, config.model
+    split_rank = parallel.pipeline_model_parallel_split_rank
+    for owner, name, given in (
+        ("gpt", "--reset-position-ids", data.reset_position_ids),
+        ("gpt", "--reset-attention-mask", data.reset_attention_mask),
+        ("gpt", "--eod-mask-loss", data.eod_mask_loss),
+        ("bert", "--bert-no-binary-head", not model.bert_binary_head),
+        ("t5", f"--decoder-num-layers {model.decoder_num_layers}", model.decoder_num_layers),
+        ("t5", f"--decoder-seq-length {data.decoder_seq_length}", data.decoder_seq_length),
+        ("t5", f"--pipeline-model-parallel-split-rank {split_rank}", split_rank is not None),
+        ("t5", "--position-embedding-type relative", model.position_embedding_type == "relative"),
+        ("t5", "--scale-decoder-outputs", model.scale_decoder_outputs),
+        ("t5", "--disable-output-bias", not model.add_output_bias),
+        ("t5", f"--softmax-scale {model.softmax_scale}", model.softmax_scale is not None),
+    ):
+        if given and kind != owner:
+            yield f"{name} belongs to a {_SHOWN[owner]}, and this is a {_SHOWN[kind]}: drop it"
+    if kind == "gpt":
+        yield from _of_sentences(data)
+        return
+    if parallel.context_parallel_size > 1:
+        yield (
+            f"--context-parallel-size {parallel.context_parallel_size}: padding masks do not go "
+            f"with it, and a {_SHOWN[kind]} has them: use 1"
+        )
+
+
+def _of_sentences(data: DataOptions) -> Iterator[str]:
+    """Flags that change the samples of BERT and T5 only."""
+    for name in ("mask_prob", "short_seq_prob"):
+        value = getattr(data, name)
+        if value != getattr(DataOptions(), name):
+            flag = f"--{name.replace('_', '-')} {value}"
+            yield f"{flag} belongs to a BERT or T5, and this is a GPT: drop it"
+
+
+def relative_positions(config: RunOptions, world_size: int) -> Iterator[str]:
+    """The buckets of --position-embedding-type relative, and what it does not go with."""
+    model, parallel = config.model, config.parallel
+    buckets, longest = model.relative_attention_num_buckets, model.relative_attention_max_distance
+    if model.position_embedding_type != "relative":
+        for field in ("relative_attention_num_buckets", "relative_attention_max_distance"):
+            value = getattr(model, field)
+            if value != getattr(ModelOptions(), field):
+                yield (
+                    f"--{field.replace('_', '-')} {value} belongs to --position-embedding-type "
+                    "relative: add it, or drop this flag"
+                )
+        return
+    if buckets < _FEWEST_BUCKETS or buckets % 2:
+        yield (
+            f"--relative-attention-num-buckets {buckets}: an encoder has half of them for each "
+            f"direction: use an even number from {_FEWEST_BUCKETS} on"
+        )
+    elif longest <= buckets // 2:
+        yield (
+            f"--relative-attention-max-distance {longest}: the first {buckets // 2} distances of "
+            f"--relative-attention-num-buckets {buckets} have a bucket each: use at least "
+            f"{buckets // 2 + 1}"
+        )
+    if parallel.zero_stage == 3 and _has_virtual_stages(config):
+        yield (
+            "--zero-stage 3 with --position-embedding-type relative and virtual stages: the parts "
+            "on one stage share a table, which would be given back while another part needs it: "
+            "use --zero-stage 1, or one virtual stage"
+        )
+
+
+def _has_virtual_stages(config: RunOptions) -> bool:
+    try:
+        parts = plan_model(config.model, config.parallel)
+    except (ConfigError, AssertionError):  # other rules say so
+        return False
+    return len(parts) > config.parallel.pipeline_model_parallel_size
+
+
+def t5(config: RunOptions, world_size: int) -> Iterator[str]:
+    """What an encoder and a decoder need."""
+    if config.model.architecture != "t5":
+        return
+    length, parallel = config.data.decoder_seq_length, config.parallel
+    if length is None:
+        yield "--decoder-seq-length is required: give it a value, as --encoder-seq-length"
+    if config.model.group_query_attention:
+        yield (
+            "--group-query-attention: a T5's attention between decoder and encoder has a key and "
+            "a value for every head: drop it"
+        )
+    tensor = parallel.tensor_model_parallel_size
+    if parallel.sequence_parallel and length and tensor > 0 and length % tensor:
+        yield (
+            f"--decoder-seq-length {length} is not divisible by --tensor-model-parallel-size "
+            f"{tensor}, as --sequence-parallel needs: use a multiple of {tensor}"
+        )
+
+
+MULTIPLE = 16  # sizes of a matrix that hardware multiplies in 8 bits
+
+# Settings that only the delayed recipe has.
+_OF_HISTORY = ("fp8_margin", "fp8_interval", "fp8_amax_history_len", "fp8_amax_compute_algo")
+
+
+def fp8(config: RunOptions, world_size: int) -> Iterator[str]:
+    numbers = config.precision
+    yield from _history(numbers)
+    yield from _gather(config)
+    if numbers.fp8_format is None:
+        if not numbers.fp8_wgrad:
+            yield "--no-fp8-wgrad has no meaning without --fp8-format: drop it"
+        if numbers.fp8_recipe != "tensorwise":
+            yield (
+                f"--fp8-recipe {numbers.fp8_recipe} has no meaning without --fp8-format: add it, "
+                "or drop the flag"
+            )
+        return
+    if not (numbers.bf16 or numbers.fp16):
+        yield f"--fp8-format {numbers.fp8_format} rounds 16-bit tensors: add --bf16"
+    if config.parallel.zero_stage == 3:
+        yield (
+            f"--fp8-format {numbers.fp8_format} keeps 8-bit copies of whole weights, which "
+            "--zero-stage 3 is there to avoid: use --zero-stage 1 or 2, or drop --fp8-format"
+        )
+    yield from _sizes(config)
+
+
+def _history(numbers: PrecisionConfig) -> Iterator[str]:
+    """Yield the given settings of --fp8-recipe delayed without it. At their defaults they pass."""
+    for field in fields_of(PrecisionConfig):
+        value = getattr(numbers, field.name)
+        if field.name in _OF_HISTORY and numbers.fp8_recipe != "delayed" and value != field.default:
+            yield (
+                f"{field.spell(value)} belongs to --fp8-recipe delayed: add that, or drop this flag"
+            )
+
+
+def _gather(config: RunOptions) -> Iterator[str]:
+    numbers, stage = config.precision, config.parallel.zero_stage or 0
+    if not numbers.fp8_param_gather:
+        return
+    shown = "--fp8-param-gather"
+    if numbers.fp8_format is None:
+        yield f"{shown} gathers the weights of 8-bit layers: add --fp8-format, or drop the flag"
+    if numbers.fp8_recipe == "rowwise":
+        yield (
+            f"{shown} with --fp8-recipe rowwise: what a process updates may end within a row, and "
+            "each row has a scale: use tensorwise or delayed, or drop the flag"
+        )
+    if stage == 0:
+        yield (
+            f"{shown}: without a shared update there is nothing to gather: add "
+            "--use-distributed-optimizer, or drop the flag"
+        )
+
+
+def _sizes(config: RunOptions) -> Iterator[str]:
+    model, parallel, data = config.model, config.parallel, config.data
+    split = max(1, parallel.tensor_model_parallel_size)
+    micro_batch, context = config.training.micro_batch_size or 0, parallel.context_parallel_size
+    head, heads = model.kv_channels or 0, model.num_attention_heads or 0
+    groups = model.num_query_groups if model.group_query_attention else 0
+    sizes = {
+        "--hidden-size": (model.hidden_size, 1),
+        "--ffn-hidden-size": (model.ffn_hidden_size, split),
+        "--num-attention-heads x --kv-channels": (heads * head, split),
+        "(--num-attention-heads + 2 x --num-query-groups) x --kv-channels": (
+            (heads + 2 * groups) * head if groups else 0,
+            split,
+        ),
+        "--micro-batch-size x --seq-length": (
+            micro_batch * (data.seq_length or 0),
+            max(1, context),
+        ),
+        "--micro-batch-size x --decoder-seq-length": (
+            micro_batch * (data.decoder_seq_length or 0),
+            1,
+        ),
+    }
+    for name, (size, parts) in sizes.items():
+        if size and size % (MULTIPLE * parts):
+            share = f" on each of {parts} processes" if parts > 1 else ""
+            yield (
+                f"--fp8-format {config.precision.fp8_format}: {name} {size} is not a multiple of "
+                f"{MULTIPLE}{share}: use a multiple of {MULTIPLE * parts}, or drop --fp8-format"
+            )

@@ -10,6 +10,8 @@ from megatron.config.resolve import data_parallel_size
 from megatron.config.run import RunOptions
 
 _RAMP_WORDS = 3
+_COUNTABLE = 2**63 - 1  # samples of a dataset
+_MOST_PASSES = 2**20  # of an update: a pipeline's schedule lists every one
 
 
 def batch_size(config: RunOptions, world_size: int) -> Iterator[str]:
@@ -348,3 +350,40 @@ def logging(config: RunOptions, world_size: int) -> Iterator[str]:
     ):
         if value is not None and logging.wandb_project is None:
             yield f"{name} {value} needs --wandb-project"
+
+
+def samples(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Numbers that are fine alone, and together count more samples than can be counted."""
+    training, evaluation = config.training, config.evaluation
+    iterations, batch = training.train_iters, training.global_batch_size
+    if not batch or batch < 1:
+        return
+    if iterations is not None and iterations * batch > _COUNTABLE:
+        yield (
+            f"--train-iters {iterations} x --global-batch-size {batch} are more than {_COUNTABLE} "
+            f"samples: use at most {_COUNTABLE // batch} (--exit-interval, "
+            "--exit-duration-in-mins and SIGTERM end a run before that, with a checkpoint)"
+        )
+        return
+    if iterations is None:
+        iterations = (training.train_samples or 0) // batch
+    evaluations = iterations // max(evaluation.eval_interval, 1) + 1
+    if evaluations * evaluation.eval_iters * batch > _COUNTABLE:
+        yield (
+            f"--eval-iters {evaluation.eval_iters} x --global-batch-size {batch} x {evaluations} "
+            f"evaluation(s) are more than {_COUNTABLE} samples: use at most "
+            f"{_COUNTABLE // (evaluations * batch)}, or a larger --eval-interval"
+        )
+
+
+def passes(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Micro-batches of one update."""
+    micro, batch = config.training.micro_batch_size, config.training.global_batch_size
+    if not micro or not batch or micro < 1:
+        return
+    each = micro * data_parallel_size(config, world_size)
+    if batch // each > _MOST_PASSES:
+        yield (
+            f"--global-batch-size {batch} is {batch // each} micro-batches of each process in one "
+            f"update: use at most {_MOST_PASSES * each}, or a larger --micro-batch-size"
+        )

@@ -12,14 +12,13 @@ from typing import Any, TypeVar, get_type_hints
 
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig, DataOptions, TokenizerConfig
-from megatron.config.evaluation import EvaluationConfig
 from megatron.config.fields import Field, fields_of
 from megatron.config.logging import LoggingConfig, ProfilingConfig
 from megatron.config.model import ModelConfig, ModelOptions
 from megatron.config.optimizer import OptimizerConfig, ScheduleConfig
 from megatron.config.parallel import ParallelConfig, ParallelOptions
 from megatron.config.precision import PrecisionConfig
-from megatron.config.training import TrainingConfig, TrainingOptions
+from megatron.config.training import EvaluationConfig, TrainingConfig, TrainingOptions
 from megatron.errors import ConfigError
 
 

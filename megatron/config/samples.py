@@ -46,8 +46,7 @@ class SamplesConfig:
         names=("--top_p", "--top-p"),
     )
     recompute: bool = flag(
-        False,
-        "Not needed: keys and values are always kept, which changes no result.",
+        False, "Not needed: keys and values are always kept, which changes no result."
     )
     max_batch_size: int = flag(64, "Texts that are computed at a time.", unit="texts")
 

@@ -11,12 +11,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from megatron.config.fields import MAX_LAYERS
 from megatron.config.model import ModelOptions
 from megatron.config.parallel import ParallelOptions
 from megatron.errors import ConfigError
 
 LAYOUT_FLAG = "--pipeline-model-parallel-layout"
-MAX_LAYERS = 10_000  # so that `t*999999999` in a layout string is an answer and not a hang
 _ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 # What deals out layers by numbers.
 _DEALING = (

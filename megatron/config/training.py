@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megatron.config.fields import flag
+from megatron.config.fields import MOST_WIDTH, Need, flag
+
+# What some flags change nothing without.
+_COUNTED = Need(
+    lambda run: run.model.architecture != "gpt" or run.data.eod_mask_loss,
+    "without --eod-mask-loss: every token counts",
+)
+_EVALUATES = Need(lambda run: run.evaluation.eval_iters, "with --eval-iters 0")
+_SKIPS = Need(lambda run: run.training.on_nonfinite == "skip", "without --on-nonfinite skip")
+_COLLECTS = Need(lambda run: run.training.manual_gc, "with --no-manual-gc")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,12 +26,15 @@ class TrainingOptions:
         unit="samples",
         is_common=True,
         required="required",
+        at_least=1,
+        at_most=MOST_WIDTH,
     )
     global_batch_size: int | None = flag(
         None,
         "Samples of one update over all processes. Unset: micro batch x data-parallel size.",
         unit="samples",
         is_common=True,
+        at_least=1,
     )
     rampup_batch_size: tuple[int, ...] | None = flag(
         None, "Grow the global batch: START INCREMENT SAMPLES.", many=True
@@ -31,6 +43,7 @@ class TrainingOptions:
         False,
         "Average losses and gradients over all tokens of an update that count. Off: over those of "
         "each micro-batch, and these means over micro-batches.",
+        needs=_COUNTED,
     )
     train_iters: int | None = flag(
         None,
@@ -38,8 +51,9 @@ class TrainingOptions:
         unit="iterations",
         is_common=True,
         required="required unless --train-samples is given",
+        at_least=0,
     )
-    train_samples: int | None = flag(None, "Length of the run.", unit="samples")
+    train_samples: int | None = flag(None, "Length of the run.", unit="samples", at_least=1)
     skip_train: bool = flag(False, "Only evaluate.")
     iterations_to_skip: tuple[int, ...] | None = flag(
         None,
@@ -48,7 +62,9 @@ class TrainingOptions:
         many=True,
         unit="iterations",
     )
-    seed: int = flag(1234, "Seed of weights, sample order and dropout.")
+    seed: int = flag(
+        1234, "Seed of weights, sample order and dropout.", at_least=0, at_most=2**32 - 1
+    )
     deterministic_mode: bool = flag(
         False, "Only algorithms that give the same bits on every run of the same layout."
     )
@@ -67,13 +83,19 @@ class TrainingOptions:
         choices=("uniform", "block"),
     )
     recompute_num_layers: int | None = flag(
-        None, "Layers a group (uniform) or layers recomputed (block). Unset: 1.", unit="layers"
+        None,
+        "Layers a group (uniform) or layers recomputed (block). Unset: 1.",
+        unit="layers",
+        at_least=1,
     )
     exit_interval: int | None = flag(
-        None, "Save and leave when the iteration is a multiple of this.", unit="iterations"
+        None,
+        "Save and leave when the iteration is a multiple of this.",
+        unit="iterations",
+        at_least=1,
     )
     exit_duration_in_mins: int | None = flag(
-        None, "Save and leave after this time.", unit="minutes"
+        None, "Save and leave after this time.", unit="minutes", at_least=1
     )
     exit_signal_handler: bool = flag(
         True,
@@ -88,7 +110,11 @@ class TrainingOptions:
         choices=("stop", "skip"),
     )
     max_nonfinite_skips: int = flag(
-        10, "With --on-nonfinite skip: stop after so many in a row.", unit="iterations"
+        10,
+        "With --on-nonfinite skip: stop after so many in a row.",
+        unit="iterations",
+        at_least=1,
+        needs=_SKIPS,
     )
     check_for_nan_in_loss_and_grad: bool = flag(
         True,
@@ -103,7 +129,11 @@ class TrainingOptions:
         off="--no-manual-gc",
     )
     manual_gc_interval: int = flag(
-        100, "Iterations between collections. 0: none until the run ends.", unit="iterations"
+        100,
+        "Iterations between collections. 0: none until the run ends.",
+        unit="iterations",
+        at_least=0,
+        needs=_COLLECTS,
     )
     empty_unused_memory_level: int = flag(
         0,
@@ -123,7 +153,10 @@ class TrainingOptions:
         False, "Check everything, print parameters, layout, memory and tokens a step, and leave."
     )
     dry_run_world_size: int | None = flag(
-        None, "Pretend this many processes with --dry-run. Unset: as launched.", unit="processes"
+        None,
+        "Pretend this many processes with --dry-run. Unset: as launched.",
+        unit="processes",
+        at_least=1,
     )
 
 
@@ -133,3 +166,18 @@ class TrainingConfig(TrainingOptions):
 
     micro_batch_size: int = field()
     global_batch_size: int = field()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """Evaluation."""
+
+    eval_iters: int = flag(100, "Global batches of one evaluation. 0: no evaluation.", at_least=0)
+    eval_interval: int = flag(
+        1000,
+        "Iterations between evaluations.",
+        unit="iterations",
+        is_common=True,
+        at_least=1,
+        needs=_EVALUATES,
+    )

@@ -21,9 +21,9 @@ from megatron.config import (
     parse_config,
     rules_data,
     rules_model,
-    rules_ranges,
+    rules_parallel,
 )
-from megatron.config.checks import Rule
+from megatron.config.checks import Rule, bounds
 from megatron.config.data import DataOptions, TokenizerConfig
 from megatron.config.fields import fields_of
 from megatron.config.model import ModelOptions
@@ -229,7 +229,7 @@ def _over(config: ModelRun, layout: Layout) -> RunConfig:
     run = narrow(resolve(asked, 1), RunConfig)
     problems = [
         line
-        for rule in (rules_model.layout, rules_model.pipeline, rules_model.tensor_parallel)
+        for rule in (rules_parallel.layout, rules_parallel.pipeline, rules_parallel.tensor_parallel)
         for line in rule(run, layout.world.size)
     ]
     if problems:
@@ -367,10 +367,10 @@ def _one_copy(config: RunOptions, world_size: int) -> Iterator[str]:
 SAVED_MODEL_RULES: tuple[Rule, ...] = (
     _loads,
     _no_training,
-    rules_ranges.bounds,
-    rules_model.layout,
-    rules_model.tensor_parallel,
-    rules_model.pipeline,
+    bounds,
+    rules_parallel.layout,
+    rules_parallel.tensor_parallel,
+    rules_parallel.pipeline,
     rules_model.heads,
     rules_model.positions,
     rules_model.activation_function,

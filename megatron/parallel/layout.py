@@ -204,7 +204,7 @@ def _replica(data: Axis, context: Axis) -> Axis:
 def grid_sizes(world_size: int, *, tensor: int, context: int, pipeline: int) -> dict[str, int]:
     """Return the size of every axis; data gets the processes that the others leave."""
     model = tensor * context * pipeline
-    assert world_size % model == 0, "rules_model.layout: the sizes divide the world"
+    assert world_size % model == 0, "rules_parallel.layout: the sizes divide the world"
     return {
         "pipeline": pipeline,
         "data": world_size // model,

@@ -154,7 +154,7 @@ class DeviceReport:
     Attributes:
         type: "cuda" or "cpu".
         machine: The machine's name.
-        misfits: Lines of `config.rules_device`.
+        misfits: Lines of `config.rules_parallel`.
     """
 
     type: str

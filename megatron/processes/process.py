@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from megatron.command import open_missing_streams, say, take_interrupts
-from megatron.config import RunConfig, rules_device
+from megatron.config import RunConfig, rules_parallel
 from megatron.config.parser import asks_for_mpi
 from megatron.device import Device
 from megatron.errors import ConfigError, UserError
@@ -84,7 +84,7 @@ def processes(
         # Filling buffers that are written anyway costs time and changes nothing.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     device = Device.pick(launch.local_rank)
-    misfits = list(rules_device.device(config, device, launch.local_world_size))
+    misfits = list(rules_parallel.device(config, device, launch.local_world_size))
     kernels = None
     if not misfits:
         device.activate()

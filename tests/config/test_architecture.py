@@ -47,10 +47,13 @@ def test_a_loss_of_tokens_excludes_one_of_samples():
     assert "without --eod-mask-loss" in notice
 
 
-@pytest.mark.parametrize("flag", ["--mask-prob 1.5", "--short-seq-prob -0.1"])
-def test_shares_are_between_0_and_1(flag):
+@pytest.mark.parametrize(
+    ("flag", "rule"),
+    [("--mask-prob 1.5", "must be at most 1"), ("--short-seq-prob -0.1", "must be at least 0")],
+)
+def test_shares_are_between_0_and_1(flag, rule):
     lines = problems(flag, architecture="bert", world_size=1)
-    assert [line for line in lines if line.startswith(f"{flag} is no share")]
+    assert f"{flag}: {rule}" in lines
 
 
 @pytest.mark.parametrize("architecture", ["bert", "t5"])

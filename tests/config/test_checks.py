@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from megatron.config.checks import find_problems
+from megatron.config.fields import divisors
 from megatron.config.parser import parse_config
 from megatron.config.resolve import resolve
-from megatron.config.rules_model import divisors
 from megatron.config.run import RunOptions, with_values
 from tests.config.command import BASE, parse, problems
 
@@ -24,6 +24,11 @@ _LINES = [
     ),
     (
         "--tensor-model-parallel-size 3",
+        "--num-attention-heads 4, --ffn-hidden-size 256 and --hidden-size 64 are not divisible by "
+        "--tensor-model-parallel-size 3: use 1, 2 or 4",
+    ),
+    (
+        "--tensor-model-parallel-size 3 --num-attention-heads 6 --hidden-size 96",
         "--tensor-model-parallel-size 3 x --pipeline-model-parallel-size 1 x "
         "--context-parallel-size 1 = 3 does not divide the 8 launched process(es): "
         "launch a multiple of 3",
@@ -90,7 +95,7 @@ _LINES = [
         "--max-position-embeddings 64",
         "--max-position-embeddings 64 is less than --seq-length 128: use at least 128",
     ),
-    ("--rotary-percent 0", "--rotary-percent 0.0: must be above 0 and at most 1"),
+    ("--rotary-percent 0", "--rotary-percent 0.0: must be above 0"),
     (
         "--position-embedding-type rope --kv-channels 15",
         "--rotary-percent 1.0 of --kv-channels 15 rotates 15 channels: they turn in pairs, choose "
@@ -446,3 +451,9 @@ def test_the_llama_2_script_runs_as_written() -> None:
     assert run.config.precision.apply_query_key_layer_scaling is False
     assert run.config.parallel.use_mpi
     assert len(run.notices) == 4
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+def test_one_wrong_tensor_parallel_size_is_one_mistake(world: int) -> None:
+    (line,) = problems("--tensor-model-parallel-size 3", world_size=world)
+    assert line.endswith("--tensor-model-parallel-size 3: use 1, 2 or 4")

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.config.fields import fields_of
+from megatron.config.checks import find_notices
+from megatron.config.fields import Field, fields_of
 from megatron.config.parser import parse_config
-from megatron.config.rules_dependent import _DEPENDENT, dependent
 from megatron.config.run import RunOptions, sections, with_values
 from tests.config.command import command, parse
 
 
-def _changed(path: str) -> object:
+def _changed(field: Field) -> object:
     """Another value of the same kind."""
-    section, name = path.split(".")
-    (field,) = (field for field in fields_of(sections()[section]) if field.name == name)
     if field.many:
         return ("3",)
     if field.kind is bool:
@@ -22,19 +20,32 @@ def _changed(path: str) -> object:
     return "x" if field.kind is str else (field.default or 0) + 1
 
 
-@pytest.mark.parametrize("entry", _DEPENDENT, ids=lambda entry: entry.fields[0])
-def test_each_is_said_where_it_is_in_vain(entry) -> None:
-    start = RunOptions()
-    if entry.on(start):  # what is on by default is turned off
+_NEEDY = [
+    (f"{section}.{field.name}", field)
+    for section, config_type in sections().items()
+    for field in fields_of(config_type)
+    if field.info.needs is not None
+]
+
+
+def test_all_needs_are_tried_here() -> None:
+    assert len(_NEEDY) == 58
+    assert len({field.info.needs for _, field in _NEEDY}) == 27
+
+
+@pytest.mark.parametrize(("path", "field"), _NEEDY, ids=[path for path, _ in _NEEDY])
+def test_each_is_said_where_it_is_in_vain(path: str, field: Field) -> None:
+    start, need = RunOptions(), field.info.needs
+    assert need is not None
+    if need.is_met(start):  # what is on by default is turned off
         turned = {"training.manual_gc": False, "optimizer.optimizer": "sgd"}
         turned["evaluation.eval_iters"] = 0
         start = with_values(start, {**turned, "model.use_flash_attn": True})
-    paths = [f"{entry.section}.{name}" for name in entry.fields]
-    config = with_values(start, {path: _changed(path) for path in paths})
-    lines = list(dependent(config, start))
-    assert len(lines) == len(paths)
-    assert all(line.endswith(f" changes nothing {entry.why}") for line in lines)
-    assert list(dependent(config, config)) == []
+    config = with_values(start, {path: _changed(field)})
+    (line,) = [one for one in find_notices(config, 1, start) if "changes nothing" in one]
+    assert line.startswith(field.spell(_changed(field)))
+    assert line.endswith(f" changes nothing {need.why}")
+    assert [one for one in find_notices(config, 1, config) if "changes nothing" in one] == []
 
 
 @pytest.mark.parametrize(
@@ -87,7 +98,7 @@ def test_what_use_checkpoint_args_fills_in_was_not_given() -> None:
     given = [*words, "--rotary-base", "500", "--rotary-percent", "0.5"]
     notices = parse_config(given, world_size=1, read_checkpoint=read).notices
     vain = [line for line in notices if "changes nothing" in line]
-    assert [line.split()[0] for line in vain] == ["--rotary-base", "--rotary-percent"]
+    assert [line.split()[0] for line in vain] == ["--rotary-percent", "--rotary-base"]
 
 
 def test_a_flag_with_nothing_to_do_is_noted_where_it_was_given_alone() -> None:

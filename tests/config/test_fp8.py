@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.config import rules_fp8
+from megatron.config import rules_model
 from megatron.config.fields import fields_of
 from megatron.config.precision import PrecisionConfig
 from tests.config.command import parse, problems
@@ -42,7 +42,7 @@ def test_the_least_value_is_no_default(monkeypatch: pytest.MonkeyPatch) -> None:
     others = tuple(
         replace(one, default=1024) if one == field else one for one in fields_of(PrecisionConfig)
     )
-    monkeypatch.setattr(rules_fp8, "fields_of", lambda _: others)
+    monkeypatch.setattr(rules_model, "fields_of", lambda _: others)
     assert parse(f"{_DELAYED} --fp8-amax-history-len 1")
     (line,) = problems("--bf16 --fp8-format hybrid --fp8-amax-history-len 1")
     assert line == f"--fp8-amax-history-len 1 {_EARLIER}"

@@ -67,7 +67,8 @@ def _rows(layout, folder):
 
 def test_a_layout_that_the_network_does_not_divide_over_is_refused(saved):
     (text, *_) = run_distributed(3, _refusal, saved, tensor=3)
-    assert "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3" in text
+    assert "--num-attention-heads 4, --ffn-hidden-size" in text
+    assert "are not divisible by --tensor-model-parallel-size 3" in text
 
 
 def _refusal(layout, folder):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.config import rules_device
+from megatron.config import rules_parallel
 from megatron.device import Device
 from megatron.errors import ConfigError
 from megatron.kernels.library import LibraryChoice
@@ -60,7 +60,7 @@ def test_what_a_device_has_nothing_for_is_refused_before_the_processes_meet(monk
 def test_numbers_in_8_bits_need_a_gpu_that_has_them() -> None:
     def problems(capability):
         gpu = SimpleNamespace(is_gpu=True, capability=capability, name="A100")
-        return list(rules_device.device(parse("--bf16 --fp8-format hybrid").config, gpu, 1))
+        return list(rules_parallel.device(parse("--bf16 --fp8-format hybrid").config, gpu, 1))
 
     assert problems((9, 0)) == problems((8, 9)) == []
     assert problems((8, 0))[0].startswith("--fp8-format hybrid: A100 does not multiply in 8 bits")
@@ -70,9 +70,9 @@ def test_memory_of_several_machines_is_not_mapped() -> None:
     gpu = Device(torch.device("cuda", 0))
     words = "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap"
     config = parse(words, world_size=6).config
-    (line,) = rules_device.device(config, gpu, 3)
+    (line,) = rules_parallel.device(config, gpu, 3)
     assert "does not divide the 3 process" in line
-    assert not list(rules_device.device(config, gpu, 4))
+    assert not list(rules_parallel.device(config, gpu, 4))
 
 
 NO_GPU = """

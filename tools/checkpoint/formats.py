@@ -29,11 +29,11 @@ from megatron.checkpoint.reader import PaddedReader, Reader
 from megatron.checkpoint.store import WEIGHTS, convert_to_native
 from megatron.config.arguments import from_namespace
 from megatron.config.data import TokenizerConfig
+from megatron.config.fields import divisors
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.resolve import resolve
 from megatron.config.rules_legacy import tensor_misfit
-from megatron.config.rules_model import divisors
 from megatron.config.run import ModelRun, RunOptions, narrow
 from megatron.config.stages import plan_model
 from megatron.config.yaml_file import from_dict
