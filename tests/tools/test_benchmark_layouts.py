@@ -71,7 +71,7 @@ def test_a_run_that_fails_leaves_its_error_line(tmp_path):
 
 def test_a_run_that_takes_too_long_is_ended():
     started = time.monotonic()
-    with pytest.raises(RunFailedError, match="ended after 0.5 s"):
+    with pytest.raises(RunFailedError, match="did not end within its 0.5 s"):
         launch([*TOY, "--train-iters", "1000000"], 1, 0.5)
     assert time.monotonic() - started < 40
 
