@@ -98,22 +98,17 @@ def recompute(
             process keeps it whole.
     """
 
-    def run() -> Tensor:
+    if split_over.size == 1 or not torch.is_grad_enabled():
         return checkpoint(function, layers, x, *others, use_reentrant=False)
+    shape, has_gradient = x.shape, x.requires_grad
+    # A copy: a view would keep the whole alive.
+    part = x.detach().reshape(-1).chunk(split_over.size)[split_over.rank].clone()
+    whole = [x]  # until forward has used it
 
-    if split_over.size == 1:
-        return run()
-    shape, place = x.shape, x.data_ptr()
+    def run(*others: Any) -> Tensor:
+        if whole:
+            return function(layers, whole.pop(), *others)
+        joined = all_gather(part, split_over).view(shape)
+        return function(layers, joined.requires_grad_(has_gradient), *others)
 
-    def keep_part(saved: Tensor) -> tuple[Tensor, bool]:
-        if saved.shape != shape or saved.data_ptr() != place:
-            return saved, False
-        # A copy: a view would keep the whole alive.
-        return saved.reshape(-1).chunk(split_over.size)[split_over.rank].clone(), True
-
-    def join(kept: tuple[Tensor, bool]) -> Tensor:
-        tensor, is_part = kept
-        return all_gather(tensor, split_over).view(shape) if is_part else tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep_part, join):
-        return run()
+    return checkpoint(run, *others, use_reentrant=False)
