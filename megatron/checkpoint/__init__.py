@@ -11,7 +11,7 @@ The native format, safetensors and JSON:
     plan        which process writes which part of which tensor
     exchange    JSON messages between processes
     store       `save`: write a checkpoint collectively; convert any checkpoint to this format
-    background  the same while training goes on
+    background  the same while training continues
     find        which checkpoints a folder holds
     lock        one job at a time saves into a folder
     retention   which older checkpoints are deleted

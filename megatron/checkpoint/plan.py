@@ -1,4 +1,4 @@
-"""Which process writes what of a checkpoint: a pure function of what every process holds."""
+"""Plan which process writes what of a checkpoint, from what every process holds."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Part:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """What the whole checkpoint will consist of; the same on every rank.
+    """The files and tensors of a checkpoint to be written; the same on every rank.
 
     Attributes:
         dtypes: Safetensors' type name of every tensor.

@@ -36,7 +36,7 @@ _TABLES = ("embedding.word.weight", "output.weight", "output.bias")
 
 
 class Reader(Protocol):
-    """What training and tools read from, whatever the format on disk.
+    """An opened checkpoint, as training and tools read it, whatever the format on disk.
 
     Attributes:
         format: "native", "legacy" or "hf".

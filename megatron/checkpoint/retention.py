@@ -38,7 +38,7 @@ _MAX_LIST_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class Keep:
-    """Which checkpoints stay once a newer one is published.
+    """The checkpoints that stay once a newer one is published.
 
     Attributes:
         latest: How many of the newest stay (--keep-latest); None keeps all, except as `every` says.

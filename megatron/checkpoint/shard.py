@@ -33,7 +33,7 @@ PIECE = 4 << 20  # bytes read, written and hashed at a time
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a tensor lies in a shard file.
+    """The place of a tensor in a shard file.
 
     Attributes:
         dtype: Safetensors' name of the number type.

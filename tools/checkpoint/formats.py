@@ -1,4 +1,4 @@
-"""What `tools/checkpoint/util.py` reads and writes: a table of loaders and one of savers.
+"""The formats of `tools/checkpoint/util.py`: a table of loaders and one of savers.
 
 A new format is a function in a table. Between the two stands a `Source`: any reader, with the
 configuration and the files that belong to it.
@@ -82,7 +82,7 @@ class Source:
 
 
 def check_target(options: argparse.Namespace) -> None:
-    """Check that nothing is overwritten or put aside: the source, a run, another conversion.
+    """Check that nothing is overwritten or set aside: the source, a run, another conversion.
 
     A folder of Hugging Face is refused by its writer.
 

@@ -99,7 +99,7 @@ def verify(reader: Reader, config: ModelRun, folder: Path, *, tolerance: float) 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What both models are given.
+    """The inputs of both models.
 
     Attributes:
         tokens: [b, s].

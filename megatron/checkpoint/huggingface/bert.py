@@ -1,9 +1,9 @@
 """BERT: an encoder with token types, a pooler and two heads, of which files may lack some.
 
 BERT normalizes after each residual sum. Ours, with --apply-residual-connection-post-layernorm,
-normalizes before each half of a layer and goes on from the normalized values: the same sums and the
-same normalizations, cut into layers at another place. So the normalization after the embeddings is
-the first of our layer 0, and the last one of their layer i is the first of our layer i + 1. In
+normalizes before each half of a layer and continues from the normalized values: the same sums and
+the same normalizations, cut into layers at another place. So the normalization after the embeddings
+is the first of our layer 0, and the last one of their layer i is the first of our layer i + 1. In
 training one thing differs: they apply dropout to the embeddings after normalizing them, we before.
 """
 

@@ -1,4 +1,4 @@
-"""How our parameters are made of a Hugging Face folder's tensors, and what a family states.
+"""Rules for making our parameters of a Hugging Face folder's tensors, and what a family states.
 
 A family's module gives a table of names: which of their modules make up each of ours. Shapes follow
 from the network's layers, and forms from what a parameter is. Each form is a pure function of
@@ -39,7 +39,7 @@ class TensorForm(Protocol):
 
 @dataclass(frozen=True)
 class Same:
-    """The same tensor."""
+    """A tensor that is the same on both sides."""
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the tensor."""
@@ -113,7 +113,7 @@ def _transposed(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ParameterRule:
-    """How one of our parameters is made.
+    """A rule for making one of our parameters.
 
     Attributes:
         name: Our name.
@@ -171,7 +171,7 @@ def read_keys(settings: Settings, keys: Iterable[Key]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Described:
-    """What a config.json describes.
+    """The network that a config.json describes.
 
     Attributes:
         model: The network by our flags.

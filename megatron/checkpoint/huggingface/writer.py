@@ -29,7 +29,7 @@ Tensors = dict[str, LazyTensor]
 
 @dataclass(frozen=True)
 class Export:
-    """What becomes a folder.
+    """A checkpoint that is to become a folder.
 
     Attributes:
         reader: A checkpoint whose vocabulary tables have `vocab` rows.

@@ -137,7 +137,7 @@ class FirstLayers(NamedTuple):
 
 
 class Network(NamedTuple):
-    """What a tree's keys tell of its network: its architecture, and whether it has a decoder."""
+    """The network that a tree's keys tell of: its architecture, and whether it has a decoder."""
 
     architecture: str
     has_decoder: bool = False
@@ -336,7 +336,7 @@ def _count(layer: re.Pattern[str], paths: Iterable[Any]) -> int:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """How Megatron's rows become ours.
+    """The rules by which Megatron's rows become ours.
 
     Attributes:
         version: The file's `checkpoint_version`.

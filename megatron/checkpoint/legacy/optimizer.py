@@ -1,4 +1,4 @@
-"""Which optimizer state in a file belongs to which parameter.
+"""Find which optimizer state in a file belongs to which parameter.
 
 Megatron's optimizer numbers parameters by group: first those that decay, then biases and 1-D ones,
 each group in the model's order. 16-bit runs keep fp32 masters in the same order.

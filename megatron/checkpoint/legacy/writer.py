@@ -83,7 +83,7 @@ def megatron_rows(vocabulary: int, config: ModelRun) -> int:
 
 @dataclass(frozen=True)
 class LegacySaver:
-    """What saves a run's state as Megatron's files.
+    """A saver of a run's state as Megatron's files.
 
     Attributes:
         config: The run's configuration.
