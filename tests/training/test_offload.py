@@ -33,7 +33,7 @@ def test_weights_and_their_copies_share_no_memory():
     run = build_toy(Layout.single(), [*FLAGS, OFFLOAD])
     before = [p.detach().clone() for p in run.parameters()]
     places = {p.untyped_storage().data_ptr() for p in run.parameters()}
-    (group, _) = run.optimizer._groups
+    (group, _) = run.optimizer._owned
     assert all(w.untyped_storage().data_ptr() not in places for w in group.weights)
     assert all(torch.equal(a, b) for a, b in zip(before, run.parameters(), strict=True))
 
