@@ -270,53 +270,11 @@ def _unpack(path: str, raw: BinaryIO) -> BinaryIO:
     if path.lower().endswith(".gz"):
         return io.BufferedReader(gzip.GzipFile(fileobj=raw), 1 << 20)
     if path.lower().endswith(".zst"):
-        return io.BufferedReader(_ZstdReader(raw), 1 << 20)
+        import pyarrow
+
+        # zstandard's own reader takes a cut file for a whole one; Arrow's raises an OSError.
+        return io.BufferedReader(pyarrow.CompressedInputStream(raw, "zstd"), 1 << 20)
     return raw
-
-
-class _ZstdReader(io.RawIOBase):
-    """Unpacks zstandard frames. zstandard's own reader takes a cut file for a whole one."""
-
-    def __init__(self, raw: BinaryIO) -> None:
-        import zstandard
-
-        self._raw = raw
-        self._unpacker = zstandard.ZstdDecompressor()
-        self._frame: Any = None
-        self._pending = b""
-
-    def readable(self) -> bool:
-        """Return True, as `io.BufferedReader` requires."""
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Fill `buffer` with unpacked bytes and return their number, 0 at the end."""
-        while not self._pending:
-            if not self._unpack_more():
-                return 0
-        count = min(len(buffer), len(self._pending))
-        buffer[:count] = self._pending[:count]
-        self._pending = self._pending[count:]
-        return count
-
-    def _unpack_more(self) -> bool:
-        """Append to `_pending`; return False at the end of the last frame."""
-        import zstandard
-
-        done = self._frame is None or self._frame.eof
-        packed = self._frame.unused_data if done and self._frame is not None else b""
-        packed = packed or self._raw.read(1 << 17)
-        if not packed:
-            if done:
-                return False
-            raise EOFError("the last zstandard frame is incomplete")
-        if done:
-            self._frame = self._unpacker.decompressobj()
-        try:
-            self._pending += self._frame.decompress(packed)
-        except zstandard.ZstdError as error:
-            raise OSError(str(error)) from error
-        return True
 
 
 def _parquet_blocks(path: str, keys: Sequence[str]) -> Iterator[TextBlock]:
