@@ -22,12 +22,12 @@ _LETTERS = "ABCD"
 
 @dataclass(frozen=True)
 class Example:
-    """Something to find out about.
+    """A labelled text, pair of texts, or question with choices.
 
     Attributes:
-        texts: pairs, the second None where there is one text: one for a sample whose class is
-            asked for, or one for every choice.
-        label: number of the class or of the right choice, or where a number is asked for that.
+        texts: One pair for a sample, or one for each choice. The second of a pair is `None` if
+            there is a single text.
+        label: The number of the class or right choice, or the value to find.
     """
 
     texts: tuple[tuple[str, str | None], ...]
@@ -36,13 +36,13 @@ class Example:
 
 @dataclass(frozen=True)
 class Columns:
-    """Where a GLUE task's tab-separated files have what, in lines of so many columns.
+    """The columns of a GLUE task's tab-separated files; -1 is the last.
 
     Attributes:
-        counts: of columns: more than one where the parts of the data differ.
-        first: of the first text; -1 counts from the end.
-        second: of the second; None: there is one text.
-        label: of the label.
+        counts: The numbers of columns, several if the parts of the data differ.
+        first: The first text's column.
+        second: The second text's column, or `None` if there is a single text.
+        label: The label's column.
     """
 
     counts: tuple[int, ...]
@@ -53,13 +53,13 @@ class Columns:
 
 @dataclass(frozen=True)
 class GlueTask:
-    """One task on tab-separated files.
+    """A task on tab-separated files.
 
     Attributes:
-        labels: as written in the files, in the order of the classes.
-        columns: where they and the texts stand.
-        scores: what GLUE names for the task; the best checkpoint is chosen by their mean.
-        span: instead of `labels`: lowest and highest of the numbers that the labels are.
+        labels: Labels as the files spell them, in the order of the classes.
+        columns: The columns of labels and texts.
+        scores: GLUE's measures of the task. Their mean decides which checkpoint is best.
+        span: The lowest and highest label, if labels are values instead of classes.
     """
 
     labels: tuple[str, ...]
@@ -85,11 +85,12 @@ GLUE: dict[str, GlueTask] = {
 
 
 def read_glue(task: str, path: str) -> list[Example]:
-    """The examples of a file; a first line of titles is left out.
+    """Return the examples of a file. A first line of titles is skipped.
+
+    A broken line among more than a hundred good ones is left out, with a warning.
 
     Raises:
-        DataError: names the file and the line that has other columns or labels than the task. A
-            broken line among more than a hundred good ones is left out, with a warning.
+        DataError: A line has other columns or labels than the task. The message names it.
     """
     spec = GLUE[task]
     examples: list[Example] = []
@@ -99,7 +100,9 @@ def read_glue(task: str, path: str) -> list[Example]:
         problem = _problem(cells, spec)
         if problem is None:
             examples.append(_example(cells, spec))
-        elif index or not _are_titles(cells, spec.columns):
+        elif index or not (
+            len(cells) in spec.columns.counts and any(map(str.isalpha, cells[spec.columns.label]))
+        ):
             wrong.append(f"{path}, line {number}: {problem}")
     if wrong and len(wrong) > _MOST_WRONG * len(examples):
         raise DataError(f"--task {task}: {wrong[0]} ({len(wrong):,} such lines in all)")
@@ -111,13 +114,13 @@ def read_glue(task: str, path: str) -> list[Example]:
 
 
 def _lines(path: str) -> list[tuple[int, str]]:
-    """The lines that are not blank, each with its number in the file, from 1."""
+    """Return the lines that are not blank, each with its number in the file, from 1."""
     lines = enumerate(read_text(path).split("\n"), start=1)
     return [(number, line) for number, line in lines if line.strip()]
 
 
 def _problem(cells: Sequence[str], spec: GlueTask) -> str | None:
-    """What is wrong with a line's cells, or None."""
+    """Return what is wrong with a line's cells, if anything."""
     columns = spec.columns
     if len(cells) not in columns.counts:
         wanted = " or ".join(map(str, columns.counts))
@@ -132,11 +135,6 @@ def _problem(cells: Sequence[str], spec: GlueTask) -> str | None:
     return None if all(cells[column].strip() for column in texts) else "an empty text"
 
 
-def _are_titles(cells: Sequence[str], columns: Columns) -> bool:
-    """Whether a first line without a label of the task names the columns."""
-    return len(cells) in columns.counts and any(map(str.isalpha, cells[columns.label]))
-
-
 def _example(cells: Sequence[str], spec: GlueTask) -> Example:
     columns = spec.columns
     second = None if columns.second is None else _tidy(cells[columns.second])
@@ -146,7 +144,7 @@ def _example(cells: Sequence[str], spec: GlueTask) -> Example:
 
 
 def _lies_in(text: str, span: tuple[int, int]) -> bool:
-    """Whether it is a number from the first to the second of `span`."""
+    """Return whether a text is a number within the span."""
     try:
         return span[0] <= float(text) <= span[1]
     except ValueError:
@@ -154,12 +152,12 @@ def _lies_in(text: str, span: tuple[int, int]) -> bool:
 
 
 def read_race(folder: str) -> list[Example]:
-    """The questions of a folder's `*.txt` files (and of folders below), four choices each.
+    """Return the questions of a folder's `*.txt` files (and of folders below), four choices each.
 
-    A choice takes the place of the question's `_`, or follows it.
+    A choice replaces the question's `_`, or follows the question.
 
     Raises:
-        DataError: names the file and line that is not one of RACE's articles.
+        DataError: A line is not one of RACE's articles. The message names it.
     """
     files = sorted(Path(folder).rglob("*.txt")) if Path(folder).is_dir() else [Path(folder)]
     examples = [
@@ -191,12 +189,12 @@ def _questions(line: str, where: str) -> Iterator[Example]:
 
 
 def _joined(question: str, option: str) -> str:
-    """A question with an answer: instead of its blank, or behind it."""
+    """Return a question with an answer in its blank, or after it."""
     return _tidy(question.replace("_", option) if "_" in question else f"{question} {option}")
 
 
 def _tidy(text: str) -> str:
-    """On one line, with single spaces."""
+    """Return the text on one line, with single spaces."""
     return " ".join(text.split())
 
 
@@ -206,12 +204,12 @@ _MOST_OF_CHOICE = 128  # tokens of a question with an answer, as in Megatron-LM
 class TextSamples:
     """Examples as a BERT reads them: [CLS] first [SEP] second [SEP], cut at the end.
 
-    A sample has `text`, `types` and `padding_mask` [c, s], one row a choice, and `label`.
+    A sample has `text`, `types` and `padding_mask` [c, s], one row per choice, and `label`.
 
     Args:
-        examples: what to read.
-        tokenizer: with cls, sep and pad.
-        length: s.
+        examples: The examples.
+        tokenizer: A tokenizer with cls, sep and pad.
+        length: The sequence length s.
     """
 
     def __init__(self, examples: Sequence[Example], tokenizer: Tokenizer, length: int) -> None:
@@ -257,16 +255,15 @@ class TextSamples:
 
 
 class Epochs:
-    """A dataset shuffled anew for every epoch, as one long one.
+    """A dataset shuffled anew for every epoch, as one long dataset.
 
     Sample k of the training is a pure function of seed and k.
 
     Args:
-        dataset: one epoch.
-        seed: of the shuffling.
-        length: samples in all.
-        used: of each epoch, the rest is dropped: so that an epoch ends with a full batch. None:
-            all.
+        dataset: One epoch.
+        seed: The seed of the shuffling.
+        length: The number of samples in all.
+        used: The samples used of each epoch, so that it ends with a full batch. `None` uses all.
     """
 
     def __init__(
@@ -293,22 +290,22 @@ class Epochs:
         return sample
 
 
-class FilledUp:
-    """A dataset and repetitions of its first sample, up to `length`, each with its own `id`.
-
-    Args:
-        dataset: of at least one sample.
-        length: at least as many as it has.
-    """
-
+class _OfLength:
     def __init__(self, dataset: SampleDataset, length: int) -> None:
-        """Take the dataset and its new length."""
         self._dataset = dataset
         self._length = length
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return self._length
+
+
+class FilledUp(_OfLength):
+    """A dataset and repetitions of its first sample, up to `length`, each with its own `id`.
+
+    Args:
+        dataset: A dataset of at least one sample.
+        length: At least the dataset's length.
+    """
 
     def __getitem__(self, i: int) -> Sample:
         """Return a sample."""
@@ -316,17 +313,8 @@ class FilledUp:
         return {**sample, "id": i}
 
 
-class Repeated:
-    """A dataset again and again, up to `length`: for losses between epochs."""
-
-    def __init__(self, dataset: SampleDataset, length: int) -> None:
-        """Take the dataset and its new length."""
-        self._dataset = dataset
-        self._length = length
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        return self._length
+class Repeated(_OfLength):
+    """A dataset repeated up to `length`, for losses between epochs."""
 
     def __getitem__(self, i: int) -> Sample:
         """Return a sample."""

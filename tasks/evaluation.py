@@ -1,4 +1,4 @@
-"""What every evaluation of a trained language model shares: its flags, its panel, its report."""
+"""The parts that evaluations of a trained language model share: flags, panel and report."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tasks.results import (
 )
 from tasks.table import PROGRAM, flags_elsewhere
 
-_MICRO_BATCH = 8  # where none is asked for
+_MICRO_BATCH = 8  # the default
 _READS = {"training.micro_batch_size", "data.seq_length", "logging.log_interval"}
 
 
@@ -48,16 +48,20 @@ def parse_evaluation(
     find_start: Callable[[Mapping[str, Any]], RunOptions] | None = None,
     unread: Collection[str] = (),
 ) -> ParsedRun:
-    """The command line over what the checkpoint says; everything checked.
+    """Parse and check a command line, which changes what the checkpoint says.
 
     Args:
-        options: dataclass of the task's own flags.
-        check: the task's flags to the mistakes in them.
-        find_start: what the flags change; None: the run of the checkpoint under --load.
-        unread: what other evaluations depend on and this one does not, by "section.field".
+        task: The task's name.
+        arguments: The command line.
+        world_size: The number of processes.
+        options: The dataclass of the task's own flags.
+        check: A function from the task's flags to the mistakes in them.
+        find_start: A function that returns the run that flags change. The default is the run of
+            the checkpoint under --load.
+        unread: Fields that other evaluations read and this one does not, as "section.field".
 
     Raises:
-        ConfigError: all mistakes.
+        ConfigError: There are mistakes; the error names all of them.
         CheckpointError: --load names no checkpoint of a GPT.
     """
     return parse_config(
@@ -76,10 +80,10 @@ def parse_evaluation(
 def run_evaluation(
     parsed: ParsedRun, launch: Launch, evaluate: Callable[[Device, Layout], object]
 ) -> int:
-    """`evaluate` as one of the processes that the launcher started; the exit code. Collective.
+    """Evaluate as one of the processes that the launcher started, and return the exit code.
 
     Raises:
-        UserError: a flag, the checkpoint or the data need mending.
+        UserError: The user must fix a flag, the checkpoint or the data.
     """
     show_notices(parsed.notices, launch)
     if launch.rank == 0:
@@ -90,7 +94,7 @@ def run_evaluation(
 
 
 def say_start(task: str, loaded: Loaded, device: Device, data: str) -> None:
-    """What is about to be evaluated, on what; on one process."""
+    """Print on one process what is about to be evaluated, and on what."""
     if loaded.layout.world.rank:
         return
     window = f"{loaded.config.data.seq_length:,} tokens"
@@ -101,10 +105,10 @@ def say_start(task: str, loaded: Loaded, device: Device, data: str) -> None:
 def publish(
     task: str, loaded: Loaded, options: TaskConfig, numbers: Numbers, details: Mapping[str, Any]
 ) -> None:
-    """The table on the terminal and the JSON file; on one process.
+    """Print the table and write the JSON file, on one process.
 
     Raises:
-        StorageError: `--results` cannot be written. Beside the checkpoint that is no error.
+        StorageError: `--results` cannot be written. Without the flag, that is only a warning.
     """
     if loaded.layout.world.rank:
         return

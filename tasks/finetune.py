@@ -45,13 +45,13 @@ from tasks.target import Guesses, Target
 
 
 class FinetuneRecipe:
-    """The classes of labelled texts by cross entropy, or their numbers by squared error.
+    """A recipe that learns classes by cross entropy, or values by squared error.
 
     Args:
-        target: what is to be found.
-        train: examples to train on; none where there is only evaluation.
-        valid: examples whose loss is computed between epochs, with --eval-iters.
-        used: examples of an epoch; None: all, and what fills no batch goes into the next epoch's.
+        target: What to find.
+        train: Examples to train on; empty for an evaluation.
+        valid: Examples whose loss is computed between epochs, with --eval-iters.
+        used: Examples of an epoch. `None` uses all: those that fill no batch join the next epoch.
     """
 
     program = PROGRAM
@@ -72,9 +72,11 @@ class FinetuneRecipe:
 
     @property
     def head(self) -> HeadSpec:
+        """The target's head."""
         return self.target.head
 
     def loss_names(self, config: RunConfig) -> tuple[str, ...]:
+        """Return the name of the single loss."""
         return ("lm loss",)
 
     def build_part(
@@ -84,16 +86,19 @@ class FinetuneRecipe:
         padded_vocab_size: int,
         part: ModelPart,
     ) -> BertChooser:
+        """Build some layers of a BERT with the target's head."""
         network = partial(BertChooser, head_name=self.target.head_name)
         return build_model(network, config, context, padded_vocab_size, part, self.head)
 
     def describe_kernels(self, part: BertChooser) -> str:
+        """Say which attention the model runs on, and why."""
         choice = part.attention_choice
         return f"{choice.name} attention with padding masks ({choice.reason})"
 
     def build_datasets(
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
     ) -> Splits:
+        """Return the training samples of all epochs, and validation samples."""
         length = config.data.seq_length
         train = valid = None
         if self._train:
@@ -108,6 +113,7 @@ class FinetuneRecipe:
         return train, valid, None
 
     def loss_mask(self, batch: Batch, config: RunConfig, tokenizer: Tokenizer) -> Tensor:
+        """Return ones: every sample counts."""
         return torch.ones_like(batch["label"])
 
     def forward(
@@ -119,6 +125,7 @@ class FinetuneRecipe:
         tokenizer: Tokenizer,
         layout: Layout,
     ) -> Tensor | Mapping[str, Tensor]:
+        """Run a micro-batch through a part of the model, to its loss at the end."""
         result = self._scores(part, batch, hidden)
         if not part.part.head:
             return result
@@ -136,7 +143,7 @@ class FinetuneRecipe:
         tokenizer: Tokenizer,
         layout: Layout,
     ) -> Tensor | Mapping[str, Tensor]:
-        """As `forward`, but at the end what is guessed for each sample, float [b]."""
+        """Run a micro-batch through a part of the model, to a guess per sample at the end [b]."""
         result = self._scores(part, batch, hidden)
         if not part.part.head:
             return result
@@ -148,8 +155,8 @@ class FinetuneRecipe:
 
 
 BEST = "best"  # a folder in --save
-_RECORD = "evaluation.json"  # in it: of which iteration, and how good
-_MAY_LACK = ("pooler", "embedding.token_type")  # a pretrained model
+_RECORD = "evaluation.json"  # in that folder: the iteration and its score
+_MAY_LACK = ("pooler", "embedding.token_type")  # parts that a pretrained model may lack
 _PASSES = 16  # micro-batches between two looks at the progress
 
 
@@ -167,17 +174,17 @@ class Evaluated:
 
 
 class Finetuning(Extras):
-    """See the module.
+    """Finetuning's further steps: pretrained weights in, evaluation, the best weights kept.
 
     Args:
-        recipe: what is trained.
-        pretrained: folder of the pretrained checkpoint; None: random weights.
-        valid: examples to evaluate on, by file.
-        epoch_ends: the updates after which an epoch has ended; none: no training.
-        options: where results go.
+        recipe: What is trained.
+        pretrained: The folder of the pretrained checkpoint, or `None` for random weights.
+        valid: Examples to evaluate on, by file.
+        epoch_ends: The updates after which an epoch has ended; empty without training.
+        options: The flags that say where results go.
 
     Attributes:
-        last: the last evaluation; None before the first.
+        last: The last evaluation, if any.
     """
 
     def __init__(
@@ -199,8 +206,10 @@ class Finetuning(Extras):
         self.last: Evaluated | None = None
 
     def begin(self, run: Run) -> None:
-        """Weights of the pretrained model, unless the finetuning itself goes on; and when to
-        save, where nothing else is asked for: after each epoch."""
+        """Take the pretrained weights, unless the finetuning itself goes on.
+
+        Without --save-interval, the run saves after each epoch.
+        """
         if run.config.checkpoint.save_interval is None:
             run.save_at = self._epoch_ends
         if self._pretrained is not None and run.progress.iteration == 0:
@@ -209,11 +218,11 @@ class Finetuning(Extras):
             self._start = 0 if self._epoch_ends else iteration
 
     def callbacks(self, run: Run) -> list[Callback]:
-        """Evaluation at the end of each epoch."""
+        """Return the evaluation at the end of each epoch."""
         return [_AtEpochsEnd(self)] if self._valid and self._epoch_ends else []
 
     def end(self, run: Run) -> None:
-        """The results, for good."""
+        """Write the final results."""
         if not self._valid:
             return
         if self.last is None or self.last.iteration != self._iteration(run):
@@ -223,7 +232,7 @@ class Finetuning(Extras):
             self._write(run, self.last)
 
     def evaluate(self, run: Run) -> None:
-        """Guess on all files, tell, and keep the weights if they are the best. Collective."""
+        """Guess on all files, print, and keep the weights if they are the best. Collective."""
         found = {name: collect_guesses(run, self._recipe, data) for name, data in self._data(run)}
         self.last = Evaluated(self._iteration(run), found)
         if run.layout.world.rank == 0:
@@ -236,7 +245,7 @@ class Finetuning(Extras):
         return self._epoch_ends
 
     def _iteration(self, run: Run) -> int:
-        """With which the weights came to be."""
+        """Return the iteration that made the weights."""
         return run.progress.iteration or self._start
 
     def _data(self, run: Run) -> list[tuple[str, TextSamples]]:
@@ -256,14 +265,14 @@ class Finetuning(Extras):
         return "\n".join(parts)
 
     def _keep_if_best(self, run: Run, evaluated: Evaluated) -> None:
-        """Write `--save`/best, where this is better than what is there. Collective."""
+        """Write `--save`/best if this is better than what is there. Collective."""
         if run.config.checkpoint.save is None or not self._epoch_ends:
             return
         root = Path(run.config.checkpoint.save) / BEST
         target = self._recipe.target
         score = target.score(target.numbers(evaluated.all_files))
         best = JsonExchange(run.layout.world).on_main(lambda: _best_score(root, target.scores))
-        if not score > best:  # of numbers that are none nothing is kept
+        if not score > best:  # NaN is never better
             return
         save_weights(run, root)
         if run.layout.world.rank == 0:
@@ -272,10 +281,11 @@ class Finetuning(Extras):
             say(f"  the best so far ({target.score_name} {score:.6g}): kept in {root}")
 
     def _write(self, run: Run, evaluated: Evaluated) -> None:
-        path = self._results_path(run, evaluated.iteration)
-        if path is None:
+        asked, save = self._options.results, run.config.checkpoint.save
+        if asked is None and save is None:
             return
         target = self._recipe.target
+        path = results_path(asked, save or "", target.task, evaluated.iteration)
         together = target.numbers(evaluated.all_files)
         content: dict[str, Any] = {
             "task": target.task,
@@ -293,38 +303,32 @@ class Finetuning(Extras):
             "pretrained_checkpoint": self._pretrained,
             "layout": run.layout.describe(),
         }
-        save = run.config.checkpoint.save
         if save is not None and (Path(save) / BEST / _RECORD).is_file():
             with storage_errors(Path(save)):
                 content["best"] = json.loads((Path(save) / BEST / _RECORD).read_text())
         write_results(path, content)
         say(f"results written to {path}")
 
-    def _results_path(self, run: Run, iteration: int) -> Path | None:
-        """The file asked for, or one in the folder of checkpoints; None: there is neither."""
-        asked, folder = self._options.results, run.config.checkpoint.save
-        if asked is None and folder is None:
-            return None
-        return results_path(asked, folder or "", self._recipe.target.task, iteration)
-
 
 class _AtEpochsEnd(Callback):
-    """Evaluates after each epoch."""
+    """Evaluation after each epoch."""
 
     def __init__(self, finetuning: Finetuning) -> None:
         self._finetuning = finetuning
 
     def interrupts(self, run: Run) -> bool:
+        """Return whether the coming update ends an epoch."""
         return run.progress.iteration + 1 in self._finetuning.epoch_ends
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
+        """Evaluate at the end of an epoch, unless a signal ends the run."""
         at_end = run.progress.iteration in self._finetuning.epoch_ends
         if at_end and not (leave is not None and leave.by_signal):
             self._finetuning.evaluate(run)
 
 
 def collect_guesses(run: Run, recipe: FinetuneRecipe, dataset: TextSamples) -> Guesses:
-    """What the model guesses of every sample, each looked at once. Collective."""
+    """Return the model's guesses for every sample, each evaluated once. Collective."""
     run.optimizer.wait_for_weights()
     each = run.batches.samples_per_pass
     passes_needed = -(-len(dataset) // each)
@@ -353,11 +357,13 @@ def collect_guesses(run: Run, recipe: FinetuneRecipe, dataset: TextSamples) -> G
 
 
 def _take_pretrained(run: Run, folder: str, fresh: Sequence[str]) -> int:
-    """The weights under --pretrained-checkpoint, but for the layers that are drawn anew; their
-    iteration.
+    """Load the weights under --pretrained-checkpoint, except for layers that start afresh.
+
+    Returns:
+        The iteration of the checkpoint.
 
     Raises:
-        CheckpointError: it is of another network.
+        CheckpointError: It is of another network.
     """
     flag = "--pretrained-checkpoint"
     reader = open_existing(folder, flag=flag, layout=run.layout)
@@ -379,7 +385,7 @@ def _take_pretrained(run: Run, folder: str, fresh: Sequence[str]) -> int:
 
 
 def _best_score(root: Path, scores: Sequence[str]) -> float:
-    """Of the weights that are kept; below all others where none are, chosen by these scores."""
+    """Return the score of the weights that are kept, or one below all others if there are none."""
     try:
         record = json.loads((root / _RECORD).read_text())
         if record["of"] == list(scores):

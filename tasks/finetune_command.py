@@ -37,7 +37,7 @@ from tasks.target import HEADS, Target
 from tasks.texts import find_missing, find_repeated
 
 FindStart = Callable[[Mapping[str, Any]], RunOptions]
-# What can only be said once the length of the run is known.
+# Rules that need the length of the run.
 _LATE: tuple[Rule, ...] = (
     rules_model.some_length,
     rules_training.samples,
@@ -53,7 +53,7 @@ _OF_PRETRAINING: tuple[Rule, ...] = (
     rules_training.per_token_loss,
     rules_training.save_interval,  # unset: an epoch
 )
-# Without an effect where nothing is trained.
+# Fields without an effect if nothing is trained.
 _OF_TRAINING: dict[str, tuple[str, ...]] = {
     "model": (
         *("attention_dropout", "hidden_dropout"),
@@ -82,15 +82,15 @@ _OF_TRAINING: dict[str, tuple[str, ...]] = {
     ),
     "profiling": tuple(field.name for field in fields_of(ProfilingConfig)),
 }
-_MICRO_BATCH = 8  # of an evaluation, where none is asked for
+_MICRO_BATCH = 8  # the default of an evaluation
 RACE = Target("RACE", tuple("ABCD"), texts=4)
 
 
 def run(task: str, arguments: list[str], launch: Launch) -> int:
-    """Finetune and evaluate; the exit code. Collective.
+    """Finetune and evaluate, and return the exit code. Collective.
 
     Raises:
-        UserError: a flag, a checkpoint or the data need mending.
+        UserError: The user must fix a flag, a checkpoint or the data.
     """
     started = time.monotonic()
     parsed = parse(task, arguments, launch.world_size)
@@ -109,11 +109,11 @@ def run(task: str, arguments: list[str], launch: Launch) -> int:
 def prepare(
     task: str, parsed: ParsedRun, world_size: int
 ) -> tuple[RunConfig, FinetuneRecipe, Finetuning]:
-    """The data read, and with it the run's length: what `pretrain` takes.
+    """Read the data, which gives the run's length, and return the arguments of `pretrain`.
 
     Raises:
-        ConfigError: a flag does not fit that length.
-        DataError: a file is not what the task expects.
+        ConfigError: A flag does not fit that length.
+        DataError: A file is not what the task expects.
     """
     options, own = parsed.extra
     target, read = find_target(task)
@@ -138,10 +138,12 @@ def prepare(
 def parse(
     task: str, arguments: list[str], world_size: int, find_start: FindStart | None = None
 ) -> ParsedRun:
-    """The command line over what the pretrained checkpoint says; the length is not known yet.
+    """Parse a command line, which changes what the pretrained checkpoint says.
+
+    The length of the run is not known yet.
 
     Raises:
-        ConfigError: all mistakes.
+        ConfigError: There are mistakes; the error names all of them.
     """
 
     def check(options: TaskConfig, own: FinetuneConfig) -> Iterator[str]:
@@ -189,7 +191,7 @@ def parse(
 
 
 def _reads(given: Mapping[str, Any]) -> set[str] | None:
-    """All flags, or with --epochs 0 those that an evaluation depends on too."""
+    """Return the fields that --epochs 0 reads, or `None` (all) for other runs."""
     if given.get("epochs") != 0:
         return None
     vain = {f"{section}.{name}" for section, names in _OF_TRAINING.items() for name in names}
@@ -197,7 +199,7 @@ def _reads(given: Mapping[str, Any]) -> set[str] | None:
 
 
 def find_target(task: str) -> tuple[Target, Callable[[str], list[Example]]]:
-    """What is to be found, and how to read a file of it."""
+    """Return the task's target, and the function that reads one of its files."""
     if task == "RACE":
         return RACE, read_race
     spec = GLUE[task]
@@ -208,13 +210,13 @@ def find_target(task: str) -> tuple[Target, Callable[[str], list[Example]]]:
 def with_length(
     config: RunConfig, own: FinetuneConfig, samples: int, world_size: int
 ) -> tuple[RunConfig, int | None]:
-    """The run with its length in iterations, and how many samples of each epoch it uses.
+    """Return the run with its length in iterations, and the samples used of each epoch.
 
     Without --keep-last an epoch ends with its last full batch; with it, every sample of each epoch
     is used, and only the last batch of the run is filled up with samples of one more.
 
     Raises:
-        ConfigError: what does not fit that length; less than a batch of samples.
+        ConfigError: A flag does not fit that length, or there is less than a batch of samples.
     """
     batch = config.training.global_batch_size
     epochs = own.epochs or 0
@@ -234,13 +236,15 @@ def with_length(
 
 
 def epoch_ends(epochs: int, samples: int, batch: int) -> frozenset[int]:
-    """The updates with which the last of an epoch's `samples` is trained on; of samples that fill
-    no batch, together with the next epoch's first."""
+    """Return the updates that train on the last of an epoch's samples.
+
+    Samples that fill no batch are trained on together with the next epoch's first.
+    """
     return frozenset(-(-epoch * samples // batch) for epoch in range(1, epochs + 1))
 
 
 def _pretrained(given: Mapping[str, Any], target: Target) -> RunOptions:
-    """The run that flags change: of the pretrained checkpoint, or of --load."""
+    """Return the run that flags change: the pretrained checkpoint's, or that of --load."""
     named = {flag: given[flag] for flag in ("train_iters", "train_samples") if flag in given}
     if named:
         flags = ", ".join("--" + flag.replace("_", "-") for flag in named)
@@ -277,9 +281,10 @@ def _pretrained(given: Mapping[str, Any], target: Target) -> RunOptions:
 
 
 def _check_head(reader: Reader, target: Target, shown: str, *, only_evaluates: bool) -> None:
-    """
+    """Check that a finetuned model has the task's head.
+
     Raises:
-        CheckpointError: the model has no head, or another than the task's.
+        CheckpointError: It has no head, or another task's.
     """
     heads = {
         name.removesuffix(".bias").removeprefix("model."): reader.global_shape(name)[0]
@@ -311,7 +316,7 @@ def _required(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def _own_order(config: RunOptions, world_size: int) -> Iterator[str]:
-    """What is of pretraining: what decides the order or the number of samples, and perplexities."""
+    """Yield mistakes of flags that belong to pretraining: sample order, lengths, perplexities."""
     if config.data.dataloader_type == "cyclic":
         yield "--dataloader-type cyclic: each epoch is shuffled anyway: drop it"
     if config.training.rampup_batch_size is not None:

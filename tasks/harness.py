@@ -42,7 +42,7 @@ def parse(
     world_size: int,
     find_start: Callable[[Mapping[str, Any]], RunOptions] | None = None,
 ) -> ParsedRun:
-    """The checked command line; see `parse_evaluation`."""
+    """Parse and check the command line (`parse_evaluation`)."""
 
     def check(options: TaskConfig, own: HarnessConfig) -> Iterator[str]:
         if not own.lm_eval_tasks:
@@ -70,17 +70,17 @@ def parse(
 
 
 def run(task: str, arguments: list[str], launch: Launch) -> int:
-    """Evaluate; the exit code. Collective.
+    """Evaluate, and return the exit code. Collective.
 
     Raises:
-        UserError: a flag, the checkpoint or a task file need mending.
+        UserError: The user must fix a flag, the checkpoint or a task file.
     """
     parsed = parse(task, arguments, launch.world_size)
     return run_evaluation(parsed, launch, partial(evaluate, parsed))
 
 
 def evaluate(parsed: ParsedRun, device: Device, layout: Layout) -> Numbers | None:
-    """Load, ask and report; the numbers, on rank 0. Collective."""
+    """Load, ask and report. Return the numbers on rank 0. Collective."""
     config = parsed.config
     options, own = parsed.extra
     folder = config.checkpoint.load
@@ -104,7 +104,7 @@ def evaluate(parsed: ParsedRun, device: Device, layout: Layout) -> Numbers | Non
 
 
 class Backend:
-    """What all processes do for the harness. Its methods are collective."""
+    """The work of all processes for the harness. Its methods are collective."""
 
     def __init__(self, loaded: Loaded, device: Device, micro_batch: int, log_interval: int) -> None:
         """Take the model; its cache is made when first needed."""
@@ -115,7 +115,7 @@ class Backend:
         self._log_interval = log_interval
 
     def score(self, samples: list[list[Any]]) -> list[list[Any]]:
-        """[tokens, how many at the end to score] -> [log-probability, whether greedy]."""
+        """Map [tokens, number to score at the end] to [log-probability, whether greedy]."""
         shown = self._loaded.layout.world.rank == 0
         scores = self._scorer.score(
             [Sample(tokens, scored) for tokens, scored in samples],
@@ -124,7 +124,7 @@ class Backend:
         return [[score.log_probability, score.is_greedy] for score in scores]
 
     def generate(self, wishes: list[dict[str, Any]]) -> list[str]:
-        """Fields of a `Wish` -> the text that follows."""
+        """Map the fields of a `Wish` to the text that follows."""
         if self._generator is None:
             self._generator = Generator(self._loaded, self._device)
         return self._generator.generate(
@@ -136,11 +136,11 @@ class Backend:
 
 
 def _ask(model: LM, own: HarnessConfig) -> dict[str, Any]:
-    """Run the harness; what `simple_evaluate` returns.
+    """Run the harness, and return the result of `simple_evaluate`.
 
     Raises:
-        ConfigError: it knows no task of a name.
-        DataError: the data of a task cannot be read.
+        ConfigError: It knows no task of a name.
+        DataError: The data of a task cannot be read.
     """
     import lm_eval
     from lm_eval.tasks import TaskManager
@@ -180,7 +180,7 @@ def _unknown(names: Sequence[str], manager: TaskManager) -> list[str]:
 
 
 def _numbers(found: Mapping[str, Any]) -> Numbers:
-    """`task metric` to its value, and the standard error under `task metric_stderr`."""
+    """Return values by `task metric`, and standard errors by `task metric_stderr`."""
     numbers: Numbers = {}
     for task, metrics in found["results"].items():
         for key, value in metrics.items():
@@ -192,7 +192,7 @@ def _numbers(found: Mapping[str, Any]) -> Numbers:
 
 
 def _kept(found: Mapping[str, Any]) -> dict[str, Any]:
-    """What the harness says of versions, shots and numbers of documents."""
+    """Return the harness's versions, shots and numbers of documents."""
     return {key: found.get(key) for key in ("versions", "n-shot", "n-samples")}
 
 
@@ -202,15 +202,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Wish:
-    """A prompt and how to go on from it.
+    """A prompt and how to continue it.
 
     Attributes:
-        prompt: tokens; cut at the front where they leave too little of the window.
-        max_new_tokens: at most so many.
-        until: texts that end the answer, and are no part of it.
-        temperature: 0: always the most likely token.
-        top_k: only the so many most likely; 0: all.
-        top_p: only the most likely that together have this probability; 0: all.
+        prompt: Tokens, cut at the front if they leave too little of the window.
+        max_new_tokens: The most tokens to generate.
+        until: Texts that end the answer, and are not part of it.
+        temperature: The sampling temperature. 0 always takes the most likely token.
+        top_k: Sample from the k most likely tokens. 0 disables the limit.
+        top_p: Sample from the most likely tokens with this total probability. 0 disables it.
     """
 
     prompt: tuple[int, ...]
@@ -222,9 +222,9 @@ class Wish:
 
 
 class Generator:
-    """Answers wishes with one model; each data-parallel copy of it has an engine and takes a share.
+    """A text generator over all data-parallel copies of a model, each with an engine and a share.
 
-    Making one and `generate` are collective over all processes of the layout.
+    Construction and `generate` are collective over all processes of the layout.
     """
 
     def __init__(self, loaded: Loaded, device: Device) -> None:
@@ -239,10 +239,10 @@ class Generator:
         )
 
     def generate(self, wishes: Sequence[Wish]) -> list[str]:
-        """One text a wish, in order, on every process. Collective.
+        """Return one text per wish, in order, on every process. Collective.
 
         Raises:
-            UserError: a request cannot be answered.
+            UserError: A request cannot be answered.
         """
         mine = range(self._data.rank, len(wishes), self._data.size)
         texts = self._answer({str(i): wishes[i] for i in mine})
@@ -263,7 +263,7 @@ class Generator:
         return texts
 
     def _take(self, event: Event, wish: Wish, answer: list[int], texts: dict[str, str]) -> None:
-        """Add a token to its answer; a finished answer goes to `texts`."""
+        """Add a token to its answer, and a finished answer to `texts`."""
         if isinstance(event, Token):
             answer.append(event.token)
             text = cut_at(self._tokenizer.detokenize(answer), wish.until)
@@ -290,13 +290,13 @@ class Generator:
 
 
 def cut_at(text: str, ends: Sequence[str]) -> str | None:
-    """`text` up to the first of the ends in it; None where there is none."""
+    """Return `text` up to the first of the ends in it, or `None` if there is none."""
     places = [place for end in ends if end and (place := text.find(end)) >= 0]
     return text[: min(places)] if places else None
 
 
 def ranks_of_copy(layout: Layout) -> Axis:
-    """The ranks of this process's copy of the model, stage by stage. Collective over the world."""
+    """Return the ranks of this process's copy of the model, stage by stage. Collective."""
     if layout.data.size == 1:
         return layout.world
     ranks = tuple(
@@ -314,7 +314,7 @@ def ranks_of_copy(layout: Layout) -> Axis:
 
 
 def _group_of(layout: Layout, ranks: tuple[int, ...]) -> ProcessGroup | None:
-    """The process group of these ranks. Every process makes every copy's, in one order."""
+    """Return the process group of these ranks. All processes make all groups in one order."""
     if len(ranks) == 1:
         return None
     import torch.distributed as dist
@@ -333,11 +333,11 @@ _END = "end"
 
 
 class Workers:
-    """Calls functions on all ranks at once.
+    """Calls from rank 0 to all ranks at once, for libraries that know of a single process.
 
     Args:
-        world: all ranks.
-        works: by name, what can be called; each is collective, and answers the same on every rank.
+        world: All ranks.
+        works: Functions by name. Each is collective, and returns the same on every rank.
     """
 
     def __init__(self, world: Axis, works: Mapping[str, Work]) -> None:
@@ -346,12 +346,12 @@ class Workers:
         self._works = works
 
     def call(self, name: str, argument: Json) -> Json:
-        """Of rank 0: do this work, the others too; its answer."""
+        """Call a function on all ranks, from rank 0, and return its answer."""
         self._exchange.on_main(lambda: [name, argument])
         return self._works[name](argument)
 
     def serve(self) -> None:
-        """Of the other ranks: do what rank 0 calls, until its end."""
+        """Do what rank 0 calls, on the other ranks, until its end."""
         while True:
             name, argument = self._exchange.on_main(lambda: None)
             if name == _END:
@@ -359,5 +359,5 @@ class Workers:
             self._works[name](argument)
 
     def end(self) -> None:
-        """Of rank 0: let the others go on."""
+        """Let the other ranks go on, from rank 0."""
         self._exchange.on_main(lambda: [_END, None])

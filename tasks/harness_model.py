@@ -16,7 +16,7 @@ from tasks.language_model import last_window
 
 
 class HarnessModel(TemplateLM):
-    """On rank 0; what it needs computed, `workers` compute."""
+    """A model on rank 0 whose computations `workers` do."""
 
     def __init__(self, loaded: Loaded, workers: Workers) -> None:
         """Take the model and the workers."""
@@ -34,18 +34,18 @@ class HarnessModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text that has nothing before it."""
+        """The token before a text that has no context."""
         return self._start[0] if self._start else self.eot_token_id
 
     @property
     def tokenizer_name(self) -> str:
-        """For the harness's caches."""
+        """The tokenizer's fingerprint, for the harness's caches."""
         return self._text.fingerprint()
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """Ids of a text; without what begins every text, where `add_special_tokens` is False."""
+        """Return a text's ids, without the start token if `add_special_tokens` is False."""
         ids = self._text.tokenize_open(string)
         return ids[len(self._start) :] if add_special_tokens is False else ids
 
@@ -61,7 +61,7 @@ class HarnessModel(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Log-probability of each whole text, every token with as full a window as there is."""
+        """Return the log-probability of each whole text, every token with the fullest window."""
         samples, owner = [], []
         for number, request in enumerate(requests):
             tokens = self.tok_encode(request.args[0], add_special_tokens=False)
@@ -75,7 +75,7 @@ class HarnessModel(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """What follows each context, up to one of the request's ends."""
+        """Return the text that follows each context, up to one of the request's ends."""
         wishes = []
         for context, given in (request.args for request in requests):
             asked = normalize_gen_kwargs(given)

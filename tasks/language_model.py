@@ -36,13 +36,13 @@ from tasks.texts import (
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a task asks of a model.
+    """A task's questions to a model.
 
     Attributes:
-        samples: to be scored.
-        summarize: their scores to the task's numbers.
-        data: what was read, in words.
-        headline: the numbers that Megatron-LM's own line shows, with its names.
+        samples: The samples to score.
+        summarize: A function from their scores to the task's numbers.
+        data: A description of what was read.
+        headline: The numbers in Megatron-LM's own line, with its names.
     """
 
     samples: list[Sample]
@@ -54,7 +54,7 @@ class Prepared:
 def prepare_wikitext(
     paths: Sequence[str], options: LanguageModelTaskConfig, tokenizer: Tokenizer, window: int
 ) -> Prepared:
-    """One text: loss a token, and perplexity a word of the text as it was before detokenization.
+    """Prepare one text: loss per token, and perplexity per word before detokenization.
 
     Words are counted with an end-of-line each, as published perplexities are.
     """
@@ -95,15 +95,17 @@ def prepare_wikitext(
 
 
 def count_words(text: str) -> int:
-    """Words between white space, and the ends of lines."""
+    """Count words between white space, and the ends of lines."""
     return len(text.split()) + text.count("\n")
 
 
 def prepare_perplexity(
     paths: Sequence[str], options: LanguageModelTaskConfig, tokenizer: Tokenizer, window: int
 ) -> Prepared:
-    """Any corpus: every document on its own, after an end-of-document token (or the one that the
-    tokenizer begins every text with)."""
+    """Prepare any corpus, every document on its own.
+
+    A document follows an end-of-document token, or the one with which the tokenizer begins texts.
+    """
     samples: list[Sample] = []
     documents = tokens = words = size = 0
     detokenize = DETOKENIZERS[detokenizer_for(paths[0], options.detokenizer)]
@@ -137,7 +139,7 @@ def prepare_perplexity(
 def prepare_lambada(
     paths: Sequence[str], options: LanguageModelTaskConfig, tokenizer: Tokenizer, window: int
 ) -> Prepared:
-    """Passages whose last token (or word, with --strict-lambada) is to be guessed."""
+    """Prepare passages whose last token (or word, with --strict-lambada) is to be guessed."""
     split = _last_word if options.strict_lambada else _last_token
     detokenize = DETOKENIZERS[options.detokenizer or "none"]
     samples, cut = [], 0
@@ -180,9 +182,9 @@ def prepare_lambada(
 
 
 def last_window(context: Sequence[int], target: Sequence[int], window: int) -> Sample:
-    """`target` scored after as much of `context` as the window holds.
+    """Return a sample that scores `target` after as much of `context` as the window holds.
 
-    Of a target that is longer than the window, its end.
+    If the target is longer than the window, only its end is scored.
     """
     target = target[-window:]
     tokens = [*context, *target][-window - 1 :]
@@ -202,9 +204,9 @@ def _last_word(text: str, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
 def encode_pair(
     tokenizer: Tokenizer, context: str, continuation: str
 ) -> tuple[list[int], list[int]]:
-    """Ids of two texts that follow each other, encoded together.
+    """Return the token ids of two texts that follow each other, encoded together.
 
-    Alone, a continuation would begin as a text does for some tokenizers: with a token of its own.
+    Encoded alone, a continuation would begin with a start token for some tokenizers.
     """
     before = tokenizer.tokenize_open(context)
     both = tokenizer.tokenize_open(context + continuation)
@@ -221,7 +223,7 @@ def _common_start(a: Sequence[int], b: Sequence[int]) -> Iterator[int]:
 
 
 def _exp(loss: float) -> float:
-    """A perplexity; of a hopeless model, infinite."""
+    """Return a perplexity; infinite for a hopeless model."""
     return math.exp(loss) if loss < 700 else math.inf
 
 
@@ -238,7 +240,7 @@ def parse(
     world_size: int,
     find_start: Callable[[Mapping[str, Any]], RunOptions] | None = None,
 ) -> ParsedRun:
-    """The checked command line; see `parse_evaluation`."""
+    """Parse and check the command line (`parse_evaluation`)."""
 
     def check(options: TaskConfig, own: LanguageModelTaskConfig) -> Iterator[str]:
         if not options.valid_data:
@@ -263,17 +265,17 @@ def parse(
 
 
 def run(task: str, arguments: list[str], launch: Launch) -> int:
-    """Evaluate; the exit code. Collective.
+    """Evaluate, and return the exit code. Collective.
 
     Raises:
-        UserError: a flag, the checkpoint or the data need mending.
+        UserError: The user must fix a flag, the checkpoint or the data.
     """
     parsed = parse(task, arguments, launch.world_size)
     return run_evaluation(parsed, launch, partial(evaluate, task, parsed))
 
 
 def evaluate(task: str, parsed: ParsedRun, device: Device, layout: Layout) -> Numbers:
-    """Load, read, score and report; the task's numbers, on every process. Collective."""
+    """Load, read, score and report. Return the task's numbers on every process. Collective."""
     config = parsed.config
     options, own = parsed.extra
     assert config.checkpoint.load is not None

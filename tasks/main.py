@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Evaluate a trained model on a downstream task, or finetune it for one.
+r"""Evaluate a trained model on a downstream task, or finetune it for one.
 
 python tasks/main.py --task LAMBADA --valid-data lambada_test.jsonl --load CHECKPOINTS
-torchrun --nproc-per-node 8 tasks/main.py --task WIKITEXT103 --valid-data wiki.test.tokens \\
+torchrun --nproc-per-node 8 tasks/main.py --task WIKITEXT103 --valid-data wiki.test.tokens \
     --load CHECKPOINTS --tensor-model-parallel-size 4
 """
 
@@ -21,7 +21,7 @@ from tasks.table import OPTIONS, PROGRAM, TASKS, find_task
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one process of a task; the exit code, as `pretrain_gpt.py`'s."""
+    """Run one process of a task, and return its exit code (as that of `pretrain_gpt.py`)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if {"-h", "--help", "--help-all"} & set(arguments):
         return run_command(lambda: _help("--help-all" in arguments))

@@ -21,12 +21,12 @@ Numbers = dict[str, Number]
 
 
 def format_number(value: Number) -> str:
-    """Whole numbers with thousands, others with six digits."""
+    """Format a whole number with thousands separators, any other with six digits."""
     return f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
 
 
 def format_table(titles: Sequence[str], rows: Sequence[Sequence[str | Number]]) -> str:
-    """Aligned columns under their titles: text to the left, numbers to the right."""
+    """Align columns under their titles: text to the left, numbers to the right."""
     cells = [[v if isinstance(v, str) else format_number(v) for v in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(titles, *cells, strict=True)]
     is_text = [all(isinstance(row[i], str) for row in rows) for i in range(len(titles))]
@@ -43,7 +43,7 @@ def format_table(titles: Sequence[str], rows: Sequence[Sequence[str | Number]]) 
 
 
 def megatron_line(task: str, headline: Mapping[str, str], numbers: Mapping[str, Number]) -> str:
-    """The line that Megatron-LM's tasks print, for what reads it."""
+    """Return the line that Megatron-LM's tasks print, for programs that read it."""
     parts = [
         f"{name}: {numbers[key]}" if name == "token ratio" else f"{name}: {numbers[key]:.4E}"
         for key, name in headline.items()
@@ -52,18 +52,22 @@ def megatron_line(task: str, headline: Mapping[str, str], numbers: Mapping[str, 
 
 
 def results_path(asked: str | None, folder: str, task: str, iteration: int) -> Path:
-    """Where the results go: the file asked for, or one in the folder of checkpoints."""
+    """Return the file asked for, or one in the folder of checkpoints."""
     if asked is not None:
         return Path(asked)
     return Path(folder) / "evaluation" / f"{task.lower()}-iter_{iteration:07d}.json"
 
 
 def check_results(asked: str | None, data: Sequence[str] | None) -> None:
-    """Before any work: a file may be written where --results says.
+    """Check before any work that --results can be written.
+
+    Args:
+        asked: The value of --results.
+        data: The files that are read.
 
     Raises:
-        ConfigError: it is one of the `data` that are read.
-        StorageError: it may not.
+        ConfigError: It is one of the files that are read.
+        StorageError: It cannot be written.
     """
     if asked is None:
         return
@@ -79,10 +83,10 @@ def check_results(asked: str | None, data: Sequence[str] | None) -> None:
 
 
 def write_results(path: Path, content: Mapping[str, Any]) -> None:
-    """Write them as JSON, durably; an older file is replaced. What is no number becomes null.
+    """Write results as JSON, durably. An older file is replaced, and NaN becomes null.
 
     Raises:
-        StorageError: the folder cannot be written.
+        StorageError: The folder cannot be written.
     """
     text = json.dumps(_finite(content), indent=2, allow_nan=False) + "\n"
     with storage_errors(path):
@@ -99,11 +103,11 @@ def _finite(value: Any) -> Any:
 
 
 class Progress:
-    """A bar where the error stream is a terminal, else a line every so often.
+    """A progress bar if the error stream is a terminal, otherwise an occasional line.
 
     Args:
-        shown: whether this process is the one that prints.
-        log_interval: batches between lines.
+        shown: Whether this process prints.
+        log_interval: Batches between lines.
     """
 
     def __init__(self, *, shown: bool, log_interval: int) -> None:
@@ -113,7 +117,7 @@ class Progress:
         self._bar: Any = None
 
     def __call__(self, batches: int, of: int) -> None:
-        """`batches` of `of` are done."""
+        """Show that `batches` of `of` are done."""
         if not self._shown:
             return
         if sys.stderr.isatty():

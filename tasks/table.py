@@ -1,4 +1,4 @@
-"""The tasks that `--task` names, in one table."""
+"""The table of the tasks that `--task` names."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Task:
     """One task.
 
     Attributes:
-        kind: what runs it.
-        help: what it is.
+        kind: The module that runs it.
+        help: A description.
     """
 
     kind: Kind
@@ -42,7 +42,7 @@ class Task:
 
 
 TASKS: dict[str, Task] = {
-    "WIKITEXT103": Task("language model", "perplexity a word of WikiText, or of another text"),
+    "WIKITEXT103": Task("language model", "perplexity per word of WikiText, or of another text"),
     "LAMBADA": Task("language model", "the last word of passages"),
     "PERPLEXITY": Task("language model", "perplexity of any corpus of documents"),
     "LM_EVAL": Task("harness", "tasks of EleutherAI's lm-evaluation-harness"),
@@ -52,7 +52,7 @@ TASKS: dict[str, Task] = {
     "SST-2": Task("finetuning", "is a film review good or bad?"),
     "CoLA": Task("finetuning", "is a sentence grammatical?"),
     "MRPC": Task("finetuning", "do two sentences say the same?"),
-    "STS-B": Task("finetuning", "how much alike are two sentences, from 0 to 5?"),
+    "STS-B": Task("finetuning", "how similar are two sentences, from 0 to 5?"),
     "QNLI": Task("finetuning", "does a sentence answer the question?"),
     "RTE": Task("finetuning", "does one text follow from the other?"),
     "WNLI": Task("finetuning", "does a sentence with a pronoun resolved follow from it?"),
@@ -62,7 +62,7 @@ _RETRIEVAL = ("ICT-ZEROSHOT-NQ", "RETRIEVER-EVAL", "RET-FINETUNE-NQ")
 
 
 def flags_elsewhere(task: str) -> dict[str, str]:
-    """Flags that belong to other tasks than this one, to what those are."""
+    """Return the flags that belong to other tasks, with the names of those tasks."""
     return {
         flag: f"{tasks}, and this is {task}"
         for kind, (config, tasks) in _OWN.items()
@@ -73,10 +73,10 @@ def flags_elsewhere(task: str) -> dict[str, str]:
 
 
 def find_task(arguments: Sequence[str]) -> str:
-    """Name of the task on a command line, by --task (the last counts) or an old flag for it.
+    """Return the task on a command line, from --task (the last counts) or an old flag for it.
 
     Raises:
-        ConfigError: it is missing or unknown, or an old flag says another.
+        ConfigError: It is missing or unknown, or an old flag says another.
     """
     known = [name for kind in OPTIONS for field in fields_of(kind) for name in field.names]
     asked: dict[str, tuple[str, str]] = {}  # by flag: as given, and the name of the task
@@ -105,5 +105,5 @@ def find_task(arguments: Sequence[str]) -> str:
 
 
 def _letters(name: str) -> str:
-    """What two spellings of a name have in common: SST2, sst-2."""
+    """Return what two spellings of a name have in common: SST2, sst-2."""
     return "".join(filter(str.isalnum, name.lower()))

@@ -18,14 +18,14 @@ HEADS = ("classification_head", "multichoice_head")  # Megatron's names
 
 @dataclass(frozen=True)
 class Guesses:
-    """Labels and guesses of some samples, in their order: numbers of classes, or numbers."""
+    """Labels and guesses of some samples in their order: class numbers, or values."""
 
     labels: tuple[float, ...]
     guesses: tuple[float, ...]
 
     @staticmethod
     def joined(parts: Iterable[Guesses]) -> Guesses:
-        """Those of all parts."""
+        """Return the guesses of all parts together."""
         every = list(parts)
         return Guesses(
             tuple(label for part in every for label in part.labels),
@@ -35,14 +35,14 @@ class Guesses:
 
 @dataclass(frozen=True)
 class Target:
-    """One of some classes, or a number.
+    """The thing to find: one of some classes, or a value.
 
     Attributes:
-        task: its name.
-        classes: their names, in order; none: a number.
-        span: lowest and highest number; None: classes.
-        texts: of a sample: 1, or as many as there are classes, one of which is right.
-        scores: names in `numbers` whose mean the best checkpoint is chosen by.
+        task: The task's name.
+        classes: Names of the classes in order; empty for a value.
+        span: The lowest and highest value; `None` for classes.
+        texts: The texts of a sample: 1, or one per class, one of which is right.
+        scores: Names in `numbers` whose mean decides which checkpoint is best.
     """
 
     task: str
@@ -58,27 +58,27 @@ class Target:
 
     @property
     def head(self) -> HeadSpec:
-        """The head of the model that is to find it."""
+        """The head of the model that finds it."""
         outputs = 1 if self.span is not None else len(self.classes) // self.texts
         return HeadSpec(outputs, self.texts)
 
     @property
     def score_name(self) -> str:
-        """What `score` is, in words."""
+        """The score in words."""
         return self.scores[0] if len(self.scores) == 1 else f"mean of {' and '.join(self.scores)}"
 
     def score(self, numbers: Numbers) -> float:
-        """The task's score in GLUE: the mean where it names two."""
+        """Return the task's score in GLUE: the mean if it names two."""
         return sum(float(numbers[name]) for name in self.scores) / len(self.scores)
 
     def numbers(self, found: Guesses) -> Numbers:
-        """Of all samples together, by name."""
+        """Return the measures of all samples together, by name."""
         if self.span is not None:
             return value_numbers(found.labels, found.guesses)
         return class_numbers(self._matrix(found))
 
     def table(self, found: Guesses) -> str:
-        """A row a class, or a row for the labels from each whole number to the next."""
+        """Return a table with one row per class, or per unit of the labels' span."""
         if self.span is not None:
             rows = band_rows(found.labels, found.guesses, self.span)
             return format_table(BAND_TITLES, rows)
@@ -86,7 +86,7 @@ class Target:
         return format_table(CLASS_TITLES, rows)
 
     def details(self, found: Guesses) -> dict[str, Any]:
-        """What the numbers do not say: how often each class was taken for each, [class][guess]."""
+        """Return how often each class was taken for each, [class][guess]; nothing for values."""
         if self.span is not None:
             return {}
         return {"classes": list(self.classes), "counts": self._matrix(found)}
@@ -100,7 +100,7 @@ CLASS_TITLES = ("class", "examples", "correct", "precision", "recall", "F1")
 
 
 def count_classes(labels: Sequence[float], guesses: Sequence[float], size: int) -> Matrix:
-    """How often each of `size` classes was taken for each."""
+    """Count how often each of `size` classes was taken for each."""
     matrix = [[0] * size for _ in range(size)]
     for label, guess in zip(labels, guesses, strict=True):
         matrix[int(label)][int(guess)] += 1
@@ -108,12 +108,12 @@ def count_classes(labels: Sequence[float], guesses: Sequence[float], size: int) 
 
 
 def accuracy(matrix: Matrix) -> float:
-    """Share of right guesses."""
+    """Return the share of right guesses."""
     return sum(matrix[i][i] for i in range(len(matrix))) / _total(matrix)
 
 
 def matthews(matrix: Matrix) -> float:
-    """Matthews' correlation of guesses and classes, of any number of classes; 0: by chance."""
+    """Return Matthews' correlation for any number of classes; 0 is chance."""
     total, right = _total(matrix), sum(matrix[i][i] for i in range(len(matrix)))
     true = [sum(row) for row in matrix]
     guessed = [sum(column) for column in zip(*matrix, strict=True)]
@@ -123,7 +123,7 @@ def matthews(matrix: Matrix) -> float:
 
 
 def class_numbers(matrix: Matrix) -> Numbers:
-    """Of all classes together; with two, F1 of the second."""
+    """Return the measures of all classes together; with two classes, also F1 of the second."""
     numbers: Numbers = {
         "number correct": sum(matrix[i][i] for i in range(len(matrix))),
         "total examples": _total(matrix),
@@ -137,7 +137,7 @@ def class_numbers(matrix: Matrix) -> Numbers:
 
 
 def class_rows(matrix: Matrix, names: Sequence[str]) -> list[list[str | Number]]:
-    """A row a class under `CLASS_TITLES`."""
+    """Return one row per class under `CLASS_TITLES`."""
     return [_class_row(name, i, matrix) for i, name in enumerate(names)]
 
 
@@ -160,26 +160,27 @@ BAND_TITLES = ("label", "examples", "mean label", "mean guess", "mean squared er
 
 
 def pearson(x: ArrayLike, y: ArrayLike) -> float:
-    """Pearson's correlation of two lists `[n]`: 1 on a rising line; 0 where one is constant."""
-    a, b = (_centred(values) for values in (x, y))
+    """Return Pearson's correlation of two lists `[n]`: 1 on a rising line, 0 if one is constant."""
+    a, b = np.asarray(x, np.float64), np.asarray(y, np.float64)
+    a, b = a - a.mean(), b - b.mean()
     below = np.sqrt((a @ a) * (b @ b))
     return 0.0 if below == 0 else float(a @ b / below)
 
 
 def spearman(x: ArrayLike, y: ArrayLike) -> float:
-    """Spearman's correlation: Pearson's of the ranks, 1 where the two have one order."""
+    """Return Spearman's correlation: Pearson's of the ranks."""
     return pearson(ranks(x), ranks(y))
 
 
 def ranks(values: ArrayLike) -> NDArray[np.float64]:
-    """Place of each value in their order, from 1, `[n]`; equal ones share the mean of theirs."""
+    """Return the rank of each value, from 1, `[n]`; equal values share their mean rank."""
     _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
     mean: NDArray[np.float64] = np.cumsum(counts) - (counts - 1) / 2
     return mean[place]
 
 
 def value_numbers(labels: Sequence[float], guesses: Sequence[float]) -> Numbers:
-    """Of all samples together."""
+    """Return the measures of all samples together."""
     return {
         "total examples": len(labels),
         "pearson": pearson(labels, guesses),
@@ -191,11 +192,12 @@ def value_numbers(labels: Sequence[float], guesses: Sequence[float]) -> Numbers:
 def band_rows(
     labels: Sequence[float], guesses: Sequence[float], span: tuple[int, int]
 ) -> list[list[str | Number]]:
-    """A row for the labels from each whole number to the next, under `BAND_TITLES`.
+    """Return one row per unit of the span under `BAND_TITLES`. Empty rows are left out.
 
     Args:
-        span: lowest and highest label; the highest belongs to the last row. A row without
-            examples is left out.
+        labels: Labels.
+        guesses: Guesses in the same order.
+        span: The lowest and highest label; the highest belongs to the last row.
     """
     x, y = np.array(labels), np.array(guesses)
     low, high = span
@@ -211,11 +213,6 @@ def band_rows(
         for start in range(low, high)
         if (here := band == start).any()
     ]
-
-
-def _centred(values: ArrayLike) -> NDArray[np.float64]:
-    array = np.asarray(values, np.float64)
-    return array - array.mean()
 
 
 def _squared_error(x: NDArray[np.float64], y: NDArray[np.float64]) -> float:

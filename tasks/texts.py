@@ -11,14 +11,14 @@ from megatron.errors import DataError
 
 
 def find_missing(flag: str, paths: Iterable[str] | None) -> Iterator[str]:
-    """One line for each path that does not exist."""
+    """Yield a line for each path that does not exist."""
     for path in paths or ():
         if not Path(path).exists():
             yield f"{flag} {path}: no such file: give the path of one"
 
 
 def find_repeated(flag: str, paths: Iterable[str] | None) -> Iterator[str]:
-    """One line for each path that names the same as one before: its samples would count twice."""
+    """Yield a line for each path given twice: its samples would count twice."""
     seen: set[Path] = set()
     for path in paths or ():
         place = Path(path).resolve()
@@ -28,10 +28,10 @@ def find_repeated(flag: str, paths: Iterable[str] | None) -> Iterator[str]:
 
 
 def read_text(path: str) -> str:
-    """A whole UTF-8 file.
+    """Return the text of a UTF-8 file.
 
     Raises:
-        DataError: it cannot be read, or is not UTF-8.
+        DataError: The file cannot be read, or is not UTF-8.
     """
     try:
         return Path(path).read_text(encoding="utf-8")
@@ -42,10 +42,10 @@ def read_text(path: str) -> str:
 
 
 def read_documents(paths: Sequence[str], key: str = "text") -> Iterator[str]:
-    """The texts of a corpus: JSON lines (.gz and .zst too), parquet; of a .txt file all of it.
+    """Yield the texts of a corpus: of JSON lines (also .gz and .zst) or parquet; a whole .txt file.
 
     Raises:
-        DataError: names the file, and the line that is not what it should be.
+        DataError: A line is not as expected. The message names it.
     """
     try:
         lines = dict.fromkeys(find_inputs(paths), 0)
@@ -98,7 +98,7 @@ _PTB: tuple[tuple[str, str], ...] = (
 
 
 def wikitext(text: str) -> str:
-    """WikiText: `@-@` and its kin, spaces around punctuation, brackets and quotes."""
+    """Undo WikiText's `@-@` and the like, and spaces around punctuation, brackets and quotes."""
     text = _replace(text.replace("s '", "s'"), _WIKITEXT)
     for opening, closing in _PAIRS:
         inside = rf"{re.escape(opening)}\s*([^{re.escape(closing)}]*?)\s*{re.escape(closing)}"
@@ -107,12 +107,12 @@ def wikitext(text: str) -> str:
 
 
 def ptb(text: str) -> str:
-    """Penn Treebank: split contractions, `N` for numbers."""
+    """Undo Penn Treebank's split contractions, and `N` for numbers."""
     return _replace(text, _PTB)
 
 
 def identity(text: str) -> str:
-    """The text as it is."""
+    """Return the text as it is."""
     return text
 
 
@@ -122,7 +122,7 @@ _IN_PATH = {"ptb": "ptb", "wiki": "wikitext", "lambada": "none"}
 
 
 def detokenizer_for(path: str, asked: str | None) -> str:
-    """Name of the detokenizer: the one asked for, else by the path."""
+    """Return the name of the detokenizer that is asked for, or that the path suggests."""
     if asked is not None:
         return asked
     return next((name for part, name in _IN_PATH.items() if part in path), "none")
