@@ -85,6 +85,7 @@ class ToolParser(argparse.ArgumentParser):
         *,
         shows_defaults: bool = False,
     ) -> None:
+        """Create a parser without flags."""
         formatter: type[argparse.HelpFormatter] = argparse.RawDescriptionHelpFormatter
         if shows_defaults:
             formatter = argparse.ArgumentDefaultsHelpFormatter

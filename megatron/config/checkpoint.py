@@ -35,7 +35,7 @@ class CheckpointConfig:
     """Checkpoints."""
 
     save: str | None = flag(
-        None, "Folder to write checkpoints to. Unset: none are written.", is_common=True
+        None, "Folder to write checkpoints to. By default none are written.", is_common=True
     )
     save_interval: int | None = flag(
         None,
@@ -63,13 +63,13 @@ class CheckpointConfig:
     )
     async_save: bool = flag(
         False,
-        "Train on while checkpoints are written: training waits only for a copy of its state in "
+        "Continue training while checkpoints are written. It only waits for a copy of its state in "
         "host memory.",
         needs=_SAVES,
     )
     keep_latest: int | None = flag(
         None,
-        "Delete all but so many of the newest checkpoints in --save.",
+        "Keep only this many of the newest checkpoints in --save.",
         unit="checkpoints",
         at_least=1,
         needs=_SAVES,
@@ -84,8 +84,8 @@ class CheckpointConfig:
     )
     mean_hours_between_failures: float | None = flag(
         None,
-        "Of the whole job, for the advice how often to save. Unset: 50,000 GPU hours, as of Llama "
-        "3's training.",
+        "Mean time between failures of the whole job, for advice on how often to save. Default: "
+        "50,000 GPU hours, as in Llama 3's training.",
         unit="hours",
         above=0,
         needs=_SAVES,
@@ -109,5 +109,5 @@ class CheckpointConfig:
         "Take the network's shape from the checkpoint under --load; it wins over flags and YAML.",
     )
     exit_on_missing_checkpoint: bool = flag(
-        False, "Leave with an error where --load holds no checkpoint, instead of starting fresh."
+        False, "Exit with an error if --load holds no checkpoint, instead of starting fresh."
     )

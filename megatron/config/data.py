@@ -91,8 +91,8 @@ class TokenizerConfig:
     )
     tiktoken_pattern: str | None = flag(
         None,
-        "How TikTokenizer cuts text into words: v1 and v2 as in Megatron, gpt2, cl100k. Unset: v2 "
-        "for .json, by name for OpenAI's files, else cl100k.",
+        "How TikTokenizer cuts text into words: v1 and v2 as in Megatron, gpt2, cl100k. Default: "
+        "v2 for .json, by name for OpenAI's files, otherwise cl100k.",
         choices=("v1", "v2", "gpt2", "cl100k"),
         needs=_TIKTOKEN,
     )
@@ -105,7 +105,8 @@ class TokenizerConfig:
     )
     tokenizer_special_tokens: tuple[str, ...] | None = flag(
         None,
-        "Special tokens of TikTokenizer. Unset: <unk> <s> </s> for .json, else <|endoftext|>.",
+        "Special tokens of TikTokenizer. Default: <unk> <s> </s> for .json, otherwise "
+        "<|endoftext|>.",
         names=("--tokenizer-special-tokens", "--tiktoken-special-tokens"),
         many=True,
         needs=_TIKTOKEN,
@@ -144,7 +145,9 @@ class DataOptions:
         "JSON file with the words of --train-data-path, --valid-data-path and --test-data-path "
         "under the keys train, valid and test: lists, texts, or null for no data.",
     )
-    data_cache_path: str | None = flag(None, "Folder for index caches. Unset: beside the dataset.")
+    data_cache_path: str | None = flag(
+        None, "Folder for index caches. Default: beside the dataset."
+    )
     mock_data: bool = flag(False, "Train on generated tokens instead of a corpus.", is_common=True)
     seq_length: int | None = flag(
         None,
@@ -174,7 +177,7 @@ class DataOptions:
     )
     dataloader_type: str | None = flag(
         None,
-        "Sample order: one global stream, or reshuffled every epoch. Unset: single.",
+        "Sample order: one global stream, or reshuffled every epoch. Default: single.",
         choices=("single", "cyclic"),
     )
     data_sharding: bool = flag(

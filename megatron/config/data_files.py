@@ -50,7 +50,7 @@ class Words:
 def read_data_files(
     config: RunOptions, by_flag: Collection[str], unread: Collection[str] = ()
 ) -> Words:
-    """The words of the files that a run names. What a flag says wins over what the YAML file says.
+    """Return the words of the files that a run names. Flags win over the YAML file.
 
     Args:
         config: as asked for.
@@ -81,7 +81,7 @@ def read_data_files(
 
 
 def _read(path: str, file: Path, words: Words) -> str | None:
-    """Take the words of a file; where that cannot be, what is wrong with it."""
+    """Take the words of a file, or return what is wrong with it."""
     named = f"{field_at(path).names[0]} {file}"
     try:
         text = _text_of(file)
@@ -100,9 +100,10 @@ def _read(path: str, file: Path, words: Words) -> str | None:
 
 
 def _text_of(file: Path) -> str:
-    """
+    """Read a file.
+
     Raises:
-        ValueError: it cannot be read, or is no text.
+        ValueError: It cannot be read, or is not text.
     """
     try:
         with open(file, "rb") as stream:
@@ -118,9 +119,10 @@ def _text_of(file: Path) -> str:
 
 
 def _object_of(text: str) -> dict[str, Any]:
-    """
+    """Parse a JSON object with a key for each split.
+
     Raises:
-        ValueError: not JSON, no object, or one that lacks a key or has one twice.
+        ValueError: It is not JSON, not an object, or lacks a key or has one twice.
     """
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -145,10 +147,10 @@ def _object_of(text: str) -> dict[str, Any]:
 
 
 def _words_of(split: str, value: Any) -> tuple[str, ...] | None:
-    """A split's words: of a text, of a list of texts and numbers; null: none.
+    """Return a split's words, from a text or a list of texts and numbers, or `None` for null.
 
     Raises:
-        ValueError: neither.
+        ValueError: It is neither.
     """
     if value is None:
         return None
@@ -164,9 +166,10 @@ def _words_of(split: str, value: Any) -> tuple[str, ...] | None:
 
 
 def _some(words: tuple[str, ...], what: str = "") -> tuple[str, ...]:
-    """
+    """Return the words.
+
     Raises:
-        ValueError: there are none.
+        ValueError: There are none.
     """
     if not words:
         raise ValueError(f"{what}holds no words")

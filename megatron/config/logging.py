@@ -44,7 +44,7 @@ class LoggingConfig:
         "Time every operation of the pipeline, and log the share of time in which stages wait "
         "beside what the schedule predicts for the times measured.",
     )
-    tensorboard_dir: str | None = flag(None, "Folder for TensorBoard. Unset: none.")
+    tensorboard_dir: str | None = flag(None, "Folder for TensorBoard. Off by default.")
     tensorboard_log_interval: int = flag(
         1, "Iterations between TensorBoard points.", unit="iterations", at_least=1, needs=_RECORDS
     )
@@ -74,14 +74,14 @@ class LoggingConfig:
     )
     log_memory_to_tensorboard: bool = flag(False, "Memory to TensorBoard.", needs=_RECORDS)
     log_world_size_to_tensorboard: bool = flag(False, "World size to TensorBoard.", needs=_RECORDS)
-    wandb_project: str | None = flag(None, "Weights & Biases project. Unset: none.")
+    wandb_project: str | None = flag(None, "Weights & Biases project. Off by default.")
     wandb_entity: str | None = flag(None, "Weights & Biases entity.")
     wandb_name: str | None = flag(
         None, "Weights & Biases run name.", names=("--wandb-name", "--wandb-exp-name")
     )
     wandb_save_dir: str | None = flag(
         None,
-        "Folder that Weights & Biases keeps its files in. Unset: wandb in the --save folder; "
+        "Folder that Weights & Biases keeps its files in. Default: wandb in the --save folder; "
         "without --save, here.",
     )
     wandb_id: str | None = flag(None, "Weights & Biases run id, to go on with a run.")
@@ -104,6 +104,6 @@ class ProfilingConfig:
     profile_ranks: tuple[int, ...] = flag((0,), "Ranks to profile.", many=True, needs=_PROFILES)
     profile_dir: str | None = flag(
         None,
-        "Folder for traces. Unset: profile in --tensorboard-dir, --save or here.",
+        "Folder for traces. Default: profile in --tensorboard-dir, --save or here.",
         needs=_PROFILES,
     )

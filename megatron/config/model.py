@@ -45,7 +45,7 @@ class ModelOptions:
     )
     decoder_num_layers: int | None = flag(
         None,
-        "Layers of a T5's decoder. Unset: as many as --num-layers.",
+        "Layers of a T5's decoder. Default: as many as --num-layers.",
         unit="layers",
         at_least=1,
         at_most=MAX_LAYERS,
@@ -60,7 +60,7 @@ class ModelOptions:
     )
     ffn_hidden_size: int | None = flag(
         None,
-        "Inner width of the MLP. Unset: 4 x hidden, or 8/3 x hidden rounded with --swiglu and "
+        "Inner width of the MLP. Default: 4 x hidden, or 8/3 x hidden rounded with --swiglu and "
         "--geglu.",
         at_least=1,
         at_most=MOST_WIDTH,
@@ -75,7 +75,7 @@ class ModelOptions:
         at_most=2**16,
     )
     kv_channels: int | None = flag(
-        None, "Size of one head. Unset: hidden / heads.", at_least=1, at_most=2**16
+        None, "Size of one head. Default: hidden / heads.", at_least=1, at_most=2**16
     )
     group_query_attention: bool = flag(False, "Share keys and values among groups of query heads.")
     num_query_groups: int = flag(
@@ -88,7 +88,7 @@ class ModelOptions:
     )
     max_position_embeddings: int | None = flag(
         None,
-        "Longest sequence the position embedding covers. Unset: --seq-length.",
+        "Longest sequence the position embedding covers. Default: --seq-length.",
         unit="tokens",
         at_least=1,
         at_most=MOST_IDS,
@@ -118,7 +118,7 @@ class ModelOptions:
     rotary_base: float = flag(10000.0, "Base of the rotary frequencies.", above=0, needs=_ROTARY)
     rotary_seq_len_interpolation_factor: int | None = flag(
         None,
-        "Divide positions by this factor before rotating. Unset: 1.",
+        "Divide positions by this factor before rotating. Default: 1.",
         at_least=1,
         needs=_ROTARY,
     )
@@ -172,7 +172,7 @@ class ModelOptions:
     )
     softmax_scale: float | None = flag(
         None,
-        "Factor of a T5's attention scores (Google's: 1.0). Unset: 1 / root of --kv-channels.",
+        "Factor of a T5's attention scores (Google's: 1.0). Default: 1 / root of --kv-channels.",
         above=0,
     )
     add_bias_linear: bool = flag(True, "Biases in the linear layers.", off="--disable-bias-linear")
@@ -205,9 +205,9 @@ class ModelOptions:
     )
     use_flash_attn: bool = flag(
         False,
-        "Insist on attention kernels that never hold all scores (GPU, fp16 or bf16): those of "
+        "Require attention kernels that never hold all scores (GPU, fp16 or bf16): those of "
         "FlashAttention 4 where flash-attn-4 is installed and they are faster (--micro-batch-size "
-        "1, no dropout, no mask), else the first of cuDNN's and PyTorch's that fits.",
+        "1, no dropout, no mask), otherwise the first of cuDNN's and PyTorch's that fits.",
     )
     masked_softmax_fusion: bool = flag(
         True,
@@ -228,9 +228,8 @@ class ModelOptions:
     )
     no_persist_layer_norm: bool = flag(
         False,
-        "Not Apex's persistent LayerNorm kernel but its other one (there is one here: the same "
-        "result).",
-        notice="there is one LayerNorm kernel, for rows of every length, and no other to turn to",
+        "Accepted for compatibility; no effect.",
+        notice="there is a single LayerNorm kernel, for rows of every length",
     )
 
     @property

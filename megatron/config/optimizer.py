@@ -75,10 +75,10 @@ class ScheduleConfig:
         at_least=1,
     )
     lr_decay_iters: int | None = flag(
-        None, "Length of the decay. Unset: the whole run.", unit="iterations", at_least=1
+        None, "Length of the decay. Default: the whole run.", unit="iterations", at_least=1
     )
     lr_decay_samples: int | None = flag(
-        None, "Length of the decay. Unset: the whole run.", unit="samples", at_least=1
+        None, "Length of the decay. Default: the whole run.", unit="samples", at_least=1
     )
     lr_warmup_fraction: float | None = flag(
         None, "Linear warm-up as a share of the decay length.", unit="0 to 1", at_least=0, below=1
@@ -91,12 +91,12 @@ class ScheduleConfig:
     min_lr: float = flag(0.0, "Smallest learning rate of the decay.", is_common=True, at_least=0)
     decoupled_lr: float | None = flag(
         None,
-        "Peak learning rate of the word embeddings and the output layer. Unset: --lr.",
+        "Peak learning rate of the word embeddings and the output layer. Default: --lr.",
         at_least=0,
     )
     decoupled_min_lr: float | None = flag(
         None,
-        "Smallest learning rate of the decay of --decoupled-lr. Unset: --min-lr.",
+        "Smallest learning rate of the decay of --decoupled-lr. Default: --min-lr.",
         at_least=0,
         needs=_DECOUPLED,
     )

@@ -117,7 +117,7 @@ class OtherFlags:
     other_programs: Mapping[str, str]
 
     @property
-    def known(self) -> tuple[OtherFlag, ...]:
+    def answered(self) -> tuple[OtherFlag, ...]:
         """Flags of Megatron's that are answered by name."""
         return (*self.refused, *self.honoured)
 

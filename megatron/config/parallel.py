@@ -33,30 +33,30 @@ class ParallelOptions:
     )
     num_layers_per_virtual_pipeline_stage: int | None = flag(
         None,
-        "Cut each stage into virtual stages of so many layers (interleaved). Unset: one part.",
+        "Cut each stage into virtual stages of this many layers (interleaved). Default: one part.",
         unit="layers",
     )
     num_virtual_stages_per_pipeline_rank: int | None = flag(
-        None, "The same by number of virtual stages. Unset: one.", unit="parts"
+        None, "The same by number of virtual stages. Default: one.", unit="parts"
     )
     pipeline_schedule: str | None = flag(
         None,
-        "Order of forward and backward passes. Unset: 1f1b, or interleaved with virtual stages.",
+        "Order of forward and backward passes. Default: 1f1b, or interleaved with virtual stages.",
         choices=("gpipe", "1f1b", "interleaved", "zero-bubble"),
     )
     pipeline_model_parallel_layout: str | None = flag(
         None, "Who holds what, for example Ett|tt|tt|ttL: E embedding, t a layer, L loss."
     )
     decoder_first_pipeline_num_layers: int | None = flag(
-        None, "Layers of the first stage. Unset: as the others.", unit="layers"
+        None, "Layers of the first stage. Default: as many as the others.", unit="layers"
     )
     decoder_last_pipeline_num_layers: int | None = flag(
-        None, "Layers of the last stage. Unset: as the others.", unit="layers"
+        None, "Layers of the last stage. Default: as many as the others.", unit="layers"
     )
     pipeline_model_parallel_split_rank: int | None = flag(
         None,
-        "Pipeline stage on which a T5's decoder begins. Unset: the layers of both halves are dealt "
-        "out alike.",
+        "Pipeline stage on which a T5's decoder begins. Default: the layers of both halves are "
+        "dealt out alike.",
         unit="stage",
     )
     account_for_embedding_in_pipeline_split: bool = flag(
@@ -125,7 +125,7 @@ class ParallelOptions:
         None,
         "What data-parallel processes share instead of each holding all of it. 0: nothing. 1: "
         "optimizer states. 2: gradients too, reduced in every micro-batch's backward. 3: weights "
-        "too, gathered layer by layer. Unset: 1 with --use-distributed-optimizer, else 0.",
+        "too, gathered layer by layer. Default: 1 with --use-distributed-optimizer, otherwise 0.",
         choices=(0, 1, 2, 3),
     )
     overlap_grad_reduce: bool = flag(

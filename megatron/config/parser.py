@@ -274,7 +274,9 @@ def _read_command_line(
     line = _CommandLine(argparse.Namespace(), [], [], set())
     others: dict[str, OtherFlag] = {}
     if names - {"", *destinations} or names & {*_READ_IN_CONTEXT, *elsewhere}:
-        others = {flag.name: flag for flag in other_flags().known if flag.name not in destinations}
+        others = {
+            flag.name: flag for flag in other_flags().answered if flag.name not in destinations
+        }
         destinations |= {name: name for name in others}
         translation = translate(given, {*own, *elsewhere})
         line.notices, line.problems = translation.notices, translation.problems

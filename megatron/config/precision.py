@@ -26,7 +26,7 @@ class PrecisionConfig:
     fp16: bool = flag(False, "Half precision weights with a loss scale.")
     bf16: bool = flag(False, "bfloat16 weights, gradients accumulated in fp32.", is_common=True)
     loss_scale: float | None = flag(
-        None, "Fixed loss scale. Unset: dynamic with fp16, else 1.", above=0, needs=_HALF
+        None, "Fixed loss scale. Default: dynamic with fp16, otherwise 1.", above=0, needs=_HALF
     )
     initial_loss_scale: float = flag(
         2.0**32, "First dynamic loss scale.", above=0, needs=_DYNAMIC_SCALE
@@ -63,7 +63,7 @@ class PrecisionConfig:
     )
     fp8_format: str | None = flag(
         None,
-        "Linear layers of attention and MLP multiply in 8 bits: e4m3 everywhere, or hybrid with "
+        "FP8 training of the linear layers of attention and MLP: e4m3 everywhere, or hybrid with "
         "e5m2 for gradients. The output head stays in 16 bits.",
         choices=("e4m3", "hybrid"),
     )
@@ -100,7 +100,7 @@ class PrecisionConfig:
     )
     fp8_wgrad: bool = flag(
         True,
-        "Products for weight gradients in 8 bits too, else in 16.",
+        "Products for weight gradients in 8 bits too, otherwise in 16.",
         off=("--no-fp8-wgrad", "--disable-fp8-wgrad"),
     )
     fp8_param_gather: bool = flag(

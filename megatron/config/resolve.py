@@ -29,7 +29,7 @@ _DERIVED = (
 
 
 def resolve(config: RunOptions, world_size: int) -> RunOptions:
-    """`config` with derived values filled in. Resolving twice changes nothing."""
+    """Return the run with derived values filled in. Resolving twice changes nothing."""
     data, precision = config.data, config.precision
     return replace(
         config,
@@ -48,7 +48,7 @@ def resolve(config: RunOptions, world_size: int) -> RunOptions:
 
 
 def data_parallel_size(config: RunOptions, world_size: int) -> int:
-    """Processes that hold a copy of the model; at least 1, so that derived values stay sensible."""
+    """Return the number of copies of the model, at least 1 so that derived values make sense."""
     parallel = config.parallel
     model = (
         parallel.tensor_model_parallel_size
@@ -73,7 +73,7 @@ def forget_derived(config: RunOptions, world_size: int) -> RunOptions:
 
 
 def longest_sequence(data: DataOptions) -> int | None:
-    """Of a sample, in tokens; None where it is not given."""
+    """Return the longest sequence of a sample in tokens, or `None` if that is not given."""
     lengths = [length for length in (data.seq_length, data.decoder_seq_length) if length]
     return max(lengths, default=None)
 
@@ -122,7 +122,7 @@ def _parallel(parallel: ParallelOptions) -> ParallelOptions:
 
 
 def _tokenizer(tokenizer: TokenizerConfig, architecture: str) -> TokenizerConfig:
-    """Megatron's entry scripts have a kind of their own each, and its examples name none."""
+    """Fill in the kind: each Megatron entry script has its own, and its examples name none."""
     if tokenizer.tokenizer_type is not None or tokenizer.vocab_file is None:
         return tokenizer
     kind = "GPT2BPETokenizer" if architecture == "gpt" else "BertWordPieceLowerCase"

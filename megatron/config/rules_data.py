@@ -1,4 +1,4 @@
-"""Checks of corpora and tokenizer. See `checks`."""
+"""Rules of corpora and tokenizer."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from megatron.config.run import RunOptions
 
 
 def tokenizer_files(tokenizer_type: str | None) -> tuple[str, ...]:
-    """The fields that a kind of tokenizer reads: its files, or its size."""
+    """Return the fields that a kind of tokenizer reads: its files, or its size."""
     also = ("vocab_size",) if tokenizer_type == "TikTokenizer" else ()
     return (*TOKENIZER_NEEDS.get(tokenizer_type or "", ()), *also)
 
 
 def _given(data: DataOptions) -> dict[str, tuple[str, ...]]:
-    """The words that name corpora, by the field of the flag that takes them."""
+    """Return the words that name corpora, by the field of the flag that takes them."""
     fields = ("data_path", *(f"{split}_data_path" for split in SPLIT_NAMES))
     words = {field: getattr(data, field) for field in fields}
     return {field: given for field, given in words.items() if given is not None}
 
 
 def _spelt(data: DataOptions, field: str) -> str:
-    """Where such words were given: a flag, or a flag and its file."""
+    """Write where such words were given: a flag, or a flag and its file."""
     flag, file = "--data-args-path", data.data_args_path
     if field != "data_path":
         flag, file = "--per-split-data-args-path", data.per_split_data_args_path
@@ -38,6 +38,7 @@ def _spelt(data: DataOptions, field: str) -> str:
 
 
 def sources(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield mistakes in which corpora are named."""
     data, given = config.data, _given(config.data)
     whole = [_spelt(data, field) for field in given if field == "data_path"]
     own = list(dict.fromkeys(_spelt(data, field) for field in given if field != "data_path"))
@@ -55,7 +56,7 @@ def sources(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def blends(config: RunOptions, world_size: int) -> Iterator[str]:
-    """One prefix, or pairs of a positive weight and a prefix."""
+    """Yield words that are neither one prefix nor pairs of a positive weight and a prefix."""
     data = config.data
     for field, words in _given(data).items():
         name = _spelt(data, field)
@@ -87,6 +88,7 @@ def _is_weight(word: str) -> bool:
 
 
 def split(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield a mistake in --split."""
     text = config.data.split
     separator = "," if "," in text else "/"
     try:
@@ -101,6 +103,7 @@ def split(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def tokenizer(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield what keeps the tokenizer from being built, or that none is named."""
     if config.tokenizer.tokenizer_type is None:
         yield (
             "--tokenizer-type is required: for example HuggingFaceTokenizer with "
@@ -111,7 +114,7 @@ def tokenizer(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def tokenizer_misfits(tokenizer: TokenizerConfig) -> Iterator[str]:
-    """What keeps a tokenizer of a known kind from being built: what is missing, or too much."""
+    """Yield what a tokenizer of a known kind lacks, or has too much of."""
     kind, count = tokenizer.tokenizer_type or "", tokenizer.vocab_extra_ids
     for field in TOKENIZER_NEEDS[kind]:
         if getattr(tokenizer, field) in (None, ""):
@@ -123,7 +126,7 @@ def tokenizer_misfits(tokenizer: TokenizerConfig) -> Iterator[str]:
 
 
 def sentinels(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Where T5's sentinels come from."""
+    """Yield that a T5's tokenizer has no sentinels."""
     kind, count = config.tokenizer.tokenizer_type, config.tokenizer.vocab_extra_ids
     if kind is None:
         return

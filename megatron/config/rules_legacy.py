@@ -1,4 +1,4 @@
-"""What cannot be written as Megatron-LM's files, said before a run and not at its first save."""
+"""Rules of what cannot be written as Megatron-LM's files, told before a run and not at a save."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from megatron.errors import ConfigError
 
 
 def legacy_files(config: RunOptions, world_size: int) -> Iterator[str]:
-    """See `checkpoint.legacy.places`, which refuses the same of a conversion."""
+    """Yield what --ckpt-format legacy has no place for.
+
+    `checkpoint.legacy.places` refuses the same in a conversion.
+    """
     checkpoint, model = config.checkpoint, config.model
     if checkpoint.ckpt_format != "legacy":
         return
@@ -54,7 +57,7 @@ def legacy_files(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def not_computed(model: ModelOptions) -> Iterator[str]:
-    """Flags of a network that Megatron-LM 23.08 cannot compute from any weights."""
+    """Yield the flags of a network that Megatron-LM 23.08 cannot compute from any weights."""
     for name, on in (
         ("--position-embedding-type relative", model.position_embedding_type == "relative"),
         ("--geglu", model.geglu),
@@ -68,12 +71,12 @@ def not_computed(model: ModelOptions) -> Iterator[str]:
 
 
 def not_kept(precision: PrecisionConfig, style: str | None, flag: str) -> Iterator[str]:
-    """What Megatron-LM 23.08 cannot go on with, where a training is to.
+    """Yield what Megatron-LM 23.08 cannot continue a training with.
 
     Args:
-        precision: of the run.
-        style: of its learning rate's decay; None: not known.
-        flag: that asks for Megatron-LM's files.
+        precision: The run's number formats.
+        style: The decay of its learning rate, or `None` if that is unknown.
+        flag: The flag that asks for Megatron-LM's files.
     """
     if precision.fp8_format and precision.fp8_recipe == "delayed":
         yield (
@@ -88,8 +91,10 @@ def not_kept(precision: PrecisionConfig, style: str | None, flag: str) -> Iterat
 
 
 def tensor_misfit(model: ModelOptions, ranks: int) -> str:
-    """Why Megatron-LM 23.08 cannot split attention among so many tensor-parallel ranks, and what it
-    can; empty where it can. Ours repeats keys and values on ranks beyond their groups."""
+    """Return why Megatron-LM 23.08 cannot split attention among so many ranks, or "".
+
+    Here keys and values are repeated on ranks beyond their groups.
+    """
     for flag, count in (
         ("--num-attention-heads", model.num_attention_heads),
         ("--num-query-groups", model.num_query_groups if model.group_query_attention else None),
@@ -103,7 +108,7 @@ def tensor_misfit(model: ModelOptions, ranks: int) -> str:
 
 
 def _misfit(config: RunOptions) -> str:
-    """Why the model is not cut as Megatron does; empty where other rules find the plan wanting."""
+    """Return why Megatron does not cut the model so, or "", also if other rules refuse the plan."""
     stages, layers = config.parallel.pipeline_model_parallel_size, config.model.num_layers or 0
     if stages < 1 or layers < 1:
         return ""

@@ -15,6 +15,7 @@ from megatron.errors import ConfigError
 
 
 def required(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield the flags that every training run must have and that are missing."""
     model, training, data = config.model, config.training, config.data
     given: dict[str, float | None] = {
         "--num-layers": model.num_layers,
@@ -31,12 +32,14 @@ def required(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def some_length(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield that the length of the run is missing."""
     training = config.training
     if training.train_iters is None and training.train_samples is None:
         yield "the length of the run is required: give --train-iters or --train-samples"
 
 
 def heads(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield head counts that do not divide as they must."""
     model = config.model
     hidden, count, groups = model.hidden_size, model.num_attention_heads, model.num_query_groups
     if not count or count < 1:
@@ -54,6 +57,7 @@ def heads(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def positions(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield mistakes in the position embedding."""
     model, data, length = config.model, config.data, longest_sequence(config.data)
     longest = model.max_position_embeddings
     if length and longest and longest < length:
@@ -83,6 +87,7 @@ def positions(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def activation_function(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield that several activation functions are named."""
     model = config.model
     chosen = [
         name
@@ -101,6 +106,7 @@ def activation_function(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def normalization(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield mistakes in the normalization."""
     if config.model.apply_layernorm_1p and config.model.normalization != "LayerNorm":
         yield (
             f"--apply-layernorm-1p goes with LayerNorm, not --normalization "
@@ -109,6 +115,7 @@ def normalization(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def precision(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield mistakes in the number formats, other than FP8."""
     numbers = config.precision
     half = numbers.fp16 or numbers.bf16
     if numbers.fp16 and numbers.bf16:
@@ -145,7 +152,7 @@ _SHOWN = {"gpt": "GPT", "bert": "BERT", "t5": "T5"}
 
 
 def architecture(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Flags that another kind of network has."""
+    """Yield flags that belong to another architecture."""
     kind = config.model.architecture
     data, parallel, model = config.data, config.parallel, config.model
     split_rank = parallel.pipeline_model_parallel_split_rank
@@ -175,7 +182,7 @@ def architecture(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def _of_sentences(data: DataOptions) -> Iterator[str]:
-    """Flags that change the samples of BERT and T5 only."""
+    """Yield flags that only change the samples of BERT and T5."""
     for name in ("mask_prob", "short_seq_prob"):
         value = getattr(data, name)
         if value != getattr(DataOptions(), name):
@@ -184,7 +191,7 @@ def _of_sentences(data: DataOptions) -> Iterator[str]:
 
 
 def relative_positions(config: RunOptions, world_size: int) -> Iterator[str]:
-    """The buckets of --position-embedding-type relative, and what it does not go with."""
+    """Yield mistakes in relative positions: their buckets, and what they do not go with."""
     model, parallel = config.model, config.parallel
     buckets, longest = model.relative_attention_num_buckets, model.relative_attention_max_distance
     if model.position_embedding_type != "relative":
@@ -224,7 +231,7 @@ def _has_virtual_stages(config: RunOptions) -> bool:
 
 
 def t5(config: RunOptions, world_size: int) -> Iterator[str]:
-    """What an encoder and a decoder need."""
+    """Yield what a T5's encoder and decoder lack."""
     if config.model.architecture != "t5":
         return
     length, parallel = config.data.decoder_seq_length, config.parallel
@@ -250,6 +257,7 @@ _OF_HISTORY = ("fp8_margin", "fp8_interval", "fp8_amax_history_len", "fp8_amax_c
 
 
 def fp8(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield mistakes in the settings of FP8 training."""
     numbers = config.precision
     yield from _history(numbers)
     yield from _gather(config)

@@ -49,6 +49,7 @@ def layout(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def pipeline(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield why the layers do not divide over the pipeline as asked."""
     parallel, layers = config.parallel, config.model.num_layers
     stages = parallel.pipeline_model_parallel_size
     most = max(stages, layers or 0, config.model.decoder_num_layers or 0)
@@ -78,6 +79,7 @@ def pipeline(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def tensor_parallel(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield why the network or its sequences do not divide over tensor-parallel processes."""
     parallel, model = config.parallel, config.model
     tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     groups, head, length = model.num_query_groups, model.kv_channels or 0, config.data.seq_length
@@ -113,6 +115,7 @@ def tensor_parallel(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def context(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield mistakes in context parallelism."""
     size, length = config.parallel.context_parallel_size, config.data.seq_length
     if size <= 1:
         return
@@ -144,6 +147,7 @@ def _all_to_all(config: RunOptions, shown: str) -> Iterator[str]:
 
 
 def sharding(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield mistakes in what data-parallel processes share."""
     parallel = config.parallel
     stage = parallel.zero_stage or 0
     if parallel.use_distributed_optimizer and stage == 0:
@@ -161,6 +165,7 @@ def sharding(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def torch_ddp(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield what does not go with --DDP-impl torch."""
     parallel = config.parallel
     if parallel.ddp_impl != "torch":
         return
@@ -183,7 +188,7 @@ def torch_ddp(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def no_effect(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Notices: what is done anyway, and what one process has nobody to do it with."""
+    """Yield notices of what is done anyway, and of what a single process cannot share."""
     parallel = config.parallel
     if data_parallel_size(config, world_size) * parallel.context_parallel_size == 1:
         yield from _alone(config)
@@ -224,6 +229,7 @@ _OVERLAP = "--tp-comm-overlap"
 
 
 def overlap(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield what does not go with --tp-comm-overlap."""
     parallel = config.parallel
     if not parallel.tp_comm_overlap or parallel.tensor_model_parallel_size <= 1:
         return  # of the latter there is a notice
@@ -237,7 +243,7 @@ def overlap(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def _not_with_overlap(config: RunOptions) -> Iterator[tuple[str, str]]:
-    """Flags with which it does not go, and why."""
+    """Yield the flags that --tp-comm-overlap excludes, each with the reason."""
     parallel, numbers, training = config.parallel, config.precision, config.training
     if numbers.fp8_format is not None and numbers.fp8_recipe == "rowwise":
         yield (
@@ -261,12 +267,13 @@ def _not_with_overlap(config: RunOptions) -> Iterator[tuple[str, str]]:
 
 
 def overlap_no_effect(config: RunOptions) -> Iterator[str]:
-    """Notices: what changes nothing."""
+    """Yield a notice if the overlap changes nothing."""
     if config.parallel.tp_comm_overlap and config.parallel.tensor_model_parallel_size == 1:
         yield f"{_OVERLAP}: one tensor-parallel process: there is nothing to send"
 
 
 def graphs(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield what does not go with recorded passes (--cuda-graph-impl)."""
     training = config.training
     shown = f"--cuda-graph-impl {training.cuda_graph_impl}"
     if training.cuda_graph_impl == "none":
@@ -292,7 +299,7 @@ def graphs(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def _not_recorded(config: RunOptions) -> Iterator[tuple[str, str]]:
-    """Flags under which a pass cannot be recorded, or would differ from the recording; and why."""
+    """Yield flags under which a pass cannot be recorded or would differ, each with the reason."""
     training, parallel, data = config.training, config.parallel, config.data
     if training.recompute_granularity is not None:
         yield (
@@ -328,7 +335,7 @@ def _not_recorded(config: RunOptions) -> Iterator[tuple[str, str]]:
 
 
 def _not_recorded_when_split(config: RunOptions) -> Iterator[tuple[str, str]]:
-    """The same of layers that are split over processes."""
+    """Yield the same for layers that are split over processes."""
     model, parallel = config.model, config.parallel
     dropouts = {"--attention-dropout": model.attention_dropout}
     if parallel.sequence_parallel:
@@ -351,12 +358,14 @@ _OLDEST_FP8 = (8, 9)
 
 
 def device(config: RunOptions, device: Device, neighbours: int) -> Iterator[str]:
-    """One line for each flag that the device has nothing for.
+    """Yield a line for each flag that the device does not support.
+
+    Not among `checks.RULES`: those hold for a dry run too, which may be for other machines.
 
     Args:
-        config: of the run.
-        device: of one of its processes.
-        neighbours: processes of this one's machine, it among them.
+        config: The run.
+        device: The device of one of its processes.
+        neighbours: The number of processes on this machine, this one included.
     """
     if device.is_gpu:
         fp8 = config.precision.fp8_format

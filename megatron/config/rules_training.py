@@ -1,4 +1,4 @@
-"""Checks of batches, length, schedules, recomputation, saving and logging. See `checks`."""
+"""Rules of batches, length, schedules, recomputation, saving and logging."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ _MOST_PASSES = 2**20  # of an update: a pipeline's schedule lists every one
 
 
 def batch_size(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield that the global batch does not divide over micro-batches and processes."""
     micro, total = config.training.micro_batch_size, config.training.global_batch_size
     copies = data_parallel_size(config, world_size)
     if micro and micro > 0 and total and total > 0 and total % (micro * copies):
@@ -27,6 +28,7 @@ def batch_size(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def batch_size_ramp(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield mistakes in --rampup-batch-size."""
     ramp, training = config.training.rampup_batch_size, config.training
     if ramp is None:
         return
@@ -58,6 +60,7 @@ def batch_size_ramp(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def length(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield lengths that exclude each other or count different units."""
     training, schedule = config.training, config.schedule
     iters, samples = training.train_iters, training.train_samples
     if iters is not None and samples is not None:
@@ -90,6 +93,7 @@ def length(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def left_out(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield mistakes in --iterations-to-skip."""
     below = [number for number in config.training.iterations_to_skip or () if number < 0]
     if below:
         yield (
@@ -99,6 +103,7 @@ def left_out(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def learning_rate(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield mistakes in the learning rates."""
     schedule = config.schedule
     if schedule.lr is not None and schedule.min_lr > schedule.lr:
         yield f"--min-lr {schedule.min_lr:g} is above --lr {schedule.lr:g}: lower it"
@@ -128,6 +133,7 @@ def _decoupled_learning_rate(schedule: ScheduleConfig) -> Iterator[str]:
 
 
 def wsd_decay(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield mistakes in the decay at the end of --lr-decay-style WSD."""
     schedule = config.schedule
     lengths = {
         "--lr-wsd-decay-iters": schedule.lr_wsd_decay_iters,
@@ -151,8 +157,11 @@ def wsd_decay(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def warm_up(config: RunOptions, world_size: int) -> Iterator[str]:
-    """How the warm-up, and WSD's decay at the end, fit into the whole schedule. `length` sees to it
-    that all are counted in one unit, so neither the global batch nor its ramp-up matters."""
+    """Yield why warm-up and WSD's final decay do not fit into the schedule.
+
+    `length` ensures that all are counted in one unit, so neither the global batch nor its ramp-up
+    matters.
+    """
     schedule, training = config.schedule, config.training
     fraction = schedule.lr_warmup_fraction
     for unit, warmup, anneal, decay, whole in (
@@ -183,7 +192,7 @@ def warm_up(config: RunOptions, world_size: int) -> Iterator[str]:
 def _wsd_overlap(
     unit: str, anneal: int, warmup: int, fraction: float | None, end: int, source: str
 ) -> Iterator[str]:
-    """A decay at the end that begins within the warm-up, or before the run."""
+    """Yield that the final decay begins within the warm-up, or before the run."""
     shown = f"--lr-wsd-decay-{unit} {anneal}"
     if anneal > end:
         yield f"{shown} must be at most {source}: lower it"
@@ -198,6 +207,7 @@ def _wsd_overlap(
 
 
 def weight_decay(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield mistakes in the weight-decay ramp."""
     optimizer = config.optimizer
     start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
     style = optimizer.weight_decay_incr_style
@@ -220,6 +230,7 @@ def weight_decay(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def recomputation(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield flags of recomputation that do not go together."""
     training, layers = config.training, config.model.num_layers
     granularity, method = training.recompute_granularity, training.recompute_method
     count = training.recompute_num_layers
@@ -244,6 +255,7 @@ def recomputation(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def per_token_loss(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield that a loss of samples cannot be averaged over tokens."""
     model = config.model
     has_order = model.architecture == "bert" and model.bert_binary_head
     if config.training.calculate_per_token_loss and has_order:
@@ -254,6 +266,7 @@ def per_token_loss(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def nonfinite(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield flags about bad numbers that contradict each other."""
     training = config.training
     if training.on_nonfinite == "skip" and not training.check_for_nan_in_loss_and_grad:
         yield (
@@ -263,6 +276,7 @@ def nonfinite(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def save_interval(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield that --save has no interval."""
     checkpoint = config.checkpoint
     intervals = (checkpoint.save_interval, checkpoint.save_interval_in_mins)
     if checkpoint.save is not None and intervals == (None, None):
@@ -273,7 +287,7 @@ def save_interval(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def retention(config: RunOptions, world_size: int) -> Iterator[str]:
-    """What is kept for good must be saved."""
+    """Yield that checkpoints to retain would never be saved."""
     checkpoint = config.checkpoint
     retained, interval = checkpoint.save_retain_interval, checkpoint.save_interval
     if checkpoint.save is None or not retained or retained < 1:
@@ -290,7 +304,7 @@ def retention(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def checkpoint_names(config: RunOptions, world_size: int) -> Iterator[str]:
-    """safetensors opens no path of other bytes: what was saved could not be loaded."""
+    """Yield folders whose path is not UTF-8: safetensors could not load what was saved there."""
     for name, folder in (("--save", config.checkpoint.save), ("--load", config.checkpoint.load)):
         path = folder and os.path.abspath(folder)
         try:
@@ -300,6 +314,7 @@ def checkpoint_names(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def saving(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield flags that need --load or --save."""
     checkpoint = config.checkpoint
     if checkpoint.load is None:
         for name, on in (
@@ -315,12 +330,14 @@ def saving(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def dry_run(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield flags that need --dry-run."""
     training = config.training
     if training.dry_run_world_size is not None and not training.dry_run:
         yield f"--dry-run-world-size {training.dry_run_world_size} needs --dry-run"
 
 
 def profiling(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield mistakes in the profile's range and ranks."""
     profiling = config.profiling
     if not profiling.profile:
         return
@@ -336,6 +353,7 @@ def profiling(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def logging(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield log flags that lack another one."""
     logging = config.logging
     if logging.log_pipeline_bubble and config.parallel.pipeline_model_parallel_size == 1:
         yield (
@@ -353,7 +371,7 @@ def logging(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def samples(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Numbers that are fine alone, and together count more samples than can be counted."""
+    """Yield numbers that are fine alone, but together exceed the samples that can be counted."""
     training, evaluation = config.training, config.evaluation
     iterations, batch = training.train_iters, training.global_batch_size
     if not batch or batch < 1:
@@ -377,7 +395,7 @@ def samples(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def passes(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Micro-batches of one update."""
+    """Yield that an update has too many micro-batches."""
     micro, batch = config.training.micro_batch_size, config.training.global_batch_size
     if not micro or not batch or micro < 1:
         return

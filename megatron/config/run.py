@@ -91,20 +91,20 @@ def narrow(options: RunOptions, into: type[Run]) -> Run:
 
 
 def sections() -> dict[str, type]:
-    """Section name to its dataclass, in the order of `--help`."""
+    """Return section name to dataclass, in the order of `--help-all`."""
     hints = get_type_hints(RunOptions)
     return {entry.name: hints[entry.name] for entry in fields(RunOptions)}
 
 
 def field_at(path: str) -> Field:
-    """The field that a "section.field" names, for example "model.num_layers"."""
+    """Return the field that a "section.field" names, for example "model.num_layers"."""
     section, name = path.split(".")
     (found,) = (entry for entry in fields_of(sections()[section]) if entry.name == name)
     return found
 
 
 def flatten(config: RunOptions) -> dict[str, Any]:
-    """Every value by "section.field", for example "model.num_layers"."""
+    """Return every value by "section.field", for example "model.num_layers"."""
     return {
         f"{section.name}.{entry.name}": getattr(part, entry.name)
         for section in fields(config)
@@ -114,7 +114,7 @@ def flatten(config: RunOptions) -> dict[str, Any]:
 
 
 def with_values(config: Run, values: Mapping[str, Any]) -> Run:
-    """`config` with the given "section.field" values: `flatten` the other way round."""
+    """Return a run with other "section.field" values: the inverse of `flatten`."""
     changed: dict[str, dict[str, Any]] = {}
     for path, value in values.items():
         section, name = path.split(".")
@@ -125,8 +125,10 @@ def with_values(config: Run, values: Mapping[str, Any]) -> Run:
 
 
 def evaluations_until(config: RunOptions, iteration: int) -> int:
-    """How many times a run has evaluated once it has done so many iterations: at none of those that
-    --iterations-to-skip leaves out."""
+    """Return how many times a run has evaluated after so many iterations.
+
+    It does not evaluate at those that --iterations-to-skip leaves out.
+    """
     interval = config.evaluation.eval_interval
     left_out = {number + 1 for number in config.training.iterations_to_skip or ()}
     missed = sum(number <= iteration and number % interval == 0 for number in left_out)

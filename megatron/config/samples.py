@@ -14,31 +14,33 @@ _MOST_SAMPLES = 10_000_000  # of a file, which is read whole where it is gone on
 class SamplesConfig:
     """Samples."""
 
-    prompt: str | None = flag(None, "Text to go on from; the result is printed.")
+    prompt: str | None = flag(None, "Prompt to continue; the result is printed.")
     sample_input_file: str | None = flag(
         None,
         'File of prompts, one a line; of *.jsonl the "prompt" or else the "text" of each object.',
     )
     sample_output_file: str | None = flag(
         None,
-        "JSON lines for what follows them. A file that is there is gone on with. Unset: the input "
+        "JSON lines for what follows them. An existing file is continued. Default: the input "
         "file with .out behind its name.",
     )
     num_samples: int = flag(
         0, "Texts without a prompt, or with --prompt texts for it (then 0 is 1).", unit="texts"
     )
     genfile: str | None = flag(
-        None, "JSON lines for texts without a prompt, as --sample-output-file. Unset: printed."
+        None, "JSON lines for texts without a prompt, as --sample-output-file. Default: printed."
     )
     out_seq_length: int = flag(
         1024,
         "Tokens of an answer, at most; prompt and answer together also end at the model's window.",
         unit="tokens",
     )
-    greedy: bool = flag(False, "Always the most likely token.")
+    greedy: bool = flag(False, "Always choose the most likely token.")
     temperature: float = flag(1.0, "Divides scores before a token is drawn; 0: greedy.")
     top_k: int = flag(
-        0, "Only the so many most likely tokens. 0: all.", names=("--top_k", "--top-k")
+        0,
+        "Sample from the k most likely tokens. 0 disables the limit.",
+        names=("--top_k", "--top-k"),
     )
     top_p: float = flag(
         0.0,

@@ -19,13 +19,15 @@ class ServerConfig:
     )
     port: int = flag(5000, "Port to listen on. 0: any free one, which is printed.")
     auth_token_file: str | None = flag(
-        None, "File with a token that clients must send. Unset: clients of this machine only."
+        None,
+        "File with a token that clients must send. By default only this machine is served.",
     )
     served_model_name: str | None = flag(
-        None, "The model's name for clients of OpenAI's API. Unset: after the --load folder."
+        None,
+        "The model's name for clients of OpenAI's API. Default: the name of the --load folder.",
     )
     chat_template: str | None = flag(
-        None, "File with a Jinja chat template. Unset: the one beside the tokenizer."
+        None, "File with a Jinja chat template. Default: the one beside the tokenizer."
     )
     legacy_status_codes: bool = flag(
         False, "PUT /api answers most mistakes as Megatron-LM does: with status 200 and a string."
@@ -39,7 +41,7 @@ class ServerConfig:
     )
     out_seq_length: int | None = flag(
         None,
-        "Longest text, prompt and answer together. Unset: as long as the model's positions go.",
+        "Longest text, prompt and answer together. Default: as long as the model's positions go.",
         unit="tokens",
     )
     max_tokens_to_oom: int = flag(
@@ -48,14 +50,14 @@ class ServerConfig:
         unit="tokens",
     )
     max_batch_size: int = flag(
-        256, "Sequences that are computed at a time; others wait.", unit="sequences"
+        256, "Sequences that are computed at once; others wait.", unit="sequences"
     )
     max_queued_requests: int = flag(
         1024, "Sequences that run or wait; more are refused with status 429.", unit="sequences"
     )
     cache_tokens: int | None = flag(
         None,
-        "Size of the key-value cache. Unset: what fits in memory, as far as it is of use.",
+        "Size of the key-value cache. Default: what fits in memory and is useful.",
         unit="tokens",
     )
     max_body_bytes: int = flag(1 << 20, "Larger requests are refused.", unit="bytes")

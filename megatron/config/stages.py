@@ -57,12 +57,12 @@ class ModelPart:
 
 
 def whole_model(num_layers: int) -> ModelPart:
-    """All in one part."""
+    """Return all layers in one part."""
     return ModelPart(range(num_layers), embedding=True, head=True)
 
 
 def plan_model(model: ModelOptions, config: ParallelOptions) -> list[ModelPart]:
-    """The parts of a model, first to last. A decoder's layers follow those of its encoder."""
+    """Return the parts of a model, first to last. A decoder's layers follow its encoder's."""
     encoder, decoder = model.num_layers, model.decoder_num_layers or 0
     assert encoder is not None, "a rule asks for it"
     return plan_parts(encoder + decoder, config, decoder_layers=decoder)
@@ -103,18 +103,18 @@ def plan_parts(
 
 
 def dealing_flags(config: ParallelOptions) -> list[str]:
-    """The given flags that deal out layers by numbers: none of them goes with a layout string."""
+    """Return the given flags that deal out layers by numbers; a layout string excludes them."""
     return _shown(config, _DEALING)
 
 
 def with_layout(config: Parallel, text: str) -> Parallel:
-    """With a layout string in the place of what else deals out layers."""
+    """Return the flags with a layout string instead of whatever else deals out layers."""
     unset = {name: getattr(_UNSET, name) for name in _DEALING}
     return replace(config, pipeline_model_parallel_layout=text, **unset)
 
 
 def _shown(config: ParallelOptions, names: Iterable[str]) -> list[str]:
-    """Those that were given, as on a command line."""
+    """Write those that were given, as on a command line."""
     given = {name: getattr(config, name) for name in names}
     return [
         f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
@@ -124,7 +124,7 @@ def _shown(config: ParallelOptions, names: Iterable[str]) -> list[str]:
 
 
 def parts_of_stage(parts: list[ModelPart], stage: int, stages: int) -> list[ModelPart]:
-    """The chunks that one stage holds, in order."""
+    """Return the chunks that one stage holds, in order."""
     return parts[stage::stages]
 
 
@@ -239,22 +239,24 @@ def _check_no_idle_stage(parts: list[ModelPart], config: ParallelOptions) -> Non
 
 
 def _shown_ends(config: ParallelOptions) -> str:
-    """The numbers of layers of the first and the last stage that were given."""
+    """Write the given numbers of layers of the first and the last stage."""
     return " and ".join(_shown(config, _ENDS))
 
 
 def _counted_extras(config: ParallelOptions) -> int:
-    """Embedding and loss, where they count as a layer each."""
+    """Return how many of embedding and loss count as a layer."""
     return int(config.account_for_embedding_in_pipeline_split) + int(
         config.account_for_loss_in_pipeline_split
     )
 
 
 def _even_counts(num_layers: int, config: ParallelOptions, shown: str) -> list[int]:
-    """Layers of each part: equal, but for fixed first and last stages and counted extras.
+    """Return the layers of each part: equal, except for fixed ends and counted extras.
 
     Args:
-        shown: the number of layers by its flags.
+        num_layers: The layers to deal out.
+        config: The flags of parallelism.
+        shown: The number of layers by its flags.
     """
     stages = config.pipeline_model_parallel_size
     chunks = chunks_of(num_layers, config)
@@ -279,7 +281,7 @@ def _even_counts(num_layers: int, config: ParallelOptions, shown: str) -> list[i
 
 
 def _split_counts(encoder: int, decoder: int, config: ParallelOptions) -> list[int]:
-    """Encoder layers on the stages below the split rank, decoder layers on the others."""
+    """Return encoder layers for the stages below the split rank, decoder layers for the others."""
     stages, split = config.pipeline_model_parallel_size, config.pipeline_model_parallel_split_rank
     assert split is not None
     shown = f"--pipeline-model-parallel-split-rank {split}"
@@ -316,7 +318,7 @@ def _split_counts(encoder: int, decoder: int, config: ParallelOptions) -> list[i
 
 
 def _fixed_ends(num_layers: int, chunks: int, config: ParallelOptions, shown: str) -> list[int]:
-    """The first and last stage hold a given number; the others share the rest equally."""
+    """Give first and last stage their numbers, and let the others share the rest equally."""
     stages, given = config.pipeline_model_parallel_size, _shown_ends(config)
     if stages == 1:
         raise ConfigError(
@@ -345,16 +347,19 @@ def _fixed_ends(num_layers: int, chunks: int, config: ParallelOptions, shown: st
 
 
 def parse_layout(text: str, num_layers: int, stages: int, shown: str) -> list[int]:
-    """Layers of each part from a string such as `Ett|tt|tt|ttL`.
+    """Return the layers of each part from a string such as `Ett|tt|tt|ttL`.
 
     `E` embedding, `t` a layer, `L` loss, `|` next part; `t*3` and `(tt|)*2` repeat. Parts are in
     the order of the model, a T5's encoder first.
 
     Args:
-        shown: the number of layers by its flags.
+        text: The layout string.
+        num_layers: The layers that it must name.
+        stages: The pipeline stages.
+        shown: The number of layers by its flags.
 
     Raises:
-        ConfigError: unreadable, or not this model on these stages.
+        ConfigError: It cannot be read, or does not fit this model on these stages.
     """
     parts = _expand(text)
     if not parts[0].startswith("E") or not parts[-1].endswith("L"):
@@ -373,7 +378,7 @@ def parse_layout(text: str, num_layers: int, stages: int, shown: str) -> list[in
 
 
 def _expand(text: str) -> list[str]:
-    """The string without repetitions, cut at `|`."""
+    """Return the string without repetitions, cut at `|`."""
     stack: list[list[str]] = [[]]
     position = 0
     while position < len(text.rstrip()):

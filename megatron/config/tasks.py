@@ -11,13 +11,13 @@ from megatron.config.fields import flag
 class TaskConfig:
     """Task."""
 
-    task: str | None = flag(None, "What to do; docs/tasks.md has the list.")
+    task: str | None = flag(None, "The task; docs/tasks.md lists them.")
     valid_data: tuple[str, ...] | None = flag(
         None, "Files (for RACE folders) to evaluate on.", many=True
     )
     results: str | None = flag(
         None,
-        "JSON file for the results. Unset: TASK-iter_N.json in a folder `evaluation` beside the "
+        "JSON file for the results. Default: TASK-iter_N.json in a folder `evaluation` beside the "
         "checkpoint.",
     )
 
@@ -34,7 +34,7 @@ class LanguageModelTaskConfig:
     )
     detokenizer: str | None = flag(
         None,
-        "How to undo a corpus's own tokenization. Unset: by `wiki`, `ptb` or `lambada` in the "
+        "How to undo a corpus's own tokenization. Default: by `wiki`, `ptb` or `lambada` in the "
         "path of --valid-data, else none.",
         choices=("wikitext", "ptb", "none"),
     )
@@ -51,10 +51,10 @@ class HarnessConfig:
         None, "Folder of further task files. Their code is run."
     )
     lm_eval_num_fewshot: int | None = flag(
-        None, "Examples before each question. Unset: as each task has it.", unit="examples"
+        None, "Examples before each question. Default: as each task has it.", unit="examples"
     )
     lm_eval_limit: float | None = flag(
-        None, "Only so many documents of each task; below 1 a share of them. Unset: all."
+        None, "Use only this many documents of each task, or a share if below 1. Default: all."
     )
 
 
@@ -65,9 +65,7 @@ class FinetuneConfig:
     train_data: tuple[str, ...] | None = flag(
         None, "Files (for RACE folders) to train on.", many=True
     )
-    epochs: int | None = flag(
-        None, "How often to train on all of --train-data. 0: only evaluate.", unit="epochs"
-    )
+    epochs: int | None = flag(None, "Passes over --train-data. 0: only evaluate.", unit="epochs")
     pretrained_checkpoint: str | None = flag(
         None, "Folder of the pretrained BERT to start from: ours, Megatron's or Hugging Face's."
     )

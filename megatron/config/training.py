@@ -31,7 +31,7 @@ class TrainingOptions:
     )
     global_batch_size: int | None = flag(
         None,
-        "Samples of one update over all processes. Unset: micro batch x data-parallel size.",
+        "Samples of one update over all processes. Default: micro batch x data-parallel size.",
         unit="samples",
         is_common=True,
         at_least=1,
@@ -74,32 +74,32 @@ class TrainingOptions:
     )
     recompute_granularity: str | None = flag(
         None,
-        "What to recompute in backward: whole layers or the attention core. Unset: nothing.",
+        "What to recompute in backward: whole layers or the attention core. Default: nothing.",
         choices=("full", "selective"),
     )
     recompute_method: str | None = flag(
         None,
-        "With full: every group of --recompute-num-layers, or only the first so many layers.",
+        "With full: recompute all layers in groups of --recompute-num-layers, or only that many.",
         choices=("uniform", "block"),
     )
     recompute_num_layers: int | None = flag(
         None,
-        "Layers a group (uniform) or layers recomputed (block). Unset: 1.",
+        "Layers a group (uniform) or layers recomputed (block). Default: 1.",
         unit="layers",
         at_least=1,
     )
     exit_interval: int | None = flag(
         None,
-        "Save and leave when the iteration is a multiple of this.",
+        "Save and exit when the iteration is a multiple of this.",
         unit="iterations",
         at_least=1,
     )
     exit_duration_in_mins: int | None = flag(
-        None, "Save and leave after this time.", unit="minutes", at_least=1
+        None, "Save and exit after this time.", unit="minutes", at_least=1
     )
     exit_signal_handler: bool = flag(
         True,
-        "Save and leave on SIGTERM or SIGINT.",
+        "Save and exit on SIGTERM or SIGINT.",
         names="--exit-signal-handler",
         off="--no-exit-signal-handler",
     )
@@ -111,7 +111,7 @@ class TrainingOptions:
     )
     max_nonfinite_skips: int = flag(
         10,
-        "With --on-nonfinite skip: stop after so many in a row.",
+        "With --on-nonfinite skip: stop after this many in a row.",
         unit="iterations",
         at_least=1,
         needs=_SKIPS,
@@ -150,11 +150,11 @@ class TrainingOptions:
         3, "With --cuda-graph-impl: iterations before the first recording.", unit="iterations"
     )
     dry_run: bool = flag(
-        False, "Check everything, print parameters, layout, memory and tokens a step, and leave."
+        False, "Check everything, print parameters, layout, memory and tokens a step, and exit."
     )
     dry_run_world_size: int | None = flag(
         None,
-        "Pretend this many processes with --dry-run. Unset: as launched.",
+        "Pretend this many processes with --dry-run. Default: as launched.",
         unit="processes",
         at_least=1,
     )

@@ -352,7 +352,7 @@ def test_what_a_run_needs(name: str) -> None:
             "--iterations-to-skip 40 41: --train-iters 40 end before: nothing is left out there",
         ),
         ("--skip-train", "--skip-train without --load: evaluating an untrained model"),
-        ("--no-persist-layer-norm", "--no-persist-layer-norm: there is one LayerNorm kernel"),
+        ("--no-persist-layer-norm", "--no-persist-layer-norm: there is a single LayerNorm kernel"),
         ("--use-cpu-initialization", "--use-cpu-initialization: every device draws"),
         ("--sequence-parallel", "--sequence-parallel: one tensor-parallel process"),
         (

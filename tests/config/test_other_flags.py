@@ -55,11 +55,11 @@ def test_every_entry_is_well_formed() -> None:
 
 def test_names_are_unique_and_no_field_has_one() -> None:
     table = other_flags()
-    names = Counter(flag.name for flag in (*table.known, *table.translated))
+    names = Counter(flag.name for flag in (*table.answered, *table.translated))
     names.update({(flag.name, flag.value) for flag in table.gone})
     names.update(table.other_programs.keys())
     assert [name for name, count in names.items() if count > 1] == []
-    whole = {flag.name for flag in table.known} | {*table.other_programs}
+    whole = {flag.name for flag in table.answered} | {*table.other_programs}
     whole |= {flag.name for flag in table.gone if flag.value is None}
     assert whole & _FIELDS == set()
 
