@@ -34,7 +34,7 @@ class Answer(ABC):
 
     Attributes:
         request: What it answers.
-        sequences: Its sequences, all of which the scheduler has.
+        sequences: Its sequences. The scheduler has all of them.
     """
 
     def __init__(self, request: Request) -> None:

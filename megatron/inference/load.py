@@ -75,7 +75,7 @@ def serving_context(config: ModelRun, layout: Layout, device: Device) -> BuildCo
 
     Args:
         config: What the model was trained with.
-        layout: This process among the others.
+        layout: Who this process is.
         device: Where it runs.
     """
     row_product = choose_row_product(device.torch_device)

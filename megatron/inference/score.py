@@ -34,7 +34,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Sample:
-    """Tokens, the last of which are to be scored.
+    """A sequence of tokens whose last ones are to be scored.
 
     Attributes:
         tokens: At most one more than the model's window, because the last one is only a target.

@@ -234,7 +234,7 @@ class MegatronApi:
         if not values["no_log"]:
             logger.info("/api %.2000s", dict(body))
         start = service.begun(()) if values["add_BOS"] else ()
-        # A text of which the tokenizer keeps nothing is an empty one too.
+        # The tokenizer may keep nothing of a text, which then counts as empty.
         prompts = [service.begun(start + await service.tokenize(t)) for t in values["prompts"]]
         self._check_length(prompts, values)
         banned: tuple[tuple[int, int], ...] = ()
