@@ -310,7 +310,7 @@ def lay_out(
     ends: Collection[int] = (),
     keeps_whole: bool = False,
 ) -> list[tuple[Span, list[tuple[int, Span]]]]:
-    """ParameterPlace tensors in buckets of at least `limit` elements.
+    """Place tensors in buckets of at least `limit` elements.
 
     Every slot starts at a multiple of `alignment`. Buckets follow one another without gaps; only
     the last may be smaller than the limit, and those that must end. Each is padded, so that it

@@ -52,7 +52,7 @@ class Pending:
     transfer: Transfer | None = None
 
     def wait(self) -> Tensor:
-        """The result. On a GPU later kernels wait, not this process."""
+        """Return the result. On a GPU later kernels wait, not this process."""
         if self.transfer is not None:
             self.transfer.wait()
         return self.result
@@ -99,7 +99,7 @@ def start_reduce_scatter(
 
 
 def mean_of(x: Tensor, axis: Axis) -> dist.ReduceOp.RedOpType:
-    """The operation that averages `x` over the axis.
+    """Return the operation that averages `x` over the axis.
 
     NCCL divides as it adds. gloo cannot: there `x` is divided now, by a pass of its own (3.4 ms for
     the gradients of a GPT of 1.7B on a GPU), and the operation is a sum.

@@ -71,7 +71,7 @@ def new_parameter(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> nn.Parameter:
-    """An uninitialized parameter: this rank's even part of `global_shape` along `split_dim`.
+    """Return an uninitialized parameter: this rank's even part along `split_dim`.
 
     Raises:
         ValueError: the dimension does not divide evenly over the axis.
@@ -99,13 +99,13 @@ def new_parameter(
 
 
 def spec_of(parameter: nn.Parameter) -> ParameterSpec:
-    """The spec that `new_parameter` attached."""
+    """Return the spec that `new_parameter` attached."""
     spec: ParameterSpec = parameter.spec  # type: ignore[attr-defined]
     return spec
 
 
 def part_shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Shape of this rank's part in the whole tensor's dimensions; the tensor may be flatter."""
+    """Return the shape of this rank's part in the whole tensor's dimensions."""
     spec = spec_of(parameter)
     if spec.split_dim is None:
         return spec.global_shape
@@ -159,7 +159,7 @@ def fill(tensor: Tensor, spec: ParameterSpec, key: tuple[int, int]) -> None:
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> list[Tensor]:
-    """Philox4x32-10. Words are int64 tensors that hold 0 to 2**32 - 1.
+    """Compute Philox4x32-10. Words are int64 tensors that hold 0 to 2**32 - 1.
 
     Args:
         counter: four words of one shape, lowest first.
@@ -178,7 +178,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int])
 
 
 def _runs(shape: tuple[int, ...], spec: ParameterSpec) -> tuple[Tensor, int]:
-    """Where the part's pieces that are contiguous in the whole start, and how long they are."""
+    """Return where pieces that are contiguous in the whole start, and their length."""
     dims, length = len(shape), 1
     while dims:  # take trailing dimensions until the first that the part holds only partly
         dims -= 1
@@ -193,7 +193,7 @@ def _runs(shape: tuple[int, ...], spec: ParameterSpec) -> tuple[Tensor, int]:
 
 
 def _chunks(runs: int, length: int) -> Iterator[tuple[slice, slice]]:
-    """Rectangles of at most CHUNK elements that cover `runs` rows of `length` columns."""
+    """Return rectangles of at most CHUNK elements that cover `runs` rows of `length` columns."""
     height, width = max(1, CHUNK // length), min(CHUNK, length)
     for row in range(0, runs, height):
         for column in range(0, length, width):
@@ -201,7 +201,7 @@ def _chunks(runs: int, length: int) -> Iterator[tuple[slice, slice]]:
 
 
 def _values(starts: Tensor, count: int, init: Init, key: tuple[int, int]) -> Tensor:
-    """Elements starts[r] to starts[r] + count - 1 for every r: float64 [r, count]."""
+    """Return elements starts[r] to starts[r] + count - 1 for every r: float64 [r, count]."""
     phase = starts % WORDS
     blocks = (int(phase.max()) + count + WORDS - 1) // WORDS
     index = (starts // WORDS)[:, None] + torch.arange(blocks, device=starts.device)
@@ -214,7 +214,7 @@ def _values(starts: Tensor, count: int, init: Init, key: tuple[int, int]) -> Ten
 
 
 def _transform(words: list[Tensor], init: Init) -> list[Tensor]:
-    """Words of uniform bits to four values of the wanted distribution, in float64."""
+    """Turn words of uniform bits into four values of the distribution, in float64."""
     # Centres of 2**32 equal cells: never 0, so the logarithm below is finite.
     uniform = [(word.double() + 0.5).mul_(2.0**-32) for word in words]
     if init.kind == "uniform":

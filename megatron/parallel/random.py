@@ -14,7 +14,7 @@ from megatron.parallel.layout import Axis
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A 63-bit seed that depends on every part, and on nothing else.
+    """Return a 63-bit seed that depends on every part, and on nothing else.
 
     Args:
         parts: what the seed is for, most general first: run seed, purpose, index.
@@ -23,13 +23,13 @@ def derive_seed(*parts: int | str) -> int:
 
 
 def derive_key(*parts: int | str) -> tuple[int, int]:
-    """Two 32-bit words that depend on every part: a key for a counter-based generator."""
+    """Return two 32-bit words that depend on every part: a key for a counter-based generator."""
     digest = _digest(*parts)
     return int.from_bytes(digest[:4], "big"), int.from_bytes(digest[4:8], "big")
 
 
 def micro_batch_seed(seed: int, first_sample: int) -> int:
-    """Seed of the dropout masks of one micro-batch.
+    """Return the seed of the dropout masks of one micro-batch.
 
     It depends on the run's seed and the place in the run's sample order of the micro-batch's first
     sample. Neither a restart nor another number of data-parallel processes changes it.

@@ -146,7 +146,7 @@ class TorchDataParallel:
             return self._replica(*args)
 
     def _average(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """PyTorch's own all-reduce, under its name in the journal.
+        """Start PyTorch's own all-reduce, under its name in the journal.
 
         Behind the last bucket there is nothing left to compute, so that all are waited for here,
         where it can be seen for what.

@@ -23,13 +23,13 @@ from megatron.parallel.journal import Transfer
 from megatron.parallel.layout import Axis
 
 # Freed with the process: PyTorch waits for the device before it unmaps memory, and the device may
-# wait for a neighbour that is gone.
+# wait for a neighbor that is gone.
 _MAPPED: list[Tensor] = []
 _BARRIER = SLOTS  # channels of flags: one a slot, and this
 # The most uses that the process runs ahead of its device. PyTorch launches a flag's kernel and does
 # not let go of Python's lock: a launch that waits for room in a full queue stops the watchdog too,
-# just when a neighbour does not come. A use is some ten kernels and a few events, a queue holds a
-# thousand: with 56 a neighbour that stood still was named in time, with 400 not. With 24 the device
+# just when a neighbor does not come. A use is some ten kernels and a few events, a queue holds a
+# thousand: with 56 a neighbor that stood still was named in time, with 400 not. With 24 the device
 # ran dry whenever the host stood still for 40 ms (docs/benchmarks/parallel.md).
 _AHEAD = 56
 _ALIGNED = 256  # bytes, as the allocator's memory: fast kernels ask for 16
@@ -42,7 +42,7 @@ class SymmetricExchange:
         axis: its ranks are on one machine.
         device: this rank's.
         message_bytes: of the largest message.
-        seconds: after which the device gives a neighbour up, if nobody has ended the run before.
+        seconds: after which the device gives a neighbor up, if nobody has ended the run before.
 
     Raises:
         ConfigError: the GPUs cannot map each other's memory.
@@ -87,13 +87,13 @@ class SymmetricExchange:
         return _SymmetricUse(self, rows)
 
     def note_end(self, transfer: Transfer) -> None:
-        """The work queued so far includes a use, whose last message this is."""
+        """Note that the work queued so far includes a use, whose last message this is."""
         end = torch.Event(self.device)
         end.record(torch.accelerator.current_stream(self.device))
         self._ends.append((end, transfer))
 
     def slot(self, use: int, rank: int, rows: Tensor) -> Tensor:
-        """Where on `rank` a use's rows lie, those of each rank like `rows`: [t, rows, ...]."""
+        """Return where on `rank` a use's rows lie, each rank's like `rows`: [t, rows, ...]."""
         memory = self._mapped[rank][use % SLOTS, : self.axis.size * rows.nbytes]
         return memory.view(rows.dtype).view(self.axis.size, *rows.shape)
 

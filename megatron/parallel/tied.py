@@ -26,7 +26,7 @@ class Tie:
 
     Attributes:
         axis: the stages that add up, among them all that hold a copy.
-        copy: this process's; None: it has none, and adds nothing.
+        copy: this process's; `None` if it has none, and adds nothing.
         nothing: what it adds then, like a copy's gradient.
     """
 

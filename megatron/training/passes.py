@@ -46,7 +46,7 @@ def _forward_schedule(kind: ScheduleKind, stages: int, chunks: int, micro_batche
 
 
 def training_schedule(run: Run, micro_batches: int) -> Schedule:
-    """What every stage does in an update of so many micro-batches a data-parallel process."""
+    """Return what every stage does in an update of this many micro-batches."""
     return _schedule(*_shape(run), micro_batches)
 
 
@@ -100,7 +100,7 @@ class Passes:
         self._begun: Tensor | None = None
 
     def begin(self) -> None:
-        """The first forward ahead of `forward_backward`: of a model that is whole here."""
+        """Start the first forward ahead of `forward_backward`. The model must be whole here."""
         self._run.layout.journal.enter("first forward pass, ahead of time")
         with torch.enable_grad():
             self._begun = self._step(0, 0, None)
@@ -134,7 +134,7 @@ class Passes:
             clock.stop()
 
     def forward(self) -> None:
-        """The losses alone. Collective over the pipeline."""
+        """Compute the losses alone. Collective over the pipeline."""
         schedule = _forward_schedule(*_shape(self._run), self._count)
         self._carry_out(schedule[self._run.layout.pipeline.rank], self._run.layout.journal.enter)
 
@@ -146,7 +146,7 @@ class Passes:
         )
 
     def _step(self, chunk: int, micro_batch: int, hidden: Tensor | None) -> Tensor:
-        """One part's forward: hidden states, or the scaled loss."""
+        """Run one part's forward, and return hidden states or the scaled loss."""
         if self._begun is not None:
             begun, self._begun = self._begun, None
             return begun
@@ -178,7 +178,7 @@ class Passes:
         return (torch.stack(self.counted) / self.labels).float() if self.counted else None
 
     def _seed(self, chunk: int, micro_batch: int) -> None:
-        """Dropout masks follow the sample, the part and its tokens, not the order of the passes."""
+        """Seed dropout by the sample, the part and its tokens, not by the order of the passes."""
         if self._first_sample is None:
             return
         run = self._run
@@ -190,7 +190,7 @@ class Passes:
         run.device.seed(derive_seed(seed, "place", *place) if any(place) else seed)
 
     def _batch(self, micro_batch: int, *, is_last_use: bool) -> Batch:
-        """The micro-batch on the device, kept until the last part here has seen it."""
+        """Return the micro-batch on the device, kept until the last part here has seen it."""
         while len(self.sample_ids) <= micro_batch:
             loading = f"loading of micro-batch {len(self.sample_ids)}"
             with (
@@ -205,7 +205,7 @@ class Passes:
         return self._loaded.pop(micro_batch) if is_last_use else self._loaded[micro_batch]
 
     def _count_labels(self, batch: Batch) -> None:
-        """On every process: all of them divide their gradients by the number."""
+        """Count labels on every process, as all of them divide their gradients by the number."""
         run = self._run
         if run.config.training.calculate_per_token_loss:
             mask = run.recipe.loss_mask(batch, run.config, run.tokenizer)
@@ -213,7 +213,7 @@ class Passes:
             self.counted.append(mask.sum(dtype=torch.float64))
 
     def _to_device(self, batch: Batch) -> Batch:
-        """Ids stay where they are."""
+        """Copy a batch to the device, except for its ids."""
         target = self._run.device.torch_device
         return {
             name: value if name == "id" else value.to(target, non_blocking=True)

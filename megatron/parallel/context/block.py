@@ -26,7 +26,7 @@ Drawn = tuple[Tensor, ...]
 
 
 class BlockForward(Protocol):
-    """The first of a form's two functions."""
+    """The first of a form's two functions, which attends."""
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, dropout: float
@@ -47,7 +47,7 @@ class BlockForward(Protocol):
 
 
 class BlockBackward(Protocol):
-    """The second of a form's two functions."""
+    """The second of a form's two functions, which gives the gradients."""
 
     def __call__(
         self,
@@ -91,7 +91,7 @@ class BlockAttention:
 
 
 def choose_block(head_size: int, dtype: torch.dtype, device: torch.device) -> BlockAttention:
-    """The flash kernel where it runs, else the plain form."""
+    """Choose the flash kernel if it runs, otherwise the plain form."""
     misfit = flash_misfit(head_size, dtype, device)
     if misfit:
         return BlockAttention("plain", misfit, reference_forward, reference_backward)
@@ -108,7 +108,7 @@ def merge(out: Tensor, logsumexp: Tensor, part: Tensor, part_sum: Tensor) -> Non
 def reference_forward(
     query: Tensor, key: Tensor, value: Tensor, *, causal: bool, dropout: float
 ) -> tuple[Tensor, Tensor, Drawn]:
-    """The formula, with the block's scores in memory; computed and returned in fp32 or wider."""
+    """Compute the formula in fp32 or wider, with the block's scores in memory."""
     query, key, value = _widen(query), _widen(key), _widen(value)
     scores = _scores(query, key, causal)  # [b, g, n/g * q, k]
     logsumexp = scores.logsumexp(dim=-1)
@@ -133,7 +133,7 @@ def reference_backward(
     dropout: float,
     drawn: Drawn,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the formula, in fp32 or wider.
+    """Return the gradients of the formula, in fp32 or wider.
 
     With weights P = exp(scores - logsumexp): the scores' gradient is P * (dP - sum(grad * out)),
     where the sum over a whole row of P * dP is that over a row of grad * out. Dropout multiplies
@@ -159,7 +159,7 @@ def reference_backward(
 def flash_forward(
     query: Tensor, key: Tensor, value: Tensor, *, causal: bool, dropout: float
 ) -> tuple[Tensor, Tensor, Drawn]:
-    """The same by the flash kernel; the result keeps the inputs' 16-bit type.
+    """Attend by the flash kernel; the result keeps the inputs' 16-bit type.
 
     The kernel draws by counting (Philox) and says from which seed and offset.
     """
@@ -181,7 +181,7 @@ def flash_backward(
     dropout: float,
     drawn: Drawn,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Its backward. The kernel recomputes the weights from the whole row's log-sum-exp."""
+    """Return its gradients. The kernel recomputes weights from the whole row's log-sum-exp."""
     if not drawn:
         drawn = (torch.empty(2, dtype=torch.uint64, device=query.device),) * 2  # unused
     gradients: tuple[Tensor, Tensor, Tensor] = (
@@ -206,7 +206,7 @@ def flash_backward(
 
 
 def _factors(weights: Tensor, dropout: float, generator: torch.Generator) -> Tensor:
-    """What dropout multiplies weights by: 0 or 1 / (1 - p)."""
+    """Return what dropout multiplies weights by: 0 or 1 / (1 - p)."""
     kept = torch.empty_like(weights).bernoulli_(1 - dropout, generator=generator)
     return kept.div_(1 - dropout)
 
@@ -229,7 +229,7 @@ def _by_group(x: Tensor, groups: int) -> Tensor:
 
 
 def _scores(query: Tensor, key: Tensor, causal: bool) -> Tensor:
-    """[b, g, n/g * q, k]."""
+    """Return the scores [b, g, n/g * q, k]."""
     length = query.shape[2]
     scores = _by_group(query * _scale(query), key.shape[1]) @ key.transpose(2, 3)
     if causal:

@@ -47,7 +47,7 @@ class RingStep:
 
 
 def ring_plan(axis: Axis, length: int, *, causal: bool) -> list[RingStep]:
-    """The steps of this rank, in order; together they are the whole attention of its queries.
+    """Return this rank's steps in order, together the whole attention of its queries.
 
     Ranks hold an early and a late half (see `split`), of `length` tokens together. A lower rank's
     early half lies before all our tokens and its late half after them; a higher rank's two halves
@@ -209,7 +209,7 @@ def _go_back(
     dropout: float,
     masks: list[Drawn],
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of query and pair, fp32 or wider, from `rows`: grad, query, out and log-sum-exp.
+    """Return gradients of query and pair from `rows`: grad, query, out and log-sum-exp.
 
     A block's gradient joins those that earlier ranks found for the same keys and values, and goes
     on with them. After the last step it is one rank away from home.

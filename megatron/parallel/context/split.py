@@ -18,7 +18,7 @@ from megatron.parallel.layout import Axis
 
 
 def local_positions(sequence: int, axis: Axis, device: torch.device | None = None) -> Tensor:
-    """Places in the whole sequence of this rank's tokens, increasing: int64 [s/C].
+    """Return the places of this rank's tokens in the whole sequence, increasing: int64 [s/C].
 
     Args:
         sequence: s, a multiple of 2C.
@@ -29,7 +29,7 @@ def local_positions(sequence: int, axis: Axis, device: torch.device | None = Non
 
 
 def split_sequence(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """This rank's part of `x`: [..., s, ...] -> [..., s/C, ...]."""
+    """Return this rank's part of `x`: [..., s, ...] -> [..., s/C, ...]."""
     if axis.size == 1:
         return x
     chunks = _chunks(x, axis.size, dim)
@@ -37,13 +37,13 @@ def split_sequence(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def split_for_all(x: Tensor, size: int, dim: int) -> list[Tensor]:
-    """The parts of all `size` ranks, in rank order."""
+    """Return the parts of all `size` ranks, in rank order."""
     chunks = _chunks(x, size, dim)
     return [torch.cat((chunks[rank], chunks[-1 - rank]), dim) for rank in range(size)]
 
 
 def join_sequence(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """The whole sequence from all ranks' parts in rank order: undoes `split_for_all`."""
+    """Join all ranks' parts, in rank order, to the whole sequence: undo `split_for_all`."""
     if len(parts) == 1:
         return parts[0]
     early, late = zip(*(part.chunk(2, dim) for part in parts), strict=True)

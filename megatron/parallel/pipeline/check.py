@@ -21,11 +21,11 @@ Edge = tuple[int, int, bool]  # source stage, destination stage, whether activat
 
 
 class ScheduleError(AssertionError):
-    """The list of operations is wrong: a mistake of ours."""
+    """A list of operations that is wrong, which is our mistake."""
 
 
 def replay(schedule: Schedule) -> Iterator[tuple[int, Operation]]:
-    """(stage, operation) in an order in which they can happen, each stage in its own.
+    """Yield (stage, operation) in an order in which they can happen.
 
     Sends are buffered. A receive takes the oldest message that was sent over its edge, as NCCL and
     gloo do, so it must be the one that it wants.
@@ -100,7 +100,7 @@ def check(schedule: Schedule) -> tuple[int, ...]:
 
 
 def check_bounds(kind: ScheduleKind, stages: int, chunks: int, micro_batches: int) -> Schedule:
-    """`make_schedule`, proven to run and to hold no more than its kind may.
+    """Make a schedule and prove that it runs and holds no more than its kind may.
 
     Raises:
         ScheduleError: it does not.
@@ -114,7 +114,7 @@ def check_bounds(kind: ScheduleKind, stages: int, chunks: int, micro_batches: in
 
 
 def _check_stage(schedule: Schedule, stage: int) -> int:
-    """Each micro-batch's and chunk's operations are the expected ones in order; their peak."""
+    """Check each micro-batch's and chunk's operations; return the activations held at most."""
     chunks = 1 + max(operation.chunk for operations in schedule for operation in operations)
     micro_batches = 1 + max(operation.micro_batch for operation in schedule[0])
     kinds = {operation.kind for operation in schedule[stage]}
@@ -156,7 +156,7 @@ def _require(condition: bool, operation: Operation) -> None:
 def _life(
     stage: int, chunk: int, stages: int, chunks: int, kinds: set[OperationKind]
 ) -> list[tuple[str, int | None]]:
-    """What happens to one micro-batch in one chunk, in order, and with which peer."""
+    """Return what happens to a micro-batch in a chunk, in order, and with which peer."""
     first = stages == 1 or (stage == 0 and chunk == 0)
     last = stages == 1 or (stage == stages - 1 and chunk == chunks - 1)
     following, previous = (stage + 1) % stages, (stage - 1) % stages
@@ -179,7 +179,7 @@ def _life(
 def layouts(
     stages: int, chunks: int, micro_batches: int
 ) -> Iterator[tuple[ScheduleKind, int, int, int]]:
-    """Arguments of `make_schedule`, every valid one up to the given sizes."""
+    """Yield all valid arguments of `make_schedule` up to the given sizes."""
     for kind in SCHEDULE_KINDS:
         fewest, most = {"gpipe": (1, chunks), "interleaved": (2, chunks)}.get(kind, (1, 1))
         ranges = (range(1, stages + 1), range(fewest, most + 1), range(1, micro_batches + 1))
@@ -192,7 +192,7 @@ def _check_one(arguments: tuple[ScheduleKind, int, int, int]) -> int:
 
 
 def check_all(stages: int, chunks: int, micro_batches: int) -> tuple[int, int]:
-    """`check_bounds` of every layout up to the given sizes, a process a core.
+    """Check every layout up to the given sizes, with a process for each core.
 
     Returns:
         How many schedules there were, and how many operations in them.

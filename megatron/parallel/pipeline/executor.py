@@ -79,7 +79,7 @@ def run_schedule(
 
 
 def receives_to_post(operations: Operations) -> list[list[Operation]]:
-    """For every operation the receives to post before it starts.
+    """Return, for every operation, the receives to post before it starts.
 
     A receive is posted before the computation that precedes it, so that its message travels
     meanwhile; not earlier, since on GPUs a posted receive occupies processors.
@@ -95,7 +95,7 @@ def receives_to_post(operations: Operations) -> list[list[Operation]]:
 
 
 def completing_operations(operations: Operations) -> dict[int, Operation]:
-    """For every chunk the operation with which all its gradients are complete."""
+    """Return, for every chunk, the operation that completes its gradients."""
     kinds = {"backward", "backward_weight"}
     return {operation.chunk: operation for operation in operations if operation.kind in kinds}
 

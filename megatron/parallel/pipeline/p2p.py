@@ -1,4 +1,4 @@
-"""Messages between neighbouring pipeline stages: activations one way, gradients the other.
+"""Messages between neighboring pipeline stages: activations one way, gradients the other.
 
 No two edges that meet in a stage share a process group, nor do the two kinds of message: in a group
 a stage only sends or only receives, in the schedule's order. NCCL may run the operations of a group
@@ -23,7 +23,7 @@ from megatron.parallel.pipeline.schedule import SENDS, Operation
 
 @dataclass
 class _Edge:
-    """One direction between this process and a neighbour: global rank `peer`."""
+    """One direction between this process and a neighbor: global rank `peer`."""
 
     group: dist.ProcessGroup
     peer: int
@@ -71,7 +71,7 @@ class PipelineChannel:
         dtype: torch.dtype,
         shape: Sequence[int],
     ) -> PipelineChannel:
-        """Connect this process with its neighbours. Collective over the world.
+        """Connect this process with its neighbors. Collective over the world.
 
         Args:
             layout: with process groups, where there is more than one stage.
@@ -84,7 +84,7 @@ class PipelineChannel:
         return cls(edges, device=device, dtype=dtype, shape=shape)
 
     def with_shape(self, shape: Sequence[int]) -> PipelineChannel:
-        """The same connections for messages of another shape: evaluation of longer sequences."""
+        """Return the same connections for messages of another shape, as in evaluation."""
         return PipelineChannel(self._edges, device=self._device, dtype=self._dtype, shape=shape)
 
     def post_receive(self, operation: Operation) -> None:
@@ -94,7 +94,7 @@ class PipelineChannel:
         edge.pending.append((_start(dist.irecv, buffer, edge), buffer))
 
     def receive(self, operation: Operation) -> Tensor:
-        """The message that was posted first on this edge and not taken yet.
+        """Return the message that was posted first on this edge and not taken yet.
 
         A process on a CPU waits for it; on a GPU what is computed from now on does.
         """
@@ -130,7 +130,7 @@ class PipelineChannel:
 
 
 def connect(layout: Layout, *, ring: bool, device: torch.device) -> dict[EdgeKey, _Edge]:
-    """This process's edges. Collective over the world, as making process groups is.
+    """Make this process's edges. Collective over the world, as making process groups is.
 
     A first message goes over each edge at once, all stages taking them in one order: NCCL builds a
     connection at the first message and blocks until both ends take part, which in the midst of a
@@ -162,9 +162,9 @@ def connect(layout: Layout, *, ring: bool, device: torch.device) -> dict[EdgeKey
 
 
 def _groups(layout: Layout, ring: bool) -> dict[str, dist.ProcessGroup]:
-    """Process groups of this pipeline for one kind of message, by which edges use them.
+    """Make this pipeline's process groups for one kind of message, by the edges that use them.
 
-    Neighbouring edges are in different groups: in each a stage has one neighbour at most, and with
+    Neighboring edges are in different groups: in each a stage has one neighbor at most, and with
     it one direction. Every process makes the groups of every pipeline, in one order.
     """
     pipelines = layout.world.size // layout.pipeline.size

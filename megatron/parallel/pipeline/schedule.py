@@ -60,7 +60,7 @@ Schedule = tuple[Operations, ...]  # of every stage
 
 
 def make_schedule(kind: ScheduleKind, stages: int, chunks: int, micro_batches: int) -> Schedule:
-    """The operations of every stage, communication included.
+    """Return the operations of every stage, communication included.
 
     Args:
         kind: "gpipe": all forwards, then all backwards. "1f1b": backwards as early as possible, so
@@ -89,7 +89,7 @@ def make_schedule(kind: ScheduleKind, stages: int, chunks: int, micro_batches: i
 
 
 def schedule_kind(parallel: ParallelConfig, chunks: int) -> ScheduleKind:
-    """The schedule that the flags ask for: 1F1B unless told otherwise."""
+    """Return the schedule that the flags ask for, 1F1B by default."""
     asked = parallel.pipeline_schedule
     if asked is not None:
         return asked  # type: ignore[return-value] # the flag's choices
@@ -97,7 +97,7 @@ def schedule_kind(parallel: ParallelConfig, chunks: int) -> ScheduleKind:
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """The same without backward: evaluation."""
+    """Return the schedule without backward, for evaluation."""
     kept = {"forward", "send_activation", "receive_activation"}
     return tuple(
         tuple(operation for operation in operations if operation.kind in kept)
@@ -106,7 +106,7 @@ def forward_only(schedule: Schedule) -> Schedule:
 
 
 def activation_bound(kind: ScheduleKind, stage: int, stages: int, chunks: int, micro: int) -> int:
-    """The most (micro-batch, chunk) activations that `stage` may hold at once.
+    """Return the most (micro-batch, chunk) activations that `stage` may hold at once.
 
     With uniform layers each is 1 / (stages * chunks) of a micro-batch's activations. Zero-bubble
     holds what its weight gradients still need: every stage as much as 1F1B's first.
@@ -121,7 +121,7 @@ def activation_bound(kind: ScheduleKind, stage: int, stages: int, chunks: int, m
 
 
 def loss_bound(kind: ScheduleKind, micro: int) -> int:
-    """The most micro-batches of which the last stage may hold what the loss keeps for backward.
+    """Return the most micro-batches whose loss the last stage may keep for backward.
 
     Every kind but "gpipe" turns back as soon as a micro-batch has come through the last part. What
     the head keeps goes with the backward of its inputs: its weight gradient is not put off.
@@ -130,7 +130,7 @@ def loss_bound(kind: ScheduleKind, micro: int) -> int:
 
 
 def _check_sizes(kind: str, stages: int, chunks: int, micro_batches: int) -> None:
-    """Under the names that `tools/show_schedule.py` has for them: a run's were checked before."""
+    """Check sizes under the names of `tools/show_schedule.py`; a run's were checked before."""
     sizes = {"--stages": stages, "--virtual-stages": chunks, "--micro-batches": micro_batches}
     problems = [f"{flag} {value}: must be at least 1" for flag, value in sizes.items() if value < 1]
     if kind not in SCHEDULE_KINDS:

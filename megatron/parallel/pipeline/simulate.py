@@ -36,7 +36,7 @@ class Times:
     communication: float = 0.0
 
     def by_kind(self, stage: int) -> dict[str, tuple[float, ...]]:
-        """Durations of a stage's computations, [chunk] by kind."""
+        """Return durations of a stage's computations, [chunk] by kind."""
         inputs, weights = self.backward_input[stage], self.backward_weight[stage]
         return {
             "forward": self.forward[stage],
@@ -47,7 +47,7 @@ class Times:
 
 
 def time_table(flag: str, values: Sequence[float], stages: int, chunks: int) -> Table:
-    """[stage][chunk] from a whole stage's time, every stage's, or every part's in model order.
+    """Return times by [stage][chunk], from one time, each stage's, or each part's in model order.
 
     A stage's time is shared evenly by its chunks.
 
@@ -66,7 +66,7 @@ def time_table(flag: str, values: Sequence[float], stages: int, chunks: int) -> 
 
 
 def check_times(flag: str, values: Sequence[float]) -> None:
-    """Refuse what is no time.
+    """Raise an error for what is not a time.
 
     Raises:
         ConfigError: a value is negative, infinite or no number. `flag` is where they come from.
@@ -92,7 +92,7 @@ class Timeline:
 
     @property
     def total(self) -> float:
-        """From the first operation's start to the last one's end."""
+        """Return the time from the first operation's start to the last one's end."""
         return max((spans[-1].end for spans in self.spans if spans), default=0.0)
 
     @property
@@ -134,18 +134,18 @@ class Course:
         self._messages = sent
 
     def total(self, times: Times) -> float:
-        """From the first operation's start to the last one's end."""
+        """Return the time from the first operation's start to the last one's end."""
         return max((end for _, _, end in self._timed(times)), default=0.0)
 
     def timeline(self, times: Times) -> Timeline:
-        """Every computation as early as its stage is free and its message there."""
+        """Return every computation as early as its stage is free and its message there."""
         spans: list[list[Interval]] = [[] for _ in range(self._stages)]
         for (stage, operation), start, end in self._timed(times):
             spans[stage].append(Interval(start, end, operation))
         return Timeline(tuple(tuple(line) for line in spans))
 
     def _timed(self, times: Times) -> Iterator[tuple[tuple[int, Operation], float, float]]:
-        """Computations, with stage, start and end."""
+        """Yield computations with stage, start and end."""
         clocks = [0.0] * self._stages
         arrivals = [0.0] * self._messages
         took = [times.by_kind(stage) for stage in range(self._stages)]
@@ -162,7 +162,7 @@ class Course:
 
 
 def simulate(schedule: Schedule, times: Times) -> Timeline:
-    """What every stage does when.
+    """Return what every stage does when.
 
     Raises:
         ScheduleError: the schedule cannot run.
