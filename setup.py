@@ -1,5 +1,8 @@
-"""Compiles the CUDA kernels during `pip install` where there is a CUDA; metadata is in
-pyproject.toml. A failed compilation says so in a line and never fails the installation."""
+"""Compile the CUDA kernels during `pip install` if CUDA is present.
+
+The metadata is in pyproject.toml. A failed compilation prints a line and never fails the
+installation.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,18 @@ HERE = Path(__file__).resolve().parent
 
 
 class BuildWithKernels(build_py):
-    """Adds compiled kernels to the package: for MEGATRON_CUDA_ARCHS, else for this machine's GPUs;
-    without either there is nothing to compile. What is missing is compiled at first use."""
+    """A build that adds compiled kernels to the package.
+
+    They are compiled for MEGATRON_CUDA_ARCHS, or for this machine's GPUs if that is not set.
+    Missing ones are compiled when they are first used.
+    """
 
     def run(self) -> None:
+        """Build the package, then its kernels."""
         super().run()
         if self.editable_mode:
-            # pip compiles the modules that it copies, not those that stay here. Python does so at
-            # the first run, but in containers it is often told not to: 30 ms more at every start.
+            # pip compiles the modules that it copies, but not those that stay here. Python would do
+            # so in the first run, but containers often disable that, at 30 ms per start.
             compileall.compile_dir(HERE / "megatron", quiet=1)
         sys.path.insert(0, str(HERE))
         from megatron.environment import cuda_architectures
@@ -34,15 +41,15 @@ class BuildWithKernels(build_py):
             try:
                 name = build.looked_up_as(architecture)
                 build.build(name, folder, say_on_stderr, say_on_stderr)
-            except Exception as error:  # whatever it is, the package works without
+            except Exception as error:  # the package works without kernels
                 say_on_stderr(f"fused kernels: not compiled for {architecture}: {error}")
         for left in (*folder.glob("*.lock"), *folder.glob("*.failed")):
-            left.unlink()  # of the build, not of the package
+            left.unlink()  # traces of the build, not part of the package
 
 
 setup(
     cmdclass={"build_py": BuildWithKernels},
-    # Where this is said, an editable installation is a plain path, which editors follow; else it is
-    # an import hook, which takes 18 ms at every start.
+    # This makes an editable installation a plain path, which editors follow. Otherwise it would be
+    # an import hook, which costs 18 ms per start.
     package_dir={"": "."},
 )

@@ -1,11 +1,11 @@
-"""Time every fused kernel against its memory-bandwidth floor and against what PyTorch has.
+"""Time every fused kernel against its floor and against PyTorch's own operations.
 
-    python tools/benchmark_kernels.py                 # all, a table in markdown
+    python tools/benchmark_kernels.py                 # all kernels, as a Markdown table
     python tools/benchmark_kernels.py --only RMSNorm  # those with this in their name
 
-Floor: the bytes that must move, over the bandwidth of a large copy on this very GPU; for attention
-and products, their operations over the rate of a large bf16 product where that takes longer.
-Medians of GPU time over inputs that rotate through more memory than the L2 cache holds.
+The floor is the bytes that must move, divided by the bandwidth of a large copy on this GPU. For
+attention and matrix products it is their operations, divided by the rate of a large bf16 product,
+if that takes longer. Times are medians of GPU time over inputs larger than the L2 cache.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GROUPS = ("layers", "attention", "training", "generation")  # files of tools/ker
 
 
 def main() -> int:
-    """Print the table; exit code 9 where there are no kernels to time."""
+    """Print the table and return the exit code, which is 9 if there are no kernels to time."""
     parser = ToolParser("benchmark_kernels.py", __doc__)
     parser.add_argument("--only", default="", help="Time operations with this in their name.")
     parser.add_argument("--no-compile", action="store_true", help="Leave torch.compile out.")
@@ -43,7 +43,7 @@ def _run(only: str, *, compiled: bool) -> None:
     device = Device.pick()
     choice = find_library(device.torch_device)
     if choice.library is None:
-        raise ConfigError(f"there are no fused kernels to time here: {choice.reason}")
+        raise ConfigError(f"no fused kernels to time on this machine: {choice.reason}")
     operations = [
         operation
         for group in GROUPS
@@ -53,7 +53,7 @@ def _run(only: str, *, compiled: bool) -> None:
         if only in operation.name
     ]
     if not operations:
-        raise ConfigError(f"--only {only}: no operation has this in its name")
+        raise ConfigError(f"--only {only}: no operation's name contains this")
     watch = Stopwatch(device.torch_device)
     ceilings = Ceilings(watch.copy_bandwidth(), watch.product_rate())
     print(
@@ -64,10 +64,10 @@ def _run(only: str, *, compiled: bool) -> None:
     for operation in operations:
         missing = operation.missing()
         if missing:
-            print(f"left out {operation.name} {operation.shape}: {missing}", file=sys.stderr)
+            print(f"skipped {operation.name} {operation.shape}: {missing}", file=sys.stderr)
             continue
         for row in measure(operation, watch, ceilings, compiled=compiled):
-            print(table_row(row), flush=True)  # a later one may fail, or the time be up
+            print(table_row(row), flush=True)  # a later one may fail
 
 
 if __name__ == "__main__":

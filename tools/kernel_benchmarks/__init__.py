@@ -1,2 +1,5 @@
-"""The operations that tools/benchmark_kernels.py times: a file a group, each with a function
-`operations(library, device) -> list[Operation]`, named in `GROUPS` of that tool."""
+"""The operations that tools/benchmark_kernels.py times.
+
+Each file is a group, named in `GROUPS` of that tool, with a function
+`operations(library, device) -> list[Operation]`.
+"""

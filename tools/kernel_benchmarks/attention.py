@@ -1,8 +1,9 @@
-"""Attention of a layer, at training sizes: no kernel of ours, but a choice among PyTorch's.
+"""Attention of a layer at training sizes: a choice among PyTorch's kernels.
 
-"Ours" is what a model runs (`gpu_attention`, or PyTorch's softmax where scores are held), libraries
-are what it might run instead.
-FlashAttention 4 is a row of its own, of tensors [b, s, n, d] in order: where it is installed."""
+"Ours" is what a model runs (`gpu_attention`, or PyTorch's softmax if scores are kept); libraries
+are what it might run instead. If FlashAttention 4 is installed, it has a row of its own, for contiguous
+tensors [b, s, n, d].
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ BACKWARD_PRODUCTS = 2.5  # five products, one of them forward's again, where for
 
 
 def operations(library: KernelLibrary, device: torch.device) -> list[Operation]:
-    """All of them; the library is none of theirs."""
+    """Return all operations of this group. None of them uses the library."""
     packed = [packed_documents(device, b, d) for b in (1, 4) for d in (512, 2048, 4096)]
     return [
         causal(device, 4096, 4),
@@ -49,7 +50,7 @@ def operations(library: KernelLibrary, device: torch.device) -> list[Operation]:
 
 
 def causal(device: torch.device, s: int, b: int) -> Operation:
-    """Of a GPT: each kernel that takes it."""
+    """Return a GPT's attention, with each kernel that supports it."""
     return _attention(
         "causal attention",
         device,
@@ -63,7 +64,7 @@ def causal(device: torch.device, s: int, b: int) -> Operation:
 def flash_package(
     device: torch.device, sizes: tuple[int, int, int, int], groups: int, *, causal: bool
 ) -> Operation:
-    """FlashAttention 4 in the order that it wants, against PyTorch's kernels in the same."""
+    """Return FlashAttention 4 in its own memory order, against PyTorch's kernels in the same."""
     s, b, _, _ = sizes
     operation = _attention(
         f"{'causal ' if causal else ''}attention for FlashAttention 4",
@@ -82,7 +83,7 @@ def flash_package(
 
 
 def padded(device: torch.device) -> Operation:
-    """Of a BERT-large, all samples full, with dropout: a mask, none, and each sample by itself."""
+    """Return BERT-large's attention with dropout: masked, unmasked, and each sample by itself."""
     s, b = 512, 64
     padding = torch.ones(b, 1, 1, s, dtype=torch.bool, device=device)
     ends = torch.arange(0, b * s + 1, s, dtype=torch.int32, device=device)
@@ -100,7 +101,7 @@ def padded(device: torch.device) -> Operation:
 
 
 def biased(device: torch.device, sizes: tuple[int, int, int, int]) -> Operation:
-    """Of a T5's encoder: scores have a bias of each pair of positions, which learns."""
+    """Return the attention of a T5's encoder, whose scores have a learned position bias."""
     s, b, n, _ = sizes
 
     def ours(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
@@ -120,7 +121,7 @@ def biased(device: torch.device, sizes: tuple[int, int, int, int]) -> Operation:
 
 
 def softmax(device: torch.device, sizes: tuple[int, int, int, int], *, causal: bool) -> Operation:
-    """Of scores [b, n, s, s] alone, as --no-masked-softmax-fusion has it: no kernel of ours."""
+    """Return the softmax of scores [b, n, s, s] of --no-masked-softmax-fusion."""
     b, _, s, _ = sizes
     mask = None if causal else torch.rand(b, 1, s, s, device=device) < 0.9  # True: may attend
     form = partial(masked_softmax, mask=mask, causal=causal, factor=0.5, dtype=BF16)
@@ -138,7 +139,7 @@ def softmax(device: torch.device, sizes: tuple[int, int, int, int], *, causal: b
 
 
 def packed_documents(device: torch.device, b: int, document: int) -> Operation:
-    """Documents of one length in samples of 4096 (--reset-attention-mask)."""
+    """Return attention within documents of one length in samples of 4096 tokens."""
     s = 4096
     ends = torch.arange(0, b * s + 1, document, dtype=torch.int32, device=device)
     segments = Segments(ends, (b, s))
@@ -166,8 +167,18 @@ def _attention(
     groups: int | None = None,
     in_order: bool = False,
 ) -> Operation:
-    """sizes: s, b, n, d; pairs: of a query and a key that it may attend to, of one head; groups:
-    of keys and values; in_order: memory is that of [b, s, n, d], turned."""
+    """Return an attention operation.
+
+    Args:
+        name: Name of the operation.
+        device: Where to run.
+        sizes: s, b, n and d.
+        pairs: Pairs of a query and a key that it may attend to, per head.
+        ours: What a model runs.
+        libraries: What it might run instead.
+        groups: Key-value heads (default: n).
+        in_order: Whether the memory order is [b, s, n, d].
+    """
     s, b, n, d = sizes
     g = groups or n
     size = 2 * s * b * (2 * n + 2 * g) * d  # bytes of queries, keys, values and the result
@@ -227,7 +238,7 @@ def _by_package(device: torch.device, *inputs: Tensor, causal: bool) -> Tensor:
 
 
 def _stretches(*inputs: Tensor, ends: Tensor, longest: int, dropout: float) -> Tensor:
-    """Each stretch by itself and not causal, by the flash kernel, copied to its layout and back."""
+    """Attend within each stretch, not causally, by the flash kernel with copies to its layout."""
     query, key, value = (x.transpose(0, 1).flatten(0, 1) for x in inputs)
     both_ways, debug = False, False
     places = (ends, ends, longest, longest)

@@ -1,4 +1,4 @@
-"""Operations of text generation, at the sizes of an 8B Llama."""
+"""Operations of text generation at the sizes of an 8B Llama."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROWS = (1, 32, 256, 2048)
 
 
 def operations(library: KernelLibrary, device: torch.device) -> list[Operation]:
-    """All of them."""
+    """Return all operations of this group."""
     multiply = choose_row_product(device)
     return [
         paged_attention(library, device, 1, 1024),
@@ -35,7 +35,7 @@ def operations(library: KernelLibrary, device: torch.device) -> list[Operation]:
 def paged_attention(
     library: KernelLibrary, device: torch.device, sequences: int, length: int
 ) -> Operation:
-    """One new token of each sequence over its keys and values."""
+    """Return the attention of one new token per sequence over its KV cache."""
     blocks = length // BLOCK
     tables = torch.randperm(sequences * blocks, device=device, dtype=torch.int32)
     lengths = torch.full((sequences,), length, device=device, dtype=torch.int32)
@@ -64,7 +64,7 @@ def paged_attention(
 def row_product(
     multiply: RowProduct | None, device: torch.device, rows: int, outer: int, inner: int
 ) -> Operation:
-    """A product of which each row has the same bits whatever the others are."""
+    """Return a product whose rows have the same bits whatever the other rows are."""
 
     def ours(x: Tensor, weight: Tensor) -> Tensor:
         assert multiply is not None, "this was asked before"

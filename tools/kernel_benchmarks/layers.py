@@ -1,4 +1,4 @@
-"""Operations of a transformer layer, at training sizes."""
+"""Operations of a transformer layer at training sizes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EPSILON = 1e-5
 
 
 def operations(library: KernelLibrary, device: torch.device) -> list[Operation]:
-    """All of them."""
+    """Return all operations of this group."""
     return [
         add_norm(library, device, 16384, 2048, bias=False),
         add_norm(library, device, 8192, 4096, bias=False),
@@ -46,7 +46,7 @@ def add_norm(
     bias: bool,
     stream: torch.dtype = BF16,
 ) -> Operation:
-    """residual + delta and its LayerNorm (with a bias) or RMSNorm."""
+    """Return residual + delta with its LayerNorm (if it has a bias) or RMSNorm."""
 
     def draw() -> Inputs:
         return [
@@ -86,7 +86,7 @@ def _with_epsilon(function: norm.AddNorm, *inputs: Tensor) -> tuple[Tensor, Tens
 def activate(
     library: KernelLibrary, device: torch.device, name: str, rows: int, columns: int, *, bias: bool
 ) -> Operation:
-    """Bias and a non-linearity."""
+    """Return an activation function with its bias."""
     plain = getattr(activation, name)
     parts = 2 if name == "swiglu" else 1
 
@@ -109,7 +109,7 @@ def activate(
 def split_rotate(
     library: KernelLibrary, device: torch.device, s: int, b: int, *, groups: int, per_group: int
 ) -> Operation:
-    """Heads out of the fused projection, queries and keys rotated. Eager leaves values a view."""
+    """Return the split of the fused projection into rotated heads. Eager keeps values a view."""
     d = 128
     table = rope.rotation_table(s, d, device=device)[:, :, None, None]
     rotation = (table[0], table[1])
@@ -135,7 +135,7 @@ def split_rotate(
 def bias_dropout_add(
     library: KernelLibrary, device: torch.device, rows: int, hidden: int, *, bias: bool
 ) -> Operation:
-    """residual + dropout(x + bias)."""
+    """Return residual + dropout(x + bias)."""
 
     def draw() -> Inputs:
         def tensor(*size: int) -> Tensor:

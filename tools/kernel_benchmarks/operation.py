@@ -1,4 +1,4 @@
-"""What is timed: an operation at a shape, in several forms; and how it is timed."""
+"""An operation at a shape, in several forms, and how it is timed."""
 
 from __future__ import annotations
 
@@ -21,24 +21,25 @@ WARM_UP = 3
 
 @dataclass(frozen=True)
 class Operation:
-    """One row (forward, or both) or two (and backward) of the table.
+    """An operation with one row in the table (forward, or both passes) or two (and backward).
 
-    Args:
-        name: of the operation.
-        shape: what a reader needs to know of sizes and types.
-        forward_bytes: the fewest that must move: each input read once, each output written once.
-        backward_bytes: the same for backward; 0 where there is none.
-        draw: fresh random inputs; floating point ones get gradients where there is a backward.
-        ours: the fused kernel.
-        eager: PyTorch's operations one by one; also what torch.compile gets. None: left out.
-        libraries: {name: form} of the best library kernels for it.
-        forward_products: floating point operations of 16-bit matrix products, where they and not
-            bytes may be the floor.
-        backward_products: the same for backward.
-        in_one: forward and backward are one row, as some form does work of the one in the other;
-            what is differentiated is the sum of what it returns, one tensor.
-        missing: what this machine lacks for it; empty where it can be timed. Asked before `draw`
-            and any form.
+    Attributes:
+        name: Name of the operation.
+        shape: What a reader needs to know about sizes and types.
+        forward_bytes: Fewest bytes that must move: each input read once, each output written once.
+        backward_bytes: The same for the backward pass, or 0 if there is none.
+        draw: Returns fresh random inputs. Floating-point ones get gradients if there is a backward
+            pass.
+        ours: The fused kernel.
+        eager: PyTorch's operations one by one, which torch.compile gets too, or None.
+        libraries: The best library kernels for the operation, by name.
+        forward_products: Floating-point operations of 16-bit matrix products, if they may set the
+            floor instead of the bytes.
+        backward_products: The same for the backward pass.
+        in_one: Both passes are one row, because some form does work of one in the other. Each form
+            then returns a single tensor, whose sum is differentiated.
+        missing: Returns what this machine lacks for the operation, or an empty text if it can be
+            timed. Called before `draw` and any form.
     """
 
     name: str
@@ -56,16 +57,20 @@ class Operation:
 
 
 class Stopwatch:
-    """Times work on one GPU by events. A product queued first keeps the GPU busy while the host
-    queues the rest, so that the host's own time stays out."""
+    """A timer of work on one GPU, by events.
+
+    A product queued first keeps the GPU busy while the host queues the rest, so that the host's own
+    time is not measured.
+    """
 
     def __init__(self, device: torch.device) -> None:
+        """Allocate the product that keeps the GPU busy."""
         self.device = device
         self._square = torch.randn(8192, 8192, dtype=torch.bfloat16, device=device)
         self._product = torch.empty_like(self._square)
 
     def median(self, works: Sequence[Callable[[], object]]) -> float:
-        """Seconds of one call, over calls that go through `works` in turn."""
+        """Return the median seconds of a call, over calls that cycle through `works`."""
         for work in islice(cycle(works), max(WARM_UP, len(works))):
             work()
         pairs = [(self._event(), self._event()) for _ in range(REPEATS)]
@@ -83,32 +88,32 @@ class Stopwatch:
         return torch.Event(self.device.type, enable_timing=True)
 
     def copy_bandwidth(self) -> float:
-        """Bytes per second, read and written, of a large copy."""
+        """Return the bytes per second, read and written, of a large copy."""
         source = torch.randint(255, (2**30,), dtype=torch.uint8, device=self.device)
         target = torch.empty_like(source)
         return 2 * source.numel() / self.median([lambda: target.copy_(source)])
 
     def product_rate(self) -> float:
-        """Floating point operations per second of a large bf16 product."""
+        """Return the floating-point operations per second of a large bf16 product."""
         seconds = self.median([lambda: torch.mm(self._square, self._square, out=self._product)])
         return 2 * self._square.shape[0] ** 3 / seconds
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What this GPU reaches: bytes a second of a copy, operations a second of a product."""
+    """What this GPU reaches: bytes per second of a copy, operations per second of a product."""
 
     bandwidth: float
     products: float
 
     def floor(self, moved: int, computed: int) -> float:
-        """Seconds below which so many bytes and operations cannot go."""
+        """Return the fewest seconds in which so many bytes can move and operations can run."""
         return max(moved / self.bandwidth, computed / self.products)
 
 
 @dataclass(frozen=True)
 class Timed:
-    """Seconds of each form, by name, and the floor."""
+    """The seconds of each form, by name, and the floor."""
 
     operation: Operation
     direction: str
@@ -120,7 +125,7 @@ def measure(
     operation: Operation, watch: Stopwatch, ceilings: Ceilings, *, compiled: bool
 ) -> Iterator[Timed]:
     """Time every form, forward and backward."""
-    torch.compiler.reset()  # or earlier shapes use up its recompilations
+    torch.compiler.reset()  # otherwise earlier shapes use up its recompilations
     forms: dict[str, Form] = {"ours": operation.ours}
     if operation.eager is not None:
         forms["eager"] = operation.eager
@@ -139,7 +144,7 @@ def measure(
 
 @dataclass(frozen=True)
 class _Pass:
-    """What is timed as one: its name, least bytes and operations, and how a form is called."""
+    """A pass that is timed: its name, fewest bytes and operations, and how a form is called."""
 
     name: str
     moved: int
@@ -201,7 +206,7 @@ HEADER = """\
 
 
 def table_row(row: Timed) -> str:
-    """Markdown under `HEADER`; times in microseconds, each library's name with its time."""
+    """Return a Markdown row for `HEADER`, with times in microseconds."""
     ours = row.seconds["ours"]
     times = [_micro(row.seconds.get(name)) for name in ("eager", "compile")]
     names = sorted(row.operation.libraries, key=lambda name: row.seconds[name])

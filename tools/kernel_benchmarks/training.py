@@ -1,4 +1,4 @@
-"""Operations of loss, gradients, optimizer and fp8, at training sizes."""
+"""Operations of the loss, gradients, the optimizer and FP8 at training sizes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 def operations(library: KernelLibrary, device: torch.device) -> list[Operation]:
-    """All of them."""
+    """Return all operations of this group."""
     fp8 = [
         cast
         for rows, columns in ((16384, 2048), (16384, 5632), (8192, 14336))
@@ -47,7 +47,7 @@ def operations(library: KernelLibrary, device: torch.device) -> list[Operation]:
 
 
 def cross_entropy(library: KernelLibrary, device: torch.device, rows: int, size: int) -> Operation:
-    """Loss of each token from 16-bit logits; backward into new memory, which costs the same."""
+    """Return the loss of 16-bit logits. Its backward pass writes new memory, at the same cost."""
 
     def draw() -> Inputs:
         logits = 2 * torch.randn(rows, size, device=device, dtype=BF16)
@@ -76,7 +76,7 @@ def _cross_entropy(form: CrossEntropy, logits: Tensor, labels: Tensor) -> Tensor
 def chunked_cross_entropy(
     library: KernelLibrary | None, device: torch.device, tokens: int, hidden: int, size: int
 ) -> Operation:
-    """The output head with its loss, a few rows at a time: forward makes gradients too."""
+    """Return the output head with its loss in chunks. Its forward pass makes gradients too."""
 
     def draw() -> Inputs:
         return [
@@ -114,7 +114,7 @@ def chunked_cross_entropy(
 
 
 def adam(library: KernelLibrary, device: torch.device, size: int) -> Operation:
-    """AdamW with fp32 states and bf16 weights, 64 tensors; 30 bytes a parameter."""
+    """Return AdamW with fp32 states and bf16 weights in 64 tensors: 30 bytes per parameter."""
 
     def draw() -> Inputs:
         return [
@@ -161,7 +161,7 @@ def adam(library: KernelLibrary, device: torch.device, size: int) -> Operation:
 
 
 class _Prepared:
-    """A form that is bound to its inputs once, as the optimizer does it."""
+    """A form that is bound to its inputs once, as in the optimizer."""
 
     def __init__(self, prepare: Callable[..., Callable[[], object]]) -> None:
         self._prepare = prepare
@@ -176,7 +176,7 @@ class _Prepared:
 
 
 def tensor_sums(library: KernelLibrary, device: torch.device, size: int) -> Operation:
-    """Squared norm and nonzero elements of fp32 gradients."""
+    """Return the squared norm and the nonzero elements of fp32 gradients."""
 
     def eager(x: Tensor) -> tuple[Tensor, Tensor]:
         return x.square().sum(), x.count_nonzero()
@@ -199,7 +199,7 @@ def tensor_sums(library: KernelLibrary, device: torch.device, size: int) -> Oper
 def embedding_gradient(
     library: KernelLibrary, device: torch.device, count: int, hidden: int, rows: int
 ) -> Operation:
-    """Into an fp32 buffer, the sorting of tokens included."""
+    """Return the embedding gradient into an fp32 buffer, including the sorting of tokens."""
 
     def draw() -> Inputs:
         return [
@@ -236,7 +236,7 @@ def embedding_gradient(
 
 
 def product_into_fp32(device: torch.device, tokens: int, inner: int, outer: int) -> Operation:
-    """into += grad^T x."""
+    """Return the product into += grad^T x."""
 
     def draw() -> Inputs:
         return [
@@ -262,7 +262,7 @@ def product_into_fp32(device: torch.device, tokens: int, inner: int, outer: int)
 
 
 def fp8_transpose(casts: Fp8Casts, device: torch.device, rows: int, columns: int) -> Operation:
-    """The transpose of what arrived in 8 bits."""
+    """Return the transpose of a matrix in 8 bits."""
     inverse = torch.ones([], device=device)
 
     def form(casts: Fp8Casts, x: Tensor) -> Tensor:
@@ -280,7 +280,7 @@ def fp8_transpose(casts: Fp8Casts, device: torch.device, rows: int, columns: int
 
 
 def fp8_casts(casts: Fp8Casts, device: torch.device, rows: int, columns: int) -> list[Operation]:
-    """Current scaling: the largest magnitude first, then the cast; delayed: it comes out of it."""
+    """Return casts: after the amax under current scaling, together with it under delayed."""
     held, found = torch.ones(2, device=device).unbind()
 
     def whole(casts: Fp8Casts, x: Tensor) -> Tensor:
