@@ -45,7 +45,7 @@ def test_without_a_gpu_there_is_nothing_to_time_and_mistakes_are_named(capsys, m
         return benchmark_kernels.main()
 
     assert fails() == 9
-    assert "no fused kernels to time here: no kernels for cpu" in capsys.readouterr().err
+    assert "no fused kernels to time on this machine: no kernels for cpu" in capsys.readouterr().err
     for words, message in ((("--onyl", "x"), "did you mean --only?"), (("--only",), "--only")):
         with pytest.raises(SystemExit) as left:
             fails(*words)
