@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -140,11 +141,14 @@ def prepare_lambada(
     paths: Sequence[str], options: LanguageModelTaskConfig, tokenizer: Tokenizer, window: int
 ) -> Prepared:
     """Prepare passages whose last token (or word, with --strict-lambada) is to be guessed."""
-    split = _last_word if options.strict_lambada else _last_token
     detokenize = DETOKENIZERS[options.detokenizer or "none"]
     samples, cut = [], 0
     for number, text in enumerate(map(detokenize, read_documents(paths))):
-        context, target = split(text, tokenizer)
+        tokens = tokenizer.tokenize_open(text)
+        context, target = tokens[:-1], tokens[-1:]
+        if options.strict_lambada:
+            word = text.rsplit(maxsplit=1)[-1] if text.split() else ""
+            context, target = encode_pair(tokenizer, text[: text.rfind(word)].strip(), f" {word}")
         if not context or not target:
             raise DataError(
                 f"--valid-data {paths[0]}: passage {number + 1} has no "
@@ -191,16 +195,6 @@ def last_window(context: Sequence[int], target: Sequence[int], window: int) -> S
     return Sample(tokens, min(len(target), len(tokens) - 1))
 
 
-def _last_token(text: str, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    tokens = tokenizer.tokenize_open(text)
-    return tokens[:-1], tokens[-1:]
-
-
-def _last_word(text: str, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    word = text.rsplit(maxsplit=1)[-1] if text.split() else ""
-    return encode_pair(tokenizer, text[: text.rfind(word)].strip(), f" {word}")
-
-
 def encode_pair(
     tokenizer: Tokenizer, context: str, continuation: str
 ) -> tuple[list[int], list[int]]:
@@ -211,15 +205,9 @@ def encode_pair(
     before = tokenizer.tokenize_open(context)
     both = tokenizer.tokenize_open(context + continuation)
     if both[: len(before)] != before:  # the seam fell into a token: give it to the continuation
-        before = list(_common_start(before, both))
+        pairs = takewhile(lambda pair: pair[0] == pair[1], zip(before, both, strict=False))
+        before = [token for token, _ in pairs]
     return before, both[len(before) :]
-
-
-def _common_start(a: Sequence[int], b: Sequence[int]) -> Iterator[int]:
-    for one, other in zip(a, b, strict=False):
-        if one != other:
-            return
-        yield one
 
 
 def _exp(loss: float) -> float:

@@ -300,7 +300,13 @@ class Watchdog:
         try:
             while not self._stopped.is_set():
                 self._say()
-                self._hear()
+                if self._verdict is None and self._store.check(["verdict"]):
+                    self._verdict = Verdict(**json.loads(self._store.get("verdict")))
+                    self._known.set()
+                    is_others = self._verdict.rank != self._rank
+                    if is_others and self._verdict.code == HangError.exit_code:
+                        self.let_others_hear()
+                        self._leave(self._verdict.code, self.farewell(self._verdict))
                 self._wake.wait(BEAT)
                 self._wake.clear()
         except Exception:  # the store is gone, with the process that held it
@@ -313,14 +319,6 @@ class Watchdog:
             self._judge(self._claim)
         elif self._alarm is not None and self._verdict is None:
             self._explain_hang()
-
-    def _hear(self) -> None:
-        if self._verdict is None and self._store.check(["verdict"]):
-            self._verdict = Verdict(**json.loads(self._store.get("verdict")))
-            self._known.set()
-            if self._verdict.code == HangError.exit_code and self._verdict.rank != self._rank:
-                self.let_others_hear()
-                self._leave(self._verdict.code, self.farewell(self._verdict))
 
     def _judge(self, verdict: Verdict) -> bool:
         """Make this the verdict unless there is one already, and return whether it counts."""

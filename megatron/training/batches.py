@@ -79,17 +79,14 @@ class BatchPlan:
 
     def iterations_for(self, train_samples: int) -> int:
         """Return the whole updates in a run of `train_samples`, without a last partial one."""
-        iterations = consumed = 0
-        while self._is_ramping(consumed):
+        iterations, consumed, ramp = 0, 0, self.rampup
+        while ramp is not None and consumed <= ramp.samples:
             batch = self.global_batch_at(consumed)
             count = min(self._updates_of(batch, consumed), (train_samples - consumed) // batch)
             if count <= 0:
                 return iterations  # the run ends inside the ramp-up
             iterations, consumed = iterations + count, consumed + count * batch
         return iterations + (train_samples - consumed) // self.global_batch
-
-    def _is_ramping(self, consumed_samples: int) -> bool:
-        return self.rampup is not None and consumed_samples <= self.rampup.samples
 
     def _updates_of(self, batch: int, consumed: int) -> int:
         """Return how many updates of the ramp-up take `batch` each, from `consumed` samples on.

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from megatron.command import PanelRow, format_panel
 from megatron.config import RunConfig
-from megatron.config.checkpoint import CheckpointConfig
 from megatron.device import Device
 from megatron.kernels.library import find_library
 from megatron.models.arithmetic import count_parameters, flops_per_token
@@ -67,12 +66,8 @@ def _describe_checkpoints(run: Run) -> str:
         loaded = f"continuing {options.load} at iteration {run.progress.iteration}"
     elif options.finetune or run.pretrained is not None:
         loaded = f"weights from {options.load if options.finetune else run.pretrained}"
-    return f"{loaded}; {_describe_saving(options, has_epochs=bool(run.save_at))}"
-
-
-def _describe_saving(options: CheckpointConfig, *, has_epochs: bool) -> str:
     if not options.save:
-        return "not saving (--save is not given)"
+        return f"{loaded}; not saving (--save is not given)"
     every = [
         f"{number:g} {unit}"
         for number, unit in (
@@ -81,14 +76,15 @@ def _describe_saving(options: CheckpointConfig, *, has_epochs: bool) -> str:
         )
         if number is not None
     ]
-    every += ["epoch"] * has_epochs
+    every += ["epoch"] * bool(run.save_at)
     how = " in the background" if options.async_save else ""
     latest, retained = options.keep_latest, options.save_retain_interval
     kept = ""
     if latest is not None or retained is not None:
         multiples = "" if retained is None else f" and those of multiples of {retained} iterations"
         kept = f", keeping the newest{'' if latest is None else f' {latest}'}{multiples}"
-    return f"saving to {options.save} every {' or '.join(every)}{how}{kept}, and at the end"
+    saving = f"saving to {options.save} every {' or '.join(every)}{how}{kept}, and at the end"
+    return f"{loaded}; {saving}"
 
 
 def model_flops(config: RunConfig, plan: ModelPlan) -> int:

@@ -120,7 +120,10 @@ def pretrain(
         ExitStack() as stack,
     ):
         if config.checkpoint.save is not None and layout.world.rank == 0:
-            stack.enter_context(_claim_folder(config, Path(config.checkpoint.save)))
+            folder = Path(config.checkpoint.save)
+            with writing_to("--save", folder):
+                stack.enter_context(SaveLock(folder))  # keeps other jobs out
+                (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
         # Before the model is built: a path that cannot be written is said at once.
         writers = open_writers(config, is_log_rank=layout.world.is_last)
         for writer in writers:
@@ -167,14 +170,6 @@ def _way_to_go_on(config: RunConfig, root: str) -> str:
         return ""
     words = ["" if asked else f"--load {root}", without]
     return f". To go on from them: {' '.join(filter(None, words))}"
-
-
-def _claim_folder(config: RunConfig, folder: Path) -> SaveLock:
-    """Keep other jobs out of `--save`, and write the resolved configuration there."""
-    with writing_to("--save", folder):
-        lock = SaveLock(folder)
-        (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
-    return lock
 
 
 def _train_and_evaluate(run: Run, started: float, extras: Extras, writers: Sequence[Writer]) -> int:
