@@ -86,15 +86,14 @@ def _check_python(words: list[str]) -> None:
 def _check_generation(words: list[str]) -> None:
     """Of a program that takes the rest of its flags from a checkpoint, which is not there."""
     from megatron.config.arguments import from_namespace
+    from megatron.config.generation import SamplesConfig, ServerConfig, sample_problems
     from megatron.config.parser import build_parser
-    from megatron.config.samples import SamplesConfig, problems_of
-    from megatron.config.server import ServerConfig
 
     if words[0] == _SERVER:
         build_parser((ServerConfig,)).parse_args(words[1:])
         return
     given = build_parser((SamplesConfig,)).parse_args(words[1:])
-    assert not problems_of(from_namespace(SamplesConfig, given))
+    assert not sample_problems(from_namespace(SamplesConfig, given))
 
 
 def _check_curl(words: list[str]) -> None:

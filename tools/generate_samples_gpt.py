@@ -27,8 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one process, and return the exit code, as `pretrain_gpt.py` does."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if {"-h", "--help", "--help-all"} & set(arguments):
+        from megatron.config.generation import SamplesConfig
         from megatron.config.parser import show_help
-        from megatron.config.samples import SamplesConfig
 
         show_help(PROGRAM, (SamplesConfig,), trains=False, everything="--help-all" in arguments)
         return 0

@@ -23,8 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one process of the server, and return the exit code, as `pretrain_gpt.py` does."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if {"-h", "--help", "--help-all"} & set(arguments):
+        from megatron.config.generation import ServerConfig
         from megatron.config.parser import show_help
-        from megatron.config.server import ServerConfig
 
         show_help(
             "run_text_generation_server.py",

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from megatron.command import format_panel
-from megatron.config.samples import SamplesConfig, find_sample_notices, problems_of
+from megatron.config.generation import SamplesConfig, find_sample_notices, sample_problems
 from megatron.data.text_input import load_line
 from megatron.durable import replace_file, storage_errors
 from megatron.errors import EXIT_OK, DataError, StorageError, UserError, say_on_stderr
@@ -59,7 +59,7 @@ def _run(program: str, arguments: Sequence[str], launch: Launch) -> int:
         world_size=launch.world_size,
         program=program,
         extra=(SamplesConfig,),
-        check_extra=problems_of,
+        check_extra=sample_problems,
     )
     samples: SamplesConfig
     (samples,) = parsed.extra

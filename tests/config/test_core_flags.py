@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from megatron.config.fields import Field, fields_of
+from megatron.config.generation import ServerConfig
 from megatron.config.other_flags import OtherFlag, other_flags, read_entry
 from megatron.config.run import sections
-from megatron.config.server import ServerConfig
 from tests.config.command import parse, problems
 from tests.repository import ROOT
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron.config import ParsedRun
+from megatron.config.generation import SamplesConfig
 from megatron.config.run import sections
-from megatron.config.samples import SamplesConfig
 from megatron.errors import CheckpointError, ConfigError
 from megatron.inference.load import SAVED_MODEL_READS, load_gpt, parse_generation
 from megatron.parallel.layout import Layout

@@ -217,12 +217,12 @@ def test_mistakes_are_named_together(model: Path, capsys: pytest.CaptureFixture[
     wrong = ("--top_p", 2, "--max-batch-size", 0)
     assert run(model, *wrong, "--genfile", "x", "--prompt", "a") == 9
     said = capsys.readouterr().err
-    assert "--max-batch-size 0: give 1 to 65536" in said
-    assert "--top_p 2: give 0 (all) to 1" in said
+    assert "--max-batch-size 0: must be at least 1" in said
+    assert "--top_p 2: must be at most 1" in said
     assert "--genfile is of texts without a prompt" in said
     assert run(model, "--num-samples", 10**18, "--genfile", "x", "--max-batch-size", 10**6) == 9
     said = capsys.readouterr().err
-    assert f"--num-samples {10**18}: give at most 10000000 for a file" in said
-    assert "--max-batch-size 1000000: give 1 to 65536" in said
+    assert f"--num-samples {10**18}: must be at most 10000000" in said
+    assert "--max-batch-size 1000000: must be at most 65536" in said
     assert run(model) == 9
     assert "nothing to write: give --prompt TEXT" in capsys.readouterr().err

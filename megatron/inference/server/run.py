@@ -19,7 +19,7 @@ from pathlib import Path
 
 from megatron.checkpoint.huggingface.files import COMPANION_FOLDER, GENERATION_CONFIG
 from megatron.command import PanelRow, format_panel, say
-from megatron.config.server import ServerConfig, problems_of
+from megatron.config.generation import ServerConfig, server_problems
 from megatron.errors import EXIT_OK, ConfigError, UserError
 from megatron.inference.build import EngineOptions, engine_of
 from megatron.inference.engine import BatchEngine
@@ -51,7 +51,7 @@ def _serve(arguments: Sequence[str], launch: Launch) -> int:
         world_size=launch.world_size,
         program=PROGRAM,
         extra=(ServerConfig,),
-        check_extra=problems_of,
+        check_extra=server_problems,
     )
     (server,) = parsed.extra
     show_notices(parsed.notices, launch)

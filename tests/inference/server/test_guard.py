@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.server import ServerConfig
+from megatron.config.generation import ServerConfig
 from megatron.errors import ConfigError
 from megatron.inference.server.run import find_token, take_address, url_of
 from tests.inference.server.fake_engine import FakeEngine

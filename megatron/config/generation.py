@@ -1,0 +1,207 @@
+"""Flags of programs that generate text: the text generation server and the sample writer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.config.fields import fields_of, flag
+
+MOST_SEQUENCES = 1 << 16  # computed at a time: a step is planned and recorded by their number
+
+_MOST_SAMPLES = 10_000_000  # of a file, which is read whole where it is gone on with
+
+
+def bounds_problems(config: Any) -> list[str]:
+    """Return a line for each value of a dataclass that is outside of its field's bounds."""
+    kind: type = type(config)
+    found = ((field, getattr(config, field.name)) for field in fields_of(kind))
+    return [
+        f"{field.spell(value)}: {field.out_of_bounds(value)}"
+        for field, value in found
+        if not field.many and field.out_of_bounds(value)
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """Text generation server."""
+
+    host: str = flag(
+        "127.0.0.1",
+        "Address to listen on. Any but this machine's own 127.0.0.1 needs --auth-token-file.",
+    )
+    port: int = flag(
+        5000, "Port to listen on. 0: any free one, which is printed.", at_least=0, at_most=65535
+    )
+    auth_token_file: str | None = flag(
+        None,
+        "File with a token that clients must send. By default only this machine is served.",
+    )
+    served_model_name: str | None = flag(
+        None,
+        "The model's name for clients of OpenAI's API. Default: the name of the --load folder.",
+    )
+    chat_template: str | None = flag(
+        None, "File with a Jinja chat template. Default: the one beside the tokenizer."
+    )
+    legacy_status_codes: bool = flag(
+        False, "PUT /api answers most mistakes as Megatron-LM does: with status 200 and a string."
+    )
+    temperature: float = flag(1.0, "Temperature of requests that name none.", above=0, at_most=100)
+    top_k: int = flag(
+        0,
+        "top_k of requests that name neither top_k nor top_p.",
+        names=("--top_k", "--top-k"),
+        at_least=0,
+        at_most=1000,
+    )
+    top_p: float = flag(
+        0.0,
+        "top_p of requests that name neither top_k nor top_p.",
+        names=("--top_p", "--top-p"),
+        at_least=0,
+        at_most=1,
+    )
+    out_seq_length: int | None = flag(
+        None,
+        "Longest text, prompt and answer together. Default: as long as the model's positions go.",
+        unit="tokens",
+        at_least=1,
+    )
+    max_tokens_to_oom: int = flag(
+        12000,
+        "A request's prompts times (longest prompt + tokens to generate) may not be more.",
+        unit="tokens",
+        at_least=1,
+    )
+    max_batch_size: int = flag(
+        256,
+        "Sequences that are computed at once; others wait.",
+        unit="sequences",
+        at_least=1,
+        at_most=MOST_SEQUENCES,
+    )
+    max_queued_requests: int = flag(
+        1024,
+        "Sequences that run or wait; more are refused with status 429.",
+        unit="sequences",
+        at_least=1,
+    )
+    cache_tokens: int | None = flag(
+        None,
+        "Size of the key-value cache. Default: what fits in memory and is useful.",
+        unit="tokens",
+        at_least=1,
+    )
+    max_body_bytes: int = flag(1 << 20, "Larger requests are refused.", unit="bytes", at_least=1)
+    request_timeout: float = flag(600.0, "Longest time for one answer.", unit="seconds", above=0)
+
+
+def server_problems(server: ServerConfig) -> list[str]:
+    """Return one line for each mistake in the server's flags."""
+    problems = bounds_problems(server)
+    if server.top_k > 0 and server.top_p > 0:
+        problems.append(
+            f"--top_k {server.top_k} and --top_p {server.top_p:g} exclude each other: keep one"
+        )
+    return problems
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplesConfig:
+    """Samples."""
+
+    prompt: str | None = flag(None, "Prompt to continue; the result is printed.")
+    sample_input_file: str | None = flag(
+        None,
+        'File of prompts, one a line; of *.jsonl the "prompt" or else the "text" of each object.',
+    )
+    sample_output_file: str | None = flag(
+        None,
+        "JSON lines for what follows them. An existing file is continued. Default: the input "
+        "file with .out behind its name.",
+    )
+    num_samples: int = flag(
+        0,
+        "Texts without a prompt, or with --prompt texts for it (then 0 is 1).",
+        unit="texts",
+        at_least=0,
+        at_most=_MOST_SAMPLES,
+    )
+    genfile: str | None = flag(
+        None, "JSON lines for texts without a prompt, as --sample-output-file. Default: printed."
+    )
+    out_seq_length: int = flag(
+        1024,
+        "Tokens of an answer, at most; prompt and answer together also end at the model's window.",
+        unit="tokens",
+        at_least=1,
+    )
+    greedy: bool = flag(False, "Always choose the most likely token.")
+    temperature: float = flag(
+        1.0, "Divides scores before a token is drawn; 0: greedy.", at_least=0, at_most=100
+    )
+    top_k: int = flag(
+        0,
+        "Sample from the k most likely tokens. 0 disables the limit.",
+        names=("--top_k", "--top-k"),
+        at_least=0,
+    )
+    top_p: float = flag(
+        0.0,
+        "Only the most likely tokens that together have this probability. 0: all.",
+        names=("--top_p", "--top-p"),
+        at_least=0,
+        at_most=1,
+    )
+    recompute: bool = flag(
+        False, "Not needed: keys and values are always kept, which changes no result."
+    )
+    max_batch_size: int = flag(
+        64, "Texts that are computed at a time.", unit="texts", at_least=1, at_most=MOST_SEQUENCES
+    )
+
+
+def sample_problems(samples: SamplesConfig) -> list[str]:
+    """Return one line for each mistake in the flags of samples."""
+    checks = (
+        (
+            samples.prompt is None
+            and samples.sample_input_file is None
+            and samples.num_samples < 1,
+            "nothing to write: give --prompt TEXT, --sample-input-file FILE, or --num-samples N "
+            "for texts without a prompt",
+        ),
+        (
+            samples.prompt is not None and samples.sample_input_file is not None,
+            "--prompt and --sample-input-file exclude each other: keep one",
+        ),
+        (
+            samples.sample_input_file is not None and samples.num_samples > 0,
+            f"--num-samples {samples.num_samples} is of texts without a prompt: drop it, or "
+            "--sample-input-file",
+        ),
+        (
+            samples.sample_input_file is None and samples.sample_output_file is not None,
+            "--sample-output-file belongs to --sample-input-file: give that, or --genfile",
+        ),
+        (
+            samples.genfile is not None
+            and (samples.prompt is not None or samples.sample_input_file is not None),
+            "--genfile is of texts without a prompt: drop it, or --prompt or --sample-input-file",
+        ),
+        (
+            any("\ud800" <= letter <= "\udfff" for letter in samples.prompt or ""),
+            "--prompt: not UTF-8: convert the text, for example with iconv",
+        ),
+        (samples.prompt == "", "--prompt is empty: give some text, or --num-samples alone"),
+    )
+    return [*(message for wrong, message in checks if wrong), *bounds_problems(samples)]
+
+
+def find_sample_notices(samples: SamplesConfig) -> list[str]:
+    """Return one line for each flag that is accepted but changes nothing, with the reason."""
+    if not samples.recompute:
+        return []
+    return ["--recompute changes nothing: keys and values are always kept, with the same results"]
