@@ -12,6 +12,7 @@ from megatron.parallel.pipeline.schedule import make_schedule
 from megatron.parallel.pipeline.simulate import Times, simulate, time_table
 from megatron.training.callbacks.profiling import bubble_line
 from megatron.training.loop import standard_callbacks, train
+from megatron.training.recorded_passes import DirectForward
 from megatron.training.timers import Bubble, compare_with_prediction
 from pretrain_gpt import GPTRecipe
 from tests.distributed import run_distributed
@@ -57,6 +58,7 @@ class _SlowRecipe(GPTRecipe):
 def _measure(layout, factors, flags):
     run = build_toy(layout, [*FLAGS, "--pipeline-model-parallel-size", str(len(factors)), *flags])
     run.recipe, recorder = _SlowRecipe(factors), Recorder()
+    run.forward = DirectForward(run.recipe.forward)
     train(run, standard_callbacks(run, [recorder])[0])
     names = ("pipeline-bubble", "pipeline-bubble predicted", "lm loss")
     return [recorder.values(name) for name in names]
