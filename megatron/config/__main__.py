@@ -35,7 +35,12 @@ def _supported() -> Iterator[str]:
     for config_type in sections().values():
         yield f"### {title_of(config_type)}\n"
         rows = [
-            (_spellings(field), _status(field), default_text(field), _meaning(field))
+            (
+                _spellings(field),
+                "honoured in meaning" if field.info.notice else "supported",
+                default_text(field),
+                _meaning(field),
+            )
             for field in fields_of(config_type)
             if field.names
         ]
@@ -44,10 +49,6 @@ def _supported() -> Iterator[str]:
 
 def _spellings(field: Field) -> str:
     return ", ".join(f"`{name}`" for name in (*field.names, *field.info.off))
-
-
-def _status(field: Field) -> str:
-    return "honoured in meaning" if field.info.notice else "supported"
 
 
 def _meaning(field: Field) -> str:

@@ -11,7 +11,6 @@ from dataclasses import replace
 from megatron.config.data import DataOptions, TokenizerConfig
 from megatron.config.model import ModelOptions
 from megatron.config.optimizer import OptimizerConfig
-from megatron.config.parallel import ParallelOptions
 from megatron.config.run import RunOptions, with_values
 from megatron.config.training import TrainingOptions
 
@@ -30,11 +29,14 @@ _DERIVED = (
 
 def resolve(config: RunOptions, world_size: int) -> RunOptions:
     """Return the run with derived values filled in. Resolving twice changes nothing."""
-    data, precision = config.data, config.precision
+    data, precision, parallel = config.data, config.precision, config.parallel
+    if parallel.zero_stage is None:
+        stage = 1 if parallel.use_distributed_optimizer else 0
+        parallel = replace(parallel, zero_stage=stage)
     return replace(
         config,
         model=_model(config.model, longest_sequence(data)),
-        parallel=_parallel(config.parallel),
+        parallel=parallel,
         training=_training(config.training, data_parallel_size(config, world_size)),
         precision=replace(
             precision,
@@ -113,12 +115,6 @@ def _training(training: TrainingOptions, data_parallel: int) -> TrainingOptions:
         recompute_granularity=granularity,
         train_iters=train_iters,
     )
-
-
-def _parallel(parallel: ParallelOptions) -> ParallelOptions:
-    if parallel.zero_stage is not None:
-        return parallel
-    return replace(parallel, zero_stage=1 if parallel.use_distributed_optimizer else 0)
 
 
 def _tokenizer(tokenizer: TokenizerConfig, architecture: str) -> TokenizerConfig:
