@@ -25,18 +25,19 @@ class _Measured(NamedTuple):
 
 
 class Amaxes:
-    """Where the kernels of a model leave what they measure, and its casts find it.
+    """Where the kernels of a model leave the amaxes that they measure, and its casts find them.
 
-    Holds the last tensor measured, until a cast has asked for it or there is a newer one.
+    It holds the last tensor measured, until a cast has asked for it or there is a newer one.
     """
 
     def __init__(self) -> None:
+        """Begin with nothing measured."""
         self._zeros: Iterator[Tensor] = iter(())
         self._vectors = torch.empty(0)
         self._last: _Measured | None = None
 
     def new(self, device: torch.device) -> Tensor:
-        """A zero for a kernel to raise: fp32 []."""
+        """Return a zero for a kernel to raise: fp32 []."""
         zero = next(self._zeros, None)
         if zero is None or zero.device != device:
             # One fill for many: they are never used again, and freed with the last of them.
@@ -45,28 +46,31 @@ class Amaxes:
         return zero
 
     def new_vector(self, size: int, device: torch.device) -> Tensor:
-        """Zeros for a kernel to raise: fp32 [size]."""
+        """Return zeros for a kernel to raise: fp32 [size]."""
         if self._vectors.numel() < size or self._vectors.device != device:
             self._vectors = torch.zeros(max(size, VECTORS), device=device)
         zeros, self._vectors = self._vectors[:size], self._vectors[size:]
         return zeros
 
     def forget(self) -> None:
-        """Zero anew whatever is given out from now on, and forget the last tensor. Call where a
-        device begins to record, and where it ends: a recording has to zero what it raises."""
+        """Zero new memory from now on, and forget the last tensor.
+
+        Call this when a device begins to record and when it ends: a recording has to zero what it
+        raises.
+        """
         self._zeros = iter(())
         self._vectors = torch.empty(0)
         self._last = None
 
     def measure(self, x: Tensor) -> Tensor:
-        """A zero for the kernel that writes x to raise to the largest magnitude in it."""
+        """Return a zero that the kernel which writes x raises to its largest magnitude."""
         amax = self.new(x.device)
         x = x.detach()  # shares memory and version; holds no graph
         self._last = _Measured(x, x._version, amax)
         return amax
 
     def take(self, x: Tensor) -> Tensor | None:
-        """The largest magnitude of x, fp32 []; None if x as it is now was not the last measured."""
+        """Return the largest magnitude of x, fp32 []; None if another was measured last or x changed."""
         last = self._last
         if (
             last is None

@@ -5,8 +5,8 @@
 
 enum Activation : int64_t { kGeluTanh = 0, kGelu = 1, kSquaredRelu = 2, kSwiGLU = 3 };
 
-// The hardware's power of two and reciprocal, an instruction each, whose error is far under a 16-bit
-// rounding; subnormal numbers count as zero.
+// The hardware's power of two and reciprocal, one instruction each, with an error far below a 16-bit
+// rounding. Subnormal numbers count as zero.
 __device__ __forceinline__ float fast_power_of_two(float x) {
 #ifdef __CUDACC__
   asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));
@@ -27,7 +27,7 @@ __device__ __forceinline__ float fast_reciprocal(float x) {
 
 constexpr float kLog2E = 1.44269504f;
 
-// EXACT: library functions, for fp32.
+// EXACT uses library functions, for fp32.
 template <bool EXACT>
 __device__ __forceinline__ float sigmoid(float x) {
   return EXACT ? 1.f / (1.f + expf(-x)) : fast_reciprocal(1.f + fast_power_of_two(-kLog2E * x));
@@ -37,7 +37,7 @@ struct Normal {
   float below, density;  // the distribution function, and its slope times the root of 2 pi
 };
 
-// Fast form: Abramowitz and Stegun 7.1.26 (error 7.5e-8), which has the density in it.
+// Fast form: Abramowitz and Stegun 7.1.26 (error 7.5e-8), which contains the density.
 template <bool EXACT>
 __device__ __forceinline__ Normal normal(float x) {
   if (EXACT) return {0.5f * erfcf(-x * 0.70710678f), expf(-0.5f * x * x)};
@@ -69,7 +69,7 @@ __device__ __forceinline__ ValueAndSlope activation(float x) {
   return {positive * positive, 2.f * positive};
 }
 
-// Rows that a thread loads before it computes.
+// Number of rows that a thread loads before it computes.
 template <int KIND>
 constexpr int rows_at_once = KIND == kSwiGLU ? 2 : 4;
 
@@ -123,12 +123,12 @@ __global__ void __launch_bounds__(256)
   if (amax) raise_by_block(amax, largest);
 }
 
-// Blocks that one multiprocessor has registers for in backward.
+// Number of blocks that a multiprocessor has registers for in backward.
 template <int KIND, bool SUM>
 constexpr int residency = KIND == kSwiGLU && SUM ? 2 : 3;
 constexpr int kRowsAtOnceBackward = 2;
 
-// The gradient of x; with `partial` fp32 [gridDim.x, width] also this block's sums of it.
+// Computes the gradient of x and, with `partial` fp32 [gridDim.x, width], this block's sums of it.
 template <typename T, int KIND, bool SUM>
 __global__ void __launch_bounds__(256, residency<KIND, SUM>)
     activation_backward_kernel(const T* __restrict__ x, const T* __restrict__ bias,

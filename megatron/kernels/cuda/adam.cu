@@ -1,5 +1,5 @@
 // AdamW over many tensors in one launch: gradient, fp32 weight and moments are read once; weight,
-// moments and the 16-bit copy of the weight are written once: 30 bytes a parameter.
+// moments and the 16-bit copy of the weight are written once: 30 bytes per parameter.
 #include "common.cuh"
 
 namespace {
@@ -52,7 +52,7 @@ __device__ __forceinline__ void update(float gradient, float& weight, float& fir
   weight -= factors.step_size * first / (sqrtf(second) / factors.root_correction + epsilon);
 }
 
-// Times accesses of N elements a thread, from `start` on.
+// Makes `Times` accesses of N elements per thread, beginning at `start`.
 template <typename G, typename C, int N, int Times>
 __device__ __forceinline__ void update_vectors(const AdamTensor& tensor, int64_t start,
                                                float epsilon, const Factors& factors) {
@@ -93,7 +93,7 @@ __device__ __forceinline__ bool allows_vectors(const AdamTensor& tensor) {
   return places % 16 == 0;
 }
 
-// Block b updates `chunk` elements of tensor pieces[b].x from pieces[b].y on.
+// Block b updates `chunk` elements of tensor pieces[b].x, beginning at pieces[b].y.
 template <typename G, typename C>
 __global__ void __launch_bounds__(kThreads)
     adam_kernel(const AdamTensor* __restrict__ tensors, const longlong2* __restrict__ pieces,
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-// One step for all pieces (tensor, first element), each of up to `chunk` elements; nothing where
+// One step for all pieces (tensor, first element), each of up to `chunk` elements; does nothing if
 // *found_nonfinite is not 0. Gradients are divided by *gradient_scale.
 extern "C" int adam_update(const void* tensors, const void* pieces, const float* step,
                            const float* gradient_scale, const float* found_nonfinite,

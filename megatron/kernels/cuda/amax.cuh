@@ -1,4 +1,4 @@
-// Largest magnitudes. A kernel that writes what is to be cast to fp8 finds it on the way.
+// Largest magnitudes, which a kernel finds while it writes a tensor that will be cast to fp8.
 #pragma once
 
 #include "common.cuh"
@@ -22,7 +22,7 @@ struct Magnitudes {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) raise(i, bits[i]);
   }
-  // Of the element at j of each vector.
+  // Magnitudes of element j of each vector.
   __device__ __forceinline__ unsigned of(int j) const {
     return magnitude(to_float(reinterpret_cast<const T*>(words)[j]));
   }
@@ -54,6 +54,6 @@ __device__ __forceinline__ void raise_by_block(unsigned* amax, unsigned largest)
   __syncthreads();
   if (thread != 0) return;
   for (unsigned warp = 1; warp * 32 < threads; ++warp) largest = max(largest, of_warps[warp]);
-  // What is read here may be old, and is then too small: most of many blocks need no atomic.
+  // A stale value read here is too small, never too large: most of many blocks need no atomic.
   if (largest > *static_cast<volatile unsigned*>(amax)) atomicMax(amax, largest);
 }

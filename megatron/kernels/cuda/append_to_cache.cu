@@ -3,7 +3,7 @@
 
 constexpr int kThreads = 256;
 
-// A block has one token.
+// A block handles one token.
 __global__ void __launch_bounds__(kThreads)
     append_to_cache_kernel(const Vector<float, 4>* __restrict__ key,
                            const Vector<float, 4>* __restrict__ value,
@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// key, value [tokens, width] to rows slots[token] of keys and values; width in 16 bytes.
+// Copies key, value [tokens, width] to rows slots[token] of keys and values; width in 16 bytes.
 extern "C" int append_to_cache(const void* key, const void* value, void* keys, void* values,
                                const int64_t* slots, int64_t tokens, int64_t width,
                                cudaStream_t stream) {

@@ -60,8 +60,8 @@ __device__ __forceinline__ void store(T* to, const Vector<T, N>& value) {
   *reinterpret_cast<Vector<T, N>*>(to) = value;
 }
 
-// All of a vector in fp32. bf16 by the words of two elements: one instruction an element, where one
-// by one they take three for two.
+// Returns a vector in fp32. bf16 is converted in words of two elements: one instruction per element,
+// while single elements take three for two.
 template <typename T, int N>
 __device__ __forceinline__ Vector<float, N> to_floats(const Vector<T, N>& vector) {
   Vector<float, N> result;
@@ -131,7 +131,7 @@ __device__ __forceinline__ float row_reduce(float value, float* scratch) {
 }
 
 #ifdef __CUDACC__
-// Waits for the threads of one row of the block, fewer than 16 of which may have several warps.
+// Waits for the threads of one row of the block. Fewer than 16 rows may have several warps.
 __device__ __forceinline__ void row_barrier() {
   asm volatile("bar.sync %0, %1;" ::"r"(threadIdx.y + 1), "r"(blockDim.x) : "memory");
 }
@@ -183,8 +183,8 @@ inline int64_t shared_limit() {
 #define OVERLAPPED_LAUNCHES 0
 #endif
 
-// Asks for a block's dynamic shared memory. It gets 48 KiB unasked, its static part (at most 16 KiB
-// here) included.
+// Asks for a block's dynamic shared memory. Without asking it gets 48 KiB, including its static part (at
+// most 16 KiB here).
 template <typename Kernel>
 cudaError_t ask_for_shared(Kernel kernel, size_t shared) {
   if (shared <= 32 * 1024) return cudaSuccess;

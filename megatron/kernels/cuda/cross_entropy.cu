@@ -1,5 +1,5 @@
 // Cross entropy over this rank's part of the vocabulary: one read forward, one read and one write
-// backward. A block takes a row of logits; sums are in a fixed order.
+// backward. A block handles a row of logits; sums have a fixed order.
 #include "common.cuh"
 
 namespace {
@@ -21,8 +21,8 @@ __device__ __forceinline__ float exp_of_difference(float x, float shift) {
 
 constexpr int kLine = 128;  // bytes of the cache: what a warp asks for should not straddle them
 
-// Calls each(i) for the elements of a row outside of its aligned middle, and gives the start of
-// that middle and the vectors in it: rows of odd sizes start anywhere. THREADS: of the block.
+// Calls each(i) for the elements of a row outside of its aligned middle, and returns the start of
+// that middle and its number of vectors: rows of odd sizes start anywhere. THREADS is the block's.
 template <int THREADS, typename T, typename Each>
 __device__ __forceinline__ int64_t aligned_middle(const T* row, int64_t size, int64_t* vectors,
                                                   Each each) {
@@ -139,8 +139,8 @@ __global__ void __launch_bounds__(kGradientThreads)
 
 }  // namespace
 
-// Of each row of logits [rows, size]: its maximum, the sum of exp(logit - maximum), and the logit
-// at its label, 0 where the label lies outside of [0, size).
+// For each row of logits [rows, size]: its maximum, the sum of exp(logit - maximum), and the logit
+// at its label, 0 if the label lies outside of [0, size).
 extern "C" int cross_entropy_statistics(const void* logits, const int64_t* labels, float* maxima,
                                         float* sums, float* targets, int64_t rows, int64_t size,
                                         int64_t dtype, cudaStream_t stream) {

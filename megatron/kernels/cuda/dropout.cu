@@ -1,4 +1,4 @@
-// residual + dropout(x + bias). The mask is a function of (seed, element), so nothing of it is kept.
+// residual + dropout(x + bias). The mask is a function of (seed, element), so it is not kept.
 #include "column_sums.cuh"
 #include "columns.cuh"
 #include "rows.cuh"
@@ -23,7 +23,7 @@ __device__ __forceinline__ uint4 philox(uint64_t counter, uint64_t key) {
   return x;
 }
 
-// Which elements of a group stay. `drop` of 65536 values drop an element.
+// Returns which elements of a group stay. `drop` of 65536 values drop an element.
 struct Kept {
   unsigned words[4], high;
 
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(256)
   }
 }
 
-// With SUM the threads of a multiprocessor are one block, whose rows (y) add up their sums.
+// With SUM the threads of a multiprocessor form one block, whose rows (y) add up their sums.
 template <typename X, typename W, bool SUM>
 __global__ void __launch_bounds__(SUM ? 256 * kResidency : 256, SUM ? 1 : kResidency)
     bias_dropout_add_backward_kernel(const X* __restrict__ grad, const uint64_t* __restrict__ seed,

@@ -1,7 +1,7 @@
 // Gradient of an embedding table, added into its fp32 gradient: rows of one entry are brought together
-// by a stable sort, and added up in that order, whoever runs first. The sort is by digits of an entry,
-// a kernel for each. A frequent entry has thousands of rows, so chunks of what is sorted are added up
-// side by side, and then what of them belongs to one entry.
+// by a stable sort and added up in that order, whichever block runs first. The sort is by digits of
+// an entry, with a kernel for each digit. A frequent entry has thousands of rows, so chunks of the
+// sorted rows are added up in parallel, and then the sums that belong to the same entry.
 #include "common.cuh"
 
 namespace {
@@ -9,7 +9,7 @@ namespace {
 constexpr int kBits = 10;  // of a digit
 constexpr int kSorters = 1 << kBits;
 constexpr int kThreads = 128;
-constexpr int kChunk = 32;  // sorted places; embedding_gradient.py has the same
+constexpr int kChunk = 32;  // sorted places; weight_gradient.py has the same
 constexpr int kRowsInFlight = 2, kPartsInFlight = 8;
 
 struct alignas(8) Pair {
@@ -32,8 +32,8 @@ __device__ __forceinline__ int sum_before(int count) {
   return sum - count;
 }
 
-// One digit of a stable sort, from bit `shift` on: of `entries` where they are given, whose rows are
-// their places, else of `from`. Every block counts all digits by itself, so that none waits for
+// One digit of a stable sort, beginning at bit `shift`: of `entries` if they are given, whose rows
+// are their places, otherwise of `from`. Every block counts all digits by itself, so that none waits for
 // another, and moves one pair a thread. Entries outside of the table come last, as entry table_rows.
 __global__ void __launch_bounds__(kSorters)
     sort_kernel(const int64_t* __restrict__ entries, const Pair* __restrict__ from,
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kSorters)
   }
 }
 
-// Adds N columns of M rows, in their order. row(k): where such a row has them, or null.
+// Adds N columns of M rows, in their order. row(k) points to them in such a row, or is null.
 template <typename T, int M, int N, typename F>
 __device__ __forceinline__ void add_rows(float (&sums)[N], F row) {
   Vector<T, N> rows[M] = {};

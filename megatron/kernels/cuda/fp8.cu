@@ -27,8 +27,9 @@ __global__ void __launch_bounds__(kThreads)
   raise_by_block(amax, largest);
 }
 
-// One scale for all; size is a multiple of 8. Blocks go from the end of x to its beginning: what was
-// written or measured last is in the cache. Measuring, *found (bits) rises to the largest magnitude.
+// One scale for all; size is a multiple of 8. Blocks go from the end of x to its beginning, because
+// what was written or measured last is in the cache. While measuring, *found (bits) rises to the
+// largest magnitude.
 template <typename T, int64_t fp8, bool measures>
 __global__ void __launch_bounds__(kThreads)
     cast_kernel(const T* __restrict__ x, unsigned char* __restrict__ y, int64_t size,
@@ -60,7 +61,8 @@ constexpr int kMostRowThreads = 1024;
 constexpr int kRowsOfWarps = 4;  // a block has where a warp has a whole row
 
 // A scale for each row [columns], which threadIdx.x shares; blocks have several rows where one warp
-// has all of one. What of a very long row the threads do not hold is read again from the cache.
+// has all of one. The part of a very long row that the threads cannot hold is read again from the
+// cache.
 template <typename T, int64_t fp8>
 __global__ void __launch_bounds__(kMostRowThreads)
     cast_rows_kernel(const T* __restrict__ x, unsigned char* __restrict__ y, int64_t rows,

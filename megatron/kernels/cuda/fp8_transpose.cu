@@ -13,7 +13,7 @@ constexpr int kStripRows = 32;  // of a warp
 constexpr int kStripTiers = kThreads / 32 / kStripWarps;
 
 // Largest magnitudes of all rows and of all columns (bits, zero before), in one read. A thread keeps
-// 8 columns and goes through rows, several of which it asks for before it uses one.
+// 8 columns and goes through rows, loading several of them before it uses one.
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 4)
     amax_both_kernel(const T* __restrict__ x, int64_t rows, int64_t columns,
@@ -86,7 +86,7 @@ __device__ __forceinline__ uint2 column_of(const uint2 (&rows)[8], int j) {
   return make_uint2(join(0), join(4));
 }
 
-// 8 x 8 bytes of each thread of a block, turned and stored into transposed [columns, rows]. The
+// Stores 8 x 8 bytes of each thread of a block, turned, into transposed [columns, rows]. The
 // tile, [column][row group], is swizzled so that no access has a bank conflict.
 __device__ __forceinline__ void store_turned(uint2 (&tile)[kTile][kGroups],
                                              const uint2 (&packed)[8],
@@ -134,8 +134,8 @@ struct Scales {  // what a cast with its transpose reads and writes
 };
 
 // y [rows, columns] and its transpose, both from one read. rows and columns are multiples of 16.
-// Measuring, *found (bits) rises to the largest magnitude of x. What a thread has asked for waits in
-// shared memory: registers for it would leave too few threads to keep memory busy. Blocks go from the
+// While measuring, *found (bits) rises to the largest magnitude of x. A thread's loads wait in
+// shared memory: registers for them would leave too few threads to keep memory busy. Blocks go from the
 // end of x to its beginning: what was written or measured last is in the cache.
 template <typename T, int64_t fp8, bool measures>
 __global__ void __launch_bounds__(kThreads, 4)
@@ -228,7 +228,7 @@ extern "C" int fp8_amax_both(const void* x, float* of_rows, float* of_columns, i
 
 // y [rows, columns] and transposed [columns, rows]; both sizes multiples of 16. With
 // amax_columns null one scale serves both, and found may be there, which rises to the largest
-// magnitude of x; else y has one a row and transposed one a column.
+// magnitude of x; otherwise y has one per row and transposed one per column.
 extern "C" int fp8_cast_transpose(const void* x, void* y, void* transposed, const float* amax,
                                   const float* amax_columns, float* inverse,
                                   float* inverse_columns, float* found, int64_t rows,

@@ -1,14 +1,14 @@
-// Gradients of add_norm. One block a multiprocessor stays, with as many rows at a time as its threads
-// can share, and takes every so many-th; the next row comes into shared memory by asynchronous copies
-// while this one is worked on. Gradients of weight and bias are summed in registers, over the block's
-// rows in shared memory, and over blocks in a fixed order: no atomics, the same bits every time.
+// Gradients of add_norm. One block per multiprocessor stays and takes rows in turn, as many at a
+// time as its threads can share; asynchronous copies meanwhile bring the next row into shared memory.
+// Gradients of weight and bias are summed in registers, over the block's rows in shared memory, and
+// over blocks in a fixed order: no atomics, the same bits every time.
 #include "amax.cuh"
 #include "column_sums.cuh"
 #include "rows.cuh"
 
 constexpr int kStaticShared = 1024;  // bytes, and some to spare
 
-// Sums of each warp of a block, for two values. What rows do not use stays zero.
+// Sums of each warp of a block, for two values. Unused entries stay zero.
 struct WarpSums {
   float at[2][32];
 };
@@ -66,7 +66,7 @@ struct Stage {
       for (int i = 0; i < V; i += vector_size<T>) copy_async_16(to + column + i, from + column + i);
     }
   }
-  // What is never fetched is zero, so that sums need not ask whether a column is there.
+  // Columns that are never fetched are zero, so that sums need not check whether a column exists.
   template <typename T>
   __device__ static void clear(T* to, int from) {
 #pragma unroll

@@ -2,7 +2,7 @@
 #include "amax.cuh"
 #include "rows.cuh"
 
-// What a warp, and then a row, knows of its elements.
+// Statistics of the elements of a warp, and then of a row.
 struct Moments {
   float sum, squares, count;  // squares: of the distances from the mean
 };
@@ -41,8 +41,8 @@ __device__ __forceinline__ float2 row_moments(const Vector<X, V> (&x)[K], float 
   return {centre, warp_reduce<Sum>(mine.squares + mine.count * away * away) / hidden};
 }
 
-// Blocks of row_threads<E> that a multiprocessor is to have registers for, so that enough is on its
-// way from memory: the compiler holds more numbers unpacked otherwise.
+// Number of blocks of row_threads<E> that a multiprocessor should have registers for, so that enough
+// loads are in flight: otherwise the compiler keeps more numbers unpacked.
 template <typename X, int E>
 constexpr int residency = E == 8 ? 1 : (E == 16 ? 3 : 2) - (sizeof(X) == 4);
 

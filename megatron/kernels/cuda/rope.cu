@@ -14,9 +14,9 @@ constexpr int kMostThreads = 256;
 constexpr int kThreads = 192;  // of a block that has several rows, about
 
 // threadIdx.x is a pair of vectors of a head: of channels that turn together (i and i + rotary / 2),
-// or two neighbours of the rest. threadIdx.y takes one row (a position of a sample) and in it one of
+// or two neighbors among the others. threadIdx.y takes one row (a position of a sample) and in it one of
 // `lanes` shares of the heads, kHeadsAtOnce; blockIdx.y tells apart parts of a row too large for a
-// block. A thread asks for all that it moves before it uses any.
+// block. A thread loads everything that it moves before it uses any.
 template <typename T, bool BACKWARD>
 __global__ void __launch_bounds__(kMostThreads, 4)
     split_rotate_kernel(T* __restrict__ fused, const float* __restrict__ cosine,

@@ -1,4 +1,4 @@
-// What Python needs of the CUDA runtime that the library brings along.
+// The parts of the library's own CUDA runtime that Python needs.
 #include "common.cuh"
 
 // Makes a device current for this library's launches from the calling thread.
