@@ -22,7 +22,6 @@ from megatron.kernels.library import (
     Kernel,
     KernelLibrary,
     aligned,
-    is_traced,
     operator,
 )
 
@@ -139,9 +138,8 @@ def fused_activation(
     if not fits:
         return plain(x, bias)
     kind = KINDS[plain.__name__]  # type: ignore[attr-defined]
-    if is_traced(x):
-        return activation_forward(library, x, bias, kind)
-    return _apply(library, x, bias, kind, amaxes)
+    out: Tensor = _apply(library, x, bias, kind, amaxes)
+    return out
 
 
 @operator()

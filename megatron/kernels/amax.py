@@ -70,7 +70,7 @@ class Amaxes:
         return amax
 
     def take(self, x: Tensor) -> Tensor | None:
-        """Return the largest magnitude of x, fp32 []; None unless x was measured last, as it is now."""
+        """Return the largest magnitude of x, fp32 [], or None unless x was the last measured."""
         last = self._last
         if (
             last is None

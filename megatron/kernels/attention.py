@@ -36,7 +36,7 @@ from megatron.config.precision import PrecisionConfig
 from megatron.device import Device
 
 MASKED = -10000.0  # score of a pair that may not attend, as in Megatron
-# Fastest first where more than one applies. cuDNN steps aside in deterministic mode.
+# The fastest come first; the last holds all scores. cuDNN steps aside in deterministic mode.
 _GPU_KERNELS = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -45,8 +45,6 @@ _GPU_KERNELS = [
 ]
 # Those of them that compute the gradient of a bias of the scores.
 _BIAS_KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-# Those that never hold all scores; the second does not take a mask.
-_FLASH_KERNELS = _GPU_KERNELS[:-1]
 
 _FLASH_DISTRIBUTION = "flash-attn-4"
 _LARGEST_FLASH_HEAD = 128  # that the package's kernels take on all of its GPUs
@@ -265,36 +263,38 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, options: Attentio
     return out.permute(2, 0, 1, 3).flatten(2)
 
 
-def gpu_attention(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-    """Run PyTorch's fused attention on a GPU, by the fastest kernel that fits."""
-    mask = options.mask
-    if isinstance(mask, Segments) and _flash_takes(query):
-        return _segment_attention(query, key, value, mask, options)
-    with sdpa_kernel(_BIAS_KERNELS if _has_bias(mask) else _GPU_KERNELS, set_priority=True):
-        return fused_attention(query, key, value, options)
-
-
-def flash_attention(
+def gpu_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     options: AttentionOptions,
     *,
+    holds_scores: bool = True,
     package: FlashPackage | None = None,
 ) -> Tensor:
-    """Attend block by block, never holding all scores.
+    """Run the fastest fused attention on a GPU that fits.
 
-    FlashAttention's own package runs where it fits; otherwise those of PyTorch's kernels that work
-    in the same way.
+    Args:
+        query: [s, b, n, d].
+        key: [s, b, g, d].
+        value: [s, b, g, d].
+        options: Mask, dropout and scale.
+        holds_scores: Whether a form may run that holds all scores in memory.
+        package: FlashAttention's own package, which runs if it fits.
     """
     mask = options.mask
     if package is not None and package.takes(query, mask, options.dropout):
         return package(query, key, value, causal=options.causal, scale=options.scale)
-    if isinstance(mask, Segments) and _flash_takes(query):
+    misfit = flash_misfit(query.shape[-1], query.dtype, query.device)
+    if isinstance(mask, Segments) and not misfit:
         return _segment_attention(query, key, value, mask, options)
-    kernels = [SDPBackend.EFFICIENT_ATTENTION] if _has_bias(mask) else _FLASH_KERNELS
-    with sdpa_kernel(kernels, set_priority=True):
+    has_bias = isinstance(mask, Tensor) and mask.is_floating_point()
+    kernels = _BIAS_KERNELS if has_bias else _GPU_KERNELS
+    with sdpa_kernel(kernels if holds_scores else kernels[:-1], set_priority=True):
         return fused_attention(query, key, value, options)
+
+
+flash_attention = partial(gpu_attention, holds_scores=False)
 
 
 def flash_misfit(head_size: int, dtype: torch.dtype, device: torch.device) -> str:
@@ -304,14 +304,6 @@ def flash_misfit(head_size: int, dtype: torch.dtype, device: torch.device) -> st
     if dtype not in (torch.float16, torch.bfloat16):
         return "flash kernels compute in 16 bits"
     return flash_head_misfit(head_size)
-
-
-def _flash_takes(query: Tensor) -> bool:
-    return not flash_misfit(query.shape[-1], query.dtype, query.device)
-
-
-def _has_bias(mask: Mask | None) -> bool:
-    return isinstance(mask, Tensor) and mask.is_floating_point()
 
 
 def _segment_attention(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,6 @@ from megatron.kernels.library import (
     Kernel,
     KernelLibrary,
     aligned,
-    is_traced,
     operator,
 )
 
@@ -25,23 +25,8 @@ BACKWARD = Kernel("bias_dropout_add_backward", "pppppiiiiii")
 GROUP = 8  # elements that share a block of random words; dropout.cu has the same
 
 
-class BiasDropoutAdd(Protocol):
-    """One form of bias, dropout and residual sum."""
-
-    def __call__(
-        self, x: Tensor, bias: Tensor | None, residual: Tensor, probability: float
-    ) -> Tensor:
-        """Return residual + dropout(x + bias).
-
-        Args:
-            x: [..., h].
-            bias: [h] or None.
-            residual: [..., h], of the type of x or fp32.
-            probability: Probability of an element to be dropped; 0 outside of training.
-
-        Returns:
-            [..., h] in the residual's type.
-        """
+# (x, bias, residual, probability): see `bias_dropout_add`
+BiasDropoutAdd = Callable[[Tensor, Tensor | None, Tensor, float], Tensor]
 
 
 def choose_bias_dropout_add(model: ModelConfig, library: KernelLibrary | None) -> BiasDropoutAdd:
@@ -54,7 +39,17 @@ def choose_bias_dropout_add(model: ModelConfig, library: KernelLibrary | None) -
 def bias_dropout_add(
     x: Tensor, bias: Tensor | None, residual: Tensor, probability: float
 ) -> Tensor:
-    """Return residual + dropout(x + bias), by PyTorch's operations."""
+    """Return residual + dropout(x + bias), by PyTorch's operations.
+
+    Args:
+        x: [..., h].
+        bias: [h] or None.
+        residual: [..., h], of the type of x or fp32.
+        probability: Probability of an element to be dropped; 0 outside of training.
+
+    Returns:
+        [..., h] in the residual's type.
+    """
     return residual + F.dropout(x if bias is None else x + bias, probability)
 
 
@@ -85,8 +80,8 @@ def fused_bias_dropout_add(
     if not fits:
         return bias_dropout_add(x, bias, residual, probability)
     seed = torch.randint(2**62, (1,), dtype=torch.int64, device=x.device)
-    call = bias_dropout_add_forward if is_traced(x) else _apply
-    return call(library, x, bias, residual, seed, drop)
+    out: Tensor = _apply(library, x, bias, residual, seed, drop)
+    return out
 
 
 @operator()

@@ -270,7 +270,7 @@ class Operator:
                 tracing, where results may be views of arguments.
 
         Returns:
-            The function with gradients; takes all of its arguments by position.
+            The function with gradients. It takes all of its arguments by position.
         """
         torch.library.register_autograd(self.name, backward, setup_context=keep, lib=_REGISTRY)
 
@@ -282,7 +282,14 @@ class Operator:
         methods = {"forward": forward or keeping, "backward": backward}
         static = {name: staticmethod(method) for name, method in methods.items()}
         eager: Any = type(self.function.__name__, (torch.autograd.Function,), static)
-        return eager.apply
+        count = len(self.overload._schema.arguments) - 1
+
+        def call(library: KernelLibrary, x: Tensor, *rest: Any) -> Any:
+            if is_traced(x):
+                return self.overload(library.path, x, *rest[: count - 1])
+            return eager.apply(library, x, *rest)
+
+        return call
 
     def _run(self, path: str, *arguments: Any) -> Any:
         if not self.overload._schema.is_mutable:  # compiled code may pass views of its buffers

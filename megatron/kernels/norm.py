@@ -1,13 +1,14 @@
 """Normalization over the last dimension, with statistics in fp32 and results in the weight's type.
 
-`layer_norm` and `rms_norm` normalize. An `AddNorm` also adds a layer's output to the residual
+`layer_norm` and `rms_norm` normalize. `add_norm` also adds a layer's output to the residual
 stream, which the CUDA kernel does in one pass over memory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,6 @@ from megatron.kernels.library import (
     Kernel,
     KernelLibrary,
     aligned,
-    is_traced,
     operator,
 )
 
@@ -30,29 +30,8 @@ ADD_NORM_BACKWARD = Kernel("add_norm_backward", "ppppppppppppiiiii")
 LONGEST_ROW = {2: 16384, 4: 8192}  # elements, by bytes of a weight; rows.cuh has the same
 
 
-class AddNorm(Protocol):
-    """One form of the residual sum and its normalization."""
-
-    def __call__(
-        self,
-        residual: Tensor,
-        delta: Tensor | None,
-        weight: Tensor,
-        bias: Tensor | None,
-        epsilon: float,
-    ) -> tuple[Tensor, Tensor]:
-        """Add to the residual stream, and normalize the sum.
-
-        Args:
-            residual: [..., h], of the weights' type or fp32.
-            delta: [..., h] of the weights' type; None adds nothing.
-            weight: [h].
-            bias: [h] for LayerNorm; None for RMSNorm.
-            epsilon: Added to the variance.
-
-        Returns:
-            residual + delta in the residual's type, and its normalization in the weights'.
-        """
+# (residual, delta, weight, bias, epsilon) -> (sum, its normalization): see `add_norm`
+AddNorm = Callable[[Tensor, Tensor | None, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]
 
 
 def choose_add_norm(library: KernelLibrary | None, amaxes: Amaxes | None = None) -> AddNorm:
@@ -101,7 +80,18 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 def add_norm(
     residual: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, epsilon: float
 ) -> tuple[Tensor, Tensor]:
-    """Add and normalize by PyTorch's operations, one for the sum and one for its norm."""
+    """Add to the residual stream and normalize the sum, by PyTorch's operations.
+
+    Args:
+        residual: [..., h], of the weights' type or fp32.
+        delta: [..., h] of the weights' type; None adds nothing.
+        weight: [h].
+        bias: [h] for LayerNorm; None for RMSNorm.
+        epsilon: Added to the variance.
+
+    Returns:
+        residual + delta in the residual's type, and its normalization in the weights'.
+    """
     total = residual if delta is None else residual + delta
     if bias is None:
         return total, rms_norm(total, weight, epsilon)
@@ -126,10 +116,9 @@ def fused_add_norm(
     """
     if not _fits(residual, delta, weight, bias):
         return add_norm(residual, delta, weight, bias, epsilon)
-    if is_traced(residual):
-        total, normal, _ = add_norm_forward(library, residual, delta, weight, bias, epsilon)
-        return residual if delta is None else total, normal
-    return _apply(library, residual, delta, weight, bias, epsilon, amaxes)
+    total, normal, *_ = _apply(library, residual, delta, weight, bias, epsilon, amaxes)
+    # Traced without a delta, the operator returns no sum: results may not be arguments.
+    return total if total.numel() else residual, normal
 
 
 def _fits(residual: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None) -> bool:
@@ -160,7 +149,7 @@ def add_norm_forward(
 
     Args:
         library: Compiled kernels.
-        residual: As for `AddNorm`.
+        residual: As for `add_norm`.
         delta: Likewise.
         weight: Likewise.
         bias: Likewise.
@@ -199,7 +188,7 @@ def add_norm_backward(
     round_for_delta: bool,
     amaxes: Amaxes | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """Compute the gradients of an `AddNorm`'s arguments, the same bits every time.
+    """Compute the gradients of `add_norm`'s arguments, the same bits every time.
 
     Args:
         library: Compiled kernels.

@@ -22,7 +22,6 @@ from megatron.kernels.library import (
     Kernel,
     KernelLibrary,
     aligned,
-    is_traced,
     operator,
 )
 
@@ -159,9 +158,8 @@ def fused_split_rotate(
     if not _fits(qkv, head_size, rotation):
         return split_rotate(qkv, groups, head_size, rotation)
     cosine, sine = (None, None) if rotation is None else rotation
-    if is_traced(qkv):
-        return split_rotate_forward(library, qkv, cosine, sine, groups, head_size)
-    return _apply(library, qkv, cosine, sine, groups, head_size, amaxes)
+    query, key, value = _apply(library, qkv, cosine, sine, groups, head_size, amaxes)
+    return query, key, value
 
 
 def _fits(qkv: Tensor, head_size: int, rotation: Rotation | None) -> bool:

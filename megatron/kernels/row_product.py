@@ -95,26 +95,15 @@ class RowProduct:
         self, shape: _Shape, family: KernelFamily, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
         out = x.new_empty(len(x), shape.n)
-        if family.cut == 1 or len(x) <= _PIECE:
-            self._multiply_piece(shape, family, x, weight, bias, out)
-        else:
-            for piece, place in zip(x.split(_PIECE), out.split(_PIECE), strict=True):
-                self._multiply_piece(shape, family, piece, weight, bias, place)
+        is_whole = family.cut == 1 or len(x) <= _PIECE
+        pieces = [(x, out)] if is_whole else zip(x.split(_PIECE), out.split(_PIECE), strict=True)
+        for piece, place in pieces:
+            plan = self._plans.get((shape, len(piece)))
+            if plan is None:
+                plan = self._plan(shape, family, piece, weight, place)
+                self._plans[shape, len(piece)] = plan
+            self._library.multiply(*plan, piece, weight, place, bias=bias)
         return out
-
-    def _multiply_piece(
-        self,
-        shape: _Shape,
-        family: KernelFamily,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        out: Tensor,
-    ) -> None:
-        plan = self._plans.get((shape, len(x)))
-        if plan is None:
-            plan = self._plans[shape, len(x)] = self._plan(shape, family, x, weight, out)
-        self._library.multiply(*plan, x, weight, out, bias=bias)
 
     def _family(self, shape: _Shape, weight: Tensor, bias: Tensor | None) -> KernelFamily | None:
         """Return the family for a weight, or None if no family is independent of the batch."""
@@ -140,17 +129,13 @@ class RowProduct:
             return None
         cut = 1 if self._library.cut(found[0]) == 1 else 2
         family = KernelFamily(self._library.kind(found[0]), cut)
-        return family if self._keeps_its_promise(shape, family, x, weight, bias) else None
-
-    def _keeps_its_promise(
-        self, shape: _Shape, family: KernelFamily, x: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> bool:
         try:
             whole = self._multiply(shape, family, x, weight, bias)
             parts = [self._multiply(shape, family, x[:n], weight, bias) for n in _TRIED_ROWS]
         except CublasLtError:
-            return False
-        return all(torch.equal(part, whole[: len(part)]) for part in parts)
+            return None
+        same = all(torch.equal(part, whole[: len(part)]) for part in parts)
+        return family if same else None
 
     def _plan(
         self, shape: _Shape, family: KernelFamily, x: Tensor, weight: Tensor, out: Tensor
