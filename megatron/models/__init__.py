@@ -1,14 +1,14 @@
-"""Networks: what is computed, on tensors whose shapes stand in the docstrings.
+"""Networks. Docstrings state the shape of every tensor.
 
     plan                  a network as data: one record per layer, which everything else reads
-    gpt, bert, t5         whole models, or the part that a pipeline stage holds; their plans
+    gpt, bert, t5         plans and models, whole or the part that a pipeline stage holds
     block                 layers, and the tables of mixers (`attention`) and MLPs (`mlp`)
     norm, position_bias   normalizations; T5's relative positions
-    embedding, head       what comes before the layers, and what comes after
-    recompute             what is computed again in backward
-    build                 from a run's flags to a plan and a model
-    arithmetic            parameters and FLOPs of a plan without building anything
+    embedding, head       embeddings before the layers; output and loss after them
+    recompute             recomputation of activations in backward
+    build                 builders of the plan and the model that a run's flags describe
+    arithmetic            parameters, FLOPs and activations counted from a plan
 
-A constructor takes the layer's record and a `parallel.build.BuildContext`. If a weight is split
-over processes, its layer's constructor says so (`parallel.layers.Linear`).
+A constructor takes the layer's record and a `parallel.build.BuildContext`. The constructor also
+says whether a weight is split over processes (`parallel.layers.Linear`).
 """

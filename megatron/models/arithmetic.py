@@ -1,4 +1,4 @@
-"""Parameters, FLOPs and activations of a network, summed over its plan: nothing is built."""
+"""Parameters, FLOPs and activations of a network, counted from its plan without building it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.models.plan import HeadPlan, MicroBatch, ModelPlan
 from megatron.models.position_bias import PositionBias
 from megatron.models.recompute import RecomputePlan
 
-# Which class carries out the record of a head, and states what it costs.
+# The class that implements each kind of head and states its costs.
 HEADS: dict[str, Any] = {
     "output": Output,
     "masked_token": MaskedTokenHead,
@@ -27,21 +27,22 @@ HEADS: dict[str, Any] = {
 
 
 def heads_of(plan: ModelPlan) -> Iterator[tuple[Any, HeadPlan]]:
-    """Yield the heads of a network, each with its class."""
+    """Yield the class and the record of each head of a network."""
     for head in plan.heads:
         yield HEADS[head.kind], head
 
 
 def count_parameters(plan: ModelPlan) -> int:
-    """Count the parameters of the whole model, tied ones once."""
+    """Count the parameters of the whole model, counting tied parameters once."""
     return count_part_parameters(plan, whole_model(len(plan.layers)), tensor=1)
 
 
 def count_part_parameters(plan: ModelPlan, part: ModelPart, *, tensor: int) -> int:
     """Count the parameters that one of `tensor` ranks holds of a part of the model.
 
-    The last part of a tied model cut in several holds a second copy of the word embeddings, and
-    every part with layers of a stack one of its table of relative positions.
+    If a model with tied embeddings is cut into several parts, the last one holds a second copy of
+    the word embedding. Every part with layers of a stack holds a copy of the stack's table of
+    relative positions.
     """
     norm = norm_parameters(plan.final_norm, plan.hidden)
     count = sum(Block.parameter_count(plan.layers[i], tensor) for i in part.layers)
@@ -52,7 +53,7 @@ def count_part_parameters(plan: ModelPlan, part: ModelPart, *, tensor: int) -> i
         if plan.ties_words and not part.embedding:
             count += plan.embedding.vocabulary // tensor * plan.hidden
     if plan.encoder_layers - 1 in part.layers:
-        count += norm  # the encoder's last
+        count += norm  # the encoder's final normalization
     if plan.position_bias is not None:
         table = PositionBias.parameter_count(plan.position_bias, tensor)
         count += len(plan.stacks(part)) * table
@@ -91,14 +92,14 @@ def part_activations(
     """Count the bytes that a part keeps for the backward pass of one micro-batch.
 
     Args:
-        plan: the whole network.
-        part: which layers.
-        batch: the micro-batch, whatever its length.
-        recompute: what is computed again instead.
-        seq_length: tokens of a sequence, or of the encoder's.
-        decoder_seq_length: tokens of the decoder's, if there is one.
+        plan: The whole network.
+        part: The part of the model that is counted.
+        batch: The micro-batch; its lengths are replaced by the two below.
+        recompute: Activations that are recomputed instead of kept; `None` keeps all of them.
+        seq_length: Tokens of a sequence, or of the encoder's sequence.
+        decoder_seq_length: Tokens of the decoder's sequence, if there is one.
     """
-    passing = replace(batch, length=seq_length + (decoder_seq_length or 0))  # halves go together
+    passing = replace(batch, length=seq_length + (decoder_seq_length or 0))  # a T5 passes both on
     boundary = batch.width * passing.tokens * plan.hidden // batch.sequence
     of_layers = []
     for index in part.layers:
@@ -125,16 +126,17 @@ def head_activations(plan: ModelPlan, batch: MicroBatch) -> int:
 def flops_per_token(plan: ModelPlan, seq_length: int, decoder_seq_length: int | None = None) -> int:
     """Count the floating-point operations of forward and backward for one token.
 
-    GPT: 6 x (parameters in matrix products: layers and output head, not the input embedding)
-    + 6 x layers x sequence x query size (causal attention: half of the square). BERT: its heads
-    too, and the whole square. T5: of a sample, divided by its tokens in encoder and decoder; keys
-    and values of the decoder's attention to the encoder are products over the encoder's tokens. A
-    task's head: of one vector of a sequence, divided by its tokens. Recomputation never counts.
+    For GPT this is 6 x (parameters in matrix products: layers and output layer, not the input
+    embedding) + 6 x layers x sequence x query size (causal attention: half of the square). BERT
+    adds its heads and counts the whole square. The operations of a T5 sample are divided by its
+    tokens in encoder and decoder; keys and values of cross-attention are products over the
+    encoder's tokens. A task's head processes one vector per sequence, so its operations are divided
+    by the sequence's tokens. Recomputation is never counted.
 
     Args:
-        plan: the whole network.
-        seq_length: tokens of a sequence, or of the encoder's.
-        decoder_seq_length: tokens of the decoder's, if there is one.
+        plan: The whole network.
+        seq_length: Tokens of a sequence, or of the encoder's sequence.
+        decoder_seq_length: Tokens of the decoder's sequence, if there is one.
     """
     total = 0
     for index, layer in enumerate(plan.layers):

@@ -1,4 +1,4 @@
-"""Self-attention, attention of a decoder to its encoder, and the core that both share."""
+"""Self-attention, cross-attention of a decoder to its encoder, and the core that both share."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from megatron.parallel.random import split_region
 class KeyValueCache(Protocol):
     """The keys and values of earlier tokens, which inference passes to a model with new tokens.
 
-    Such a pass has one sample of s tokens: they may be of any number of sequences, each token at
-    its own place in its own sequence.
+    Such a pass has a single sample of s tokens. The tokens may belong to any number of sequences,
+    each at its own position in its own sequence.
     """
 
     @property
     def positions(self) -> Tensor:
-        """Place of each token in its sequence, int64 [s]."""
+        """Position of each token in its sequence, int64 [s]."""
         ...
 
     @property
@@ -36,13 +36,13 @@ class KeyValueCache(Protocol):
         ...
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, layer_number: int) -> Tensor:
-        """Store the tokens' keys and values, then attend from each to its sequence up to itself.
+        """Store the new keys and values, then attend from each token to its sequence up to itself.
 
         Args:
             query: [s, 1, n/t, d].
             key: [s, 1, g/t (at least 1), d].
-            value: as key.
-            layer_number: from 1.
+            value: Same shape as key.
+            layer_number: Number of the layer in the model, from 1.
 
         Returns:
             [s, 1, n d / t].
@@ -51,14 +51,14 @@ class KeyValueCache(Protocol):
 
 
 class AttentionCore(nn.Module):
-    """Attention of this rank's heads, without weights, with dropout.
+    """Attention of this rank's heads, with dropout. It has no weights.
 
     Args:
-        plan: the record of the attention around it.
-        context: layout, device, kernels and number formats.
-        layer_number: from 1.
-        recompute: compute it again in backward instead of keeping its insides.
-        site: tells it from the layer's other core, for dropout.
+        plan: The record of the attention that contains it.
+        context: Layout, device, kernels and number formats.
+        layer_number: Number of the layer in the model, from 1.
+        recompute: Whether to recompute it in backward instead of keeping its intermediates.
+        site: Name that distinguishes its dropout from that of the layer's other core.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class AttentionCore(nn.Module):
         recompute: bool,
         site: str,
     ) -> None:
-        """Take the form of the core from the context."""
+        """Take the attention function from the context."""
         super().__init__()
         self.axis = context.layout.tensor
         self.attend = context.kernels.attention.function
@@ -87,8 +87,8 @@ class AttentionCore(nn.Module):
         Args:
             query: [s, b, n/t, d].
             key: [keys, b, g/t (at least 1), d].
-            value: as key.
-            mask: which keys a query may attend to (`AttentionOptions`).
+            value: Same shape as key.
+            mask: Which keys a query may attend to (`AttentionOptions`).
 
         Returns:
             [s, b, (n/t) d].
@@ -111,15 +111,16 @@ class SelfAttention(nn.Module):
     """Queries, keys and values of one layer, the attention core, and the output projection.
 
     Rows of the QKV weight are ordered by group: the group's query heads, its key, its value. A
-    tensor rank holds whole groups, so its part is contiguous. If there are fewer groups than ranks,
-    a rank still has an even part of the rows; it takes its query heads and their group from the
-    product of all ranks.
+    tensor rank holds whole groups, so its rows are contiguous. If there are fewer groups than
+    ranks, each rank still holds an equal share of the rows; it gathers the product from all ranks
+    and takes its query heads and their group's key and value.
 
     Args:
-        plan: the record of its sizes.
-        context: layout, device, kernels and number formats.
-        layer_number: from 1.
-        recompute_core: compute the core again in backward instead of keeping its insides.
+        plan: The record of its sizes.
+        context: Layout, device, kernels and number formats.
+        layer_number: Number of the layer in the model, from 1.
+        recompute_core: Whether to recompute the core in backward instead of keeping its
+            intermediates.
     """
 
     def __init__(
@@ -168,13 +169,13 @@ class SelfAttention(nn.Module):
 
     @staticmethod
     def work(plan: AttentionPlan, length: int, encoder_length: int) -> Work:
-        """Count the operations; a causal mask leaves half of the scores."""
+        """Count the operations. A causal mask leaves half of the scores."""
         products = 6 * length * plan.hidden * (plan.qkv + plan.query)
         return Work(products, (6 if plan.causal else 12) * length * length * plan.query)
 
     @staticmethod
     def activation_bytes(plan: AttentionPlan, batch: MicroBatch) -> int:
-        """Count query, key, value, output, and scores if they are kept."""
+        """Count the bytes of query, key, value, output, and scores if they are kept."""
         elements = (plan.query + plan.qkv) // batch.tensor
         saved = batch.width * batch.tokens * elements
         return saved + _score_bytes(plan, batch, batch.length)
@@ -190,12 +191,12 @@ class SelfAttention(nn.Module):
 
         Args:
             x: [s, b, h]; [s/t, b, h] with sequence parallelism.
-            mask: which keys a query may attend to (`AttentionOptions`).
-            rotation: of queries and keys, if the model has rotary positions.
-            cache: keys and values of earlier tokens.
+            mask: Which keys a query may attend to (`AttentionOptions`).
+            rotation: Rotation of queries and keys, if the model has rotary positions.
+            cache: Keys and values of earlier tokens, in inference.
 
         Returns:
-            As x; `bias_to_add` remains to be added.
+            The output in the shape of x; the caller adds `bias_to_add`.
         """
         rotation = None if self.plan.rotary is None else rotation
         if self.query_norm is None or self.key_norm is None:
@@ -228,7 +229,7 @@ class SelfAttention(nn.Module):
             return self.split_rotate(qkv, groups // ranks, self.plan.head_size, rotation)
         per_group = self.plan.heads // groups + 2
         by_group = gather_to(qkv, self.axis).unflatten(2, (groups, per_group, -1))
-        sharing = ranks // groups  # ranks a group
+        sharing = ranks // groups  # ranks per group
         mine = by_group[:, :, self.axis.rank // sharing]  # [s, b, n/g + 2, d]
         query = mine[:, :, :-2].chunk(sharing, dim=2)[self.axis.rank % sharing]
         key, value = mine[:, :, -2:-1], mine[:, :, -1:]
@@ -238,10 +239,10 @@ class SelfAttention(nn.Module):
 
 
 class EncoderOutput(NamedTuple):
-    """The encoder's output as a decoder reads it; e counts the encoder's tokens.
+    """The encoder output that a decoder attends to; e is the number of encoder tokens.
 
     Attributes:
-        states: normalized hidden states [e, b, h]; [e/t, b, h] with sequence parallelism.
+        states: Normalized hidden states [e, b, h]; [e/t, b, h] with sequence parallelism.
         mask: bool [b, 1, 1, e], True for a token and False for padding.
     """
 
@@ -250,16 +251,17 @@ class EncoderOutput(NamedTuple):
 
 
 class CrossAttention(nn.Module):
-    """Queries of the decoder's tokens, keys and values of the encoder's.
+    """Attention with queries from the decoder's tokens, keys and values from the encoder's.
 
-    Rows of the key-value weight are ordered by head: its key, its value. A tensor rank holds whole
-    heads.
+    Rows of the key-value weight are ordered by head, each with its key and then its value. A tensor
+    rank holds whole heads.
 
     Args:
-        plan: the record of its sizes; every head has a key and a value.
-        context: layout, device, kernels and number formats.
-        layer_number: from 1.
-        recompute_core: compute the core again in backward instead of keeping its insides.
+        plan: The record of its sizes; every head has its own key and value.
+        context: Layout, device, kernels and number formats.
+        layer_number: Number of the layer in the model, from 1.
+        recompute_core: Whether to recompute the core in backward instead of keeping its
+            intermediates.
     """
 
     def __init__(
@@ -307,13 +309,13 @@ class CrossAttention(nn.Module):
 
     @staticmethod
     def work(plan: AttentionPlan, length: int, encoder_length: int) -> Work:
-        """Count the operations; keys and values are products over the encoder's tokens."""
+        """Count the operations. Keys and values are products over the encoder's tokens."""
         products = 12 * (length + encoder_length) * plan.hidden * plan.query
         return Work(products, 12 * length * encoder_length * plan.query)
 
     @staticmethod
     def activation_bytes(plan: AttentionPlan, batch: MicroBatch) -> int:
-        """Count query, output, the encoder's keys and values, and scores if they are kept."""
+        """Count the bytes of query, output, encoder keys and values, and scores if kept."""
         each = 2 * plan.query // batch.tensor
         saved = batch.width * (batch.tokens + batch.encoder_tokens) * each
         return saved + _score_bytes(plan, batch, batch.encoder_length)
@@ -323,10 +325,10 @@ class CrossAttention(nn.Module):
 
         Args:
             x: [s, b, h]; [s/t, b, h] with sequence parallelism.
-            encoder: what they attend to.
+            encoder: The encoder output and its padding mask.
 
         Returns:
-            As x; `bias_to_add` remains to be added.
+            The output in the shape of x; the caller adds `bias_to_add`.
         """
         query = self.query(x).unflatten(2, (-1, self.head_size))  # [s, b, n/t, d]
         states = encoder.states.to(x.dtype)  # an fp32 residual stream carries them in fp32
@@ -353,7 +355,7 @@ def _output_projection(plan: AttentionPlan, context: BuildContext) -> Linear:
 
 
 def _score_bytes(plan: AttentionPlan, batch: MicroBatch, keys: int) -> int:
-    """Count the scores of the queries with `keys` keys, their weights, and the dropout mask."""
+    """Count the bytes of scores over `keys` keys, attention weights and dropout mask, if kept."""
     if not batch.keeps_scores:
         return 0
     scores = batch.tokens * keys * plan.heads // batch.tensor

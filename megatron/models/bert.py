@@ -40,12 +40,12 @@ from megatron.parallel.collectives import reduce_from
 from megatron.parallel.layers import Linear
 from megatron.parallel.products import InFp32, Products
 
-_SEGMENTS = 2  # of a sample: token types, and classes of the binary head
-SHORTEST_IN_ONE = 256  # tokens of a sample; at 128 the flash kernel is slower
+_SEGMENTS = 2  # segments per sample: token types, and classes of the binary head
+SHORTEST_IN_ONE = 256  # tokens per sample; at 128 the flash kernel is slower
 
 
 def bert_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
-    """Return the plan of a BERT: layers that see both ways, heads of pretraining or a task's."""
+    """Return the plan of a BERT: bidirectional layers, and the heads of pretraining or a task."""
     options: dict[str, Any] = {"hidden": model.hidden_size, "init": init_plan(model)}
     heads: list[HeadPlan] = []
     if model.bert_binary_head:
@@ -76,10 +76,10 @@ class BertResult(NamedTuple):
     """The results of a BERT's heads.
 
     Attributes:
-        tokens: with labels the loss of each token, fp32 [b, s], or with a mask their sum;
-            otherwise logits [b, s, v/t].
-        order: logits of the two segments standing as in the text (0) or the other way round (1),
-            [b, 2]; `None` without a binary head.
+        tokens: If labels were given, the loss of each token, fp32 [b, s], or their weighted sum
+            with a loss mask; otherwise logits [b, s, v/t].
+        order: Logits for the two segments being in the text's order (0) or swapped (1), [b, 2];
+            `None` without a binary head.
     """
 
     tokens: Tensor
@@ -87,11 +87,11 @@ class BertResult(NamedTuple):
 
 
 class BertModel(nn.Module):
-    """Embedding, layers, final normalization, heads.
+    """A BERT: embedding, layers, final normalization, heads.
 
-    Parameters are those of a GPT, and
+    Parameters are those of a GPT and
 
-        embedding.token_type.weight   [2, h]   segments    (these three with a pooler)
+        embedding.token_type.weight   [2, h]   segments    (these three if there is a pooler)
         pooler.dense.weight, .bias    [h, h]
         binary_head.weight, .bias     [2, h]   whether the segments are in order
         head.dense.weight, .bias      [h, h]   of the masked tokens, before their scores
@@ -101,11 +101,11 @@ class BertModel(nn.Module):
     Heads that the plan lacks are left out.
 
     Args:
-        plan: the whole network.
-        context: layout, device, kernels and number formats.
-        part: the layers that this process holds, and whether it begins or ends the model; `None`
-            stands for the whole model.
-        recompute: what to compute again in backward; `None` keeps everything.
+        plan: The whole network.
+        context: Layout, device, kernels and number formats.
+        part: The layers that this process holds, and whether it has the embedding and the heads;
+            `None` builds the whole model.
+        recompute: Activations to recompute in backward; `None` keeps all of them.
     """
 
     def __init__(
@@ -152,16 +152,16 @@ class BertModel(nn.Module):
 
         Args:
             tokens: [b, s].
-            padding: bool [b, s], True for a token; padding stands behind the tokens.
-            token_types: [b, s], the segment of each token; `None` means all are of the first.
-            labels: [b, s], the token that belongs in each place.
-            hidden: [s, b, h], from the part before; `None` if this part begins the model.
-            loss_mask: [b, s], the weight of each loss (`Output`).
+            padding: bool [b, s], True for a token; padding comes after the tokens.
+            token_types: [b, s], the segment of each token; `None` puts all in the first segment.
+            labels: [b, s], the right token at each position.
+            hidden: [s, b, h], the previous part's output; `None` in the first part of the model.
+            loss_mask: [b, s], the weight of each token's loss (`Output`).
 
         Returns:
-            What the heads give at the end of the model. If it goes on in another part, or has no
-            heads of pretraining, hidden states [s, b, h] ([s/t, b, h] with sequence parallelism),
-            normalized at the end of the model.
+            The results of the heads, from the last part of a model with pretraining heads.
+            Otherwise hidden states [s, b, h] ([s/t, b, h] with sequence parallelism), which the
+            last part normalizes.
         """
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         rotation = None if self.rotary is None else self.rotary(positions)
@@ -188,10 +188,10 @@ class BertModel(nn.Module):
 
 
 def _may_join_samples(plan: ModelPlan, context: BuildContext) -> bool:
-    """Return whether layers may take long samples one after the other, as a single sequence.
+    """Return whether layers may take the samples of a batch joined into a single long sequence.
 
-    No mask is needed then, and the flash kernel reads no padding. Without dropout cuDNN's kernel
-    with a mask is the faster one.
+    Joined samples need no mask, and the flash kernel reads no padding. Without dropout, cuDNN's
+    kernel with a mask is faster.
     """
     return (
         context.kernels.attention.name != "plain"
@@ -207,15 +207,15 @@ def _may_join_samples(plan: ModelPlan, context: BuildContext) -> bool:
 
 
 def padding_mask(padding: Tensor) -> Tensor:
-    """Turn bool [b, s], True for a token, into the keys to attend to, [b, 1, 1, s].
+    """Turn bool [b, s], True for a token, into the mask of keys to attend to, [b, 1, 1, s].
 
-    Padding attends too: nobody reads the result.
+    Padding attends too, but nothing reads its result.
     """
     return padding[:, None, None, :]
 
 
 class Classifier(Linear):
-    """A linear layer over vectors of whole samples, which every tensor rank holds and computes."""
+    """A linear layer over one vector per sample, held and computed whole by every tensor rank."""
 
     def __init__(self, plan: ClassifierPlan, context: BuildContext) -> None:
         """Allocate the layer, whole on every tensor rank."""
@@ -235,12 +235,12 @@ class Classifier(Linear):
 
     @staticmethod
     def flops(plan: ClassifierPlan, length: int) -> int:
-        """Count the operations of forward and backward for one vector of a sequence."""
+        """Count the operations of forward and backward for one vector per sequence."""
         return 6 * plan.outputs * plan.hidden
 
     @staticmethod
     def activation_bytes(plan: ClassifierPlan, batch: MicroBatch) -> int:
-        """Return 0: a few vectors per sequence are nothing beside what layers keep per token."""
+        """Return 0: a few vectors per sequence are negligible beside the layers' activations."""
         return 0
 
 
@@ -260,19 +260,19 @@ class Pooler(nn.Module):
 
     @staticmethod
     def flops(plan: HeadPlan, length: int) -> int:
-        """Count the operations of forward and backward for one vector of a sequence."""
+        """Count the operations of forward and backward for one vector per sequence."""
         return Classifier.flops(_square(plan), length)
 
     @staticmethod
     def activation_bytes(plan: HeadPlan, batch: MicroBatch) -> int:
-        """Return 0: a few vectors per sequence are nothing beside what layers keep per token."""
+        """Return 0: a few vectors per sequence are negligible beside the layers' activations."""
         return 0
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [s, b, h], or [s/t, b, h] with sequence parallelism, to [b, h] on every rank."""
         first = x[:1]
         if self.sequence.size > 1:
-            # The others' count for nothing, but backward passes through them on every rank.
+            # Other ranks' tokens are multiplied by 0, so backward reaches x on every rank.
             first = reduce_from(first * int(self.sequence.is_first), self.sequence)
         return torch.tanh(self.dense(first)).squeeze(0)
 
@@ -285,7 +285,7 @@ def _square(plan: HeadPlan) -> ClassifierPlan:
 
 
 class MaskedTokenHead(nn.Module):
-    """The layer between BERT's last one and the scores of the vocabulary."""
+    """The layer between BERT's last transformer layer and its output layer."""
 
     def __init__(self, plan: MaskedTokenPlan, context: BuildContext) -> None:
         """Allocate the layer and its normalization."""
@@ -312,7 +312,7 @@ class MaskedTokenHead(nn.Module):
 
     @staticmethod
     def activation_bytes(plan: MaskedTokenPlan, batch: MicroBatch) -> int:
-        """Count outputs of the dense layer, of its activation and of the normalization."""
+        """Count the bytes of the outputs of the dense layer, activation and normalization."""
         return batch.losses * 3 * batch.width * batch.tokens * plan.hidden // batch.sequence
 
     def forward(self, x: Tensor) -> Tensor:
@@ -325,15 +325,16 @@ class MaskedTokenHead(nn.Module):
 class BertChooser(BertModel):
     """BERT with a task's head that chooses among classes, or among several texts.
 
-    It has BERT's layers and pooler, dropout, and one linear layer, but no heads of pretraining.
-    Parameters are those of a BERT, and `HEAD.weight` [outputs, h], `HEAD.bias` [outputs].
+    It has BERT's layers and pooler, dropout, and a linear layer, but no pretraining heads.
+    Parameters are those of a BERT and `HEAD.weight` [outputs, h], `HEAD.bias` [outputs].
 
     Args:
-        plan: the whole network, with a task's head.
-        context: layout, device, kernels and number formats.
-        part: as of `BertModel`.
-        recompute: as of `BertModel`.
-        head_name: HEAD, Megatron's: "classification_head" or "multichoice_head".
+        plan: The whole network, with a task's head.
+        context: Layout, device, kernels and number formats.
+        part: The layers that this process holds, and whether it has the embedding and the heads;
+            `None` builds the whole model.
+        recompute: Activations to recompute in backward; `None` keeps all of them.
+        head_name: Megatron's name of the head (HEAD): "classification_head" or "multichoice_head".
     """
 
     def __init__(
@@ -351,22 +352,23 @@ class BertChooser(BertModel):
         self.dropout = plan.embedding.dropout
         if self.part.head:
             task = plan.head("task_head")
-            assert isinstance(task, ClassifierPlan), "the plan has no head of a task"
+            assert isinstance(task, ClassifierPlan), "the plan has no task head"
             self.add_module(head_name, Classifier(task, context))
 
     def choose(
         self, tokens: Tensor, padding: Tensor, token_types: Tensor, hidden: Tensor | None = None
     ) -> Tensor:
-        """Score each of the c texts of every sample; for classification c is 1.
+        """Score each of the c texts of every sample. For classification c is 1.
 
         Args:
             tokens: [b, c, s].
             padding: bool [b, c, s], True for a token.
             token_types: [b, c, s].
-            hidden: [s, b c, h], from the part before; `None` if this part begins the model.
+            hidden: [s, b c, h], the previous part's output; `None` in the first part of the model.
 
         Returns:
-            Hidden states for the next part, [s, b c, h]; at the end scores in fp32 [b, c outputs].
+            Hidden states for the next part, [s, b c, h]; from the last part scores, fp32
+            [b, c outputs].
         """
         flat = (tokens.flatten(0, 1), padding.flatten(0, 1), token_types.flatten(0, 1))
         x = self(*flat, hidden=hidden)

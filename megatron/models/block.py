@@ -1,8 +1,8 @@
 """Transformer layers: one `Block` for each record of a plan, and the stack that runs them.
 
-A mixer or an MLP is one class in a module of its own, named in `MIXERS` or `MLPS` by the `kind` of
-its record. Beside its constructor it states what it costs: `matrices`, `vectors`, `work` and
-`activation_bytes` are functions of the record, so that nothing has to be built to count.
+Each mixer and each MLP is a class, found in `MIXERS` or `MLPS` under the `kind` of its record. The
+class also states its costs: `matrices`, `vectors`, `work` and `activation_bytes` are functions of
+the record, so counting needs no model.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from megatron.parallel.random import split_region
 
 
 class Sublayer(Protocol):
-    """The costs that the class of a mixer or an MLP states for a record without building it."""
+    """The costs that the class of a mixer or an MLP computes from a record alone."""
 
     def matrices(self, plan: Any, /) -> list[tuple[int, int]]:
-        """Return (outputs, inputs) of its weight matrices, which tensor ranks split evenly."""
+        """Return (outputs, inputs) of each weight matrix. Tensor ranks split them evenly."""
         ...
 
     def vectors(self, plan: Any, tensor: int, /) -> int:
-        """Count all other parameters that one of `tensor` ranks holds."""
+        """Count the parameters outside matrices that one of `tensor` ranks holds."""
         ...
 
     def work(self, plan: Any, length: int, encoder_length: int, /) -> Work:
@@ -46,37 +46,39 @@ class Sublayer(Protocol):
         ...
 
     def activation_bytes(self, plan: Any, batch: MicroBatch, /) -> int:
-        """Count the bytes that it keeps for the backward pass of a micro-batch."""
+        """Count the bytes kept for the backward pass of a micro-batch."""
         ...
 
 
-# Built as `MIXERS[kind](plan, context, layer_number, recompute_core=...)`, called with (x, mask,
-# rotation, cache); `bias_to_add` is what the residual sum still adds.
+# A mixer is constructed with (plan, context, layer_number, recompute_core=...) and called with (x,
+# mask, rotation, cache). The residual sum adds its `bias_to_add`.
 MIXERS: dict[str, Any] = {"attention": SelfAttention, "cross_attention": CrossAttention}
-# Built as `MLPS[kind](plan, context)`, called with x.
+# An MLP is constructed with (plan, context) and called with x.
 MLPS: dict[str, Any] = {"dense": MLP}
 
 
 def class_of(plan: SublayerPlan) -> Sublayer:
-    """Return the class that carries out a record."""
+    """Return the class that implements a record."""
     tables: Mapping[str, Sublayer] = {**MIXERS, **MLPS}
     return tables[plan.kind]
 
 
 class Block(nn.Module):
-    """A pre-norm layer: a mixer, then an MLP, each behind a normalization, each added back.
+    """A pre-norm layer: a mixer, then an MLP, each with a normalization before it.
 
-    A decoder's layer has a third part between the two: attention to an encoder's output. The
-    residual is each part's input, or with --apply-residual-connection-post-layernorm the normalized
-    input. What a half computes is added to it by the next normalization (see `Stream`), or by its
-    dropout if it has one. An fp32 residual stream stays fp32: 16-bit outputs are added to it. With
-    sequence parallelism all of it but the split layers runs on this rank's part of the sequence.
+    A decoder layer has a third sublayer between the two: cross-attention to an encoder's output.
+    The residual of a sublayer is its input, or its normalized input with
+    --apply-residual-connection-post-layernorm. The next normalization adds the sublayer's output to
+    the residual (see `Stream`), or its dropout does if it has one. An fp32 residual stream stays
+    fp32: 16-bit outputs are added to it. With sequence parallelism everything but the split layers
+    runs on this rank's part of the sequence.
 
     Args:
-        plan: the record of the layer.
-        context: layout, device, kernels and number formats.
-        layer_number: from 1.
-        recompute_core: compute the attention core again in backward instead of keeping its insides.
+        plan: The record of the layer.
+        context: Layout, device, kernels and number formats.
+        layer_number: Number of the layer in the model, from 1.
+        recompute_core: Whether to recompute the attention core in backward instead of keeping its
+            intermediates.
     """
 
     def __init__(
@@ -110,7 +112,7 @@ class Block(nn.Module):
 
     @staticmethod
     def matrix_parameters(plan: LayerPlan) -> int:
-        """Count the weights of a layer's matrices, on all tensor ranks together."""
+        """Count the elements of a layer's matrices over all tensor ranks."""
         return sum(
             outputs * inputs
             for sublayer in plan.sublayers
@@ -132,7 +134,7 @@ class Block(nn.Module):
 
     @staticmethod
     def activation_bytes(plan: LayerPlan, batch: MicroBatch) -> int:
-        """Count the bytes kept for backward, with the input and output of each part's norm."""
+        """Count the bytes kept for backward, including input and output of each normalization."""
         # Dropout adds one byte for each entry of its mask.
         entry = 2 * batch.width + (1 if plan.dropout > 0 else 0)
         around = entry * (batch.tokens * plan.mixer.hidden // batch.sequence)
@@ -150,13 +152,13 @@ class Block(nn.Module):
 
         Args:
             stream: [s, b, h]; [s/t, b, h] with sequence parallelism.
-            mask: of the mixer.
-            rotation: of the mixer's queries and keys, if the model has rotary positions.
-            cache: of earlier tokens, in inference.
-            encoder: what a decoder's layer attends to.
+            mask: Which keys a query of the mixer may attend to (`AttentionOptions`).
+            rotation: Rotation of the mixer's queries and keys, if the model has rotary positions.
+            cache: Keys and values of earlier tokens, in inference.
+            encoder: The encoder output that a decoder layer attends to.
 
         Returns:
-            As stream.
+            The stream after the layer, in the shape of `stream`.
         """
         x, normal = self.attention_norm(stream)
         residual = normal if self.residual_after_norm else x
@@ -173,7 +175,7 @@ class Block(nn.Module):
         return self._add(residual, self.mlp(normal), self.mlp.bias_to_add, "mlp output")
 
     def _add(self, residual: Tensor, update: Tensor, bias: Tensor | None, site: str) -> Stream:
-        """Return residual + dropout(update + bias); without dropout the next norm takes the sum."""
+        """Return residual + dropout(update + bias). Without dropout the next norm adds the two."""
         if not self.training or self.dropout == 0:
             return Stream(residual, update if bias is None else update + bias)
         with split_region(self.sequence, update.device, self.layer_number, site):
@@ -181,17 +183,17 @@ class Block(nn.Module):
 
 
 class LayerStack(nn.ModuleDict):
-    """Consecutive layers of a stack, by their number in it.
+    """Consecutive layers of a stack, keyed by their number in it.
 
-    It is run, not called: a weight that is still being gathered is waited for by the layer that
-    reads it, not by all of them together (`parallel.weights`).
+    It has a method `run` instead of `forward`, so that only the layer that reads a weight waits for
+    its gathering, not all layers together (`parallel.weights`).
 
     Args:
-        plans: records of all layers of the stack.
-        context: layout, device, kernels and number formats.
-        layers: numbers, from 0, of those that this process holds.
-        numbered_after: layers of the model before the first of the stack (an encoder's).
-        recompute: what to compute again in backward; `None` keeps everything.
+        plans: Records of all layers of the stack.
+        context: Layout, device, kernels and number formats.
+        layers: Numbers, from 0, of the layers that this process holds.
+        numbered_after: Number of the model's layers before this stack (an encoder's).
+        recompute: Activations to recompute in backward; `None` keeps all of them.
     """
 
     def __init__(
@@ -218,10 +220,10 @@ class LayerStack(nn.ModuleDict):
         self.saved_by = layout.tensor if splits else Axis()
 
     def run(self, stream: Stream, *inputs: Any) -> Stream:
-        """Run the layers on [s, b, h], giving each of them `inputs` after the stream."""
+        """Run the layers on [s, b, h], passing `inputs` to each of them after the stream."""
         for group in self.groups:
             if group.recomputed and torch.is_grad_enabled():
-                # Joined: a group keeps one tensor.
+                # The stream is joined so that a group keeps a single tensor.
                 x = stream.join()
                 x = recompute(self._joined, group.layers, x, *inputs, split_over=self.saved_by)
                 stream = Stream(x)

@@ -1,4 +1,4 @@
-"""From a run's configuration to the plan of its network, and to the network."""
+"""Builders of the plan and the model that a run's configuration describes."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def model_plan(
     """Return the plan of the network that flags describe.
 
     Args:
-        model: network flags, resolved.
-        padded_vocab_size: entries of the vocabulary, padding included.
-        head: what the model ends in.
+        model: Resolved network flags.
+        padded_vocab_size: Entries of the vocabulary, padding included.
+        head: Purpose of the model's heads.
     """
     return PLANS[model.architecture](model, padded_vocab_size, head)
 
@@ -55,17 +55,20 @@ def run_context(
     weight_gradients: WorkQueue | None = None,
     registry: LayerRegistry | None = None,
 ) -> BuildContext:
-    """Return what the layers of a run are built in.
+    """Return the context in which the layers of a run are built.
 
-    Weights that processes share are fp32 and have no memory yet: `ShardedModel` gives them shards.
+    Weights that are sharded over processes are fp32 and have no memory yet: `ShardedModel`
+    allocates their shards.
 
     Args:
-        config: what the flags ask for, resolved.
-        layout: this process among the others.
-        device: where the model runs.
-        exchange: overlaps tensor-parallel communication with products.
-        weight_gradients: where backward leaves weight gradients for later.
-        registry: where layers announce what they will need; `None` stands for a new one.
+        config: Resolved configuration of the run.
+        layout: This process's place among the others.
+        device: Device on which the model runs.
+        exchange: Exchange that overlaps tensor-parallel communication with matrix products; `None`
+            if overlap is off.
+        weight_gradients: Queue in which backward leaves weight gradients for later; `None` computes
+            them at once.
+        registry: Registry in which layers announce what they will need; `None` makes a new one.
     """
     parallel, numbers = config.parallel, config.precision
     is_shared = shares_weights(parallel, layout)
@@ -97,12 +100,12 @@ def build_model(
     """Build the model that a run's flags describe, or a part of it.
 
     Args:
-        network: GPTModel, or what is constructed as it is.
-        config: what the flags ask for, resolved.
-        context: what its layers are built in, usually `run_context`.
-        padded_vocab_size: entries of the vocabulary, padding included.
-        part: what this process holds; `None` builds the whole model.
-        head: what the model ends in.
+        network: A model class such as `GPTModel`, or a callable that takes the same arguments.
+        config: Resolved configuration of the run.
+        context: Context in which the layers are built, usually from `run_context`.
+        padded_vocab_size: Entries of the vocabulary, padding included.
+        part: Part of the model that this process holds; `None` builds the whole model.
+        head: Purpose of the model's heads.
     """
     recompute = RecomputePlan.from_config(
         config.training, split_inputs=config.parallel.distribute_saved_activations

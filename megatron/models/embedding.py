@@ -1,4 +1,4 @@
-"""The input of the first layer: word vectors, positions, dropout; and the rotary table."""
+"""Embeddings (words, learned positions, token types) and the table of rotary positions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron.parallel.random import split_region
 
 
 class VectorTable(nn.Module):
-    """A learned vector for each of a few numbers, such as positions; whole on every rank."""
+    """A table of learned vectors, for positions or token types, held whole by every rank."""
 
     def __init__(self, entries: int, hidden: int, init: InitPlan, context: BuildContext) -> None:
         """Allocate the table."""
@@ -31,17 +31,17 @@ class VectorTable(nn.Module):
         )
 
     def forward(self, numbers: Tensor) -> Tensor:
-        """Look up [s, b] as [s, b, h], with sequence parallelism this rank's part [s/t, b, h]."""
+        """Look up [s, b]; return [s, b, h], or [s/t, b, h] with sequence parallelism."""
         part = numbers.chunk(self.sequence.size)[self.sequence.rank]
         return F.embedding(part, self.weight)
 
 
 class Embedding(nn.Module):
-    """Words plus learned positions and token types (if the model has them), with dropout.
+    """The sum of word, position and token type embeddings (those of the plan), with dropout.
 
     Args:
-        plan: the record of its sizes.
-        context: layout, device, kernels and number formats.
+        plan: The record of its sizes.
+        context: Layout, device, kernels and number formats.
     """
 
     def __init__(self, plan: EmbeddingPlan, context: BuildContext) -> None:
@@ -84,7 +84,7 @@ class Embedding(nn.Module):
             tokens: [b, s].
             position_ids: [b, s].
             token_types: [b, s], for a model that has them; `None` means all are 0.
-            site: tells one call from another in a pass, for dropout.
+            site: Name that distinguishes this call's dropout from that of others in the pass.
 
         Returns:
             [s, b, h]; [s/t, b, h] with sequence parallelism.
@@ -106,7 +106,7 @@ class Embedding(nn.Module):
 def vocabulary_matrix(
     vocabulary: int, hidden: int, init: InitPlan, context: BuildContext
 ) -> nn.Parameter:
-    """Allocate a row for every vocabulary entry, [v, h]; rows are split over tensor ranks."""
+    """Allocate the matrix [v, h], one row per vocabulary entry, split by rows over tensor ranks."""
     return context.new_parameter(
         (vocabulary, hidden),
         init=init.weight(hidden, vocabulary),
@@ -116,16 +116,16 @@ def vocabulary_matrix(
 
 
 class TiedWordEmbedding(nn.Module):
-    """The last pipeline stage's copy of the word vectors [v, h], for the output layer.
+    """The last pipeline stage's copy of the word embedding [v, h], for the output layer.
 
-    It has the original's name, so both start with the same values, and the training step keeps
-    them equal by adding their gradients (`parallel.tied`).
+    It has the original's name, so both start with the same values. The training step keeps them
+    equal by adding their gradients (`parallel.tied`).
     """
 
     def __init__(self, plan: EmbeddingPlan, context: BuildContext) -> None:
         """Allocate the copy."""
         super().__init__()
-        self.word = nn.Module()  # never called: who waits for its weight is the model
+        self.word = nn.Module()  # never called, so the model waits for its weight
         weight = vocabulary_matrix(plan.vocabulary, plan.hidden, plan.init, context)
         weight.spec = replace(spec_of(weight), is_copy=True)  # type: ignore[attr-defined]
         self.word.weight = weight
@@ -134,14 +134,14 @@ class TiedWordEmbedding(nn.Module):
 def new_embedding(
     plan: ModelPlan, context: BuildContext, part: ModelPart
 ) -> Embedding | TiedWordEmbedding | None:
-    """Build what a part of a model needs of the embeddings, or return `None` if it needs none."""
+    """Build the embedding that a part of a model needs, or return `None` if it needs none."""
     if part.embedding:
         return Embedding(plan.embedding, context)
     return TiedWordEmbedding(plan.embedding, context) if part.head and plan.ties_words else None
 
 
 class RotaryTable(nn.Module):
-    """Cosines and sines up to the longest sequence: made once, shared by all layers, not saved."""
+    """Cosines and sines up to the longest sequence, shared by all layers and never saved."""
 
     def __init__(self, plan: RotaryPlan, device: torch.device) -> None:
         """Compute the table on the device."""
@@ -158,11 +158,11 @@ class RotaryTable(nn.Module):
         self.table: Tensor
 
     def forward(self, positions: Tensor) -> Rotation:
-        """Return the rotation of these positions [s]: cosines and sines [s, 1, 1, r]."""
+        """Return the rotation of positions [s]: cosines and sines, [s, 1, 1, r] each."""
         cosine, sine = self.table[:, positions]
         return cosine, sine
 
 
 def new_rotary_table(plan: ModelPlan, context: BuildContext) -> RotaryTable | None:
-    """Build the table of a model with rotary positions; return `None` for others."""
+    """Build the table of a model with rotary positions, or return `None` for other models."""
     return None if plan.rotary is None else RotaryTable(plan.rotary, context.device)

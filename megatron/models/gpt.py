@@ -29,8 +29,8 @@ from megatron.parallel.context.split import local_positions
 
 
 def gpt_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
-    """Return the plan of a GPT, whose layers are alike."""
-    assert head.is_language_model, "tasks' heads stand on a BERT"
+    """Return the plan of a GPT, whose layers are all alike."""
+    assert head.is_language_model, "only a BERT takes a task's head"
     return ModelPlan(
         embedding=embedding_plan(model, vocabulary),
         layers=(layer_plan(model, causal=True),) * model.num_layers,
@@ -41,17 +41,17 @@ def gpt_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
 
 
 class GPTModel(nn.Module):
-    """Embedding, layers, final normalization, output.
+    """A GPT: embedding, layers, final normalization, output layer.
 
-    Parameters are allocated, not filled: `parallel.parameter.initialize` does that. Their
+    Parameters are allocated but not filled: `parallel.parameter.initialize` does that. Their
     names are global: layer i is `layers.i` whatever part of the model this process holds.
 
     Args:
-        plan: the whole network.
-        context: layout, device, kernels and number formats.
-        part: the layers that this process holds, and whether it begins or ends the model; `None`
-            stands for the whole model.
-        recompute: what to compute again in backward; `None` keeps everything.
+        plan: The whole network.
+        context: Layout, device, kernels and number formats.
+        part: The layers that this process holds, and whether it has the embedding and the heads;
+            `None` builds the whole model.
+        recompute: Activations to recompute in backward; `None` keeps all of them.
     """
 
     def __init__(
@@ -88,23 +88,24 @@ class GPTModel(nn.Module):
     ) -> Tensor:
         """Run the layers held here once.
 
-        With context parallelism s counts this rank's tokens: its part of every sequence.
+        With context parallelism s counts only this rank's tokens of every sequence.
 
         Args:
             tokens: [b, s].
-            position_ids: [b, s], for learned positions; `None` stands for places in the sequence.
-            labels: [b, s], the token that follows each.
-            mask: bool [b or 1, 1, s, s], True where a query may attend, or documents; `None` is
-                causal.
-            hidden: [s, b, h], from the part before; `None` if this part begins the model.
-            cache: of earlier tokens, with the places of these; b is 1 then. `None` means that the
-                tokens are whole sequences.
-            loss_mask: [b, s], the weight of each loss (`Output`).
+            position_ids: [b, s], for learned positions; `None` counts from the start of the
+                sequence.
+            labels: [b, s], the token that follows each token.
+            mask: bool [b or 1, 1, s, s], True where a query may attend, or the documents of the
+                batch; `None` means causal.
+            hidden: [s, b, h], the previous part's output; `None` in the first part of the model.
+            cache: Keys and values of earlier tokens and the positions of the new ones; b is then 1.
+                `None` means that the tokens are whole sequences.
+            loss_mask: [b, s], the weight of each token's loss (`Output`).
 
         Returns:
-            If the model goes on in another part, hidden states [s, b, h]. At its end with labels
-            the loss of each token, fp32 [b, s]; otherwise logits [b, s, v/t], with a cache only of
-            the tokens that it wants them of.
+            Hidden states [s, b, h] unless this is the last part of the model. From the last part,
+            the loss of each token, fp32 [b, s], if labels are given (their weighted sum with a loss
+            mask); otherwise logits [b, s, v/t], with a cache only for the tokens it selects.
         """
         if cache is None:
             sequence = tokens.shape[1] * self.layout.context.size

@@ -1,4 +1,4 @@
-"""From the last hidden states to a score for every vocabulary entry, and to the loss."""
+"""The output layer: a score for every vocabulary entry, and the loss of each token."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from megatron.parallel.parameter import ZEROS
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """The form of each token's loss, chosen when a model is built.
+    """The computation of each token's loss, chosen when a model is built.
 
     Attributes:
-        form: of the cross entropy.
-        is_chunked: never hold all logits (`linear_cross_entropy`).
+        form: Implementation of the cross entropy.
+        is_chunked: Whether it works in chunks and never holds all logits (`linear_cross_entropy`).
     """
 
     form: CrossEntropy
@@ -37,7 +37,7 @@ class TokenLoss:
 
     @classmethod
     def from_config(cls, precision: PrecisionConfig, device: torch.device) -> TokenLoss:
-        """Choose what the flags ask for, with kernels if the device has them."""
+        """Choose the loss that the flags ask for, with kernels if the device has them."""
         fuses = precision.cross_entropy_loss_fusion
         library = find_library(device).library if fuses else None
         return cls(
@@ -56,20 +56,20 @@ class TokenLoss:
         bias: Tensor | None = None,
         slot: WeightSlot | None = None,
     ) -> Tensor:
-        """Return the loss of each token, or of all tokens together.
+        """Return the loss of each token, or their weighted sum.
 
         Args:
             x: [s, b, h]; [s/t, b, h] with sequence parallelism.
             weight: [v/t, h], this rank's rows of the output matrix.
             labels: [b, s].
-            communication: around the product.
+            communication: Tensor-parallel communication before and after the product.
             loss_mask: [b, s], the weight of each token's loss.
             bias: [v/t].
-            slot: where the weight's gradient goes; `None` leaves it to autograd.
+            slot: Destination of the weight's gradient; `None` leaves it to autograd.
 
         Returns:
-            With a mask the scalar sum(losses * loss_mask); otherwise the losses, fp32 [b, s], which
-            have no gradient if they are chunked.
+            The scalar sum(losses * loss_mask) if there is a mask; otherwise the losses, fp32
+            [b, s], which have no gradient if they are chunked.
         """
         if self.is_chunked:
             chunked = linear_cross_entropy(
@@ -91,14 +91,15 @@ class TokenLoss:
 
 
 class Output(nn.Module):
-    """The end of a language model: a score for every vocabulary entry, or each token's loss.
+    """The output layer: a score for every vocabulary entry, or each token's loss.
 
-    The matrix [v, h] is the word table, or the output's own if they are untied.
+    The matrix [v, h] is the word embedding table, or a matrix of its own if they are untied.
 
     Args:
-        plan: the record of its sizes.
-        context: layout, device, kernels and number formats.
-        embedding: of this part of the model; `None` if it has none, which only untied ones do.
+        plan: The record of its sizes.
+        context: Layout, device, kernels and number formats.
+        embedding: Embedding of this part of the model. It may be `None` only if the matrix is not
+            tied to it.
     """
 
     def __init__(
@@ -114,21 +115,21 @@ class Output(nn.Module):
         self.scale = plan.scale
         self.token_loss = TokenLoss.from_config(context.precision, context.device)
         self.products = context.kernels.output_products
-        # In a tuple: no child of this module, so that its parameter keeps one name.
+        # A tuple hides it from this module's children, so that its parameter has a single name.
         self._tied: tuple[nn.Module, ...] = ()
         if not plan.tied:
             self.weight = vocabulary_matrix(plan.vocabulary, plan.hidden, plan.init, context)
         else:
-            assert embedding is not None, "tied to an embedding that is not here"
+            assert embedding is not None, "a tied output needs the embedding"
             self._tied = (embedding.word,)
         self.bias = None
         if plan.bias:
             self.bias = context.new_parameter((plan.vocabulary,), init=ZEROS, split_dim=0)
-        self._gradient = context.registry.reserve_slot(self._matrix())  # of this use
+        self._gradient = context.registry.reserve_slot(self._matrix())  # of this use of the matrix
 
     @staticmethod
     def parameter_count(plan: OutputPlan, tensor: int) -> int:
-        """Count the parameters that one of `tensor` ranks holds, a tied word table aside."""
+        """Count the parameters that one of `tensor` ranks holds, without a tied embedding."""
         own = 0 if plan.tied else plan.hidden
         return plan.vocabulary // tensor * (own + plan.bias)
 
@@ -139,27 +140,27 @@ class Output(nn.Module):
 
     @staticmethod
     def activation_bytes(plan: OutputPlan, batch: MicroBatch) -> int:
-        """Count the logits, whose gradient takes their place, of all losses that await backward."""
+        """Count the bytes of logits (reused by their gradients) of all losses until backward."""
         rows = plan.vocabulary // batch.tensor
         if not batch.chunked_loss:
             return batch.losses * batch.width * batch.tokens * rows
-        # Some logits at a time, and until backward the gradients.
+        # One chunk of logits at a time, and the gradients until backward.
         gradients = plan.hidden * (4 * rows + batch.width * batch.tokens)
         logits = min(batch.tokens * rows, CHUNK_LOGITS)
         return batch.width * logits + batch.losses * gradients
 
     def forward(self, x: Tensor, labels: Tensor | None, loss_mask: Tensor | None = None) -> Tensor:
-        """Return scores, or with labels the loss.
+        """Return scores, or the loss if labels are given.
 
         Args:
-            x: normalized hidden states [s, b, h]; [s/t, b, h] with sequence parallelism.
+            x: Normalized hidden states [s, b, h]; [s/t, b, h] with sequence parallelism.
             labels: [b, s].
             loss_mask: [b, s], the weight of each token's loss.
 
         Returns:
-            With labels and a mask the scalar sum(losses * loss_mask). With labels alone the loss of
-            each token, fp32 [b, s], which --cross-entropy-fusion-impl linear gives without a
-            gradient. Otherwise logits [b, s, v/t].
+            The scalar sum(losses * loss_mask) if labels and a mask are given. With labels alone,
+            the loss of each token, fp32 [b, s], which has no gradient with
+            --cross-entropy-fusion-impl linear. Otherwise logits [b, s, v/t].
         """
         if self.scale is not None:
             x = x * self.scale
@@ -190,7 +191,7 @@ def masked_mean(total: Tensor, mask: Tensor) -> Tensor:
     """Return the mean over the tokens that count; 0, not nan, if none does.
 
     Args:
-        total: sum(losses * mask).
+        total: The sum of losses * mask.
         mask: 1 for each token whose loss counts, otherwise 0.
     """
     return total / mask.sum().clamp(min=1)

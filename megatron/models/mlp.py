@@ -1,4 +1,4 @@
-"""The position-wise half of a block."""
+"""The position-wise MLP of a layer."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from megatron.parallel.layers import Linear
 
 
 class MLP(nn.Module):
-    """A dense MLP from h to f and back; with a gate, the up projection holds gate and up.
+    """A dense MLP from h to f and back. A gated one has gate and up in its first projection.
 
     Args:
-        plan: the record of its sizes.
-        context: layout, device, kernels and number formats.
+        plan: The record of its sizes.
+        context: Layout, device, kernels and number formats.
     """
 
     def __init__(self, plan: MLPPlan, context: BuildContext) -> None:
@@ -28,7 +28,7 @@ class MLP(nn.Module):
             split="column",
             init=plan.init.weight(plan.hidden, plan.up),
             bias=plan.bias,
-            adds_bias=False,  # the activation does
+            adds_bias=False,  # the activation adds it
             parts=2 if plan.gated else 1,
         )
         self.down = Linear(
@@ -58,11 +58,11 @@ class MLP(nn.Module):
 
     @staticmethod
     def activation_bytes(plan: MLPPlan, batch: MicroBatch) -> int:
-        """Count what enters and what leaves the activation."""
+        """Count the bytes of the activation's input and output."""
         return batch.width * batch.tokens * ((plan.up + plan.inner) // batch.tensor)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [s, b, h] to [s, b, h], to which `bias_to_add` remains to be added."""
+        """Map [s, b, h] to [s, b, h]. The caller adds `bias_to_add`."""
         return self.down(self.activation(self.up(x), self.up.bias_to_add))
 
     @property

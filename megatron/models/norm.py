@@ -1,7 +1,6 @@
-"""The residual stream, and the normalization in front of each half of a block.
+"""The residual stream, and the normalization before each sublayer.
 
-What a half of a block computes is added to the stream by the normalization that reads it next: one
-pass over memory does both.
+The next normalization adds a sublayer's output to the stream: one pass over memory does both.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from megatron.parallel.parameter import ONES, ZEROS
 
 
 class Stream(NamedTuple):
-    """Hidden states between two halves of a block, as a sum that is not computed yet.
+    """Hidden states between two sublayers, as a sum that is not computed yet.
 
     Attributes:
         residual: [s, b, h].
-        update: what the last half has computed, [s, b, h]; `None` at the start of a part, and if
-            dropout has added it already.
+        update: Output of the last sublayer, [s, b, h]; `None` at the start of a part of the model,
+            and if dropout has added it already.
     """
 
     residual: Tensor
@@ -34,7 +33,7 @@ class Stream(NamedTuple):
 
 
 class LayerNorm(nn.Module):
-    """LayerNorm over h. With an offset the stored weight is the distance from one."""
+    """LayerNorm over h. With an offset, the stored weight is the distance from one."""
 
     def __init__(
         self,
@@ -61,7 +60,7 @@ class LayerNorm(nn.Module):
         return 2 * width
 
     def forward(self, stream: Stream) -> tuple[Tensor, Tensor]:
-        """Return the joined stream [s, b, h], and the same normalized, in the weight's type."""
+        """Return the joined stream [s, b, h] and its normalization in the weight's type."""
         weight = self.weight + 1 if self.offset else self.weight
         return self.form(*stream, weight, self.bias, self.epsilon)
 
@@ -90,7 +89,7 @@ class RMSNorm(nn.Module):
         return width
 
     def forward(self, stream: Stream) -> tuple[Tensor, Tensor]:
-        """Return the joined stream [s, b, h], and the same normalized, in the weight's type."""
+        """Return the joined stream [s, b, h] and its normalization in the weight's type."""
         return self.form(*stream, self.weight, None, self.epsilon)
 
 
@@ -98,14 +97,14 @@ NORMS: dict[str, type[LayerNorm | RMSNorm]] = {"LayerNorm": LayerNorm, "RMSNorm"
 
 
 def new_norm(plan: NormPlan, hidden: int, context: BuildContext) -> LayerNorm | RMSNorm:
-    """Build the normalization of hidden states, of parts of sequences with sequence parallelism."""
+    """Build a normalization of hidden states (with sequence parallelism, of this rank's part)."""
     form = choose_add_norm(context.kernels.library, context.kernels.amaxes)
     is_partial = context.layout.sequence.size > 1
     return NORMS[plan.kind](plan, hidden, context, form=form, partial_gradient=is_partial)
 
 
 def new_head_norm(plan: NormPlan, head_size: int, context: BuildContext) -> LayerNorm | RMSNorm:
-    """Build the normalization of a head's channels; each tensor rank has it for its own heads."""
+    """Build a normalization of a head's channels. Each tensor rank applies it to its own heads."""
     form = choose_add_norm(context.kernels.library)  # no product reads the result
     is_partial = context.layout.tensor.size > 1
     return NORMS[plan.kind](plan, head_size, context, form=form, partial_gradient=is_partial)

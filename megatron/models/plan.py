@@ -1,10 +1,10 @@
-"""Networks as data: one record per layer, and records of what stands before and after the layers.
+"""Networks as data: a record for each layer, for the embedding and for each head.
 
 A family's module (`gpt`, `bert`, `t5`) makes a `ModelPlan` from the resolved configuration. Models
 are built from it; parameters, FLOPs, memory and pipeline balance are counted from it. Every
 record is immutable, printable and hashable, and consecutive layers may have records of different
-kinds. The names of classes that carry out a record's `kind` are in `block.MIXERS`, `block.MLPS` and
-`arithmetic.HEADS`.
+kinds. The tables `block.MIXERS`, `block.MLPS` and `arithmetic.HEADS` name the class that implements
+each `kind` of record.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class HeadSpec:
     """The purpose of a model's heads, and how many sequences a sample has.
 
     Attributes:
-        outputs: scores that a task's head gives for each sequence; `None` stands for a
+        outputs: Number of scores that a task's head gives for each sequence. `None` means a
             language-model head, which scores every vocabulary entry for each token.
-        sequences: sequences of a sample: a question with each of its answers is one.
+        sequences: Sequences per sample. A question paired with one of its answers is a sequence.
     """
 
     outputs: int | None = None
@@ -41,11 +41,11 @@ LANGUAGE_MODEL_HEAD = HeadSpec()
 
 
 class Work(NamedTuple):
-    """Floating-point operations of forward and backward, for one sample.
+    """Floating-point operations of forward and backward for one sample.
 
     Attributes:
-        products: those of matrix products with weights.
-        scores: those of attention scores, and of the sums that they weigh.
+        products: Operations of matrix products with weights.
+        scores: Operations of attention scores and of the weighted sums of values.
     """
 
     products: int
@@ -54,19 +54,20 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """One process's part of a micro-batch, in the numbers that its memory depends on.
+    """The properties of a micro-batch that determine the activation memory of a process.
 
     Attributes:
-        sequences: in the micro-batch.
-        length: tokens of a sequence that the layer runs over.
-        encoder_length: tokens of the encoder's sequence that a decoder's layer reads.
-        tensor: tensor-parallel ranks.
-        sequence: ranks that share a sequence outside split layers: 1 without sequence parallelism.
-        context: context-parallel ranks.
-        width: bytes of an activation.
-        keeps_scores: attention keeps every score for backward.
-        losses: micro-batches whose loss waits for its backward.
-        chunked_loss: the loss never holds all logits.
+        sequences: Sequences in the micro-batch.
+        length: Tokens of each sequence in the layer.
+        encoder_length: Tokens of each encoder sequence that a decoder layer attends to.
+        tensor: Number of tensor-parallel ranks.
+        sequence: Number of ranks that share a sequence outside split layers; 1 without sequence
+            parallelism.
+        context: Number of context-parallel ranks.
+        width: Bytes per activation.
+        keeps_scores: Whether attention keeps every score for backward.
+        losses: Micro-batches whose losses are held until their backward pass.
+        chunked_loss: Whether the loss is computed in chunks, so that it never holds all logits.
     """
 
     sequences: int
@@ -87,7 +88,7 @@ class MicroBatch:
 
     @property
     def encoder_tokens(self) -> int:
-        """Tokens of the encoder on this process."""
+        """Encoder tokens on this process."""
         return self.sequences * self.encoder_length // self.context
 
 
@@ -96,9 +97,9 @@ class InitPlan:
     """The distribution of initial weights.
 
     Attributes:
-        std: standard deviation of a normal distribution.
-        xavier: use Xavier's uniform distribution instead.
-        layers: how many layers add their outputs to the residual stream.
+        std: Standard deviation of the normal distribution.
+        layers: Number of layers that add their outputs to the residual stream.
+        xavier: Whether to use Xavier's uniform distribution instead.
     """
 
     std: float
@@ -109,10 +110,11 @@ class InitPlan:
         """Return the initial distribution of a matrix.
 
         Args:
-            fan_in: inputs of the whole matrix.
-            fan_out: outputs of the whole matrix.
-            into_residual: its output is added to the residual stream. 2 x layers such outputs add
-                up, so their standard deviation is divided by the root of that (GPT-2).
+            fan_in: Inputs of the whole matrix.
+            fan_out: Outputs of the whole matrix.
+            into_residual: Whether the output is added to the residual stream. 2 x layers such
+                outputs add up, so the standard deviation is divided by the square root of that
+                number (GPT-2).
         """
         if self.xavier:
             return Init("uniform", math.sqrt(6 / (fan_in + fan_out)))
@@ -124,9 +126,9 @@ class NormPlan:
     """A normalization.
 
     Attributes:
-        kind: a name of `norm.NORMS`.
-        epsilon: added to the variance.
-        offset: the stored weight is the distance from one (LayerNorm-1p).
+        kind: A key of `norm.NORMS`.
+        epsilon: Number added to the variance.
+        offset: Whether the stored weight is the distance from one (LayerNorm-1p).
     """
 
     kind: str
@@ -139,11 +141,12 @@ class RotaryPlan:
     """Rotary positions.
 
     Attributes:
-        positions: longest sequence.
-        channels: of each head that rotate.
-        base: of the frequencies.
-        interpolation: positions are divided by it.
-        scaling: how much the lowest frequencies slow down (Llama 3.1); `None` leaves them.
+        positions: Length of the longest sequence.
+        channels: Number of channels of each head that rotate.
+        base: Base of the rotary frequencies.
+        interpolation: Number by which positions are divided; `None` keeps them.
+        scaling: Factor by which the lowest frequencies are slowed down (Llama 3.1); `None` keeps
+            them.
     """
 
     positions: int
@@ -155,14 +158,14 @@ class RotaryPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class SublayerPlan:
-    """A mixer or an MLP: what adds one update to the residual stream.
+    """A mixer or an MLP, which adds one update to the residual stream.
 
     Attributes:
-        kind: a name of `block.MIXERS` or `block.MLPS`.
-        hidden: width of the residual stream.
-        init: distribution of the initial weights.
-        bias: linear layers have biases.
-        defers_bias: the last bias is left to the residual sum, whose dropout kernel adds it.
+        kind: A key of `block.MIXERS` or `block.MLPS`.
+        hidden: Width of the residual stream.
+        init: Distribution of the initial weights.
+        bias: Whether linear layers have biases.
+        defers_bias: Whether the last bias is left to the dropout kernel of the residual sum.
     """
 
     kind: str
@@ -177,7 +180,7 @@ class MixerPlan(SublayerPlan):
     """A sublayer that moves information between tokens.
 
     Attributes:
-        causal: without a mask, tokens see those before them only.
+        causal: Whether tokens, without a mask, attend only to themselves and earlier tokens.
     """
 
     causal: bool = True
@@ -188,14 +191,14 @@ class AttentionPlan(MixerPlan):
     """Self-attention with any number of key-value heads, or attention to an encoder's output.
 
     Attributes:
-        heads: query heads.
-        kv_heads: key-value heads.
-        head_size: channels of a query, a key and a value.
-        dropout: on attention weights.
-        scale: factor of the scores; `None` stands for 1 / sqrt(head_size).
-        qkv_bias: queries, keys and values have biases, even if other layers have none.
-        head_norm: of each head's query and key, before they meet.
-        rotary: how queries and keys rotate.
+        heads: Number of query heads.
+        kv_heads: Number of key-value heads.
+        head_size: Channels of a query, a key and a value.
+        dropout: Dropout probability of the attention weights.
+        scale: Factor of the scores; `None` means 1 / sqrt(head_size).
+        qkv_bias: Whether queries, keys and values have biases even if other layers have none.
+        head_norm: Normalization of each head's query and key before the scores; `None` for none.
+        rotary: Rotary positions of queries and keys; `None` for none.
     """
 
     kind: str = "attention"
@@ -224,9 +227,9 @@ class MLPPlan(SublayerPlan):
     """A dense position-wise MLP.
 
     Attributes:
-        inner: width between its two matrices.
-        activation: a name of `kernels.activation`.
-        gated: the first matrix has two parts, gate and up.
+        inner: Width between its two matrices.
+        activation: Name of an activation in `kernels.activation`.
+        gated: Whether the first matrix has two parts, gate and up.
     """
 
     kind: str = "dense"
@@ -242,15 +245,16 @@ class MLPPlan(SublayerPlan):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerPlan:
-    """A transformer layer: mixer, attention to an encoder, MLP, each behind a normalization.
+    """A transformer layer: mixer, cross-attention and MLP, each with a normalization before it.
 
     Attributes:
-        mixer: record of a kind in `block.MIXERS`.
-        mlp: record of a kind in `block.MLPS`.
-        norm: in front of each of them.
-        cross_attention: of a decoder to its encoder, between the two.
-        residual_after_norm: the residual is the normalized input, as in the original BERT.
-        dropout: on each update of the residual stream.
+        mixer: Record whose kind is in `block.MIXERS`.
+        mlp: Record whose kind is in `block.MLPS`.
+        norm: Normalization before each sublayer.
+        cross_attention: A decoder's attention to its encoder, between mixer and MLP; `None` for
+            layers without one.
+        residual_after_norm: Whether the residual is the normalized input, as in the original BERT.
+        dropout: Dropout probability of each update of the residual stream.
     """
 
     mixer: MixerPlan
@@ -262,23 +266,23 @@ class LayerPlan:
 
     @property
     def sublayers(self) -> tuple[SublayerPlan, ...]:
-        """What adds to the residual stream, in order."""
+        """The sublayers that add to the residual stream, in order."""
         crossing = () if self.cross_attention is None else (self.cross_attention,)
         return (self.mixer, *crossing, self.mlp)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingPlan:
-    """The embedding in front of the first layer.
+    """The embedding before the first layer.
 
     Attributes:
-        vocabulary: rows of the word table, padding included.
-        hidden: width of a vector.
-        init: distribution of the initial tables.
-        positions: rows of a table of learned positions; 0 if there is none.
-        token_types: rows of a table of token types; 0 if there is none.
-        calls: per pass; an encoder and a decoder make one each.
-        dropout: on the sum.
+        vocabulary: Rows of the word embedding table, padding included.
+        hidden: Width of a vector.
+        init: Distribution of the initial tables.
+        positions: Rows of the table of learned positions; 0 if there is none.
+        token_types: Rows of the table of token types; 0 if there is none.
+        calls: Number of lookups per pass: an encoder and a decoder make one each.
+        dropout: Dropout probability of the sum.
     """
 
     vocabulary: int
@@ -292,14 +296,14 @@ class EmbeddingPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class PositionBiasPlan:
-    """T5's relative positions: a bias of every attention score, by distance.
+    """T5's relative positions: a bias for every attention score that depends on the distance.
 
     Attributes:
-        heads: query heads.
-        buckets: of distances, each with a bias for each head.
-        longest: from here on all distances share one bucket.
-        positions: longest sequence.
-        init: distribution of the initial table.
+        heads: Number of query heads.
+        buckets: Number of distance buckets, each with a bias for every head.
+        longest: Distance from which on all distances share one bucket.
+        positions: Length of the longest sequence.
+        init: Distribution of the initial table.
     """
 
     heads: int
@@ -314,9 +318,9 @@ class HeadPlan:
     """A module after the last layer.
 
     Attributes:
-        kind: a name of `arithmetic.HEADS`.
-        hidden: width of the residual stream.
-        init: distribution of the initial weights.
+        kind: A key of `arithmetic.HEADS`.
+        hidden: Width of the residual stream.
+        init: Distribution of the initial weights.
     """
 
     kind: str
@@ -326,13 +330,13 @@ class HeadPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputPlan(HeadPlan):
-    """A score for every vocabulary entry.
+    """The output layer, which gives a score for every vocabulary entry.
 
     Attributes:
-        vocabulary: entries, padding included.
-        tied: its matrix is the word table.
-        bias: each entry has one.
-        scale: factor of what it reads; `None` leaves it.
+        vocabulary: Number of entries, padding included.
+        tied: Whether its matrix is the word embedding table.
+        bias: Whether each entry has a bias.
+        scale: Factor of its input; `None` leaves the input as it is.
     """
 
     kind: str = "output"
@@ -344,11 +348,11 @@ class OutputPlan(HeadPlan):
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedTokenPlan(HeadPlan):
-    """The layer between BERT's last one and the scores of the vocabulary.
+    """The layer between BERT's last transformer layer and its output layer.
 
     Attributes:
-        norm: after the activation.
-        tanh: GeLU in its tanh form instead of the exact one.
+        norm: Normalization after the activation.
+        tanh: Whether GeLU takes its tanh form instead of the exact one.
     """
 
     kind: str = "masked_token"
@@ -361,8 +365,9 @@ class ClassifierPlan(HeadPlan):
     """A linear layer over one vector of each sequence.
 
     Attributes:
-        outputs: scores.
-        in_fp32: multiply in fp32: rounded to 16 bits, scores from 0 to 5 would be 1/64 apart.
+        outputs: Number of scores.
+        in_fp32: Whether to multiply in fp32: rounded to 16 bits, scores from 0 to 5 would be 1/64
+            apart.
     """
 
     outputs: int
@@ -374,15 +379,15 @@ class ModelPlan:
     """A whole network, whatever part of it a process holds.
 
     Attributes:
-        embedding: in front of the first layer.
-        layers: the encoder's first, then its decoder's.
-        final_norm: after the last layer (and after an encoder's last).
-        heads: modules after that.
-        head_spec: their purpose.
-        positions: longest sequence.
-        encoder_layers: how many of `layers` are the encoder beneath a decoder; 0 if there is a
-            single stack.
-        position_bias: of each stack's self-attention.
+        embedding: The embedding before the first layer.
+        layers: All layers, an encoder's before its decoder's.
+        final_norm: Normalization after the last layer (and after an encoder's last).
+        heads: Modules after the final normalization.
+        positions: Length of the longest sequence.
+        head_spec: Purpose of the heads.
+        encoder_layers: Number of `layers` that belong to an encoder with a decoder after it; 0 if
+            there is a single stack.
+        position_bias: Relative positions of each stack's self-attention; `None` for none.
     """
 
     embedding: EmbeddingPlan
@@ -406,21 +411,21 @@ class ModelPlan:
 
     @property
     def ties_words(self) -> bool:
-        """Whether the output uses the word table."""
+        """Whether the output layer uses the word embedding table."""
         return self.output is not None and self.output.tied
 
     @property
     def rotary(self) -> RotaryPlan | None:
-        """The rotary positions of the layers that have some, which are the same in all of them."""
+        """The rotary positions, which all layers that have them share; `None` if none does."""
         every = {getattr(layer.mixer, "rotary", None) for layer in self.layers} - {None}
         assert len(every) <= 1, "layers rotate at different speeds"
         return next(iter(every), None)
 
     @property
     def attention(self) -> AttentionPlan:
-        """The self-attention that all layers share, for code that needs them alike."""
+        """The self-attention record of all layers, for code that needs them to be equal."""
         (found,) = {layer.mixer for layer in self.layers}
-        assert isinstance(found, AttentionPlan), "layers mix tokens in another way"
+        assert isinstance(found, AttentionPlan), "the layers' mixer is not attention"
         return found
 
     def head(self, kind: str) -> HeadPlan | None:
@@ -428,19 +433,19 @@ class ModelPlan:
         return next((head for head in self.heads if head.kind == kind), None)
 
     def stacks(self, part: ModelPart) -> list[range]:
-        """Return the layers of each stack that a part holds, by their number in the model."""
+        """Return the layers of each stack that a part of the model holds, as global indices."""
         first, last = part.layers.start, part.layers.stop
         edges = [0, self.encoder_layers, len(self.layers)]
         runs = [range(max(first, a), min(last, b)) for a, b in zip(edges, edges[1:], strict=False)]
         return [run for run in runs if run]
 
     def lengths(self, layer: int, encoder: int, decoder: int | None) -> tuple[int, int]:
-        """Return the tokens that a layer runs over, and those of an encoder that it reads.
+        """Return the sequence length of a layer, and that of the encoder output it attends to.
 
         Args:
-            layer: its number, from 0.
-            encoder: tokens of a sequence, or of the encoder's.
-            decoder: tokens of a decoder's sequence, if there is one.
+            layer: Index of the layer in the model, from 0.
+            encoder: Tokens of a sequence, or of an encoder's sequence.
+            decoder: Tokens of a decoder's sequence, if there is one.
         """
         if decoder is None or layer < self.encoder_layers:
             return encoder, 0
@@ -448,12 +453,12 @@ class ModelPlan:
 
 
 def layer_plan(model: ModelConfig, *, causal: bool, crosses: bool = False) -> LayerPlan:
-    """Return the record of a layer as the flags describe it; flags make all layers alike.
+    """Return the record of a layer as the flags describe it. The flags make all layers alike.
 
     Args:
-        model: network flags, resolved.
-        causal: without a mask, tokens see those before them only.
-        crosses: it is a decoder's, which attends to an encoder's output too.
+        model: Resolved network flags.
+        causal: Whether tokens, without a mask, attend only to themselves and earlier tokens.
+        crosses: Whether it belongs to a decoder that also attends to an encoder's output.
     """
     heads, head_size = model.num_attention_heads, model.kv_channels
     init, norm = init_plan(model), norm_plan(model)
@@ -525,10 +530,10 @@ def embedding_plan(
     """Return the record of the embedding.
 
     Args:
-        model: network flags, resolved.
-        vocabulary: entries, padding included.
-        token_types: of a sample.
-        calls: in one pass.
+        model: Resolved network flags.
+        vocabulary: Entries of the vocabulary, padding included.
+        token_types: Number of token types; 0 for a model without them.
+        calls: Number of lookups per pass: an encoder and a decoder make one each.
     """
     learned = model.position_embedding_type == "learned_absolute"
     return EmbeddingPlan(
@@ -546,9 +551,9 @@ def output_plan(model: ModelConfig, vocabulary: int, *, bias: bool = False) -> O
     """Return the record of the language-model head.
 
     Args:
-        model: network flags, resolved.
-        vocabulary: entries, padding included.
-        bias: each entry has one.
+        model: Resolved network flags.
+        vocabulary: Entries of the vocabulary, padding included.
+        bias: Whether each entry has a bias.
     """
     hidden = model.hidden_size
     return OutputPlan(

@@ -1,8 +1,8 @@
-"""T5's positions: a bias of every attention score, by how far the key stands from the query.
+"""T5's positions: a bias for every attention score, chosen by the distance from query to key.
 
-Near distances have a bucket each, farther ones share buckets that grow with the logarithm of the
-distance (Raffel et al., 2019, 2.1). Every head has a bias for every bucket; all layers of an
-encoder share one table, and those of a decoder another.
+Short distances have a bucket each; longer ones share buckets that grow with the logarithm of the
+distance (Raffel et al., 2019, 2.1). Every head has a bias for every bucket. All layers of an
+encoder share one table, and those of a decoder share another.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ POSITION_TABLES = ("encoder.position_bias.weight", "decoder.position_bias.weight
 def relative_buckets(distances: Tensor, *, both_ways: bool, buckets: int, longest: int) -> Tensor:
     """Return the bucket of each distance.
 
-    Half of the buckets of a direction hold one distance each, the others share the rest up to
-    `longest`; the last has all that are longer.
+    Half of the buckets of a direction hold one distance each. The others share the rest up to
+    `longest`, and the last one also holds everything longer.
 
     Args:
-        distances: place of the key less that of the query, of any shape.
-        both_ways: later keys have buckets of their own; otherwise they share the first one.
-        buckets: of both directions.
-        longest: distance, in tokens.
+        distances: Position of the key minus that of the query, of any shape.
+        both_ways: Whether later keys have buckets of their own; otherwise they share the first.
+        buckets: Number of buckets, of both directions together.
+        longest: Distance in tokens from which on all distances share the last bucket.
 
     Returns:
         int64, from 0 to below `buckets`.
@@ -45,23 +45,23 @@ def relative_buckets(distances: Tensor, *, both_ways: bool, buckets: int, longes
     else:
         distances = (-distances).clamp(min=0)
     alone = buckets // 2
-    # In fp32 and in this order as T5 computes it: at a bucket's border the rounding decides.
+    # Computed in fp32 and in this order, as T5 does: at a bucket's border the rounding decides.
     share = torch.log(distances.float() / alone) / math.log(longest / alone)
     shared = alone + (share * (buckets - alone)).clamp(min=0).long()
     return first + torch.where(distances < alone, distances, shared.clamp(max=buckets - 1))
 
 
 class PositionBias(SharedTable):
-    """The table of one stack of layers, [buckets, n]; a tensor rank holds its heads' columns.
+    """The table of a stack of layers, [buckets, n]. Each tensor rank holds its heads' columns.
 
-    Every part of the model that has layers of the stack has a copy under the same name. The one
-    with the stack's first layer is the original; `parallel.tied` keeps the others equal to it.
+    Every part of the model that has layers of the stack has a copy under the same name. The part
+    with the stack's first layer has the original; `parallel.tied` keeps the copies equal to it.
 
     Args:
-        plan: the record of its sizes.
-        context: layout, device, kernels and number formats.
-        both_ways: an encoder's; otherwise a decoder's, which adds the causal mask too.
-        is_copy: another part of the model holds the original.
+        plan: The record of its sizes.
+        context: Layout, device, kernels and number formats.
+        both_ways: Whether it belongs to an encoder. A decoder's bias includes the causal mask.
+        is_copy: Whether another part of the model holds the original.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class PositionBias(SharedTable):
         )
         spec = replace(spec_of(self.weight), is_copy=is_copy)
         self.weight.spec = spec  # type: ignore[attr-defined]
-        # Computed on the CPU, so that every device has the same.
+        # Computed on the CPU, so that every device has the same values.
         reach = plan.positions - 1
         found = relative_buckets(
             torch.arange(-reach, reach + 1),
@@ -100,24 +100,24 @@ class PositionBias(SharedTable):
 
     @staticmethod
     def activation_bytes(plan: PositionBiasPlan, batch: MicroBatch, *, both_ways: bool) -> int:
-        """Count the bytes of what is added to scores.
+        """Count the bytes of the bias that is added to scores.
 
-        An encoder's is another one for each sample, because it has the padding's mask in it.
+        An encoder's bias includes the padding mask, so every sample has its own.
         """
         samples = batch.sequences if both_ways else 1
         return batch.width * plan.heads // batch.tensor * samples * batch.length**2
 
     def forward(self, length: int, mask: Tensor | None) -> Tensor:
-        """Return what is added to the scores of a sequence with itself.
+        """Return the bias to add to the self-attention scores.
 
         Args:
-            length: s.
-            mask: bool [b, 1, 1, s], True where a query may attend; `None` allows all, or the
-                past.
+            length: Length of the sequence, s.
+            mask: bool [b, 1, 1, s], True where a query may attend; `None` allows all tokens in an
+                encoder and earlier ones in a decoder.
 
         Returns:
-            [b or 1, n/t, s, s] in the table's type, with its lowest number where a query may not
-            attend.
+            [b or 1, n/t, s, s] in the table's type, with the type's lowest number where a query may
+            not attend.
         """
         if self.original is not None:
             shared: Tensor = self.original(length, mask)

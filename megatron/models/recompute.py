@@ -1,4 +1,4 @@
-"""Recomputation of activations in backward: the plan, and its execution."""
+"""Recomputation of activations in backward: the plan and its execution."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron.parallel.layout import Axis
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Consecutive layers that run together; recomputed ones keep only the group's input."""
+    """Consecutive layers that run together. A recomputed group keeps only its input."""
 
     layers: range
     recomputed: bool
@@ -26,15 +26,15 @@ class LayerGroup:
 
 @dataclass(frozen=True)
 class RecomputePlan:
-    """The activations to compute again in backward, trading time for memory.
+    """The activations to recompute in backward, trading time for memory.
 
     Attributes:
-        granularity: "full" recomputes whole layers, "selective" the attention core of each.
-        method: with full, "uniform" recomputes every group of `num_layers` layers, "block" the
+        granularity: "full" recomputes whole layers, "selective" the attention core of each layer.
+        method: For "full": "uniform" recomputes every group of `num_layers` layers, "block" the
             first `num_layers` layers, one by one.
-        num_layers: of a group with "uniform", or in all with "block".
-        split_inputs: with full, each tensor rank keeps only its part of a group's input, and the
-            ranks gather it when it is needed.
+        num_layers: Layers per group with "uniform"; all recomputed layers with "block".
+        split_inputs: For "full": whether each tensor rank keeps only its part of a group's input,
+            which the ranks gather when it is needed.
     """
 
     granularity: str
@@ -46,19 +46,19 @@ class RecomputePlan:
     def from_config(
         cls, training: TrainingOptions, *, split_inputs: bool = False
     ) -> RecomputePlan | None:
-        """Return the plan that flags ask for, or `None` if everything is kept."""
+        """Return the plan that the flags ask for, or `None` if everything is kept."""
         if training.recompute_granularity is None:
             return None
         method, count = training.recompute_method or "uniform", training.recompute_num_layers or 1
         return cls(training.recompute_granularity, method, count, split_inputs)
 
     def bytes_kept(self, of_layers: list[int], boundary: int, batch: MicroBatch) -> int:
-        """Count the bytes that the layers of a part keep for backward of a micro-batch.
+        """Count the bytes that layers keep for the backward pass of a micro-batch.
 
         Args:
-            of_layers: what each of them keeps by itself.
-            boundary: bytes of the hidden states between two layers.
-            batch: the micro-batch.
+            of_layers: Bytes that each layer keeps without recomputation.
+            boundary: Bytes of the hidden states between two layers.
+            batch: The micro-batch.
         """
         if self.granularity != "full":
             return sum(of_layers)
@@ -90,20 +90,20 @@ def recompute(
     """Return function(layers, x, *others), keeping only the arguments for backward.
 
     Args:
-        function: what is computed, and computed again in backward.
-        layers: its first argument.
-        x: [s, b, h], its second argument.
-        *others: the rest.
-        split_over: ranks that hold the same x, each of which keeps an even part of it. A single
-            process keeps it whole.
+        function: Function to compute, and to recompute in backward.
+        layers: First argument of the function.
+        x: [s, b, h], the second argument of the function.
+        *others: Other arguments of the function.
+        split_over: Ranks that hold the same x; each keeps an equal part of it. A single process
+            keeps it whole.
     """
 
     if split_over.size == 1 or not torch.is_grad_enabled():
         return checkpoint(function, layers, x, *others, use_reentrant=False)
     shape, has_gradient = x.shape, x.requires_grad
-    # A copy: a view would keep the whole alive.
+    # It is a copy, because a view would keep the whole tensor alive.
     part = x.detach().reshape(-1).chunk(split_over.size)[split_over.rank].clone()
-    whole = [x]  # until forward has used it
+    whole = [x]  # kept until forward has used it
 
     def run(*others: Any) -> Tensor:
         if whole:

@@ -1,13 +1,14 @@
 """T5: an encoder and a decoder that reads its output (Raffel et al., 2019).
 
-In Megatron's form positions are learned (or rotary) and shared by both halves, and the output uses
-the word table. In the paper's form each half has a table of relative positions. Shapes: e the
-encoder's sequence, d the decoder's, b micro-batch, h hidden, v padded vocabulary, t tensor-parallel
-size.
+In Megatron's form, positions are learned (or rotary) and shared by encoder and decoder, and the
+output uses the word embedding table. In the paper's form, encoder and decoder have a table of
+relative positions each. Shapes: e the encoder's sequence, d the decoder's, b micro-batch, h hidden,
+v padded vocabulary, t tensor-parallel size.
 
-In a pipeline the two halves travel together, [e + d, b, h]: the first part embeds both, the
-encoder's parts pass the decoder's embedding on, and the decoder's parts the encoder's output. So
-every message has the same shape, wherever the decoder begins, and the embeddings are in one place.
+In a pipeline the hidden states of encoder and decoder travel together, [e + d, b, h]: the first
+part embeds both, the encoder's parts pass on the decoder's embedding, and the decoder's parts pass
+on the encoder's output. So every message has the same shape wherever the decoder begins, and the
+embeddings are in a single place.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ from megatron.parallel.build import BuildContext
 
 
 def t5_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
-    """Return the plan of a T5: layers of the encoder, then of the decoder."""
-    assert head.is_language_model, "tasks' heads stand on a BERT"
+    """Return the plan of a T5, with the encoder's layers before the decoder's."""
+    assert head.is_language_model, "only a BERT takes a task's head"
     encoder, decoder = model.num_layers, model.decoder_layers
     positions = model.max_position_embeddings
     bias = None
@@ -67,13 +68,13 @@ def t5_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
     )
 
 
-class Half(nn.Module):
-    """Layers of the encoder or of the decoder, and the normalization after the last of them.
+class T5Stack(nn.Module):
+    """The layers of an encoder or a decoder, and the normalization after the last of them.
 
     Args:
-        layers: those held here.
-        final_norm: if the half ends here.
-        position_bias: with relative positions, if there are layers.
+        layers: The layers that this process holds.
+        final_norm: The final normalization, if this process holds the end of the stack.
+        position_bias: The table of relative positions, if the plan has one and there are layers.
     """
 
     def __init__(
@@ -89,16 +90,16 @@ class Half(nn.Module):
         self.final_norm = final_norm
 
     def run(self, hidden: Tensor, length: int, mask: Tensor | None, *inputs: Any) -> Tensor:
-        """Run the layers held here, and the normalization if the half ends here.
+        """Run the layers held here, and the final normalization if it is held here.
 
         Args:
             hidden: [s, b, h]; [s/t, b, h] with sequence parallelism.
-            length: s.
+            length: Length of the sequence, s.
             mask: bool [b, 1, 1, s], True for a token; `None` leaves it to the plan.
-            *inputs: what else every layer is given.
+            *inputs: Further arguments of every layer.
 
         Returns:
-            [s, b, h].
+            Hidden states in the shape of `hidden`.
         """
         if self.position_bias is not None:
             mask = self.position_bias(length, mask)
@@ -110,13 +111,13 @@ class Half(nn.Module):
 
 
 class T5Model(nn.Module):
-    """Embeddings of both halves, encoder, decoder, output.
+    """A T5: shared embedding, encoder, decoder, output layer.
 
-    Parameters are allocated, not filled: `parallel.parameter.initialize` does that. Their
+    Parameters are allocated but not filled: `parallel.parameter.initialize` does that. Their
     names are global, whatever part of the model this process holds:
 
         embedding.word.weight, embedding.position.weight            [v, h], [positions, h]
-        encoder.position_bias, decoder.position_bias                [buckets, n], relative ones
+        encoder.position_bias, decoder.position_bias                [buckets, n] (relative)
         encoder.layers.0.attention_norm, .attention.qkv, .attention.output,
             .mlp_norm, .mlp.up, .mlp.down                           .weight and .bias each
         encoder.final_norm
@@ -127,11 +128,11 @@ class T5Model(nn.Module):
         output.bias, output.weight if it has them                   [v], [v, h]
 
     Args:
-        plan: the whole network.
-        context: layout, device, kernels and number formats.
-        part: the layers that this process holds, the decoder's counted after the encoder's, and
-            whether it begins or ends the model; `None` stands for the whole model.
-        recompute: what to compute again in backward; `None` keeps everything.
+        plan: The whole network.
+        context: Layout, device, kernels and number formats.
+        part: The layers that this process holds, with the decoder's counted after the encoder's,
+            and whether it has the embedding and the head; `None` builds the whole model.
+        recompute: Activations to recompute in backward; `None` keeps all of them.
     """
 
     def __init__(
@@ -151,10 +152,10 @@ class T5Model(nn.Module):
         self.rotary = new_rotary_table(plan, context)
         first = plan.encoder_layers  # the decoder's
 
-        def new_half(layers: range, *, is_decoder: bool, ends: bool) -> Half | None:
+        def new_stack(layers: range, *, is_decoder: bool, ends: bool) -> T5Stack | None:
             if not layers and not ends:
                 return None
-            stack = LayerStack(
+            held = LayerStack(
                 plan.layers[first:] if is_decoder else plan.layers[:first],
                 context,
                 layers,
@@ -169,13 +170,13 @@ class T5Model(nn.Module):
                     both_ways=not is_decoder,
                     is_copy=layers.start > 0,
                 )
-            return Half(
-                stack, new_norm(plan.final_norm, plan.hidden, context) if ends else None, bias
+            return T5Stack(
+                held, new_norm(plan.final_norm, plan.hidden, context) if ends else None, bias
             )
 
         of_encoder, of_decoder = self.part.halves(first)
-        self.encoder = new_half(of_encoder, is_decoder=False, ends=first - 1 in of_encoder)
-        self.decoder = new_half(of_decoder, is_decoder=True, ends=self.part.head)
+        self.encoder = new_stack(of_encoder, is_decoder=False, ends=first - 1 in of_encoder)
+        self.decoder = new_stack(of_decoder, is_decoder=True, ends=self.part.head)
         self.output = None
         if self.part.head:
             assert plan.output is not None
@@ -192,19 +193,21 @@ class T5Model(nn.Module):
     ) -> Tensor:
         """Run the layers held here once.
 
-        Padding may stand at the end of the decoder's sequences too: no token before it sees it.
+        The decoder's sequences may end in padding too: no token before it attends to it.
 
         Args:
-            tokens: the encoder's, [b, e].
+            tokens: [b, e], the encoder's tokens.
             decoder_tokens: [b, d].
-            padding: bool [b, e], True for a token of the encoder's, False for padding.
-            labels: [b, d], the token that follows each of the decoder's.
-            hidden: [e + d, b, h], from the part before; `None` if this part begins the model.
+            padding: bool [b, e], True for a token of the encoder, False for padding.
+            labels: [b, d], the token that follows each decoder token.
+            hidden: [e + d, b, h], the previous part's output; `None` in the first part of the
+                model.
             loss_mask: [b, d], the weight of each loss (`Output`).
 
         Returns:
-            If the model goes on in another part, both halves' hidden states [e + d, b, h]. At its
-            end with labels the loss of each token, fp32 [b, d]; otherwise logits [b, d, v/t].
+            The encoder's and the decoder's hidden states [e + d, b, h] unless this is the last part
+            of the model. From the last part, the loss of each token, fp32 [b, d], if labels are
+            given (their weighted sum with a loss mask); otherwise logits [b, d, v/t].
         """
         states, x = self.states(tokens, decoder_tokens, padding, hidden)
         if self.output is None:
@@ -215,11 +218,12 @@ class T5Model(nn.Module):
     def states(
         self, tokens: Tensor, decoder_tokens: Tensor, padding: Tensor, hidden: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return both halves' hidden states behind the layers held here, [e, b, h] and [d, b, h].
+        """Return the encoder's and the decoder's hidden states after the layers held here.
 
-        With sequence parallelism this rank's part of each; the arguments are those of `forward`.
+        The arguments are those of `forward`. The shapes are [e, b, h] and [d, b, h]; with sequence
+        parallelism each is this rank's part.
         """
-        states, x = self._halves(tokens, decoder_tokens, hidden)
+        states, x = self._inputs(tokens, decoder_tokens, hidden)
         mask = padding_mask(padding)
         if self.encoder is not None:
             states = self.encoder.run(states, tokens.shape[1], mask, self._rotation(tokens))
@@ -229,12 +233,12 @@ class T5Model(nn.Module):
             x = self.decoder.run(x, decoder_tokens.shape[1], None, rotation, None, encoder)
         return states, x
 
-    def _halves(
+    def _inputs(
         self, tokens: Tensor, decoder_tokens: Tensor, hidden: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return what goes into the layers held here, [e, b, h] and [d, b, h].
+        """Return the inputs of the layers held here, [e, b, h] and [d, b, h].
 
-        With sequence parallelism this rank's part of each.
+        With sequence parallelism each is this rank's part.
         """
         if hidden is not None:
             lengths = [

@@ -1,5 +1,9 @@
-"""From averaged gradients to new weights.
+"""The optimizer, which turns averaged gradients into new weights.
 
-`optimizer` takes the step, by one of the `rules`; `groups` says what is updated alike, `norms`
-measures what is clipped, `loss_scale` and `schedule` say what changes over time.
+optimizer     the step: unscale, clip, check, update
+rules         update rules (AdamW, SGD), and offloading to the host
+groups        groups of parameters that are updated alike
+norms         norms over the whole model
+loss_scale    constant and dynamic loss scales
+schedule      learning rate and weight decay by consumed samples
 """

@@ -1,4 +1,4 @@
-"""Parameter groups: what is updated alike, and by which rule."""
+"""Parameter groups: parameters that share an update rule, weight decay and learning rate."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class ParameterGroup:
     """Parameters that are updated alike, in the model's order.
 
     Attributes:
-        rule: how they are updated.
-        is_decayed: weight decay applies.
-        is_decoupled: the learning rate is that of --decoupled-lr.
-        names: of the parameters.
-        parameters: the parameters themselves.
+        rule: Update rule of the group.
+        is_decayed: Whether weight decay applies.
+        is_decoupled: Whether the learning rate is that of --decoupled-lr.
+        names: Names of the parameters.
+        parameters: The parameters themselves.
     """
 
     rule: UpdateRule
@@ -30,19 +30,19 @@ class ParameterGroup:
 
 
 def is_decayed(name: str, parameter: nn.Parameter) -> bool:
-    """Return whether weight decay applies: to matrices and embeddings.
+    """Return whether weight decay applies to a parameter.
 
-    Biases (of any shape) and 1-D tensors do not decay.
+    Matrices and embeddings decay; biases (of any shape) and 1-D tensors do not.
     """
     is_bias = name.rpartition(".")[2] == "bias"
     return not is_bias and parameter.ndim > 1
 
 
 def is_vocabulary(parameter: nn.Parameter) -> bool:
-    """Return whether this is a weight of the word embeddings or of the output layer.
+    """Return whether this is the weight of the word embedding or of the output layer.
 
     Megatron Core calls these embedding or output parameters. Positions, token types, biases and
-    other heads are not among them.
+    other heads are not included.
     """
     spec = getattr(parameter, "spec", None)
     return spec is not None and spec.is_vocabulary
@@ -54,14 +54,15 @@ def split_groups(
     *,
     decouples: bool = False,
 ) -> list[ParameterGroup]:
-    """Split parameters into groups, for each rule the decayed group and then the other.
+    """Split parameters into groups. Each rule's decayed group comes before its other group.
 
     Empty groups and parameters without gradients are left out.
 
     Args:
-        named_parameters: of the model here.
-        choose_rule: gives each parameter its update rule.
-        decouples: parameters with a learning rate of their own stand apart, at the end.
+        named_parameters: Parameters of the model on this process.
+        choose_rule: Function that gives each parameter its update rule.
+        decouples: Whether word embedding and output layer, which have a learning rate of their own,
+            form separate groups at the end of each rule.
     """
     members: dict[tuple[UpdateRule, bool, bool], list[tuple[str, nn.Parameter]]] = {}
     for name, p in named_parameters:

@@ -1,7 +1,7 @@
-"""Loss scales: constant, and dynamic for fp16.
+"""Loss scales: constant ones, and dynamic ones for fp16.
 
-fp16 gradients below 6e-8 vanish. So the loss is multiplied by a scale before backward and the
-gradients are divided by it before the update. A scale is a value: `update` gives the next one.
+fp16 gradients below 6e-8 vanish. So the loss is multiplied by a scale before backward, and the
+gradients are divided by it before the update. A scale is immutable: `update` returns the next one.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class ConstantScale:
         return False
 
     def update(self, *, found_overflow: bool) -> ConstantScale:
-        """Return the scale of the next iteration, which is this one."""
+        """Return this scale for the next iteration."""
         return self
 
     def state(self) -> dict[str, Any]:
-        """Return nothing to save, because the scale comes from the flags."""
+        """Return an empty state, because the scale comes from the flags."""
         return {}
 
     def with_state(self, state: dict[str, Any]) -> ConstantScale:
-        """Return this scale, whatever another run had."""
+        """Return this scale, whatever the saved run used."""
         return self
 
 
@@ -43,12 +43,12 @@ class DynamicScale:
     """A scale that halves on repeated overflow and doubles after a run of clean iterations.
 
     Attributes:
-        value: the scale now.
-        minimum: it never falls below this.
-        window: clean iterations before it doubles.
-        hysteresis: overflows, not necessarily in a row, before it starts to halve.
-        clean_iterations: since the last overflow or doubling.
-        overflows_left: until it halves; refilled by a doubling only.
+        value: Current scale.
+        minimum: Lower bound of the scale.
+        window: Clean iterations before it doubles.
+        hysteresis: Overflows, not necessarily in a row, before it starts to halve.
+        clean_iterations: Iterations since the last overflow or doubling.
+        overflows_left: Overflows left until it halves. Only a doubling refills them.
     """
 
     value: float
@@ -87,7 +87,7 @@ class DynamicScale:
         )
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds, under Megatron's names."""
+        """Return the state to save in a checkpoint, under Megatron's names."""
         return {
             "scale": self.value,
             "growth_tracker": self.clean_iterations,
@@ -95,9 +95,9 @@ class DynamicScale:
         }
 
     def with_state(self, state: dict[str, Any]) -> DynamicScale:
-        """Return this scale as `state()` left it.
+        """Return this scale with a state that `state()` gave.
 
-        If the run that saved had no dynamic scale (bf16, constant), this one starts anew.
+        If the saved run had no dynamic scale (bf16, constant), this one starts from the flags.
         """
         if not state:
             return self

@@ -1,13 +1,13 @@
 """Norms and counts over all gradients or parameters of a model, however it is split.
 
-Each process adds up the tensors that it answers for, and the sums are added over the tensor and
-the pipeline axis: so every element of the model counts once. A tensor that all tensor ranks hold
-whole (`split_dim` None) is answered for by the first of them. A parameter with two uses (tied
-embeddings) is one tensor with one gradient and counts once. Data and context ranks hold equal
-gradients after the reduction, and nothing is added over them; or, where gradients are sharded,
-each its own part.
+Each process adds up the tensors assigned to it, and the sums are added over the tensor and the
+pipeline axis, so every element of the model counts once. A tensor that all tensor ranks hold whole
+(`split_dim` None) is assigned to the first of them. A parameter with two uses (tied embeddings) is
+one tensor with one gradient and counts once. After the reduction, data and context ranks hold equal
+gradients, and nothing is added over them. If gradients are sharded, each rank holds its own part,
+and the sums are added over these ranks too.
 
-Everything stays on the device: no function but `parameters_norm` waits for it.
+Everything stays on the device: only `parameters_norm` waits for it.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def sum_over_model(values: Tensor, layout: Layout, *, over_replicas: bool = Fals
     Collective over the tensor and pipeline axes.
 
     Args:
-        values: of this process.
-        layout: this process among the others.
-        over_replicas: add over the replica axis too, because gradients are sharded.
+        values: Sums of this process.
+        layout: This process's place among the others.
+        over_replicas: Whether to add over the replica axis too, because tensors are sharded.
     """
     axes = [layout.tensor, layout.pipeline, *([layout.replica] if over_replicas else [])]
     for axis in axes:
@@ -57,9 +57,10 @@ def parameters_norm(
     """Return the L2 norm of all parameters of the model. Collective; waits for the device.
 
     Args:
-        parameters: of this process.
-        layout: this process among the others.
-        shard: if processes share the weights, gives what this one holds of a parameter.
+        parameters: Parameters of this process.
+        layout: This process's place among the others.
+        shard: Function that returns this process's shard of a parameter; `None` if parameters are
+            whole.
     """
     held = list(parameters)
     counted = [p if shard is None else shard(p) for p in held if is_counted_here(p, layout)]

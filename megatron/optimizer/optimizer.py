@@ -1,13 +1,13 @@
 """The optimizer: fp32 weights updated in place, 16-bit weights through fp32 masters.
 
 A step runs on the device from start to end: norm, clipping, the non-finite check and the update
-follow one another without asking the host, which reads the outcome once, when it likes.
+follow one another without the host, which can read the outcome at any later time.
 
-With --optimizer-cpu-offload, fp32 weights, masters or copies, and moments are in host memory. The
+With --optimizer-cpu-offload, fp32 weights (masters or copies) and moments are in host memory. The
 update runs there: gradients go to the host, new weights come back, and the step waits for both.
 
 If the gradients are sharded over the processes that hold the same weights (ZeRO), masters and
-moments exist only for this process's shard. It updates that, and gathers the others' weights.
+moments exist only for this process's shard. It updates its shard and gathers the others' weights.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ CLIP_EPS = 1e-6  # added to the norm before dividing by it, as in Megatron
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did.
+    """The outcome of a step.
 
     Attributes:
-        applied: weights and state changed; otherwise not one bit of them did.
-        grad_norm: global L2 norm before clipping, loss scale taken out.
-        found_nonfinite: some rank's gradients held inf or nan.
-        overflow: they did, and a dynamic loss scale that can still shrink has taken care of it,
-            which is a normal part of fp16 training.
-        zeros: gradient entries that are exactly zero, over the whole model; `None` if not counted.
+        applied: Whether weights and state changed; otherwise not one bit of them did.
+        grad_norm: Global L2 norm before clipping, with the loss scale divided out.
+        found_nonfinite: Whether some rank's gradients held inf or nan.
+        overflow: Whether they did and a dynamic loss scale can still shrink in response, which is a
+            normal part of fp16 training.
+        zeros: Gradient entries of the whole model that are exactly zero; `None` if not counted.
     """
 
     applied: bool
@@ -57,16 +57,16 @@ class StepResult:
 
 @dataclass(frozen=True)
 class _OwnPart:
-    """What this process updates of a parameter group.
+    """The part of a parameter group that this process updates.
 
     Attributes:
-        group: whose part it is.
-        names: names of the parameters.
-        parameters: those of which anything is updated here.
-        parts: what that is: the parameters themselves, or 1-D views of parts of them.
-        formats: what forward computes in.
-        weights: the same in fp32: the parts, or copies of them.
-        state: by kind, a tensor for each weight.
+        group: The group.
+        names: Names of the parameters.
+        parameters: Parameters that are updated here, in whole or in part.
+        parts: Tensors that are updated: the parameters themselves, or 1-D views of parts of them.
+        formats: Types in which forward computes with them.
+        weights: The parts in fp32: the parts themselves, or copies of them.
+        state: State tensors by name, one for each weight.
     """
 
     group: ParameterGroup
@@ -79,7 +79,7 @@ class _OwnPart:
 
     @classmethod
     def allocate(cls, group: ParameterGroup, gradients: Gradients, *, offload: bool) -> _OwnPart:
-        """Allocate masters and states of what this process owns."""
+        """Allocate masters and states for the shard that this process owns."""
 
         def new_fp32(like: Tensor) -> Tensor:
             if offload:
@@ -109,12 +109,12 @@ class _OwnPart:
         )
 
     def masters(self) -> list[tuple[str, nn.Parameter, Tensor]]:
-        """Return (name, parameter, fp32 master) of all that forward computes with in 16 bits."""
+        """Return (name, parameter, fp32 master) of all parameters used in 16 bits by forward."""
         members = zip(self.names, self.parameters, self.weights, self.formats, strict=True)
         return [(n, p, weight) for n, p, weight, dtype in members if dtype != torch.float32]
 
     def bind(self, gradients: Gradients, library: KernelLibrary | None, *, offload: bool) -> Update:
-        """Return what carries out the group's updates."""
+        """Bind the group's update rule to its tensors."""
 
         def shaped(tensors: Sequence[Tensor]) -> list[Tensor]:
             if not self.group.rule.needs_whole:
@@ -137,14 +137,14 @@ class Optimizer:
     """Turns the gradients in a buffer into new weights.
 
     Args:
-        groups: all parameters that the gradient buffer was built from.
-        gradients: already reduced when `step` is called.
-        config: the clipping, and where the update runs.
-        precision: the loss scale.
-        layout: which processes hold the rest of the model.
-        weights: if gradients are sharded, what gathers the other processes' weights:
-            `gradients.share_weights`.
-        count_zeros: count the gradient entries that are exactly zero at every step.
+        groups: All parameters of the gradient buffer, in groups.
+        gradients: The gradient buffer, already reduced when `step` is called.
+        config: Settings of clipping and of offloading.
+        precision: Settings of the loss scale.
+        layout: This process's place among those that hold the rest of the model.
+        weights: Object that gathers the other processes' weights if gradients are sharded
+            (`gradients.share_weights`); otherwise `None`.
+        count_zeros: Whether to count the gradient entries that are exactly zero at every step.
     """
 
     def __init__(
@@ -158,8 +158,10 @@ class Optimizer:
         weights: SharedWeights | None = None,
         count_zeros: bool = False,
     ) -> None:
-        """Allocate masters and states of what this process updates."""
-        assert (weights is not None) == gradients.is_sharded, "shards need someone to gather them"
+        """Allocate masters and states for the parameters that this process updates."""
+        assert (weights is not None) == gradients.is_sharded, (
+            "sharded gradients, and only they, need gathered weights"
+        )
         self.gradients = gradients
         self._clip = config.clip_grad
         self._layout = layout
@@ -176,7 +178,7 @@ class Optimizer:
         self._updates = [
             (own.group, own.bind(gradients, library, offload=self._offload))
             for own in self._owned
-            if own.weights  # of shards a process may hold none
+            if own.weights  # with shards a process may hold none
         ]
         counted_views = gradients.views(lambda p: id(p) in counted_ids)
         self._gradient_sums = choose_tensor_sums(
@@ -207,7 +209,7 @@ class Optimizer:
     def step(
         self, lr: float, weight_decay: float, *, decoupled_lr: float | None = None
     ) -> StepResult:
-        """Do `begin_step` and `end_step`, waiting for the device in between. Collective."""
+        """Run `begin_step` and `end_step`, waiting for the device in between. Collective."""
         return self.end_step(self.begin_step(lr, weight_decay, decoupled_lr=decoupled_lr).tolist())
 
     @torch.no_grad()
@@ -221,24 +223,24 @@ class Optimizer:
     ) -> Tensor:
         """Unscale, clip and apply the gradients, or change nothing if they are not finite.
 
-        Collective over the world: all ranks agree. The gradients are used up. Waits for the device
-        only if offloading copies something.
+        This is collective over the world, and all ranks agree on the outcome. The contents of the
+        gradients are lost. The host waits for the device only if offloading copies something.
 
         Args:
-            lr: learning rate.
-            weight_decay: of the groups that decay.
-            decoupled_lr: learning rate of the decoupled groups; `None` stands for `lr`.
-            divisor: scalar fp64 on the device, the same on all ranks: the factor, besides the loss
-                scale, by which the gradients are too large. `None` stands for 1.
+            lr: Learning rate.
+            weight_decay: Weight decay of the groups that decay.
+            decoupled_lr: Learning rate of the decoupled groups; `None` means `lr`.
+            divisor: Factor, besides the loss scale, by which the gradients are too large: a scalar
+                fp64 on the device, the same on all ranks. `None` means 1.
 
         Returns:
-            What `end_step` needs, on the device: [3], fp64.
+            The input of `end_step`, fp64 [3] on the device.
         """
         if self._shared_weights is not None:
-            self._shared_weights.settle()  # of modules that no forward has used since
+            self._shared_weights.settle()  # gathers of modules that no forward has used since
         scale = self.loss_scale if divisor is None else self.loss_scale * divisor
         norm, zeros, nonfinite = self._measure(scale)
-        excess = torch.ones_like(norm)  # what brings the norm down to the largest allowed
+        excess = torch.ones_like(norm)  # divisor that brings the norm down to the limit
         if self._clip > 0:
             excess = ((norm + CLIP_EPS) / self._clip).clamp(min=1.0)
         device = torch.device("cpu") if self._offload else self._device
@@ -261,8 +263,8 @@ class Optimizer:
     def _measure(self, scale: float | Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the unscaled norm, the number of zeros, and whether anything is not finite.
 
-        They are fp64 scalars, the last one 0 or 1. One inf or nan makes the sum of squares inf or
-        nan, so a finite norm proves that every gradient is finite.
+        All three are fp64 scalars, and the last is 0 or 1. A single inf or nan makes the sum of
+        squares inf or nan, so a finite norm proves that every gradient is finite.
         """
         squares, nonzero = self._gradient_sums()
         totals = sum_over_model(
@@ -276,7 +278,7 @@ class Optimizer:
         return norm, totals[-1], nonfinite
 
     def end_step(self, outcome: Sequence[float]) -> StepResult:
-        """Take note of how the step ended, from the three numbers that `begin_step` gave."""
+        """Record the outcome of a step from the three numbers that `begin_step` returned."""
         norm, zeros, nonfinite = outcome
         found = nonfinite > 0
         overflow = found and self._scale.can_shrink
@@ -291,15 +293,16 @@ class Optimizer:
         )
 
     def wait_for_weights(self) -> None:
-        """Wait until parameters may be read outside of their model's forward. Collective."""
+        """Wait until parameters may be read outside their model's forward pass. Collective."""
         if self._shared_weights is not None:
             self._shared_weights.wait()
 
     def reload_masters(self, *, of_16_bits: bool = True) -> None:
-        """Copy the weights to their fp32 copies, after the weights have been loaded.
+        """Copy loaded weights to their fp32 copies.
 
         Args:
-            of_16_bits: include the masters of 16-bit weights. Turn it off if these were loaded.
+            of_16_bits: Whether to overwrite the masters of 16-bit weights too. False if the masters
+                themselves were loaded.
         """
         if self._shared_weights is not None:
             self._shared_weights.forget()
@@ -312,10 +315,10 @@ class Optimizer:
     def named_tensors(self) -> dict[str, tuple[Tensor, nn.Parameter]]:
         """Return every state tensor with the parameter it belongs to.
 
-        Their names are "<parameter>.<state>" for each state of the parameter's update rule (for
+        The names are "<parameter>.<state>" for each state of the parameter's update rule (for
         example "<parameter>.exp_avg") and "<parameter>.master" for a 16-bit parameter. Loading
-        copies into them in place. They have the parameter's shape and split. If gradients are
-        sharded, they are 1-D and hold the elements `gradients.owned(parameter)` of it.
+        copies into the tensors in place. They have the parameter's shape and split. If gradients
+        are sharded, they are 1-D and hold its elements `gradients.owned(parameter)`.
         """
         tensors: dict[str, tuple[Tensor, nn.Parameter]] = {}
         for own in self._owned:
@@ -327,10 +330,10 @@ class Optimizer:
         return tensors
 
     def scalars(self) -> dict[str, Any]:
-        """Return the rest of the state, fit for JSON."""
+        """Return the rest of the state as JSON values."""
         return {"step": self._steps, "loss_scale": self._scale.state()}
 
     def load_scalars(self, scalars: dict[str, Any]) -> None:
-        """Restore what `scalars` gave."""
+        """Restore the state that `scalars` returned."""
         self._steps = int(scalars["step"])
         self._scale = self._scale.with_state(scalars["loss_scale"])

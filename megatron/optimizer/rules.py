@@ -1,11 +1,11 @@
 """Update rules: Adam with decoupled weight decay, and SGD with momentum.
 
 A rule is a few numbers and an update in place; its state tensors belong to the optimizer. Both
-rules here are one fused kernel a group, on CPU and GPU, that also divides the gradients by a scale
-and leaves everything as it is if non-finite gradients were found: neither needs the host.
+rules here run one fused kernel per group, on CPU and GPU. The kernel also divides the gradients by
+a scale and changes nothing if non-finite gradients were found, so neither rule needs the host.
 
-A new rule is a frozen dataclass that satisfies `UpdateRule`, and an entry of `RULES`. Different
-parameters may have different rules: an entry of `RULES` gives each parameter its own.
+To add a rule, write a frozen dataclass that satisfies `UpdateRule` and add an entry to `RULES`. The
+entry chooses a rule for each parameter, so different parameters may have different rules.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from megatron.kernels.library import KernelLibrary
 
 @dataclass(frozen=True)
 class Step:
-    """One update. Parameters with the same learning rate share it, except for the weight decay.
+    """The numbers of an update, shared by all parameters with the same learning rate.
 
     Attributes:
-        lr: learning rate.
-        count: scalar fp32 on the device: which update this is, from 1 (bias correction).
-        gradient_scale: scalar fp32 on the device: gradients are divided by it.
-        found_nonfinite: scalar fp32 on the device: 1 if the update must not happen, otherwise 0.
+        lr: Learning rate.
+        count: Number of this update, from 1, for bias correction: a scalar fp32 on the device.
+        gradient_scale: Number by which gradients are divided: a scalar fp32 on the device.
+        found_nonfinite: 1 if the update must not happen, otherwise 0: a scalar fp32 on the device.
     """
 
     lr: float
@@ -43,16 +43,16 @@ class Step:
 
 @dataclass(frozen=True)
 class UpdateTensors:
-    """What a rule changes, tensor by tensor. The tensors stay where they are.
+    """The tensors that a rule reads and changes in place.
 
-    Each is the part of a parameter that this process updates: 1-D if the update is shared, or in
-    the parameter's own shape for a rule that needs whole tensors.
+    Each is the part of a parameter that this process updates: 1-D if processes share the update, or
+    in the parameter's own shape for a rule that needs whole tensors.
 
     Attributes:
-        weights: fp32.
-        copies: the same in 16 bits, written with each update; `None` if nobody needs them.
-        gradients: in fp32 or 16 bits; an update may change them.
-        state: by name, of the weights' shapes, fp32, zero at the start.
+        weights: Weights in fp32.
+        copies: 16-bit copies of the weights, written with each update; `None` where there is none.
+        gradients: Gradients in fp32 or 16 bits. An update may change them.
+        state: State tensors by name, in the weights' shapes, fp32, zero at the start.
     """
 
     weights: Sequence[Tensor]
@@ -62,14 +62,14 @@ class UpdateTensors:
 
 
 class Update(Protocol):
-    """One group's update, bound to its tensors."""
+    """The update of a group, bound to its tensors."""
 
     def __call__(self, step: Step, /, *, weight_decay: float) -> None:
         """Change weights, their copies and the state in place."""
 
 
 class UpdateRule(Protocol):
-    """How weights follow from gradients. Rules that are equal share a group."""
+    """A rule for computing new weights from gradients. Equal rules share a group."""
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -78,18 +78,18 @@ class UpdateRule(Protocol):
 
     @property
     def needs_whole(self) -> bool:
-        """Whether each tensor must be whole on one process, and not a shard of it.
+        """Whether a process must hold each tensor whole instead of a shard of it.
 
-        Whole means the part that a tensor rank holds. ZeRO stages 0 to 2 can do so.
+        Whole means everything that a tensor rank holds. ZeRO stages 0 to 2 can provide that.
         """
         ...
 
     def bind(self, tensors: UpdateTensors, library: KernelLibrary | None) -> Update:
-        """Return what carries out an update of these tensors.
+        """Return a function that updates these tensors.
 
         Args:
-            tensors: of one parameter group.
-            library: kernels, or `None` if there are none.
+            tensors: Tensors of a parameter group.
+            library: Compiled kernels, or `None` if there are none.
         """
         ...
 
@@ -110,7 +110,7 @@ class AdamW:
     needs_whole = False
 
     def bind(self, tensors: UpdateTensors, library: KernelLibrary | None) -> Update:
-        """Return the update of these tensors."""
+        """Return a function that updates these tensors."""
         means = (tensors.state[name] for name in self.state_names)
         adam = AdamTensors(tensors.weights, tensors.copies, tensors.gradients, *means)
         return partial(self._update, choose_adam(adam, library))
@@ -142,11 +142,11 @@ class SGD:
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """Return no names without momentum."""
+        """Names of the state tensors: none without momentum."""
         return ("momentum",) if self.momentum else ()
 
     def bind(self, tensors: UpdateTensors, library: KernelLibrary | None) -> Update:
-        """Return the update of these tensors."""
+        """Return a function that updates these tensors."""
         return partial(self._update, tensors)
 
     def _update(self, tensors: UpdateTensors, step: Step, *, weight_decay: float) -> None:
@@ -170,7 +170,7 @@ class SGD:
 
 
 RuleChoice = Callable[[str, nn.Parameter], UpdateRule]
-"""Gives each parameter, by its name, the rule that updates it."""
+"""A function from a parameter and its name to its update rule."""
 
 
 def _everywhere(rule: UpdateRule) -> RuleChoice:
@@ -181,29 +181,29 @@ RULES: dict[str, Callable[[OptimizerConfig], RuleChoice]] = {
     "adam": lambda c: _everywhere(AdamW(c.adam_beta1, c.adam_beta2, c.adam_eps)),
     "sgd": lambda c: _everywhere(SGD(c.sgd_momentum)),
 }
-"""The rules that each value of --optimizer stands for."""
+"""The choice of rules for each value of --optimizer."""
 
 
 def rules_of(config: OptimizerConfig) -> RuleChoice:
-    """Return the rules that the flags ask for."""
+    """Return the choice of rules that the flags ask for."""
     return RULES[config.optimizer](config)
 
 
 def on_host(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return an empty tensor in host memory that a GPU which holds `like` can copy by itself."""
+    """Return an empty tensor in host memory, pinned if `like` is on a GPU."""
     is_pinned = Device(like.device).is_gpu
     return torch.empty(like.shape, dtype=dtype, device="cpu", pin_memory=is_pinned)
 
 
 class OffloadedUpdate:
-    """Fetches gradients, updates on the host, and sends the weights back.
+    """An update that fetches gradients, runs on the host, and sends the weights back.
 
     Weights and states live in host memory (ZeRO-Offload, Ren et al., 2021).
 
     Args:
-        rule: how to update.
-        tensors: weights and state in host memory; gradients on the device.
-        parts: where the model reads its weights, on the device.
+        rule: The update rule.
+        tensors: Weights and state in host memory, gradients on the device.
+        parts: The model's weights on the device.
     """
 
     def __init__(self, rule: UpdateRule, tensors: UpdateTensors, parts: Sequence[Tensor]) -> None:
@@ -218,7 +218,7 @@ class OffloadedUpdate:
         self._update = rule.bind(held, None)
 
     def __call__(self, step: Step, /, *, weight_decay: float) -> None:
-        """Update, and return when the host has done its part."""
+        """Run the update, and return when the host's work is done."""
         if not self._pairs:
             return
         for received, gradient in self._pairs:

@@ -22,15 +22,18 @@ class LearningRateSchedule:
     """Linear warm-up, then decay.
 
     Attributes:
-        peak: learning rate at the end of the warm-up.
-        minimum: learning rate at the end of the decay and after it.
-        initial: learning rate at the start of the warm-up.
-        warmup: length of the warm-up in samples; a fraction of the decay need not be whole.
-        decay: samples, warm-up included, after which the minimum is reached.
-        style: constant, linear, cosine, inverse-square-root or WSD (warm-up, stable, decay; Hu et
-            al., "MiniCPM", 2024), which stays at the peak until `anneal` samples are left.
-        anneal: length of WSD's decay at the end, in samples; `None` with other styles.
-        anneal_style: shape of this decay: exponential, linear, cosine or minus_sqrt.
+        peak: Learning rate at the end of the warm-up.
+        minimum: Learning rate at the end of the decay and after it.
+        initial: Learning rate at the start of the warm-up.
+        warmup: Length of the warm-up in samples, which need not be whole if it is a fraction of
+            the decay.
+        decay: Samples, warm-up included, after which the minimum is reached.
+        style: "constant", "linear", "cosine", "inverse-square-root" or "WSD" (warm-up, stable,
+            decay; Hu et al., "MiniCPM", 2024), which stays at the peak until `anneal` samples are
+            left.
+        anneal: Length in samples of WSD's decay at the end; `None` with other styles.
+        anneal_style: Shape of that decay: "exponential", "linear", "cosine" or "minus_sqrt"; `None`
+            with other styles.
     """
 
     peak: float
@@ -43,7 +46,7 @@ class LearningRateSchedule:
     anneal_style: str | None = None
 
     def at(self, samples: float) -> float:
-        """Return the learning rate of the update that follows `samples` consumed ones."""
+        """Return the learning rate of the next update after `samples` consumed samples."""
         if self.warmup > 0 and samples <= self.warmup:
             return self.initial + (self.peak - self.initial) * samples / self.warmup
         if self.style == "constant":
@@ -61,7 +64,7 @@ class LearningRateSchedule:
         return self.minimum + _SHAPES[shape](done) * (self.peak - self.minimum)
 
 
-# Height above the minimum as a share of the peak's, where so much of the decay is done (0 to 1).
+# Share of the way from minimum to peak, by the share of the decay that is done (0 to 1).
 _SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda done: 1.0 - done,
     "cosine": lambda done: 0.5 * (cos(pi * done) + 1.0),
@@ -72,7 +75,7 @@ _SHAPES: dict[str, Callable[[float], float]] = {
 
 @dataclass(frozen=True)
 class WeightDecaySchedule:
-    """Weight decay from `start` to `end` over `length` samples; constant, linear or cosine."""
+    """Weight decay from `start` to `end` over `length` samples, constant, linear or cosine."""
 
     start: float
     end: float
@@ -80,7 +83,7 @@ class WeightDecaySchedule:
     style: str
 
     def at(self, samples: float) -> float:
-        """Return the weight decay of the update that follows `samples` consumed ones."""
+        """Return the weight decay of the next update after `samples` consumed samples."""
         if self.style == "constant" or samples > self.length:
             return self.end
         done = samples / self.length
@@ -92,7 +95,7 @@ class WeightDecaySchedule:
 class DecoupledEnds:
     """Peak and minimum of the learning rate of word embeddings and output layer.
 
-    Both are `None` if it is that of everything else.
+    Both are `None` if these use the same learning rate as everything else.
     """
 
     peak: float | None = None
@@ -109,18 +112,21 @@ class Schedules:
 
     @property
     def decoupled_learning_rate(self) -> LearningRateSchedule | None:
-        """Learning rate of word embeddings and output layer, with the others' warm-up and decay."""
+        """Learning rate of word embeddings and output layer; `None` if it is not decoupled.
+
+        It has the warm-up and decay of the common learning rate.
+        """
         ends = self.decoupled
         if ends.peak is None:
             return None
-        assert ends.minimum is not None, "both are given, or neither"
+        assert ends.minimum is not None, "either both are given or neither"
         return replace(self.learning_rate, peak=ends.peak, minimum=ends.minimum)
 
     def decoupled_at(self, samples: float) -> float | None:
-        """Return the decoupled learning rate after `samples` consumed ones.
+        """Return the decoupled learning rate of the next update after `samples` consumed samples.
 
         Returns:
-            The value for the update that follows, or `None` if there is no such learning rate.
+            The learning rate, or `None` if it is not decoupled.
         """
         schedule = self.decoupled_learning_rate
         return None if schedule is None else schedule.at(samples)
@@ -134,18 +140,18 @@ class Schedules:
         *,
         global_batch: int,
     ) -> Schedules:
-        """Return what the flags ask for.
+        """Return the schedules that the flags ask for.
 
         The flags have passed the checks of `megatron.config`. With --skip-train the schedules are
-        never followed and need neither learning rate nor length.
+        never used and need neither learning rate nor length.
 
         Args:
-            schedule: flags of the learning rate.
-            optimizer: flags of the weight decay.
-            training: flags of the run's length.
-            global_batch: full batch by which iterations become samples.
+            schedule: Flags of the learning rate.
+            optimizer: Flags of the weight decay.
+            training: Flags of the run's length.
+            global_batch: Full global batch size, which converts iterations to samples.
         """
-        assert schedule.lr is not None or training.skip_train, "a rule asks for it"
+        assert schedule.lr is not None or training.skip_train, "the checks require a learning rate"
         run = _samples(training.train_iters, training.train_samples, global_batch)
         decay = run
         if schedule.lr_decay_iters is not None or schedule.lr_decay_samples is not None:
@@ -153,7 +159,7 @@ class Schedules:
         warmup: float = schedule.lr_warmup_iters * global_batch or schedule.lr_warmup_samples
         if schedule.lr_warmup_fraction is not None:
             warmup = schedule.lr_warmup_fraction * decay
-        assert warmup <= decay or training.skip_train, "a rule refuses it"
+        assert warmup <= decay or training.skip_train, "the checks refuse a longer warm-up"
         anneal = None
         if schedule.lr_decay_style == "WSD" and not training.skip_train:
             anneal = _samples(
@@ -176,10 +182,10 @@ class Schedules:
         )
 
     def to_dict(self, samples: int) -> dict[str, Any]:
-        """Return the schedules and where they stand, under Megatron's `opt_param_scheduler` names.
+        """Return the schedules and their position under Megatron's `opt_param_scheduler` names.
 
-        What Megatron does not save is there only if the run has it: WSD's decay, and the learning
-        rate of word embeddings and output layer.
+        Values that Megatron does not save are included only if the run has them: WSD's decay, and
+        the learning rate of word embeddings and output layer.
         """
         values = {
             key: getattr(getattr(self, part), field) for key, (part, field, _) in _FIELDS.items()
@@ -189,27 +195,27 @@ class Schedules:
     def resumed(
         self, saved: dict[str, Any], *, override: bool = False, use_checkpoint: bool = False
     ) -> tuple[Schedules, int]:
-        """Return the schedules to go on with, and the samples that they have seen.
+        """Return the schedules to continue with, and the samples that they have consumed.
 
         Args:
-            saved: `to_dict` of the run that saved, or Megatron's, also under its older names.
-            override: keep these schedules, whatever was saved.
-            use_checkpoint: take the saved ones.
+            saved: The `to_dict` of the saved run, or Megatron's, also under its older names.
+            override: Whether to keep these schedules, whatever was saved.
+            use_checkpoint: Whether to take the saved schedules.
 
         Raises:
-            CheckpointError: neither was chosen and the two differ. Or the saved schedule is a WSD
-                whose decay at the end neither the checkpoint nor the flags give. Or it has a
-                learning rate for word embeddings and output layer, and the flags ask for none. Or
+            CheckpointError: Neither was chosen and the two differ; or the saved schedule is a WSD
+                whose decay at the end neither the checkpoint nor the flags give; or it has a
+                learning rate for word embeddings and output layer, and the flags ask for none; or
                 it holds a value that no schedule has.
         """
         given = saved
         saved = {_OLD_NAMES.get(key, key): value for key, value in saved.items()}
         seen: Any = saved.get("num_steps")
         if not _is_number(seen):
-            what = "no num_steps" if seen is None else f"num_steps {seen!r}, no number"
+            what = "no num_steps" if seen is None else f"num_steps {seen!r}, which is not a number"
             raise CheckpointError(
                 f"the checkpoint's opt_param_scheduler has {what}: use --no-load-optim or "
-                "--finetune to start the schedule anew"
+                "--finetune to restart the schedule"
             )
         samples = int(seen)
         if override:
@@ -218,7 +224,7 @@ class Schedules:
         other = self._with_saved(saved)
         if other.learning_rate.style == "WSD" and other.learning_rate.anneal is None:
             raise CheckpointError(
-                "the checkpoint's schedule is a WSD, whose decay at the end it does not record: "
+                "the checkpoint has a WSD schedule but does not record the decay at its end: "
                 "give --lr-decay-style WSD with --lr-wsd-decay-iters or --lr-wsd-decay-samples"
             )
         if not use_checkpoint:
@@ -226,7 +232,7 @@ class Schedules:
         elif self.decoupled.peak is None and other.decoupled.peak is not None:
             raise CheckpointError(
                 "the checkpoint's schedule has a learning rate for word embeddings and output "
-                f"layer, and this run none to replace: give --decoupled-lr {other.decoupled.peak:g}"
+                f"layer, and this run has none: give --decoupled-lr {other.decoupled.peak:g}"
             )
         return other, samples
 
@@ -235,7 +241,7 @@ class Schedules:
         changes: dict[str, dict[str, Any]] = {
             "learning_rate": {},
             "weight_decay": {},
-            "decoupled": {"peak": None, "minimum": None},  # what was not saved, there was not
+            "decoupled": {"peak": None, "minimum": None},  # not saved means not decoupled
         }
         for key, (part, field, _) in _FIELDS.items():
             if key in saved:
@@ -243,7 +249,7 @@ class Schedules:
         if changes["learning_rate"].get("style", self.learning_rate.style) != "WSD":
             changes["learning_rate"] |= {"anneal": None, "anneal_style": None}
         learning_rate = replace(self.learning_rate, **changes["learning_rate"])
-        apart = changes["decoupled"]  # we write both or none; others may write one
+        apart = changes["decoupled"]  # we write both or neither; other programs may write one
         return Schedules(
             learning_rate,
             replace(self.weight_decay, **changes["weight_decay"]),
@@ -261,7 +267,7 @@ _FIELDS = {
     "decoupled_min_lr": (
         "decoupled",
         "minimum",
-        "--decoupled-min-lr, or else --min-lr, of --decoupled-lr",
+        "--decoupled-min-lr (by default --min-lr) of --decoupled-lr",
     ),
     "lr_warmup_steps": (
         "learning_rate",
@@ -271,7 +277,8 @@ _FIELDS = {
     "lr_decay_steps": (
         "learning_rate",
         "decay",
-        f"the decay's length (--lr-decay-iters or --lr-decay-samples, else {_RUN}), in samples,",
+        "the decay's length (--lr-decay-iters or --lr-decay-samples, by default "
+        f"{_RUN}), in samples,",
     ),
     "lr_decay_style": ("learning_rate", "style", "--lr-decay-style"),
     "wsd_decay_steps": (
@@ -280,8 +287,8 @@ _FIELDS = {
         "the decay at the end (--lr-wsd-decay-iters or --lr-wsd-decay-samples), in samples,",
     ),
     "lr_wsd_decay_style": ("learning_rate", "anneal_style", "--lr-wsd-decay-style"),
-    "start_wd": ("weight_decay", "start", "--start-weight-decay, or else --weight-decay,"),
-    "end_wd": ("weight_decay", "end", "--end-weight-decay, or else --weight-decay,"),
+    "start_wd": ("weight_decay", "start", "--start-weight-decay (by default --weight-decay)"),
+    "end_wd": ("weight_decay", "end", "--end-weight-decay (by default --weight-decay)"),
     "wd_incr_steps": (
         "weight_decay",
         "length",
@@ -301,7 +308,7 @@ _OLD_NAMES = {  # before 2022
 }
 
 
-_STYLES = {  # the flags whose words they are
+_STYLES = {  # the flags that list the valid values
     "lr_decay_style": "schedule.lr_decay_style",
     "lr_wsd_decay_style": "schedule.lr_wsd_decay_style",
     "wd_incr_style": "optimizer.weight_decay_incr_style",
@@ -309,9 +316,9 @@ _STYLES = {  # the flags whose words they are
 
 
 def _check_saved(saved: dict[str, Any]) -> None:
-    """Raise CheckpointError if a saved value belongs to no schedule here.
+    """Raise CheckpointError if a saved value is not valid here.
 
-    The program that wrote it may know other styles.
+    The program that wrote it may have other styles.
     """
     for key, value in saved.items():
         name = _OLD_NAMES.get(key, key)
@@ -322,8 +329,8 @@ def _check_saved(saved: dict[str, Any]) -> None:
             is_known, expected = name not in _FIELDS or _is_number(value), "a number"
         if not is_known:
             raise CheckpointError(
-                f"the checkpoint's opt_param_scheduler has {key} {value!r}, here it is {expected}: "
-                "add --override-opt_param-scheduler to go on with the values here"
+                f"the checkpoint's opt_param_scheduler has {key} {value!r} instead of {expected}: "
+                "add --override-opt_param-scheduler to continue with this run's values"
             )
 
 
@@ -333,7 +340,7 @@ def _is_number(value: Any) -> bool:
 
 def _check_equal(ours: Schedules, saved: Schedules) -> None:
     ours_dict, saved_dict = ours.to_dict(0), saved.to_dict(0)
-    if ours.weight_decay.style == "constant":  # its length means nothing
+    if ours.weight_decay.style == "constant":  # its length has no meaning
         ours_dict["wd_incr_steps"] = saved_dict["wd_incr_steps"]
     differences = [
         f"{flags} is {ours_dict.get(key, 'unset')} here and {saved_dict.get(key, 'unset')} in the "
@@ -345,21 +352,21 @@ def _check_equal(ours: Schedules, saved: Schedules) -> None:
         raise CheckpointError(
             "the schedule of learning rate and weight decay differs from the checkpoint's:\n  "
             + "\n  ".join(differences)
-            + "\nadd --override-opt_param-scheduler to go on with the values here, or "
-            "--use-checkpoint-opt_param-scheduler to go on with the checkpoint's"
+            + "\nadd --override-opt_param-scheduler to continue with this run's values, or "
+            "--use-checkpoint-opt_param-scheduler to continue with the checkpoint's"
         )
 
 
 def _samples(iterations: int | None, samples: int | None, global_batch: int) -> int:
-    """Return a length given in iterations or in samples, in samples."""
+    """Return a length in samples that was given in iterations or in samples."""
     if iterations is not None:
         return iterations * global_batch
-    assert samples is not None, "the checks let a run without length through"
+    assert samples is not None, "the checks require a length"
     return samples
 
 
 def _decoupled_ends(peak: float | None, least: float | None, min_lr: float) -> DecoupledEnds:
-    """Return the ends; without a peak there is no minimum, and `min_lr` is the default minimum."""
+    """Return peak and minimum. Without a peak there is no minimum; its default is `min_lr`."""
     if peak is None:
         return DecoupledEnds()
     return DecoupledEnds(peak, min_lr if least is None else least)

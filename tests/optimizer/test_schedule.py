@@ -154,8 +154,8 @@ def test_resuming_with_other_flags_needs_a_decision():
         "  --lr is 1.0 here and 0.5 in the checkpoint",
         "  --lr-decay-style is linear here and cosine in the checkpoint",
     ]
-    assert "add --override-opt_param-scheduler to go on with the values here" in message
-    assert "--use-checkpoint-opt_param-scheduler to go on with the checkpoint's" in message
+    assert "add --override-opt_param-scheduler to continue with this run's values" in message
+    assert "--use-checkpoint-opt_param-scheduler to continue with the checkpoint's" in message
     assert ours.resumed(saved, override=True) == (ours, 360)
     taken, samples = ours.resumed(saved, use_checkpoint=True)
     assert (taken.learning_rate.peak, taken.learning_rate.style, samples) == (0.5, "cosine", 360)
@@ -169,7 +169,7 @@ def test_lengths_that_differ_are_told_by_the_flags_that_set_them():
     warmup, decay = str(error.value).splitlines()[1:-1]
     assert warmup.startswith("  the warm-up (--lr-warmup-iters, ")
     assert warmup.endswith("in samples, is 50 here and 0 in the checkpoint")
-    assert "--lr-decay-samples, else --train-iters or --train-samples" in decay
+    assert "--lr-decay-samples, by default --train-iters or --train-samples" in decay
     assert decay.endswith("in samples, is 2000 here and 1000 in the checkpoint")
 
 
@@ -228,10 +228,12 @@ def test_a_saved_value_of_no_schedule_is_refused(key, value, expected):
         with pytest.raises(CheckpointError) as error:
             ours.resumed(saved, use_checkpoint=use_checkpoint)
         message = str(error.value)
-        assert f"opt_param_scheduler has {key} {value!r}, here it is {expected}" in message
-        assert message.endswith("add --override-opt_param-scheduler to go on with the values here")
+        assert f"opt_param_scheduler has {key} {value!r} instead of {expected}" in message
+        assert message.endswith(
+            "add --override-opt_param-scheduler to continue with this run's values"
+        )
     assert ours.resumed(saved, override=True) == (ours, 360)
-    with pytest.raises(CheckpointError, match="has num_steps 'many', no number: use --no-load-op"):
+    with pytest.raises(CheckpointError, match="has num_steps 'many', which is not a number: use"):
         ours.resumed(saved | {"num_steps": "many"}, override=True)
 
 
