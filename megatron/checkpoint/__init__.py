@@ -1,8 +1,8 @@
-"""Checkpoints: native files that are written whole or not at all and verified on load, and others'.
+"""Checkpoints: atomic, verified native files, and the formats of other programs.
 
 A state is a dict of `Entry` by name: "model.layers.0.attention.qkv.weight",
-"optimizer.layers.0.attention.qkv.weight.exp_avg". Each entry knows where its tensor lies in the
-whole one, so files do not depend on how the process that reads them splits the model.
+"optimizer.layers.0.attention.qkv.weight.exp_avg". Each entry knows which part of the whole tensor
+it holds, so files do not depend on how the process that reads them splits the model.
 
 The native format, safetensors and JSON:
     entries     tensors, number types, boxes of indices
@@ -11,9 +11,9 @@ The native format, safetensors and JSON:
     plan        which process writes which part of which tensor
     exchange    JSON messages between processes
     store       `save`: write a checkpoint collectively; convert any checkpoint to this format
-    background  the same while training continues
+    background  save while training continues
     find        which checkpoints a folder holds
-    lock        one job at a time saves into a folder
+    lock        only one job at a time saves into a folder
     retention   which older checkpoints are deleted
 Reading:
     reader      the interface `Reader` of all formats; native checkpoints; `restore` fills tensors
@@ -21,5 +21,5 @@ Reading:
     inspection  describe and compare checkpoints
 Other formats:
     legacy      Megatron-LM's own files
-    huggingface folders of Hugging Face
+    huggingface Hugging Face folders
 """

@@ -1,9 +1,9 @@
-"""Save while training goes on: training waits only for a copy of its tensors in host memory.
+"""Save while training continues: training waits only until its tensors are copied to host memory.
 
 A thread then writes, hashes, flushes and publishes the copy by the protocol of `store`, and talks
-to the other processes' threads over a group of their own. File operations and digests release the
-interpreter's lock. Whatever kills the process ends its thread too, and leaves what a killed save
-leaves.
+to the other processes' threads over a process group of their own. File operations and digests
+release the interpreter lock. Whatever kills the process also ends its thread, and leaves the same
+files behind as any save that is killed.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from megatron.device import Device
 from megatron.errors import CheckpointError, UserError
 from megatron.parallel.layout import Layout
 
-_NICENESS = 5  # the training's own threads come first when all want the processor
+_NICENESS = 5  # training's own threads come first when all of them want the processor
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that is published.
+    """A published checkpoint.
 
     Attributes:
         iteration: Training steps taken.
-        path: Its folder.
+        path: The checkpoint's folder.
         size: Bytes of all tensors.
-        seconds: From the end of the copy until it was published.
-        waited: Seconds that training stood still, on the rank that waited longest.
+        seconds: Seconds from the end of the copy until the checkpoint was published.
+        waited: Seconds for which training stood still, on the rank that waited longest.
     """
 
     iteration: int
@@ -52,17 +52,17 @@ class Saved:
 
 
 class HostCopy:
-    """Host memory for one set of tensors, kept from copy to copy.
+    """Host memory for one set of tensors, reused for every copy.
 
     Attributes:
-        size: Bytes of the memory.
+        size: Size of the memory in bytes.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], device: Device) -> None:
         """Allocate memory for tensors like these.
 
         Raises:
-            MemoryError: There is not enough of it.
+            MemoryError: There is not enough memory.
         """
         _, self._places = plan_shard(tensors)
         ends = (place.start + place.size for place in self._places.values())
@@ -71,7 +71,7 @@ class HostCopy:
         self._device = device
 
     def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return copies of the tensors, which last until the next call."""
+        """Return copies of the tensors, which are valid until the next call."""
         assert tensors.keys() == self._places.keys()
         copies = {}
         for name, place in self._places.items():
@@ -83,7 +83,10 @@ class HostCopy:
 
 
 class BackgroundSaver:
-    """The saves of one run, one at a time. All ranks construct it and call `start` together."""
+    """The background saves of a run, one at a time.
+
+    All ranks construct it and call `start` together.
+    """
 
     def __init__(
         self,
@@ -101,13 +104,14 @@ class BackgroundSaver:
 
         Args:
             root: Folder of checkpoints.
-            entries: This rank's tensors; those of every save have the same names, types and places.
+            entries: This rank's tensors. Every save has the same names, types and boxes.
             layout: The ranks that take part.
-            beside: The same for the thread (`Layout.beside`).
-            device: Where the tensors are.
-            keep: Which older checkpoints stay. None deletes none.
-            write: `write_checkpoint`, or what takes the same arguments and writes another format.
-            report: Called on rank 0, from the thread, with what was saved or why it failed.
+            beside: The same ranks with process groups for the thread (`Layout.beside`).
+            device: Device of the tensors.
+            keep: Which older checkpoints to keep. None keeps all of them.
+            write: `write_checkpoint`, or a function with the same arguments that writes another
+                format.
+            report: Function that rank 0's thread calls with the published checkpoint or the error.
 
         Raises:
             MemoryError: There is not enough host memory for a copy of what this rank writes.
@@ -129,40 +133,40 @@ class BackgroundSaver:
             iteration: Training steps taken.
             entries: This rank's tensors.
             meta: A JSON value; rank 0's is saved.
-            since: When training stopped for this, by `time.perf_counter`.
+            since: Time at which training stopped for this save, by `time.perf_counter`.
 
         Returns:
-            Seconds that training has waited on this rank.
+            Seconds for which training has waited on this rank.
         """
         assert self._thread is None, "one save at a time"
-        assert describe(entries) == self._description, "the state is not as it was planned"
+        assert describe(entries) == self._description, "the state differs from the planned one"
         mine = self._copy.take(share_of(self._plan, entries, self._layout.world.rank))
         waited = time.perf_counter() - since
         self._thread = threading.Thread(
             target=self._work,
             args=(iteration, mine, meta, waited),
             name="background save",
-            daemon=True,  # of a process that fails nobody waits for more than `wait` does
+            daemon=True,  # if the process fails, nobody waits longer than `wait` does
         )
         self._thread.start()
         return waited
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory that this process keeps for copies."""
+        """Bytes of host memory that this process reserves for copies."""
         return self._copy.size
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save is under way in this process; others may see it end a little later."""
+        """Whether a save is under way in this process; others may see it finish a little later."""
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
-        """Return once the save under way, if there is one, is published on all ranks.
+        """Wait until the save under way, if there is one, is published on all ranks.
 
         Raises:
-            StorageError: Raised on every rank: it was not published. The next save may be.
-            CheckpointError: Raised on every rank: it was not, and the next will not be either.
+            StorageError: Raised on every rank: the save failed, but the next one may succeed.
+            CheckpointError: Raised on every rank: the save failed, and so will the next one.
         """
         if self._thread is not None:
             self._thread.join()
@@ -172,7 +176,7 @@ class BackgroundSaver:
             raise failure
 
     def _work(self, iteration: int, mine: Mapping[str, Tensor], meta: Json, waited: float) -> None:
-        with suppress(OSError):  # of this thread alone, and of those that it starts
+        with suppress(OSError):  # affects only this thread and those that it starts
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         exchange, started = JsonExchange(self._layout.world), time.perf_counter()
         outcome: Saved | Exception

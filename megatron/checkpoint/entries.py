@@ -1,4 +1,4 @@
-"""Tensors that know their place in the whole one, their number types, and boxes of indices."""
+"""Parts of tensors that know their position in the whole, number types, and boxes of indices."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch.utils._pytree import tree_map
 
 from megatron.errors import CheckpointError
 
-# Anything json.dumps takes: dict with text keys, list, text, number, bool, None.
+# Anything that json.dumps accepts: a dict with string keys, list, string, number, bool or None.
 Json = Any
 _Held = TypeVar("_Held")
 
-# Number types by their names in safetensors headers.
+# Number types by their name in safetensors headers.
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -39,7 +39,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     """Return safetensors' name of a number type, for example "BF16".
 
     Raises:
-        ValueError: It has none.
+        ValueError: Safetensors has no name for the type.
     """
     if dtype not in _DTYPE_NAMES:
         raise ValueError(f"checkpoints cannot hold {dtype}")
@@ -60,12 +60,12 @@ class Box:
 
     @property
     def volume(self) -> int:
-        """The number of elements, which is 1 for a scalar."""
+        """The number of elements: 1 for a scalar."""
         return math.prod(self.shape)
 
     @property
     def end(self) -> tuple[int, ...]:
-        """The indices behind the last ones."""
+        """The end of the box in each dimension, exclusive."""
         return tuple(o + s for o, s in zip(self.offset, self.shape, strict=True))
 
     def fits(self, global_shape: tuple[int, ...]) -> bool:
@@ -76,14 +76,14 @@ class Box:
         return all(start >= 0 and size >= 0 and start + size <= end for start, size, end in spans)
 
     def intersect(self, other: Box) -> Box | None:
-        """Return the part that both boxes cover, or None if they do not meet."""
+        """Return the part that both boxes cover, or None if they do not overlap."""
         start = tuple(map(max, self.offset, other.offset))
         end = map(min, self.end, other.end)
         shape = tuple(stop - begin for begin, stop in zip(start, end, strict=True))
         return Box(start, shape) if all(size > 0 for size in shape) else None
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """Return the slices that pick this box out of a tensor that holds `outer`."""
+        """Return the slices that select this box from a tensor that holds `outer`."""
         starts = (o - p for o, p in zip(self.offset, outer.offset, strict=True))
         return tuple(slice(o, o + s) for o, s in zip(starts, self.shape, strict=True))
 
@@ -93,7 +93,7 @@ class Entry:
     """A tensor of the state, or this process's part of it.
 
     Attributes:
-        tensor: The values, on any device. Its shape is the part's.
+        tensor: The values of the part, on any device.
         global_shape: The shape of the whole tensor.
         offset: The index of the part's first element in the whole.
     """
@@ -113,12 +113,12 @@ class Entry:
         return Box(tuple(self.offset), tuple(self.tensor.shape))
 
 
-# By name; several entries if this process holds several boxes of one tensor.
+# Entries by name. A name has several entries if this process holds several boxes of its tensor.
 State = dict[str, Entry | Sequence[Entry]]
 
 
 def flatten(state: Mapping[str, Entry | Sequence[Entry]]) -> Iterator[tuple[str, Entry]]:
-    """Yield every entry with its name; a name comes as often as it has entries."""
+    """Yield every entry with its name. A name with several entries is yielded once for each."""
     for name, held in state.items():
         for entry in [held] if isinstance(held, Entry) else held:
             yield name, entry
@@ -127,8 +127,8 @@ def flatten(state: Mapping[str, Entry | Sequence[Entry]]) -> Iterator[tuple[str,
 def boxes_of_range(shape: tuple[int, ...], start: int, end: int) -> list[Box]:
     """Return the boxes that make up elements [start, end) of a tensor in row-major order.
 
-    They come in the order of the elements, and each is contiguous. A tensor of n dimensions needs
-    at most 2n - 1 of them.
+    The boxes are in the order of the elements, and each is contiguous. A tensor of n dimensions
+    needs at most 2n - 1 of them.
     """
     if start >= end:
         return []
@@ -152,7 +152,7 @@ def boxes_of_range(shape: tuple[int, ...], start: int, end: int) -> list[Box]:
 
 
 def is_tiled(global_shape: tuple[int, ...], boxes: Iterable[Box]) -> bool:
-    """Return whether boxes fill a tensor of this shape without a gap, an overlap or an overhang."""
+    """Return whether boxes fill a tensor of this shape without gaps, overlaps or overhangs."""
     boxes = list(boxes)
     if not all(box.fits(global_shape) for box in boxes):
         return False
@@ -160,8 +160,8 @@ def is_tiled(global_shape: tuple[int, ...], boxes: Iterable[Box]) -> bool:
         return False
     if not global_shape:
         return len(boxes) == 1
-    # As the volumes add up, a gap needs an overlap. Sweep along the first dimension, so that
-    # thousands of shards do not become millions of pairs.
+    # Because the volumes add up, any gap implies an overlap. Sweep along the first dimension, so
+    # that thousands of shards do not become millions of pairs.
     active: list[Box] = []
     for box in sorted(boxes, key=lambda box: box.offset):
         active = [other for other in active if other.end[0] > box.offset[0]]
@@ -174,10 +174,10 @@ def is_tiled(global_shape: tuple[int, ...], boxes: Iterable[Box]) -> bool:
 def check_request(
     path: Path, name: str, held: tuple[int, ...], wanted: tuple[int, ...], part: Box
 ) -> None:
-    """Check that the whole tensor has the wanted shape; the part must lie in it.
+    """Check that a tensor of a checkpoint has the wanted shape. The part must lie inside it.
 
     Raises:
-        CheckpointError: It has another shape.
+        CheckpointError: The shapes differ.
     """
     if held != wanted:
         raise CheckpointError(
@@ -199,10 +199,10 @@ def look_up(path: Path, held: Mapping[str, _Held], name: str) -> _Held:
 
 
 class LazyTensor(torch.Tensor):
-    """A tensor with a shape and a type whose values are read anew by every operation on it.
+    """A tensor with a known shape and type whose values are read anew by every operation on it.
 
-    A checkpoint of such tensors is written without holding any of it: each lives as long as the
-    result of the operation.
+    A checkpoint made of such tensors is written without ever being held in memory: the values of a
+    tensor live only as long as the result of the operation.
     """
 
     read: Callable[[], torch.Tensor]
@@ -211,7 +211,7 @@ class LazyTensor(torch.Tensor):
     def __new__(
         cls, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[], torch.Tensor]
     ) -> LazyTensor:
-        """Make a tensor whose values `read` returns, of this shape and type."""
+        """Make a tensor of this shape and type whose values `read` returns."""
         tensor: LazyTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
         tensor.read = read
         return tensor

@@ -1,4 +1,4 @@
-"""JSON messages between ranks while they save or load: bytes in tensors, never pickles."""
+"""JSON messages between ranks that save or load, sent as bytes in tensors and never as pickles."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class JsonExchange:
         """Run `step` on every rank and return the results of all. Collective.
 
         Raises:
-            Exception: On every rank if the step of any rank failed: the rank's own error there,
-                elsewhere one of the same kind that names the rank.
+            Exception: Raised on every rank if any rank's step failed. The failing rank raises its
+                own error; the others raise one of the same kind that names the rank.
         """
         failure: Exception | None = None
         value: Json = None
@@ -71,7 +71,7 @@ class JsonExchange:
         return self.together(step if self.is_main else lambda: None)[0]
 
     def _device(self) -> torch.device:
-        """Return where this group's tensors must be: the CPU if its backend allows that."""
+        """Return the device for this group's tensors: the CPU if its backend allows that."""
         import torch.distributed as dist
 
         if "cpu" in str(dist.get_backend_config(self.world.group)):

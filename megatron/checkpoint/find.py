@@ -1,10 +1,11 @@
 """Find the checkpoints of a folder and the order in which to try them.
 
-A folder follows Megatron: `latest_checkpointed_iteration.txt` names an iteration (or "release"),
-and `iter_0000100/` holds it. This is what we write besides, and how a dead run's leftovers look:
+Folders follow Megatron's layout: `latest_checkpointed_iteration.txt` names an iteration (or
+"release"), and `iter_0000100/` holds it. In addition, we write these, and a killed run may leave
+them behind:
 
-    iter_0000100/manifest.json          complete: the manifest is written before the rename
-    iter_0000100/complete               which of Megatron-LM's files we have written
+    iter_0000100/manifest.json          marks a complete checkpoint: written before the rename
+    iter_0000100/complete               the list of Megatron-LM's files that we have written
     iter_0000100.tmp-<unique>/          a save that did not finish; never read
     iter_0000100.old-<unique>/          replaced by a newer save of the same iteration; read only if
                                         a crash left no iter_0000100
@@ -27,23 +28,23 @@ COMPLETE = "complete"
 REPLACED = ".old-"
 
 _FOLDER = re.compile(r"iter_(\d{7,12})(\.old-[0-9a-f]+)?")
-_NAMED = 8  # at most, of the iterations that a message lists
+_NAMED = 8  # a message lists at most this many iterations
 _TRACKER_BYTES = 32  # more than any iteration needs; a longer tracker is damaged
 _TRACKER_TEXT = re.compile(rf"\s*(\d{{1,12}}|{RELEASE})\s*")
 _TWO_FORMATS = (
     f"holds both {MANIFEST} and mp_rank folders: Megatron-LM has saved into a checkpoint of this "
-    f"program, and nothing tells which is meant: move one of them elsewhere"
+    f"program, and there is no way to tell which one to load: move one of them elsewhere"
 )
 
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A checkpoint that looks complete; only opening it tells whether it is sound.
+    """A checkpoint that looks complete. Only opening it shows whether it is sound.
 
     Attributes:
         format: "native" or "legacy" (Megatron-LM's torch files).
-        iteration: The iteration in its folder's name; 0 for `release`.
-        path: Its folder.
+        iteration: The iteration in the folder's name; 0 for `release`.
+        path: The checkpoint's folder.
     """
 
     format: str
@@ -52,7 +53,7 @@ class FoundCheckpoint:
 
     @property
     def name(self) -> str:
-        """The name that the folder has, or had until it was replaced."""
+        """The name of the folder, or the name it had until it was replaced."""
         return self.path.name.split(REPLACED)[0]
 
 
@@ -68,15 +69,16 @@ def iteration_of(folder: str) -> int:
 
 
 def tracker_text(folder: str) -> bytes:
-    """Return what the tracker holds to name a folder: "100" for "iter_0000100", or "release"."""
+    """Return the tracker's content for a folder: "100" for "iter_0000100", or "release"."""
     return (str(iteration_of(folder)) if _FOLDER.fullmatch(folder) else folder).encode()
 
 
 def list_checkpoints(root: Path, *, quiet: bool = False) -> list[FoundCheckpoint]:
-    """Return all complete checkpoints in the order to try them.
+    """Return all complete checkpoints in the order in which to try them.
 
-    First comes the tracker's; then older ones, newest first; last those newer than the tracker
-    says, newest first: they were never reported as saved, or someone has moved the tracker back.
+    The one that the tracker names comes first, then the older ones, newest first. Checkpoints newer
+    than the tracker says come last, newest first: they were never reported as saved, or someone has
+    moved the tracker back.
 
     Args:
         root: Folder of checkpoints. If it is missing, or never held one, the list is empty.
@@ -110,9 +112,9 @@ def list_checkpoints(root: Path, *, quiet: bool = False) -> list[FoundCheckpoint
 
 
 def read_tracker(root: Path) -> tuple[str | None, str | None]:
-    """Return the folder name that the tracker gives, or what is wrong with it; one of both is None.
+    """Return the folder that the tracker names and what is wrong with the tracker.
 
-    Both are None if there is no tracker, as in a folder that need not have one.
+    At least one of the two is None. Both are if there is no tracker.
     """
     path = root / TRACKER
     try:
@@ -131,7 +133,7 @@ def read_tracker(root: Path) -> tuple[str | None, str | None]:
 
 
 def scan(root: Path) -> tuple[list[FoundCheckpoint], list[str]]:
-    """Return complete checkpoints, newest first, and in words what is wrong with the others."""
+    """Return the complete checkpoints, newest first, and a description of each problem found."""
     found: list[FoundCheckpoint] = []
     problems: list[str] = []
     if not root.is_dir():
@@ -150,7 +152,7 @@ def scan(root: Path) -> tuple[list[FoundCheckpoint], list[str]]:
             problems.append(f"{path.name} {problem}")
         else:
             found.append(FoundCheckpoint(kind, iteration_of(path.name), path))
-    # A replaced one comes after the one that replaced it: ".old-" makes its name longer.
+    # A replaced checkpoint sorts after its replacement, because ".old-" makes its name longer.
     found.sort(key=lambda one: (-one.iteration, len(one.path.name), one.path.name))
     return found, problems
 
@@ -159,7 +161,7 @@ def checkpoint_at(path: Path) -> FoundCheckpoint | None:
     """Return the checkpoint whose own folder this is (`iter_0000100`, `release`), or None.
 
     Raises:
-        CheckpointError: It holds two.
+        CheckpointError: The folder holds two checkpoints.
     """
     kind, problem = _classify(path) if path.is_dir() else (None, "")
     if problem == _TWO_FORMATS:
@@ -171,7 +173,7 @@ def checkpoint_of(root: Path, iteration: int) -> FoundCheckpoint:
     """Return the complete checkpoint of an iteration, for --ckpt-step.
 
     Raises:
-        CheckpointError: There is none; the message lists those that there are.
+        CheckpointError: There is none. The message lists the iterations that exist.
     """
     flag = f"--ckpt-step {iteration}: {root}"
     if checkpoint_at(root) is not None:
@@ -198,7 +200,7 @@ def checkpoint_of(root: Path, iteration: int) -> FoundCheckpoint:
 
 
 def _classify(path: Path) -> tuple[str | None, str]:
-    """Return the format of a checkpoint folder, or None and what is wrong."""
+    """Return the format of a checkpoint folder and "", or None and what is wrong with it."""
     is_native, is_legacy = (path / MANIFEST).is_file(), any(path.glob("mp_rank_*"))
     if is_native and is_legacy:
         return None, _TWO_FORMATS

@@ -1,4 +1,4 @@
-"""Say what a folder of checkpoints holds, and how two checkpoints of any format differ."""
+"""Describe what a folder of checkpoints holds, and how two checkpoints of any format differ."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from megatron.checkpoint.reader import NativeReader, Reader, is_vocabulary_table
 from megatron.durable import TEMPORARY
 from megatron.errors import CheckpointError
 
-_ELEMENTS = 4 << 20  # of a tensor that are compared at a time
-# What the meta data of every format tells.
+_ELEMENTS = 4 << 20  # elements of a tensor compared at a time
+# Counters that the meta data of every format holds.
 _COUNTERS = ("iteration", "consumed_train_samples", "padded_vocab_size")
 
 
@@ -33,7 +33,7 @@ class Comparison:
 
     Attributes:
         lines: A line for each difference.
-        equal: How many tensors are the same, bit for bit except for the signs of zeros.
+        equal: Number of tensors that are the same, bit for bit except for the signs of zeros.
     """
 
     lines: list[str] = field(default_factory=list)
@@ -45,8 +45,8 @@ def compare(one: Reader, other: Reader, *, only: str = "") -> Comparison:
 
     Args:
         one: An opened checkpoint.
-        other: Another.
-        only: Compare tensors whose names begin so, and nothing else. "" compares everything.
+        other: Another opened checkpoint.
+        only: Compare only tensors whose names begin with this. "" compares everything.
     """
     result = Comparison()
     names = [{name for name in reader.names() if name.startswith(only)} for reader in (one, other)]
@@ -58,7 +58,7 @@ def compare(one: Reader, other: Reader, *, only: str = "") -> Comparison:
             result.equal += 1
         else:
             result.lines.append(f"{name}: {line}")
-    if not only:  # Megatron's files tell less than ours: what both say is compared
+    if not only:  # Megatron's files say less than ours, so only keys that both have are compared
         mine, theirs = _settings(one.meta), _settings(other.meta)
         for key in sorted(mine.keys() & theirs.keys()):
             if mine[key] != theirs[key]:
@@ -68,7 +68,7 @@ def compare(one: Reader, other: Reader, *, only: str = "") -> Comparison:
 
 
 def _compare_tensor(one: Reader, other: Reader, name: str) -> str | None:
-    """Return how a tensor differs, or None if it does not. It is read a part at a time."""
+    """Return how a tensor differs, or None if it does not. Read it one part at a time."""
     shapes = [reader.global_shape(name) for reader in (one, other)]
     forms = [
         describe(str(reader.dtype(name)).removeprefix("torch."), shape)
@@ -98,7 +98,7 @@ def _read(reader: Reader, name: str, box: Box) -> Tensor:
 
 
 def _differences(one: Tensor, other: Tensor) -> tuple[int, float]:
-    """Return how many values differ, and by how much at most. Two NaNs count as the same."""
+    """Return how many values differ, and the largest difference. Two NaNs count as the same."""
     if one.dtype == other.dtype and torch.equal(one, other):
         return 0, 0.0
     one, other = one.double(), other.double()
@@ -119,18 +119,19 @@ def _settings(meta: dict[str, Any]) -> dict[str, Any]:
 
 
 def summarize(root: Path, *, verify: bool, details: bool) -> tuple[list[str], bool]:
-    """Describe every checkpoint of a folder in lines, without holding a tensor.
+    """Describe every checkpoint of a folder, without holding any tensor in memory.
 
     Args:
         root: Folder of checkpoints, one checkpoint, or a Hugging Face folder.
         verify: Read everything and compare digests.
-        details: List the tensors and what else the checkpoint says.
+        details: Also list the tensors and the meta data.
 
     Returns:
-        The lines, and whether all checkpoints are sound and the tracker names one.
+        The lines of the description, and whether all checkpoints are sound and the tracker names
+        one of them.
 
     Raises:
-        CheckpointError: The folder holds none that is complete.
+        CheckpointError: The folder holds no complete checkpoint.
     """
     if is_model_folder(root):
         # Names, shapes and types were compared with config.json; there are no digests.
@@ -143,7 +144,7 @@ def summarize(root: Path, *, verify: bool, details: bool) -> tuple[list[str], bo
     single = find.checkpoint_at(root)
     if single is not None:
         return _summarize_all([single], verify=verify, details=details)
-    # Before the list: a job may save meanwhile, and what verifying takes is long enough for that.
+    # Read before the list: verifying takes long enough for a job to save in the meantime.
     named, complaint = find.read_tracker(root)
     checkpoints = find.list_checkpoints(root, quiet=True)
     if not checkpoints:
@@ -189,7 +190,7 @@ def _summarize_all(
 
 def _details(reader: Reader) -> Iterator[str]:
     for key, value in sorted(reader.meta.items()):
-        if key == "config" and isinstance(value, dict):  # a line a section: they are long
+        if key == "config" and isinstance(value, dict):  # long, so one line a section
             for section, fields in sorted(value.items()):
                 yield f"  {key}.{section}: {json.dumps(fields, sort_keys=True)}"
         else:

@@ -1,4 +1,4 @@
-"""Open a checkpoint wherever it lies and whoever wrote it: ours, Megatron-LM's, Hugging Face's."""
+"""Open a checkpoint of any format: ours, Megatron-LM's or Hugging Face's."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def open_checkpoint(
 ) -> Reader | None:
     """Open the first sound checkpoint of `find.list_checkpoints`, or return None if there is none.
 
-    If `root` is a checkpoint's own folder (`iter_0000100`), or an iteration is named, it is that
-    one and no other. With a layout this is collective: ranks share the work of verifying, and open
-    the same checkpoint. The folder must be on a file system that all of them see.
+    If `root` is a checkpoint's own folder (`iter_0000100`), or an iteration is named, only that one
+    is tried. With a layout this is collective: the ranks share the work of verifying, and open the
+    same checkpoint. The folder must be on a file system that all of them see.
 
     Args:
         root: Folder of checkpoints, or one of them.
-        step: The iteration of the one to open.
-        verify: Compare every digest, instead of sizes and the manifest only.
-        layout: The ranks that open it together.
+        step: The iteration to open. None opens the newest.
+        verify: Compare every digest, instead of only the sizes and the manifest.
+        layout: The ranks that open it together. None opens it on this rank alone.
 
     Raises:
-        CheckpointError: All that there are, are damaged; the message says what is wrong with each.
-            Or there is none of the iteration.
+        CheckpointError: All checkpoints are damaged (the message says what is wrong with each), or
+            there is none of the iteration.
     """
     exchange = JsonExchange((layout or Layout.single()).world)
     root = Path(root).absolute()
@@ -61,7 +61,7 @@ def open_checkpoint(
         problems.append(f"{found.path} is not used: {problem}")
     if not problems:
         return None
-    if step is not None:  # the others have not been looked at
+    if step is not None:  # the other checkpoints have not been examined
         raise CheckpointError(
             f"--ckpt-step {step}: {problems[0]}\n"
             "restore it from a copy, give another iteration, or drop the flag to take the newest"
@@ -76,7 +76,7 @@ def open_checkpoint(
 def _try_open(
     found: find.FoundCheckpoint, exchange: JsonExchange, verify: bool
 ) -> tuple[Reader | None, str | None]:
-    """Return a reader that every rank agrees on, or the first problem of any rank. Collective."""
+    """Return a reader, or the first problem if any rank cannot open the checkpoint. Collective."""
     reader: Reader | None = None
     problem = None
     rank, ranks = exchange.world.rank, exchange.world.size
@@ -96,17 +96,17 @@ def open_found(
     Args:
         found: The checkpoint.
         verify: Compare digests.
-        rank: Which share of them.
-        ranks: Into how many shares they are divided.
+        rank: Index of the share to verify.
+        ranks: Number of shares.
 
     Raises:
-        CheckpointError: It is damaged, or of a kind that is not read.
+        CheckpointError: The checkpoint is damaged, or its kind is not supported.
     """
     if found.format == "legacy":
         try:
             return LegacyReader(found.path, verify=verify, rank=rank, ranks=ranks)
         except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
-            # The tree comes from outside: what is no dict, or no number, can be anywhere in it.
+            # The tree comes from outside: any value in it may not be the dict or number we expect.
             raise CheckpointError(f"not a tree of Megatron-LM: {error}") from error
     reader = NativeReader(found.path)
     if reader.iteration != found.iteration and found.path.name.startswith("iter_"):
@@ -128,7 +128,7 @@ def open_root(
         layout: The ranks that open it together; collective if it is given.
 
     Raises:
-        CheckpointError: There are checkpoints, but none that can be read, or none of the iteration.
+        CheckpointError: None of the checkpoints can be read, or there is none of the iteration.
     """
     if not is_model_folder(root):
         return open_checkpoint(root, step=step, verify=verify, layout=layout)
@@ -144,15 +144,15 @@ def open_root(
 
 
 def open_any(path: Path, *, verify: bool = True) -> Reader:
-    """Open the checkpoint that a path leads to.
+    """Open the checkpoint at a path.
 
     Args:
-        path: A folder of checkpoints, of which the newest that is sound is taken; one of them
+        path: A folder of checkpoints, of which the newest sound one is opened; a single checkpoint
             (`iter_0000100`); or a Hugging Face folder.
         verify: Compare digests; Hugging Face files have none.
 
     Raises:
-        CheckpointError: There is none, or it is damaged, or of a kind that is not read.
+        CheckpointError: There is no checkpoint, or it is damaged, or its kind is not supported.
     """
     reader = None if path.is_file() else open_root(path, verify=verify)
     if reader is None:
@@ -161,7 +161,7 @@ def open_any(path: Path, *, verify: bool = True) -> Reader:
 
 
 def nothing_at(path: Path) -> str:
-    """Return why there is no checkpoint at a path, and where one may be."""
+    """Return why there is no checkpoint at a path, and where there may be one."""
     if not path.exists():
         return "there is no such folder"
     if path.is_file():
@@ -172,7 +172,7 @@ def nothing_at(path: Path) -> str:
 
 
 def checkpoints_below(root: Path) -> list[str]:
-    """Return the names of the folders in `root` that --load would take if `root` is none."""
+    """Return the folders inside `root` that --load would accept, for messages about `root`."""
     if not root.is_dir():
         return []
     tests: tuple[Callable[[Path], object], ...] = (

@@ -1,10 +1,10 @@
-"""One job per folder of checkpoints.
+"""A lock that lets only one job save into a folder of checkpoints.
 
-Two jobs that save into one folder would delete each other's temporaries and overwrite each other's
-iterations. The first writes its host and process into a lock file; a second is refused. The lock
-ends with its process, so the next job, on whatever machine, takes the folder over at once. If the
-file system knows no locks, the file's text decides: a process that is gone from this machine is
-taken over, one on another machine is not.
+Two jobs that save into one folder would delete each other's temporary files and overwrite each
+other's iterations. The first job writes its host and process into a lock file; a second is refused.
+The lock ends with its process, so the next job, on any machine, takes over the folder at once. If
+the file system does not support locks, the file's text decides: the folder is taken over from a
+process that has ended on this machine, but never from one on another machine.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ class SaveLock(contextlib.AbstractContextManager["SaveLock"]):
 
     def _take(self, descriptor: int) -> None:
         # The advisory lock ends with the process, however it dies, and is not passed on to
-        # forked data loaders. The text says who holds it.
+        # forked data loaders. The file's text says who holds it.
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             raise CheckpointError(self._refusal(_read(descriptor))) from None
-        except OSError:  # no locks on this file system: the text alone decides
+        except OSError:  # the file system does not support locks, so only the text decides
             holder = _read(descriptor)
             if holder is not None and _may_live(holder):
                 raise CheckpointError(self._refusal(holder)) from None
-        # A process number is used again in time: the start time tells the processes apart.
+        # Process numbers are reused eventually; the start time tells such processes apart.
         pid = os.getpid()
         holder = {"host": socket.gethostname(), "pid": pid, "started": _start_time(pid)}
         with storage_errors(self.path):
@@ -75,11 +75,11 @@ class SaveLock(contextlib.AbstractContextManager["SaveLock"]):
         )
 
     def release(self) -> None:
-        """Let the next job in. Calling it again does nothing."""
+        """Release the lock. Calling it again does nothing."""
         if self._descriptor is None:
             return
         with contextlib.suppress(OSError):
-            # Emptied, not removed: a removed file could still be locked by a job that waits for it.
+            # Empty the file but keep it: a waiting job could still lock a removed file.
             os.ftruncate(self._descriptor, 0)
         os.close(self._descriptor)
         self._descriptor = None
@@ -90,7 +90,7 @@ class SaveLock(contextlib.AbstractContextManager["SaveLock"]):
 
 
 def _start_time(pid: int) -> str | None:
-    """Return clock ticks from boot to the process's start, or None if the system does not tell."""
+    """Return the clock ticks from boot to the process's start, or None if they are unknown."""
     try:
         # The command may hold spaces and parentheses; the fields after it do not.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -110,7 +110,7 @@ def _read(descriptor: int) -> Json:
 
 
 def _may_live(holder: Json) -> bool:
-    """Return whether the holder may still run; on another machine that is unknown, so it may."""
+    """Return whether the holder may still be running. A process on another machine always may."""
     if holder["host"] != socket.gethostname():
         return True
     if holder["pid"] == os.getpid():

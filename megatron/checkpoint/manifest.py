@@ -1,4 +1,4 @@
-"""manifest.json: everything a reader must know, and can check before it trusts a byte.
+"""manifest.json: everything that a reader must know and can check before it trusts any data.
 
 The manifest is written last. It names every file with its size and every tensor with its pieces and
 their digests, and carries a digest of itself. A folder without one is not a checkpoint.
@@ -19,14 +19,14 @@ from megatron.checkpoint.shard import digest_of
 MANIFEST = "manifest.json"
 FORMAT = "megatron-native"
 VERSION = 1
-MAX_BYTES = 1 << 30  # a manifest of a million shards is a tenth of this
+MAX_BYTES = 1 << 30  # ten times the size of a manifest with a million shards
 
 _FILE_NAME = re.compile(r"rank_\d{5,}(_\d+)?\.safetensors")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class ManifestError(ValueError):
-    """A manifest that is damaged, not ours, or contradicts itself; says what is wrong."""
+    """An error that says why a manifest is damaged, foreign or contradictory."""
 
 
 class FileInfo(NamedTuple):
@@ -39,7 +39,7 @@ class FileInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """A part of a tensor: the file that holds it, the indices it covers, where its bytes are."""
+    """A part of a tensor: its file, the indices it covers, and the position of its bytes."""
 
     file: str
     box: Box
@@ -58,9 +58,10 @@ class TensorInfo:
 
 
 def keys_in_files(name: str, files: Iterable[str]) -> list[str]:
-    """Return the key under which each piece of a tensor stands in its file.
+    """Return the key of each piece of a tensor in the piece's file.
 
-    The first piece in a file has the tensor's name; further ones are "name#1", "name#2", ...
+    The first piece in a file has the tensor's name as its key; further ones have "name#1",
+    "name#2", ...
 
     Args:
         name: The tensor's name.
@@ -80,10 +81,10 @@ class Manifest:
     Attributes:
         iteration: Training steps taken.
         created: UTC time, ISO 8601.
-        layout: Sizes of the grid of processes that wrote it, by axis name.
+        layout: Sizes of the grid of processes that wrote the checkpoint, by axis name.
         files: Shards by file name.
         tensors: Tensors by entry name.
-        meta: What training wants back; JSON.
+        meta: JSON value that training stored to be able to resume.
     """
 
     iteration: int
@@ -97,7 +98,7 @@ class Manifest:
         """Check that files, tensors and pieces agree with each other.
 
         Raises:
-            ManifestError: They do not.
+            ManifestError: They contradict each other.
         """
         for name in self.files:
             if not _FILE_NAME.fullmatch(name):
@@ -131,7 +132,7 @@ def dump(manifest: Manifest) -> bytes:
     """Return the file's bytes.
 
     Raises:
-        ValueError: The meta data is not JSON (NaN and infinity are not).
+        ValueError: The meta data cannot be written as JSON (NaN and infinity cannot).
     """
     body = {
         "format": FORMAT,
@@ -171,10 +172,11 @@ def _text(value: Json) -> bytes:
 
 
 def parse(data: bytes) -> Manifest:
-    """Return the manifest in a file's bytes, checked.
+    """Return the manifest in a file's bytes after checking it.
 
     Raises:
-        ManifestError: It is not ours, of a later version, altered, or contradicts itself.
+        ManifestError: The manifest is not ours, has a later version, was altered, or contradicts
+            itself.
     """
     try:
         body = json.loads(data)
@@ -189,7 +191,7 @@ def parse(data: bytes) -> Manifest:
     claimed = body.pop("sha256", None)
     if claimed != digest_of(_text(body)) or data != _sign(body):
         raise ManifestError("damaged: its digest does not match its content")
-    # The digest only excludes accidents, so types are checked as well.
+    # The digest rules out only accidents, so types are checked as well.
     files = {
         name: FileInfo(*(_get(info, key, kind) for key, kind in _FILE_KEYS.items()))
         for name, info in _get(body, "files", dict).items()
@@ -219,7 +221,7 @@ def _parse_piece(piece: Any) -> TensorPiece:
     return TensorPiece(file, Box(offset, shape), *rest)
 
 
-# Keys of a file and of a piece in JSON, in the order of their records' fields, with their kinds.
+# JSON keys of a file and of a piece, in the order of their records' fields, with their kinds.
 _FILE_KEYS = {"bytes": "size", "header_bytes": "size", "header_sha256": "digest"}
 _PIECE_KEYS: dict[str, str | type] = {
     "file": str,
@@ -233,7 +235,7 @@ _TYPES: dict[str, type] = {"size": int, "sizes": list, "digest": str}
 
 
 def _get(record: Any, key: str, kind: str | type) -> Any:
-    """Return a value of a record: a JSON type, a "size", a tuple of "sizes" or a "digest"."""
+    """Return a record's value, checked: a JSON type, a "size", a tuple of "sizes" or a "digest"."""
     value: Any = record.get(key) if isinstance(record, dict) else None
     expected, found = _TYPES[kind] if isinstance(kind, str) else kind, type(value)
     if found is not expected:
@@ -250,5 +252,5 @@ def _get(record: Any, key: str, kind: str | type) -> Any:
 
 
 def describe(dtype: str, shape: Iterable[int]) -> str:
-    """Return a tensor in words: "F32 [5120, 64]"."""
+    """Return a description of a tensor, such as "F32 [5120, 64]"."""
     return f"{dtype} {list(shape)}"

@@ -1,4 +1,4 @@
-"""Plan which process writes what of a checkpoint, from what every process holds."""
+"""Plan which process writes which parts of a checkpoint, given the parts that each one holds."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ import torch
 from megatron.checkpoint.entries import DTYPES, Box, Json, State, dtype_name, flatten, is_tiled
 from megatron.checkpoint.manifest import keys_in_files
 
-# The system lets one thread at a time write to a file: large shares go to several.
-_FILES, _LARGE = 4, 1 << 30  # at most, and bytes of each at least
+# The system lets only one thread at a time write to a file, so a large share is divided among
+# several: at most this many files, of at least this many bytes each.
+_FILES, _LARGE = 4, 1 << 30
 
 _Writers = dict[tuple[str, Box], int]
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a tensor, the rank that writes it, and the number of the file among the rank's."""
+    """A part of a tensor, the rank that writes it, and the index of the file among that rank's."""
 
     rank: int
     box: Box
@@ -34,7 +35,7 @@ class Part:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """The files and tensors of a checkpoint to be written; the same on every rank.
+    """The files and tensors of a checkpoint to be written. The plan is the same on every rank.
 
     Attributes:
         dtypes: Safetensors' type name of every tensor.
@@ -52,7 +53,7 @@ class SavePlan:
         return sum(_bytes(self.dtypes[name], math.prod(self.shapes[name])) for name in self.parts)
 
     def keyed(self, name: str) -> Iterator[tuple[str, Part]]:
-        """Yield each part of a tensor with its key in its file; no file has a key twice."""
+        """Yield each part of a tensor with its key, which is unique in the part's file."""
         parts = self.parts[name]
         return zip(keys_in_files(name, [part.file for part in parts]), parts, strict=True)
 
@@ -72,13 +73,13 @@ def describe(entries: State) -> Json:
 
 
 def make_plan(held: list[Json]) -> SavePlan:
-    """Plan who writes what. If several ranks hold a part, the one with the least to write does.
+    """Choose the rank that writes each part: of those that hold it, the one with the least to do.
 
     Args:
-        held: What every rank holds, by `describe`, in rank order.
+        held: The descriptions (`describe`) of what each rank holds, in rank order.
 
     Raises:
-        ValueError: Ranks differ about a tensor, or their parts leave gaps or overlap.
+        ValueError: Ranks disagree about a tensor, or their parts leave gaps or overlap.
     """
     dtypes: dict[str, str] = {}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -109,7 +110,7 @@ def _bytes(dtype: str, elements: int) -> int:
 def _choose_writers(
     holders: dict[str, dict[Box, list[int]]], dtypes: dict[str, str], ranks: int
 ) -> _Writers:
-    """Choose one writer for every part: first those without a choice, then the largest first."""
+    """Choose a writer for every part: parts with a single holder first, then the largest."""
     parts = [
         (_bytes(dtypes[name], box.volume), name, box, candidates)
         for name, boxes in holders.items()

@@ -30,20 +30,20 @@ from megatron.checkpoint.retention import hold_for_reading
 from megatron.device import Device, Ferries
 from megatron.errors import CheckpointError
 
-SHOWN = 10  # problems listed in a message
-_ROWS = 4096  # read at a time
+SHOWN = 10  # largest number of problems listed in a message
+_ROWS = 4096  # number of rows read at a time
 _TABLES = ("embedding.word.weight", "output.weight", "output.bias")
 
 
 class Reader(Protocol):
-    """An opened checkpoint, as training and tools read it, whatever the format on disk.
+    """An opened checkpoint, as training and tools read it, whatever its format on disk.
 
     Attributes:
         format: "native", "legacy" or "hf".
         path: The checkpoint's folder.
         iteration: Training steps taken.
-        meta: What the run saved beside its tensors. `LegacyReader` and `HFReader` say what they
-            fill in from files of other programs.
+        meta: Meta data that the run saved with its tensors. `LegacyReader` and `HFReader` document
+            what they fill in from files of other programs.
     """
 
     format: str
@@ -58,30 +58,30 @@ class Reader(Protocol):
         """Return the shape of a whole tensor.
 
         Raises:
-            CheckpointError: There is none of this name.
+            CheckpointError: There is no tensor of this name.
         """
 
     def dtype(self, name: str) -> torch.dtype:
         """Return a tensor's number type.
 
         Raises:
-            CheckpointError: There is none of this name.
+            CheckpointError: There is no tensor of this name.
         """
 
     def read(self, name: str, wanted: Box, *, global_shape: tuple[int, ...]) -> torch.Tensor:
         """Return the wanted part of a tensor, on the CPU.
 
-        The result may be the pages of the file, which come from the disk when they are first used:
-        do not write to it.
+        The result may be mapped pages of the file, which are read from disk when they are first
+        used: do not write to it.
 
         Raises:
-            CheckpointError: There is no such tensor, or the whole one has another shape than
+            CheckpointError: There is no such tensor, or the shape of the whole tensor is not
                 `global_shape`.
         """
 
 
 class _Span(NamedTuple):
-    """Bytes of a file that have one digest."""
+    """A range of a file's bytes that has a digest."""
 
     file: str
     what: str
@@ -91,9 +91,10 @@ class _Span(NamedTuple):
 
 
 class NativeReader:
-    """A checkpoint that `store.save` wrote. Opening checks manifest and sizes, `verify` every byte.
+    """A checkpoint that `store.save` wrote.
 
-    As long as there is a reader, `--keep-latest` of another job leaves the checkpoint alone.
+    Opening it checks the manifest and the file sizes; `verify` checks every byte. As long as the
+    reader exists, `--keep-latest` of another job does not delete the checkpoint.
     """
 
     format = "native"
@@ -117,15 +118,15 @@ class NativeReader:
             _check_size(path / name, info.size)
 
     def verify(self, rank: int = 0, ranks: int = 1) -> None:
-        """Compare digests, and what files hold with what the manifest says of them.
+        """Compare digests, and compare the files' content with the manifest.
 
         Args:
-            rank: Which share of all to verify.
-            ranks: Into how many shares the work is divided.
+            rank: Index of the share to verify.
+            ranks: Number of shares into which the work is divided.
 
         Raises:
-            CheckpointError: The message names the file and the tensor whose bytes have changed, or
-                which is not in the file as the manifest says.
+            CheckpointError: The bytes of a tensor have changed, or a file does not hold it as the
+                manifest says. The message names the file and the tensor.
         """
         described: dict[str, list[tuple[str, shard.Placement]]] = {
             f: [] for f in self.manifest.files
@@ -163,7 +164,7 @@ class NativeReader:
                 raise
 
     def _spans(self) -> Iterator[_Span]:
-        """Yield all bytes that have a digest."""
+        """Yield all ranges of bytes that have a digest."""
         for file, info in self.manifest.files.items():
             yield _Span(file, "the header", 0, info.header_size, info.header_digest)
         for name, tensor in self.manifest.tensors.items():
@@ -171,10 +172,10 @@ class NativeReader:
                 yield _Span(piece.file, name, piece.start, piece.size, piece.digest)
 
     def _check_header(self, header: _Span, described: list[tuple[str, shard.Placement]]) -> None:
-        """Check that a header, by which tensors are read, says what the manifest says."""
+        """Check that a file's header, which locates its tensors, agrees with the manifest."""
         file = header.file
         try:
-            self._open(file)  # refuses whatever reading would refuse
+            self._open(file)  # refuse here whatever reading would refuse later
             with open(self.path / file, "rb") as stream:
                 held = shard.parse_header(stream.read(header.size))
         except (OSError, SafetensorError, ValueError) as error:
@@ -234,7 +235,7 @@ class NativeReader:
             raise CheckpointError(f"{self.path / piece.file}: {key}: {error}") from error
 
     def _open(self, file: str) -> Any:
-        if file not in self._files:  # its header is long: it is read once
+        if file not in self._files:  # the header is long, so it is read only once
             self._files[file] = safe_open(self.path / file, framework="pt")
         return self._files[file]
 
@@ -252,7 +253,7 @@ def _load_manifest(path: Path) -> Manifest:
 
 
 def _check_size(file: Path, size: int) -> None:
-    # A link could lead anywhere, and what it leads to is not what the folder's copy would hold.
+    # A link could lead anywhere, and a copy of the folder would not include its target.
     try:
         status = file.lstat()
     except OSError as error:
@@ -264,17 +265,17 @@ def _check_size(file: Path, size: int) -> None:
 
 
 class PaddedReader:
-    """A checkpoint whose vocabulary tables appear with another number of rows.
+    """A checkpoint whose vocabulary tables are presented with another number of rows.
 
     Megatron-LM pads to a multiple of --make-vocab-size-divisible-by times the tensor-parallel size,
-    so its files have other numbers of rows than ours, and than each other.
+    so the number of rows in its files differs from ours and from file to file.
 
-    Rows that the file has beyond `rows` are left out. Rows that it lacks stand for no entry, but
-    take part in the softmax: of a weight (and its fp32 master) they read as the mean of the
-    entries' rows, of the optimizer's moments as zero. The logit of a mean row is the mean logit,
+    Rows of the file beyond `rows` are left out. Rows that the file lacks belong to no entry, but
+    they take part in the softmax. In a weight (and its fp32 master) they read as the mean of the
+    entries' rows, in the optimizer's moments as zero. The logit of a mean row is the mean logit,
     whose exponential is at most the mean of the exponentials (Jensen): a padding entry gets no
-    more than an even share of the probability. To a row of zeros, whose logit is 0, GPT-2 gives
-    nearly everything: its other logits are far below.
+    more than an even share of the probability. A row of zeros has the logit 0 and would get nearly
+    all of GPT-2's probability, because GPT-2's other logits are far below 0.
     """
 
     def __init__(self, reader: Reader, *, rows: int, entries: int) -> None:
@@ -282,11 +283,11 @@ class PaddedReader:
 
         Args:
             reader: The opened checkpoint.
-            rows: How many rows its vocabulary tables are to have.
-            entries: How many entries the tokenizer has.
+            rows: Number of rows that the vocabulary tables should have.
+            entries: Number of the tokenizer's entries.
 
         Raises:
-            CheckpointError: The file has fewer rows than the tokenizer has entries.
+            CheckpointError: The checkpoint has fewer rows than the tokenizer has entries.
         """
         self._reader = reader
         self._rows = rows
@@ -303,7 +304,7 @@ class PaddedReader:
                 )
 
     def global_shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a whole tensor, for vocabulary tables with the wanted rows."""
+        """Return the shape of a whole tensor. Vocabulary tables have the wanted number of rows."""
         shape = self._reader.global_shape(name)
         return (self._rows, *shape[1:]) if is_vocabulary_table(name) else shape
 
@@ -324,9 +325,9 @@ class PaddedReader:
         return part
 
     def _mean_row(self, name: str) -> torch.Tensor:
-        """Return the mean [h] of the entries' rows (for a bias [], their mean), in fp32.
+        """Return the mean [h] of the entries' rows (for a bias, the mean []) in fp32.
 
-        The table is read in pieces, as no rank holds all of it.
+        The table is read in pieces, because no rank holds all of it.
         """
         held = self._reader.global_shape(name)
         total = torch.zeros(held[1:], dtype=torch.float64)
@@ -339,7 +340,7 @@ class PaddedReader:
 
 
 def is_vocabulary_table(name: str) -> bool:
-    """Return whether a name is `model.` or `optimizer.`, then a table, then perhaps a state."""
+    """Return whether a name is that of a vocabulary table or of its optimizer state."""
     return name.partition(".")[2].startswith(_TABLES)
 
 
@@ -353,13 +354,13 @@ def restore(
     Args:
         reader: The opened checkpoint.
         entries: The tensors to fill; each rank passes its own.
-        prefixes: The checkpoint may hold nothing under these ("model.") that no entry asks for.
-            Only for ranks that hold all of it: not with pipeline parallelism.
+        prefixes: Prefixes ("model.") under which every tensor of the checkpoint must have an entry.
+            Use this only on ranks that hold the whole model, not with pipeline parallelism.
         cast: Allow another number type in the checkpoint.
 
     Raises:
-        CheckpointError: The message lists all tensors that are missing, left over, or of another
-            shape or type. Nothing has been changed then.
+        CheckpointError: Tensors are missing, left over, or of another shape or type. The message
+            lists them, and nothing has been changed.
     """
     problems = find_problems(reader, entries, prefixes=prefixes, cast=cast)
     if problems:
@@ -367,20 +368,20 @@ def restore(
         raise CheckpointError(
             f"{reader.path} does not fit this run: " + "; ".join(problems[:SHOWN]) + more
         )
-    # A native checkpoint's values come from the disk when they are copied: several at a time.
+    # A native checkpoint's values are read from disk when they are copied: copy several at a time.
     copying: deque[Future[None]] = deque()
     ferries = Ferries(shard.PIECE)
     with ThreadPoolExecutor(shard.THREADS) as pool:
         for name, entry in flatten(entries):
             values = reader.read(name, entry.box, global_shape=entry.global_shape)
             copying.append(pool.submit(_copy, entry.tensor, values, ferries))
-            if len(copying) > shard.THREADS:  # so that not all values wait in memory
+            if len(copying) > shard.THREADS:  # do not let all values wait in memory
                 copying.popleft().result()
         for future in copying:
             future.result()
 
 
-@torch.no_grad()  # each thread has its own switch
+@torch.no_grad()  # the setting is per thread
 def _copy(tensor: Tensor, values: Tensor, ferries: Ferries) -> None:
     is_plain = tensor.is_contiguous() and values.is_contiguous() and tensor.numel() > 0
     if tensor.device.type == "cpu" or tensor.dtype != values.dtype or not is_plain:
@@ -393,13 +394,16 @@ def _copy(tensor: Tensor, values: Tensor, ferries: Ferries) -> None:
 def find_problems(
     reader: Reader, entries: State, *, prefixes: Iterable[str] = (), cast: bool = False
 ) -> list[str]:
-    """Return what keeps the checkpoint from filling the entries, a line each; reads no tensor.
+    """Return the problems that keep the checkpoint from filling the entries. Read no tensor.
 
     Args:
         reader: The opened checkpoint.
         entries: The tensors to fill.
-        prefixes: As for `restore`.
-        cast: As for `restore`.
+        prefixes: Prefixes under which every tensor of the checkpoint must have an entry.
+        cast: Allow another number type in the checkpoint.
+
+    Returns:
+        One line for each problem.
     """
     held = set(reader.names())
     problems = [f"{name} is missing" for name in sorted(set(entries) - held)]

@@ -1,14 +1,14 @@
-"""Decide which checkpoints may be deleted, and leave alone those that are being read.
+"""Decide which checkpoints may be deleted, and keep those that are being read.
 
-A reader holds a shared lock on the manifest (on the file `complete` beside Megatron-LM's files) for
-as long as it lives. A checkpoint is deleted under an exclusive lock, which is not waited for. First
-it loses its name in one rename, so that nobody finds half a checkpoint under it. On a file system
-without locks, nobody is known to read.
+A reader holds a shared lock on the manifest (for Megatron-LM's files, on the file `complete`) for
+as long as it exists. A checkpoint is deleted only under an exclusive lock; if another process holds
+the lock, the checkpoint stays. It is renamed first, so that nobody finds half a checkpoint under
+its name. On a file system without locks, readers cannot be detected.
 
 Megatron-LM overwrites the files of an iteration one by one, in place, and does not look at
-`complete`. So that file names every file that we wrote, with a digest of its directory, which holds
-the size and the CRC-32 of each of its records: an overwritten file is known at once, without
-reading it.
+`complete`. That file therefore names every file that we wrote, with a digest of its zip directory,
+which holds the size and the CRC-32 of each record: an overwritten file is detected without reading
+all of it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron.checkpoint.shard import digest_of
 from megatron.durable import TEMPORARY, remove_tree, sync_folder, unique_suffix
 from megatron.errors import CheckpointError
 
-_LOCKED = {"native": MANIFEST, "legacy": COMPLETE}  # which file, by format
+_LOCKED = {"native": MANIFEST, "legacy": COMPLETE}  # the file to lock, by format
 _IS_HELD = {errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES}
 _NOTE = (
     "All files are here, as listed. --keep-latest may delete them while they are as listed; who "
@@ -38,12 +38,13 @@ _MAX_LIST_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class Keep:
-    """The checkpoints that stay once a newer one is published.
+    """The checkpoints to keep once a newer one is published.
 
     Attributes:
-        latest: How many of the newest stay (--keep-latest); None keeps all, except as `every` says.
-        every: Those of multiples of this iteration stay (--save-retain-interval). Without `latest`
-            all others stay too, except for the one before the newest, as in Megatron Core.
+        latest: Number of newest checkpoints to keep (--keep-latest). None keeps all, except as
+            `every` says.
+        every: Keep the checkpoints of multiples of this iteration (--save-retain-interval). Without
+            `latest`, only the one before the newest may be deleted, as in Megatron Core.
     """
 
     latest: int | None = None
@@ -52,7 +53,7 @@ class Keep:
     def going(
         self, found: list[FoundCheckpoint], newest: int, before: str | None
     ) -> list[FoundCheckpoint]:
-        """Return those of `found`, newest first, that `prune` is to delete."""
+        """Return the checkpoints of `found`, which is newest first, that `prune` should delete."""
         if self.latest is not None:
             old = found[self.latest :]
         elif self.every is not None:
@@ -74,7 +75,7 @@ def hold_for_reading(folder: Path, kind: str = "native") -> int:
         kind: Its format, as in `FoundCheckpoint`.
 
     Raises:
-        CheckpointError: It is being deleted.
+        CheckpointError: The checkpoint is being deleted.
         OSError: The file to lock cannot be opened.
     """
     descriptor = os.open(folder / _LOCKED[kind], os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -89,21 +90,21 @@ def hold_for_reading(folder: Path, kind: str = "native") -> int:
 def prune(root: Path, newest: int, keep: Keep, before: str | None = None) -> list[Path]:
     """Delete older checkpoints of this program, except for those that are being read.
 
-    These are left alone too: a checkpoint of a later iteration, which a run that went back leaves;
-    files of Megatron-LM that are not as our file `complete` lists them, since they may be its own
-    and are not known to be complete; whatever a symbolic link leads to.
+    These are kept as well: checkpoints of later iterations, left by a run that then went back to an
+    earlier one; files of Megatron-LM that differ from our list `complete`, because they may be its
+    own and incomplete; and the targets of symbolic links.
 
     Args:
         root: Folder of checkpoints.
-        newest: The iteration of the one that has just been published, which stays.
-        keep: Which of those up to `newest` stay.
+        newest: The iteration of the checkpoint that has just been published, which is kept.
+        keep: Which checkpoints up to `newest` to keep.
         before: The folder that the tracker named until then, such as iter_0000100.
 
     Returns:
-        The folders that are gone.
+        The folders that were deleted.
 
     Raises:
-        OSError: One could not be deleted; those that are left are whole.
+        OSError: A checkpoint could not be deleted; the remaining ones are complete.
         CheckpointError: The folder cannot be listed.
     """
     assert keep.latest is None or keep.latest >= 1
@@ -117,7 +118,7 @@ def prune(root: Path, newest: int, keep: Keep, before: str | None = None) -> lis
     ]
     gone = []
     for one in keep.going(candidates, newest, before):
-        # Network file systems lend exclusive locks only to those who may write.
+        # Network file systems grant exclusive locks only on files opened for writing.
         file = one.path / _LOCKED[one.format]
         descriptor = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
@@ -138,12 +139,15 @@ def _is_ours(found: FoundCheckpoint) -> bool:
         return (found.path / MANIFEST).is_file()
     try:
         return is_as_listed(found.path)
-    except CheckpointError:  # overwritten in part
+    except CheckpointError:  # partly overwritten
         return False
 
 
 def _lock(descriptor: int, kind: int) -> bool:
-    """Take the lock if it is free, and return whether it was. True if there are no locks."""
+    """Take the lock if it is free, and return whether it was.
+
+    Without support for locks, return True.
+    """
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except OSError as error:
@@ -152,7 +156,7 @@ def _lock(descriptor: int, kind: int) -> bool:
 
 
 def list_files(folder: Path) -> bytes:
-    """Return the content of `complete` for a folder whose files for Megatron-LM are written.
+    """Return the content of `complete` for a folder with finished files for Megatron-LM.
 
     Raises:
         OSError: A file cannot be read.
@@ -163,10 +167,10 @@ def list_files(folder: Path) -> bytes:
 def is_as_listed(folder: Path) -> bool:
     """Return whether a folder's files for Megatron-LM are exactly those that we wrote.
 
-    They are not if there is no list, or if another program has written all of them anew.
+    They are not if there is no list, or if another program has rewritten all of them.
 
     Raises:
-        CheckpointError: Another program has written some of them: they belong to two saves.
+        CheckpointError: Another program has written some of the files: they belong to two saves.
         OSError: A file cannot be read.
     """
     listed: dict[str, str] = {}
@@ -198,9 +202,9 @@ def is_as_listed(folder: Path) -> bool:
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    """Return digests of the directories of a folder's files; "" for a file that has none.
+    """Return the digests of the zip directories of a folder's files, or "" for a file without one.
 
-    A link has none, nor has a file that is half written.
+    Links and half-written files have none.
     """
     digests = {}
     for path in folder.glob("mp_rank_*/*.pt"):

@@ -2,12 +2,12 @@
 
 Layout of the file: 8 bytes with the header's length (little-endian), the JSON header, the tensors
 without gaps. The header is hashed, and so is each tensor; together with the file's size that covers
-every byte. Memory is hashed, not what the disk returns, so a write that went wrong cannot verify
-later.
+every byte. The bytes in memory are hashed, not the ones read back from disk, so a failed write does
+not pass verification later.
 
-Each thread writes and hashes a tensor piece by piece. A CPU's tensors are used as they lie; a GPU's
-come through a little pinned memory, the next piece while one is written. So a save takes as long as
-files and digests do, and needs no memory that grows with it.
+Each thread writes and hashes a tensor piece by piece. CPU tensors are used in place. GPU tensors
+pass through a small pinned buffer: the next piece is copied while one is written. So a save takes
+only as long as files and digests do, and its memory does not grow with the checkpoint.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from megatron.checkpoint.entries import dtype_name
 from megatron.device import Ferries
 from megatron.environment import usable_cores
 
-# Hashing, reading and writing release the interpreter lock; more only contend for the disk.
+# Hashing, reading and writing release the interpreter lock. More threads would only contend for
+# the disk.
 THREADS = min(8, max(4, usable_cores() // 2))
 PIECE = 4 << 20  # bytes read, written and hashed at a time
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The place of a tensor in a shard file.
+    """The position of a tensor in a shard file.
 
     Attributes:
         dtype: Safetensors' name of the number type.
@@ -56,13 +57,13 @@ def digest_of(data: bytes | memoryview) -> str:
 def plan_shard(
     tensors: Mapping[str, torch.Tensor], *, metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, Placement]]:
-    """Return the header's bytes and every tensor's place, from names, types and shapes alone.
+    """Return the header's bytes and every tensor's position, given the names, types and shapes.
 
     Args:
         tensors: The tensors by name.
-        metadata: Safetensors' `__metadata__`, which other programs expect of their files.
+        metadata: Safetensors' `__metadata__`, which other programs expect in their files.
     """
-    # Widest types first: every tensor then starts at a multiple of its element size.
+    # Put the widest types first, so that every tensor starts at a multiple of its element size.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     entries, end = {}, 0
     for name in order:
@@ -81,16 +82,16 @@ def plan_shard(
 
 
 def parse_header(data: bytes) -> dict[str, Placement]:
-    """Return every tensor's place from the header's bytes.
+    """Return every tensor's position from the header's bytes.
 
     Raises:
-        ValueError: It is no header, or names a tensor twice.
+        ValueError: The bytes are not a header, or a name occurs twice in it.
     """
 
     def without_doubles(pairs: list[tuple[str, object]]) -> dict[str, object]:
         found = dict(pairs)
         if len(found) < len(pairs):
-            raise ValueError("a name stands twice in the header")
+            raise ValueError("a name occurs twice in the header")
         return found
 
     try:
@@ -106,7 +107,7 @@ def parse_header(data: bytes) -> dict[str, Placement]:
             if name != "__metadata__"
         }
     except (TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise ValueError(f"not a header of safetensors: {error}") from error
+        raise ValueError(f"not a safetensors header: {error}") from error
 
 
 def write_shard(
@@ -122,13 +123,13 @@ def write_shard(
         path: The file, which must not exist.
         tensors: The tensors that were planned.
         header: The planned header.
-        places: The planned places.
-        threads: How many tensors are written at a time.
+        places: The planned positions of the tensors.
+        threads: Number of tensors written at a time.
 
     Raises:
-        OSError: A writer thread met it; the file is then incomplete.
+        OSError: Writing failed in one of the threads, so the file is incomplete.
     """
-    # The largest first, so that the threads end together.
+    # Write the largest first, so that the threads finish at about the same time.
     order, ferries = sorted(places, key=lambda name: -places[name].size), Ferries(PIECE)
     with open(path, "xb", buffering=0) as file:
         descriptor = file.fileno()
@@ -149,7 +150,10 @@ def write_shard(
 
 
 def _pieces(tensor: torch.Tensor, ferries: Ferries) -> Iterable[memoryview]:
-    """Return a tensor's bytes in row-major order in host memory, each piece until the next one."""
+    """Return a tensor's bytes in row-major order in host memory, in pieces.
+
+    Each piece is valid until the next one is requested.
+    """
     if tensor.device.type == "cpu" or not tensor.is_contiguous() or not tensor.numel():
         data = memory_of(tensor)
         return (data[start : start + PIECE] for start in range(0, len(data), PIECE))
@@ -157,14 +161,14 @@ def _pieces(tensor: torch.Tensor, ferries: Ferries) -> Iterable[memoryview]:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor's memory as a 1-D tensor of bytes."""
+    """Return a contiguous tensor's memory as a 1-D byte tensor."""
     return tensor.detach().view(-1).view(torch.uint8)
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """Return a tensor's bytes in row-major order.
 
-    They are copied only from another device, or if the tensor is strided.
+    They are copied only if the tensor is strided or on another device.
     """
     return bytes_of(tensor.detach().to("cpu").contiguous()).numpy().data
 
@@ -176,7 +180,7 @@ def _write_at(descriptor: int, data: memoryview, position: int) -> None:
 
 
 def digest_of_range(path: Path, start: int, size: int) -> str:
-    """Return the digest of `size` bytes of a file from `start`, or of fewer if it ends sooner."""
+    """Return the digest of `size` bytes of a file from `start`, or of as many as there are."""
     digest, memory = hashlib.sha256(), memoryview(bytearray(min(size, PIECE)))
     with open(path, "rb", buffering=0) as file:
         file.seek(start)

@@ -1,11 +1,12 @@
-"""Write a checkpoint: whole and durable, or not at all.
+"""Write a checkpoint completely and durably, or not at all.
 
-The order is what makes it safe. All files go into a temporary folder and are flushed; every rank
-learns every rank's result; the manifest is written last; one rename publishes the folder; only then
-does the tracker name it. A process killed at any point leaves the previous checkpoint as it was and
-the tracker on it.
+The order makes it safe. All files go into a temporary folder and are flushed; every rank learns
+every rank's result; the manifest is written last; one rename publishes the folder; only then does
+the tracker name it. If a process is killed at any point, the previous checkpoint is unchanged and
+the tracker still names it.
 
-One job at a time may save into a folder (`lock.SaveLock`): a save removes what dead ones left.
+Only one job at a time may save into a folder (`lock.SaveLock`), because a save removes the files
+that killed ones left behind.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ from megatron.config.yaml_file import to_dict
 from megatron.errors import CheckpointError, StorageError, warn
 from megatron.parallel.layout import AXES, Layout
 
-WEIGHTS, STATES, HISTORIES = "model.", "optimizer.", "fp8."  # the last of delayed scaling
+WEIGHTS, STATES, HISTORIES = "model.", "optimizer.", "fp8."  # histories of delayed fp8 scaling
 
-_SPARE = 64 << 20  # bytes left free beside the checkpoint: manifest, tracker, logs
+_SPARE = 64 << 20  # bytes to leave free in addition to the checkpoint: manifest, tracker, logs
 
 
 def save(
@@ -58,23 +59,23 @@ def save(
 ) -> Path:
     """Save a state and return the checkpoint's folder. Collective over all ranks of `layout`.
 
-    Ranks may hold the same part of a tensor (data-parallel copies): one of them writes it. A
+    If several ranks hold the same part of a tensor (data-parallel copies), one of them writes it. A
     complete checkpoint of the same iteration is replaced: it is set aside, and deleted once the new
     one is published.
 
     Args:
-        root: Folder of checkpoints, made if it is missing.
+        root: Folder of checkpoints, created if it is missing.
         iteration: Training steps taken.
         entries: This rank's tensors.
         meta: A JSON value; rank 0's is saved.
         layout: The ranks that take part.
-        check: Rank 0's look at the checkpoint before it gets its name
+        check: Check that rank 0 runs on the checkpoint before publishing it
             (`durable.check_unpublished`).
 
     Raises:
         StorageError: Raised on every rank if any rank cannot write. Nothing is published, the
             tracker stays, and temporary files are removed.
-        ValueError: The ranks' entries do not make up whole tensors (our own mistake).
+        ValueError: The ranks' entries do not add up to whole tensors (an error in this program).
     """
     plan = agree(entries, layout)
     mine = share_of(plan, entries, layout.world.rank)
@@ -82,10 +83,10 @@ def save(
 
 
 def agree(entries: State, layout: Layout) -> SavePlan:
-    """Plan who writes what of the ranks' entries. Collective.
+    """Plan which rank writes which entries. Collective.
 
     Raises:
-        ValueError: They do not make up whole tensors.
+        ValueError: The ranks' entries do not add up to whole tensors.
     """
     return make_plan(JsonExchange(layout.world).gather(describe(entries)))
 
@@ -101,17 +102,17 @@ def write_checkpoint(
     keep: Keep | None = None,
     check: durable.Check | None = None,
 ) -> Path:
-    """Do what `save` does once it is settled who writes what.
+    """Write and publish a checkpoint as planned. Collective over all ranks of `layout`.
 
     Args:
-        root: Folder of checkpoints, made if it is missing.
+        root: Folder of checkpoints, created if it is missing.
         iteration: Training steps taken.
-        plan: Who writes what, from `agree`.
-        mine: This rank's share of the plan, which nobody may change meanwhile.
+        plan: The plan of the parts that each rank writes, from `agree`.
+        mine: This rank's share of the plan, which must not change during the call.
         meta: A JSON value; rank 0's is saved.
         layout: The ranks that take part.
-        keep: Which older checkpoints stay. None deletes none.
-        check: Rank 0's look at the checkpoint before it gets its name.
+        keep: Which older checkpoints to keep. None keeps all of them.
+        check: Check that rank 0 runs on the checkpoint before publishing it.
     """
     exchange = JsonExchange(layout.world)
     files, reports = files_of(plan, layout.world.rank), list[Json]()
@@ -135,17 +136,17 @@ def write_folder(
     keep: Keep | None,
     check: durable.Check | None,
 ) -> Path:
-    """Write a checkpoint's folder by the protocol above, whatever its format. Collective.
+    """Write a checkpoint's folder, of any format, by the protocol above. Collective.
 
     Args:
-        root: Folder of checkpoints, made if it is missing.
+        root: Folder of checkpoints, created if it is missing.
         folder: The checkpoint's name, `iter_0000100` or `release`.
         exchange: The ranks that take part.
-        need: Bytes that the folder will take.
-        fill: Writes and flushes the files into a temporary folder, on all ranks.
-        last: The file that rank 0 writes when all others are there, and what it holds.
-        keep: Which older checkpoints stay. None deletes none.
-        check: Rank 0's look at the folder before it gets its name.
+        need: Size of the folder in bytes.
+        fill: Function that writes and flushes the files into a temporary folder, on all ranks.
+        last: The file that rank 0 writes after all others, and its content.
+        keep: Which older checkpoints to keep. None keeps all of them.
+        check: Check that rank 0 runs on the folder before publishing it.
 
     Returns:
         The folder's path.
@@ -170,9 +171,9 @@ def write_folder(
     if keep is not None and exchange.is_main:
         try:
             prune(root, find.iteration_of(folder), keep, before)
-        except OSError as error:  # what was saved is saved: this costs no more than space
+        except OSError as error:  # the new checkpoint is safe: this costs only disk space
             warn(f"{error.filename or root}: an old checkpoint stays: {error.strerror}")
-        except CheckpointError as error:  # of one process: the others are training on
+        except CheckpointError as error:  # on this process only: the others continue training
             warn(f"{error}: old checkpoints stay")
     return root / folder
 
@@ -207,9 +208,9 @@ def _prepare(root: Path, folder: str, need: int, owns_manifest: bool) -> str:
 
 
 def reap(root: Path) -> None:
-    """Remove what dead runs left behind: temporaries, and replaced checkpoints.
+    """Remove what killed runs left behind: temporary folders and replaced checkpoints.
 
-    A replaced checkpoint whose successor never arrived gets its name back.
+    A replaced checkpoint gets its name back if its replacement was never published.
     """
     for path in list(root.iterdir()):
         if not path.name.startswith(("iter_", find.RELEASE, find.TRACKER)):
@@ -227,7 +228,7 @@ def reap(root: Path) -> None:
 def _write_files(
     folder: Path, files: Mapping[str, list[str]], tensors: Mapping[str, torch.Tensor]
 ) -> Json:
-    """Write this rank's files, all at a time, and return what they hold."""
+    """Write this rank's files concurrently and return a description of their content."""
     if not files:
         return {"files": {}, "tensors": {}}
     threads = max(1, THREADS // len(files))
@@ -273,9 +274,9 @@ def _manifest(
 
 
 def _publish(root: Path, temporary: Path, folder: str, check: durable.Check | None) -> None:
-    """Give a complete folder its name, then let the tracker name it: each durable before the next.
+    """Give a complete folder its name, then update the tracker. Each step is flushed to disk.
 
-    If that fails, what stood there before is back in its place.
+    If a step fails, the checkpoint that had the name before gets it back.
     """
     final, replaced = root / folder, None
     durable.check_unpublished(check, temporary, final)
@@ -298,11 +299,11 @@ def _publish(root: Path, temporary: Path, folder: str, check: durable.Check | No
 
 
 def state_of(reader: Reader, *, keep_optimizer: bool = False) -> State:
-    """Return a checkpoint's parameters, each read when it is written.
+    """Return a checkpoint's parameters. Each is read only when it is written.
 
     Args:
         reader: The opened checkpoint.
-        keep_optimizer: Return the optimizer's states and fp8 histories too.
+        keep_optimizer: Also return the optimizer's states and fp8 histories.
     """
     rooms = (WEIGHTS, STATES, HISTORIES) if keep_optimizer else (WEIGHTS,)
     state: State = {}
@@ -323,25 +324,25 @@ def convert_to_native(
     keep_optimizer: bool = False,
     check: durable.Check | None = None,
 ) -> Path:
-    """Write a native checkpoint of what a reader reads, a few tensors at a time.
+    """Convert an opened checkpoint to the native format, a few tensors at a time.
 
-    Training continues from weights alone with `--finetune`, or with `--no-load-optim` for a fresh
-    optimizer.
+    To continue training from a checkpoint that has only weights, use `--finetune`, or
+    `--no-load-optim` for a fresh optimizer.
 
     Args:
-        reader: The opened checkpoint; its vocabulary tables decide the padded vocabulary.
+        reader: The opened checkpoint. Its vocabulary tables decide the padded vocabulary size.
         root: Folder of checkpoints.
-        config: The run that the checkpoint is to stand for.
+        config: Configuration to store in the checkpoint.
         extra: Further keys for the checkpoint's meta data.
-        keep_optimizer: Write the optimizer's states and the schedule's position too.
-        check: A look at the checkpoint before it gets its name.
+        keep_optimizer: Also write the optimizer's states and the schedule's position.
+        check: Check to run on the checkpoint before publishing it.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
-        StorageError: It cannot be written.
-        CheckpointError: Another job writes there, or the source turns out damaged.
+        StorageError: The checkpoint cannot be written.
+        CheckpointError: Another job is saving into the folder, or the source is damaged.
     """
     training = reader.meta if keep_optimizer else {}
     meta = {

@@ -1,4 +1,4 @@
-"""Rules of what cannot be written as Megatron-LM's files, told before a run and not at a save."""
+"""Rules for what cannot be written as Megatron-LM's files, checked before a run, not at a save."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from megatron.errors import ConfigError
 
 
 def legacy_files(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield what --ckpt-format legacy has no place for.
+    """Yield an error for each setting that --ckpt-format legacy cannot store.
 
-    `checkpoint.legacy.places` refuses the same in a conversion.
+    `checkpoint.legacy.file_plan` refuses the same settings in a conversion.
     """
     checkpoint, model = config.checkpoint, config.model
     if checkpoint.ckpt_format != "legacy":

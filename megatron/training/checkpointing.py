@@ -1,4 +1,4 @@
-"""Save a run's state, and turn a checkpoint into a run again."""
+"""Save a run's state, and restore a run from a checkpoint."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from megatron.training.loaded_settings import (
 from megatron.training.run import Run
 
 _PADDING = ModelOptions.make_vocab_size_divisible_by
-_MOST_RANKS = 64  # that split a vocabulary
-# A BERT's heads: those that guess hidden tokens, and those that guess the order of the segments.
+_MOST_RANKS = 64  # largest tensor-parallel size considered for the padding of a vocabulary
+# BERT's heads: the first ones predict masked tokens, the others the order of the segments.
 _HEADS: tuple[str, ...] = ("model.head.", "model.output.")
 _OF_ORDER = ("model.pooler.", "model.binary_head.")
 
@@ -63,20 +63,23 @@ def save_run(run: Run) -> Path:
 
 
 def keep_of(options: CheckpointConfig) -> Keep | None:
-    """Return which checkpoints stay when a run saves, or None if all do."""
+    """Return which checkpoints to keep when a run saves, or None to keep all."""
     keep = Keep(options.keep_latest, options.save_retain_interval)
     return None if keep == Keep() else keep
 
 
 def writer_of(run: Run) -> Callable[..., Path]:
-    """Return what writes the run's `--ckpt-format`; it is called like `store.write_checkpoint`."""
+    """Return the function that writes the run's `--ckpt-format`.
+
+    It is called like `store.write_checkpoint`.
+    """
     if run.config.checkpoint.ckpt_format == "native":
         return write_checkpoint
     return LegacySaver(run.config, run.tokenizer.vocab_size).write
 
 
 def save_weights(run: Run, root: Path) -> Path:
-    """Write the weights alone under `root`, as the only checkpoint there. Collective."""
+    """Write only the weights under `root`, as the only checkpoint there. Collective."""
     run.optimizer.wait_for_weights()
     state = _weights_state(run, is_copy=True)
     plan = agree(state, run.layout)
@@ -92,11 +95,11 @@ def take_weights(run: Run, reader: Reader, *, fresh: Iterable[str]) -> None:
 
     Args:
         run: The run, with initial values.
-        reader: The checkpoint; its vocabulary has this run's rows.
-        fresh: What the names of parameters begin with that keep their initial values.
+        reader: The checkpoint. Its vocabulary must have as many rows as this run's.
+        fresh: Prefixes of the names of parameters that keep their initial values.
 
     Raises:
-        CheckpointError: A parameter is missing in the checkpoint, or has another shape.
+        CheckpointError: A parameter is missing from the checkpoint, or has another shape.
     """
     ours = tuple(f"model.{name}" for name in fresh)
     state = _weights_state(run, is_copy=False)
@@ -106,7 +109,7 @@ def take_weights(run: Run, reader: Reader, *, fresh: Iterable[str]) -> None:
 
 
 def report_saved(saved: Saved) -> None:
-    """Print what is on the disk now, and what it has cost."""
+    """Print which checkpoint was published and how long it took."""
     speed = f"{saved.size / 1e9:.3g} GB in {saved.seconds:.2f} s"
     say(
         f"  successfully saved checkpoint at iteration {saved.iteration:7d} to {saved.path} "
@@ -115,14 +118,14 @@ def report_saved(saved: Saved) -> None:
 
 
 def state_of(run: Run) -> State:
-    """Return the tensors of this process that a checkpoint holds, as the flags ask.
+    """Return this process's tensors that the flags ask to save in a checkpoint.
 
-    They are the run's own, not copies, except that weights which processes share are copies in
-    their own format.
+    They are the run's own tensors, not copies, except that weights sharded over processes are
+    copied in their own number format.
 
-    Each state of a tied parameter has a single holder. If processes share the update, each stage
-    cuts its gradients as they lie, and cuts tied ones elsewhere than the next stage: the pieces
-    would overlap, and no reader could put them together.
+    Each optimizer state of a tied parameter has a single holder. With a distributed optimizer, each
+    stage shards its own gradient buffer, and would cut a tied parameter at other points than the
+    other stage does: the pieces would overlap, and no reader could put them together.
     """
     run.optimizer.wait_for_weights()
     state = _weights_state(run, is_copy=True)
@@ -132,7 +135,7 @@ def state_of(run: Run) -> State:
 
 
 def model_state(parts: Iterable[nn.Module]) -> State:
-    """Return the parameters by their names in a checkpoint."""
+    """Return the parameters by their name in a checkpoint."""
     return {
         f"model.{name}": Entry(parameter.detach(), spec.global_shape, spec.offset)
         for part in parts
@@ -147,13 +150,13 @@ def shard_state(
     *,
     is_copy: bool = False,
 ) -> State:
-    """Return this process's shards of the parameters, if processes share the weights.
+    """Return this process's shards of the parameters when the weights are sharded.
 
     Args:
         named_parameters: The parameters.
-        gradients: What shares them out.
-        is_copy: Return shards in the number format of the forward pass, as checkpoints have them
-            (copies, if it has 16 bits), instead of the fp32 shards themselves.
+        gradients: The gradient buffers, which hold the shards.
+        is_copy: Return the shards in the number format of the forward pass, as checkpoints hold
+            them (copies if it has 16 bits), instead of the fp32 shards themselves.
     """
     return {
         f"model.{name}": _entries(
@@ -172,11 +175,11 @@ def _weights_state(run: Run, *, is_copy: bool) -> State:
 
 
 def optimizer_state(run: Run, *, copies: bool = True) -> State:
-    """Return moments and masters of all parameters here.
+    """Return the moments and master weights of all parameters on this process.
 
     Args:
         run: The run.
-        copies: Include parameters of which another stage holds the original.
+        copies: Include tied parameters whose original is on another stage.
     """
     return {
         f"optimizer.{name}": _entries(tensor, parameter, run.optimizer.gradients.owned(parameter))
@@ -186,13 +189,13 @@ def optimizer_state(run: Run, *, copies: bool = True) -> State:
 
 
 def _history_state(run: Run) -> State:
-    """Return the history of delayed fp8 scaling, which is part of training as the optimizer is."""
+    """Return the history of delayed fp8 scaling, which is training state like the optimizer's."""
     named = run.amax_history.named_tensors().items()
     return {f"fp8.{name}": Entry.whole(tensor) for name, tensor in named}
 
 
 def _history_from(run: Run, reader: Reader) -> State:
-    """Return the part of the history that the checkpoint has: the newest, if the lengths differ."""
+    """Return the history that the checkpoint has: its newest part if the lengths differ."""
     ours, held = _history_state(run), set(reader.names())
     if held.isdisjoint(ours):
         if ours and run.layout.world.rank == 0:
@@ -207,7 +210,7 @@ def _history_from(run: Run, reader: Reader) -> State:
 
 
 def _entries(tensor: Tensor, parameter: nn.Parameter, held: Span) -> list[Entry]:
-    """Return elements `held` of a flattened parameter, which `tensor` is, as boxes of the whole."""
+    """Return the entries for `tensor`, which holds the elements `held` of a flattened parameter."""
     spec, boxes = spec_of(parameter), boxes_of_range(part_shape(parameter), held.start, held.end)
     values = tensor.view(-1).split([box.volume for box in boxes])
     return [
@@ -221,7 +224,7 @@ def _entries(tensor: Tensor, parameter: nn.Parameter, held: Span) -> list[Entry]
 
 
 def meta_of(run: Run) -> dict[str, Any]:
-    """Return what a checkpoint holds beside tensors, as JSON: position, scalars, configuration."""
+    """Return a checkpoint's meta data as JSON: position, scalars and configuration."""
     progress, options = run.progress, run.config.checkpoint
     return {
         "iteration": progress.iteration,
@@ -230,8 +233,8 @@ def meta_of(run: Run) -> dict[str, Any]:
         "padded_vocab_size": run.padded_vocab_size,
         "optimizer": None if options.no_save_optim else run.optimizer.scalars(),
         "schedule": run.schedules.to_dict(progress.scheduled_samples),
-        # Dropout is drawn from (seed, place in the sample order): with the position above, the
-        # seed is all the random state there is.
+        # Dropout is drawn from the seed and the position in the sample order, so the seed and the
+        # position above are all the random state there is.
         "rng": None if options.no_save_rng else {"seed": run.progress.dropout_seed},
         "tokenizer": run.tokenizer.fingerprint(),
         "corpus": run.corpus,
@@ -244,9 +247,10 @@ def open_for_loading(config: RunConfig, layout: Layout) -> Reader | None:
 
     Raises:
         ConfigError: The folder does not exist, and it is not `--save`.
-        CheckpointError: There is none and `--exit-on-missing-checkpoint` is given, or none of the
-            iteration `--ckpt-step`; or a folder in it is one, and it is not `--save`; or all that
-            are there are damaged; or the checkpoint is of another network.
+        CheckpointError: There is no checkpoint and `--exit-on-missing-checkpoint` is given, or none
+            of the iteration `--ckpt-step`; or the folder is not `--save` and only a folder inside
+            it holds checkpoints; or all checkpoints are damaged; or the checkpoint is of another
+            network.
     """
     if config.checkpoint.load is None:
         return None
@@ -255,8 +259,8 @@ def open_for_loading(config: RunConfig, layout: Layout) -> Reader | None:
         raise CheckpointError(f"--load {root}: a file: give the folder of checkpoints")
     reader = open_root(root, step=config.checkpoint.ckpt_step, layout=layout)
     if reader is None:
-        # A run starts fresh in the folder that it saves to before its first checkpoint, whatever
-        # else is there: finetuning keeps its best weights in a folder there.
+        # Before its first checkpoint, a run starts fresh in the folder that it saves to, whatever
+        # else is in it: finetuning keeps its best weights in a folder there.
         save = config.checkpoint.save
         is_saved_to = save is not None and Path(save).resolve() == root.resolve()
         below = [] if is_saved_to else checkpoints_below(root)
@@ -291,20 +295,20 @@ def open_for_loading(config: RunConfig, layout: Layout) -> Reader | None:
 
 
 def entries_held(reader: Reader, entries: int) -> int:
-    """Return how many of a tokenizer's entries a checkpoint has rows for, or should have.
+    """Return the number of a tokenizer's entries for which a checkpoint should have rows.
 
-    A BERT of Hugging Face has no rows for the [BOS] and [EOS] that our tokenizer adds to its own.
+    Hugging Face's BERT has no rows for [BOS] and [EOS], which our tokenizer adds to its vocabulary.
 
     Args:
         reader: The checkpoint.
-        entries: The tokenizer's entries.
+        entries: Number of the tokenizer's entries.
     """
     is_theirs = reader.format == "hf" and reader.meta["config"]["model"]["architecture"] == "bert"
     return min(entries, int(reader.meta["padded_vocab_size"])) if is_theirs else entries
 
 
 def network_of(folder: str, step: int | None = None) -> dict[str, Any]:
-    """Return the network of a checkpoint by "model.field", for --use-checkpoint-args.
+    """Return a checkpoint's network settings by "model.field", for --use-checkpoint-args.
 
     Args:
         folder: The folder of --load.
@@ -321,11 +325,12 @@ def network_of(folder: str, step: int | None = None) -> dict[str, Any]:
     saved = reader.meta["config"]["model"]
     network = {f"model.{name}": saved[name] for name in NETWORK_FIELDS if name in saved}
     if saved.get("position_embedding_type") == "relative":
-        del network["model.max_position_embeddings"]  # relative positions reach any length
-    # Two flags that are no part of the network, but say what it computes. How the vocabulary is
-    # padded decides the padding entries' share of the softmax; an import may set the exact GeLU,
-    # which is not our default. A Hugging Face folder does not tell how many entries its tokenizer
-    # has: if its rows look padded, all of them count, otherwise there is no padding.
+        del network["model.max_position_embeddings"]  # relative positions work at any length
+    # Take over two flags that are not part of the network's shape but affect its results. The
+    # padding of the vocabulary decides the padding entries' share of the softmax, and an import may
+    # set the exact GeLU, which is not our default. A Hugging Face folder does not say how many
+    # entries its tokenizer has: if its rows look padded, all of them count, otherwise there is no
+    # padding.
     multiple = int(saved.get("make_vocab_size_divisible_by", _PADDING))
     if reader.format == "hf":
         rows = int(reader.meta["padded_vocab_size"])
@@ -338,7 +343,7 @@ def restore_run(run: Run, reader: Reader) -> None:
     """Load weights, optimizer and position from the checkpoint, as the flags ask."""
     options, started = run.config.checkpoint, time.perf_counter()
     weights_only = options.finetune or options.no_load_optim
-    # Loaded alone, 16-bit weights go straight into their masters.
+    # If only the weights are loaded, they go straight into the fp32 masters of 16-bit weights.
     state = _weights_state(run, is_copy=not weights_only)
     if not weights_only:
         if not reader.meta.get("optimizer"):
@@ -348,7 +353,7 @@ def restore_run(run: Run, reader: Reader) -> None:
             )
         check_states(run.config, reader)
         state |= optimizer_state(run) | _history_from(run, reader)
-    # Before much is read: the messages about what does not go together.
+    # Report incompatible settings before reading much.
     anew: tuple[str, ...] = ()
     if options.finetune:
         _warn_of_tokenizer(run, reader)
@@ -356,7 +361,7 @@ def restore_run(run: Run, reader: Reader) -> None:
         state = {name: entry for name, entry in state.items() if not name.startswith(anew)}
     else:
         _restore_position(run, reader)
-    # Under a pipeline no rank has a place for every parameter.
+    # With pipeline parallelism, no rank holds every parameter.
     whole = () if run.layout.pipeline.size > 1 else ("model.",)
     restore(reader, state, prefixes=whole, cast=weights_only)
     if weights_only:
@@ -379,10 +384,10 @@ def restore_run(run: Run, reader: Reader) -> None:
 
 
 def _lacking_heads(run: Run, reader: Reader, state: State) -> tuple[str, ...]:
-    """Return what the names of a BERT's heads begin with that the checkpoint has nothing of.
+    """Return the prefixes of BERT heads for which the checkpoint holds no tensors. Collective.
 
-    Many Hugging Face folders lack some. Collective, because a head may be on another process: under
-    a pipeline only the last stage has them, and a task's run has none.
+    Many Hugging Face folders lack some heads. The call is collective because a head may be on
+    another process: with pipeline parallelism only the last stage has heads. A task's run has none.
     """
     plan = model_plan(run.config.model, run.padded_vocab_size, run.recipe.head)
     heads = () if plan.head("masked_token") is None and plan.head("pooler") is None else _HEADS
@@ -398,7 +403,7 @@ def _lacking_heads(run: Run, reader: Reader, state: State) -> tuple[str, ...]:
 
 
 def _warn_of_tokenizer(run: Run, reader: Reader) -> None:
-    """Warn if --finetune continues with another tokenizer: no row then means the same."""
+    """Warn if --finetune uses another tokenizer, which changes the meaning of each row."""
     fingerprint, ours = reader.meta.get("tokenizer"), run.tokenizer.fingerprint()
     if run.layout.world.rank or fingerprint in (None, ours):
         return
@@ -424,7 +429,7 @@ def _restore_position(run: Run, reader: Reader) -> None:
     run.progress.skipped_samples = meta.get("skipped_train_samples", 0)
     if meta.get("rng") and not run.config.checkpoint.no_load_rng:
         run.progress.dropout_seed = meta["rng"]["seed"]
-    if not run.config.checkpoint.no_load_optim:  # a fresh optimizer starts its schedule anew
+    if not run.config.checkpoint.no_load_optim:  # a fresh optimizer restarts its schedule
         try:
             run.schedules, run.progress.scheduled_samples = run.schedules.resumed(
                 meta["schedule"],

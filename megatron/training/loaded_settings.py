@@ -1,4 +1,7 @@
-"""Compare a run with the checkpoint that it loads: what cannot go together, what has changed."""
+"""Compare a run's settings with those of the checkpoint that it loads.
+
+Incompatible settings are errors; changed ones are reported in the log.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ _OF_STATES = ("optimizer.optimizer", "precision.fp16", "precision.bf16")
 _LOST = "samples come in another order, and some that were seen come again"
 _PATHS = ("data.data_path", "data.train_data_path")
 _LENGTHS = ("training.train_iters", "training.train_samples")
-# Settings that decide which sample is the run's k-th; the rest of a position is their count.
+# Settings that decide which sample is the run's k-th. A run's position is otherwise only a count.
 _ORDER = (
     *_PATHS,
     "training.seed",
@@ -50,19 +53,21 @@ _OF_WEIGHT_DECAY = (
 def check_network(
     config: RunConfig, reader: Reader, flag: str = "--load", *, finetunes: bool = False
 ) -> list[str]:
-    """Check that a run loads a checkpoint of its own network; a context without weights may grow.
+    """Check that a checkpoint is of the run's network.
+
+    The context length may grow if positions have no weights.
 
     Args:
         config: The run's configuration.
         reader: The checkpoint.
-        flag: The flag that named it.
-        finetunes: Rotary positions may turn at another speed, which the weights then learn.
+        flag: The flag that named the checkpoint.
+        finetunes: Allow other rotary frequencies, to which the weights then adapt.
 
     Returns:
-        A line for the log for each flag by which they turn at another speed.
+        One line for the log for each flag that changes the rotary frequencies.
 
     Raises:
-        CheckpointError: The networks differ; the message lists flags and values.
+        CheckpointError: The networks differ. The message lists the flags and values.
     """
     saved = reader.meta["config"].get("model", {})
     may_differ: tuple[str, ...] = ()
@@ -95,10 +100,10 @@ def check_network(
 
 
 def check_states(config: RunConfig, reader: Reader) -> None:
-    """Check that the optimizer's states are of the run's optimizer and precision.
+    """Check that the optimizer states fit the run's optimizer and precision.
 
     Raises:
-        CheckpointError: They are of others.
+        CheckpointError: The states are of another optimizer or precision.
     """
     saved = dict(reader.meta.get("legacy_args") or {})
     for section in ("precision", "optimizer"):
@@ -120,7 +125,7 @@ def check_states(config: RunConfig, reader: Reader) -> None:
 
 
 def _difference(path: str, here: Any, saved: Any) -> str:
-    """Return how a "section.field" differs, by its flag if it has one, as one would set it."""
+    """Describe how the values of a "section.field" differ, by its flag if it has one."""
     field = field_at(path)
     name = field.name
     flag = field.shown if field.names else name
@@ -131,11 +136,11 @@ def _difference(path: str, here: Any, saved: Any) -> str:
 
 
 def changed_settings(config: RunConfig, reader: Reader) -> Iterator[str]:
-    """Yield what else differs from how the run was trained so far, a line each for the log.
+    """Yield a line for the log for each other setting that has changed since the checkpoint.
 
-    For checkpoints of Megatron-LM, whose flags are not all ours, and for those converted from them,
-    only what the order of samples depends on is compared. A model of Hugging Face, which no run has
-    trained, gives no lines.
+    Megatron-LM's checkpoints have some flags that we lack. For these checkpoints, and for those
+    converted from them, only the settings that decide the order of samples are compared. A Hugging
+    Face model was not trained by a run, so it yields no lines.
     """
     here, meta = flatten(config), reader.meta
     # Whether the schedules continue as they were saved (`Schedules.resumed`).
@@ -172,9 +177,9 @@ def _is_of_schedule(path: str) -> bool:
 
 
 def beyond_window(config: RunConfig, reader: Reader) -> Iterator[str]:
-    """Warn if a model from Hugging Face trains on longer sequences than its attention window.
+    """Warn if a Hugging Face model trains on sequences longer than its attention window.
 
-    Windows are not computed here.
+    Windowed attention is not supported here.
     """
     window = (reader.meta.get("huggingface") or {}).get("window")
     length = config.data.seq_length
@@ -188,7 +193,7 @@ def beyond_window(config: RunConfig, reader: Reader) -> Iterator[str]:
 
 
 def changed_corpus(corpus: str | None, reader: Reader) -> Iterator[str]:
-    """Warn if the checkpoint was trained on other data, whatever its name. None means unknown."""
+    """Warn if the content of the training data has changed. A corpus of None means unknown."""
     saved = reader.meta.get("corpus")
     if None not in (corpus, saved) and corpus != saved:
         yield (
