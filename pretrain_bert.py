@@ -3,7 +3,7 @@
 
 python pretrain_bert.py --help                                all flags
 python pretrain_bert.py --mock-data ...                       one process
-torchrun --nproc-per-node 8 pretrain_bert.py --data-path ...  eight
+torchrun --nproc-per-node 8 pretrain_bert.py --data-path ...  eight processes
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if __name__ == "__main__":
     from megatron.command import end_on_interrupt
 
     end_on_interrupt()
-    # The imports only add objects that stay: looking for garbage meanwhile takes 0.3 of 2.6 s.
+    # Imports create only objects that stay, and collecting garbage meanwhile takes 0.3 of 2.6 s.
     gc.disable()
 
 import torch.nn.functional as F
@@ -38,14 +38,14 @@ from megatron.training.recipe import Batch, SampleCounts, Splits
 
 
 class BertRecipe:
-    """Masked tokens, and whether two segments stand in order, on documents cut into sentences."""
+    """Prediction of masked tokens and of the order of two segments, on split sentences."""
 
     program = "pretrain_bert.py"
     architecture = "bert"
     head = LANGUAGE_MODEL_HEAD
 
     def loss_names(self, config: RunConfig) -> tuple[str, ...]:
-        """Return the log names of the losses: of tokens, and of the segments' order."""
+        """Return the log names of the token loss and of the segment order loss, if there is one."""
         return ("lm loss", "sop loss") if config.model.bert_binary_head else ("lm loss",)
 
     def build_part(
@@ -95,8 +95,8 @@ class BertRecipe:
     ) -> Tensor | Mapping[str, Tensor]:
         """Run one micro-batch through a part of the model; at its end return the losses."""
         padding = batch["padding_mask"].bool()
-        words = (batch["text"], padding, batch["types"], batch["labels"])
-        result = part(*words, hidden, loss_mask=batch["loss_mask"])
+        inputs = (batch["text"], padding, batch["types"], batch["labels"])
+        result = part(*inputs, hidden, loss_mask=batch["loss_mask"])
         if isinstance(result, Tensor):
             return result
         losses = {"lm loss": masked_mean(result.tokens, batch["loss_mask"])}

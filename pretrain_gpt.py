@@ -3,7 +3,7 @@
 
 python pretrain_gpt.py --help                                all flags
 python pretrain_gpt.py --mock-data ...                       one process
-torchrun --nproc-per-node 8 pretrain_gpt.py --data-path ...  eight
+torchrun --nproc-per-node 8 pretrain_gpt.py --data-path ...  eight processes
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if __name__ == "__main__":
     from megatron.command import end_on_interrupt
 
     end_on_interrupt()
-    # The imports only add objects that stay: looking for garbage meanwhile takes 0.3 of 2.6 s.
+    # Imports create only objects that stay, and collecting garbage meanwhile takes 0.3 of 2.6 s.
     gc.disable()
 
 from torch import Tensor
@@ -124,8 +124,10 @@ class GPTRecipe:
         )
         if not part.part.head:
             return result
-        counted = whole.loss_mask.sum().clamp(min=1)  # nothing counts: loss 0, not nan
-        # This rank's share of the sum, times the ranks: their mean is the mean over all tokens.
+        counted = whole.loss_mask.sum().clamp(
+            min=1
+        )  # if nothing counts, the loss is 0 instead of nan
+        # Times the number of context ranks, so that the mean over them is the mean over all tokens.
         return {"lm loss": layout.context.size * result / counted}
 
 

@@ -3,7 +3,7 @@
 
 python pretrain_t5.py --help                                all flags
 python pretrain_t5.py --mock-data ...                       one process
-torchrun --nproc-per-node 8 pretrain_t5.py --data-path ...  eight
+torchrun --nproc-per-node 8 pretrain_t5.py --data-path ...  eight processes
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if __name__ == "__main__":
     from megatron.command import end_on_interrupt
 
     end_on_interrupt()
-    # The imports only add objects that stay: looking for garbage meanwhile takes 0.3 of 2.6 s.
+    # Imports create only objects that stay, and collecting garbage meanwhile takes 0.3 of 2.6 s.
     gc.disable()
 
 from torch import Tensor
@@ -37,7 +37,7 @@ from megatron.training.recipe import Batch, SampleCounts, Splits
 
 
 class T5Recipe:
-    """The decoder writes the runs of words that were taken out of the encoder's text."""
+    """Span corruption: the decoder predicts the spans that were cut out of the encoder's text."""
 
     program = "pretrain_t5.py"
     architecture = "t5"
@@ -65,7 +65,7 @@ class T5Recipe:
     def build_datasets(
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
     ) -> Splits:
-        """Build samples of texts with runs of words taken out. Collective."""
+        """Build samples of texts with spans cut out. Collective."""
         return build_t5_datasets(
             DataRequest(
                 config.data,
@@ -94,8 +94,8 @@ class T5Recipe:
     ) -> Tensor | Mapping[str, Tensor]:
         """Run one micro-batch through a part of the model; at its end return the loss."""
         padding = batch["enc_mask"].bool()
-        words = (batch["text_enc"], batch["text_dec"], padding, batch["labels"])
-        result = part(*words, hidden, loss_mask=batch["loss_mask"])
+        inputs = (batch["text_enc"], batch["text_dec"], padding, batch["labels"])
+        result = part(*inputs, hidden, loss_mask=batch["loss_mask"])
         if not part.part.head:
             return result
         return {"lm loss": masked_mean(result, batch["loss_mask"])}

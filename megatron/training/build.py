@@ -14,7 +14,7 @@ from megatron.config.stages import parts_of_stage, plan_model
 from megatron.data.datasets import corpus_fingerprint
 from megatron.device import Device
 from megatron.errors import ConfigError
-from megatron.models.build import run_context
+from megatron.models.build import model_plan, run_context
 from megatron.optimizer.groups import split_groups
 from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.rules import rules_of
@@ -171,6 +171,7 @@ def parallelize(
         is_loaded: a checkpoint will replace the first weights.
     """
     parallel = config.parallel
+    plan = model_plan(config.model, vocabulary, recipe.head)
     stages = plan_model(config.model, parallel)
     held = parts_of_stage(stages, layout.pipeline.rank, layout.pipeline.size)
 
@@ -207,10 +208,10 @@ def parallelize(
     if shares_weights(parallel, layout):
         gradients = shard_model(config, parts, layout, device)
     else:
-        gradients = new_gradient_buffer(config, recipe, parts, layers, layout)
+        gradients = new_gradient_buffer(config, plan, parts, layers, layout)
 
     # 6. Ties across stages: copies' gradients are added up. Then the first weights.
-    ties = tie_copies(config, recipe, parts, gradients, layout, device)
+    ties = tie_copies(config, plan, parts, gradients, layout, device)
     _initialize(named_parameters_of(parts), gradients, config, is_loaded=is_loaded)
 
     # 7. Recorded passes (CUDA graphs), PyTorch's data parallelism, or neither.

@@ -1,4 +1,4 @@
-"""Which processes average a run's gradients, and which pipeline stages add up copies'."""
+"""Buffers or shards for a run's gradients, and ties between copies on pipeline stages."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import nn
 from megatron.config import RunConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.device import Device
+from megatron.models.plan import ModelPlan
 from megatron.models.position_bias import POSITION_TABLES
 from megatron.optimizer.rules import rules_of
 from megatron.parallel.buckets import BUCKET_BYTES, plan_buckets
@@ -21,34 +22,33 @@ from megatron.parallel.pipeline.weight_gradients import parameter_waves
 from megatron.parallel.registry import LayerRegistry
 from megatron.parallel.replicas import Gradients
 from megatron.parallel.tied import WORDS, Tie, tie_tables, tie_words, tied_names
-from megatron.training.recipe import Recipe
 
 
 def named_parameters_of(parts: list[nn.Module]) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters of all parts, as they are now; their names are global."""
+    """Return the current parameters of all parts by their global names."""
     return [pair for part in parts for pair in part.named_parameters()]
 
 
 def uses_torch_ddp(config: RunConfig, layout: Layout) -> bool:
-    """Return whether PyTorch's data parallelism averages the gradients, not their buffer."""
+    """Return whether PyTorch's data parallelism averages the gradients instead of our buffer."""
     return config.parallel.ddp_impl == "torch" and layout.replica.size > 1
 
 
 def gathered_in_8_bits(config: RunConfig, layers: LayerRegistry) -> dict[nn.Parameter, Fp8Products]:
-    """Return the weights that processes which share the update send each other in 8 bits."""
+    """Return the weights that processes gather in 8 bits after a sharded update."""
     return layers.fp8_weights() if config.precision.fp8_param_gather else {}
 
 
 def shard_model(
     config: RunConfig, parts: list[nn.Module], layout: Layout, device: Device
 ) -> Gradients:
-    """Put shards in the place of the parts' parameters (ZeRO stage 3), and return their gradients.
+    """Replace the parts' parameters with shards (ZeRO stage 3), and return their gradients.
 
     Args:
-        config: of the run.
-        parts: of the model on this process.
-        layout: this process among the others.
-        device: where it computes.
+        config: The run's configuration.
+        parts: Parts of the model on this process.
+        layout: This process's place among the others.
+        device: Device on which this process computes.
     """
     from megatron.parallel.sharded import ShardedModel  # imports much
 
@@ -61,40 +61,36 @@ def shard_model(
     )
 
 
-def _ties_words(config: RunConfig, recipe: Recipe) -> bool:
-    return recipe.head.is_language_model and not config.model.untie_embeddings_and_output_weights
-
-
-def _tied_tables(config: RunConfig) -> tuple[str, ...]:
-    return POSITION_TABLES if config.model.position_embedding_type == "relative" else ()
+def _tied_tables(plan: ModelPlan) -> tuple[str, ...]:
+    return () if plan.position_bias is None else POSITION_TABLES
 
 
 def tie_copies(
     config: RunConfig,
-    recipe: Recipe,
+    plan: ModelPlan,
     parts: list[nn.Module],
     gradients: Gradients,
     layout: Layout,
     device: Device,
 ) -> list[Tie]:
-    """Return the parameters of which other pipeline stages hold copies.
+    """Return the parameters that other pipeline stages hold copies of.
 
     Collective over the pipeline.
 
     Args:
-        config: of the run.
-        recipe: what is trained.
-        parts: of the model on this process.
-        gradients: of the parts.
-        layout: this process among the others.
-        device: where it computes.
+        config: The run's configuration.
+        plan: The whole network.
+        parts: Parts of the model on this process.
+        gradients: Gradients of the parts.
+        layout: This process's place among the others.
+        device: Device on which this process computes.
     """
     named_parameters = named_parameters_of(parts)
     dtype = torch.float32 if gradients.shares_weights else _gradient_dtype(config.precision)
-    words = tie_words(named_parameters, layout, is_tied=_ties_words(config, recipe))
+    words = tie_words(named_parameters, layout, is_tied=plan.ties_words)
     return words + tie_tables(
         named_parameters,
-        _tied_tables(config),
+        _tied_tables(plan),
         layout,
         device=device.torch_device,
         gradient_dtype=dtype,
@@ -103,7 +99,7 @@ def tie_copies(
 
 def new_gradient_buffer(
     config: RunConfig,
-    recipe: Recipe,
+    plan: ModelPlan,
     parts: list[nn.Module],
     layers: LayerRegistry,
     layout: Layout,
@@ -111,13 +107,13 @@ def new_gradient_buffer(
     """Plan the buckets of whole parameters' gradients, and build the buffer that holds them.
 
     Args:
-        config: of the run.
-        recipe: what is trained.
-        parts: of the model on this process.
-        layers: what their layers have announced.
-        layout: this process among the others.
+        config: The run's configuration.
+        plan: The whole network.
+        parts: Parts of the model on this process.
+        layers: Registry in which the layers announced what they need.
+        layout: This process's place among the others.
     """
-    tied = tied_names(layout, words=_ties_words(config, recipe), tables=_tied_tables(config))
+    tied = tied_names(layout, words=plan.ties_words, tables=_tied_tables(plan))
     is_torch = uses_torch_ddp(config, layout)
     named_parameters = named_parameters_of(parts)
     kind = schedule_kind(config.parallel, len(parts))
@@ -136,9 +132,9 @@ def new_gradient_buffer(
         for name, parameter in named_parameters
         if parameter.requires_grad
     ]
-    # Alone: PyTorch's data parallelism averages the gradients in place.
+    # The buffer works alone if PyTorch's data parallelism averages the gradients in place.
     replicas = Axis() if is_torch else layout.replica
-    plan = plan_buckets(
+    buckets = plan_buckets(
         traits,
         replicas={"data": replicas.size},
         zero_stage=config.parallel.zero_stage or 0,
@@ -147,12 +143,13 @@ def new_gradient_buffer(
     )
     gradients = GradientBuffer(
         named_parameters,
-        plan,
+        buckets,
         {"data": replicas},
         tensor=layout.tensor,
         overlap=config.parallel.overlap_grad_reduce,
     )
-    if config.precision.gradient_accumulation_fusion and not is_torch:  # which waits for autograd
+    # PyTorch's data parallelism waits for gradients from autograd.
+    if config.precision.gradient_accumulation_fusion and not is_torch:
         layers.bind_slots(gradients)
     return gradients
 

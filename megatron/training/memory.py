@@ -1,8 +1,8 @@
-"""How much memory one process needs, by arithmetic alone.
+"""An estimate of the memory that a process needs, from arithmetic alone.
 
-Counts what training keeps: parameters (with their 8-bit copies), gradients, optimizer states and
-the activations saved for backward. Temporary buffers, the allocator's rounding and the CUDA context
-are not in it.
+It counts parameters (with their 8-bit copies), gradients, optimizer states and the activations
+saved for backward. Temporary buffers, the allocator's rounding and the CUDA context are not
+included.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _GIB, _MIB = 1024.0**3, 1024.0**2
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of one process.
+    """The memory of a process, in bytes.
 
     Attributes:
-        parameters: weights, and their copies in 8 bits.
-        gradients: until the update.
-        optimizer: moments and fp32 copies.
-        activations: kept for backward.
-        messages: what other processes write into beside products.
-        host: what offloading keeps in host memory.
+        parameters: Weights, and their 8-bit copies.
+        gradients: Gradients, which are kept until the update.
+        optimizer: Moments and fp32 copies.
+        activations: Activations kept for backward.
+        messages: Buffers that other processes write to while matrix products run.
+        host: Host memory that offloading uses.
     """
 
     parameters: int
@@ -63,7 +63,7 @@ class MemoryEstimate:
         return _amount(self.total)
 
     def describe(self) -> str:
-        """Return the total and what it consists of."""
+        """Return the total and its parts as text."""
         names = ["parameters", "gradients", "optimizer", "activations"]
         names += ["messages"] if self.messages else []
         parts = ", ".join(f"{name} {_amount(getattr(self, name))}" for name in names)
@@ -72,12 +72,15 @@ class MemoryEstimate:
 
 
 def _amount(size: int) -> str:
-    """Format bytes in the unit that keeps digits readable."""
+    """Format a number of bytes in MiB or GiB."""
     return f"{size / _GIB:.2f} GiB" if size >= _GIB else f"{size / _MIB:.1f} MiB"
 
 
 def largest_process(config: RunConfig, plan: ModelPlan, world_size: int) -> MemoryEstimate:
-    """Estimate the process that needs the most: stages differ, ranks of one stage do not."""
+    """Return the estimate of the process that needs the most memory.
+
+    Pipeline stages differ; the ranks of a stage do not.
+    """
     parallel, training = config.parallel, config.training
     stages = parallel.pipeline_model_parallel_size
     layouts = [
@@ -99,7 +102,7 @@ def largest_process(config: RunConfig, plan: ModelPlan, world_size: int) -> Memo
 def estimate_memory(
     config: RunConfig, plan: ModelPlan, layout: Layout, micro_batches: int
 ) -> MemoryEstimate:
-    """Estimate the process that `layout` describes, with `micro_batches` an update."""
+    """Return the estimate of the process at `layout`, with `micro_batches` per update."""
     cut = plan_model(config.model, config.parallel)
     parts = parts_of_stage(cut, layout.pipeline.rank, layout.pipeline.size)
     kind = schedule_kind(config.parallel, len(parts))
@@ -139,7 +142,7 @@ def estimate_memory(
 def _kept_for_weights(
     config: RunConfig, plan: ModelPlan, layout: Layout, parts: Sequence[ModelPart]
 ) -> MemoryEstimate:
-    """Count weights, gradients and optimizer states of the parts that a process holds."""
+    """Count weights, gradients and optimizer states of the model parts that a process holds."""
     numbers, tensor = config.precision, layout.tensor.size
     half = numbers.fp16 or numbers.bf16
     in_fp32 = not half or numbers.accumulate_allreduce_grads_in_fp32
@@ -158,21 +161,22 @@ def _kept_for_weights(
     copies = 4 if on_host or (half and not is_shared) else 0
     states = (4 * moments + copies) * updated
     if is_shared:
-        # Whole for a while: this layer and the next, which arrives in one piece and is cut then.
+        # Two layers are whole at a time: the current one and the next, which exists twice while it
+        # arrives as one buffer and is cut into parameters.
         layer = largest_layer(plan, tensor=tensor)
         gathered = width * (outside + 3 * layer)
         leaving = width * outside + (width + summed) * layer
         weights, gradients, summed = 4 * updated + gathered, 4 * updated + leaving, 4
     else:
-        weights = width * parameters + 2 * of_8_bits  # these and their transposes
+        weights = width * parameters + 2 * of_8_bits  # the 8-bit copies and their transposes
         gradients = summed * parameters
         if stage == 2 and layout.replica.size > 1:
             passing = 2 * max(BUCKET_BYTES, summed * largest_matrix(plan, tensor=tensor))
-            if numbers.fp8_param_gather:  # all small ones fill a bucket of their own
+            if numbers.fp8_param_gather:  # all small weights fill a bucket of their own
                 passing += min(BUCKET_BYTES, summed * (parameters - outside - of_8_bits))
             gradients = summed * updated + min(passing, summed * parameters)
         if config.parallel.ddp_impl == "torch" and layout.replica.size > 1:
-            gradients *= 2  # its own buckets
+            gradients *= 2  # it has its own buckets
     return MemoryEstimate(
         parameters=weights,
         gradients=gradients,

@@ -1,6 +1,6 @@
-"""The estimated bubble of a pipeline, and a layout of its layers with a smaller one.
+"""The estimated bubble of a pipeline, and a layout of its layers with a smaller bubble.
 
-Times follow from the FLOPs of each layer, so nothing is run.
+Times are estimated from the FLOPs of each layer; nothing is run.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from megatron.parallel.pipeline.schedule import ScheduleKind, make_schedule, sch
 from megatron.parallel.pipeline.simulate import Course, Times, time_table
 from megatron.training.memory import largest_process
 
-# Time of a floating-point operation, if one of a 16-bit matrix product takes 1: measured on an
-# H200 as docs/benchmarks.md, "What the numbers mean", says of ceilings (670 TFLOP/s, attention 450,
-# products in fp8 1,250).
+# Time of a floating-point operation relative to one of a 16-bit matrix product, from the ceilings
+# measured on an H200: 670 TFLOP/s, attention 450, fp8 products 1,250 (docs/benchmarks.md, "What the
+# numbers mean").
 _OF_ATTENTION, _OF_FP8 = 1.5, 0.54
-_ROUNDS = 2  # micro-batches a stage that are simulated; more of them take the slowest stage's time
-_WORTH_SAYING = 0.03  # of the time
-_SIMULATED = 3  # candidates
+_ROUNDS = 2  # micro-batches per stage to simulate; each further one adds the slowest stage's time
+_WORTH_SAYING = 0.03  # share of the time that a layout must save to be proposed
+_SIMULATED = 3  # candidates to simulate
 
-Counts = tuple[int, ...]  # layers of each part
+Counts = tuple[int, ...]  # number of layers in each part of the model
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Time of one micro-batch's forward pass, in any one unit.
+    """The time of a micro-batch's forward pass, in arbitrary units.
 
     Attributes:
-        layers: of each layer, in order.
-        head: of the output and the loss.
-        again: forward passes of a layer that backward makes: 1 if everything is recomputed.
+        layers: Time of each layer, in order.
+        head: Time of the output layer and the loss.
+        again: Forward passes of a layer that backward repeats: 1 with full recomputation.
     """
 
     layers: tuple[float, ...]
@@ -46,7 +46,7 @@ class Costs:
 
     @classmethod
     def of(cls, config: RunConfig, plan: ModelPlan) -> Costs:
-        """Estimate by FLOPs. The embedding and a task's head take no time to speak of."""
+        """Estimate the times from FLOPs. Embedding and task heads are too cheap to count."""
         length = config.data.seq_length
         in_8_bits = 1.0 if config.precision.fp8_format is None else _OF_FP8
         each = 6 * length  # forward and backward are counted together
@@ -62,13 +62,13 @@ class Costs:
 
     @cached_property
     def head_in_layers(self) -> float:
-        """How many layers take the time of the head."""
+        """The head's time as a number of average layers."""
         return self.head * len(self.layers) / math.fsum(self.layers)
 
     def of_parts(self, counts: Counts, *, again: int = 0) -> list[float]:
         """Return the time of each part, with its layers run `again` more times.
 
-        The last part has the head.
+        The last part includes the head.
         """
         ends = accumulate(counts)
         times = [
@@ -79,7 +79,7 @@ class Costs:
         return times
 
     def of_updates(self, counts: Counts) -> list[float]:
-        """Return the time of each part's forward pass and both halves of its backward pass."""
+        """Return each part's time for forward, input gradients and weight gradients together."""
         passes = (self.of_parts(counts), self.of_parts(counts, again=self.again))
         return [2 * forward + inputs for forward, inputs in zip(*passes, strict=True)]
 
@@ -89,10 +89,10 @@ class Pipeline:
     """The shape of a pipeline, from which `make_schedule` makes its schedule.
 
     Attributes:
-        kind: of schedule.
-        stages: of the pipeline.
-        chunks: parts of the model on each stage.
-        micro_batches: of an update.
+        kind: Kind of schedule.
+        stages: Number of pipeline stages.
+        chunks: Parts of the model on each stage.
+        micro_batches: Micro-batches per update.
     """
 
     kind: ScheduleKind
@@ -102,7 +102,7 @@ class Pipeline:
     _times: dict[tuple[Counts, Costs], float] = field(default_factory=dict, compare=False)
 
     def time(self, counts: Counts, costs: Costs) -> float:
-        """Return the time of one update."""
+        """Return the estimated time of an update."""
         if (counts, costs) not in self._times:
             forward, inputs = (
                 time_table(LAYOUT_FLAG, costs.of_parts(counts, again=n), self.stages, self.chunks)
@@ -115,16 +115,16 @@ class Pipeline:
 
     @property
     def _rounds(self) -> int:
-        # A last group that is not full costs more than its share: it is simulated too.
+        # A last group that is not full costs more than its share, so it is simulated too.
         return min(self.micro_batches, _ROUNDS * self.stages + self.micro_batches % self.stages)
 
     @cached_property
     def course(self) -> Course:
-        """Course of the schedule, found once for all layouts: it takes longer than simulating."""
+        """The course of the schedule, shared by all layouts: it costs more than a simulation."""
         return Course(make_schedule(self.kind, self.stages, self.chunks, self._rounds))
 
     def bubble(self, counts: Counts, costs: Costs) -> float:
-        """Return the share of all stages' time that they spend waiting."""
+        """Return the share of their time that the stages spend waiting."""
         busy = sum(costs.of_updates(counts)) * self.micro_batches
         return 1 - busy / (self.stages * self.time(counts, costs))
 
@@ -133,10 +133,10 @@ class Pipeline:
         return max(sum(parts[stage :: self.stages]) for stage in range(self.stages))
 
     def best(self, costs: Costs) -> Counts:
-        """Return the fastest of some ways to deal out the layers.
+        """Return the fastest of several distributions of the layers over the parts.
 
-        The head counts as the layers that take as long, and the layers left over stand side by side
-        somewhere. No stage may have nothing: the first has the embedding, the last the head.
+        The head counts as the number of layers that take as long, and the parts with an extra layer
+        are adjacent. No stage may be empty; the first has the embedding and the last the head.
         """
         found = [
             counts
@@ -148,9 +148,9 @@ class Pipeline:
 
 
 def _candidates(layers: int, parts: int, costs: Costs) -> Iterator[Counts]:
-    """Yield ways to deal out the layers.
+    """Yield distributions of the layers over the parts.
 
-    Later places of those left over come first: they make fewer micro-batches wait.
+    Those with the extra layers in later parts come first, because fewer micro-batches wait there.
     """
     even = (layers + costs.head_in_layers) / parts
     fewest = max(0, int(even - costs.head_in_layers))
@@ -161,7 +161,7 @@ def _candidates(layers: int, parts: int, costs: Costs) -> Iterator[Counts]:
 
 
 def layout_text(counts: Counts) -> str:
-    """Return what `--pipeline-model-parallel-layout` reads: `Ett|(t|)*2L`."""
+    """Return the value of `--pipeline-model-parallel-layout`, such as `Ett|(t|)*2L`."""
     middle = [(f"{'t' * count}|", len(list(same))) for count, same in groupby(counts[1:-1])]
     repeated = "".join(text if n == 1 else f"({text})*{n}" for text, n in middle)
     return f"E{'t' * counts[0]}|{repeated}{'t' * counts[-1]}L"
@@ -172,13 +172,13 @@ def pipeline_rows(
 ) -> Iterator[tuple[str, str]]:
     """Yield the pipeline's lines of the start-up panel.
 
-    There are none without a pipeline, nor for a T5, whose halves have different lengths.
+    There are none without a pipeline, nor for a T5, whose encoder and decoder differ in length.
 
     Args:
-        config: of the run.
-        plan: of the network.
-        micro_batches: of an update.
-        world_size: processes.
+        config: The run's configuration.
+        plan: The whole network.
+        micro_batches: Micro-batches per update.
+        world_size: Number of processes.
     """
     parallel = config.parallel
     stages = parallel.pipeline_model_parallel_size

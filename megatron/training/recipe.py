@@ -1,4 +1,4 @@
-"""The part that a `pretrain_*.py` script supplies: a model, its datasets and its loss."""
+"""The interface of a recipe, in which a `pretrain_*.py` script supplies model, data and loss."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class Recipe(Protocol):
     """One kind of pretraining. `training.pretrain.main` does everything else."""
 
     program: str
-    """Name for messages and `--help`, for example `pretrain_gpt.py`."""
+    """Name in messages and `--help`, for example `pretrain_gpt.py`."""
 
     architecture: str
     """Kind of network (`ModelConfig.architecture`)."""
 
     @property
     def head(self) -> HeadSpec:
-        """The head in which the model ends.
+        """The purpose of the model's heads.
 
-        Losses of a language-model head are mean negative log likelihoods of tokens, and exp(loss)
-        stands beside them, as Megatron prints it.
+        The losses of a language-model head are mean negative log likelihoods of tokens, so the log
+        shows exp(loss) beside them, as Megatron's does.
         """
         ...
 
@@ -55,7 +55,7 @@ class Recipe(Protocol):
     def build_datasets(
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
     ) -> Splits:
-        """Return training, validation and test samples, `None` for an empty split. Collective."""
+        """Return training, validation and test samples (`None` for an empty split). Collective."""
         ...
 
     def describe_kernels(self, part: Any) -> str:
@@ -65,7 +65,7 @@ class Recipe(Protocol):
     def loss_mask(self, batch: Batch, config: RunConfig, tokenizer: Tokenizer) -> Tensor:
         """Return 1 for each label of a micro-batch whose loss counts, and 0 for the others.
 
-        Used by --calculate-per-token-loss. Sequences are whole, and the shape is the same in all of
+        --calculate-per-token-loss uses it. Sequences are whole, and the shape stays the same during
         a run: `[b, s]` if labels are tokens.
         """
         ...
@@ -82,16 +82,16 @@ class Recipe(Protocol):
         """Run one micro-batch through a part of the model.
 
         Args:
-            part: Some layers of the model.
+            part: A part of the model that `build_part` built.
             batch: Whole sequences; each context rank takes its part of them.
-            hidden: [s, b, h] from the part before; `None` for the first.
-            config: The run's.
-            tokenizer: The run's.
-            layout: The run's.
+            hidden: [s, b, h], the previous part's output; `None` in the first part of the model.
+            config: The run's configuration.
+            tokenizer: The run's tokenizer.
+            layout: This process's place among the others.
 
         Returns:
-            Hidden states for the next part. The last part returns scalar losses by log name, whose
-            sum is differentiated. Their mean over context ranks is the loss of the micro-batch: a
-            mean over the labels that count, or 0 if none does.
+            Hidden states for the next part. The last part returns scalar losses by log name; their
+            sum is differentiated. Each loss, averaged over context ranks, is the mean over the
+            micro-batch's labels that count, or 0 if none does.
         """
         ...
