@@ -124,9 +124,7 @@ class GPTRecipe:
         )
         if not part.part.head:
             return result
-        counted = whole.loss_mask.sum().clamp(
-            min=1
-        )  # if nothing counts, the loss is 0 instead of nan
+        counted = whole.loss_mask.sum().clamp(min=1)  # without any, the loss is 0 instead of nan
         # Times the number of context ranks, so that the mean over them is the mean over all tokens.
         return {"lm loss": layout.context.size * result / counted}
 

@@ -170,10 +170,9 @@ def parallelize(
         device: where it computes.
         is_loaded: a checkpoint will replace the first weights.
     """
-    parallel = config.parallel
+    parallel, pipeline = config.parallel, layout.pipeline
     plan = model_plan(config.model, vocabulary, recipe.head)
-    stages = plan_model(config.model, parallel)
-    held = parts_of_stage(stages, layout.pipeline.rank, layout.pipeline.size)
+    held = parts_of_stage(plan_model(config.model, parallel), pipeline.rank, pipeline.size)
 
     # 1. Tensor-parallel exchange: what overlaps communication with the products of split layers.
     exchange = new_exchange(config, layout, device, recipe.head.sequences)
